@@ -1,0 +1,3 @@
+from noloco_p2p.cli import main
+
+main()

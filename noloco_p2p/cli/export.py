@@ -1,0 +1,38 @@
+"""noloco export"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from noloco_p2p.errors import SettingsError
+
+
+def export(
+    source: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT|TICKET", help="A checkpoint folder; a ticket with --merge.")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The Hugging Face folder to write.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Average the slow weights of live peers.")] = False,
+    sample: Annotated[
+        int | None, typer.Option(help="With --merge: of so many peers.", show_default="all", min=1)
+    ] = None,
+) -> None:
+    """Write a model folder for transformers, from a checkpoint or from the live swarm."""
+    from noloco_p2p.ticket import Ticket, is_ticket
+
+    if merge != is_ticket(source):
+        raise SettingsError("--merge goes with a ticket, and a ticket with --merge; a checkpoint is a folder")
+    if sample and not merge:
+        raise SettingsError("--sample goes with --merge")
+    from noloco_p2p.train.export import export_model
+    from noloco_p2p.train.merge import from_checkpoint, from_swarm
+    from noloco_p2p.train.model import build_tokenizer
+
+    state = asyncio.run(from_swarm(Ticket.decode(source), sample=sample)) if merge else from_checkpoint(Path(source))
+    export_model(state.fill_model(), build_tokenizer(state.spec.data), folder)
+    of = f"the mean of {state.num_peers} peers" if merge else "the checkpoint"
+    print(f"wrote {folder}: {of} of run {state.spec.name}")

@@ -1,0 +1,64 @@
+"""noloco fork"""
+
+from __future__ import annotations
+
+import asyncio
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from noloco_p2p.cli.options import StateDir
+from noloco_p2p.errors import SettingsError
+
+
+def fork(
+    source: Annotated[str, typer.Argument(metavar="SPEC.toml|TICKET", help="The run to fork.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW.toml", help="Where to write the spec of the new run.")],
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="KEY=VALUE, for example outer.alpha=0.3; may be repeated.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Take this checkpoint instead of the newest.", show_default=False)
+    ] = None,
+    state_dir: StateDir = None,
+) -> None:
+    """Start a new run from where another one stands, with changed settings: a spec file takes the newest checkpoint on this
+    machine, a ticket the state of a live peer."""
+    from noloco_p2p.settings import PeerSettings
+    from noloco_p2p.spec import RunSpec
+    from noloco_p2p.ticket import Ticket, is_ticket
+
+    if new.exists():
+        raise SettingsError(f"{new} exists; choose another name for the spec of the new run")
+    values = dict(_parse(change) for change in changes or [])
+    folder = PeerSettings.load({"state_dir": state_dir}).state_dir
+    entry = Ticket.decode(source) if is_ticket(source) else RunSpec.load(source)
+    from noloco_p2p.presets import render
+    from noloco_p2p.train.merge import from_checkpoint, from_swarm
+    from noloco_p2p.train.start import save_start
+
+    if checkpoint:
+        state = from_checkpoint(checkpoint)
+    elif isinstance(entry, Ticket):
+        state = asyncio.run(from_swarm(entry, sample=1))
+    else:
+        state = from_checkpoint(folder / "runs" / entry.run_id / "checkpoints")
+    old = entry if isinstance(entry, RunSpec) else state.spec
+    values = {"name": f"{old.name}-fork", **values}
+    old.with_changes(values, origin="--set")  # a wrong value is told before the state is written
+    spec = old.with_changes({**values, "model.start": save_start(state.slow_weights, state_dir=folder)})
+    new.write_text(render(spec), encoding="utf-8")
+    print(f"wrote {new}: run {spec.name}, from the state of {old.name}; start it with: noloco join {new}")
+
+
+def _parse(change: str) -> tuple[str, Any]:
+    """outer.alpha=0.3 -> ("outer.alpha", 0.3), the value read as TOML, or as a plain string."""
+    key, equals, text = change.partition("=")
+    if not equals:
+        raise SettingsError(f"--set {change!r} must be KEY=VALUE, for example outer.alpha=0.3")
+    try:
+        return key, tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, text

@@ -1,0 +1,20 @@
+"""noloco id"""
+
+from __future__ import annotations
+
+from noloco_p2p.cli.options import Json, StateDir, print_json
+
+
+def identity(state_dir: StateDir = None, as_json: Json = False) -> None:
+    """Show the identity of this peer, or create it."""
+    from noloco_p2p.identity import Identity
+    from noloco_p2p.settings import PeerSettings
+
+    folder = PeerSettings.load({"state_dir": state_dir}).state_dir
+    path = folder / "identity.key"
+    peer_id = Identity.load_or_create(path).peer_id
+    if as_json:
+        print_json({"peer_id": peer_id, "key_file": str(path)})
+        return
+    print(peer_id)
+    print(f"The key is {path}. Back up that file: whoever has it is this peer. Never use it on two machines at once.")

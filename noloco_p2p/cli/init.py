@@ -1,0 +1,33 @@
+"""noloco init"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from noloco_p2p.errors import SettingsError
+
+
+def init(
+    file: Annotated[Path, typer.Argument(help="Where to write the run spec.")] = Path("run.toml"),
+    preset: Annotated[str, typer.Option(help="tiny, or a size of the paper: small, medium, large.")] = "tiny",
+    name: Annotated[str | None, typer.Option(help="Name of the run.", show_default="the preset")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+) -> None:
+    """Write a commented run spec."""
+    from noloco_p2p.presets import PRESETS, render
+
+    if preset not in PRESETS:
+        raise SettingsError(f"--preset {preset}: must be one of {', '.join(PRESETS)}")
+    if file.exists() and not force:
+        raise SettingsError(f"{file} exists; choose another name, or overwrite it with --force")
+    spec = PRESETS[preset]
+    if name:
+        spec = spec.with_changes({"name": name}, origin="--name")
+    try:
+        file.write_text(render(spec), encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"{file}: cannot be written: {error}") from None
+    print(f"wrote {file}: {spec.model.num_parameters():,} parameters; start the run with: noloco join {file}")

@@ -1,0 +1,106 @@
+"""noloco join"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from noloco_p2p.cli.options import Announce, Bootstrap, Data, Listen, StateDir
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from noloco_p2p.peer import Peer
+
+log = logging.getLogger(__name__)
+
+
+def join(
+    run: Annotated[
+        str, typer.Argument(metavar="SPEC.toml|TICKET", help="A run spec starts a run, a ticket enters one.")
+    ],
+    listen: Listen = None,
+    announce: Announce = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda:N.", show_default="auto")] = None,
+    threads: Annotated[int | None, typer.Option(help="Torch threads.", show_default="torch decides")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Leave after so many inner steps.", show_default=False)] = None,
+    save_every_rounds: Annotated[
+        int | None, typer.Option(help="Rounds between checkpoints.", show_default="10")
+    ] = None,
+    state_dir: StateDir = None,
+    data: Data = None,
+    bootstrap: Bootstrap = None,
+) -> None:
+    """Start or enter a run, and train. The same command again resumes. Ctrl-C leaves politely."""
+    from noloco_p2p.settings import PeerSettings, parse_bindings
+
+    settings = PeerSettings.load(
+        {
+            "listen": listen,
+            "announce": announce,
+            "device": device,
+            "threads": threads,
+            "max_steps": max_steps,
+            "save_every_rounds": save_every_rounds,
+            "state_dir": state_dir,
+            "data": parse_bindings(data) if data else None,
+            "bootstrap": tuple(bootstrap) if bootstrap else None,
+        }
+    )
+    _check_target(run)
+    _say("starting (loading torch and hivemind takes some seconds)")
+    from noloco_p2p.peer import Peer
+    from noloco_p2p.train.loop import Trainer
+
+    with Peer.join(run, settings) as peer:
+        _leave_on_signals(peer)
+        _say(f"peer {peer.peer_id} of run {peer.spec.name} ({peer.spec.digest()[:16]}), listening on {peer.address}")
+        for warning in peer.spec.outer.warnings():
+            log.warning(warning)
+        trainer = Trainer(peer, say=_say)
+        needs = trainer.needs()
+        for line in needs.lines():
+            _say(line)
+        for warning in needs.warnings():
+            log.warning(warning)
+        _say("others join with:")
+        _say(f"noloco join {peer.ticket}")
+        trainer.train()
+        if trainer.finished and not peer.leave_requested.is_set():
+            peer.announce("done")
+            _say("the run is done; its state is served to late joiners until Ctrl-C or `noloco leave`")
+            peer.leave_requested.wait()
+        _say("leaving")
+    _say("left; the same command resumes")
+
+
+def _check_target(run: str) -> None:
+    """A mistyped file or ticket is told before torch is loaded."""
+    from noloco_p2p.spec import RunSpec
+    from noloco_p2p.ticket import Ticket, is_ticket
+
+    if is_ticket(run):
+        Ticket.decode(run)
+    else:
+        RunSpec.load(Path(run))
+
+
+def _leave_on_signals(peer: Peer) -> None:
+    """The first SIGINT or SIGTERM leaves politely, the second exits now."""
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        if peer.leave_requested.is_set():
+            os._exit(128 + signum)
+        peer.request_leave()
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, leave)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

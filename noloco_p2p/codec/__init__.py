@@ -1,0 +1,44 @@
+"""Vectors to bytes and back, chunk by chunk. Pure: tensors and bytes in, bytes and tensors out.
+
+A section of a swap is one vector cut into chunks of CHUNK_ELEMENTS (the last is shorter). Each chunk is coded by
+itself, so that neither side ever holds a second fp32 copy of the vector. All sizes follow from the codec and the
+number of elements, before a byte is read.
+"""
+
+from __future__ import annotations
+
+from noloco_p2p.codec.base import CHUNK_ELEMENTS, Codec
+from noloco_p2p.codec.blocks import INT4, INT8
+from noloco_p2p.codec.raw import BF16, FP32
+
+__all__ = ["CHUNK_ELEMENTS", "CODEC_NAMES", "Codec", "chunk_bounds", "get_codec", "num_chunks", "section_bytes"]
+
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (FP32, BF16, INT8, INT4)}
+CODEC_NAMES = tuple(CODECS)
+
+
+def get_codec(name: str) -> Codec:
+    """The codec that a run spec calls `name`. Raises ValueError with the known names."""
+    if name not in CODECS:
+        raise ValueError(f"unknown codec {name!r}; known are {', '.join(CODEC_NAMES)}")
+    return CODECS[name]
+
+
+def num_chunks(num_elements: int) -> int:
+    """How many chunks a section of `num_elements` has; 0 for an empty one."""
+    if num_elements < 0:
+        raise ValueError(f"a section cannot have {num_elements} elements")
+    return -(-num_elements // CHUNK_ELEMENTS)
+
+
+def chunk_bounds(num_elements: int) -> list[tuple[int, int]]:
+    """(start, stop) of each chunk: without gaps, in order, all but the last of CHUNK_ELEMENTS."""
+    starts = range(0, num_chunks(num_elements) * CHUNK_ELEMENTS, CHUNK_ELEMENTS)
+    return [(start, min(start + CHUNK_ELEMENTS, num_elements)) for start in starts]
+
+
+def section_bytes(codec: Codec, num_elements: int) -> int:
+    """Sum of the payloads of all chunks of a section."""
+    whole, rest = divmod(num_elements, CHUNK_ELEMENTS)
+    num_chunks(num_elements)  # refuses a negative number
+    return whole * codec.num_bytes(CHUNK_ELEMENTS) + codec.num_bytes(rest)

@@ -1,0 +1,131 @@
+"""The local control socket of a running peer: what `noloco status` and `noloco leave` talk to.
+
+One JSON line in, one JSON line out. The socket is in the state folder and only its owner can open it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from noloco_p2p.errors import SettingsError
+
+MAX_LINE_BYTES = 64 * 1024
+LONGEST_SOCKET_PATH = 100  # the kernel's limit is 108
+ANSWER_TIMEOUT_S = 5.0
+
+Handler = Callable[[], Mapping[str, Any]]
+
+
+def socket_path(state_dir: Path) -> Path:
+    """In the state folder, or in the folder for temporary files when that path is too long for a socket."""
+    path = state_dir / "control.sock"
+    if len(str(path)) <= LONGEST_SOCKET_PATH:
+        return path
+    return Path(tempfile.gettempdir()) / f"noloco-{blake3(str(state_dir).encode()).hexdigest()[:16]}.sock"
+
+
+class ControlServer:
+    """Answers the verbs it was given. Lives on the network thread's loop."""
+
+    def __init__(self, state_dir: Path, verbs: Mapping[str, Handler]) -> None:
+        self._path = socket_path(state_dir)
+        self._verbs = verbs
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        self._path.unlink(missing_ok=True)  # of a peer that was killed; a living one holds the lock on the folder
+        self._server = await asyncio.start_unix_server(self._answer, path=self._path, limit=MAX_LINE_BYTES)
+        self._path.chmod(0o600)
+
+    async def stop(self) -> None:
+        if self._server:
+            self._server.close()
+            self._path.unlink(missing_ok=True)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                request = json.loads(await reader.readline())
+                handler = self._verbs.get(request.get("verb"))
+                reply = handler() if handler else {"error": f"unknown verb; known are {', '.join(self._verbs)}"}
+                writer.write(json.dumps(reply).encode() + b"\n")
+                await writer.drain()
+        except (TimeoutError, ValueError, AttributeError, ConnectionError):
+            pass  # whoever asked did not ask properly, or is gone
+        finally:
+            writer.close()
+
+
+def ask(state_dir: Path, verb: str) -> dict[str, Any] | None:
+    """Ask the peer that runs in `state_dir`; None when none does. Raises SettingsError when it does not answer."""
+    path = socket_path(state_dir)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(ANSWER_TIMEOUT_S)
+        try:
+            connection.connect(str(path))
+            connection.sendall(json.dumps({"verb": verb}).encode() + b"\n")
+            with connection.makefile("rb") as answer:
+                line = answer.readline(MAX_LINE_BYTES)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return None
+        except (TimeoutError, OSError) as error:
+            raise SettingsError(f"the peer in {state_dir} does not answer on its control socket: {error}") from None
+    try:
+        return json.loads(line)
+    except ValueError:
+        raise SettingsError(f"the peer in {state_dir} closed its control socket without an answer") from None
+
+
+class FolderLock:
+    """At most one peer per state folder, and so per identity on this machine. Freed by the kernel when we die."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._path = state_dir / "lock"
+        self._file: int | None = None
+
+    def acquire(self) -> None:
+        """Raises SettingsError when another peer holds it."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise SettingsError(f"{self._path.parent}: cannot be used as state folder: {error}") from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._file)
+            self._file = None
+            raise SettingsError(
+                f"another peer runs in {self._path.parent}; stop it with `noloco leave`, or use another --state-dir"
+            ) from None
+        os.truncate(self._file, 0)
+        os.write(self._file, str(os.getpid()).encode())
+
+    def release(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def is_held(self) -> bool:
+        """Does a peer, in this or another process, hold the lock now?"""
+        try:
+            probe = os.open(self._path, os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(probe)
+        return False

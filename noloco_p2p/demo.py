@@ -1,0 +1,228 @@
+"""The main job in small: real peers as real processes on loopback, watched until they are done, then judged."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from noloco_p2p.errors import NolocoError, SettingsError
+from noloco_p2p.presets import PRESETS, render
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.swarm import launch
+from noloco_p2p.telemetry.console import count, loss, mib
+from noloco_p2p.telemetry.events import read_events
+
+TICKET_TIMEOUT_S = 120.0  # the first peer imports torch, reads the corpus and measures itself before it has one
+LEAVE_TIMEOUT_S = 30.0
+POLL_S = 0.5
+TICKET_LINE = "noloco join noloco1"
+COLUMNS = ("peer", "state", "round", "loss", "tokens/s", "last swap with", "out", "in", "alone")
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPlan:
+    """`folder` holds everything: the spec, a folder per peer with its log, the exported model."""
+
+    folder: Path
+    num_peers: int = 4
+    num_steps: int = 400
+    port_base: int = 0  # peer i listens on port_base + 2 i; 0 = free ports
+
+    def spec(self) -> RunSpec:
+        """The preset `tiny` with a shorter schedule: the learning rate comes down within the demo."""
+        warmup_steps = min(PRESETS["tiny"].train.warmup_steps, self.num_steps // 4)
+        changes = {"name": "demo", "train.total_steps": self.num_steps, "train.warmup_steps": warmup_steps}
+        return PRESETS["tiny"].with_changes(changes, origin="--steps")
+
+
+class DemoPeer:
+    """One `noloco join` in a process and a session of its own: the terminal's Ctrl-C reaches only the demo."""
+
+    def __init__(self, index: int, *, plan: DemoPlan, target: str) -> None:
+        self.index = index
+        self.folder = plan.folder / f"peer-{index}"
+        self.folder.mkdir()
+        self.log = self.folder / "log.txt"
+        port = plan.port_base + 2 * index if plan.port_base else 0
+        join = [sys.executable, "-m", "noloco_p2p", "join", target, "--listen", f"127.0.0.1:{port}"]
+        join += ["--state-dir", str(self.folder), "--threads", "1", "--device", "cpu"]
+        # The launcher ties the peer's life to ours: a killed demo leaves nobody behind.
+        command = [sys.executable, "-I", "-S", str(launch.__file__), str(os.getpid()), *join]
+        environment = os.environ | {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def events(self) -> list[dict[str, Any]]:
+        return [event for path in self.folder.glob("runs/*/events.jsonl") for event in read_events(path)]
+
+    def ticket(self) -> str | None:
+        for line in self.log.read_text(errors="replace").splitlines():
+            if line.startswith(TICKET_LINE):
+                return line.split()[-1]
+        return None
+
+    def is_done(self) -> bool:
+        return self.process.poll() is not None or any(event["event"] == "finished" for event in self.events())
+
+    def ask_to_leave(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+
+    def wait_gone(self, until_s: float) -> None:
+        """Wait, and in the end kill: nobody outlives the demo."""
+        try:
+            self.process.wait(max(0.1, until_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Demo:
+    """`run` yields the table of the swarm again and again until all peers are done; then `report`. Always `stop`."""
+
+    def __init__(self, plan: DemoPlan) -> None:
+        self.plan = plan
+        self.spec = plan.spec()
+        self.peers: list[DemoPeer] = []
+        self._began_s = time.monotonic()
+
+    def run(self) -> Iterator[list[tuple[str, ...]]]:
+        """Rows of the table, twice a second. Raises NolocoError when the first peer does not come up."""
+        self.plan.folder.mkdir(parents=True, exist_ok=True)
+        if any(self.plan.folder.iterdir()):
+            raise SettingsError(f"{self.plan.folder} is not empty; give another folder with --keep")
+        spec_file = self.plan.folder / "demo.toml"
+        spec_file.write_text(render(self.spec), encoding="utf-8")
+        first = DemoPeer(0, plan=self.plan, target=str(spec_file))
+        self.peers.append(first)
+        until_s = time.monotonic() + TICKET_TIMEOUT_S
+        while (ticket := first.ticket()) is None:
+            if first.process.poll() is not None or time.monotonic() > until_s:
+                raise NolocoError(f"the first peer did not start; its log ends with: {_last_line(first.log)}")
+            yield self.rows()
+            time.sleep(POLL_S)
+        self.peers += [DemoPeer(index, plan=self.plan, target=ticket) for index in range(1, self.plan.num_peers)]
+        while not all(peer.is_done() for peer in self.peers):
+            yield self.rows()
+            time.sleep(POLL_S)
+        yield self.rows()
+
+    def rows(self) -> list[tuple[str, ...]]:
+        names: dict[str, str] = {}
+        for peer in self.peers:
+            names |= {event["peer_id"]: f"peer {peer.index}" for event in peer.events() if event["event"] == "started"}
+        return [_row(peer, names) for peer in self.peers]
+
+    def stop(self) -> None:
+        """Ask everybody to leave, and wait until all have gone. Safe to call twice."""
+        for peer in self.peers:
+            peer.ask_to_leave()
+        until_s = time.monotonic() + LEAVE_TIMEOUT_S
+        for peer in self.peers:
+            peer.wait_gone(until_s)
+
+    def report(self) -> dict[str, Any]:
+        """Judge the swarm from what the peers have written: call after `stop`. Raises NolocoError when nobody finished."""
+        from noloco_p2p.train.export import export_model
+        from noloco_p2p.train.judge import judge
+        from noloco_p2p.train.model import build_tokenizer
+
+        peers = [_result(peer) for peer in self.peers]
+        folders = [peer.folder / "runs" / self.spec.run_id / "checkpoints" for peer in self.peers]
+        verdict = judge(self.spec, [folder for folder in folders if folder.is_dir()])
+        export_dir = export_model(verdict.model, build_tokenizer(self.spec.data), self.plan.folder / "export")
+        return {
+            "peers": peers,
+            "merged_loss": verdict.merged_loss,
+            "spread": verdict.spread,
+            "export_dir": str(export_dir),
+            "wall_s": round(time.monotonic() - self._began_s, 1),
+        }
+
+
+def report_lines(report: dict[str, Any]) -> list[str]:
+    """The report for people."""
+    header = ("peer", "rounds", "swapped", "half", "alone", "validation loss", "sent", "received")
+    rows = [
+        (
+            f"..{peer['peer_id'][-6:]}",
+            str(peer["rounds"]),
+            str(peer["swaps"]),
+            str(peer["halves"]),
+            str(peer["alone"]),
+            f"{loss(peer['loss_start'])} -> {loss(peer['loss_end'])}",
+            mib(peer["bytes_sent"]),
+            mib(peer["bytes_received"]),
+        )
+        for peer in report["peers"]
+    ]
+    return [
+        *aligned([header, *rows]),
+        "",
+        f"merged model (mean of all peers): validation loss {loss(report['merged_loss'])}",
+        f"spread of the weights: {100 * report['spread']:.2f} % of their norm",
+        f"exported for transformers: {report['export_dir']}",
+        f"wall time: {report['wall_s']:.0f} s",
+    ]
+
+
+def aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _row(peer: DemoPeer, names: dict[str, str]) -> tuple[str, ...]:
+    events = peer.events()
+    rounds = [event for event in events if event["event"] == "round"]
+    state = "done" if any(event["event"] == "finished" for event in events) else "training" if events else "starting"
+    if peer.process.poll() is not None:
+        state = "gone" if peer.process.returncode == 0 else f"failed ({peer.process.returncode})"
+    if not rounds:
+        return (f"peer {peer.index}", state, *["-"] * (len(COLUMNS) - 2))
+    last = rounds[-1]
+    partner = last["last_partner"]
+    return (
+        f"peer {peer.index}",
+        state,
+        str(last["round"]),
+        loss(last["loss"]),
+        count(last["tokens_per_s"]),
+        names.get(partner, f"..{partner[-6:]}" if partner else "-"),
+        mib(last["bytes_sent"]),
+        mib(last["bytes_received"]),
+        str(last["alone"]),
+    )
+
+
+def _result(peer: DemoPeer) -> dict[str, Any]:
+    events = peer.events()
+    losses = [event["validation_loss"] for event in events if event["event"] == "evaluated"]
+    rounds = [event for event in events if event["event"] in ("round", "finished", "stopped")]
+    last = rounds[-1] if rounds else {}
+    started = [event["peer_id"] for event in events if event["event"] == "started"]
+    return {
+        "peer_id": started[0] if started else "",
+        "rounds": last.get("rounds_here", 0),
+        "swaps": last.get("swaps", 0),
+        "halves": last.get("halves", 0),
+        "alone": last.get("alone", 0),
+        "loss_start": losses[0] if losses else None,
+        "loss_end": losses[-1] if losses else None,
+        "bytes_sent": last.get("bytes_sent", 0),
+        "bytes_received": last.get("bytes_received", 0),
+        "exit_code": peer.process.returncode,
+    }
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "nothing"

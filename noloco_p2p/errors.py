@@ -1,0 +1,91 @@
+"""Every error a user of noloco_p2p can meet.
+
+NolocoError
+ +-- SpecError            a run spec is wrong or cannot be read
+ +-- SettingsError        a setting of this machine is wrong (flag, environment, settings file)
+ +-- IdentityError        the key of this peer cannot be read, created or used
+ +-- TicketError          a string is not a ticket
+ +-- DirectoryError       the DHT or its daemon cannot be started or used
+ +-- PeerError            something about one other peer; `peer` names it
+ |    +-- Unreachable     no connection could be made
+ |    +-- TimedOut        connected, but too slow or frozen
+ |    +-- Refused         it answered no: `code`, a sentence, `retry_after_s`
+ |    +-- Incompatible    another run, spec, protocol version or model
+ |    +-- CorruptPayload  what it sent is damaged, of another size or not finite
+ +-- CheckpointError      a checkpoint cannot be written or read
+ +-- ModelError           the model named by the spec cannot be built or loaded
+ +-- DataError            the data named by the spec is missing or unusable
+
+Each message says what happened, with whom, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class NolocoError(Exception):
+    """Base of all errors that noloco_p2p raises for a user to read."""
+
+
+class SpecError(NolocoError, ValueError):
+    """A run spec is wrong; the message names the dotted field."""
+
+
+class SettingsError(NolocoError, ValueError):
+    """A setting of this machine is wrong; the message names the flag or field."""
+
+
+class IdentityError(NolocoError):
+    """The key file of this peer cannot be read, created or used."""
+
+
+class TicketError(NolocoError, ValueError):
+    """A string is not a ticket, or is damaged."""
+
+
+class DirectoryError(NolocoError):
+    """The DHT node or its daemon cannot be started or used."""
+
+
+class PeerError(NolocoError):
+    """A fault of one other peer. It never reaches the training loop: a round turns it into an outcome."""
+
+    def __init__(self, message: str, *, peer: str = "") -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class Unreachable(PeerError):
+    """No connection to the peer could be made."""
+
+
+class TimedOut(PeerError):
+    """The peer is connected but too slow, or frozen."""
+
+
+class Refused(PeerError):
+    """The peer answered no. `code` is for programs, the message is for people."""
+
+    def __init__(self, message: str, *, peer: str = "", code: str = "", retry_after_s: float = 0.0) -> None:
+        super().__init__(message, peer=peer)
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class Incompatible(PeerError):
+    """The peer belongs to another run, spec, protocol version or model."""
+
+
+class CorruptPayload(PeerError):
+    """What the peer sent is damaged, of another size than announced, or not finite."""
+
+
+class CheckpointError(NolocoError):
+    """A checkpoint cannot be written or read."""
+
+
+class ModelError(NolocoError):
+    """The model named by the spec cannot be built or loaded."""
+
+
+class DataError(NolocoError):
+    """The data named by the spec is missing or unusable."""

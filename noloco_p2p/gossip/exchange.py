@@ -1,0 +1,97 @@
+"""Where the training thread and the network thread meet: four beats a round, and nothing a partner does comes through.
+
+open(state)  ->  inner steps, polling late()  ->  stage(gradient)  ->  collect() -> Outcome  ->  apply  ->  open(...)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from noloco_p2p.gossip.frames import SectionName
+from noloco_p2p.gossip.outcome import Alone, Correction, Outcome, SectionPlan, section_plans
+from noloco_p2p.gossip.pace import Pace
+from noloco_p2p.gossip.runner import Opening, RoundRunner
+from noloco_p2p.spec import RunSpec
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+NETWORK_ANSWER_S = 5.0  # what the network thread may take to answer, beyond the wait that was asked for
+
+
+class Exchange:
+    """The training thread's side. No method raises for a fault of a partner, and none blocks past its deadline."""
+
+    def __init__(self, *, spec: RunSpec, loop: asyncio.AbstractEventLoop, runner: RoundRunner, pace: Pace) -> None:
+        self.pace = pace
+        self._spec = spec
+        self._loop = loop
+        self._runner = runner
+        self._plans: tuple[SectionPlan, ...] = ()
+
+    def open(
+        self,
+        round_index: int,
+        *,
+        progress: float,
+        slow_weights: Tensor,
+        outer_momentum: Tensor,
+        steps_done: int = 0,
+    ) -> None:
+        """Begin a round: from now on a partner is sought and the early part travels, in the background.
+
+        `steps_done`: inner steps of it that were taken before a restart. `slow_weights`, `outer_momentum`: flat fp32 vectors on the CPU that do not change until `collect` returns. Sections
+        are coded from them as they are sent. Returns at once.
+        """
+        outer = self._spec.outer
+        self._plans = section_plans(
+            self._spec.codec, swap_momentum=outer.swap_momentum, num_elements=slow_weights.numel()
+        )
+        early_state = {SectionName.SLOW_WEIGHTS: slow_weights, SectionName.OUTER_MOMENTUM: outer_momentum}
+        self.pace.open_round(time.monotonic(), steps_done=steps_done)
+        self._ask(self._runner.open(Opening(round_index, progress, early_state), self._plans), None)
+
+    def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
+        """At the boundary: code the outer gradient chunk by chunk where it lies, and hand it over.
+
+        `chunks()` yields it in order; it is not called when no partner can be had in this round. A gradient that is not
+        finite is not sent: the swap stays half.
+        """
+        if not self._ask(self._runner.begin_stage(), False):
+            return
+        codec = self._plans[-1].codec
+        try:
+            for values in chunks():
+                self._loop.call_soon_threadsafe(self._runner.stage, codec.encode(values))
+        except ValueError as error:
+            log.error("the outer gradient of this peer cannot be sent: %s", error)
+
+    def collect(self, wait_s: float) -> Outcome:
+        """End the round. Blocks while there is a swap, or hope of one, but never longer than `wait_s`."""
+        silent = Alone("the network thread does not answer")
+        return self._ask(self._runner.collect(wait_s), silent, wait_s=wait_s)
+
+    def late(self) -> Correction | None:
+        """A late part that arrived since the last boundary; costs nothing to ask."""
+        return self._runner.corrections.popleft() if self._runner.corrections else None
+
+    def _ask(self, coroutine: Coroutine[Any, Any, T], otherwise: T, *, wait_s: float = 0.0) -> T:
+        """Run on the network thread; `otherwise` when it is stopped or silent, as training must go on without it."""
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:  # the loop is closed
+            coroutine.close()
+            return otherwise
+        try:
+            return future.result(wait_s + NETWORK_ANSWER_S)
+        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+            future.cancel()
+            log.error("the network thread does not answer; training goes on alone")
+            return otherwise

@@ -1,0 +1,163 @@
+"""The first fetch: the newest saved state of a live peer, chunk by chunk, from as many donors as it takes.
+
+The donor serves a file (never live tensors). Every chunk has a digest in the donor's manifest. When a donor dies the
+verified chunks are kept and the rest comes from another one: the result is then a point between two replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from noloco_p2p.errors import CorruptPayload, PeerError, Refused, Unreachable
+from noloco_p2p.gossip.frames import (
+    STATE_CHUNK_BYTES,
+    FetchItem,
+    RefuseCode,
+    SpecJson,
+    StateChunk,
+    StateManifest,
+    WantChunks,
+    WantManifest,
+    WantSpec,
+)
+from noloco_p2p.gossip.seams import Candidate, Transport
+from noloco_p2p.spec import RunSpec
+
+log = logging.getLogger(__name__)
+
+FETCH_TIMEOUT_S = 15.0  # for one chunk or one manifest
+MAX_UPLOADS = 2  # at once; a third newcomer is told to come back, or asks another donor
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A state file that can be served, and where its owner stood when it was written."""
+
+    path: Path
+    manifest: StateManifest
+
+
+def describe_state(path: Path, *, layout: str, num_elements: int, round_index: int, progress: float) -> SavedState:
+    """Digest a state file chunk by chunk (4 GB/s). Raises OSError when it cannot be read."""
+    with path.open("rb") as file:
+        digests = tuple(blake3(chunk).digest() for chunk in iter(lambda: file.read(STATE_CHUNK_BYTES), b""))
+    num_bytes = path.stat().st_size
+    return SavedState(path, StateManifest(layout, num_elements, round_index, progress, num_bytes, digests))
+
+
+class StateServer:
+    """Serves the newest saved state and the spec. `saved` is replaced whenever a newer one was written."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.saved: SavedState | None = None
+        self._spec_json = spec.canonical_json()
+        self._uploads = 0
+
+    async def serve(self, want: WantSpec | WantManifest | WantChunks) -> AsyncIterator[FetchItem]:
+        match want:
+            case WantSpec():
+                yield SpecJson(self._spec_json)
+            case WantManifest():
+                yield self._saved().manifest
+            case WantChunks(manifest_digest, indices):
+                saved = self._saved()
+                if saved.manifest.digest() != manifest_digest:
+                    raise Refused("I have a newer state by now: ask for its manifest", code=RefuseCode.BUSY.name)
+                async for item in self._chunks(saved, indices):
+                    yield item
+
+    def _saved(self) -> SavedState:
+        if self.saved is None:
+            raise Refused("I have no saved state yet", code=RefuseCode.BETWEEN_ROUNDS.name, retry_after_s=10.0)
+        return self.saved
+
+    async def _chunks(self, saved: SavedState, indices: Sequence[int]) -> AsyncIterator[FetchItem]:
+        if self._uploads >= MAX_UPLOADS:
+            raise Refused(f"{MAX_UPLOADS} uploads are running here", code=RefuseCode.BUSY.name, retry_after_s=5.0)
+        self._uploads += 1
+        try:
+            with saved.path.open("rb") as file:  # stays readable when a newer checkpoint removes the file
+                for index in indices:
+                    if index >= len(saved.manifest.chunk_digests):
+                        raise CorruptPayload(f"chunk {index} does not exist")
+                    start, stop = saved.manifest.chunk_range(index)
+                    payload = await asyncio.to_thread(os.pread, file.fileno(), stop - start, start)
+                    yield StateChunk(index, payload)
+        except OSError as error:
+            raise Unreachable(f"the state file cannot be read: {error}") from None
+        finally:
+            self._uploads -= 1
+
+
+async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expected_digest: str) -> RunSpec:
+    """The run spec from the first donor that has it. Raises Unreachable when none has."""
+    reasons = []
+    for donor in donors:
+        try:
+            async for item in transport.fetch(donor, WantSpec(), timeout_s=FETCH_TIMEOUT_S):
+                if isinstance(item, SpecJson):
+                    return RunSpec.from_json(item.data, expected_digest=expected_digest, origin=donor.address)
+        except (PeerError, ValueError) as error:
+            reasons.append(f"{donor.address}: {error}")
+    raise Unreachable("no live peer gave the run spec: " + ("; ".join(reasons) or "nobody is there"))
+
+
+async def fetch_state(
+    transport: Transport,
+    donors: Sequence[Candidate],
+    *,
+    layout: str,
+    num_elements: int,
+    num_bytes: int,
+    target: Path,
+    on_progress: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
+) -> StateManifest | None:
+    """Write the state of a live peer to `target`; None when no donor has one that fits. Verified chunks outlive a donor.
+
+    `num_bytes` is the size of our own state file: any other is refused before a byte is read. The manifest that is
+    returned is of the donor that gave the last chunk.
+    """
+    missing = list(range(-(-num_bytes // STATE_CHUNK_BYTES)))
+    with target.open("wb") as file:
+        file.truncate(num_bytes)
+        for donor in donors:
+            try:
+                manifest = await _manifest(transport, donor)
+                if (manifest.layout, manifest.num_elements, manifest.num_bytes, len(manifest.chunk_digests)) != (
+                    *(layout, num_elements, num_bytes),
+                    -(-num_bytes // STATE_CHUNK_BYTES),
+                ):
+                    raise CorruptPayload("its state is of another model or size", peer=donor.peer_id)
+                want = WantChunks(manifest.digest(), tuple(missing))
+                async for item in transport.fetch(donor, want, timeout_s=FETCH_TIMEOUT_S):
+                    _keep(item, manifest, missing, file.fileno())
+                    on_progress(num_bytes - len(missing) * STATE_CHUNK_BYTES, num_bytes)
+                if not missing:
+                    os.fsync(file.fileno())
+                    return manifest
+            except PeerError as error:
+                log.info("no state from %s: %s; %d chunks are still missing", donor.address, error, len(missing))
+    return None
+
+
+async def _manifest(transport: Transport, donor: Candidate) -> StateManifest:
+    async for item in transport.fetch(donor, WantManifest(), timeout_s=FETCH_TIMEOUT_S):
+        if isinstance(item, StateManifest):
+            return item
+    raise CorruptPayload("it gave no manifest", peer=donor.peer_id)
+
+
+def _keep(item: FetchItem, manifest: StateManifest, missing: list[int], file: int) -> None:
+    if not isinstance(item, StateChunk) or not missing or item.index != missing[0]:
+        raise CorruptPayload("a chunk came that was not asked for")
+    if blake3(item.payload).digest() != manifest.chunk_digests[item.index]:
+        raise CorruptPayload(f"chunk {item.index} of the state is damaged")
+    os.pwrite(file, item.payload, manifest.chunk_range(item.index)[0])
+    missing.pop(0)

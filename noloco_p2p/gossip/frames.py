@@ -1,0 +1,229 @@
+"""What two peers say to each other during a swap. `net` puts these on the wire; `testing` passes them in memory.
+
+initiator                     acceptor
+  Offer(hello, ...)    ->
+                       <-     Accept(hello, ...) | Refuse(code, sentence, retry_after_s)
+  Header, Chunk.., End  <->   Header, Chunk.., End     for each section of the early part
+  Ready(EARLY)         <->    Ready(EARLY)
+  Header, Chunk.., End  <->   Header, Chunk.., End     for each section of the late part
+  Ready(LATE)          <->    Ready(LATE)
+  Abort(code, sentence) may end it from either side at any time
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from blake3 import blake3
+
+PROTOCOL_VERSION = "1.0"  # same major number = can talk
+CHUNK_DIGEST_BYTES = 16
+STATE_CHUNK_BYTES = 1 << 20
+
+
+class Part(IntEnum):
+    """The early part: slow weights and outer momentum. The late part: the outer gradient. Each commits by itself."""
+
+    EARLY = 1
+    LATE = 2
+
+
+class SectionName(IntEnum):
+    SLOW_WEIGHTS = 1
+    OUTER_MOMENTUM = 2
+    OUTER_GRADIENT = 3
+
+
+class RefuseCode(IntEnum):
+    """Why an offer is refused. The first group passes by itself, the second lasts for this round, the third for good."""
+
+    BUSY = 1  # an offer of mine is out, or I answer another one
+    BETWEEN_ROUNDS = 2  # my round is not open
+    CROSSED = 3  # we offered to each other; the stream of the higher peer id stands, and that is mine
+    TAKEN = 4  # I have a partner for this round
+    TOO_FAR = 5  # our boundaries are more than half a round apart
+    NOT_TRAINING = 6  # paused, leaving or done
+    OTHER_RUN = 7
+    OTHER_SPEC = 8
+    OTHER_VERSION = 9
+    OTHER_MODEL = 10
+    MALFORMED = 11
+
+
+PASSING = frozenset({RefuseCode.BUSY, RefuseCode.BETWEEN_ROUNDS, RefuseCode.CROSSED})
+FINAL = frozenset(
+    {
+        RefuseCode.OTHER_RUN,
+        RefuseCode.OTHER_SPEC,
+        RefuseCode.OTHER_VERSION,
+        RefuseCode.OTHER_MODEL,
+        RefuseCode.MALFORMED,
+    }
+)
+
+
+class AbortCode(IntEnum):
+    CORRUPT = 1  # length, digest or value of a payload is wrong
+    TIMED_OUT = 2
+    ABANDONED = 3  # the round went on without the rest
+    LEAVING = 4
+    INTERNAL = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who speaks, and of which run. `layout` digests names and shapes of the trainable parameters ("" = not known yet)."""
+
+    peer_id: str
+    run_name: str
+    spec_digest: str
+    protocol_version: str = PROTOCOL_VERSION
+    layout: str = ""
+    features: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Where a peer stands in its round: what decides whether two peers fit."""
+
+    round: int
+    seconds_to_boundary: float | None  # None = not measured yet (first round)
+    seconds_per_round: float | None
+    progress: float  # fraction of the run's schedule at the opening of the round
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    hello: Hello
+    swap_id: bytes  # 16 random bytes
+    boundary: Boundary
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    hello: Hello
+    boundary: Boundary
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    code: RefuseCode
+    sentence: str
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Announces a section. All of it must be what the receiver computed from the spec, or the part is aborted."""
+
+    section: SectionName
+    codec: str
+    num_elements: int
+    num_chunks: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    section: SectionName
+    index: int
+    payload: bytes
+    digest: bytes  # blake3 of the payload, 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    section: SectionName
+    digest: bytes  # blake3 over the digests of all chunks in order, 32 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    code: AbortCode
+    sentence: str
+
+
+Frame = Offer | Accept | Refuse | Header | Chunk | End | Ready | Abort
+
+
+@dataclass(frozen=True, slots=True)
+class SwapState:
+    """Answer to "what became of swap X?": which parts the peer has verified, and which it has committed."""
+
+    known: bool = False
+    verified: tuple[Part, ...] = ()
+    committed: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStatus:
+    """Answer of a peer to a status question."""
+
+    hello: Hello
+    state: str
+    round: int
+    progress: float
+    swap: SwapState = field(default_factory=SwapState)
+
+
+@dataclass(frozen=True, slots=True)
+class StateManifest:
+    """The newest saved state of a donor: slow weights and outer momentum as one file, in chunks with a digest each.
+
+    A newcomer takes `round` and `progress` from it. `layout` must equal its own. Chunks have STATE_CHUNK_BYTES but
+    for the last; their number and the size of the file follow from the spec.
+    """
+
+    layout: str
+    num_elements: int
+    round: int
+    progress: float
+    num_bytes: int
+    chunk_digests: tuple[bytes, ...]
+
+    def digest(self) -> bytes:
+        """Names this state: blake3 over the digests of its chunks."""
+        return blake3(b"".join(self.chunk_digests)).digest()
+
+    def chunk_range(self, index: int) -> tuple[int, int]:
+        """First and last-but-one byte of a chunk in the file."""
+        return index * STATE_CHUNK_BYTES, min((index + 1) * STATE_CHUNK_BYTES, self.num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class WantSpec:
+    """Asks for the run spec."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantManifest:
+    """Asks for the manifest of the newest saved state."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantChunks:
+    """Asks for chunks of the state that `manifest_digest` names."""
+
+    manifest_digest: bytes
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SpecJson:
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StateChunk:
+    index: int
+    payload: bytes
+
+
+FetchWant = WantSpec | WantManifest | WantChunks
+FetchItem = SpecJson | StateManifest | StateChunk

@@ -1,0 +1,44 @@
+"""How fast this peer goes through its rounds, measured; the main thread feeds it, the network thread reads it."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+from noloco_p2p.gossip.frames import Boundary
+
+WINDOW_STEPS = 32
+
+
+class Pace:
+    """Seconds of an inner step (median of the last 32: an evaluation in between does not count) and of a round."""
+
+    def __init__(self, inner_steps: int) -> None:
+        self._inner_steps = inner_steps
+        self._durations_s: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._last_step_s: float | None = None
+        self._steps_left = inner_steps
+        self.seconds_per_step: float | None = None
+
+    def open_round(self, now_s: float, *, steps_done: int = 0) -> None:
+        self._steps_left = self._inner_steps - steps_done
+        self._last_step_s = now_s
+
+    def step(self, now_s: float) -> None:
+        """One inner step ended at `now_s` (monotonic)."""
+        if self._last_step_s is not None:
+            self._durations_s.append(now_s - self._last_step_s)
+            self.seconds_per_step = median(self._durations_s)
+        self._last_step_s = now_s
+        self._steps_left -= 1
+
+    def seconds_to_boundary(self, now_s: float) -> float | None:
+        if self.seconds_per_step is None or self._last_step_s is None:
+            return None
+        return max(0.0, self._steps_left * self.seconds_per_step - (now_s - self._last_step_s))
+
+    def seconds_per_round(self) -> float | None:
+        return None if self.seconds_per_step is None else self._inner_steps * self.seconds_per_step
+
+    def boundary(self, *, round_index: int, progress: float, now_s: float) -> Boundary:
+        return Boundary(round_index, self.seconds_to_boundary(now_s), self.seconds_per_round(), progress)

@@ -1,0 +1,94 @@
+"""Whom to ask for a swap, and when again. Pure: it is given candidates, times and a random generator."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from noloco_p2p.gossip.frames import FINAL, PASSING, Boundary, RefuseCode
+from noloco_p2p.gossip.seams import Candidate
+
+FAR_SHARE = 0.5  # of the shorter round: nobody waits for a partner who is further away than this
+FAILED_RETRY_S = 10.0  # a peer that could not be reached is asked again after this
+PASSING_RETRY_S = 0.05  # least wait after a refusal that passes by itself, spread at random to keep peers apart
+PASSING_TRIES = 10  # a peer that said "in a moment" so often in one round is no hope any more
+
+
+def lateness_s(mine: Boundary, theirs: Boundary) -> float:
+    """How long the earlier of two peers would wait for the other at its boundary; 0 while one has measured nothing."""
+    if mine.seconds_to_boundary is None or theirs.seconds_to_boundary is None:
+        return 0.0
+    return abs(mine.seconds_to_boundary - theirs.seconds_to_boundary)
+
+
+def too_far_s(mine: Boundary, theirs: Boundary) -> float:
+    """Seconds by which two boundaries are further apart than a swap is worth; 0 = they fit."""
+    rounds_s = [b.seconds_per_round for b in (mine, theirs) if b.seconds_per_round is not None]
+    if not rounds_s:
+        return 0.0
+    return max(0.0, lateness_s(mine, theirs) - FAR_SHARE * min(rounds_s))
+
+
+class _Answer(Enum):
+    PASSING = auto()  # no, for a moment
+    NO = auto()  # no, for this round
+    NONE = auto()  # could not be reached, or a swap with it failed
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    answer: _Answer
+    retry_at_s: float
+    tries: int = 1
+
+
+class Pairing:
+    """What this peer remembers about the answers of others, from offer to offer."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._memory: dict[str, _Memory] = {}
+        self._incompatible: dict[str, str] = {}
+
+    def open_round(self) -> None:
+        """A new round asks everybody afresh, but for those that are of another run or could not be reached lately."""
+        self._memory = {peer: memory for peer, memory in self._memory.items() if memory.answer is _Answer.NONE}
+
+    def choose(self, live: Sequence[Candidate], now_s: float) -> Candidate | None:
+        """One of the peers that may be asked now, each with the same chance; None when nobody may."""
+        ready = [candidate for candidate in live if self._may_ask(candidate, now_s)]
+        return self._rng.choice(ready) if ready else None
+
+    def hopeful(self, live: Sequence[Candidate], now_s: float) -> bool:
+        """Is there anybody who could still say yes within moments? False = stepping alone is right."""
+        return any(self._is_hope(candidate, now_s) for candidate in live if self._eligible(candidate))
+
+    def refused(self, peer_id: str, *, code: RefuseCode, retry_after_s: float, now_s: float) -> None:
+        if code in FINAL:
+            self._incompatible[peer_id] = code.name
+            return
+        if code in PASSING:
+            wait_s = max(retry_after_s, PASSING_RETRY_S) * self._rng.uniform(1.0, 2.0)
+            before = self._memory.get(peer_id)
+            tries = before.tries + 1 if before and before.answer is _Answer.PASSING else 1
+            self._memory[peer_id] = _Memory(_Answer.PASSING, now_s + wait_s, tries)
+        else:
+            self._memory[peer_id] = _Memory(_Answer.NO, now_s + retry_after_s)
+
+    def failed(self, peer_id: str, *, now_s: float) -> None:
+        self._memory[peer_id] = _Memory(_Answer.NONE, now_s + FAILED_RETRY_S)
+
+    def _eligible(self, candidate: Candidate) -> bool:
+        return candidate.state == "training" and candidate.peer_id not in self._incompatible
+
+    def _may_ask(self, candidate: Candidate, now_s: float) -> bool:
+        memory = self._memory.get(candidate.peer_id)
+        return self._eligible(candidate) and (memory is None or memory.retry_at_s <= now_s)
+
+    def _is_hope(self, candidate: Candidate, now_s: float) -> bool:
+        memory = self._memory.get(candidate.peer_id)
+        if memory is not None and memory.answer is _Answer.PASSING:
+            return memory.tries < PASSING_TRIES
+        return self._may_ask(candidate, now_s)

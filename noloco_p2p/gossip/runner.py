@@ -1,0 +1,425 @@
+"""One peer's rounds on the network thread: seeks a partner, answers offers, runs the swap, gives the outcome.
+
+Every method runs on the event loop; `exchange.py` is the door for the main thread. Decisions are those of `round.py` and
+`pairing.py`; between a decision and the change of state it calls for there is no await, so nothing can come between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from noloco_p2p.errors import CorruptPayload, PeerError, Refused, Unreachable
+from noloco_p2p.gossip.frames import (
+    PROTOCOL_VERSION,
+    Accept,
+    Boundary,
+    Hello,
+    Offer,
+    Part,
+    Refuse,
+    RefuseCode,
+    SectionName,
+    SwapState,
+)
+from noloco_p2p.gossip.outcome import Alone, Correction, Half, Outcome, Received, SectionPlan, Swapped, Traffic
+from noloco_p2p.gossip.pace import Pace
+from noloco_p2p.gossip.pairing import Pairing
+from noloco_p2p.gossip.round import Phase, Round
+from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Transport
+from noloco_p2p.gossip.swap import Staged, Swap
+
+log = logging.getLogger(__name__)
+
+DIAL_TIMEOUT_S = 5.0
+OFFER_TIMEOUT_S = 5.0
+STATUS_TIMEOUT_S = 3.0
+POLL_S = 0.1  # how often the directory is looked at for newcomers while a partner is sought
+REMEMBERED_SWAPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The state of a peer at the opening of a round. The tensors must not change until the outcome is collected."""
+
+    round: int
+    progress: float
+    early_state: dict[SectionName, Tensor]  # flat, fp32, on the CPU
+
+
+@dataclass(slots=True)
+class _Running:
+    swap: Swap
+    partner: Boundary
+    began_s: float
+
+
+class RoundRunner:
+    def __init__(
+        self,
+        *,
+        hello: Callable[[], Hello],
+        transport: Transport,
+        directory: Directory,
+        pace: Pace,
+        executor: Executor,
+        rng: random.Random,
+    ) -> None:
+        self.traffic = Traffic()
+        self.corrections: deque[Correction] = deque(maxlen=1)
+        self.state = "training"
+        self.last_fault = ""
+        self._hello = hello
+        self._transport = transport
+        self._directory = directory
+        self._pace = pace
+        self._executor = executor
+        self._pairing = Pairing(rng)
+        self._plans: tuple[SectionPlan, ...] = ()
+        self._round = Round(0, own_id=hello().peer_id)
+        self._round.close()
+        self._opening: Opening | None = None
+        self._staged: Staged | None = None
+        self._running: _Running | None = None
+        self._trailing: _Running | None = None  # of the last round, its late part still on the way
+        self._reason = ""
+        self._swaps: OrderedDict[bytes, Swap] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._seeker: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+
+    # the beats of a round, called for the main thread
+
+    async def open(self, opening: Opening, plans: tuple[SectionPlan, ...]) -> None:
+        assert self._round.phase is Phase.CLOSED, "the last round was not collected"
+        self._plans = plans
+        self._opening = opening
+        self._staged = Staged(plans[-1].num_elements)
+        self._round = Round(opening.round, own_id=self._hello().peer_id, progress=opening.progress)
+        self._running = None
+        self._reason = ""
+        self._pairing.open_round()
+        self._seeker = self._own(self._seek(self._round))
+        self._notify()
+
+    async def begin_stage(self) -> bool:
+        """The boundary is here: a late part of the last round is given up. False = no partner to be had, no need to code."""
+        self._drop_trailing()
+        if self._hopeless(self._round):
+            self._round.close()  # nobody may join a round whose gradient is not coded
+            return False
+        return True
+
+    def stage(self, payload: bytes) -> None:
+        assert self._staged is not None
+        self._staged.put(payload)
+
+    async def collect(self, wait_s: float) -> Outcome:
+        """Ends the round: waits up to `wait_s` while a swap or a hope of one is there, then tells what was got."""
+        round_ = self._round
+        try:
+            async with asyncio.timeout(wait_s):
+                while not self._settled(round_):
+                    await self._wait_for_change()
+        except TimeoutError:
+            pass
+        outcome = self._outcome(round_)
+        round_.close()
+        if self._seeker:
+            self._seeker.cancel()
+        self._opening = None
+        return outcome
+
+    async def stop(self) -> None:
+        """Abandon what runs and wait until all tasks have ended."""
+        self._round.close()
+        self._drop_trailing()
+        if self._running:
+            self._running.swap.abandon(Unreachable("this peer leaves"))
+        if self._seeker:
+            self._seeker.cancel()
+        tasks = list(self._tasks)
+        if tasks:
+            await asyncio.wait(tasks, timeout=2.0)  # let farewells out
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # answering
+
+    def admit(self, hello: Hello) -> None:
+        """Raises Refused when the caller is of another protocol version, run or spec."""
+        ours = self._hello()
+        for code, mine, theirs, what in (
+            (
+                RefuseCode.OTHER_VERSION,
+                ours.protocol_version.split(".")[0],
+                hello.protocol_version.split(".")[0],
+                f"protocol version {PROTOCOL_VERSION} here, {hello.protocol_version or 'none'} there",
+            ),
+            (
+                RefuseCode.OTHER_RUN,
+                ours.run_name,
+                hello.run_name,
+                f"run {ours.run_name} here, {hello.run_name!r} there",
+            ),
+            (
+                RefuseCode.OTHER_SPEC,
+                ours.spec_digest,
+                hello.spec_digest,
+                f"spec digest {ours.spec_digest[:16]}.. here, {hello.spec_digest[:16] or 'none'}.. there",
+            ),
+            (
+                RefuseCode.OTHER_MODEL,
+                ours.layout if hello.layout else "",
+                hello.layout if ours.layout else "",
+                f"model layout {ours.layout[:16]}.. here, {hello.layout[:16]}.. there",
+            ),
+        ):
+            if mine != theirs:
+                raise Refused(what, peer=hello.peer_id, code=code.name)
+
+    def swap_state(self, swap_id: bytes) -> SwapState:
+        swap = self._swaps.get(swap_id)
+        return swap.state() if swap else SwapState()
+
+    async def on_swap(self, stream: FrameStream) -> None:
+        """Answer one offer, and carry the swap out when it is accepted."""
+        try:
+            offer = await stream.receive(OFFER_TIMEOUT_S)
+            if not isinstance(offer, Offer) or len(offer.swap_id) != 16 or not offer.hello.peer_id:
+                await stream.send(Refuse(RefuseCode.MALFORMED, "a swap begins with an offer"))
+                return
+            refuse = self._answer(offer)
+            if refuse:
+                await stream.send(refuse)
+                return
+            round_, running = self._bind(stream, offer.swap_id, offer.hello.peer_id, offer.boundary)
+            try:
+                await stream.send(Accept(self._hello(), self._boundary(round_)))
+            except PeerError as error:
+                self._swap_ended(round_, running, error)
+                return
+            await self._run(round_, running)
+        except PeerError as error:
+            log.debug("an offer from %s came to nothing: %s", stream.peer, error)
+        finally:
+            await stream.close()
+
+    def _answer(self, offer: Offer) -> Refuse | None:
+        try:
+            self.admit(offer.hello)
+        except Refused as error:
+            return Refuse(RefuseCode[error.code], str(error))
+        if offer.hello.peer_id == self._hello().peer_id:
+            return Refuse(RefuseCode.MALFORMED, "this is my own peer id: a key must not be used on two machines")
+        if self.state != "training":
+            return Refuse(RefuseCode.NOT_TRAINING, f"I am {self.state}", 60.0)
+        return self._round.answer(offer, mine=self._boundary(self._round))
+
+    # seeking
+
+    async def _seek(self, round_: Round) -> None:
+        while round_.phase is not Phase.CLOSED:
+            candidate = None
+            if round_.wants_partner:
+                candidate = self._pairing.choose(self._directory.live(), time.monotonic())
+            if candidate is None:
+                await self._wait_for_change()
+                continue
+            round_.offer_to(candidate.peer_id)
+            try:
+                await self._offer(round_, candidate)
+            except Refused as error:
+                self._refused(candidate.peer_id, error)
+            except PeerError as error:
+                self._fault(f"offer to {_short(candidate.peer_id)} failed: {error}")
+                self._pairing.failed(candidate.peer_id, now_s=time.monotonic())
+            finally:
+                if round_.is_offering_to(candidate.peer_id):
+                    round_.offer_failed()
+                self._notify()
+
+    async def _offer(self, round_: Round, candidate: Candidate) -> None:
+        """Raises Refused or another PeerError; on success the swap runs in a task of its own."""
+        stream = await self._transport.open_swap(candidate, timeout_s=DIAL_TIMEOUT_S)
+        bound = False
+        try:
+            swap_id = os.urandom(16)
+            await stream.send(Offer(self._hello(), swap_id, self._boundary(round_)))
+            reply = await stream.receive(OFFER_TIMEOUT_S)
+            if isinstance(reply, Refuse):
+                raise Refused(
+                    reply.sentence, peer=candidate.peer_id, code=reply.code.name, retry_after_s=reply.retry_after_s
+                )
+            if not isinstance(reply, Accept) or reply.hello.peer_id != candidate.peer_id:
+                raise CorruptPayload("the answer to an offer was neither yes nor no", peer=candidate.peer_id)
+            self.admit(reply.hello)
+            if not round_.is_offering_to(candidate.peer_id):
+                return  # overtaken while the answer was on its way
+            _, running = self._bind(stream, swap_id, candidate.peer_id, reply.boundary)
+            bound = True
+            self._own(self._run(round_, running))
+        finally:
+            if not bound:
+                await stream.close()
+
+    def _refused(self, peer_id: str, error: Refused) -> None:
+        code = RefuseCode[error.code]
+        self._pairing.refused(peer_id, code=code, retry_after_s=error.retry_after_s, now_s=time.monotonic())
+        self._reason = f"{_short(peer_id)} refused: {error}"
+        if code in (RefuseCode.OTHER_VERSION, RefuseCode.OTHER_SPEC, RefuseCode.OTHER_RUN, RefuseCode.OTHER_MODEL):
+            self._fault(f"{_short(peer_id)} is not of this run: {error}")
+
+    # swapping
+
+    def _bind(self, stream: FrameStream, swap_id: bytes, partner: str, boundary: Boundary) -> tuple[Round, _Running]:
+        assert self._opening is not None
+        assert self._staged is not None
+        self._round.bind(partner)
+        swap = Swap(
+            stream,
+            swap_id=swap_id,
+            partner=partner,
+            plans=self._plans,
+            early_state=self._opening.early_state,
+            staged=self._staged,
+            executor=self._executor,
+            traffic=self.traffic,
+            on_commit=self._committed,
+            ask_partner=self._ask,
+        )
+        self._swaps[swap_id] = swap
+        if len(self._swaps) > REMEMBERED_SWAPS:
+            self._swaps.popitem(last=False)
+        self._running = _Running(swap, boundary, time.monotonic())
+        self._notify()
+        return self._round, self._running
+
+    async def _run(self, round_: Round, running: _Running) -> None:
+        try:
+            await running.swap.run()
+        except PeerError as error:
+            self._swap_ended(round_, running, error)
+
+    def _committed(self, swap: Swap, part: Part) -> None:
+        """Called by the swap in the moment of the commit: the round moves on, or a late part becomes a correction."""
+        if self._running and swap is self._running.swap:
+            if part is Part.EARLY:
+                self._round.commit_early()
+            else:
+                self._round.commit_late()
+        elif self._trailing and swap is self._trailing.swap:
+            self.corrections.append(Correction(swap.pair(SectionName.OUTER_GRADIENT), swap.partner))
+            self._trailing = None
+        self._notify()
+
+    def _swap_ended(self, round_: Round, running: _Running, error: PeerError) -> None:
+        kept = "early part kept" if Part.EARLY in running.swap.committed else "nothing applied"
+        if round_.phase is not Phase.CLOSED or running is self._trailing:
+            self._fault(f"round {round_.index} | swap with {_short(running.swap.partner)} failed: {error} | {kept}")
+        if running is self._trailing:
+            self._trailing = None
+        if running is self._running and round_ is self._round:
+            self._pairing.failed(running.swap.partner, now_s=time.monotonic())
+            round_.swap_failed()
+            self._reason = f"the swap with {_short(running.swap.partner)} failed: {error}"
+        self._notify()
+
+    async def _ask(self, partner: str, swap_id: bytes) -> SwapState:
+        """What the partner knows of a swap; nothing when it cannot be asked."""
+        for candidate in self._directory.live():
+            if candidate.peer_id == partner:
+                try:
+                    status = await self._transport.status(candidate, swap_id=swap_id, timeout_s=STATUS_TIMEOUT_S)
+                except PeerError:
+                    break
+                return status.swap
+        return SwapState()
+
+    # ending
+
+    def _settled(self, round_: Round) -> bool:
+        return round_.phase in (Phase.DONE, Phase.HALF, Phase.CLOSED) or self._hopeless(round_)
+
+    def _hopeless(self, round_: Round) -> bool:
+        if round_.phase is not Phase.SEEKING:
+            return False
+        return not self._pairing.hopeful(self._directory.live(), time.monotonic())
+
+    def _outcome(self, round_: Round) -> Outcome:
+        running, phase = self._running, round_.phase
+        if running is not None and round_.early_committed:
+            received = Received(
+                partner=running.swap.partner,
+                partner_round=running.partner.round,
+                partner_progress=running.partner.progress,
+                sections=running.swap.pairs(),
+                bytes_sent=running.swap.bytes_sent,
+                bytes_received=running.swap.bytes_received,
+                seconds=time.monotonic() - running.began_s,
+            )
+            self._running = None
+            if phase is Phase.DONE:
+                return Swapped(received)
+            if phase is Phase.EARLY:
+                self._trailing = running
+                return Half(received, "its outer gradient is not here yet")
+            return Half(received, self._reason)
+        if phase is Phase.SWAPPING and running is not None:
+            partner = _short(running.swap.partner)
+            running.swap.abandon(Unreachable("the round ended before the early part was committed"))
+            return Alone(f"the swap with {partner} was not ready at the boundary")
+        if not self._directory.live():
+            return Alone("no other live peer")
+        return Alone(self._reason or "no answer to an offer yet")
+
+    def _drop_trailing(self) -> None:
+        if self._trailing:
+            trailing, self._trailing = self._trailing, None
+            trailing.swap.abandon(Unreachable("the next boundary came before the late part"))
+
+    # small parts
+
+    def _boundary(self, round_: Round) -> Boundary:
+        return self._pace.boundary(round_index=round_.index, progress=round_.progress, now_s=time.monotonic())
+
+    def _fault(self, text: str) -> None:
+        self.last_fault = text
+        log.warning(text)
+
+    def _notify(self) -> None:
+        self._changed.set()
+
+    async def _wait_for_change(self) -> None:
+        """Until something changed, or for a moment: newcomers and retry times are not announced."""
+        self._changed.clear()
+        try:
+            await asyncio.wait_for(self._changed.wait(), POLL_S)
+        except TimeoutError:
+            pass
+
+    def _own(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("a network task ended in an unexpected error", exc_info=error)
+
+
+def _short(peer_id: str) -> str:
+    return f"..{peer_id[-6:]}"

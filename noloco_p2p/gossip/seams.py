@@ -1,0 +1,78 @@
+"""The seams of the gossip room: what it needs from a network and from a directory, and what it offers to both.
+
+`net` and `swarm` implement them for real, `testing` in memory. Nothing here knows gRPC or hivemind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Frame, Hello, PeerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A live peer as the directory knows it: enough to dial it and to decide whether it is worth an offer."""
+
+    peer_id: str
+    address: str  # HOST:PORT of its gRPC server
+    state: str = "training"
+    round: int = 0
+    progress: float = 0.0
+
+
+class FrameStream(Protocol):
+    """One side of a bidirectional stream of frames. Errors are PeerError and its children, nothing else."""
+
+    @property
+    def peer(self) -> str:
+        """Peer id (initiator's side) or network address (acceptor's side, before the Offer) of the other end."""
+        ...
+
+    async def send(self, frame: Frame) -> None:
+        """Returns when the frame is handed to the network (back-pressure applies). Raises Unreachable."""
+        ...
+
+    async def receive(self, timeout_s: float) -> Frame:
+        """The next frame. Raises TimedOut, Unreachable when the other side is gone, CorruptPayload when it is no frame."""
+        ...
+
+    async def close(self) -> None:
+        """End the stream, from either side, at any time. Never raises."""
+        ...
+
+
+class Transport(Protocol):
+    """Calls to other peers. Every call has a deadline and raises PeerError and its children only."""
+
+    async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> FrameStream: ...
+
+    async def status(self, candidate: Candidate, *, swap_id: bytes = b"", timeout_s: float) -> PeerStatus: ...
+
+    def fetch(self, candidate: Candidate, want: FetchWant, *, timeout_s: float) -> AsyncIterator[FetchItem]:
+        """The spec (one item), the manifest (one item), or chunks in the order asked; `timeout_s` is for each item."""
+        ...
+
+
+class Service(Protocol):
+    """What a peer answers. A transport's server calls it; Refused, Incompatible and Unreachable go back in words."""
+
+    def admit(self, hello: Hello) -> None:
+        """Raises Refused when the caller may not ask anything here."""
+        ...
+
+    async def on_swap(self, stream: FrameStream) -> None: ...
+
+    async def on_status(self, swap_id: bytes) -> PeerStatus: ...
+
+    def on_fetch(self, want: FetchWant) -> AsyncIterator[FetchItem]: ...
+
+
+class Directory(Protocol):
+    """Who is alive in this run, as far as this peer has heard. Advisory: the truth is whether a peer answers."""
+
+    def live(self) -> Sequence[Candidate]:
+        """The peers known to be alive now, without this one. Never waits."""
+        ...

@@ -1,0 +1,32 @@
+"""What a peer answers to others: the Service that a transport's server calls."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+
+from noloco_p2p.gossip.fetch import StateServer
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus
+from noloco_p2p.gossip.runner import RoundRunner
+from noloco_p2p.gossip.seams import FrameStream
+
+
+class PeerService:
+    def __init__(
+        self, *, runner: RoundRunner, states: StateServer, status: Callable[[], tuple[Hello, str, int, float]]
+    ) -> None:
+        self._runner = runner
+        self._states = states
+        self._status = status
+
+    def admit(self, hello: Hello) -> None:
+        self._runner.admit(hello)
+
+    async def on_swap(self, stream: FrameStream) -> None:
+        await self._runner.on_swap(stream)
+
+    async def on_status(self, swap_id: bytes) -> PeerStatus:
+        hello, state, round_index, progress = self._status()
+        return PeerStatus(hello, state, round_index, progress, self._runner.swap_state(swap_id))
+
+    def on_fetch(self, want: FetchWant) -> AsyncIterator[FetchItem]:
+        return self._states.serve(want)

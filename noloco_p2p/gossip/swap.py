@@ -1,0 +1,322 @@
+"""One swap with one partner, after its offer was accepted: both directions at once over one stream.
+
+Each part goes stage -> verify -> commit: its sections arrive whole and are checked (order, length, digest, finite), both
+sides say Ready, and a side that has said and heard Ready commits. Nothing is applied here; what came is kept coded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor
+
+from blake3 import blake3
+from torch import Tensor
+
+from noloco_p2p.codec import chunk_bounds, num_chunks, section_bytes
+from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
+from noloco_p2p.gossip.frames import (
+    CHUNK_DIGEST_BYTES,
+    Abort,
+    AbortCode,
+    Chunk,
+    End,
+    Frame,
+    Header,
+    Part,
+    Ready,
+    SectionName,
+    SwapState,
+)
+from noloco_p2p.gossip.outcome import SectionPair, SectionPlan, Traffic
+from noloco_p2p.gossip.seams import FrameStream
+
+PROGRESS_TIMEOUT_S = 15.0  # a chunk that takes longer ends the swap: about 10 KB/s is the least a partner must carry
+FAREWELL_TIMEOUT_S = 1.0  # for the Abort that tells the partner why
+RECEIVE_TIMEOUT_S = 86_400.0  # `_progress` and the owner of the swap end it long before
+
+
+class Staged:
+    """The coded outer gradient of this round, filled chunk by chunk at the boundary. Lives on the network thread."""
+
+    def __init__(self, num_elements: int) -> None:
+        self.num_chunks = num_chunks(num_elements)
+        self.chunks: list[bytes] = []
+        self._grown = asyncio.Event()
+
+    def put(self, payload: bytes) -> None:
+        self.chunks.append(payload)
+        self._grown.set()
+
+    async def get(self, index: int) -> bytes:
+        """Waits until the chunk is staged; ends by cancellation only, as the boundary may be minutes away."""
+        while len(self.chunks) <= index:
+            self._grown.clear()
+            await self._grown.wait()
+        return self.chunks[index]
+
+
+class Swap:
+    """`run` carries it out; `on_commit(part)` is called, on the loop, the moment a part is committed."""
+
+    def __init__(
+        self,
+        stream: FrameStream,
+        *,
+        swap_id: bytes,
+        partner: str,
+        plans: Sequence[SectionPlan],
+        early_state: Mapping[SectionName, Tensor],
+        staged: Staged,
+        executor: Executor,
+        traffic: Traffic,
+        on_commit: Callable[[Swap, Part], None],
+        ask_partner: Callable[[str, bytes], Awaitable[SwapState]],
+    ) -> None:
+        self.swap_id = swap_id
+        self.partner = partner
+        self.verified: set[Part] = set()
+        self.committed: set[Part] = set()
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._stream = stream
+        self._plans = plans
+        self._early_state = early_state
+        self._staged = staged
+        self._executor = executor
+        self._traffic = traffic
+        self._on_commit = on_commit
+        self._ask_partner = ask_partner
+        self._own: dict[SectionName, list[bytes]] = {plan.name: [] for plan in plans}
+        self._own[SectionName.OUTER_GRADIENT] = staged.chunks
+        self._theirs: dict[SectionName, list[bytes]] = {plan.name: [] for plan in plans}
+        self._partner_ready: set[Part] = set()
+        self._sent: set[Part] = set()
+        self._moving = 0  # sections on their way now, either direction
+        self._send_lock = asyncio.Lock()
+        self._early_done = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._abandoned: asyncio.Future[None] = self._loop.create_future()
+        self._timer = asyncio.timeout(None)
+
+    def pair(self, name: SectionName) -> SectionPair:
+        """The coded vectors of both sides; the part that `name` belongs to must be committed."""
+        plan = next(plan for plan in self._plans if plan.name is name)
+        assert plan.part in self.committed, (name, self.committed)
+        return SectionPair(plan, self._own[name], self._theirs[name])
+
+    def pairs(self) -> dict[SectionName, SectionPair]:
+        return {plan.name: self.pair(plan.name) for plan in self._plans if plan.part in self.committed}
+
+    def state(self) -> SwapState:
+        return SwapState(known=True, verified=tuple(self.verified), committed=tuple(self.committed))
+
+    def abandon(self, reason: PeerError) -> None:
+        """End the swap from outside; `run` then raises `reason`. Harmless when it has ended."""
+        if not self._abandoned.done():
+            self._abandoned.set_exception(reason)
+            self._abandoned.exception()  # retrieved here, as `run` may already be gone
+
+    async def run(self) -> None:
+        """Returns when both parts are committed. Raises PeerError otherwise; `committed` tells how far it came."""
+        try:
+            async with self._timer:
+                await self._both_ways()
+        except TimeoutError:
+            fault: PeerError = TimedOut(f"nothing moved for {PROGRESS_TIMEOUT_S:.0f} s", peer=self.partner)
+            await self._farewell(AbortCode.TIMED_OUT, fault)
+            raise fault from None
+        except CorruptPayload as error:
+            await self._farewell(AbortCode.CORRUPT, error)
+            raise
+        except _Abandoned as error:
+            await self._farewell(AbortCode.ABANDONED, error.reason)
+            raise error.reason from None
+        finally:
+            await self._stream.close()
+
+    async def _both_ways(self) -> None:
+        self._progress()
+        sender = asyncio.create_task(self._send_parts())
+        receiver = asyncio.create_task(self._receive_parts())
+        pending: set[asyncio.Future[None]] = {sender, receiver}
+        try:
+            while pending:
+                done, _ = await asyncio.wait({*pending, self._abandoned}, return_when=asyncio.FIRST_COMPLETED)
+                if self._abandoned in done:
+                    reason = self._abandoned.exception()
+                    assert isinstance(reason, PeerError)
+                    raise _Abandoned(reason)
+                pending -= done
+                if sender in done and sender.exception():
+                    # The receiver may hold the partner's Abort, which tells more than a broken connection.
+                    await asyncio.wait({receiver}, timeout=FAREWELL_TIMEOUT_S)
+                    if receiver.done():
+                        receiver.result()
+                for task in done:
+                    task.result()
+        finally:
+            for task in (sender, receiver):
+                task.cancel()
+            await asyncio.gather(sender, receiver, return_exceptions=True)
+
+    # sending
+
+    async def _send_parts(self) -> None:
+        for part in Part:
+            for plan in self._plans_of(part):
+                await self._send_section(plan)
+            self._sent.add(part)
+            self._progress()
+            if part is Part.EARLY:
+                await self._early_done.wait()  # keeps the frames of the two parts apart on the wire
+                self._progress()
+
+    async def _send_section(self, plan: SectionPlan) -> None:
+        bounds = chunk_bounds(plan.num_elements)
+        digests = blake3()
+        coded = asyncio.create_task(self._coded(plan, *bounds[0], index=0))
+        try:
+            for index in range(len(bounds)):
+                payload = await coded
+                if index == 0:
+                    self._moving += 1
+                    await self._send(_header(plan))
+                if index + 1 < len(bounds):  # the next chunk is coded while this one is sent
+                    coded = asyncio.create_task(self._coded(plan, *bounds[index + 1], index=index + 1))
+                digest = _digest(payload)
+                digests.update(digest)
+                await self._send(Chunk(plan.name, index, payload, digest))
+                self.bytes_sent += len(payload)
+                self._traffic.sent_bytes += len(payload)
+                self._progress()
+        finally:
+            coded.cancel()
+        await self._send(End(plan.name, digests.digest()))
+        self._moving -= 1
+
+    async def _coded(self, plan: SectionPlan, start: int, stop: int, *, index: int) -> bytes:
+        """The payload of one chunk: an early one is coded here and kept, a late one was coded at the boundary."""
+        if plan.part is Part.LATE:
+            return await self._staged.get(index)
+        values = self._early_state[plan.name][start:stop]
+        try:
+            payload = await self._loop.run_in_executor(self._executor, plan.codec.encode, values)
+        except ValueError as error:
+            raise CorruptPayload(f"own {plan.name.name.lower()} cannot be sent: {error}", peer=self.partner) from None
+        self._own[plan.name].append(payload)
+        return payload
+
+    async def _send(self, frame: Frame) -> None:
+        async with self._send_lock:  # sections and Ready come from two tasks; a stream takes one writer
+            await self._stream.send(frame)
+
+    # receiving
+
+    async def _receive_parts(self) -> None:
+        for part in Part:
+            for plan in self._plans_of(part):
+                await self._receive_section(plan)
+            self.verified.add(part)
+            self._progress()
+            await self._send(Ready(part))
+            await self._hear_ready(part)
+            self.committed.add(part)
+            self._on_commit(self, part)
+            self._early_done.set()
+            self._progress()
+
+    async def _receive_section(self, plan: SectionPlan) -> None:
+        header = await self._receive()
+        if header != _header(plan):
+            raise CorruptPayload(f"announced {_show(header)}, expected {_show(_header(plan))}", peer=self.partner)
+        self._moving += 1
+        digests = blake3()
+        kept = self._theirs[plan.name]
+        for index, (start, stop) in enumerate(chunk_bounds(plan.num_elements)):
+            chunk = await self._receive()
+            if not isinstance(chunk, Chunk) or (chunk.section, chunk.index) != (plan.name, index):
+                wanted = f"chunk {index} of {plan.name.name.lower()}"
+                raise CorruptPayload(f"{wanted} is missing: got {_show(chunk)}", peer=self.partner)
+            if _digest(chunk.payload) != chunk.digest:
+                raise CorruptPayload(f"chunk {index} of {plan.name.name.lower()} is damaged", peer=self.partner)
+            await self._loop.run_in_executor(self._executor, _check_values, plan, chunk, stop - start)
+            digests.update(chunk.digest)
+            kept.append(chunk.payload)
+            self.bytes_received += len(chunk.payload)
+            self._traffic.received_bytes += len(chunk.payload)
+            self._progress()
+        if await self._receive() != End(plan.name, digests.digest()):
+            raise CorruptPayload(f"{plan.name.name.lower()} does not end as it should", peer=self.partner)
+        self._moving -= 1
+
+    async def _hear_ready(self, part: Part) -> None:
+        while part not in self._partner_ready:
+            try:
+                frame = await self._receive(until_ready=True)
+            except (Unreachable, TimedOut):
+                # The Ready may be lost on the way: ask once what the partner has; unknown counts as not committed.
+                if part not in (await self._ask_partner(self.partner, self.swap_id)).verified:
+                    raise
+                return
+            if frame is not None:
+                raise CorruptPayload(f"expected Ready, got {_show(frame)}", peer=self.partner)
+
+    async def _receive(self, *, until_ready: bool = False) -> Frame | None:
+        """The next frame that is no Ready (those are noted); with `until_ready` a Ready ends the wait, with None."""
+        while True:
+            frame = await self._stream.receive(RECEIVE_TIMEOUT_S)
+            if isinstance(frame, Abort):
+                raise Unreachable(
+                    f"the partner ended the swap ({frame.code.name}): {frame.sentence}", peer=self.partner
+                )
+            if not isinstance(frame, Ready):
+                return frame
+            self._partner_ready.add(frame.part)
+            self._progress()
+            if until_ready:
+                return None
+
+    # both
+
+    def _plans_of(self, part: Part) -> list[SectionPlan]:
+        return [plan for plan in self._plans if plan.part is part]
+
+    def _progress(self) -> None:
+        """Something moved: start the progress timer anew, or stop it while both sides wait for a boundary."""
+        late_pending = Part.LATE in self.verified and Part.LATE in self._sent
+        waiting = Part.EARLY in self.committed and not self._moving and not late_pending
+        self._timer.reschedule(None if waiting else self._loop.time() + PROGRESS_TIMEOUT_S)
+
+    async def _farewell(self, code: AbortCode, reason: PeerError) -> None:
+        try:
+            await asyncio.wait_for(self._send(Abort(code, str(reason))), FAREWELL_TIMEOUT_S)
+        except (PeerError, TimeoutError):
+            pass  # it is gone: nobody to tell
+
+
+class _Abandoned(Exception):
+    def __init__(self, reason: PeerError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+def _header(plan: SectionPlan) -> Header:
+    total_bytes = section_bytes(plan.codec, plan.num_elements)
+    return Header(plan.name, plan.codec.name, plan.num_elements, num_chunks(plan.num_elements), total_bytes)
+
+
+def _check_values(plan: SectionPlan, chunk: Chunk, num_elements: int) -> None:
+    """Decode once to see that it can be done and that all values are finite; raises CorruptPayload."""
+    plan.codec.decode(chunk.payload, num_elements=num_elements)
+
+
+def _digest(payload: bytes) -> bytes:
+    return blake3(payload).digest(CHUNK_DIGEST_BYTES)
+
+
+def _show(frame: Frame | None) -> str:
+    """A frame in a log line, without its payload."""
+    if isinstance(frame, Chunk):
+        return f"chunk {frame.index} of {frame.section.name.lower()} ({len(frame.payload)} bytes)"
+    return str(frame)

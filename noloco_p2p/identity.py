@@ -1,0 +1,137 @@
+"""The Ed25519 key of this peer. It is also the libp2p key, so one id serves gRPC, the DHT and every log line.
+
+The file holds libp2p's protobuf `PrivateKey {Type = 1; Data = 2}` with 64 bytes, private then public, and can be given
+to the libp2p daemon as it is. A peer id is the identity multihash of the protobuf `PublicKey`, in base58: the public
+key can be read back from it, so that a signature is checked with nothing but the id.
+Format: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import base58
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from noloco_p2p.errors import IdentityError
+
+PRIVATE_PREFIX = bytes((0x08, 0x01, 0x12, 0x40))  # field 1: type Ed25519 (1); field 2: 64 bytes follow
+PUBLIC_PREFIX = bytes((0x08, 0x01, 0x12, 0x20))  # field 1: type Ed25519 (1); field 2: 32 bytes follow
+MULTIHASH_PREFIX = bytes((0x00, 0x24))  # identity "hash" of 36 bytes
+KEY_BYTES = 32
+FILE_BYTES = len(PRIVATE_PREFIX) + 2 * KEY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Key pair and peer id. Make one with `load_or_create()` or `load()`."""
+
+    peer_id: str
+    public_key: bytes  # 32 bytes
+    _private_key: Ed25519PrivateKey = field(repr=False)
+
+    def sign(self, data: bytes) -> bytes:
+        """64 bytes that `verify(peer_id, data, ...)` accepts."""
+        return self._private_key.sign(data)
+
+    @classmethod
+    def load(cls, path: Path) -> Identity:
+        """Read a key file. Raises IdentityError when it is missing, unreadable, damaged or of another key type."""
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise IdentityError(f"{path}: no such identity file; `noloco id` creates one") from None
+        except OSError as error:
+            raise IdentityError(
+                f"{path}: the identity cannot be read: {error.strerror}; check its owner and mode"
+            ) from None
+        return _decode(data, path)
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> Identity:
+        """Read the key file, or write one (mode 0600, whole or not at all). Two who create at once get one key."""
+        if not path.exists():
+            try:
+                _create(path)
+            except OSError as error:
+                raise IdentityError(
+                    f"{path}: the identity cannot be written: {error.strerror}; choose another folder with --state-dir"
+                ) from None
+        return cls.load(path)
+
+
+def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
+    """True when `signature` over `data` was made with the key of `peer_id`; False for anything else, bad ids too."""
+    try:
+        _public_key(peer_id).verify(signature, data)
+    except (ValueError, InvalidSignature):
+        return False
+    return True
+
+
+def public_key_of(peer_id: str) -> bytes:
+    """The 32 bytes inside an Ed25519 peer id. Raises ValueError when it is none."""
+    raw = base58.b58decode(peer_id)
+    prefix = MULTIHASH_PREFIX + PUBLIC_PREFIX
+    if len(raw) != len(prefix) + KEY_BYTES or not raw.startswith(prefix):
+        raise ValueError(f"{peer_id!r} is not an Ed25519 peer id")
+    return raw[len(prefix) :]
+
+
+def peer_id_of(public_key: bytes) -> str:
+    """12D3Koo..., the libp2p id of an Ed25519 public key of 32 bytes."""
+    return base58.b58encode(MULTIHASH_PREFIX + PUBLIC_PREFIX + public_key).decode()
+
+
+def short_id(peer_id: str) -> str:
+    """The last six characters: what log lines show (the first ones are the same for everybody)."""
+    return peer_id[-6:]
+
+
+@lru_cache(maxsize=4096)
+def _public_key(peer_id: str) -> Ed25519PublicKey:
+    return Ed25519PublicKey.from_public_bytes(public_key_of(peer_id))
+
+
+def _decode(data: bytes, path: Path) -> Identity:
+    if data.startswith(b"\x08") and not data.startswith(PRIVATE_PREFIX[:2]):
+        raise IdentityError(f"{path}: not an Ed25519 key; move the file away and `noloco id` creates the right one")
+    if len(data) != FILE_BYTES or not data.startswith(PRIVATE_PREFIX):
+        raise IdentityError(
+            f"{path}: not a libp2p Ed25519 private key ({len(data)} bytes, expected {FILE_BYTES}); "
+            "restore it from your backup, or move it away and `noloco id` creates a new one"
+        )
+    body = data[len(PRIVATE_PREFIX) :]
+    private_key = Ed25519PrivateKey.from_private_bytes(body[:KEY_BYTES])
+    public_key = private_key.public_key().public_bytes_raw()
+    if public_key != body[KEY_BYTES:]:
+        raise IdentityError(
+            f"{path}: the key is damaged: its two halves do not belong together; restore it from your backup"
+        )
+    return Identity(peer_id_of(public_key), public_key, private_key)
+
+
+def _create(path: Path) -> None:
+    private_key = Ed25519PrivateKey.generate()
+    data = PRIVATE_PREFIX + private_key.private_bytes_raw() + private_key.public_key().public_bytes_raw()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(draft, path)  # unlike a rename it never replaces a key that somebody wrote in the meantime
+        except FileExistsError:
+            return
+        except OSError:
+            os.rename(draft, path)  # a file system without hard links
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,178 @@
+"""Frames <-> protobuf messages, one table each way.
+
+What comes from the network is checked here for form: a missing or unknown variant, an unknown enum value or a number
+out of range becomes CorruptPayload. Whether it makes sense is for the gossip room to say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from noloco_p2p.errors import CorruptPayload
+from noloco_p2p.gossip import frames
+from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+
+MAX_TEXT = 1000  # characters of any name or sentence that another peer sends
+
+
+def hello_to_wire(hello: frames.Hello) -> pb.Hello:
+    return pb.Hello(
+        protocol_version=hello.protocol_version,
+        run_name=hello.run_name,
+        spec_digest=hello.spec_digest,
+        peer_id=hello.peer_id,
+        layout=hello.layout,
+        features=hello.features,
+    )
+
+
+def hello_from_wire(message: pb.Hello) -> frames.Hello:
+    return frames.Hello(
+        peer_id=text(message.peer_id),
+        run_name=text(message.run_name),
+        spec_digest=text(message.spec_digest),
+        protocol_version=text(message.protocol_version),
+        layout=text(message.layout),
+        features=tuple(text(feature) for feature in message.features[:64]),
+    )
+
+
+def refuse_to_wire(refuse: frames.Refuse) -> pb.Refuse:
+    return pb.Refuse(code=_enum(refuse.code), sentence=refuse.sentence, retry_after_s=refuse.retry_after_s)
+
+
+def refuse_from_wire(message: pb.Refuse) -> frames.Refuse:
+    retry_after_s = min(max(finite(message.retry_after_s), 0.0), 3600.0)
+    return frames.Refuse(_known(frames.RefuseCode, message.code), text(message.sentence), retry_after_s)
+
+
+def frame_to_wire(frame: frames.Frame) -> pb.Frame:
+    name, to_wire = _TO_WIRE[type(frame)]
+    return pb.Frame(**{name: to_wire(frame)})
+
+
+def frame_from_wire(message: pb.Frame) -> frames.Frame:
+    """Raises CorruptPayload when the message is no frame of this protocol version."""
+    name = message.WhichOneof("frame")
+    if name is None:
+        raise CorruptPayload("a frame of an unknown kind arrived; the other peer may speak a newer protocol")
+    return _FROM_WIRE[name](getattr(message, name))
+
+
+def manifest_to_wire(manifest: frames.StateManifest, digests: tuple[bytes, ...]) -> pb.Manifest:
+    return pb.Manifest(
+        layout=manifest.layout,
+        num_elements=manifest.num_elements,
+        round=manifest.round,
+        progress=manifest.progress,
+        num_bytes=manifest.num_bytes,
+        chunk_digests=digests,
+    )
+
+
+def status_to_wire(status: frames.PeerStatus) -> pb.StatusReply:
+    return pb.StatusReply(
+        hello=hello_to_wire(status.hello),
+        state=status.state,
+        round=status.round,
+        progress=status.progress,
+        swap_known=status.swap.known,
+        swap_verified=[_enum(part) for part in status.swap.verified],
+        swap_committed=[_enum(part) for part in status.swap.committed],
+    )
+
+
+def status_from_wire(message: pb.StatusReply) -> frames.PeerStatus:
+    swap = frames.SwapState(
+        known=message.swap_known,
+        verified=tuple(_known(frames.Part, part) for part in message.swap_verified[:8]),
+        committed=tuple(_known(frames.Part, part) for part in message.swap_committed[:8]),
+    )
+    return frames.PeerStatus(
+        hello_from_wire(message.hello), text(message.state), message.round, finite(message.progress), swap
+    )
+
+
+def text(value: str) -> str:
+    """Text of another peer, bounded, and without control characters that could play with a terminal."""
+    return "".join(char for char in value[:MAX_TEXT] if char.isprintable())
+
+
+def finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise CorruptPayload(f"a number that is {value} arrived where a finite one belongs")
+    return value
+
+
+def _enum(value: int) -> Any:
+    """Protobuf's stubs want their own enum types; ours have the same numbers (a test holds that)."""
+    return int(value)
+
+
+def _known(enum: type, value: int) -> Any:
+    try:
+        return enum(value)
+    except ValueError:
+        raise CorruptPayload(
+            f"{enum.__name__} {value} is not known; the other peer may speak a newer protocol"
+        ) from None
+
+
+def _boundary_to_wire(boundary: frames.Boundary) -> pb.Boundary:
+    return pb.Boundary(
+        round=boundary.round,
+        seconds_to_boundary=boundary.seconds_to_boundary,
+        seconds_per_round=boundary.seconds_per_round,
+        progress=boundary.progress,
+    )
+
+
+def _boundary_from_wire(message: pb.Boundary) -> frames.Boundary:
+    to_boundary_s = finite(message.seconds_to_boundary) if message.HasField("seconds_to_boundary") else None
+    per_round_s = finite(message.seconds_per_round) if message.HasField("seconds_per_round") else None
+    return frames.Boundary(message.round, to_boundary_s, per_round_s, finite(message.progress))
+
+
+_TO_WIRE: Mapping[type, tuple[str, Callable[[Any], Any]]] = {
+    frames.Offer: (
+        "offer",
+        lambda f: pb.Offer(hello=hello_to_wire(f.hello), swap_id=f.swap_id, boundary=_boundary_to_wire(f.boundary)),
+    ),
+    frames.Accept: (
+        "accept",
+        lambda f: pb.Accept(hello=hello_to_wire(f.hello), boundary=_boundary_to_wire(f.boundary)),
+    ),
+    frames.Refuse: ("refuse", refuse_to_wire),
+    frames.Header: (
+        "header",
+        lambda f: pb.Header(
+            section=_enum(f.section),
+            codec=f.codec,
+            num_elements=f.num_elements,
+            num_chunks=f.num_chunks,
+            num_bytes=f.num_bytes,
+        ),
+    ),
+    frames.Chunk: (
+        "chunk",
+        lambda f: pb.Chunk(section=_enum(f.section), index=f.index, payload=f.payload, digest=f.digest),
+    ),
+    frames.End: ("end", lambda f: pb.End(section=_enum(f.section), digest=f.digest)),
+    frames.Ready: ("ready", lambda f: pb.Ready(part=_enum(f.part))),
+    frames.Abort: ("abort", lambda f: pb.Abort(code=_enum(f.code), sentence=f.sentence)),
+}
+
+_FROM_WIRE: Mapping[str, Callable[[Any], frames.Frame]] = {
+    "offer": lambda m: frames.Offer(hello_from_wire(m.hello), m.swap_id, _boundary_from_wire(m.boundary)),
+    "accept": lambda m: frames.Accept(hello_from_wire(m.hello), _boundary_from_wire(m.boundary)),
+    "refuse": refuse_from_wire,
+    "header": lambda m: frames.Header(
+        _known(frames.SectionName, m.section), text(m.codec), m.num_elements, m.num_chunks, m.num_bytes
+    ),
+    "chunk": lambda m: frames.Chunk(_known(frames.SectionName, m.section), m.index, m.payload, m.digest),
+    "end": lambda m: frames.End(_known(frames.SectionName, m.section), m.digest),
+    "ready": lambda m: frames.Ready(_known(frames.Part, m.part)),
+    "abort": lambda m: frames.Abort(_known(frames.AbortCode, m.code), text(m.sentence)),
+}

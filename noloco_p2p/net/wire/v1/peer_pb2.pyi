@@ -1,0 +1,285 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Part(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PART_UNSPECIFIED: _ClassVar[Part]
+    PART_EARLY: _ClassVar[Part]
+    PART_LATE: _ClassVar[Part]
+
+class SectionName(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SECTION_UNSPECIFIED: _ClassVar[SectionName]
+    SECTION_SLOW_WEIGHTS: _ClassVar[SectionName]
+    SECTION_OUTER_MOMENTUM: _ClassVar[SectionName]
+    SECTION_OUTER_GRADIENT: _ClassVar[SectionName]
+
+class RefuseCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REFUSE_UNSPECIFIED: _ClassVar[RefuseCode]
+    REFUSE_BUSY: _ClassVar[RefuseCode]
+    REFUSE_BETWEEN_ROUNDS: _ClassVar[RefuseCode]
+    REFUSE_CROSSED: _ClassVar[RefuseCode]
+    REFUSE_TAKEN: _ClassVar[RefuseCode]
+    REFUSE_TOO_FAR: _ClassVar[RefuseCode]
+    REFUSE_NOT_TRAINING: _ClassVar[RefuseCode]
+    REFUSE_OTHER_RUN: _ClassVar[RefuseCode]
+    REFUSE_OTHER_SPEC: _ClassVar[RefuseCode]
+    REFUSE_OTHER_VERSION: _ClassVar[RefuseCode]
+    REFUSE_OTHER_MODEL: _ClassVar[RefuseCode]
+    REFUSE_MALFORMED: _ClassVar[RefuseCode]
+
+class AbortCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ABORT_UNSPECIFIED: _ClassVar[AbortCode]
+    ABORT_CORRUPT: _ClassVar[AbortCode]
+    ABORT_TIMED_OUT: _ClassVar[AbortCode]
+    ABORT_ABANDONED: _ClassVar[AbortCode]
+    ABORT_LEAVING: _ClassVar[AbortCode]
+    ABORT_INTERNAL: _ClassVar[AbortCode]
+PART_UNSPECIFIED: Part
+PART_EARLY: Part
+PART_LATE: Part
+SECTION_UNSPECIFIED: SectionName
+SECTION_SLOW_WEIGHTS: SectionName
+SECTION_OUTER_MOMENTUM: SectionName
+SECTION_OUTER_GRADIENT: SectionName
+REFUSE_UNSPECIFIED: RefuseCode
+REFUSE_BUSY: RefuseCode
+REFUSE_BETWEEN_ROUNDS: RefuseCode
+REFUSE_CROSSED: RefuseCode
+REFUSE_TAKEN: RefuseCode
+REFUSE_TOO_FAR: RefuseCode
+REFUSE_NOT_TRAINING: RefuseCode
+REFUSE_OTHER_RUN: RefuseCode
+REFUSE_OTHER_SPEC: RefuseCode
+REFUSE_OTHER_VERSION: RefuseCode
+REFUSE_OTHER_MODEL: RefuseCode
+REFUSE_MALFORMED: RefuseCode
+ABORT_UNSPECIFIED: AbortCode
+ABORT_CORRUPT: AbortCode
+ABORT_TIMED_OUT: AbortCode
+ABORT_ABANDONED: AbortCode
+ABORT_LEAVING: AbortCode
+ABORT_INTERNAL: AbortCode
+
+class Hello(_message.Message):
+    __slots__ = ("protocol_version", "run_name", "spec_digest", "peer_id", "layout", "features")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RUN_NAME_FIELD_NUMBER: _ClassVar[int]
+    SPEC_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: str
+    run_name: str
+    spec_digest: str
+    peer_id: str
+    layout: str
+    features: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol_version: _Optional[str] = ..., run_name: _Optional[str] = ..., spec_digest: _Optional[str] = ..., peer_id: _Optional[str] = ..., layout: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Boundary(_message.Message):
+    __slots__ = ("round", "seconds_to_boundary", "seconds_per_round", "progress")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_TO_BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PER_ROUND_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    seconds_to_boundary: float
+    seconds_per_round: float
+    progress: float
+    def __init__(self, round: _Optional[int] = ..., seconds_to_boundary: _Optional[float] = ..., seconds_per_round: _Optional[float] = ..., progress: _Optional[float] = ...) -> None: ...
+
+class Offer(_message.Message):
+    __slots__ = ("hello", "swap_id", "boundary")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SWAP_ID_FIELD_NUMBER: _ClassVar[int]
+    BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    swap_id: bytes
+    boundary: Boundary
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., swap_id: _Optional[bytes] = ..., boundary: _Optional[_Union[Boundary, _Mapping]] = ...) -> None: ...
+
+class Accept(_message.Message):
+    __slots__ = ("hello", "boundary")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    boundary: Boundary
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., boundary: _Optional[_Union[Boundary, _Mapping]] = ...) -> None: ...
+
+class Refuse(_message.Message):
+    __slots__ = ("code", "sentence", "retry_after_s")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    SENTENCE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    code: RefuseCode
+    sentence: str
+    retry_after_s: float
+    def __init__(self, code: _Optional[_Union[RefuseCode, str]] = ..., sentence: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+
+class Header(_message.Message):
+    __slots__ = ("section", "codec", "num_elements", "num_chunks", "num_bytes")
+    SECTION_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    NUM_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    section: SectionName
+    codec: str
+    num_elements: int
+    num_chunks: int
+    num_bytes: int
+    def __init__(self, section: _Optional[_Union[SectionName, str]] = ..., codec: _Optional[str] = ..., num_elements: _Optional[int] = ..., num_chunks: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("section", "index", "payload", "digest")
+    SECTION_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    section: SectionName
+    index: int
+    payload: bytes
+    digest: bytes
+    def __init__(self, section: _Optional[_Union[SectionName, str]] = ..., index: _Optional[int] = ..., payload: _Optional[bytes] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class End(_message.Message):
+    __slots__ = ("section", "digest")
+    SECTION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    section: SectionName
+    digest: bytes
+    def __init__(self, section: _Optional[_Union[SectionName, str]] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class Ready(_message.Message):
+    __slots__ = ("part",)
+    PART_FIELD_NUMBER: _ClassVar[int]
+    part: Part
+    def __init__(self, part: _Optional[_Union[Part, str]] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("code", "sentence")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    SENTENCE_FIELD_NUMBER: _ClassVar[int]
+    code: AbortCode
+    sentence: str
+    def __init__(self, code: _Optional[_Union[AbortCode, str]] = ..., sentence: _Optional[str] = ...) -> None: ...
+
+class Frame(_message.Message):
+    __slots__ = ("offer", "accept", "refuse", "header", "chunk", "end", "ready", "abort")
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_FIELD_NUMBER: _ClassVar[int]
+    REFUSE_FIELD_NUMBER: _ClassVar[int]
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    offer: Offer
+    accept: Accept
+    refuse: Refuse
+    header: Header
+    chunk: Chunk
+    end: End
+    ready: Ready
+    abort: Abort
+    def __init__(self, offer: _Optional[_Union[Offer, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., header: _Optional[_Union[Header, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("hello", "spec", "manifest", "chunks")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    spec: SpecRequest
+    manifest: ManifestRequest
+    chunks: ChunksRequest
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., spec: _Optional[_Union[SpecRequest, _Mapping]] = ..., manifest: _Optional[_Union[ManifestRequest, _Mapping]] = ..., chunks: _Optional[_Union[ChunksRequest, _Mapping]] = ...) -> None: ...
+
+class SpecRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ManifestRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ChunksRequest(_message.Message):
+    __slots__ = ("manifest_digest", "indices")
+    MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    manifest_digest: bytes
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, manifest_digest: _Optional[bytes] = ..., indices: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class FetchReply(_message.Message):
+    __slots__ = ("spec_json", "manifest", "chunk", "refuse")
+    SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    REFUSE_FIELD_NUMBER: _ClassVar[int]
+    spec_json: bytes
+    manifest: Manifest
+    chunk: StateChunk
+    refuse: Refuse
+    def __init__(self, spec_json: _Optional[bytes] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ...) -> None: ...
+
+class Manifest(_message.Message):
+    __slots__ = ("layout", "num_elements", "round", "progress", "num_bytes", "chunk_digests")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    layout: str
+    num_elements: int
+    round: int
+    progress: float
+    num_bytes: int
+    chunk_digests: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, layout: _Optional[str] = ..., num_elements: _Optional[int] = ..., round: _Optional[int] = ..., progress: _Optional[float] = ..., num_bytes: _Optional[int] = ..., chunk_digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class StateChunk(_message.Message):
+    __slots__ = ("index", "payload")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    payload: bytes
+    def __init__(self, index: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ("hello", "swap_id")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SWAP_ID_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    swap_id: bytes
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., swap_id: _Optional[bytes] = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("hello", "state", "round", "progress", "swap_known", "swap_verified", "swap_committed", "refuse")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    SWAP_VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    SWAP_COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    REFUSE_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    state: str
+    round: int
+    progress: float
+    swap_known: bool
+    swap_verified: _containers.RepeatedScalarFieldContainer[Part]
+    swap_committed: _containers.RepeatedScalarFieldContainer[Part]
+    refuse: Refuse
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., state: _Optional[str] = ..., round: _Optional[int] = ..., progress: _Optional[float] = ..., swap_known: bool = ..., swap_verified: _Optional[_Iterable[_Union[Part, str]]] = ..., swap_committed: _Optional[_Iterable[_Union[Part, str]]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,64 @@
+"""The NoLoCo outer step (arXiv 2506.10911), as pure in-place arithmetic on one vector or a slice of it.
+
+Paper -> code, for peer i in its group (itself and one partner j, or itself alone):
+
+    phi_i                     slow_weights            weights at the start of the round
+    theta_i                   fast_weights            weights at its end; here only inside the outer gradient
+    Delta_i = theta_i - phi_i outer gradient          points downhill
+    mean_j Delta_j            mean_outer_gradient     over the group: own + h, alone: own
+    mean_j phi_j - phi_i      mean_slow_offset        h of the slow weights, alone: None
+    delta_i                   outer_momentum          carried from round to round
+    alpha, beta, gamma        momentum kept, outer learning rate, mixing strength (the run spec checks their bound)
+
+h is a half-difference, see `halves.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def outer_step(
+    slow_weights: Tensor,  # fp32, updated in place
+    outer_momentum: Tensor,  # fp32, same shape, updated in place
+    mean_outer_gradient: Tensor,  # fp32, same shape
+    mean_slow_offset: Tensor | None,  # fp32, same shape; None = 0, for a lonely step
+    *,
+    alpha: float,
+    beta: float,
+    gamma: float,
+) -> None:
+    """Update momentum, then slow weights, in place; the new fast weights are a copy of the new slow weights.
+
+    Elements do not meet each other, so a vector may be updated slice by slice with the same result. Nothing is
+    allocated. Where momenta are swapped too, add their half-difference to `outer_momentum` first. The sign of beta is
+    that of the proof (eq. 32) and of the published code: eq. 2 of the paper prints a minus although Delta points
+    downhill. Raises ValueError, before anything is changed, when dtypes, shapes or devices do not fit.
+    """
+    _check(slow_weights, outer_momentum, mean_outer_gradient, mean_slow_offset)
+    outer_momentum.mul_(alpha).add_(mean_outer_gradient, alpha=beta)  # eq. 2, first two terms
+    if mean_slow_offset is not None:
+        outer_momentum.add_(mean_slow_offset, alpha=gamma)  # eq. 2, last term
+    slow_weights.add_(outer_momentum)  # eq. 3
+
+
+def _check(
+    slow_weights: Tensor, outer_momentum: Tensor, mean_outer_gradient: Tensor, mean_slow_offset: Tensor | None
+) -> None:
+    named = {
+        "slow_weights": slow_weights,
+        "outer_momentum": outer_momentum,
+        "mean_outer_gradient": mean_outer_gradient,
+        "mean_slow_offset": mean_slow_offset,
+    }
+    for name, tensor in named.items():
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.float32:
+            raise ValueError(f"{name} must be torch.float32, it is {tensor.dtype}")
+        if tensor.shape != slow_weights.shape or tensor.device != slow_weights.device:
+            raise ValueError(
+                f"{name} must have the shape and device of slow_weights, {tuple(slow_weights.shape)} on "
+                f"{slow_weights.device}; it has {tuple(tensor.shape)} on {tensor.device}"
+            )

@@ -1,0 +1,473 @@
+"""One peer: the composition root. Builds the parts, owns the network thread, starts and stops them in order.
+
+start   lock, identity -> network thread -> directory -> spec (from the swarm, for a ticket) -> server -> announced
+stop    announced as leaving -> swaps abandoned -> server -> network thread -> lock
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import json
+import logging
+import os
+import random
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from noloco_p2p.control import ControlServer, FolderLock
+from noloco_p2p.errors import DirectoryError, SettingsError
+from noloco_p2p.gossip.exchange import Exchange
+from noloco_p2p.gossip.fetch import SavedState, StateServer, fetch_spec, fetch_state
+from noloco_p2p.gossip.frames import Hello, StateManifest
+from noloco_p2p.gossip.pace import Pace
+from noloco_p2p.gossip.runner import RoundRunner
+from noloco_p2p.gossip.service import PeerService
+from noloco_p2p.identity import Identity
+from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.settings import PeerSettings, split_address
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.swarm.address_book import AddressBook
+from noloco_p2p.swarm.addresses import routable_host
+from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.reader import find_somebody
+from noloco_p2p.swarm.records import PeerRecord
+from noloco_p2p.telemetry.metrics import Metrics
+from noloco_p2p.ticket import Ticket, is_ticket
+
+if TYPE_CHECKING:
+    from typing import Self
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+START_TIMEOUT_S = 120.0  # importing hivemind on a slow disk included
+STOP_TIMEOUT_S = 20.0
+ENTER_TIMEOUT_S = 30.0  # to hear of a live peer of the run that a ticket names
+LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps: nobody need be there
+FETCH_STATE_TIMEOUT_S = 24 * 3600.0
+SPEC_FILE = "spec.json"
+
+
+def resolve(target: RunSpec | Ticket | Path | str) -> RunSpec | Ticket:
+    """A spec, a spec file or a ticket -> what it is. Raises SpecError, TicketError."""
+    if isinstance(target, RunSpec | Ticket):
+        return target
+    if isinstance(target, str) and is_ticket(target):
+        return Ticket.decode(target)
+    return RunSpec.load(target)
+
+
+class NetworkThread:
+    """One event loop (uvloop) in one thread; `call` runs a coroutine there and waits for its result."""
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="noloco-network", daemon=True)
+        self._thread.start()
+        self._started.wait()
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Raises what the coroutine raises, and TimeoutError."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(STOP_TIMEOUT_S)
+
+    def _main(self) -> None:
+        import uvloop
+
+        self.loop = uvloop.new_event_loop()
+        asyncio.set_event_loop(self.loop)
+        self.loop.call_soon(self._started.set)
+        try:
+            self.loop.run_forever()
+        finally:
+            for task in asyncio.all_tasks(self.loop):
+                task.cancel()
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()
+
+
+@dataclass(slots=True)
+class _Network:
+    """What lives on the network thread once it has started."""
+
+    directory: SwarmDirectory
+    transport: GrpcTransport
+    runner: RoundRunner
+    states: StateServer
+    server: GrpcServer
+    control: ControlServer
+
+
+class Peer:
+    """A running peer. Use `Peer.join(...)` as a context manager; leaving it says good-bye to the swarm."""
+
+    def __init__(self, target: RunSpec | Ticket, settings: PeerSettings) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.state = "training"
+        self.leave_requested = threading.Event()
+        self.spec: RunSpec
+        self.exchange: Exchange
+        self._target = target
+        self._lock = FolderLock(settings.state_dir)
+        self._identity: Identity
+        self._thread: NetworkThread | None = None
+        self._network: _Network | None = None
+        self._directory: SwarmDirectory | None = None
+        self._layout = ""
+        self._entered = False
+        self._bytes_before = (0, 0)
+        self._announced_address = ""
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-codec")
+
+    @classmethod
+    def join(cls, target: RunSpec | Ticket | Path | str, settings: PeerSettings | None = None, **flags: Any) -> Self:
+        """Start a peer of the run that `target` (spec, spec file or ticket) names.
+
+        `flags` are fields of PeerSettings, for example `listen="0.0.0.0:0"`. Returns when the peer answers others; for a
+        ticket that includes fetching the spec from a live peer. Raises SpecError, TicketError, SettingsError (port or
+        folder in use), DirectoryError, and Unreachable when nobody of the ticket's run answers.
+        """
+        peer = cls(resolve(target), settings or PeerSettings.load(flags))
+        peer._start()
+        return peer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def peer_id(self) -> str:
+        return self._identity.peer_id
+
+    @property
+    def run_folder(self) -> Path:
+        """What this machine keeps of this run: spec, checkpoints, events."""
+        return self.settings.state_dir / "runs" / self.spec.run_id
+
+    @property
+    def ticket(self) -> str:
+        """Hand it on: whoever has it can enter the run through this peer."""
+        return Ticket(self.spec.name, self.spec.digest(), tuple(self._net.directory.multiaddrs()[:4])).encode()
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT that others dial."""
+        return self._announced_address
+
+    def live_peers(self) -> int:
+        """How many other peers are alive, as far as this one has heard."""
+        return len(self._net.directory.live())
+
+    def wait_for_peers(self, num_peers: int, *, timeout_s: float) -> bool:
+        """Wait until this peer has heard of `num_peers` others. False when the time is over."""
+        return self._call(self._hear_of(num_peers, timeout_s), timeout_s + 5.0)
+
+    def request_leave(self) -> None:
+        """Ask the training loop to end politely; safe in a signal handler and from any thread."""
+        self.leave_requested.set()
+
+    def announce(self, state: str) -> None:
+        """Change the state that others see: training, paused, leaving or done. Only a training peer is offered swaps."""
+        self.state = state
+        self._net.runner.state = state
+        try:
+            self._call(self._net.directory.announce_now(), START_TIMEOUT_S)
+        except (DirectoryError, TimeoutError) as error:
+            log.warning("the swarm could not be told that this peer is %s: %s", state, error)
+
+    def last_fault(self) -> str:
+        """The last thing that went wrong with another peer, in words; empty when nothing did."""
+        return self._net.runner.last_fault
+
+    def count_traffic(self) -> None:
+        """Bring the byte counters in `metrics` up to date."""
+        traffic = self._net.runner.traffic
+        self.metrics.bytes_sent = self._bytes_before[0] + traffic.sent_bytes
+        self.metrics.bytes_received = self._bytes_before[1] + traffic.received_bytes
+
+    def restore_metrics(self, values: dict[str, Any]) -> None:
+        """Go on counting where a checkpoint stopped; unknown names are ignored."""
+        for name in Metrics.__dataclass_fields__:
+            if name in values:
+                setattr(self.metrics, name, values[name])
+        self._bytes_before = (self.metrics.bytes_sent, self.metrics.bytes_received)
+
+    # for the outer step
+
+    def enter(self, *, layout: str, num_elements: int, target: Path | None) -> StateManifest | None:
+        """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file."""
+        self._layout = layout
+        manifest = None
+        if target is not None:
+            fetching = self._fetch_state(layout, num_elements, state_file_bytes(num_elements), target)
+            manifest = self._call(fetching, FETCH_STATE_TIMEOUT_S)
+        self._entered = True
+        self.announce("training")
+        return manifest
+
+    def serve_state(self, saved: SavedState) -> None:
+        """From now on newcomers get this state."""
+        self._net.states.saved = saved
+
+    # starting and stopping
+
+    def _start(self) -> None:
+        try:
+            self._lock.acquire()
+            self._identity = Identity.load_or_create(self.settings.state_dir / "identity.key")
+            self._thread = NetworkThread()
+            self._call(self._start_network(), START_TIMEOUT_S + ENTER_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Say good-bye and stop everything; returns when no thread and no process is left. Safe to call twice."""
+        self.state = "leaving"
+        if self._thread:
+            try:
+                self._call(self._stop_network(), STOP_TIMEOUT_S)
+            except TimeoutError:
+                log.error("the network did not stop within %.0f s", STOP_TIMEOUT_S)
+            self._thread.stop()
+            self._thread = None
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._lock.release()
+
+    async def _start_network(self) -> None:
+        settings, target = self.settings, self._target
+        ports = _Ports(settings)
+        announce_host, announce_port = _announced(settings)
+        digest = target.digest() if isinstance(target, RunSpec) else target.spec_digest
+        bootstraps = [*settings.bootstrap, *(target.addresses if isinstance(target, Ticket) else ())]
+        self._directory = directory = await ports.try_both(
+            ports.libp2p,
+            lambda port: SwarmDirectory.start(
+                identity_path=settings.state_dir / "identity.key",
+                identity=self._identity,
+                listen_host=settings.listen_host,
+                listen_port=port,
+                announce_host=announce_host if settings.announce else None,
+                announce_port=announce_port + 1 if announce_port else 0,
+                bootstraps=bootstraps,
+                address_book=AddressBook(settings.state_dir / "address_book.json"),
+                spec_digest=digest,
+                describe=self._describe,
+            ),
+        )
+        run_name = target.name if isinstance(target, RunSpec) else target.run_name
+        transport = GrpcTransport(lambda: self._hello(run_name, digest))
+        self.spec = target if isinstance(target, RunSpec) else await self._find_spec(target, transport)
+        pace = Pace(self.spec.outer.inner_steps)
+        runner = RoundRunner(
+            hello=lambda: self._hello(run_name, digest),
+            transport=transport,
+            directory=directory,
+            pace=pace,
+            executor=self._executor,
+            rng=random.Random(),
+        )
+        self.exchange = Exchange(spec=self.spec, loop=asyncio.get_running_loop(), runner=runner, pace=pace)
+        states = StateServer(self.spec)
+        service = PeerService(runner=runner, states=states, status=self._status)
+        server = GrpcServer(service)
+        await ports.try_both(ports.grpc, lambda port: server.start(settings.listen_host, port))
+        control = ControlServer(settings.state_dir, {"status": self.status, "leave": self._on_leave})
+        await control.start()
+        self._network = _Network(directory, transport, runner, states, server, control)
+        self._announced_address = f"{announce_host}:{announce_port or server.port}"
+        ports.remember(grpc=server.port, libp2p=directory.port)
+        self.run_folder.mkdir(parents=True, exist_ok=True)
+        (self.run_folder / SPEC_FILE).write_bytes(self.spec.canonical_json())
+        if bootstraps and not isinstance(target, Ticket):
+            await directory.wait_for_peers(LOOK_AROUND_S)
+
+    async def _stop_network(self) -> None:
+        if self._network:
+            await self._network.control.stop()
+            self._network.runner.state = "leaving"
+        if self._directory:
+            await self._directory.stop(farewell=self._entered)
+        if self._network:
+            await self._network.runner.stop()
+            await self._network.server.stop(0.5)
+        self._network = self._directory = None
+
+    async def _find_spec(self, ticket: Ticket, transport: GrpcTransport) -> RunSpec:
+        """The spec that this machine has kept, or that a live peer gives."""
+        kept = self.settings.state_dir / "runs" / f"{ticket.run_name}-{ticket.spec_digest[:8]}" / SPEC_FILE
+        if kept.exists():
+            return RunSpec.from_json(kept.read_bytes(), expected_digest=ticket.spec_digest, origin=str(kept))
+        assert self._directory is not None
+        await find_somebody(ticket, self._directory, timeout_s=ENTER_TIMEOUT_S)
+        return await fetch_spec(transport, self._directory.live(), expected_digest=ticket.spec_digest)
+
+    async def _fetch_state(self, layout: str, num_elements: int, num_bytes: int, target: Path) -> StateManifest | None:
+        donors = [candidate for candidate in self._net.directory.live() if candidate.state in ("training", "done")]
+        random.shuffle(donors)
+        if not donors:
+            return None
+        manifest = await fetch_state(
+            self._net.transport,
+            donors,
+            layout=layout,
+            num_elements=num_elements,
+            num_bytes=num_bytes,
+            target=target,
+        )
+        if manifest is None:
+            target.unlink()
+            if any(donor.round > 0 for donor in donors):
+                log.warning("no live peer gave its state; this peer starts from the initial weights")
+        return manifest
+
+    async def _hear_of(self, num_peers: int, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while len(self._net.directory.live()) < num_peers:
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            return False
+        return True
+
+    # what others are told
+
+    def _hello(self, run_name: str, digest: str) -> Hello:
+        return Hello(self._identity.peer_id, run_name, digest, layout=self._layout)
+
+    def _status(self) -> tuple[Hello, str, int, float]:
+        hello = self._hello(self.spec.name, self.spec.digest())
+        return hello, self.state, self.metrics.round, self.metrics.progress
+
+    def _describe(self) -> PeerRecord | None:
+        """The record of this peer; None until it has a model, as it cannot swap before."""
+        if not self._entered:
+            return None
+        self.count_traffic()
+        metrics = self.metrics
+        return PeerRecord(
+            peer_id=self.peer_id,
+            run_name=self.spec.name,
+            spec_digest=self.spec.digest(),
+            addresses=(self._announced_address,),
+            state=self.state,
+            progress=metrics.progress,
+            round=metrics.round,
+            swaps=metrics.swaps,
+            alone=metrics.alone,
+            inner_steps_per_s=metrics.inner_steps_per_s,
+            tokens_per_s=metrics.tokens_per_s,
+            loss=metrics.loss,
+            last_partner=metrics.last_partner,
+            bytes_sent=metrics.bytes_sent,
+            bytes_received=metrics.bytes_received,
+        )
+
+    def status(self) -> dict[str, Any]:
+        """What `noloco status` shows."""
+        self.count_traffic()
+        return {
+            "peer_id": self.peer_id,
+            "pid": os.getpid(),
+            "run": self.spec.name,
+            "spec_digest": self.spec.digest(),
+            "state": self.state,
+            "address": self._announced_address,
+            "ticket": self.ticket,
+            "live_peers": self.live_peers(),
+            "last_fault": self.last_fault(),
+            **self.metrics.as_dict(),
+        }
+
+    def _on_leave(self) -> dict[str, Any]:
+        self.request_leave()
+        return {"leaving": True, "pid": os.getpid()}
+
+    @property
+    def _net(self) -> _Network:
+        if self._network is None:
+            raise SettingsError("this peer is not running")
+        return self._network
+
+    def _call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        if self._thread is None:
+            coroutine.close()
+            raise SettingsError("this peer is not running")
+        return self._thread.call(coroutine, timeout_s)
+
+
+class _Ports:
+    """`--listen HOST:PORT`: PORT is gRPC, PORT+1 libp2p. With port 0, the two that were free last time, or any two."""
+
+    def __init__(self, settings: PeerSettings) -> None:
+        self._file = settings.state_dir / "ports.json"
+        self._fixed = settings.listen_port != 0
+        remembered = self._read()
+        self.grpc = settings.listen_port if self._fixed else remembered.get("grpc", 0)
+        self.libp2p = settings.listen_port + 1 if self._fixed else remembered.get("libp2p", 0)
+
+    async def try_both(self, port: int, start: Callable[[int], Coroutine[Any, Any, T]]) -> T:
+        """Start on `port`; a remembered port that is taken by now gives way to any free one."""
+        try:
+            return await start(port)
+        except (SettingsError, DirectoryError):
+            if self._fixed or port == 0:
+                raise
+            return await start(0)
+
+    def remember(self, *, grpc: int, libp2p: int) -> None:
+        try:
+            self._file.write_text(json.dumps({"grpc": grpc, "libp2p": libp2p}))
+        except OSError as error:
+            log.warning("the ports are not remembered: %s", error)
+
+    def _read(self) -> dict[str, int]:
+        try:
+            ports = json.loads(self._file.read_text())
+            return {name: int(ports[name]) for name in ("grpc", "libp2p")}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+
+def _announced(settings: PeerSettings) -> tuple[str, int]:
+    """Host and gRPC port that others dial; port 0 = the one this peer listens on."""
+    if settings.announce:
+        host, _, port = settings.announce.partition(":")
+        return (host, split_address(settings.announce)[1]) if port else (host, 0)
+    return routable_host(settings.listen_host), 0
+
+
+def state_file_bytes(num_elements: int) -> int:
+    """Size of a state file: two fp32 vectors and the header that safetensors gives them (a test holds that)."""
+    names = ("outer_momentum", "slow_weights")
+    header = {
+        name: {
+            "dtype": "F32",
+            "shape": [num_elements],
+            "data_offsets": [index * 4 * num_elements, (index + 1) * 4 * num_elements],
+        }
+        for index, name in enumerate(names)
+    }
+    text = json.dumps(header, separators=(",", ":"))
+    return 8 + -(-len(text) // 8) * 8 + 8 * num_elements

@@ -1,0 +1,193 @@
+"""Run specs to start from, and their rendering as commented TOML. Imports no torch.
+
+tiny: learns visibly within minutes on two cores, and needs no download. small, medium, large: the sizes and settings of
+the NoLoCo paper (arXiv 2506.10911): Llama blocks, C4, sequence 1024, Adam without weight decay, clip 1.0, 1,000 warm-up
+steps, cosine to a tenth, 25,000 steps, alpha 0.5, beta = gamma = 0.7, 50 inner steps. The paper's tokens a step are the
+whole swarm's: half a million, one and two million, here divided by 8, 16 and 16 peers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from noloco_p2p.spec import DataSpec, EvaluateSpec, ModelSpec, OuterSpec, RunSpec, TrainSpec
+
+# The tokenizer of Llama 3 (128,256 entries) from a copy that asks for no account.
+LLAMA3_TOKENIZER = "NousResearch/Meta-Llama-3-8B"
+LLAMA3_VOCABULARY = 128_256
+PAPER_SEQUENCE_LENGTH = 1024
+
+
+def _paper_preset(
+    name: str, *, model: ModelSpec, learning_rate: float, swarm_tokens: int, num_peers: int, max_wait_s: float
+) -> RunSpec:
+    """`swarm_tokens`: tokens an inner step of all `num_peers` peers together."""
+    return RunSpec(
+        name=name,
+        model=model,
+        data=DataSpec(source="c4", tokenizer=LLAMA3_TOKENIZER, sequence_length=PAPER_SEQUENCE_LENGTH),
+        train=TrainSpec(
+            total_steps=25_000,
+            batch_size=swarm_tokens // num_peers // PAPER_SEQUENCE_LENGTH,
+            learning_rate=learning_rate,
+            warmup_steps=1_000,
+        ),
+        outer=OuterSpec(max_wait_s=max_wait_s),
+        evaluate=EvaluateSpec(every_rounds=10, num_sequences=256),
+    )
+
+
+def _paper_model(*, hidden_size: int, num_layers: int, mlp_size: int, num_heads: int) -> ModelSpec:
+    return ModelSpec(
+        vocab_size=LLAMA3_VOCABULARY,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        mlp_size=mlp_size,
+        num_heads=num_heads,
+    )
+
+
+PRESETS: dict[str, RunSpec] = {
+    "tiny": RunSpec(
+        name="tiny",
+        model=ModelSpec(hidden_size=128, num_layers=5, mlp_size=344, num_heads=4),
+        data=DataSpec(sequence_length=128),
+        train=TrainSpec(total_steps=60_000, batch_size=8, learning_rate=3e-3, warmup_steps=100),
+        outer=OuterSpec(inner_steps=20, max_wait_s=10.0),
+        evaluate=EvaluateSpec(every_rounds=10, num_sequences=64),
+    ),
+    "small": _paper_preset(
+        "small",
+        model=_paper_model(hidden_size=768, num_layers=12, mlp_size=3072, num_heads=12),
+        learning_rate=6e-4,
+        swarm_tokens=2**19,
+        num_peers=8,
+        max_wait_s=60.0,
+    ),
+    "medium": _paper_preset(
+        "medium",
+        model=_paper_model(hidden_size=2048, num_layers=24, mlp_size=8192, num_heads=32),
+        learning_rate=2e-4,
+        swarm_tokens=2**20,
+        num_peers=16,
+        max_wait_s=120.0,
+    ),
+    "large": _paper_preset(
+        "large",
+        model=_paper_model(hidden_size=4096, num_layers=32, mlp_size=16384, num_heads=32),
+        learning_rate=1.2e-4,
+        swarm_tokens=2**21,
+        num_peers=16,
+        max_wait_s=300.0,
+    ),
+}
+
+SECTIONS: Mapping[str, str] = {
+    "model": "A Llama made from sizes, or any causal language model by name.",
+    "data": "What the swarm reads. A spec names data and never holds a path: paths belong to one machine.",
+    "train": "The inner optimization of each peer: AdamW.",
+    "outer": "The NoLoCo outer step (arXiv 2506.10911): mixing with one random live peer after each round.",
+    "codec": "How vectors are coded on the wire: fp32, bf16, int8 or int4.",
+    "evaluate": "Perplexity on held-out sequences, the same ones for every peer.",
+}
+
+COMMENTS: Mapping[str, str] = {
+    "version": "format of this file",
+    "name": "letters, digits, . _ -; the run is known by this name and a digest of all settings",
+    "model.pretrained": 'hub name of a model to start from, "" = random weights of the sizes below',
+    "model.revision": "commit or tag of `pretrained`; name one, so that all peers start equal",
+    "model.vocab_size": "tokens the model knows; at least those of data.tokenizer (bytes: 384)",
+    "model.hidden_size": "width; a multiple of num_heads",
+    "model.num_layers": "blocks",
+    "model.num_heads": "attention heads; 32 to 128 wide each",
+    "model.num_kv_heads": "fewer key-value heads than num_heads save memory; unset = as many",
+    "model.mlp_size": "inner width of the MLP; 8/3 to 4 times hidden_size",
+    "model.tied_embeddings": "one matrix for input and output; fewer parameters to send",
+    "model.seed": "of the start weights",
+    "model.start": "digest of a start state; `noloco fork` writes it",
+    "data.source": "'stdlib' (built in), 'hub:NAME' (streamed), or a NAME that --data NAME=GLOB binds on each machine",
+    "data.subset": "subset of a hub data set",
+    "data.revision": "commit or tag of a hub data set",
+    "data.split": "split of a hub data set to train on",
+    "data.validation_split": 'split of a hub data set to validate on; "" = hold documents of `split` out',
+    "data.text_field": "field of JSON lines or Parquet with the text; token ids in `input_ids` are read too",
+    "data.tokenizer": "'bytes' (nothing to download), or a hub name",
+    "data.tokenizer_revision": "commit or tag of the tokenizer; name one, so that all peers read alike",
+    "data.sequence_length": "tokens a sequence",
+    "data.holdout": "share of documents kept for validation where the source has no split of its own",
+    "train.total_steps": "inner steps of one peer; the schedule of the learning rate covers them",
+    "train.batch_size": "sequences an inner step of one peer",
+    "train.learning_rate": "peak of the schedule; the spread of the replicas grows with it",
+    "train.min_learning_rate": "share of the peak that is left at the end of the cosine",
+    "train.warmup_steps": "inner steps of linear warm-up",
+    "train.weight_decay": "of matrices; the paper uses none",
+    "train.clip_norm": "largest norm of a gradient",
+    "train.adam_beta1": "decay of the first moment",
+    "train.adam_beta2": "decay of the second moment",
+    "outer.inner_steps": "inner steps a round; fewer mix better and send more",
+    "outer.alpha": "outer momentum kept from round to round; at most 0.5 recommended",
+    "outer.beta": "strength of the outer gradient",
+    "outer.gamma": "pull towards the partner's weights; about 1 - alpha^2, and bounded (checked)",
+    "outer.swap_momentum": "average outer momentum too; false = the paper's exact rule",
+    "outer.max_wait_s": "seconds to wait for a partner's gradient at the end of a round, before going on without it",
+    "codec.slow_weights": "int8 or better",
+    "codec.outer_momentum": "bf16 recommended",
+    "codec.outer_gradient": "int8 loses nothing in published runs, int4 hardly anything",
+    "evaluate.every_rounds": "rounds between two evaluations",
+    "evaluate.num_sequences": "held-out sequences an evaluation",
+}
+
+
+def render(spec: RunSpec, *, comments: Mapping[str, str] = COMMENTS) -> str:
+    """TOML that loads back to an equal spec. `comments` by dotted key, one line each; keys without one stand bare.
+
+    Keys begin at column 0. An unset optional key is a comment, since TOML knows no null.
+    """
+    values = spec.model_dump(mode="json")
+    top = {key: value for key, value in values.items() if not isinstance(value, dict)}
+    lines = [*_header(spec), *_assignments("", top, comments)]
+    for section, table in values.items():
+        if isinstance(table, dict):
+            about = [f"# {SECTIONS[section]}"] if section in SECTIONS else []
+            lines += ["", f"[{section}]", *about, *_assignments(f"{section}.", table, comments)]
+    return "\n".join(lines) + "\n"
+
+
+def describe_size(spec: RunSpec) -> str:
+    """The true number of parameters, in words."""
+    num_parameters = spec.model.num_parameters()
+    if not num_parameters:
+        return f"the parameters of {spec.model.pretrained!r}"
+    share = "tied" if spec.model.tied_embeddings else "untied"
+    return f"{num_parameters:,} parameters ({share} embeddings, vocabulary {spec.model.vocab_size:,})"
+
+
+def _header(spec: RunSpec) -> list[str]:
+    tokens = spec.train.batch_size * spec.data.sequence_length
+    return [
+        "# Run spec of noloco_p2p: what all peers of one run share.",
+        f"# Model: {describe_size(spec)}.",
+        f"# One peer reads {tokens:,} tokens an inner step, {tokens * spec.outer.inner_steps:,} a round.",
+        "# Start the run with `noloco join FILE`. Any change makes another run: `noloco fork` carries weights over.",
+        "",
+    ]
+
+
+def _assignments(prefix: str, table: Mapping[str, Any], comments: Mapping[str, str]) -> list[str]:
+    lines = []
+    for key, value in table.items():
+        unset = value is None
+        assignment = f"# {key} =" if unset else f"{key} = {_toml(value)}"
+        comment = comments.get(f"{prefix}{key}", "")
+        lines.append(f"{assignment}  # {comment}" if comment else assignment)
+    return lines
+
+
+def _toml(value: str | bool | int | float) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # a basic TOML string
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value)

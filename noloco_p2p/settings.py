@@ -1,0 +1,124 @@
+"""The settings of one machine: flags > NOLOCO_* environment > user file > defaults. What all peers share is the spec."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.spec import describe
+
+DEFAULT_PORT = 31337
+ENVIRONMENT_PREFIX = "NOLOCO_"
+
+
+def default_state_dir() -> Path:
+    """Where identity, checkpoints and logs live: $XDG_STATE_HOME/noloco or ~/.local/state/noloco."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "noloco"
+
+
+def user_file() -> Path:
+    """The settings file of this user; it may be missing."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "noloco" / "settings.toml"
+
+
+class PeerSettings(BaseModel):
+    """What concerns this machine only. `load` merges the sources; messages name the field."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    state_dir: Path = Field(default_factory=default_state_dir)
+    listen: str = f"0.0.0.0:{DEFAULT_PORT}"
+    announce: str = ""
+    bootstrap: tuple[str, ...] = ()
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    threads: Annotated[int, Field(ge=0)] = 0  # torch threads; 0 = torch decides
+    max_steps: Annotated[int, Field(gt=0)] | None = None
+    data: dict[str, str] = {}
+    save_every_rounds: Annotated[int, Field(gt=0)] = 10
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("listen")
+    @classmethod
+    def _listen_has_port(cls, listen: str) -> str:
+        split_address(listen)
+        return listen
+
+    @field_validator("announce")
+    @classmethod
+    def _announce_has_host(cls, announce: str) -> str:
+        if announce:
+            split_address(announce if ":" in announce else f"{announce}:0")
+        return announce
+
+    @field_validator("state_dir")
+    @classmethod
+    def _absolute(cls, state_dir: Path) -> Path:
+        return state_dir.expanduser().absolute()
+
+    @classmethod
+    def load(cls, flags: Mapping[str, Any] | None = None) -> PeerSettings:
+        """Merge all sources; a flag that is None was not given. Raises SettingsError."""
+        values = {**_from_file(user_file()), **_from_environment(os.environ)}
+        values |= {name: value for name, value in (flags or {}).items() if value is not None}
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise SettingsError(describe(error)) from None
+
+    @property
+    def listen_host(self) -> str:
+        return split_address(self.listen)[0]
+
+    @property
+    def listen_port(self) -> int:
+        return split_address(self.listen)[1]
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """HOST:PORT -> (host, port). Raises ValueError in words."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{address!r} must be HOST:PORT, for example 0.0.0.0:{DEFAULT_PORT}")
+    return host, int(port)
+
+
+def parse_bindings(pairs: list[str]) -> dict[str, str]:
+    """`--data NAME=GLOB` flags -> {name: glob}. Raises SettingsError."""
+    bindings = {}
+    for pair in pairs:
+        name, equals, pattern = pair.partition("=")
+        if not equals or not name or not pattern:
+            raise SettingsError(f"--data {pair!r} must be NAME=GLOB, for example --data c4='/data/c4/*.json.gz'")
+        bindings[name] = pattern
+    return bindings
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"{path}: cannot be read as TOML: {error}") from None
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """NOLOCO_LISTEN=... and so on; lists are separated by commas, NOLOCO_DATA holds NAME=GLOB pairs."""
+    values: dict[str, Any] = {}
+    for name in PeerSettings.model_fields:
+        text = environment.get(ENVIRONMENT_PREFIX + name.upper())
+        if text is None:
+            continue
+        if name == "bootstrap":
+            values[name] = tuple(part for part in text.split(",") if part)
+        elif name == "data":
+            values[name] = parse_bindings([part for part in text.split(",") if part])
+        else:
+            values[name] = text
+    return values

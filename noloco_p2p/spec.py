@@ -1,0 +1,273 @@
+"""The run spec: everything that the peers of one run share.
+
+A spec is frozen. Its canonical JSON is digested, and the digest names the run: peers with the same digest train the
+same model on the same recipe with the same outer step. What belongs to one machine only stands in `settings.py`.
+
+Imports no torch: `noloco init` and `noloco status` must start in a blink.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from blake3 import blake3
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from noloco_p2p.errors import SpecError
+
+SPEC_VERSION = 1
+MAX_SPEC_BYTES = 64 * 1024  # a spec that comes from the network is refused above this size
+
+CodecName = Literal["fp32", "bf16", "int8", "int4"]
+Positive = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelSpec(Section):
+    """A Llama made from sizes, or any causal language model by name (`pretrained`, with a `revision`)."""
+
+    pretrained: str = ""
+    revision: str = ""
+    vocab_size: Positive = 384
+    hidden_size: Positive = 128
+    num_layers: Positive = 4
+    num_heads: Positive = 4
+    num_kv_heads: Positive | None = None
+    mlp_size: Positive = 344
+    tied_embeddings: bool = True
+    seed: int = 0
+    start: Annotated[str, Field(pattern=r"^(blake3:[0-9a-f]{64})?$")] = ""  # a start state, made by `noloco fork`
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ModelSpec:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}")
+        if self.num_heads % (self.num_kv_heads or self.num_heads):
+            raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
+        return self
+
+    def num_parameters(self, sequence_length: int = 0) -> int:
+        """True count for a Llama made from sizes (rotary positions have no parameters); 0 when `pretrained` is set."""
+        if self.pretrained:
+            return 0
+        kv_size = self.hidden_size // self.num_heads * (self.num_kv_heads or self.num_heads)
+        attention = 2 * self.hidden_size * self.hidden_size + 2 * self.hidden_size * kv_size
+        block = attention + 3 * self.hidden_size * self.mlp_size + 2 * self.hidden_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        return self.num_layers * block + embeddings + self.hidden_size
+
+
+class DataSpec(Section):
+    """Where text comes from: the built-in corpus, the hub, or a name that `--data NAME=GLOB` binds on each machine."""
+
+    source: str = "stdlib"
+    subset: str = ""
+    revision: str = ""
+    split: str = "train"
+    validation_split: str = "validation"
+    text_field: str = "text"
+    tokenizer: str = "bytes"
+    tokenizer_revision: str = ""
+    sequence_length: Positive = 256
+    holdout: Annotated[float, Field(gt=0, lt=0.5)] = 0.02  # share of documents kept for validation
+
+    @field_validator("source")
+    @classmethod
+    def _no_paths(cls, source: str) -> str:
+        if source.startswith("hub:"):
+            if not source[4:]:
+                raise ValueError("hub: must be followed by a data set name, for example hub:allenai/c4")
+        elif not source.replace("-", "").replace("_", "").isalnum():
+            raise ValueError(
+                f"{source!r} must be 'stdlib', 'hub:NAME', or a plain name that --data NAME=GLOB binds; "
+                "a spec never holds a path"
+            )
+        return source
+
+
+class TrainSpec(Section):
+    """The inner optimization: AdamW, clipped, warm-up and cosine over the run's progress."""
+
+    total_steps: Positive = 60_000
+    batch_size: Positive = 16  # sequences an inner step of one peer
+    learning_rate: PositiveFloat = 1e-3
+    min_learning_rate: Annotated[float, Field(ge=0, le=1)] = 0.1  # share of learning_rate left at the end
+    warmup_steps: Annotated[int, Field(ge=0)] = 100
+    weight_decay: NonNegative = 0.0
+    clip_norm: PositiveFloat = 1.0
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> TrainSpec:
+        if self.warmup_steps >= self.total_steps:
+            raise ValueError(f"warmup_steps {self.warmup_steps} must be less than total_steps {self.total_steps}")
+        return self
+
+
+class OuterSpec(Section):
+    """The NoLoCo outer step (arXiv 2506.10911): who mixes what, how strongly, how long one waits for it."""
+
+    inner_steps: Positive = 50
+    alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    beta: PositiveFloat = 0.7
+    gamma: PositiveFloat = 0.7
+    swap_momentum: bool = True
+    max_wait_s: NonNegative = 60.0
+
+    def gamma_bound(self) -> float:
+        """Mixing strength at which the spread of randomly paired replicas stops shrinking (exact, mean square)."""
+        if self.swap_momentum:
+            return 2 * (2 - self.alpha**2) / (2 + self.alpha)
+        return 2 * (1 - self.alpha**2)
+
+    @model_validator(mode="after")
+    def _stable(self) -> OuterSpec:
+        bound = self.gamma_bound()
+        if self.gamma >= bound:
+            formula = "2 (2 - alpha^2) / (2 + alpha)" if self.swap_momentum else "2 (1 - alpha^2)"
+            raise ValueError(
+                f"gamma must be < {formula} = {bound:.4g} for alpha {self.alpha:g} and "
+                f"swap_momentum {str(self.swap_momentum).lower()}; it is {self.gamma:g}, which diverges"
+            )
+        return self
+
+    def warnings(self) -> list[str]:
+        if self.alpha > 0.5:
+            return [f"outer.alpha {self.alpha:g} is above 0.5: replicas drift further apart between swaps"]
+        return []
+
+
+class CodecSpec(Section):
+    """How each section of a swap is coded."""
+
+    slow_weights: CodecName = "bf16"
+    outer_momentum: CodecName = "bf16"
+    outer_gradient: CodecName = "int8"
+
+    @model_validator(mode="after")
+    def _weights_need_bits(self) -> CodecSpec:
+        if self.slow_weights == "int4":
+            raise ValueError("slow_weights cannot be int4: weights need at least int8, or the replicas stop improving")
+        return self
+
+
+class EvaluateSpec(Section):
+    """Perplexity on the same held-out sequences for every peer."""
+
+    every_rounds: Positive = 10
+    num_sequences: Positive = 64
+
+
+class RunSpec(Section):
+    """One run. `digest()` names it; `load()` and `from_json()` check it; `canonical_json()` travels between peers."""
+
+    version: Literal[1] = SPEC_VERSION
+    name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    model: ModelSpec = ModelSpec()
+    data: DataSpec = DataSpec()
+    train: TrainSpec = TrainSpec()
+    outer: OuterSpec = OuterSpec()
+    codec: CodecSpec = CodecSpec()
+    evaluate: EvaluateSpec = EvaluateSpec()
+
+    def canonical_json(self) -> bytes:
+        """One byte string for one spec: all fields, defaults too, sorted keys, no spaces."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+
+    def digest(self) -> str:
+        """64 hexadecimal digits (blake3 of the canonical JSON)."""
+        return blake3(self.canonical_json()).hexdigest()
+
+    @property
+    def run_id(self) -> str:
+        """Name and the first eight digits of the digest: short enough for folders and log lines."""
+        return f"{self.name}-{self.digest()[:8]}"
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], *, origin: str) -> RunSpec:
+        """Check `values`; SpecError names every wrong dotted field and `origin`."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise SpecError(f"{origin}: {describe(error)}") from None
+
+    @classmethod
+    def load(cls, path: Path | str) -> RunSpec:
+        """Read a TOML file. Raises SpecError when it is missing, is not TOML, or holds a wrong value."""
+        path = Path(path)
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise SpecError(f"{path}: no such file; `noloco init {path}` writes a run spec") from None
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise SpecError(f"{path}: cannot be read as TOML: {error}") from None
+        return cls.from_dict(values, origin=str(path))
+
+    @classmethod
+    def from_json(cls, data: bytes, *, expected_digest: str, origin: str) -> RunSpec:
+        """Read what another peer sent; the digest of the ticket decides whether it is the spec that was meant."""
+        if len(data) > MAX_SPEC_BYTES:
+            raise SpecError(f"{origin}: a spec of {len(data)} bytes is over the limit of {MAX_SPEC_BYTES}")
+        try:
+            values = json.loads(data)
+        except ValueError as error:
+            raise SpecError(f"{origin}: not JSON: {error}") from None
+        spec = cls.from_dict(values, origin=origin)
+        if spec.digest() != expected_digest:
+            got, asked = spec.digest()[:16], expected_digest[:16]
+            raise SpecError(f"{origin}: its spec has the digest {got}.., the ticket asks for {asked}..")
+        return spec
+
+    def with_changes(self, changes: dict[str, Any], *, origin: str = "change") -> RunSpec:
+        """A new spec with dotted fields replaced, for example `{"outer.alpha": 0.3}`. Raises SpecError."""
+        values = self.model_dump(mode="json")
+        for dotted, value in changes.items():
+            *sections, key = dotted.split(".")
+            target = values
+            for section in sections:
+                target = target.get(section)
+                if not isinstance(target, dict):
+                    raise SpecError(f"{origin}: {dotted} is not a field of a run spec")
+            if key not in target:
+                raise SpecError(f"{origin}: {dotted} is not a field of a run spec")
+            target[key] = value
+        return self.from_dict(values, origin=origin)
+
+
+def describe(error: ValidationError) -> str:
+    """One line per wrong field, with its dotted name: `outer.gamma must be < ...`."""
+    lines = []
+    for item in error.errors():
+        dotted = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        first_word = message.split(" ", 1)[0]
+        if item["type"] == "value_error" and first_word.isidentifier():  # our own check names its field itself
+            dotted, message = f"{dotted}.{first_word}" if dotted else first_word, message.partition(" ")[2]
+        elif item["type"] == "extra_forbidden":
+            message = "is not a known field"
+        lines.append(f"{dotted}: {message}" if item["type"] != "value_error" else f"{dotted} {message}")
+    return "; ".join(lines)
+
+
+def first_difference(ours: RunSpec, theirs: RunSpec) -> str:
+    """The first dotted field in which two specs differ, with both values; empty when they are equal."""
+
+    def walk(left: Any, right: Any, path: str) -> str:
+        if isinstance(left, dict) and isinstance(right, dict):
+            for key in left:
+                found = walk(left[key], right.get(key), f"{path}.{key}" if path else key)
+                if found:
+                    return found
+            return ""
+        return "" if left == right else f"{path}: ours {left!r}, theirs {right!r}"
+
+    return walk(ours.model_dump(mode="json"), theirs.model_dump(mode="json"), "")

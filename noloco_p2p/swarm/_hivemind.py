@@ -1,0 +1,105 @@
+"""The one door to hivemind: imported when a node starts, with what its import does to the program undone.
+
+Importing it takes seconds and 290 MB, switches torch's sharing strategy for the whole program, installs a log handler
+that writes to the terminal, and renames the level WARNING.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hivemind.dht.node import DHTNode
+    from hivemind.p2p import P2P
+
+WAIT_TIMEOUT_S = 3.0  # hivemind's limit for one call to one other node
+
+
+def load() -> None:
+    """Import hivemind. Blocks for seconds the first time: run it in a thread. Idempotent."""
+    import torch.multiprocessing
+
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    warning_name = logging.getLevelName(logging.WARNING)
+    import hivemind.dht.node  # noqa: F401
+    from hivemind.utils.logging import use_hivemind_log_handler
+
+    torch.multiprocessing.set_sharing_strategy(strategy)
+    logging.addLevelName(logging.WARNING, warning_name)
+    use_hivemind_log_handler("nowhere")
+    verbose = logging.getLogger("noloco_p2p").isEnabledFor(logging.DEBUG)
+    logging.getLogger("hivemind").setLevel(logging.DEBUG if verbose else logging.CRITICAL)
+
+
+async def attach(control_socket: str) -> P2P:
+    """A client of a running p2pd."""
+    from hivemind.p2p import P2P
+    from hivemind.utils.multiaddr import Multiaddr
+
+    return await P2P.replicate(Multiaddr(f"/unix{control_socket}"))
+
+
+async def detach(p2p: P2P) -> None:
+    """Close a client, dead daemon or not, and see its tasks off: hivemind leaves their exceptions to be logged."""
+    tasks = connection_tasks(p2p)
+    await p2p.shutdown()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def connection_tasks(p2p: P2P) -> list[asyncio.Task[None]]:
+    """The tasks behind the client's one lasting connection; the first of them to end means that it is lost.
+
+    hivemind has no public sign for that: its calls then wait for their time-outs for ever after.
+    """
+    client: Any = p2p._client
+    return [client.control._read_task, client.control._write_task]
+
+
+async def create_dht(p2p: P2P, *, is_client: bool) -> DHTNode:
+    """A DHT node on an attached client, without peers. Its place in the key space follows from the peer id, so that
+    others need not learn it anew after a restart. Caches are off: the view is always read fresh, and hivemind's
+    sharing of requests keeps an entry for every key ever asked for.
+    """
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.routing import DHTID
+
+    from noloco_p2p.swarm.validator import RecordValidator
+
+    return await DHTNode.create(
+        p2p,
+        node_id=DHTID.generate(source=str(p2p.peer_id)),
+        client_mode=is_client,
+        record_validator=RecordValidator(),
+        wait_timeout=WAIT_TIMEOUT_S,
+        cache_locally=False,
+        cache_on_store=False,
+        cache_nearest=0,
+        reuse_get_requests=False,
+    )
+
+
+async def connect(p2p: P2P, peer_id: str, addresses: Sequence[str]) -> None:
+    """Connect libp2p to a peer at one of `addresses` (without /p2p/...)."""
+    from hivemind.p2p import PeerID
+    from hivemind.utils.multiaddr import Multiaddr
+
+    client: Any = p2p._client
+    await client.connect(PeerID.from_base58(peer_id), [Multiaddr(address) for address in addresses])
+
+
+async def greet(dht: DHTNode, peer_id: str) -> bool:
+    """Enter each other's routing tables, and learn this node's neighbours. False when the peer is no DHT node."""
+    from hivemind.p2p import PeerID
+
+    if await dht.protocol.call_ping(PeerID.from_base58(peer_id)) is None:
+        return False
+    await dht.find_nearest_nodes([dht.node_id])
+    return True
+
+
+def routing_table(dht: DHTNode) -> set[str]:
+    """Peer ids that this node knows and that answered lately."""
+    return {str(peer_id) for peer_id in list(dht.protocol.routing_table.peer_id_to_uid)}

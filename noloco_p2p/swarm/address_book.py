@@ -1,0 +1,88 @@
+"""Peers met before: libp2p addresses in a JSON file, dialled at the next start and when the swarm was lost.
+
+The file is a convenience: damaged or missing, it is the same as empty, and failing to write it is no error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+MAX_PEERS = 64
+MAX_ADDRESSES = 4  # of one peer
+MAX_FILE_BYTES = 256 * 1024
+MAX_ADDRESS_CHARS = 320
+
+
+class AddressBook:
+    """Peer id -> multiaddrs, each ending in /p2p/PEER_ID; the peer heard of last at the end. No `path`: in memory."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._peers: dict[str, tuple[str, ...]] = _read(path) if path else {}
+        self._changed = False
+
+    def remember(self, peer_id: str, multiaddrs: Sequence[str]) -> None:
+        """Keep where a live peer can be dialled. The peer heard of least recently makes room."""
+        addresses = tuple(address for address in multiaddrs if _belongs(address, peer_id))[:MAX_ADDRESSES]
+        if not addresses:
+            return
+        self._changed = self._changed or self._peers.get(peer_id) != addresses
+        self._peers.pop(peer_id, None)
+        self._peers[peer_id] = addresses
+        while len(self._peers) > MAX_PEERS:
+            del self._peers[next(iter(self._peers))]
+
+    def addresses(self) -> dict[str, tuple[str, ...]]:
+        """Where to dial, peer by peer, the one heard of last first."""
+        return dict(reversed(self._peers.items()))
+
+    def save(self) -> None:
+        """Write the file when something changed: whole or not at all. Blocks on the disk; never raises."""
+        if self._path is None or not self._changed:
+            return
+        draft = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(json.dumps({"version": 1, "peers": list(self._peers.items())}), encoding="utf-8")
+            os.replace(draft, self._path)
+            self._changed = False
+        except OSError as error:
+            logger.warning(
+                "the addresses of %d peers could not be saved in %s: %s", len(self._peers), self._path, error
+            )
+            with suppress(OSError):
+                draft.unlink()
+
+
+def _belongs(address: object, peer_id: str) -> bool:
+    return (
+        isinstance(address, str)
+        and len(address) <= MAX_ADDRESS_CHARS
+        and address.startswith("/")
+        and address.endswith(f"/p2p/{peer_id}")
+    )
+
+
+def _read(path: Path) -> dict[str, tuple[str, ...]]:
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"{path.stat().st_size} bytes")
+        peers: dict[str, tuple[str, ...]] = {}
+        for peer_id, multiaddrs in json.loads(path.read_text(encoding="utf-8"))["peers"][-MAX_PEERS:]:
+            addresses = tuple(address for address in multiaddrs if _belongs(address, peer_id))[:MAX_ADDRESSES]
+            if addresses:
+                peers[peer_id] = addresses
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        logger.warning("%s cannot be read (%s); starting without remembered peers", path, error)
+        return {}
+    return peers

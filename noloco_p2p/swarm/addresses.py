@@ -1,0 +1,85 @@
+"""libp2p multiaddrs: making them, taking the peer id off, and putting the most useful first."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+
+from noloco_p2p.errors import DirectoryError
+
+
+def listen_multiaddr(host: str, port: int) -> str:
+    """/ip4/HOST/tcp/PORT. Raises DirectoryError when HOST is no IP address of the local machine's kind."""
+    try:
+        return f"/{_family(host)}/{_plain(host)}/tcp/{port}"
+    except ValueError:
+        raise DirectoryError(
+            f"cannot listen on {host!r}: give an IP address, such as 0.0.0.0 for all networks"
+        ) from None
+
+
+def announce_multiaddr(host: str, port: int) -> str:
+    """Like `listen_multiaddr`, but HOST may be a name too."""
+    try:
+        return f"/{_family(host)}/{_plain(host)}/tcp/{port}"
+    except ValueError:
+        return f"/dns4/{host}/tcp/{port}"
+
+
+def is_wildcard(host: str) -> bool:
+    """0.0.0.0 or ::, that is, every address of this machine."""
+    try:
+        return ipaddress.ip_address(_plain(host)).is_unspecified
+    except ValueError:
+        return False
+
+
+def routable_host(listen_host: str) -> str:
+    """The address that others can dial: the one listened on, or for all of them the one of the default route."""
+    if not is_wildcard(listen_host):
+        return _plain(listen_host)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # a documentation address (RFC 5737): chooses a route, sends nothing
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+
+
+def split_peer_id(multiaddr: str) -> tuple[str, str]:
+    """(address, peer id) of ADDRESS/p2p/ID. Raises DirectoryError when there is no id."""
+    address, separator, peer_id = multiaddr.rpartition("/p2p/")
+    if not separator or not address.startswith("/") or not peer_id or "/" in peer_id:
+        raise DirectoryError(
+            f"{multiaddr!r} is not an address to dial: it must look like /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo.."
+        )
+    return address, peer_id
+
+
+def tcp_target(address: str) -> tuple[str, int] | None:
+    """(host, port) of /ip4|ip6|dns../HOST/tcp/PORT; None for any other kind of address."""
+    parts = address.split("/")
+    is_plain = len(parts) == 5 and parts[1] in ("ip4", "ip6", "dns", "dns4", "dns6") and parts[3] == "tcp"
+    return (parts[2], int(parts[4])) if is_plain and parts[4].isdecimal() else None
+
+
+def by_reach(multiaddrs: Iterable[str]) -> list[str]:
+    """Public addresses and names first, private networks next, loopback last; no address twice."""
+    return sorted(dict.fromkeys(multiaddrs), key=_reach)
+
+
+def _reach(multiaddr: str) -> int:
+    try:
+        address = ipaddress.ip_address(multiaddr.split("/")[2])
+    except (ValueError, IndexError):
+        return 0
+    return 2 if address.is_loopback else 1 if not address.is_global else 0
+
+
+def _plain(host: str) -> str:
+    return "127.0.0.1" if host == "localhost" else host.strip("[]")
+
+
+def _family(host: str) -> str:
+    return f"ip{ipaddress.ip_address(_plain(host)).version}"

@@ -1,0 +1,231 @@
+"""p2pd, the libp2p daemon from hivemind's wheel, as a child process of ours.
+
+hivemind starts it in the terminal's process group, where Ctrl-C kills it before a farewell can be announced, and leaves
+it behind when the program is killed. Here it has a session of its own and dies with the thread that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import glob
+import logging
+import os
+import secrets
+import socket
+import sys
+import tempfile
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from noloco_p2p.errors import DirectoryError
+from noloco_p2p.swarm.addresses import announce_multiaddr, is_wildcard, listen_multiaddr
+
+logger = logging.getLogger(__name__)
+
+START_S = 15.0
+STOP_S = 3.0
+FIRST_CLIENT_S = 30  # p2pd ends by itself when nobody attaches for so long
+SOCKET_PREFIX = "noloco-"
+STALE_S = 60.0
+MAX_SOCKET_CHARS = 100  # the kernel's limit for the path of a socket is 108
+LAUNCHER = Path(__file__).with_name("launch.py")
+
+
+@dataclass(frozen=True, slots=True)
+class ListenOn:
+    """Where the daemon listens, and what it tells others. Port 0: the system chooses."""
+
+    host: str
+    port: int = 0
+    announce_host: str | None = None
+    announce_port: int = 0  # where a router maps another port to ours
+
+    def arguments(self) -> list[str]:
+        arguments = [f"-hostAddrs={listen_multiaddr(self.host, self.port)}"]
+        if self.announce_host:
+            announced = [announce_multiaddr(self.announce_host, self.announce_port or self.port)]
+            if not is_wildcard(self.host):
+                announced.append(listen_multiaddr(self.host, self.port))
+            arguments.append(f"-announceAddrs={','.join(announced)}")
+        return arguments
+
+
+class Daemon:
+    """One p2pd process. `start()` it, attach to `control_socket`, wait for `ended()`, and `stop()` it in any case."""
+
+    def __init__(self, process: asyncio.subprocess.Process, control_socket: str) -> None:
+        self.control_socket = control_socket
+        self._process = process
+        self._last_lines: deque[str] = deque(maxlen=5)
+        self._ready = asyncio.Event()
+        self._reader = asyncio.create_task(self._read_output(), name="p2pd output")
+
+    @classmethod
+    async def start(cls, identity_path: Path, listen_on: ListenOn, *, is_client: bool = False) -> Daemon:
+        """Raises DirectoryError when the port is taken, the binary is missing, or it does not come up in time."""
+        if listen_on.port:
+            probe_port(listen_on.host, listen_on.port)
+        _remove_stale_sockets()
+        control_socket = _new_socket_path()
+        command = [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), str(_binary())]
+        command += _arguments(identity_path, listen_on, control_socket, is_client=is_client)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=os.environ | {"GOLOG_LOG_LEVEL": "error"},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise DirectoryError(f"p2pd could not be started: {error}; is this machine out of memory?") from error
+        daemon = cls(process, control_socket)
+        try:
+            await daemon._wait_ready(listen_on)
+        except BaseException:
+            await daemon.stop()
+            raise
+        return daemon
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ended(self) -> str:
+        """Wait until the process has ended; says how."""
+        code = await self._process.wait()
+        return f"exit code {code}: {self._said()}" if code >= 0 else f"signal {-code}"
+
+    async def stop(self) -> None:
+        """End the process, politely for STOP_S at most, and remove its socket."""
+        try:
+            self._signal("terminate")
+            try:
+                await asyncio.wait_for(self._process.wait(), STOP_S)
+            except TimeoutError:
+                self._signal("kill")
+                await self._process.wait()
+        finally:
+            self._signal("kill")  # when this stop itself was cancelled
+            self._reader.cancel()
+            with suppress(FileNotFoundError):
+                os.unlink(self.control_socket)
+        await asyncio.wait({self._reader})
+
+    def _signal(self, verb: str) -> None:
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                getattr(self._process, verb)()
+
+    async def _wait_ready(self, listen_on: ListenOn) -> None:
+        ready = asyncio.create_task(self._ready.wait())
+        try:
+            await asyncio.wait({ready, self._reader}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+        if self._ready.is_set():
+            return
+        if not self._reader.done():
+            raise DirectoryError(
+                f"p2pd did not come up within {START_S:.0f} s; the machine may be overloaded: try again"
+            )
+        if "address already in use" in self._said():
+            raise DirectoryError(_taken(listen_on.host, listen_on.port))
+        raise DirectoryError(f"p2pd could not be started: {self._said() or 'it said nothing'}")
+
+    async def _read_output(self) -> None:
+        assert self._process.stdout is not None
+        while True:
+            try:
+                line = await self._process.stdout.readline()
+            except ValueError:  # a line longer than the buffer: what is left of it follows
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace").rstrip()
+            logger.debug("p2pd: %s", text)
+            self._last_lines.append(text)
+            if text.startswith("Peer ID:"):  # printed once the control socket is there
+                self._ready.set()
+
+    def _said(self) -> str:
+        return " | ".join(self._last_lines)
+
+
+def probe_port(host: str, port: int) -> int:
+    """The TCP port, found free a moment ago (0: any). Raises DirectoryError when it is taken.
+
+    p2pd shares its port (SO_REUSEPORT), so that two of them would silently take each other's connections: only a bind
+    without that option tells.
+    """
+    plain_host = listen_multiaddr(host, port).split("/")[2]
+    with socket.socket(socket.AF_INET6 if ":" in plain_host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger are no obstacle
+        try:
+            probe.bind((plain_host, port))
+            return probe.getsockname()[1]
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise DirectoryError(_taken(host, port)) from None
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise DirectoryError(
+                    f"this machine has no address {host}; --listen 0.0.0.0:PORT takes all its networks"
+                ) from None
+            raise DirectoryError(
+                f"cannot listen on {host}, port {port}: {error.strerror}; choose another with --listen"
+            ) from None
+
+
+def _taken(host: str, port: int) -> str:
+    return (
+        f"port {port} on {host} is already in use, by another peer perhaps; stop that program, "
+        "or choose another port with --listen HOST:PORT (libp2p takes PORT+1; 0 takes free ones)"
+    )
+
+
+def _remove_stale_sockets() -> None:
+    """p2pd removes its socket, but not when it is killed together with its parent."""
+    for path in glob.glob(os.path.join(tempfile.gettempdir(), f"{SOCKET_PREFIX}*.sock")):
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            if time.time() - os.stat(path).st_mtime > STALE_S:
+                try:
+                    probe.connect(path)
+                except ConnectionRefusedError:  # nobody listens any more; another user's socket: permission denied
+                    os.unlink(path)
+
+
+def _new_socket_path() -> str:
+    name = f"{SOCKET_PREFIX}{secrets.token_hex(8)}.sock"
+    path = os.path.join(tempfile.gettempdir(), name)
+    return path if len(path) <= MAX_SOCKET_CHARS else f"/tmp/{name}"
+
+
+def _binary() -> Path:
+    path = Path(str(files("hivemind.hivemind_cli").joinpath("p2pd")))
+    if not os.access(path, os.X_OK):
+        raise DirectoryError(
+            f"{path} is missing or cannot be run; install hivemind again: pip install --force-reinstall hivemind"
+        )
+    return path
+
+
+def _arguments(identity_path: Path, listen_on: ListenOn, control_socket: str, *, is_client: bool) -> list[str]:
+    return [
+        f"-listen=/unix{control_socket}",
+        f"-id={identity_path}",
+        *listen_on.arguments(),
+        "-dhtClient=1" if is_client else "-dhtServer=1",
+        f"-idleTimeout={FIRST_CLIENT_S}s",
+        "-b=0",  # with bootstraps, dead ones end the daemon: peers are dialled later
+        "-connManager=1",
+        "-tls=1",
+        "-autonat=0",
+        "-natPortMap=0",
+        "-relay=0",
+    ]

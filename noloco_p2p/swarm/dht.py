@@ -1,0 +1,315 @@
+"""The directory of a run: who is alive, told by signed records in a DHT that all peers keep together.
+
+    heartbeat   store the own record, every 15 s and when something changed; others drop it after 60 s
+    view        read all records of the run, every 5 s; every second at first and while nobody is there
+    dial        bootstraps and peers met before, again and again while they are missing
+    freshen     ask for a random key every 30 s, which keeps routing tables alive
+
+Nothing here stops the peer: without any other node the directory is up, and empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from noloco_p2p.errors import DirectoryError
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.identity import Identity, short_id
+from noloco_p2p.swarm.address_book import AddressBook
+from noloco_p2p.swarm.addresses import split_peer_id
+from noloco_p2p.swarm.daemon import ListenOn
+from noloco_p2p.swarm.dialing import DialPlan
+from noloco_p2p.swarm.node import SwarmNode
+from noloco_p2p.swarm.records import TTL_S, PeerRecord, RecordError, bucket_key, decode_record, encode_record
+from noloco_p2p.swarm.view import View
+
+logger = logging.getLogger(__name__)
+
+FAREWELL_S = 4.0  # longer than hivemind waits for one dead neighbour
+EXPIRY_SLACK_S = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How often each task runs; the defaults are the protocol's."""
+
+    heartbeat_s: float = TTL_S / 4
+    view_s: float = 5.0
+    quick_view_s: float = 1.0
+    quick_for_s: float = 30.0
+    dial_s: float = 10.0
+    freshen_s: float = 30.0
+
+
+class SwarmDirectory:
+    """Implements the seam `gossip.seams.Directory`. Make it with `start()` on a running loop, end it with `stop()`.
+
+    `describe` returns None until there is something to announce. Without it nothing ever is: with a run it only reads (a monitor, which stays out of routing tables),
+    without one it is a plain DHT node (a bootstrap).
+    """
+
+    def __init__(
+        self,
+        node: SwarmNode,
+        identity: Identity,
+        *,
+        address_book: AddressBook,
+        bootstraps: Sequence[str],
+        spec_digest: str | None,
+        describe: Callable[[], PeerRecord | None] | None,
+        timing: Timing,
+    ) -> None:
+        self._node = node
+        self._identity = identity
+        self._address_book = address_book
+        self._spec_digest = spec_digest
+        self._describe = describe
+        self._timing = timing
+        self._plan = DialPlan(identity.peer_id, _by_peer(bootstraps), longest_pause_s=timing.dial_s)
+        self._view = View(identity.peer_id)
+        self._started_at_s = time.monotonic()
+        self._sequence = 0
+        self._expires_at_s = 0.0
+        self._announcing = asyncio.Lock()
+        self._dial_now = asyncio.Event()
+        self._somebody = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def start(
+        cls,
+        *,
+        identity_path: Path,
+        identity: Identity,
+        listen_host: str,
+        listen_port: int,
+        announce_host: str | None = None,
+        announce_port: int = 0,
+        bootstraps: Sequence[str] = (),
+        address_book: AddressBook | None = None,
+        spec_digest: str | None,
+        describe: Callable[[], PeerRecord | None] | None = None,
+        timing: Timing | None = None,
+    ) -> SwarmDirectory:
+        """Returns when the own node is up (seconds, for the import); peers are dialled in the background.
+
+        Raises DirectoryError when the port is taken, the daemon cannot run, or a bootstrap is no address.
+        """
+        if describe is not None and spec_digest is None:
+            raise ValueError("a peer that describes itself belongs to a run: spec_digest is missing")
+        _by_peer(bootstraps)  # a mistyped address is told before seconds of import
+        is_monitor = spec_digest is not None and describe is None
+        listen_on = ListenOn(listen_host, listen_port, announce_host, announce_port)
+        node = await SwarmNode.start(identity_path, identity.peer_id, listen_on, is_client=is_monitor)
+        directory = cls(
+            node,
+            identity,
+            address_book=address_book or AddressBook(),
+            bootstraps=bootstraps,
+            spec_digest=spec_digest,
+            describe=describe,
+            timing=timing or Timing(),
+        )
+        directory._run()
+        return directory
+
+    @property
+    def peer_id(self) -> str:
+        return self._identity.peer_id
+
+    @property
+    def port(self) -> int:
+        """The TCP port of libp2p, also when 0 was asked for."""
+        return self._node.port
+
+    @property
+    def daemon_pid(self) -> int | None:
+        """Process id of p2pd; None while it is being restarted."""
+        return self._node.daemon_pid
+
+    def live(self) -> Sequence[Candidate]:
+        """Peers of the run heard of within the TTL and not leaving, without this one. Never waits; for any thread."""
+        return self._view.live(now_s=time.monotonic())
+
+    def records(self) -> list[tuple[PeerRecord, float]]:
+        """(record, age in seconds) of the run's peers, leaving ones too, without this one. Never waits."""
+        return self._view.records(now_s=time.monotonic())
+
+    def multiaddrs(self) -> list[str]:
+        """Where this node can be dialled, the announced host first; each ends in /p2p/PEER_ID."""
+        return self._node.multiaddrs()
+
+    def neighbours(self) -> set[str]:
+        """Ids of DHT nodes that answered lately, whatever run they are of."""
+        return self._node.neighbours()
+
+    def dial_failures(self) -> dict[str, str]:
+        """Bootstraps that could not be reached so far: peer id -> why."""
+        return self._plan.failures()
+
+    async def wait_for_peers(self, timeout_s: float) -> bool:
+        """Wait until a live peer of the run is known; False when none was within `timeout_s`."""
+        try:
+            await asyncio.wait_for(self._somebody.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def announce_now(self) -> None:
+        """Store the own record now, after a change of state. Raises DirectoryError; the next heartbeat tries again."""
+        await self._announce(None, timeout_s=self._timing.heartbeat_s)
+
+    async def refresh_now(self) -> None:
+        """Read the swarm now. Raises DirectoryError; the view then stays as it was."""
+        if self._spec_digest is None:
+            return
+        entries = await self._node.get(bucket_key(self._spec_digest))
+        news = self._view.merge(self._readable(entries), now_s=time.monotonic(), dht_now_s=time.time())
+        for record in news:
+            self._address_book.remember(record.peer_id, record.multiaddrs)
+        if self.live():
+            self._somebody.set()
+        else:
+            self._somebody.clear()
+
+    async def stop(self, *, farewell: bool = True) -> None:
+        """Say good-bye (within FAREWELL_S), then end every task and process. Never raises but when cancelled."""
+        for task in self._tasks:
+            task.cancel()
+        try:
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+            if farewell and self._describe is not None:
+                await self._announce("leaving", timeout_s=FAREWELL_S)
+        except DirectoryError as error:
+            logger.warning("the swarm could not be told that this peer leaves: %s", error)
+        finally:
+            await self._node.stop()
+            await asyncio.to_thread(self._address_book.save)
+
+    def _run(self) -> None:
+        self._node.on_restart = self._on_restart
+        jobs: list[tuple[str, Callable[[], Awaitable[float]]]] = [("dial", self._dial), ("freshen", self._freshen)]
+        if self._describe is not None:
+            jobs.append(("heartbeat", self._beat))
+        if self._spec_digest is not None:
+            jobs.append(("view", self._look))
+        self._tasks = [asyncio.create_task(_forever(name, job), name=f"directory {name}") for name, job in jobs]
+
+    def _on_restart(self) -> None:
+        self._plan.forget_failures()
+        self._dial_now.set()
+
+    async def _beat(self) -> float:
+        await self._announce(None, timeout_s=self._timing.heartbeat_s)
+        return self._timing.heartbeat_s
+
+    async def _look(self) -> float:
+        await self.refresh_now()
+        is_young = time.monotonic() - self._started_at_s < self._timing.quick_for_s
+        return self._timing.quick_view_s if is_young or not self.live() else self._timing.view_s
+
+    async def _freshen(self) -> float:
+        await self._node.get(secrets.token_hex(16))
+        return self._timing.freshen_s
+
+    async def _dial(self) -> float:
+        due = self._plan.due(self._address_book.addresses(), self._node.neighbours(), now_s=time.monotonic())
+        reached = await asyncio.gather(*(self._dial_one(peer, addresses) for peer, addresses in due.items()))
+        if any(reached):
+            await self._meet()
+        await asyncio.to_thread(self._address_book.save)
+        self._dial_now.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._dial_now.wait(), min(self._timing.dial_s, 1.0))
+        return 0.0
+
+    async def _dial_one(self, peer_id: str, multiaddrs: Sequence[str]) -> bool:
+        try:
+            await self._node.dial(peer_id, [split_peer_id(multiaddr)[0] for multiaddr in multiaddrs])
+        except DirectoryError as error:
+            logger.debug("%s", error)
+            self._plan.failed(peer_id, str(error), now_s=time.monotonic())
+            return False
+        logger.info("entered the DHT through %s", short_id(peer_id))
+        self._address_book.remember(peer_id, multiaddrs)
+        return True
+
+    async def _meet(self) -> None:
+        """New neighbours: tell them of this peer, and look for the peers that they know."""
+        if self._describe is not None:
+            await self._announce(None, timeout_s=self._timing.heartbeat_s)
+        await self.refresh_now()
+
+    async def _announce(self, state: str | None, *, timeout_s: float) -> None:
+        if self._describe is None or self._spec_digest is None:
+            return
+        async with self._announcing:
+            described = self._describe()
+            if described is None:
+                return  # nothing to say yet
+            record = replace(
+                described,
+                peer_id=self.peer_id,
+                spec_digest=self._spec_digest,
+                multiaddrs=tuple(described.multiaddrs or self.multiaddrs()),
+                state=state or described.state,
+                loss=described.loss if described.loss is None or math.isfinite(described.loss) else None,
+                sequence=self._next_sequence(),
+                expires_at_s=self._next_expiry_s(),
+            )
+            value, key = encode_record(record, self._identity), bucket_key(self._spec_digest)
+            await self._node.store(key, self.peer_id, value, expires_at_s=record.expires_at_s, timeout_s=timeout_s)
+
+    def _next_sequence(self) -> int:
+        """Rises over restarts too: milliseconds of the wall clock, or one more than the last."""
+        self._sequence = max(self._sequence + 1, int(time.time() * 1000))
+        return self._sequence
+
+    def _next_expiry_s(self) -> float:
+        """A DHT node keeps the record that expires last, so the newest must."""
+        self._expires_at_s = max(self._expires_at_s + EXPIRY_SLACK_S, time.time() + TTL_S)
+        return self._expires_at_s
+
+    def _readable(self, entries: dict[str, tuple[bytes, float]]) -> list[PeerRecord]:
+        """The checks of the validator once more, on what was read, and the rest of the fields."""
+        records: list[PeerRecord] = []
+        for subkey, (value, expires_at_s) in entries.items():
+            try:
+                record = decode_record(value)
+            except RecordError as error:
+                logger.debug("ignored what is stored for %s: %s", short_id(subkey), error)
+                continue
+            is_own_word = record.peer_id == subkey and record.spec_digest == self._spec_digest
+            if is_own_word and abs(record.expires_at_s - expires_at_s) <= EXPIRY_SLACK_S:
+                records.append(record)
+        return records
+
+
+def _by_peer(multiaddrs: Sequence[str]) -> dict[str, list[str]]:
+    peers: dict[str, list[str]] = {}
+    for multiaddr in multiaddrs:
+        peers.setdefault(split_peer_id(multiaddr)[1], []).append(multiaddr)
+    return peers
+
+
+async def _forever(name: str, job: Callable[[], Awaitable[float]]) -> None:
+    """Run `job` again after the pause that it returns, whatever happens in it."""
+    while True:
+        try:
+            pause_s = await job()
+        except DirectoryError as error:
+            logger.debug("directory %s: %s", name, error)
+            pause_s = 1.0
+        except Exception:  # a fault here must not end the membership of a peer that trains well
+            logger.exception("directory %s failed; trying again", name)
+            pause_s = 5.0
+        await asyncio.sleep(pause_s)

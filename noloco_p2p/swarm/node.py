@@ -1,0 +1,237 @@
+"""A DHT node that heals: p2pd, the client attached to it, and hivemind's DHTNode, rebuilt together when one is lost.
+
+A DHTNode does not survive its daemon: its client's calls are never answered again. The new one has the same peer id,
+port and place in the key space; what it had stored for others is stored again by them within one heartbeat.
+Every call has a deadline, and every failure is a DirectoryError, whatever hivemind raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from noloco_p2p.errors import DirectoryError
+from noloco_p2p.identity import short_id
+from noloco_p2p.swarm import _hivemind
+from noloco_p2p.swarm.addresses import announce_multiaddr, by_reach, tcp_target
+from noloco_p2p.swarm.daemon import Daemon, ListenOn, probe_port
+
+if TYPE_CHECKING:
+    from hivemind.dht.node import DHTNode
+    from hivemind.p2p import P2P
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+ATTACH_S = 10.0
+KNOCK_S = 4.0
+CONNECT_S = 8.0
+CALL_S = 15.0
+CLOSE_S = 2.0
+EXIT_S = 0.5  # a dying process is seen by its closed connection first
+RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # the last one again and again
+
+
+class SwarmNode:
+    """One node of the DHT. Make it with `start()`; `stop()` leaves no process, socket or task of ours behind."""
+
+    def __init__(self, identity_path: Path, peer_id: str, listen_on: ListenOn, *, is_client: bool) -> None:
+        self.peer_id = peer_id
+        self.on_restart: Callable[[], None] = lambda: None
+        self._identity_path = identity_path
+        self._listen_on = listen_on
+        self._is_client = is_client
+        self._daemon: Daemon | None = None
+        self._p2p: P2P | None = None
+        self._dht: DHTNode | None = None
+        self._listening: list[str] = []  # multiaddrs without peer id, as the daemon tells them
+        self._watchdog: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls, identity_path: Path, peer_id: str, listen_on: ListenOn, *, is_client: bool = False
+    ) -> SwarmNode:
+        """Start alone; `dial()` finds peers. Raises DirectoryError: port taken, another identity, no daemon."""
+        await asyncio.to_thread(_hivemind.load)
+        if listen_on.announce_host and not listen_on.port:  # the daemon must be told the port it announces
+            listen_on = replace(listen_on, port=probe_port(listen_on.host, 0))
+        node = cls(identity_path, peer_id, listen_on, is_client=is_client)
+        try:
+            await node._bring_up()
+        except BaseException:
+            await node._tear_down()
+            raise
+        node._watchdog = asyncio.create_task(node._watch(), name="p2pd watchdog")
+        return node
+
+    async def stop(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            await asyncio.wait({self._watchdog})
+        await self._tear_down()
+
+    @property
+    def port(self) -> int:
+        """The TCP port of libp2p."""
+        return self._listen_on.port
+
+    @property
+    def daemon_pid(self) -> int | None:
+        return self._daemon.pid if self._daemon else None
+
+    def multiaddrs(self) -> list[str]:
+        """Where others can dial this node: the announced host first, then by reach."""
+        announced = (
+            [announce_multiaddr(self._listen_on.announce_host, self._listen_on.announce_port or self.port)]
+            if self._listen_on.announce_host
+            else []
+        )
+        addresses = dict.fromkeys(announced + by_reach(self._listening))
+        return [f"{address}/p2p/{self.peer_id}" for address in addresses]
+
+    def neighbours(self) -> set[str]:
+        """Peer ids in the routing table: DHT nodes that answered lately."""
+        return _hivemind.routing_table(self._dht) if self._dht is not None else set()
+
+    async def dial(self, peer_id: str, addresses: Sequence[str]) -> None:
+        """Connect to a peer and enter each other's routing tables. Raises DirectoryError.
+
+        A plain TCP connection is tried first: after each failure of its own, libp2p refuses to dial an address for up
+        to five minutes, in which a bootstrap that is back would not be found.
+        """
+        what = f"dialling {short_id(peer_id)} at {', '.join(addresses)}"
+        answers = await asyncio.gather(*(_knock(address) for address in addresses))
+        answering = [address for address, fault in zip(addresses, answers, strict=True) if not fault]
+        if not answering:
+            raise DirectoryError(f"{what}: {answers[0] if answers else 'no address'}")
+        await _guard(_hivemind.connect(self._running_p2p(), peer_id, answering), CONNECT_S, what)
+        if not await _guard(_hivemind.greet(self._running_dht(), peer_id), CALL_S, what):
+            raise DirectoryError(f"{what}: connected, but no DHT node answers there")
+
+    async def store(
+        self, key: str, subkey: str, value: bytes, *, expires_at_s: float, timeout_s: float = CALL_S
+    ) -> None:
+        """Until `expires_at_s` (DHT time), on the nodes nearest to the key. Raises DirectoryError.
+
+        hivemind's answer is not passed on: it is true when only this node kept the value, and false when only the
+        last of five refused it.
+        """
+        call = self._running_dht().store(key, value, expires_at_s, subkey=subkey)
+        await _guard(call, timeout_s, "storing in the DHT")
+
+    async def get(self, key: str, *, timeout_s: float = CALL_S) -> dict[str, tuple[bytes, float]]:
+        """subkey -> (value, expiry) as the nodes nearest to the key have it now. Raises DirectoryError."""
+        found = await _guard(self._running_dht().get(key, latest=True), timeout_s, "reading from the DHT")
+        if found is None or not isinstance(found.value, dict):
+            return {}
+        entries = ((subkey, entry.value, entry.expiration_time) for subkey, entry in found.value.items())
+        return {s: (value, expiry) for s, value, expiry in entries if isinstance(s, str) and isinstance(value, bytes)}
+
+    def _running_dht(self) -> DHTNode:
+        if self._dht is None:
+            raise DirectoryError("p2pd is being restarted")
+        return self._dht
+
+    def _running_p2p(self) -> P2P:
+        if self._p2p is None:
+            raise DirectoryError("p2pd is being restarted")
+        return self._p2p
+
+    async def _bring_up(self) -> None:
+        listen_on = self._listen_on
+        self._daemon = await Daemon.start(self._identity_path, listen_on, is_client=self._is_client)
+        self._p2p = await _guard(_hivemind.attach(self._daemon.control_socket), ATTACH_S, "attaching to p2pd")
+        if str(self._p2p.peer_id) != self.peer_id:
+            raise DirectoryError(
+                f"p2pd took the identity {self._p2p.peer_id} from {self._identity_path}, not {self.peer_id}"
+            )
+        addresses = await _guard(self._p2p.get_visible_maddrs(), ATTACH_S, "asking p2pd for its addresses")
+        suffix = f"/p2p/{self.peer_id}"
+        self._listening = [str(address).removesuffix(suffix) for address in addresses]
+        if listen_on.port == 0:
+            self._listen_on = replace(listen_on, port=_port_of(self._listening))
+        self._dht = await _guard(
+            _hivemind.create_dht(self._p2p, is_client=self._is_client), ATTACH_S, "starting the DHT"
+        )
+
+    async def _tear_down(self) -> None:
+        dht, p2p, daemon = self._dht, self._p2p, self._daemon
+        self._dht = self._p2p = self._daemon = None
+        try:
+            if dht is not None:
+                dht.is_alive = False  # its shutdown() only unregisters handlers at a daemon that is about to end
+            if p2p is not None:
+                await _guard(_hivemind.detach(p2p), CLOSE_S, "detaching from p2pd")
+        except DirectoryError as error:
+            logger.debug("%s", error)
+        finally:
+            if daemon is not None:
+                await daemon.stop()
+
+    async def _watch(self) -> None:
+        while True:
+            reason = await self._lost()
+            logger.warning("p2pd is gone (%s); starting it again", reason)
+            await self._restart()
+            self.on_restart()
+
+    async def _lost(self) -> str:
+        """Wait until the daemon has ended, or has closed its connection to us; says which."""
+        assert self._daemon is not None
+        ended = asyncio.create_task(self._daemon.ended())
+        try:
+            connection = _hivemind.connection_tasks(self._running_p2p())
+            await asyncio.wait({ended, *connection}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ended}, timeout=EXIT_S)
+            return ended.result() if ended.done() else "its connection was closed"
+        finally:
+            ended.cancel()
+
+    async def _restart(self) -> None:
+        for attempt in range(2**31):
+            await self._tear_down()
+            await asyncio.sleep(RESTART_PAUSES_S[min(attempt, len(RESTART_PAUSES_S) - 1)])
+            try:
+                await self._bring_up()
+                return
+            except DirectoryError as error:
+                logger.warning("p2pd could not be started again: %s", error)
+
+
+def _port_of(multiaddrs: Sequence[str]) -> int:
+    for multiaddr in multiaddrs:
+        parts = multiaddr.split("/")
+        if len(parts) >= 5 and parts[3] == "tcp":
+            return int(parts[4])
+    raise DirectoryError(f"p2pd listens nowhere that others could dial ({', '.join(multiaddrs) or 'no address'})")
+
+
+async def _knock(address: str) -> str:
+    """Why nobody listens at a TCP address; empty when somebody does, or when it is another kind of address."""
+    target = tcp_target(address)
+    if target is None:
+        return ""
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(*target), KNOCK_S)
+    except TimeoutError:
+        return f"no answer within {KNOCK_S:.0f} s"
+    except (OSError, ValueError, OverflowError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    writer.close()
+    return ""
+
+
+async def _guard(call: Awaitable[T], timeout_s: float, what: str) -> T:
+    """The one place where hivemind's faults become ours."""
+    try:
+        return await asyncio.wait_for(call, timeout_s)
+    except TimeoutError:
+        raise DirectoryError(f"{what}: no answer within {timeout_s:.0f} s") from None
+    except DirectoryError:
+        raise
+    except Exception as error:  # hivemind and its protobuf, msgpack and socket layers raise all kinds
+        raise DirectoryError(f"{what}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,47 @@
+"""A look at a swarm from outside: a DHT node that only reads, under a passing identity."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from noloco_p2p.errors import Unreachable
+from noloco_p2p.identity import Identity
+from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.ticket import Ticket
+
+LOOK_TIMEOUT_S = 20.0
+
+
+@asynccontextmanager
+async def reader(ticket: Ticket) -> AsyncIterator[SwarmDirectory]:
+    """A directory of the run that `ticket` names; it announces nothing, and leaves nothing behind."""
+    with tempfile.TemporaryDirectory(prefix="noloco-reader-") as folder:
+        key_file = Path(folder) / "identity.key"
+        directory = await SwarmDirectory.start(
+            identity_path=key_file,
+            identity=Identity.load_or_create(key_file),
+            listen_host="0.0.0.0",
+            listen_port=0,
+            bootstraps=ticket.addresses,
+            spec_digest=ticket.spec_digest,
+        )
+        try:
+            yield directory
+        finally:
+            await directory.stop(farewell=False)
+
+
+async def find_somebody(ticket: Ticket, directory: SwarmDirectory, *, timeout_s: float = LOOK_TIMEOUT_S) -> None:
+    """Wait for a live peer of the run. Raises Unreachable, with what was tried."""
+    if await directory.wait_for_peers(timeout_s):
+        return
+    failures = "; ".join(f"..{peer[-6:]}: {why}" for peer, why in directory.dial_failures().items())
+    raise Unreachable(
+        f"no live peer of the run {ticket.run_name} was found within {timeout_s:.0f} s through "
+        f"{', '.join(ticket.addresses) or 'no address'}"
+        + (f" ({failures})" if failures else "")
+        + "; ask for a fresh ticket"
+    )

@@ -1,0 +1,61 @@
+"""What this peer believes about the swarm: the newest record of each peer, and how old it is. Pure: times are given.
+
+Two clocks come in: a monotonic one, which measures ages, and DHT time, in which expiry is written by other machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.swarm.records import TTL_S, PeerRecord
+
+MEMORY_S = 2 * TTL_S  # how long a sequence number is remembered, so that an old record cannot raise the dead
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """A record, and the moment (monotonic) at which it was made as far as this machine can tell."""
+
+    record: PeerRecord
+    made_at_s: float
+
+
+class View:
+    """Copy-on-write: any thread may read while the network thread merges."""
+
+    def __init__(self, own_peer_id: str) -> None:
+        self._own_peer_id = own_peer_id
+        self._sightings: dict[str, Sighting] = {}
+
+    def merge(self, records: Iterable[PeerRecord], *, now_s: float, dht_now_s: float) -> list[PeerRecord]:
+        """Take in what was read; returns what was news. Older sequence numbers and expired records are ignored.
+
+        Seen again, a record does not become younger: who repeats the last words of a dead peer prolongs nothing.
+        """
+        sightings = {peer: s for peer, s in self._sightings.items() if now_s - s.made_at_s <= MEMORY_S}
+        news: list[PeerRecord] = []
+        for record in records:
+            remaining_s = record.expires_at_s - dht_now_s
+            known = sightings.get(record.peer_id)
+            if record.peer_id == self._own_peer_id or not 0 < remaining_s <= 2 * TTL_S:
+                continue
+            if known is None or record.sequence > known.record.sequence:
+                sightings[record.peer_id] = Sighting(record, now_s - max(0.0, TTL_S - remaining_s))
+                news.append(record)
+        self._sightings = sightings
+        return news
+
+    def live(self, *, now_s: float) -> list[Candidate]:
+        """Peers that were heard of within the TTL, can be dialled, and are not leaving."""
+        return [
+            Candidate(record.peer_id, record.addresses[0], record.state, record.round, record.progress)
+            for record, age_s in self.records(now_s=now_s)
+            if record.state != "leaving" and record.addresses
+        ]
+
+    def records(self, *, now_s: float) -> list[tuple[PeerRecord, float]]:
+        """(record, age in seconds) of every other peer heard of within the TTL, leaving ones too."""
+        aged = [(sighting.record, max(0.0, now_s - sighting.made_at_s)) for sighting in self._sightings.values()]
+        return [(record, age_s) for record, age_s in aged if age_s <= TTL_S]

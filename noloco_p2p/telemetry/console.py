@@ -1,0 +1,39 @@
+"""Numbers and rounds as a person reads them. Formats only; printing is for cli/."""
+
+from __future__ import annotations
+
+from noloco_p2p.telemetry.metrics import Metrics
+
+
+def mib(num_bytes: float) -> str:
+    """3_400_000 -> '3.2 MiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(num_bytes) < 1024 or unit == "TiB":
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError("unreachable")
+
+
+def count(number: float) -> str:
+    """1_234_567 -> '1.23M'."""
+    for limit, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= limit:
+            return f"{number / limit:.3g}{suffix}"
+    return f"{number:.0f}"
+
+
+def loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def round_line(metrics: Metrics, *, num_live: int) -> str:
+    """`round 41 | swapped with ..7f3a1c | waited 0.4 s | loss 3.412 | 8.1k tokens/s | 8 peers`."""
+    parts = [
+        f"round {metrics.round}",
+        metrics.last_outcome,
+        f"waited {metrics.blocked_s:.1f} s",
+        f"loss {loss(metrics.loss)}",
+        f"{count(metrics.tokens_per_s)} tokens/s",
+        f"{num_live + 1} peer{'s' if num_live else ''}",
+    ]
+    return " | ".join(parts)

@@ -1,0 +1,47 @@
+"""Events for machines: one JSON object a line, appended to a file in the run folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+EVENT_VERSION = 1
+
+
+class EventLog:
+    """Appends events; a full disk is told once and does not stop training."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._failed = False
+
+    def write(self, event: str, **fields: Any) -> None:
+        """`fields` must be JSON values; numbers that are not finite become null."""
+        entry = {"v": EVENT_VERSION, "time_s": round(time.time(), 3), "event": event, **fields}
+        line = json.dumps({key: _json_number(value) for key, value in entry.items()})
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            if not self._failed:
+                log.error("events are not written any more: %s: %s", self.path, error)
+            self._failed = True
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """All whole lines; none when the file is not there yet."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _json_number(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,139 @@
+"""A network and a directory in memory: the shipped twins of `net` and `swarm`. All peers live on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from noloco_p2p.errors import TimedOut, Unreachable
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Frame, Hello, PeerStatus
+from noloco_p2p.gossip.seams import Candidate, FrameStream, Service
+
+QUEUED_FRAMES = 8
+
+
+class MemoryNetwork:
+    """Who can be reached. `add` a service under its peer id; `remove` it and it is gone, as after a kill."""
+
+    def __init__(self) -> None:
+        self.services: dict[str, Service] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, peer_id: str, service: Service) -> None:
+        self.services[peer_id] = service
+
+    def remove(self, peer_id: str) -> None:
+        del self.services[peer_id]
+
+    def service(self, peer_id: str) -> Service:
+        try:
+            return self.services[peer_id]
+        except KeyError:
+            raise Unreachable(f"{peer_id} is not there", peer=peer_id) from None
+
+    def own(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class MemoryDirectory:
+    """Everybody on a MemoryNetwork but oneself."""
+
+    def __init__(self, network: MemoryNetwork, *, own_id: str) -> None:
+        self._network = network
+        self._own_id = own_id
+
+    def live(self) -> Sequence[Candidate]:
+        return [Candidate(peer, address=peer) for peer in self._network.services if peer != self._own_id]
+
+
+class MemoryTransport:
+    """Calls on a MemoryNetwork. `wrap` may put something around a stream, for example a FaultPlan's."""
+
+    def __init__(
+        self,
+        network: MemoryNetwork,
+        hello: Callable[[], Hello],
+        *,
+        wrap: Callable[[FrameStream], FrameStream] = lambda stream: stream,
+    ) -> None:
+        self._network = network
+        self._hello = hello
+        self._wrap = wrap
+
+    async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> FrameStream:
+        service = self._network.service(candidate.peer_id)
+        here, there = MemoryStream.pair(candidate.peer_id, self._hello().peer_id)
+        self._network.own(asyncio.create_task(service.on_swap(there)))
+        return self._wrap(here)
+
+    async def status(self, candidate: Candidate, *, swap_id: bytes = b"", timeout_s: float) -> PeerStatus:
+        service = self._network.service(candidate.peer_id)
+        service.admit(self._hello())
+        return await service.on_status(swap_id)
+
+    async def fetch(self, candidate: Candidate, want: FetchWant, *, timeout_s: float) -> AsyncIterator[FetchItem]:
+        service = self._network.service(candidate.peer_id)
+        service.admit(self._hello())
+        async for item in service.on_fetch(want):
+            yield item
+
+
+class MemoryStream:
+    """One end of a stream; what one end sends the other receives, in order, with back-pressure."""
+
+    def __init__(self, peer: str, incoming: asyncio.Queue[Frame | None], outgoing: asyncio.Queue[Frame | None]) -> None:
+        self._peer = peer
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._ended = asyncio.Event()
+        self._other: MemoryStream | None = None
+
+    @classmethod
+    def pair(cls, there: str, here: str) -> tuple[MemoryStream, MemoryStream]:
+        """(the initiator's end, the acceptor's end)."""
+        forth: asyncio.Queue[Frame | None] = asyncio.Queue(QUEUED_FRAMES)
+        back: asyncio.Queue[Frame | None] = asyncio.Queue(QUEUED_FRAMES)
+        initiator, acceptor = cls(there, back, forth), cls(here, forth, back)
+        initiator._other, acceptor._other = acceptor, initiator
+        return initiator, acceptor
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    async def send(self, frame: Frame) -> None:
+        assert self._other is not None
+        if self._ended.is_set() or self._other._ended.is_set():
+            raise Unreachable("the stream is closed", peer=self._peer)
+        put = asyncio.ensure_future(self._outgoing.put(frame))
+        closed = asyncio.ensure_future(self._other._ended.wait())
+        try:
+            await asyncio.wait({put, closed}, return_when=asyncio.FIRST_COMPLETED)
+            if not put.done():
+                raise Unreachable("the other side closed the stream", peer=self._peer)
+        finally:
+            put.cancel()
+            closed.cancel()
+
+    async def receive(self, timeout_s: float) -> Frame:
+        assert self._other is not None
+        if self._incoming.empty() and self._other._ended.is_set():
+            raise Unreachable("the other side closed the stream", peer=self._peer)
+        try:
+            frame = await asyncio.wait_for(self._incoming.get(), timeout_s)
+        except TimeoutError:
+            raise TimedOut(f"nothing came for {timeout_s:.1f} s", peer=self._peer) from None
+        if frame is None:
+            raise Unreachable("the other side closed the stream", peer=self._peer)
+        return frame
+
+    async def close(self) -> None:
+        self._ended.set()
+        if not self._outgoing.full():  # a full queue has no waiting reader to wake
+            self._outgoing.put_nowait(None)

@@ -1,0 +1,137 @@
+"""A ticket: one string that names a run and where to enter it.
+
+    noloco1 + base32( length:2 | fields.. | checksum:4 )      lower case, no padding, one line
+
+A field is `id:1 | length:2 | bytes`. Readers skip ids that they do not know, so that newer tickets can carry more.
+The length tells a ticket that was cut from one that was mistyped. Numbers are big-endian.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import string
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from noloco_p2p.errors import TicketError
+
+PREFIX = "noloco1"
+MAX_TICKET_CHARS = 4096
+MAX_ADDRESSES = 16
+LENGTH_BYTES = 2
+CHECKSUM_BYTES = 4
+RUN_NAME, SPEC_DIGEST, ADDRESS = 1, 2, 3
+
+_LOOKS_LIKE = re.compile(r"noloco[1-9][a-z0-9]{16,}", re.IGNORECASE)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_MULTIADDR = re.compile(r"/[!-~]{1,200}/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}")
+_ALPHABET = frozenset(string.ascii_lowercase + "234567")
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """`addresses` are libp2p multiaddrs of peers to dial first, each ending in /p2p/PEER_ID."""
+
+    run_name: str
+    spec_digest: str  # 64 hexadecimal digits
+    addresses: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.run_name):
+            raise TicketError(f"{self.run_name!r} is not the name of a run")
+        if not _DIGEST.fullmatch(self.spec_digest):
+            raise TicketError(f"{self.spec_digest!r} is not the digest of a run spec (64 hexadecimal digits)")
+        if len(self.addresses) > MAX_ADDRESSES:
+            raise TicketError(f"{len(self.addresses)} addresses are too many for a ticket; it holds {MAX_ADDRESSES}")
+        for address in self.addresses:
+            if not _MULTIADDR.fullmatch(address):
+                raise TicketError(
+                    f"{address!r} is not an address to dial, such as /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo.."
+                )
+
+    def encode(self) -> str:
+        """The ticket as one line. Raises TicketError when it would be longer than 4 KiB."""
+        fields = _field(RUN_NAME, self.run_name.encode()) + _field(SPEC_DIGEST, bytes.fromhex(self.spec_digest))
+        fields += b"".join(_field(ADDRESS, address.encode()) for address in self.addresses)
+        data = len(fields).to_bytes(LENGTH_BYTES, "big") + fields + _checksum(fields)
+        text = PREFIX + base64.b32encode(data).decode().rstrip("=").lower()
+        if len(text) > MAX_TICKET_CHARS:
+            raise TicketError(
+                f"the ticket would have {len(text)} characters, the limit is {MAX_TICKET_CHARS}: use fewer addresses"
+            )
+        return text
+
+    @classmethod
+    def decode(cls, text: str) -> Ticket:
+        """Read a ticket. Raises TicketError in words: not a ticket, newer, cut off, mistyped."""
+        fields = _open(_unarmour(text.strip().lower()))
+        name, digest, addresses = "", "", []
+        for number, value in _split(fields):
+            if number == RUN_NAME:
+                name = value.decode(errors="replace")
+            elif number == SPEC_DIGEST:
+                digest = value.hex()
+            elif number == ADDRESS:
+                addresses.append(value.decode(errors="replace"))
+        return cls(name, digest, tuple(addresses))
+
+
+def is_ticket(text: str) -> bool:
+    """Whether `text` means to be a ticket (of any version, perhaps damaged), not the name of a file."""
+    return _LOOKS_LIKE.fullmatch(text.strip()) is not None
+
+
+def _field(number: int, value: bytes) -> bytes:
+    return bytes((number,)) + len(value).to_bytes(LENGTH_BYTES, "big") + value
+
+
+def _checksum(fields: bytes) -> bytes:
+    return blake3(PREFIX.encode() + fields).digest(CHECKSUM_BYTES)
+
+
+def _unarmour(text: str) -> bytes:
+    if len(text) > MAX_TICKET_CHARS:
+        raise TicketError(f"not a ticket: {len(text)} characters, and a ticket has at most {MAX_TICKET_CHARS}")
+    if not text.startswith(PREFIX):
+        if text[:6] == PREFIX[:6] and text[6:7] in set("23456789"):
+            raise TicketError(
+                f"this ticket is of version {text[6]}, and this program reads version 1: install a newer noloco_p2p"
+            )
+        raise TicketError(f"not a ticket: a ticket begins with {PREFIX}")
+    body = text[len(PREFIX) :]
+    for position, character in enumerate(body):
+        if character not in _ALPHABET:
+            place = len(PREFIX) + position + 1
+            raise TicketError(
+                f"the ticket is mistyped: {character!r}, character {place}, is in no ticket; copy it again"
+            )
+    try:
+        return base64.b32decode(body.upper() + "=" * (-len(body) % 8))
+    except binascii.Error:
+        raise TicketError("the ticket is cut off, or a character is missing; copy all of it again") from None
+
+
+def _open(data: bytes) -> bytes:
+    length = int.from_bytes(data[:LENGTH_BYTES], "big")
+    missing = LENGTH_BYTES + length + CHECKSUM_BYTES - len(data)
+    if missing > 0:
+        raise TicketError("the ticket is cut off: its end is missing; copy all of it again")
+    fields, checksum = data[LENGTH_BYTES : LENGTH_BYTES + length], data[LENGTH_BYTES + length :]
+    if checksum != _checksum(fields):
+        raise TicketError("the ticket is mistyped: its checksum is wrong; copy it again")
+    return fields
+
+
+def _split(fields: bytes) -> list[tuple[int, bytes]]:
+    parts: list[tuple[int, bytes]] = []
+    while fields:
+        end = 1 + LENGTH_BYTES + int.from_bytes(fields[1 : 1 + LENGTH_BYTES], "big")
+        if len(fields) < 1 + LENGTH_BYTES or len(fields) < end:
+            raise TicketError("the ticket is malformed: a field runs over its end; ask for a new one")
+        parts.append((fields[0], fields[1 + LENGTH_BYTES : end]))
+        fields = fields[end:]
+    return parts

@@ -1,0 +1,63 @@
+"""The trainable parameters of a model as one flat vector in a fixed, named order, without ever holding it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from blake3 import blake3
+from torch import Tensor, nn
+
+from noloco_p2p.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    values: Tensor  # part of one parameter, 1-D, where the parameter lies
+    start: int  # where it stands in the chunk
+    stop: int
+
+
+class FlatParameters:
+    """`read(start, stop)` and `write(start, values)` by position in the vector; tied parameters appear once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        if not self.named:
+            raise ModelError("the model has no trainable parameters")
+        self._offsets: list[int] = []
+        offset = 0
+        for name, param in self.named:
+            if not param.is_contiguous():
+                raise ModelError(f"{name} is not contiguous in memory; call .contiguous() on it before training")
+            self._offsets.append(offset)
+            offset += param.numel()
+        self.num_elements = offset
+
+    def layout(self) -> str:
+        """Digest of all names and shapes: two peers can swap only when it is the same."""
+        shapes = [[name, list(param.shape)] for name, param in self.named]
+        return blake3(json.dumps(shapes, separators=(",", ":")).encode()).hexdigest()
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """A new fp32 tensor with elements [start, stop), on the device of the parameters."""
+        return torch.cat([piece.values.float() for piece in self._pieces(start, stop)])
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Copy `values` (1-D, any device) over elements [start, start + len)."""
+        for piece in self._pieces(start, start + values.numel()):
+            piece.values.copy_(values[piece.start : piece.stop])
+
+    def add(self, start: int, values: Tensor) -> None:
+        """Add `values` (1-D, any device) to elements [start, start + len), in place."""
+        for piece in self._pieces(start, start + values.numel()):
+            piece.values.add_(values[piece.start : piece.stop].to(piece.values.device))
+
+    def _pieces(self, start: int, stop: int) -> Iterator[_Piece]:
+        for (_, param), offset in zip(self.named, self._offsets, strict=True):
+            first, last = max(start, offset), min(stop, offset + param.numel())
+            if first < last:
+                flat = param.detach().view(-1)
+                yield _Piece(flat[first - offset : last - offset], first - start, last - start)

@@ -1,0 +1,194 @@
+"""The trainer: a language model on text, with NoLoCo as its outer optimizer. It uses the library as anybody can."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from noloco_p2p.errors import CheckpointError, ModelError
+from noloco_p2p.optim.inner import make_inner_optimizer
+from noloco_p2p.optim.schedule import learning_rate
+from noloco_p2p.peer import Peer
+from noloco_p2p.telemetry.console import loss as show_loss
+from noloco_p2p.telemetry.console import round_line
+from noloco_p2p.telemetry.events import EventLog
+from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.train.data import TokenStream, validation_batches
+from noloco_p2p.train.evaluate import evaluate_loss
+from noloco_p2p.train.model import build_model, build_tokenizer
+from noloco_p2p.train.needs import Needs, estimate, probe_step_s
+from noloco_p2p.train.outer import NoLoCo, RoundResult
+from noloco_p2p.train.start import load_start
+from noloco_p2p.train.state import flatten_optimizer, restore_optimizer
+
+log = logging.getLogger(__name__)
+
+AT_END = 1 - 1e-9  # progress is a sum of fractions
+
+
+class Trainer:
+    """One training peer: model, data, optimizer, outer step and checkpoints, built from the run spec.
+
+    Resumes from the newest checkpoint on this machine, else from the state of a live peer, else from the initial weights
+    that the spec defines. `say` prints a line for a person.
+    """
+
+    def __init__(self, peer: Peer, *, say: Callable[[str], None]) -> None:
+        spec, settings = peer.spec, peer.settings
+        self.peer = peer
+        self.spec = spec
+        self.say = say
+        self.device = choose_device(settings.device)
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        tokenizer = build_tokenizer(spec.data)
+        self.batches = TokenStream(
+            spec.data,
+            tokenizer=tokenizer,
+            bindings=settings.data,
+            peer_id=peer.peer_id,
+            batch_size=spec.train.batch_size,
+        )
+        self.validation = validation_batches(
+            spec.data,
+            tokenizer=tokenizer,
+            bindings=settings.data,
+            num_sequences=spec.evaluate.num_sequences,
+            batch_size=spec.train.batch_size,
+        )
+        self.model = build_model(spec.model, sequence_length=spec.data.sequence_length)
+        self.events = EventLog(peer.run_folder / "events.jsonl")
+        self.checkpoints = Checkpoints(peer.run_folder / "checkpoints")
+        newest = self.checkpoints.newest()
+        has_start = newest is None and load_start(self.model, spec.model.start, state_dir=settings.state_dir)
+        torch.nn.Module.to(self.model, self.device)  # transformers' own `to` has no useful type
+        self.trainable = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        self.optimizer = make_inner_optimizer(self.trainable.values(), spec.train)
+        self.outer = NoLoCo(self.model, peer, save_every_rounds=0, resume=newest)
+        if newest:
+            self._resume(newest)
+        elif not (has_start or self.outer.entered):
+            raise ModelError(
+                f"the run {spec.name} starts from the state {spec.model.start}, which is not on this machine, and no live "
+                "peer gave its state; join with a ticket of a live peer, or make the state again with `noloco fork`"
+            )
+        self._losses: list[Tensor] = []
+        self._round_began_s = time.monotonic()
+
+    def needs(self) -> Needs:
+        """Memory, disk and traffic of this run on this machine; takes a few inner steps to measure."""
+        self.model.train()
+        batch = self.validation[0].to(self.device)
+        scale = self.spec.train.batch_size / batch.shape[0]
+        step_s = probe_step_s(self._loss, batch) * scale
+        self.optimizer.zero_grad(set_to_none=True)
+        num_parameters = sum(param.numel() for param in self.trainable.values())
+        return estimate(self.spec, num_parameters=num_parameters, step_s=step_s, folder=self.peer.settings.state_dir)
+
+    def train(self) -> None:
+        """Run until the schedule is done, `max_steps` are taken, or somebody asked to leave."""
+        metrics, max_steps = self.peer.metrics, self.peer.settings.max_steps
+        last_step = None if max_steps is None else metrics.step + max_steps
+        self.events.write("started", peer_id=self.peer.peer_id, address=self.peer.address, resumed_at=metrics.step)
+        self._evaluate()
+        self.model.train()
+        self._round_began_s = time.monotonic()
+        while self.outer.progress < AT_END:
+            loss = self._inner_step(next(self.batches))
+            self._losses.append(loss)
+            metrics.step += 1
+            result = self.outer.step()
+            if result:
+                self._round_done(result)
+            if self.peer.leave_requested.is_set() or metrics.step == last_step:
+                break
+        self._evaluate()
+        self._save()
+        self.events.write("finished" if self.outer.progress >= AT_END else "stopped", **metrics.as_dict())
+
+    @property
+    def finished(self) -> bool:
+        return self.outer.progress >= AT_END
+
+    # one inner step
+
+    def _inner_step(self, batch: Tensor) -> Tensor:
+        """Forward, backward, clip, AdamW. Returns the loss where it lies: reading it would wait for the accelerator."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.spec.train, self.outer.progress)
+        loss = self._loss(batch.to(self.device, non_blocking=True))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.train.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+            return self.model(input_ids=batch, labels=batch).loss
+
+    # once a round
+
+    def _round_done(self, result: RoundResult) -> None:
+        metrics, steps = self.peer.metrics, len(self._losses)
+        seconds = time.monotonic() - self._round_began_s
+        metrics.loss = float(torch.stack(self._losses).mean())  # waits for the accelerator, once a round
+        metrics.inner_steps_per_s = steps / seconds
+        metrics.tokens_per_s = steps * self.spec.train.batch_size * self.spec.data.sequence_length / seconds
+        self.peer.count_traffic()
+        self.events.write("round", **metrics.as_dict(), live_peers=self.peer.live_peers())
+        self.say(round_line(metrics, num_live=self.peer.live_peers()))
+        self._losses.clear()
+        if result.round % self.spec.evaluate.every_rounds == self.spec.evaluate.every_rounds - 1:
+            self._evaluate()
+        if result.round % self.peer.settings.save_every_rounds == self.peer.settings.save_every_rounds - 1:
+            self._save()
+        self._round_began_s = time.monotonic()
+
+    def _evaluate(self) -> None:
+        """Perplexity on the held-out sequences, the same for every peer."""
+        metrics = self.peer.metrics
+        metrics.validation_loss = evaluate_loss(self.model, self.validation)
+        self.events.write("evaluated", step=metrics.step, round=metrics.round, validation_loss=metrics.validation_loss)
+        self.say(f"round {metrics.round} | validation loss {show_loss(metrics.validation_loss)}")
+
+    # stop and go on
+
+    def _save(self) -> None:
+        """Write a checkpoint; a full disk is told, and training goes on with the last good one."""
+        meta = {
+            "spec": self.spec.model_dump(mode="json"),
+            "peer_id": self.peer.peer_id,
+            "data": self.batches.state_dict(),
+            "metrics": self.peer.metrics.as_dict(),
+        }
+        files = {"optimizer": flatten_optimizer(self.optimizer, self.trainable)}
+        try:
+            folder = self.outer.save(self.checkpoints, number=self.peer.metrics.step, files=files, meta=meta)
+        except CheckpointError as error:
+            log.error("%s", error)
+            return
+        self.events.write("saved", step=self.peer.metrics.step, folder=str(folder))
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        meta = checkpoint.meta
+        restore_optimizer(self.optimizer, self.trainable, checkpoint.load("optimizer"))
+        self.batches.load_state_dict(meta["data"])
+        self.peer.restore_metrics(meta["metrics"])
+        self.say(f"resumed from step {self.peer.metrics.step}, round {self.outer.round} ({checkpoint.path})")
+
+
+def choose_device(name: str) -> torch.device:
+    """auto | cpu | cuda:N -> device. Raises ModelError when there is no such accelerator."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelError(
+            f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use --device cpu"
+        )
+    return device

@@ -1,0 +1,95 @@
+"""States taken out of a run: a checkpoint's, a live peer's, or the mean over the swarm, as one flat vector."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from noloco_p2p.errors import CheckpointError, Unreachable
+from noloco_p2p.gossip.fetch import fetch_spec, fetch_state
+from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.peer import state_file_bytes
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.swarm.reader import find_somebody, reader
+from noloco_p2p.ticket import Ticket
+from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.train.flat import FlatParameters
+from noloco_p2p.train.model import build_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class TakenState:
+    """Slow weights (flat, fp32) of one or the mean of several peers, and the model that they belong to."""
+
+    spec: RunSpec
+    model: PreTrainedModel
+    slow_weights: Tensor
+    num_peers: int
+
+    def fill_model(self) -> PreTrainedModel:
+        FlatParameters(self.model).write(0, self.slow_weights)
+        return self.model
+
+
+def from_checkpoint(folder: Path) -> TakenState:
+    """`folder`: a checkpoint, or a folder of checkpoints, of which the newest is taken. Raises CheckpointError."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    checkpoint = Checkpoint(folder) if (folder / "manifest.json").exists() else Checkpoints(folder).newest()
+    if checkpoint is None:
+        raise CheckpointError(f"{folder}: holds no checkpoint that can be read")
+    spec = RunSpec.from_dict(checkpoint.meta["spec"], origin=str(checkpoint.path))
+    model = build_model(spec.model, sequence_length=spec.data.sequence_length)
+    return TakenState(spec, model, checkpoint.load("outer")["slow_weights"], 1)
+
+
+async def from_swarm(ticket: Ticket, *, sample: int | None) -> TakenState:
+    """The mean over all live peers, or over `sample` of them drawn at random. Raises Unreachable when none gives its state.
+
+    Holds two fp32 vectors: the sum, and the state of one peer.
+    """
+    async with reader(ticket) as directory:
+        await find_somebody(ticket, directory)
+        hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
+        transport = GrpcTransport(lambda: hello)
+        peers = list(directory.live())
+        spec = await fetch_spec(transport, peers, expected_digest=ticket.spec_digest)
+        model = build_model(spec.model, sequence_length=spec.data.sequence_length)
+        random.shuffle(peers)
+        total, taken = None, 0
+        for peer in peers:
+            if taken == sample:
+                break
+            state = await _one(transport, peer, FlatParameters(model))
+            if state is None:
+                continue
+            total, taken = state if total is None else total.add_(state), taken + 1
+    if total is None:
+        raise Unreachable(f"none of {len(peers)} live peers of {ticket.run_name} gave its state; try again in a minute")
+    return TakenState(spec, model, total.div_(taken), taken)
+
+
+async def _one(transport: GrpcTransport, peer: Candidate, parameters: FlatParameters) -> Tensor | None:
+    """The slow weights of one peer; None when it has no saved state or vanishes."""
+    with tempfile.TemporaryDirectory(prefix="noloco-merge-") as folder:
+        target = Path(folder) / "state.safetensors"
+        manifest = await fetch_state(
+            transport,
+            [peer],
+            layout=parameters.layout(),
+            num_elements=parameters.num_elements,
+            num_bytes=state_file_bytes(parameters.num_elements),
+            target=target,
+        )
+        return load_file(target)["slow_weights"] if manifest else None

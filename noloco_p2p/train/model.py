@@ -1,0 +1,113 @@
+"""The model and the tokenizer that a run spec names. The same spec gives the same bits on every peer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from noloco_p2p.errors import ModelError
+from noloco_p2p.spec import DataSpec, ModelSpec
+
+ATTENTION = "sdpa"
+HUB_ADVICE = "Check the name, the revision, the network, and `hf auth login` where the owner asks for consent"
+
+
+def build_model(spec: ModelSpec, *, sequence_length: int) -> PreTrainedModel:
+    """The model at the start of the run: fp32, on the CPU, in training mode.
+
+    Weights drawn from `spec.seed` have the same bits on machines with the same torch and kind of CPU; elsewhere the
+    last bit may differ, which the first swaps even out. The caller's random state stays as it is. No code from the hub
+    runs, and only safetensors files are read. Raises ModelError.
+    """
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(spec.seed)  # torch.manual_seed would touch the accelerators' state too
+        model = _pretrained(spec) if spec.pretrained else _llama(spec, sequence_length)
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(limit, int) and limit < sequence_length:
+        raise ModelError(f"data.sequence_length {sequence_length} is over the {limit} positions of {spec.pretrained!r}")
+    model.config.use_cache = False  # a key-value cache is of no use in training; export switches it on again
+    return model.train()
+
+
+def build_tokenizer(data: DataSpec) -> PreTrainedTokenizerBase:
+    """`bytes` needs no file and no network; any other name is looked up on the hub. Raises ModelError."""
+    if data.tokenizer == "bytes":
+        return ByT5Tokenizer()
+    try:
+        with quiet():
+            return AutoTokenizer.from_pretrained(
+                data.tokenizer, revision=data.tokenizer_revision or "main", trust_remote_code=False
+            )
+    except Exception as error:  # noqa: BLE001 - hub, network, parser and version errors share no base
+        raise _unreadable("tokenizer", data.tokenizer, data.tokenizer_revision, error) from None
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ModelError when the tokenizer can give an id that the model has no embedding for."""
+    vocab_size = model.config.get_text_config().vocab_size
+    if len(tokenizer) > vocab_size:
+        raise ModelError(
+            f"model.vocab_size is {vocab_size}, and the tokenizer has {len(tokenizer)} tokens: "
+            f"set model.vocab_size to {len(tokenizer)} or more, or choose another data.tokenizer"
+        )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and no chatter of transformers on the terminal; its settings are put back afterwards."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _llama(spec: ModelSpec, sequence_length: int) -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.mlp_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads or spec.num_heads,
+        max_position_embeddings=sequence_length,
+        tie_word_embeddings=spec.tied_embeddings,
+        dtype=torch.float32,
+        bos_token_id=None,
+        eos_token_id=None,  # the tokenizer's, set on export
+    )
+    config._attn_implementation = ATTENTION
+    return LlamaForCausalLM(config)
+
+
+def _pretrained(spec: ModelSpec) -> PreTrainedModel:
+    options: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True, "dtype": torch.float32}
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            spec.pretrained, revision=spec.revision or "main", attn_implementation=ATTENTION, **options
+        )
+    except Exception as error:  # noqa: BLE001 - hub, network, parser and version errors share no base
+        raise _unreadable("model", spec.pretrained, spec.revision, error) from None
+
+
+def _unreadable(what: str, name: str, revision: str, error: Exception) -> ModelError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    at = f" at revision {revision!r}" if revision else ""
+    return ModelError(f"{what} {name!r}{at} cannot be loaded: {reason}. {HUB_ADVICE}")

@@ -1,0 +1,100 @@
+"""What a run needs of a machine, said before it trains: memory, disk, and megabytes an hour."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from noloco_p2p.codec import section_bytes
+from noloco_p2p.gossip.outcome import section_plans
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.telemetry.console import count, mib
+
+TRAINING_BYTES = 16  # a parameter: fp32 weights, gradients and the two moments of AdamW
+OUTER_BYTES = 8  # a parameter: slow weights and outer momentum, fp32, on the CPU
+CHECKPOINT_BYTES = 20  # a parameter: outer state, moments, and the fast weights of a round that was left
+KEPT_CHECKPOINTS = 3  # two kept, one being written
+PROBE_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    num_parameters: int
+    model_bytes: int  # on the accelerator; activations come on top
+    outer_bytes: int  # in main memory: outer state and one coded payload per direction and section
+    disk_bytes: int
+    round_bytes: int  # each way
+    hour_bytes: int  # each way, at the speed measured on this machine
+    step_s: float
+    memory_free_bytes: int
+    disk_free_bytes: int
+
+    def lines(self) -> list[str]:
+        """For people."""
+        return [
+            f"model: {count(self.num_parameters)} parameters, {self.step_s:.2f} s an inner step on this machine",
+            f"needs: {mib(self.model_bytes)} to train (activations on top), {mib(self.outer_bytes)} for the outer step, "
+            f"{mib(self.disk_bytes)} of disk",
+            f"sends and receives: {mib(self.round_bytes)} a round, about {mib(self.hour_bytes)} an hour, each way",
+            f"this machine has: {mib(self.memory_free_bytes)} of memory and {mib(self.disk_free_bytes)} of disk free",
+        ]
+
+    def warnings(self) -> list[str]:
+        warnings = []
+        if self.model_bytes + self.outer_bytes > self.memory_free_bytes:
+            warnings.append("this run needs more memory than this machine has free; it may be killed")
+        if self.disk_bytes > self.disk_free_bytes:
+            warnings.append("checkpoints need more disk than is free; free some, or use another --state-dir")
+        return warnings
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def estimate(spec: RunSpec, *, num_parameters: int, step_s: float, folder: Path) -> Needs:
+    """`step_s`: seconds of one inner step, measured here."""
+    plans = section_plans(spec.codec, swap_momentum=spec.outer.swap_momentum, num_elements=num_parameters)
+    round_bytes = sum(section_bytes(plan.codec, plan.num_elements) for plan in plans)
+    rounds_per_hour = 3600 / max(step_s * spec.outer.inner_steps, 1e-6)
+    return Needs(
+        num_parameters=num_parameters,
+        model_bytes=TRAINING_BYTES * num_parameters,
+        outer_bytes=OUTER_BYTES * num_parameters + 2 * round_bytes,
+        disk_bytes=KEPT_CHECKPOINTS * CHECKPOINT_BYTES * num_parameters,
+        round_bytes=round_bytes,
+        hour_bytes=int(round_bytes * rounds_per_hour),
+        step_s=step_s,
+        memory_free_bytes=_free_memory(),
+        disk_free_bytes=shutil.disk_usage(folder).free,
+    )
+
+
+def probe_step_s(compute: Callable[[Tensor], Tensor], batch: Tensor) -> float:
+    """Seconds of forward and backward of one batch, scaled up from one sequence of it; leaves the gradients zero."""
+    durations_s = []
+    for _ in range(1 + PROBE_STEPS):  # the first one warms up
+        began_s = time.monotonic()
+        compute(batch[:1]).backward()
+        if batch.is_cuda:
+            torch.cuda.synchronize()
+        durations_s.append(time.monotonic() - began_s)
+    return min(durations_s[1:]) * batch.shape[0]
+
+
+def _free_memory() -> int:
+    """Free memory of the machine, or of the container where that is less."""
+    free = psutil.virtual_memory().available
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return free if limit == "max" else min(free, max(0, int(limit) - used))

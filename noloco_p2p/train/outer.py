@@ -1,0 +1,283 @@
+"""NoLoCo around anybody's training loop: after each optimizer step call `outer.step()`, and nothing else.
+
+Every `outer.inner_steps` calls it takes the outer step (arXiv 2506.10911) with what one random live peer has sent, in
+place on the model. In between the swap of slow weights and momentum runs in the background.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from noloco_p2p.codec import chunk_bounds
+from noloco_p2p.errors import CheckpointError
+from noloco_p2p.gossip.exchange import Exchange
+from noloco_p2p.gossip.fetch import SavedState, describe_state
+from noloco_p2p.gossip.frames import SectionName, StateManifest
+from noloco_p2p.gossip.outcome import Alone, Correction, Half, Outcome, Received, Swapped
+from noloco_p2p.optim.noloco import outer_step
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.telemetry.metrics import Metrics
+from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.train.flat import FlatParameters
+
+log = logging.getLogger(__name__)
+
+STATE_FILE = "outer"  # stem of the file with slow weights and outer momentum in a checkpoint
+FAST_FILE = "fast"  # stem of the file with the model's weights, when a checkpoint is taken within a round
+
+
+class Swarm(Protocol):
+    """What the outer step needs of a peer; `noloco_p2p.Peer` is one."""
+
+    @property
+    def spec(self) -> RunSpec: ...
+
+    @property
+    def exchange(self) -> Exchange: ...
+
+    @property
+    def run_folder(self) -> Path: ...
+
+    @property
+    def metrics(self) -> Metrics: ...
+
+    def enter(self, *, layout: str, num_elements: int, target: Path | None) -> StateManifest | None:
+        """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file."""
+        ...
+
+    def serve_state(self, saved: SavedState) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """What happened in one round; `outcome` tells with whom."""
+
+    round: int  # the round that ended
+    outcome: Outcome
+    progress: float
+    blocked_s: float  # the training thread waited for the network so long
+
+
+class NoLoCo:
+    """The outer optimizer of one peer.
+
+    model: its trainable parameters are one flat vector, in the order of `named_parameters()`; they may be on any one
+        device and of any floating dtype.
+    peer: a running `Peer`. When it enters a swarm that already trains, the model takes the swarm's state; otherwise the
+        model's own weights are the start. Peers that start apart must start equal: seed the model.
+    save_every_rounds: how often the state that newcomers fetch is written; 0 = the caller does it (`save`).
+    resume: a checkpoint that `save` wrote; the model and the place in the round are then as they were.
+
+    Slow weights and outer momentum are fp32 on the CPU: 8 bytes a parameter.
+    """
+
+    def __init__(
+        self, model: nn.Module, peer: Swarm, *, save_every_rounds: int = 10, resume: Checkpoint | None = None
+    ) -> None:
+        self.spec = peer.spec
+        self.progress = 0.0  # fraction of the run's schedule; the learning rate follows it
+        self.round = 0
+        self._peer = peer
+        self._exchange = peer.exchange
+        self._parameters = FlatParameters(model)
+        self._layout = self._parameters.layout()
+        self._bounds = chunk_bounds(self._parameters.num_elements)
+        self._slow = torch.empty(self._parameters.num_elements)
+        self._momentum = torch.zeros(self._parameters.num_elements)
+        self._steps = 0
+        self._save_every_rounds = save_every_rounds
+        self._checkpoints = Checkpoints(peer.run_folder / "served", keep=1) if save_every_rounds else None
+        self.entered = False  # took the state of a live peer
+        self._enter(resume)
+        self._open()
+
+    def step(self) -> RoundResult | None:
+        """Call after every optimizer step. Returns what a round brought at its end, None in between. Never raises for
+        a fault of another peer; blocks at most `outer.max_wait_s`, and only at the end of a round."""
+        self._steps += 1
+        self.progress += 1 / self.spec.train.total_steps
+        self._exchange.pace.step(time.monotonic())
+        correction = self._exchange.late()
+        if correction:
+            self._correct(correction)
+        if self._steps < self.spec.outer.inner_steps:
+            return None
+        return self._end_round()
+
+    def save(
+        self, checkpoints: Checkpoints, *, number: int, files: dict[str, dict[str, Tensor]], meta: dict[str, Any]
+    ) -> Path:
+        """Write checkpoint `number` with the outer state in it, and serve it to newcomers.
+
+        Between two rounds the model equals its slow weights; within a round it is written too. Raises CheckpointError; the
+        last good checkpoint is then intact and still served.
+        """
+        state = {"round": self.round, "progress": self.progress, "steps": self._steps, "layout": self._layout}
+        tensors = {STATE_FILE: {"slow_weights": self._slow, "outer_momentum": self._momentum}}
+        if self._steps:
+            tensors[FAST_FILE] = {name: param.detach() for name, param in self._parameters.named}
+        folder = checkpoints.save(number, files={**tensors, **files}, meta={**meta, "outer": state})
+        self._serve(folder / f"{STATE_FILE}.safetensors")
+        return folder
+
+    # entering
+
+    def _enter(self, resume: Checkpoint | None) -> None:
+        target = None if resume else self._peer.run_folder / "fetched.safetensors"
+        num_elements = self._parameters.num_elements
+        manifest = self._peer.enter(layout=self._layout, num_elements=num_elements, target=target)
+        if resume:
+            self._resume(resume)
+        elif manifest and target:
+            self._take(load_file(target))
+            self.round, self.progress, self.entered = manifest.round, manifest.progress, True
+            target.unlink()
+        else:
+            for start, stop in self._bounds:
+                self._slow[start:stop] = self._parameters.read(start, stop)
+        self._peer.metrics.round, self._peer.metrics.progress = self.round, self.progress
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        state = checkpoint.meta["outer"]
+        if state["layout"] != self._layout:
+            raise CheckpointError(f"{checkpoint.path} is of another model; use another --state-dir, or `noloco fork`")
+        self._take(checkpoint.load(STATE_FILE))
+        self.round, self.progress, self._steps = state["round"], state["progress"], state["steps"]
+        if self._steps:
+            fast = checkpoint.load(FAST_FILE)
+            with torch.no_grad():
+                for name, param in self._parameters.named:
+                    param.copy_(fast[name])
+        self._serve(checkpoint.file(STATE_FILE))
+
+    def _take(self, tensors: dict[str, Tensor]) -> None:
+        """Slow weights and momentum become those of a file; the model's weights become the slow weights."""
+        for name, own in (("slow_weights", self._slow), ("outer_momentum", self._momentum)):
+            if name not in tensors or tensors[name].shape != own.shape:
+                raise CheckpointError(f"a state without {name} of {own.numel()} numbers: it is of another model")
+            if not bool(torch.isfinite(tensors[name]).all()):
+                raise CheckpointError(f"a state whose {name} is not finite")
+            own.copy_(tensors[name])
+        for start, stop in self._bounds:
+            self._parameters.write(start, self._slow[start:stop])
+
+    def _open(self) -> None:
+        if self._checkpoints and self.round % self._save_every_rounds == 0:
+            try:
+                self.save(self._checkpoints, number=self.round, files={}, meta={})
+            except CheckpointError as error:
+                log.error("newcomers cannot fetch the newest state from here: %s", error)
+        self._exchange.open(
+            self.round,
+            steps_done=self._steps,
+            progress=self.progress,
+            slow_weights=self._slow,
+            outer_momentum=self._momentum,
+        )
+
+    def _serve(self, path: Path) -> None:
+        self._peer.serve_state(
+            describe_state(
+                path,
+                layout=self._layout,
+                num_elements=self._parameters.num_elements,
+                round_index=self.round,
+                progress=self.progress,
+            )
+        )
+
+    # the end of a round
+
+    def _end_round(self) -> RoundResult:
+        began_s = time.monotonic()
+        self._exchange.stage(self._outer_gradient)
+        outcome = self._exchange.collect(self.spec.outer.max_wait_s)
+        blocked_s = time.monotonic() - began_s
+        received = None if isinstance(outcome, Alone) else outcome.received
+        self._outer_step(received)
+        if received:
+            self._meet_progress(received)
+        result = RoundResult(self.round, outcome, self.progress, blocked_s)
+        self.round += 1
+        self._steps = 0
+        self._count(result)
+        self._open()
+        return result
+
+    def _count(self, result: RoundResult) -> None:
+        metrics = self._peer.metrics
+        metrics.round, metrics.progress = self.round, self.progress
+        metrics.rounds_here += 1
+        metrics.blocked_s = result.blocked_s
+        metrics.last_outcome = describe_outcome(result.outcome)
+        match result.outcome:
+            case Swapped(received):
+                metrics.swaps += 1
+                metrics.last_partner = received.partner
+            case Half(received):
+                metrics.halves += 1
+                metrics.last_partner = received.partner
+            case Alone():
+                metrics.alone += 1
+
+    def _outer_gradient(self) -> Iterator[Tensor]:
+        """fast - slow, chunk by chunk, where the model lies."""
+        for start, stop in self._bounds:
+            fast = self._parameters.read(start, stop)
+            yield fast.sub_(self._slow[start:stop].to(fast.device))
+
+    @torch.no_grad()
+    def _outer_step(self, received: Received | None) -> None:
+        """Chunk by chunk: own exact vectors plus half-differences, so that coding errors cannot move a pair's mean."""
+        outer = self.spec.outer
+        sections = received.sections if received else {}
+        gradients = sections.get(SectionName.OUTER_GRADIENT)
+        momenta = sections.get(SectionName.OUTER_MOMENTUM)
+        weights = sections.get(SectionName.SLOW_WEIGHTS)
+        for index, (start, stop) in enumerate(self._bounds):
+            slow, momentum = self._slow[start:stop], self._momentum[start:stop]
+            gradient = self._parameters.read(start, stop).cpu().sub_(slow)
+            if gradients:
+                gradient.add_(gradients.half_difference(index))
+            if momenta:
+                momentum.add_(momenta.half_difference(index))
+            offset = weights.half_difference(index) if weights else None
+            outer_step(slow, momentum, gradient, offset, alpha=outer.alpha, beta=outer.beta, gamma=outer.gamma)
+            self._parameters.write(start, slow)
+
+    @torch.no_grad()
+    def _correct(self, correction: Correction) -> None:
+        """The partner's gradient came after the boundary: `beta h` goes into slow weights, momentum and fast weights."""
+        for index, (start, stop) in enumerate(self._bounds):
+            late = correction.gradient.half_difference(index).mul_(self.spec.outer.beta)
+            self._slow[start:stop].add_(late)
+            self._momentum[start:stop].add_(late)
+            self._parameters.add(start, late)
+        self._peer.metrics.late += 1
+
+    def _meet_progress(self, received: Received) -> None:
+        """A swap moves partners towards each other on the schedule, by at most one round."""
+        round_progress = self.spec.outer.inner_steps / self.spec.train.total_steps
+        opened_at = self.progress - round_progress
+        apart = (received.partner_progress - opened_at) / 2
+        self.progress += max(-round_progress, min(round_progress, apart))
+
+
+def describe_outcome(outcome: Outcome) -> str:
+    """The outcome in one phrase for a log line."""
+    match outcome:
+        case Alone(reason):
+            return f"alone: {reason}"
+        case Half(received, reason):
+            return f"half with ..{received.partner[-6:]}: {reason}"
+        case Swapped(received):
+            return f"swapped with ..{received.partner[-6:]}"

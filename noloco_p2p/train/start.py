@@ -1,0 +1,60 @@
+"""Start states: the weights that a forked run begins with, kept under the digest that its spec names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from noloco_p2p.errors import ModelError
+from noloco_p2p.train.flat import FlatParameters
+
+
+def save_start(slow_weights: Tensor, *, state_dir: Path) -> str:
+    """Keep a flat fp32 vector as a start state; returns the "blake3:<hex>" for `model.start`."""
+    digest = _digest(slow_weights)
+    path = _path(digest, state_dir)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    save_file({"slow_weights": slow_weights}, temporary)
+    temporary.rename(path)
+    return digest
+
+
+def load_start(model: nn.Module, start: str, *, state_dir: Path) -> bool:
+    """Give the model the start state that its spec names; True when there is none to be had or it is done.
+
+    False when the state is not on this machine. Raises ModelError when it is damaged or of another model.
+    """
+    if not start:
+        return True
+    path = _path(start, state_dir)
+    if not path.exists():
+        return False
+    parameters = FlatParameters(model)
+    try:
+        slow_weights = load_file(path)["slow_weights"]
+    except (SafetensorError, KeyError, OSError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+    if _digest(slow_weights) != start:
+        raise ModelError(f"{path}: is damaged, its digest is not what model.start says; remove it and fork again")
+    if slow_weights.numel() != parameters.num_elements:
+        raise ModelError(
+            f"model.start has {slow_weights.numel()} numbers, the model of this spec {parameters.num_elements}: "
+            "a fork cannot change the sizes of the model"
+        )
+    parameters.write(0, slow_weights)
+    return True
+
+
+def _digest(slow_weights: Tensor) -> str:
+    assert slow_weights.dtype is torch.float32
+    return "blake3:" + blake3(memoryview(slow_weights.contiguous().numpy())).hexdigest()
+
+
+def _path(start: str, state_dir: Path) -> Path:
+    return state_dir / "starts" / f"{start.removeprefix('blake3:')[:64]}.safetensors"

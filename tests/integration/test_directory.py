@@ -1,0 +1,259 @@
+"""The directory over loopback, with real daemons: peers find each other, and nobody is needed for it."""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import uvloop
+
+from noloco_p2p.errors import DirectoryError
+from noloco_p2p.identity import Identity
+from noloco_p2p.swarm.address_book import AddressBook
+from noloco_p2p.swarm.daemon import probe_port
+from noloco_p2p.swarm.dht import SwarmDirectory, Timing
+from noloco_p2p.swarm.records import PeerRecord, bucket_key, encode_record
+
+RUN = "ab" * 32
+QUICK = Timing(heartbeat_s=2.0, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshen_s=1.0)
+PATIENCE_S = 20.0
+
+
+def run(main: Callable[[], Coroutine[object, object, None]]) -> None:
+    """Each test on a uvloop of its own, and nothing of it left behind."""
+    sockets = _sockets()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(main(), 60))
+    assert _sockets() == sockets
+    assert not [child for child in psutil.Process().children(recursive=True) if child.name() == "p2pd"]
+
+
+def _sockets() -> set[str]:
+    return {path for name in ("noloco", "hivemind") for path in glob.glob(f"{tempfile.gettempdir()}/{name}-*.sock")}
+
+
+def record_of(identity: Identity, *, state: str = "training", round_: int = 0) -> PeerRecord:
+    return PeerRecord(identity.peer_id, "demo", RUN, addresses=("127.0.0.1:4000",), state=state, round=round_)
+
+
+@asynccontextmanager
+async def directory(
+    folder: Path, name: str, *, bootstraps: tuple[str, ...] = (), port: int = 0, spec_digest: str | None = RUN
+) -> AsyncIterator[SwarmDirectory]:
+    path = folder / f"{name}.key"
+    identity = Identity.load_or_create(path)
+    started = await SwarmDirectory.start(
+        identity_path=path,
+        identity=identity,
+        listen_host="127.0.0.1",
+        listen_port=port,
+        bootstraps=bootstraps,
+        address_book=AddressBook(folder / f"{name}.json"),
+        spec_digest=spec_digest,
+        describe=(lambda: record_of(identity)) if spec_digest else None,
+        timing=QUICK,
+    )
+    try:
+        yield started
+    finally:
+        await started.stop(farewell=False)
+
+
+async def until(condition: Callable[[], bool] | Callable[[], Awaitable[bool]], what: str) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        answer = condition()
+        if answer if isinstance(answer, bool) else await answer:
+            return
+        assert time.monotonic() < deadline_s, f"waited {PATIENCE_S} s: {what}"
+        await asyncio.sleep(0.05)
+
+
+def sees(watcher: SwarmDirectory, *others: SwarmDirectory) -> Callable[[], bool]:
+    return lambda: {candidate.peer_id for candidate in watcher.live()} == {other.peer_id for other in others}
+
+
+def test_two_peers_see_each_other_and_a_leaving_one_vanishes_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with directory(tmp_path, "a") as a:
+            assert a.live() == []
+            async with directory(tmp_path, "b", bootstraps=tuple(a.multiaddrs())) as b:
+                assert await b.wait_for_peers(PATIENCE_S)
+                await until(sees(a, b), "a sees b")
+                assert b.live()[0].address == "127.0.0.1:4000"
+                assert a.multiaddrs()[0].endswith(f"/tcp/{a.port}/p2p/{a.peer_id}")
+                await b.stop(farewell=True)
+                await a.refresh_now()
+                assert a.live() == []
+                [(record, age_s)] = a.records()
+                assert (record.peer_id, record.state) == (b.peer_id, "leaving")
+                assert 0 <= age_s < 5
+
+    run(main)
+
+
+def test_the_swarm_outlives_its_bootstrap_and_takes_newcomers(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            bootstrap = await stack.enter_async_context(directory(tmp_path, "boot", spec_digest=None))
+            door = tuple(bootstrap.multiaddrs())
+            a = await stack.enter_async_context(directory(tmp_path, "a", bootstraps=door))
+            b = await stack.enter_async_context(directory(tmp_path, "b", bootstraps=door))
+            await until(sees(a, b), "a sees b")
+            await until(sees(b, a), "b sees a")
+            await bootstrap.stop(farewell=False)
+            c = await stack.enter_async_context(directory(tmp_path, "c", bootstraps=(*door, *b.multiaddrs())))
+            await until(sees(c, a, b), "the newcomer sees both")
+            await until(sees(a, b, c), "a sees the newcomer")
+            await until(lambda: bootstrap.peer_id in c.dial_failures(), "the dead bootstrap is told")
+
+    run(main)
+
+
+def test_a_dead_bootstrap_does_not_stop_a_start_and_islands_merge(tmp_path: Path) -> None:
+    async def main() -> None:
+        port = probe_port("127.0.0.1", 0)
+        boot_id = Identity.load_or_create(tmp_path / "boot.key").peer_id
+        door = (f"/ip4/127.0.0.1/tcp/{port}/p2p/{boot_id}",)
+        async with directory(tmp_path, "a", bootstraps=door) as a, directory(tmp_path, "b", bootstraps=door) as b:
+            await until(lambda: boot_id in a.dial_failures() and boot_id in b.dial_failures(), "both were refused")
+            assert a.live() == b.live() == []
+            async with directory(tmp_path, "boot", port=port, spec_digest=None):
+                await until(sees(a, b), "a sees b")
+                await until(sees(b, a), "b sees a")
+                await until(lambda: a.dial_failures() == {}, "a is through to the bootstrap")
+
+    run(main)
+
+
+def test_remembered_peers_are_a_way_in(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with directory(tmp_path, "a") as a:
+            async with directory(tmp_path, "b", bootstraps=tuple(a.multiaddrs())) as b:
+                await until(sees(b, a), "b sees a")
+            async with directory(tmp_path, "b") as again:
+                assert again.peer_id == b.peer_id
+                await until(sees(again, a), "b finds a without any bootstrap")
+
+    run(main)
+
+
+def test_a_killed_daemon_is_healed_with_the_same_id_and_port(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with directory(tmp_path, "a") as a, directory(tmp_path, "b", bootstraps=tuple(a.multiaddrs())) as b:
+            await until(sees(a, b), "a sees b")
+            await until(sees(b, a), "b sees a")
+            old_pid, addresses = b.daemon_pid, b.multiaddrs()
+            assert old_pid
+            os.kill(old_pid, signal.SIGKILL)
+            await until(lambda: b.daemon_pid not in (None, old_pid), "the daemon runs again")
+            await until(lambda: a.peer_id in b.neighbours(), "b has dialled a again")
+            assert b.multiaddrs() == addresses
+            sequence = {record.peer_id: record.sequence for record, _ in a.records()}[b.peer_id]
+            await b.announce_now()
+            await a.refresh_now()
+            assert {record.peer_id: record.sequence for record, _ in a.records()}[b.peer_id] > sequence
+
+    run(main)
+
+
+def test_nobody_can_speak_for_another(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with directory(tmp_path, "a") as a, directory(tmp_path, "evil", bootstraps=tuple(a.multiaddrs())) as evil:
+            await until(sees(a, evil), "a sees the forger")
+            forger, victim = Identity.load(tmp_path / "evil.key"), Identity.load_or_create(tmp_path / "victim.key")
+            expires_at_s = time.time() + 50
+            forged = replace(record_of(forger), sequence=1, expires_at_s=expires_at_s)
+            swapped = encode_record(forged, forger).replace(forger.peer_id.encode(), victim.peer_id.encode())
+            key = bucket_key(RUN)
+            for value in (encode_record(forged, forger), swapped, b"junk"):
+                await evil._node.store(key, victim.peer_id, value, expires_at_s=expires_at_s)
+            genuine = encode_record(replace(forged, peer_id=victim.peer_id), victim)
+            for late_s in (1.0, 3600.0):  # a record repeated beyond the expiry that its owner signed
+                await evil._node.store(key, victim.peer_id, genuine, expires_at_s=expires_at_s + late_s)
+            await a.refresh_now()
+            assert sees(a, evil)()
+            assert victim.peer_id not in await a._node.get(key)
+            await evil._node.store(key, victim.peer_id, genuine, expires_at_s=expires_at_s)
+            await a.refresh_now()
+            assert victim.peer_id in {candidate.peer_id for candidate in a.live()}
+
+    run(main)
+
+
+def test_a_port_in_use_is_told(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with directory(tmp_path, "a") as a:
+            with pytest.raises(DirectoryError, match=rf"port {a.port} on 127\.0\.0\.1 is already in use.*--listen"):
+                async with directory(tmp_path, "b", port=a.port):
+                    pass
+
+    run(main)
+
+
+def test_a_monitor_reads_and_is_not_seen(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with directory(tmp_path, "a") as a:
+            path = tmp_path / "monitor.key"
+            monitor = await SwarmDirectory.start(
+                identity_path=path,
+                identity=Identity.load_or_create(path),
+                listen_host="127.0.0.1",
+                listen_port=0,
+                bootstraps=a.multiaddrs(),
+                spec_digest=RUN,
+                timing=QUICK,
+            )
+            try:
+                await until(sees(monitor, a), "the monitor sees a")
+                assert a.neighbours() == set()
+                assert a.live() == []
+            finally:
+                await monitor.stop()
+
+    run(main)
+
+
+def test_the_daemon_dies_with_a_killed_parent(tmp_path: Path) -> None:
+    script = textwrap.dedent("""
+        import asyncio, sys
+        from pathlib import Path
+        from noloco_p2p.identity import Identity
+        from noloco_p2p.swarm.daemon import ListenOn
+        from noloco_p2p.swarm.node import SwarmNode
+
+        async def main():
+            path = Path(sys.argv[1])
+            identity = Identity.load_or_create(path)
+            node = await SwarmNode.start(path, identity.peer_id, ListenOn("127.0.0.1"))
+            print(node.daemon_pid, node._daemon.control_socket, flush=True)
+            await asyncio.Event().wait()
+
+        asyncio.run(main())
+    """)
+    command = [sys.executable, "-c", script, str(tmp_path / "key")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        pid, control_socket = parent.stdout.readline().split()
+        daemon = psutil.Process(int(pid))
+        assert os.path.exists(control_socket)
+        assert os.getsid(daemon.pid) == daemon.pid  # a Ctrl-C in the terminal does not reach it
+        parent.kill()
+    deadline_s = time.monotonic() + PATIENCE_S
+    while daemon.is_running() and daemon.status() != psutil.STATUS_ZOMBIE:  # whoever adopted it may not collect it
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    assert not os.path.exists(control_socket)

@@ -1,0 +1,132 @@
+"""What a codec refuses: as ValueError what is our own fault, as CorruptPayload what a partner sent."""
+
+from __future__ import annotations
+
+import re
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from noloco_p2p.codec import CHUNK_ELEMENTS, CODEC_NAMES, Codec, get_codec
+from noloco_p2p.errors import CorruptPayload
+
+NAN, INF = float("nan"), float("inf")
+each_codec = pytest.mark.parametrize("name", CODEC_NAMES)
+
+
+def decodes_to_finite_or_is_refused(codec: Codec, payload: bytes, *, num_elements: int) -> bool:
+    """True when it decoded. Any other exception than CorruptPayload fails the test that calls."""
+    try:
+        decoded = codec.decode(payload, num_elements=num_elements)
+    except CorruptPayload:
+        return False
+    assert torch.isfinite(decoded).all()
+    return True
+
+
+@each_codec
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_encode_names_the_element_that_is_not_finite(name: str, bad: float) -> None:
+    values = torch.ones(300)
+    values[270] = bad
+    with pytest.raises(ValueError, match=re.escape(f"element 270 of 300 is {bad}, which is not finite")):
+        get_codec(name).encode(values)
+
+
+@each_codec
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF, 0xFFC00000])
+def test_encode_refuses_every_kind_of_nan(name: str, bits: int) -> None:
+    values = torch.frombuffer(bytearray(struct.pack("<fI", 1.0, bits)), dtype=torch.float32)
+    with pytest.raises(ValueError, match="element 1 of 2 is nan"):
+        get_codec(name).encode(values)
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+def test_encode_refuses_what_its_own_decoder_would_refuse(name: str) -> None:
+    with pytest.raises(ValueError, match=f"element 2 of 3 .* is too large for {name}"):
+        get_codec(name).encode(torch.tensor([1.0, 2.0, torch.finfo(torch.float32).max]))
+
+
+@each_codec
+def test_encode_refuses_float64_beyond_fp32(name: str) -> None:
+    with pytest.raises(ValueError, match=f"element 0 of 1 .* is too large for {name}"):
+        get_codec(name).encode(torch.tensor([1e300], dtype=torch.float64))
+
+
+@each_codec
+@pytest.mark.parametrize(
+    "values",
+    [torch.ones(2, 2), torch.ones(6)[::2], torch.ones(3, dtype=torch.int32), torch.ones(CHUNK_ELEMENTS + 1)],
+    ids=["2-D", "strided", "integers", "too long"],
+)
+def test_encode_refuses_what_is_not_a_chunk(name: str, values: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="chunk"):
+        get_codec(name).encode(values)
+
+
+@each_codec
+@pytest.mark.parametrize("num_elements", [-1, CHUNK_ELEMENTS + 1])
+def test_a_number_of_elements_that_no_chunk_has(name: str, num_elements: int) -> None:
+    for call in (get_codec(name).num_bytes, lambda n: get_codec(name).decode(b"", num_elements=n)):
+        with pytest.raises(ValueError, match=f"not {num_elements}"):
+            call(num_elements)
+
+
+@settings(deadline=None, max_examples=200)
+@given(name=st.sampled_from(CODEC_NAMES), num_elements=st.integers(0, 600), length=st.integers(0, 2500))
+def test_decode_refuses_every_other_length(name: str, num_elements: int, length: int) -> None:
+    codec = get_codec(name)
+    expected = codec.num_bytes(num_elements)
+    if length == expected:
+        length += 1
+    with pytest.raises(CorruptPayload, match=f"must have {expected} bytes, it has {length}"):
+        codec.decode(bytes(length), num_elements=num_elements)
+
+
+@each_codec
+def test_every_flip_of_bits_in_a_byte_is_decoded_or_refused(name: str) -> None:
+    codec, num_elements = get_codec(name), 260  # int8: two blocks; int4: three, the last one short
+    payload = bytearray(codec.encode(torch.linspace(-2, 3, num_elements)))
+    for position in range(len(payload)):
+        for mask in (1, 2, 4, 8, 16, 32, 64, 128, 255):
+            payload[position] ^= mask
+            decodes_to_finite_or_is_refused(codec, bytes(payload), num_elements=num_elements)
+            payload[position] ^= mask
+
+
+@settings(deadline=None, max_examples=300)
+@given(name=st.sampled_from(CODEC_NAMES), num_elements=st.integers(0, 40), data=st.data())
+def test_arbitrary_bytes_are_decoded_or_refused(name: str, num_elements: int, data: st.DataObject) -> None:
+    size = get_codec(name).num_bytes(num_elements)
+    payload = data.draw(st.binary(min_size=size, max_size=size))
+    decodes_to_finite_or_is_refused(get_codec(name), payload, num_elements=num_elements)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_scales_are_decoded_or_refused_whatever_the_codes(name: str) -> None:
+    """Every seventh bf16 pattern. Good are the normal positive ones whose product with the largest code is finite."""
+    codec = get_codec(name)
+    num_elements = 256 if name == "int8" else 128  # one block
+    codes = bytes(range(num_elements)) if name == "int8" else bytes(range(128, 192))
+    good = 0
+    for bits in range(0, 65_536, 7):
+        payload = struct.pack("<H", bits) + codes
+        good += decodes_to_finite_or_is_refused(codec, payload, num_elements=num_elements)
+    largest = 0x7F80 - (7 if name == "int8" else 3) * 128  # its bits: 2^121 and 2^125
+    assert good == len([bits for bits in range(0, 65_536, 7) if 0x0080 <= bits < largest])
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("bits", [0x0000, 0x8000, 0x007F, 0xBF80, 0x7F80, 0x7FC0, 0x7F00])
+def test_a_scale_that_no_encoder_writes_is_refused(name: str, bits: int) -> None:
+    with pytest.raises(CorruptPayload, match="scale"):
+        get_codec(name).decode(struct.pack("<H", bits) + b"\1", num_elements=1)
+
+
+@pytest.mark.parametrize(("name", "payload"), [("fp32", "0000c07f"), ("fp32", "000080ff"), ("bf16", "807f")])
+def test_raw_values_that_are_not_finite_are_refused(name: str, payload: str) -> None:
+    with pytest.raises(CorruptPayload, match="NaN or infinity"):
+        get_codec(name).decode(bytes.fromhex(payload), num_elements=1)

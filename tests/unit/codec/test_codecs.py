@@ -1,0 +1,125 @@
+"""What every codec promises: size, error bound, same bytes on every call, the caller's tensor untouched."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torch import Tensor
+
+from noloco_p2p.codec import CHUNK_ELEMENTS, CODEC_NAMES, get_codec
+
+BLOCKS = {"int8": (256, 127), "int4": (128, 7)}
+BYTES_A_PARAMETER = {"fp32": 4, "bf16": 2, "int8": 1 + 2 / 256, "int4": 0.5 + 2 / 128}
+TINY = float(torch.finfo(torch.float32).tiny)
+
+codec_names = st.sampled_from(CODEC_NAMES)
+finite = st.floats(width=32, allow_nan=False, min_value=-(2.0**127), max_value=2.0**127)
+vectors = hnp.arrays(np.float32, st.integers(0, 600), elements=finite, fill=finite).map(torch.from_numpy)
+
+
+def round_trip(name: str, values: Tensor) -> Tensor:
+    codec = get_codec(name)
+    return codec.decode(codec.encode(values), num_elements=values.numel())
+
+
+def error_bound(name: str, values: Tensor) -> Tensor:
+    """Largest allowed error of each element, float64."""
+    exact = values.double()
+    if name == "fp32" or not len(exact):
+        return torch.zeros_like(exact)
+    if name == "bf16":
+        return exact.abs() * 2**-8 + 2.0**-134  # half a unit in the last of 8 bits; the smallest subnormals
+    block, max_code = BLOCKS[name]
+    largest = torch.cat([part.abs().max().expand(len(part)) for part in exact.split(block)])
+    scale = (largest / max_code).clamp_min(TINY) * (1 + 2**-7)  # rounded up to bf16
+    return scale / 2 * (1 + 2**-13)  # half a step; and fp32 rounding of up to max_code steps
+
+
+@settings(deadline=None, max_examples=300)
+@given(name=codec_names, values=vectors)
+def test_round_trip_stays_within_the_error_bound(name: str, values: Tensor) -> None:
+    decoded = round_trip(name, values)
+    assert decoded.dtype == torch.float32
+    assert decoded.shape == values.shape
+    assert torch.isfinite(decoded).all()
+    assert ((decoded.double() - values.double()).abs() <= error_bound(name, values)).all()
+
+
+@settings(deadline=None, max_examples=100)
+@given(name=codec_names, values=vectors)
+def test_same_values_give_the_same_bytes_of_the_announced_size(name: str, values: Tensor) -> None:
+    codec, before = get_codec(name), values.clone()
+    payload = codec.encode(values)
+    assert codec.encode(values.clone()) == payload
+    assert len(payload) == codec.num_bytes(values.numel())
+    assert torch.equal(values.view(torch.int32), before.view(torch.int32))  # encode changes nothing
+    assert torch.equal(
+        codec.decode(memoryview(payload), num_elements=values.numel()),
+        codec.decode(payload, num_elements=values.numel()),
+    )
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+@pytest.mark.parametrize(
+    "num_elements", [0, 1, 2, 127, 128, 129, 255, 256, 257, 511, CHUNK_ELEMENTS - 1, CHUNK_ELEMENTS]
+)
+def test_any_length_up_to_a_chunk(name: str, num_elements: int) -> None:
+    values = torch.sin(torch.arange(num_elements, dtype=torch.float32))
+    decoded = round_trip(name, values)
+    assert ((decoded - values).double().abs() <= error_bound(name, values) + 1e-7).all()
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+@pytest.mark.parametrize("stop", [0, 1])
+def test_a_slice_of_at_most_one_element_may_have_any_stride(name: str, stop: int) -> None:
+    values = torch.ones(20)[:stop:7]  # contiguous for torch, whatever its stride
+    assert round_trip(name, values).tolist() == pytest.approx([1.0] * stop, rel=2**-7)
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_bytes_a_parameter_of_a_full_chunk(name: str) -> None:
+    assert get_codec(name).num_bytes(CHUNK_ELEMENTS) == BYTES_A_PARAMETER[name] * CHUNK_ELEMENTS
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_a_block_of_zeros_stays_zero(name: str) -> None:
+    values = torch.zeros(512)
+    values[300] = 4.0
+    decoded = round_trip(name, values)
+    assert torch.count_nonzero(decoded).item() == 1
+    assert decoded[300].item() == pytest.approx(4.0, rel=2**-7)
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_other_float_dtypes_are_coded_like_their_fp32_values(name: str, dtype: torch.dtype) -> None:
+    values = torch.linspace(-3, 5, 400, dtype=dtype)
+    assert get_codec(name).encode(values) == get_codec(name).encode(values.float())
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_a_parameter_that_requires_grad_is_coded(name: str) -> None:
+    parameter = torch.nn.Parameter(torch.linspace(-1, 1, 10))
+    decoded = round_trip(name, parameter)
+    assert not decoded.requires_grad
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_decode_gives_memory_of_its_own(name: str) -> None:
+    payload = bytearray(get_codec(name).encode(torch.ones(10)))
+    decoded = get_codec(name).decode(memoryview(payload), num_elements=10)
+    kept = decoded.clone()
+    payload[:] = bytes(len(payload))
+    assert torch.equal(decoded, kept)
+    decoded.add_(1)  # writable
+
+
+@pytest.mark.parametrize(("name", "most"), [("bf16", 0.0020), ("int8", 0.0075), ("int4", 0.125)])
+def test_relative_error_for_a_gaussian(name: str, most: float) -> None:
+    values = torch.randn(CHUNK_ELEMENTS, generator=torch.Generator().manual_seed(0))
+    error = (round_trip(name, values) - values).norm() / values.norm()
+    assert 0 < error.item() < most

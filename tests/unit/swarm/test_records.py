@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_p2p.identity import Identity, peer_id_of
+from noloco_p2p.swarm.records import (
+    DOMAIN,
+    MAX_RECORD_BYTES,
+    PeerRecord,
+    RecordError,
+    bucket_key,
+    decode_record,
+    encode_record,
+)
+
+
+def identity(seed: int = 0) -> Identity:
+    key = Ed25519PrivateKey.from_private_bytes(bytes([seed] * 32))
+    public_key = key.public_key().public_bytes_raw()
+    return Identity(peer_id_of(public_key), public_key, key)
+
+
+ME = identity()
+RECORD = PeerRecord(
+    ME.peer_id,
+    "demo",
+    "ab" * 32,
+    addresses=("203.0.113.5:4000", "192.168.1.2:4000"),
+    multiaddrs=(f"/ip4/203.0.113.5/tcp/4001/p2p/{ME.peer_id}",),
+    sequence=1_800_000_000_000,
+    expires_at_s=1_800_000_060.5,
+    progress=0.25,
+    round=12,
+    swaps=10,
+    alone=2,
+    inner_steps_per_s=3.5,
+    tokens_per_s=1234.5,
+    loss=2.25,
+    last_partner=identity(1).peer_id,
+    bytes_sent=2**40,
+    bytes_received=2**40,
+)
+counts = st.integers(0, 2**63 - 1)
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+records = st.builds(
+    replace,
+    st.just(RECORD),
+    state=st.sampled_from(["training", "paused", "leaving", "done"]),
+    round=counts,
+    sequence=counts,
+    progress=numbers,
+    loss=st.none() | numbers,
+    run_name=st.from_regex(r"[A-Za-z0-9._-]{1,64}", fullmatch=True),
+)
+
+
+def sealed(**changes: Any) -> bytes:
+    """A record with raw fields changed, signed all the same."""
+    values = json.loads(encode_record(RECORD, ME)[64:]) | changes
+    body = json.dumps(values).encode()
+    return ME.sign(DOMAIN + body) + body
+
+
+@given(records)
+def test_round_trip_within_the_limit(record: PeerRecord) -> None:
+    data = encode_record(record, ME)
+    assert decode_record(data) == record
+    assert len(data) <= MAX_RECORD_BYTES
+
+
+def test_a_usual_record_leaves_room() -> None:
+    assert len(encode_record(RECORD, ME)) < 750
+
+
+@given(st.data())
+def test_no_changed_byte_is_accepted(data: st.DataObject) -> None:
+    record = bytearray(encode_record(RECORD, ME))
+    record[data.draw(st.integers(0, len(record) - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(RecordError):
+        decode_record(bytes(record))
+
+
+@given(st.binary(max_size=2000))
+def test_junk_is_refused(data: bytes) -> None:
+    with pytest.raises(RecordError):
+        decode_record(data)
+
+
+def test_another_peer_cannot_sign() -> None:
+    with pytest.raises(RecordError, match="cannot be signed"):
+        encode_record(RECORD, identity(1))
+    body = encode_record(RECORD, ME)[64:]
+    with pytest.raises(RecordError, match="not signed"):
+        decode_record(identity(1).sign(DOMAIN + body) + body)
+    with pytest.raises(RecordError, match="not signed"):
+        decode_record(ME.sign(body) + body)  # a signature made for something else
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"state": "asleep"}, "unknown state"),
+        ({"round": "1"}, "round"),
+        ({"round": True}, "round"),
+        ({"round": -1}, "round"),
+        ({"round": 2**63}, "round"),
+        ({"loss": math.nan}, "not JSON"),
+        ({"loss": "low"}, "loss"),
+        ({"prog": 10**30}, "progress"),
+        ({"run": "demo\x1b[2J"}, "printable"),
+        ({"grpc": "203.0.113.5:1"}, "short list"),
+        ({"grpc": ["a:1"] * 9}, "short list"),
+        ({"id": 5}, "peer_id"),
+        ({"sw": "x" * 2000}, "limit"),
+    ],
+)
+def test_wrong_values_are_refused_though_signed(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecordError, match=words):
+        decode_record(sealed(**changes))
+
+
+def test_missing_and_unknown_fields() -> None:
+    assert decode_record(sealed(sketch="of a later version")) == RECORD
+    body = json.dumps({"id": ME.peer_id, "spec": "ab" * 32, "exp": 1, "run": "demo"}).encode()
+    assert decode_record(ME.sign(DOMAIN + body) + body).state == "training"
+    body = json.dumps({"id": ME.peer_id, "spec": "ab" * 32, "exp": 1}).encode()
+    with pytest.raises(RecordError, match="name of its run"):
+        decode_record(ME.sign(DOMAIN + body) + body)
+
+
+def test_not_finite_cannot_be_announced() -> None:
+    with pytest.raises(RecordError, match="finite"):
+        encode_record(replace(RECORD, loss=math.inf), ME)
+
+
+def test_the_least_useful_addresses_make_room() -> None:
+    long = tuple(f"/dns4/{n}{'a' * 120}.example/tcp/4001/p2p/{ME.peer_id}" for n in range(20))
+    fitted = decode_record(encode_record(replace(RECORD, multiaddrs=long), ME))
+    assert fitted.multiaddrs == long[: len(fitted.multiaddrs)]
+    assert 1 <= len(fitted.multiaddrs) < 4
+    assert fitted.addresses == RECORD.addresses
+
+
+def test_addresses_are_those_of_the_peer_itself() -> None:
+    with pytest.raises(RecordError, match="does not end in"):
+        encode_record(replace(RECORD, multiaddrs=(f"/ip4/1.2.3.4/tcp/1/p2p/{identity(1).peer_id}",)), ME)
+
+
+def test_wire_names_are_distinct() -> None:
+    assert len(json.loads(encode_record(RECORD, ME)[64:])) == len(fields(PeerRecord))
+
+
+def test_runs_have_keys_of_their_own() -> None:
+    assert bucket_key("ab" * 32) != bucket_key("cd" * 32)
+
+
+def test_neither_hivemind_nor_torch_is_imported() -> None:
+    modules = "noloco_p2p.swarm.records, noloco_p2p.swarm.dht, noloco_p2p.identity, noloco_p2p.ticket"
+    check = f"import sys, {modules}; sys.exit(str({{'torch', 'hivemind'}} & sys.modules.keys() or 0))"
+    done = subprocess.run(
+        [sys.executable, "-c", check.replace("sys.exit(str(", "print(str(")], capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "0", done.stdout + done.stderr

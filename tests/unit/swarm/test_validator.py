@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hivemind.dht.crypto import DHTRecord
+from hivemind.dht.routing import DHTID
+from hivemind.utils import MSGPackSerializer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_p2p.identity import Identity, peer_id_of
+from noloco_p2p.swarm.records import DOMAIN, TTL_S, PeerRecord, bucket_key, encode_record
+from noloco_p2p.swarm.validator import RecordValidator
+
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
+ME = Identity(peer_id_of(KEY.public_key().public_bytes_raw()), KEY.public_key().public_bytes_raw(), KEY)
+RECORD = PeerRecord(ME.peer_id, "demo", "ab" * 32, addresses=("203.0.113.5:4000",))
+dumps = MSGPackSerializer.dumps
+
+
+def stored(record: PeerRecord = RECORD, *, in_s: float = TTL_S) -> DHTRecord:
+    record = replace(record, expires_at_s=time.time() + in_s)
+    key = DHTID.generate(bucket_key(record.spec_digest)).to_bytes()
+    return DHTRecord(key, dumps(record.peer_id), dumps(encode_record(record, ME)), record.expires_at_s)
+
+
+def accepts(record: DHTRecord) -> bool:
+    return RecordValidator().validate(record)
+
+
+def test_accepts_what_a_peer_says_about_itself() -> None:
+    assert accepts(stored())
+    short = PeerRecord(ME.peer_id, "x", "ab" * 32, software="")
+    assert accepts(stored(short))
+
+
+@pytest.mark.parametrize("in_s", [-1.0, 2 * TTL_S + 5])
+def test_refuses_what_expired_or_expires_too_late(in_s: float) -> None:
+    assert not accepts(stored(in_s=in_s))
+
+
+def test_refuses_another_subkey_key_or_expiry() -> None:
+    good = stored()
+    assert not accepts(DHTRecord(good.key, dumps(peer_id_of(bytes(32))), good.value, good.expiration_time))
+    assert not accepts(DHTRecord(good.key, dumps(None), good.value, good.expiration_time))
+    assert not accepts(DHTRecord(DHTID.generate("x").to_bytes(), good.subkey, good.value, good.expiration_time))
+    assert not accepts(DHTRecord(good.key, good.subkey, good.value, good.expiration_time + 1))
+
+
+def test_a_state_of_the_future_is_stored_for_those_who_know_it() -> None:
+    expires_at_s = time.time() + TTL_S
+    key = DHTID.generate(bucket_key(RECORD.spec_digest)).to_bytes()
+    body = encode_record(replace(RECORD, expires_at_s=expires_at_s), ME)[64:].replace(b'"training"', b'"dreaming"')
+    value = ME.sign(DOMAIN + body) + body
+    assert accepts(DHTRecord(key, dumps(ME.peer_id), dumps(value), expires_at_s))
+
+
+@given(st.binary(max_size=1100))
+def test_never_raises(value: bytes) -> None:
+    good = stored()
+    assert not accepts(DHTRecord(good.key, good.subkey, value, good.expiration_time))
+    assert not accepts(DHTRecord(good.key, good.subkey, good.value + value + b"x", good.expiration_time))

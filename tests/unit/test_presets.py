@@ -1,0 +1,89 @@
+"""Presets are valid, say their true size, and survive the way through their own TOML."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_p2p.presets import COMMENTS, PRESETS, describe_size, render
+from noloco_p2p.spec import DataSpec, ModelSpec, OuterSpec, RunSpec, TrainSpec
+
+plain_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_rendered_preset_loads_back_equal(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(render(PRESETS[name]), encoding="utf-8")
+    loaded = RunSpec.load(path)
+    assert loaded == PRESETS[name]
+    assert loaded.digest() == PRESETS[name].digest()
+
+
+@given(
+    pretrained=plain_text,
+    field=plain_text,
+    rate=st.floats(min_value=1e-12, max_value=1e12),
+    kv_heads=st.sampled_from([None, 1, 2]),
+    swap=st.booleans(),
+)
+def test_any_spec_loads_back_equal(
+    tmp_path_factory: pytest.TempPathFactory,
+    pretrained: str,
+    field: str,
+    rate: float,
+    kv_heads: int | None,
+    swap: bool,  # noqa: FBT001 - drawn by hypothesis
+) -> None:
+    spec = RunSpec(
+        name="any",
+        model=ModelSpec(pretrained=pretrained, num_kv_heads=kv_heads),
+        data=DataSpec(text_field=field),
+        train=TrainSpec(learning_rate=rate),
+        outer=OuterSpec(swap_momentum=swap),
+    )
+    path = tmp_path_factory.mktemp("spec") / "run.toml"
+    path.write_text(render(spec), encoding="utf-8", newline="")
+    assert RunSpec.load(path) == spec
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_key_stands_at_column_0_with_a_comment(name: str) -> None:
+    for line in render(PRESETS[name]).splitlines():
+        assert line == line.lstrip()
+        if "=" in line and not line.startswith("#"):
+            assert "  # " in line, f"no comment: {line}"
+
+
+def test_every_comment_belongs_to_a_key() -> None:
+    values = PRESETS["tiny"].model_dump()
+    for dotted in COMMENTS:
+        section, _, key = dotted.rpartition(".")
+        assert key in (values[section] if section else values)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens_a_step", "num_peers"), [("small", 2**19, 8), ("medium", 2**20, 16), ("large", 2**21, 16)]
+)
+def test_the_papers_sizes_have_the_papers_tokens_a_step(name: str, tokens_a_step: int, num_peers: int) -> None:
+    spec = PRESETS[name]
+    assert spec.train.batch_size * spec.data.sequence_length * num_peers == tokens_a_step
+    assert (spec.outer.alpha, spec.outer.beta, spec.outer.gamma, spec.outer.inner_steps) == (0.5, 0.7, 0.7, 50)
+    assert (spec.train.total_steps, spec.train.warmup_steps, spec.train.weight_decay) == (25_000, 1_000, 0.0)
+    assert not spec.outer.warnings()
+
+
+def test_the_header_states_the_true_size() -> None:
+    text = render(PRESETS["small"])
+    assert f"{PRESETS['small'].model.num_parameters():,} parameters" in text
+    assert "211,766,016" in describe_size(PRESETS["small"])
+
+
+def test_importing_presets_imports_no_torch() -> None:
+    code = "import sys, noloco_p2p.presets; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'numpy')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

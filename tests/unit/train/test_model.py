@@ -1,0 +1,124 @@
+"""The model of a spec: the same bits everywhere, the promised size, no network, nothing on the terminal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from noloco_p2p.errors import ModelError
+from noloco_p2p.spec import DataSpec, ModelSpec
+from noloco_p2p.train.model import build_model, build_tokenizer, check_vocabulary
+
+SMALL = ModelSpec(hidden_size=32, num_layers=2, num_heads=4, mlp_size=48)
+
+SILENT_AND_OFFLINE = """
+import sys
+def refuse(event, args):
+    if event in ("socket.connect", "socket.getaddrinfo"):
+        raise RuntimeError(f"network: {event} {args}")
+sys.addaudithook(refuse)
+from noloco_p2p.spec import DataSpec, ModelSpec
+from noloco_p2p.train.model import build_model, build_tokenizer
+build_model(ModelSpec(hidden_size=32, num_layers=1, mlp_size=48), sequence_length=16)
+build_tokenizer(DataSpec())
+"""
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SMALL,
+        SMALL.model_copy(update={"tied_embeddings": False}),
+        SMALL.model_copy(update={"num_kv_heads": 2}),
+        ModelSpec(),
+    ],
+)
+def test_the_model_has_as_many_parameters_as_its_spec_says(spec: ModelSpec) -> None:
+    model = build_model(spec, sequence_length=16)
+    assert sum(parameter.numel() for parameter in model.parameters()) == spec.num_parameters()
+
+
+def test_the_same_spec_gives_the_same_bits_and_leaves_the_callers_random_state_alone() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = build_model(SMALL, sequence_length=16)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    second = build_model(SMALL, sequence_length=16)
+    for (name, one), (_, two) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+        assert torch.equal(one, two), name
+
+
+def test_another_seed_gives_other_weights() -> None:
+    other = build_model(SMALL.model_copy(update={"seed": 1}), sequence_length=16)
+    assert not torch.equal(other.get_input_embeddings().weight, _weights(SMALL))
+
+
+def test_the_model_trains_in_fp32_with_sdpa() -> None:
+    model = build_model(SMALL, sequence_length=16)
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    assert model(input_ids=ids, labels=ids).past_key_values is None
+
+
+def test_building_it_uses_no_network_and_prints_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SILENT_AND_OFFLINE], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_saved_folder_is_a_pretrained_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = build_model(SMALL.model_copy(update={"seed": 5}), sequence_length=16)
+    model.save_pretrained(tmp_path)
+    capfd.readouterr()  # what save_pretrained itself shows
+    again = build_model(ModelSpec(pretrained=str(tmp_path)), sequence_length=16)
+    assert torch.equal(again.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    assert again.training
+    assert again.dtype == torch.float32
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_sequence_longer_than_the_pretrained_model_knows_is_refused(tmp_path: Path) -> None:
+    build_model(SMALL, sequence_length=16).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"data\.sequence_length 32 is over the 16 positions"):
+        build_model(ModelSpec(pretrained=str(tmp_path)), sequence_length=32)
+
+
+def test_a_folder_without_a_model_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        build_model(ModelSpec(pretrained=str(tmp_path)), sequence_length=16)
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    model = build_model(SMALL, sequence_length=16)
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="safetensors"):
+        build_model(ModelSpec(pretrained=str(tmp_path)), sequence_length=16)
+
+
+def test_a_hub_name_that_cannot_be_reached_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"model 'nobody/nothing' at revision 'abc' cannot be loaded"):
+        build_model(ModelSpec(pretrained="nobody/nothing", revision="abc"), sequence_length=16)
+    with pytest.raises(ModelError, match="tokenizer 'nobody/nothing' cannot be loaded"):
+        build_tokenizer(DataSpec(tokenizer="nobody/nothing"))
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused() -> None:
+    tokenizer = build_tokenizer(DataSpec())
+    check_vocabulary(build_model(SMALL, sequence_length=16), tokenizer)
+    small = build_model(SMALL.model_copy(update={"vocab_size": 300}), sequence_length=16)
+    with pytest.raises(ModelError, match=r"model\.vocab_size is 300.*384"):
+        check_vocabulary(small, tokenizer)
+
+
+def _weights(spec: ModelSpec) -> torch.Tensor:
+    return build_model(spec, sequence_length=16).get_input_embeddings().weight
