@@ -17,7 +17,7 @@ PLAIN_EVERY_S = 15.0
 
 def demo(
     peers: Annotated[int, typer.Option(help="Number of peers, each a process.", min=1, max=64)] = 4,
-    steps: Annotated[int, typer.Option(help="Inner steps of each peer.", min=20)] = 400,
+    steps: Annotated[int, typer.Option(help="Inner steps of each peer.", min=20)] = 480,
     port_base: Annotated[int, typer.Option(help="Peer i listens on PORT_BASE + 2 i; 0 = free ports.")] = 0,
     keep: Annotated[Path | None, typer.Option(help="Keep all files of the peers in this folder.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,

@@ -10,7 +10,7 @@ from enum import Enum, auto
 from noloco_p2p.gossip.frames import FINAL, PASSING, Boundary, RefuseCode
 from noloco_p2p.gossip.seams import Candidate
 
-FAR_SHARE = 0.5  # of the shorter round: nobody waits for a partner who is further away than this
+FAR_SHARE = 0.6  # of the shorter round; peers of one speed are at most half a round apart, and measure it with noise
 FAILED_RETRY_S = 10.0  # a peer that could not be reached is asked again after this
 PASSING_RETRY_S = 0.05  # least wait after a refusal that passes by itself, spread at random to keep peers apart
 PASSING_TRIES = 10  # a peer that said "in a moment" so often in one round is no hope any more
@@ -49,17 +49,27 @@ class Pairing:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
+        self._target = ""
         self._memory: dict[str, _Memory] = {}
         self._incompatible: dict[str, str] = {}
 
     def open_round(self) -> None:
         """A new round asks everybody afresh, but for those that are of another run or could not be reached lately."""
+        self._target = ""
         self._memory = {peer: memory for peer, memory in self._memory.items() if memory.answer is _Answer.NONE}
 
-    def choose(self, live: Sequence[Candidate], now_s: float) -> Candidate | None:
-        """One of the peers that may be asked now, each with the same chance; None when nobody may."""
-        ready = [candidate for candidate in live if self._may_ask(candidate, now_s)]
-        return self._rng.choice(ready) if ready else None
+    def choose(self, live: Sequence[Candidate], now_s: float, *, latest_s: float) -> Candidate | None:
+        """The peer to make an offer to now; None when there is none, or while the drawn one is waited for.
+
+        One peer is drawn, each with the same chance, and kept: when it has a partner, its next round is waited for as
+        long as that comes before `latest_s`. To take whoever is free at once would pair the same two again and again, as
+        they begin each round together while everybody else is in the middle of one.
+        """
+        reachable = {peer.peer_id: peer for peer in live if self._eligible(peer) and self._in_time(peer, now_s, latest_s)}
+        if self._target not in reachable:
+            self._target = self._rng.choice(list(reachable)) if reachable else ""
+        target = reachable.get(self._target)
+        return target if target and self._may_ask(target, now_s) else None
 
     def hopeful(self, live: Sequence[Candidate], now_s: float) -> bool:
         """Is there anybody who could still say yes within moments? False = stepping alone is right."""
@@ -86,6 +96,13 @@ class Pairing:
     def _may_ask(self, candidate: Candidate, now_s: float) -> bool:
         memory = self._memory.get(candidate.peer_id)
         return self._eligible(candidate) and (memory is None or memory.retry_at_s <= now_s)
+
+    def _in_time(self, candidate: Candidate, now_s: float, latest_s: float) -> bool:
+        """May be asked now, or will be free before `latest_s`; not for one that could not be reached."""
+        memory = self._memory.get(candidate.peer_id)
+        if memory is None or memory.retry_at_s <= now_s:
+            return True
+        return memory.answer is _Answer.PASSING or (memory.answer is _Answer.NO and memory.retry_at_s <= latest_s)
 
     def _is_hope(self, candidate: Candidate, now_s: float) -> bool:
         memory = self._memory.get(candidate.peer_id)

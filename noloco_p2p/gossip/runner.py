@@ -96,6 +96,8 @@ class RoundRunner:
         self._swaps: OrderedDict[bytes, Swap] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._seeker: asyncio.Task[None] | None = None
+        self._early_s = 0.0  # from the offer to the commit of the early part, in the last swap
+        self._at_boundary = False
         self._changed = asyncio.Event()
 
     # the beats of a round, called for the main thread
@@ -108,6 +110,7 @@ class RoundRunner:
         self._round = Round(opening.round, own_id=self._hello().peer_id, progress=opening.progress)
         self._running = None
         self._reason = ""
+        self._at_boundary = False
         self._pairing.open_round()
         self._seeker = self._own(self._seek(self._round))
         self._notify()
@@ -115,6 +118,8 @@ class RoundRunner:
     async def begin_stage(self) -> bool:
         """The boundary is here: a late part of the last round is given up. False = no partner to be had, no need to code."""
         self._drop_trailing()
+        self._at_boundary = True
+        self._notify()
         if self._hopeless(self._round):
             self._round.close()  # nobody may join a round whose gradient is not coded
             return False
@@ -233,7 +238,8 @@ class RoundRunner:
         while round_.phase is not Phase.CLOSED:
             candidate = None
             if round_.wants_partner:
-                candidate = self._pairing.choose(self._directory.live(), time.monotonic())
+                now_s = time.monotonic()
+                candidate = self._pairing.choose(self._directory.live(), now_s, latest_s=self._latest_offer_s(now_s))
             if candidate is None:
                 await self._wait_for_change()
                 continue
@@ -249,6 +255,11 @@ class RoundRunner:
                 if round_.is_offering_to(candidate.peer_id):
                     round_.offer_failed()
                 self._notify()
+
+    def _latest_offer_s(self, now_s: float) -> float:
+        """Until when an offer may wait, if an early part as slow as the last one is to arrive within the round."""
+        left_s = None if self._at_boundary else self._pace.seconds_to_boundary(now_s)
+        return now_s if left_s is None else now_s + left_s - 2 * self._early_s
 
     async def _offer(self, round_: Round, candidate: Candidate) -> None:
         """Raises Refused or another PeerError; on success the swap runs in a task of its own."""
@@ -317,6 +328,7 @@ class RoundRunner:
         if self._running and swap is self._running.swap:
             if part is Part.EARLY:
                 self._round.commit_early()
+                self._early_s = time.monotonic() - self._running.began_s
             else:
                 self._round.commit_late()
         elif self._trailing and swap is self._trailing.swap:

@@ -68,7 +68,7 @@ class Trainer:
         torch.nn.Module.to(self.model, self.device)  # transformers' own `to` has no useful type
         self.trainable = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         self.optimizer = make_inner_optimizer(self.trainable.values(), spec.train)
-        self.outer = NoLoCo(self.model, peer, save_every_rounds=0, resume=newest)
+        self.outer = NoLoCo(self.model, peer, save_every_rounds=0, resume=newest, end_at=AT_END)
         if newest:
             self._resume(newest)
         elif not (has_start or self.outer.entered):
@@ -97,7 +97,7 @@ class Trainer:
         self._evaluate()
         self.model.train()
         self._round_began_s = time.monotonic()
-        while self.outer.progress < AT_END:
+        while not self.finished:
             loss = self._inner_step(next(self.batches))
             self._losses.append(loss)
             metrics.step += 1
@@ -108,11 +108,12 @@ class Trainer:
                 break
         self._evaluate()
         self._save()
-        self.events.write("finished" if self.outer.progress >= AT_END else "stopped", **metrics.as_dict())
+        self.events.write("finished" if self.finished else "stopped", **metrics.as_dict())
 
     @property
     def finished(self) -> bool:
-        return self.outer.progress >= AT_END
+        """The schedule is done and the last round with it."""
+        return self.outer.progress >= AT_END and self.outer.is_between_rounds
 
     # one inner step
 

@@ -23,6 +23,7 @@ OUTER_BYTES = 8  # a parameter: slow weights and outer momentum, fp32, on the CP
 CHECKPOINT_BYTES = 20  # a parameter: outer state, moments, and the fast weights of a round that was left
 KEPT_CHECKPOINTS = 3  # two kept, one being written
 PROBE_STEPS = 2
+PROBE_TOKENS = 2048  # enough to keep a small machine busy, few enough to wait for
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +79,16 @@ def estimate(spec: RunSpec, *, num_parameters: int, step_s: float, folder: Path)
 
 
 def probe_step_s(compute: Callable[[Tensor], Tensor], batch: Tensor) -> float:
-    """Seconds of forward and backward of one batch, scaled up from one sequence of it; leaves the gradients zero."""
+    """Seconds of forward and backward of one batch, scaled up from a few sequences of it; the caller zeroes gradients."""
+    sample = batch[: max(1, PROBE_TOKENS // batch.shape[1])]
     durations_s = []
     for _ in range(1 + PROBE_STEPS):  # the first one warms up
         began_s = time.monotonic()
-        compute(batch[:1]).backward()
+        compute(sample).backward()
         if batch.is_cuda:
             torch.cuda.synchronize()
         durations_s.append(time.monotonic() - began_s)
-    return min(durations_s[1:]) * batch.shape[0]
+    return min(durations_s[1:]) * batch.shape[0] / sample.shape[0]
 
 
 def _free_memory() -> int:

@@ -7,6 +7,7 @@ place on the model. In between the swap of slow weights and momentum runs in the
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,13 +76,20 @@ class NoLoCo:
     peer: a running `Peer`. When it enters a swarm that already trains, the model takes the swarm's state; otherwise the
         model's own weights are the start. Peers that start apart must start equal: seed the model.
     save_every_rounds: how often the state that newcomers fetch is written; 0 = the caller does it (`save`).
+    end_at: progress at which no other round is opened, as nobody will train it.
     resume: a checkpoint that `save` wrote; the model and the place in the round are then as they were.
 
     Slow weights and outer momentum are fp32 on the CPU: 8 bytes a parameter.
     """
 
     def __init__(
-        self, model: nn.Module, peer: Swarm, *, save_every_rounds: int = 10, resume: Checkpoint | None = None
+        self,
+        model: nn.Module,
+        peer: Swarm,
+        *,
+        save_every_rounds: int = 10,
+        resume: Checkpoint | None = None,
+        end_at: float = math.inf,
     ) -> None:
         self.spec = peer.spec
         self.progress = 0.0  # fraction of the run's schedule; the learning rate follows it
@@ -97,12 +105,20 @@ class NoLoCo:
         self._save_every_rounds = save_every_rounds
         self._checkpoints = Checkpoints(peer.run_folder / "served", keep=1) if save_every_rounds else None
         self.entered = False  # took the state of a live peer
+        self._end_at = end_at
+        self._is_open = False
         self._enter(resume)
-        self._open()
+
+    @property
+    def is_between_rounds(self) -> bool:
+        """No inner step was taken since the last outer step: the model equals its slow weights."""
+        return self._steps == 0
 
     def step(self) -> RoundResult | None:
         """Call after every optimizer step. Returns what a round brought at its end, None in between. Never raises for
         a fault of another peer; blocks at most `outer.max_wait_s`, and only at the end of a round."""
+        if not self._is_open:
+            self._open()
         self._steps += 1
         self.progress += 1 / self.spec.train.total_steps
         self._exchange.pace.step(time.monotonic())
@@ -171,6 +187,7 @@ class NoLoCo:
             self._parameters.write(start, self._slow[start:stop])
 
     def _open(self) -> None:
+        self._is_open = True
         if self._checkpoints and self.round % self._save_every_rounds == 0:
             try:
                 self.save(self._checkpoints, number=self.round, files={}, meta={})
@@ -209,8 +226,10 @@ class NoLoCo:
         result = RoundResult(self.round, outcome, self.progress, blocked_s)
         self.round += 1
         self._steps = 0
+        self._is_open = False
         self._count(result)
-        self._open()
+        if self.progress < self._end_at:
+            self._open()  # now, not at the next step: the early part travels while the caller reads its next batch
         return result
 
     def _count(self, result: RoundResult) -> None:

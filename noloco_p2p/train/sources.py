@@ -6,6 +6,7 @@ cache. That library is imported when a file of it is opened (1 s), not before.
 
 from __future__ import annotations
 
+import functools
 import glob
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ import numpy as np
 
 from noloco_p2p.errors import DataError
 from noloco_p2p.spec import DataSpec
-from noloco_p2p.train.corpus import Document, Piece, Source, builtin_corpus
+from noloco_p2p.train.corpus import FEW_PIECES, Document, Piece, Source, builtin_corpus
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -121,8 +122,11 @@ def _cut_text(path: Path) -> Iterator[str]:
 
 
 def _open_file(kind: str, path: Path) -> IterableDataset | None:
-    if path.stat().st_size == 0:
-        return None
+    return _stream_of(kind, path) if path.stat().st_size else None  # the library fails on an empty file
+
+
+@functools.lru_cache(maxsize=FEW_PIECES)  # opening costs 50 ms, and few files are read again and again
+def _stream_of(kind: str, path: Path) -> IterableDataset:
     datasets = _import_datasets()
     with tempfile.TemporaryDirectory() as cache:  # the library leaves one lock file a data file in its cache
         return datasets.load_dataset(

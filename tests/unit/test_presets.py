@@ -38,7 +38,7 @@ def test_any_spec_loads_back_equal(
     field: str,
     rate: float,
     kv_heads: int | None,
-    swap: bool,  # noqa: FBT001 - drawn by hypothesis
+    swap: bool,
 ) -> None:
     spec = RunSpec(
         name="any",

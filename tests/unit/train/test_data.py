@@ -1,0 +1,431 @@
+"""Streams: nothing lost, nothing held out, an order of each peer's own, and a restart that continues exactly."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import ByT5Tokenizer
+
+from noloco_p2p.errors import DataError
+from noloco_p2p.spec import DataSpec
+from noloco_p2p.train import data as data_module
+from noloco_p2p.train.corpus import Document, Piece, Source, builtin_corpus, is_held_out
+from noloco_p2p.train.data import TokenStream, make_encoder, validation_batches
+from noloco_p2p.train.sources import open_source, shard_source
+
+TOKENIZER = ByT5Tokenizer()
+STDLIB = DataSpec(sequence_length=64)
+MINE = DataSpec(source="mine", sequence_length=16, holdout=0.2)
+END = 1
+
+
+def make_stream(
+    data: DataSpec = STDLIB, *, bindings: Mapping[str, str] | None = None, peer_id: str = "a", batch_size: int = 4
+) -> TokenStream:
+    return TokenStream(data, tokenizer=TOKENIZER, bindings=bindings or {}, peer_id=peer_id, batch_size=batch_size)
+
+
+def take(stream: TokenStream, number: int) -> list[Tensor]:
+    return [next(stream) for _ in range(number)]
+
+
+def texts_in(batches: list[Tensor]) -> str:
+    return bytes(int(token) - 3 for token in torch.cat(batches).flatten() if token != END).decode("utf-8", "replace")
+
+
+def write_json_lines(path: Path, texts: list[str]) -> None:
+    lines = "".join(json.dumps({"text": text, "url": "x"}) + "\n" for text in texts).encode()
+    path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """200 short documents, each with its number in it, in three files of two kinds."""
+    write_json_lines(tmp_path / "one.jsonl", [f"<{number:03}>" for number in range(80)])
+    write_json_lines(tmp_path / "two.jsonl.gz", [f"<{number:03}>" for number in range(80, 150)])
+    table = pa.table({"text": [f"<{number:03}>" for number in range(150, 200)]})
+    pq.write_table(table, tmp_path / "three.parquet", row_group_size=7)
+    return tmp_path
+
+
+def held_out_texts(data: DataSpec) -> set[str]:
+    texts = (f"<{number:03}>" for number in range(200))
+    return {text for text in texts if is_held_out(Document(text, origin=""), data.holdout)}
+
+
+def one_epoch(stream: TokenStream) -> list[str]:
+    """The documents of the first epoch, whole, as they stand in the blocks before sequences are shuffled."""
+    found: list[str] = []
+    while stream.state_dict()["epoch"] == 0:
+        tokens = np.concatenate(stream._read_tokens())
+        found += bytes(tokens[tokens != END].astype(np.uint8) - 3).decode().replace(">", "> ").split()
+        stream._start = {**stream._start, "epoch": stream._epoch}
+    return found
+
+
+# encoding
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_bytes_are_encoded_as_the_tokenizer_encodes_them(text: str) -> None:
+    expected = TOKENIZER(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert make_encoder(STDLIB, TOKENIZER)(Document(text, origin="")).tolist() == [*expected, END]
+
+
+def test_special_tokens_in_a_text_stay_text() -> None:
+    assert END not in make_encoder(STDLIB, TOKENIZER)(Document("</s>", origin=""))[:-1]
+
+
+def test_token_ids_keep_the_end_they_have() -> None:
+    encode = make_encoder(STDLIB, TOKENIZER)
+    assert encode(Document(np.array([5, 6, END]), origin="")).tolist() == [5, 6, END]
+    assert encode(Document(np.array([5, 6]), origin="")).tolist() == [5, 6, END]
+
+
+def test_token_ids_of_another_tokenizer_are_refused() -> None:
+    with pytest.raises(DataError, match=r"file\.parquet: token ids from 5 to 4000 do not fit the 384"):
+        make_encoder(STDLIB, TOKENIZER)(Document(np.array([5, 4000]), origin="file.parquet"))
+
+
+# the built-in corpus
+
+
+def test_the_built_in_corpus_is_large_and_has_no_tests() -> None:
+    documents = list(builtin_corpus().read())
+    assert sum(len(document.content) for document in documents) > 5_000_000
+    names = [document.name for document in documents]
+    assert names == sorted(names)
+    assert not [name for name in names if {"test", "tests", "site-packages"} & set(name.split("/"))]
+
+
+def test_batches_are_long_tensors_of_the_asked_shape() -> None:
+    batch = next(make_stream(batch_size=3))
+    assert batch.shape == (3, 64)
+    assert batch.dtype == torch.long
+    assert "import" in texts_in(take(make_stream(), 50))
+
+
+def test_peers_read_in_orders_of_their_own() -> None:
+    one, two, again = (take(make_stream(peer_id=peer), 5) for peer in ("a", "b", "a"))
+    assert not any(torch.equal(left, right) for left, right in zip(one, two, strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(one, again, strict=True))
+
+
+def test_the_built_in_corpus_needs_no_datasets_library_and_no_network() -> None:
+    code = """
+import sys
+sys.addaudithook(lambda event, args: (_ for _ in ()).throw(RuntimeError(event)) if event == "socket.connect" else None)
+from transformers import ByT5Tokenizer
+from noloco_p2p.spec import DataSpec
+from noloco_p2p.train.data import TokenStream
+next(TokenStream(DataSpec(), tokenizer=ByT5Tokenizer(), bindings={}, peer_id="a", batch_size=2))
+sys.exit("datasets" in sys.modules or "pyarrow" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# restart
+
+
+def continues_exactly(make: Callable[[], TokenStream], *, after: int, more: int) -> None:
+    stream = make()
+    take(stream, after)
+    state = json.loads(json.dumps(stream.state_dict()))
+    expected = take(stream, more)
+    resumed = make()
+    resumed.load_state_dict(state)
+    for batch, wanted in zip(take(resumed, more), expected, strict=True):
+        assert torch.equal(batch, wanted)
+
+
+@pytest.mark.parametrize("after", [0, 1, 40, 200])
+def test_the_built_in_corpus_continues_exactly(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_module, "BLOCK_TOKENS", 20_000)  # many blocks
+    continues_exactly(make_stream, after=after, more=120)
+
+
+@pytest.mark.parametrize("block_tokens", [100, 333, 1 << 19])
+@pytest.mark.parametrize("after", [0, 3, 7, 29])
+def test_local_files_continue_exactly_across_blocks_and_epochs(
+    corpus: Path, block_tokens: int, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_module, "BLOCK_TOKENS", block_tokens)
+    continues_exactly(lambda: make_stream(MINE, bindings={"mine": f"{corpus}/*"}), after=after, more=40)
+
+
+def test_a_state_taken_after_a_restart_is_as_good(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_module, "BLOCK_TOKENS", 100)
+    bindings = {"mine": f"{corpus}/*"}
+    whole = take(make_stream(MINE, bindings=bindings), 20)
+    pieces: list[Tensor] = []
+    state = make_stream(MINE, bindings=bindings).state_dict()
+    for _ in range(10):
+        stream = make_stream(MINE, bindings=bindings)
+        stream.load_state_dict(state)
+        pieces += take(stream, 2)
+        state = stream.state_dict()
+    assert all(torch.equal(left, right) for left, right in zip(whole, pieces, strict=True))
+
+
+def test_other_files_than_before_start_a_new_epoch_with_a_warning(
+    corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = make_stream(MINE, bindings={"mine": f"{corpus}/*"})
+    take(stream, 2)
+    other = make_stream(MINE, bindings={"mine": f"{corpus}/*.jsonl*"})
+    other.load_state_dict(stream.state_dict())
+    assert "data epoch 1 starts" in caplog.text
+    assert next(other).shape == (4, 16)
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    with pytest.raises(DataError, match="data position"):
+        make_stream().load_state_dict({"epoch": 1})
+
+
+# epochs and held-out documents
+
+
+def test_an_epoch_holds_every_document_once_but_the_held_out_ones(corpus: Path) -> None:
+    found = one_epoch(make_stream(MINE, bindings={"mine": f"{corpus}/*"}))
+    everything = {f"<{number:03}>" for number in range(200)}
+    assert Counter(found) == Counter(everything - held_out_texts(MINE))
+    assert found != sorted(found)
+
+
+def test_no_token_is_lost_between_blocks(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_module, "BLOCK_TOKENS", 100)
+    in_small_blocks = Counter(one_epoch_of_batches(corpus))
+    monkeypatch.setattr(data_module, "BLOCK_TOKENS", 1 << 19)
+    in_one_block = Counter(one_epoch_of_batches(corpus))
+    assert sum(in_small_blocks.values()) == sum(in_one_block.values())
+    assert (in_small_blocks - in_one_block).total() < 2 * 16  # but for what begins the next epoch
+
+
+def one_epoch_of_batches(corpus: Path) -> list[int]:
+    num_documents = 200 - len(held_out_texts(MINE))
+    stream = make_stream(MINE, bindings={"mine": f"{corpus}/*"}, batch_size=1)
+    return torch.cat(take(stream, num_documents * 6 // 16)).flatten().tolist()
+
+
+def test_training_never_sees_a_held_out_document_and_validation_sees_no_other(corpus: Path) -> None:
+    held_out = held_out_texts(MINE)
+    assert 20 < len(held_out) < 60
+    bindings = {"mine": f"{corpus}/*"}
+    trained = set(one_epoch(make_stream(MINE, bindings=bindings)))
+    assert not trained & held_out
+    batches = validation_batches(MINE, tokenizer=TOKENIZER, bindings=bindings, num_sequences=10, batch_size=4)
+    numbers = {part[:3] for part in texts_in(batches).split("<")[1:] if len(part) >= 4}
+    assert numbers
+    assert numbers <= {text[1:4] for text in held_out}
+
+
+def test_validation_is_the_same_for_every_peer_and_folder(
+    corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    for path in corpus.iterdir():
+        (elsewhere / path.name).write_bytes(path.read_bytes())
+    one, two = (
+        validation_batches(MINE, tokenizer=TOKENIZER, bindings={"mine": f"{folder}/*"}, num_sequences=6, batch_size=4)
+        for folder in (corpus, elsewhere)
+    )
+    assert [tuple(batch.shape) for batch in one] == [(4, 16), (2, 16)]
+    assert all(torch.equal(left, right) for left, right in zip(one, two, strict=True))
+
+
+def test_validation_of_the_built_in_corpus_comes_from_many_held_out_files() -> None:
+    batches = validation_batches(STDLIB, tokenizer=TOKENIZER, bindings={}, num_sequences=64, batch_size=16)
+    assert sum(len(batch) for batch in batches) == 64
+    held_out = [document for document in builtin_corpus().read() if is_held_out(document, STDLIB.holdout)]
+    assert len(held_out) >= 4
+    text = "".join(str(document.content) for document in held_out)
+    inside = texts_in([batches[0][:1]])
+    assert inside.encode()[:40].decode(errors="ignore").strip("\ufffd") in text
+
+
+def test_validation_files_of_their_own_are_used_and_not_trained_on(corpus: Path) -> None:
+    (corpus / "extra.jsonl").write_text("".join(json.dumps({"text": f"[{n:04}]"}) + "\n" for n in range(50)))
+    bindings = {"mine": f"{corpus}/*", "mine.validation": f"{corpus}/extra.jsonl"}
+    batches = validation_batches(MINE, tokenizer=TOKENIZER, bindings=bindings, num_sequences=4, batch_size=4)
+    assert "[00" in texts_in(batches)
+    assert "<" not in texts_in(batches)
+    trained = one_epoch(make_stream(MINE, bindings=bindings))
+    assert not [text for text in trained if "[" in text]
+    assert not set(trained) & held_out_texts(MINE)  # other peers may validate on these
+
+
+def test_too_few_held_out_documents_are_an_error_in_words(tmp_path: Path) -> None:
+    write_json_lines(tmp_path / "a.jsonl", ["only one"])
+    spec = MINE.model_copy(update={"holdout": 1e-9})
+    with pytest.raises(DataError, match=r"held-out tokens.*data\.holdout.*--data mine\.validation=GLOB"):
+        validation_batches(spec, tokenizer=TOKENIZER, bindings={"mine": f"{tmp_path}/*"}, num_sequences=4, batch_size=4)
+
+
+# kinds of files
+
+
+def contents(data: DataSpec, pattern: str) -> list[str | np.ndarray]:
+    return [document.content for document in open_source(data, {"mine": pattern}).read()]
+
+
+def test_text_files_are_cut_at_blank_lines_and_lose_nothing(tmp_path: Path) -> None:
+    text = "".join(f"paragraph {number}\r\n{'word ' * 200}\n\n" for number in range(200))
+    (tmp_path / "book.txt").write_text(text, newline="")
+    (tmp_path / "note.text").write_text("short")
+    *parts, note = contents(MINE, f"{tmp_path}/*")
+    assert note == "short"
+    assert "".join(map(str, parts)) == text
+    assert len(parts) > 3
+    assert all(str(part).startswith("paragraph") for part in parts)
+
+
+def test_token_ids_are_read_from_parquet_without_their_padding(tmp_path: Path) -> None:
+    table = pa.table({"input_ids": [[5, 6, 7, 0], [8, 9, 10, 11], []], "attention_mask": [[1, 1, 1, 0], [1] * 4, []]})
+    pq.write_table(table, tmp_path / "ids.parquet")
+    read = contents(MINE, f"{tmp_path}/ids.parquet")
+    assert [np.asarray(ids).tolist() for ids in read] == [[5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_a_json_array_null_texts_and_an_empty_file_are_fine(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text(json.dumps([{"text": "a"}, {"text": None}, {"text": "b"}, {"text": ""}]))
+    (tmp_path / "empty.jsonl").touch()
+    assert contents(MINE, f"{tmp_path}/*") == ["a", "b"]
+
+
+def test_a_name_with_brackets_is_a_name(tmp_path: Path) -> None:
+    write_json_lines(tmp_path / "part[1].jsonl", ["x"])
+    assert contents(MINE, f"{tmp_path}/part[1].jsonl") == ["x"]
+
+
+def test_nothing_is_left_in_the_cache(tmp_path: Path) -> None:
+    write_json_lines(tmp_path / "a.jsonl", ["x"])
+    code = f"""
+from noloco_p2p.spec import DataSpec
+from noloco_p2p.train.sources import open_source
+print([d.content for d in open_source(DataSpec(source="mine"), {{"mine": r"{tmp_path}/a.jsonl"}}).read()])
+"""
+    home = tmp_path / "home"
+    environment = {"HF_HOME": str(home), "PATH": "", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("['x']\n", "")
+    assert not [path for path in home.rglob("*") if path.is_file()]
+    assert sorted(path.name for path in tmp_path.iterdir()) in (["a.jsonl"], ["a.jsonl", "home"])
+
+
+# shards of a hub data set, here without a hub
+
+
+def test_shards_are_read_once_each_in_the_order_of_the_peer_and_from_any_row(corpus: Path) -> None:
+    import datasets
+
+    files = [str(corpus / "one.jsonl"), str(corpus / "two.jsonl.gz")]
+    stream = datasets.load_dataset("json", data_files=files, split="train", streaming=True)
+    source = shard_source(stream, name="name", text_field="text")
+    everything = [document.content for document in source.read(order="a")]
+    assert sorted(map(str, everything)) == [f"<{number:03}>" for number in range(150)]
+    reader = source.read(order="a")
+    documents = iter(reader)
+    for _ in range(100):
+        next(documents)
+    assert [document.content for document in source.read(order="a", place=reader.place)] == everything[100:]
+
+
+# errors in words
+
+
+@pytest.mark.parametrize(
+    ("bindings", "message"),
+    [
+        ({}, r"data named 'mine'.*--data mine=GLOB"),
+        ({"mine": "{folder}/nothing*"}, r"--data mine=.*nothing\* matches no file"),
+        ({"mine": "{folder}"}, "is a folder; name its files"),
+        ({"mine": "{folder}/x.csv"}, r"x\.csv: unknown kind of file; readable are"),
+        ({"mine": "{folder}/*.jsonl", "mine.validation": "{folder}/*.jsonl"}, "every file of --data mine is also"),
+    ],
+)
+def test_a_wrong_binding_is_an_error_in_words(tmp_path: Path, bindings: dict[str, str], message: str) -> None:
+    (tmp_path / "x.csv").write_text("a,b\n")
+    write_json_lines(tmp_path / "x.jsonl", ["a"])
+    with pytest.raises(DataError, match=message):
+        make_stream(MINE, bindings={name: glob.format(folder=tmp_path) for name, glob in bindings.items()})
+
+
+def write_truncated_gzip(path: Path) -> None:
+    write_json_lines(path, [f"text {number} " * 50 for number in range(2000)])
+    path.write_bytes(path.read_bytes()[:-2000])
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "message"),
+    [
+        ("bad.jsonl", lambda path: path.write_text('{"text": "a"}\n{"text": oops\n'), "cannot be read"),
+        ("bad.parquet", lambda path: path.write_bytes(b"no parquet at all"), "cannot be read"),
+        ("bad.jsonl.gz", lambda path: path.write_bytes(b"no gzip"), "cannot be read"),
+        ("cut.jsonl.gz", write_truncated_gzip, "cannot be read"),
+        ("bad.txt", lambda path: path.write_bytes(b"\xff\xfe\x00"), "UTF-8"),
+        ("field.jsonl", lambda path: path.write_text('{"body": "a"}\n'), r"no field 'text'.*it has body.*text_field"),
+        ("number.jsonl", lambda path: path.write_text('{"text": 5}\n'), "holds int, not text"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, name: str, write: Callable[[Path], object], message: str) -> None:
+    write(tmp_path / name)
+    with pytest.raises(DataError, match=f"(?s){name}.*{message}"):
+        next(make_stream(MINE, bindings={"mine": f"{tmp_path}/*"}))
+
+
+def test_a_source_without_documents_is_an_error_and_no_endless_loop(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(DataError, match="holds no document to train on"):
+        next(make_stream(MINE, bindings={"mine": f"{tmp_path}/*"}))
+
+
+def test_a_hub_name_that_is_a_folder_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secrets").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("/etc", "../up", "secrets"):
+        with pytest.raises(DataError, match="not a data set name of the hub"):
+            open_source(DataSpec(source=f"hub:{name}"), {})
+
+
+# orders
+
+
+@given(
+    num_files=st.integers(1, 20),
+    rows=st.integers(0, 12),
+    order=st.text("abc", max_size=3),
+    stop=st.integers(0, 60),
+)
+def test_every_order_yields_each_document_once_and_continues_from_any_place(
+    num_files: int, rows: int, order: str, stop: int
+) -> None:
+    source = Source([_counted(str(number), rows) for number in range(num_files)])
+    everything = [document.content for document in source.read(order=order)]
+    assert len(everything) == len(set(map(str, everything))) == num_files * rows
+    reader = source.read(order=order)
+    documents = iter(reader)
+    head = [document.content for _, document in zip(range(stop), documents, strict=False)]
+    assert head == everything[:stop]
+    assert [document.content for document in source.read(order=order, place=reader.place)] == everything[stop:]
+
+
+def _counted(name: str, num_rows: int) -> Piece:
+    return Piece(name, lambda start: (Document(f"{name}/{row}", origin=name) for row in range(start, num_rows)))
