@@ -1,0 +1,50 @@
+"""NoLoCo in somebody else's training script: any model, any data, your own loop.
+
+    python examples/plain_pytorch.py                # the first peer; prints a ticket
+    python examples/plain_pytorch.py noloco1...     # another one, on any machine
+
+Two lines are ours: `Peer.join` and `outer.step()`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from noloco_p2p import NoLoCo, OuterSpec, Peer, RunSpec
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("ticket", nargs="?", help="of a peer that runs this script")
+    parser.add_argument("--state-dir", type=Path, default=Path("example-peer"))
+    parser.add_argument("--listen", default="0.0.0.0:0")
+    parser.add_argument("--steps", type=int, default=2000)
+    args = parser.parse_args()
+
+    torch.manual_seed(0)  # peers that start apart must start equal
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    spec = RunSpec(name="wave", outer=OuterSpec(inner_steps=50))
+    with Peer.join(args.ticket or spec, state_dir=args.state_dir, listen=args.listen) as peer:
+        print(f"others join with: python {__file__} {peer.ticket}", flush=True)
+        outer = NoLoCo(model, peer)
+        for _ in range(args.steps):
+            inputs = torch.randn(32, 8)
+            loss = (model(inputs) - inputs.sum(1, keepdim=True).sin()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            result = outer.step()
+            if result:
+                print(f"round {result.round}: loss {loss.item():.4f}, {peer.metrics.last_outcome}", flush=True)
+            if peer.leave_requested.is_set():  # `noloco leave --state-dir ...` asks for it
+                break
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Imports point one way through the house, and pure rooms stay pure."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "noloco_p2p"
+
+# From left to right: a room may import itself and what stands further right, never a neighbour or what stands left.
+ORDER = [
+    {"__main__"},
+    {"cli"},
+    {"demo"},
+    {"monitor", "simulate", "train", "testing"},
+    {"peer"},
+    {"net", "swarm"},
+    {"gossip"},
+    {"optim", "codec"},
+    {"control", "presets", "settings", "identity", "ticket"},
+    {"spec"},
+    {"telemetry", "errors", "_version"},
+]
+RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
+PURE = ["optim", "codec", "gossip/pairing.py", "gossip/round.py", "gossip/pace.py"]
+IMPURE = {"asyncio", "grpc", "hivemind", "time", "socket", "threading"}
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names of all modules that a file imports, in functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return found
+
+
+def files() -> list[Path]:
+    return [path for path in PACKAGE.rglob("*.py") if "wire" not in path.parts and path.name != "__init__.py"]
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_arrows_point_right(path: Path) -> None:
+    here = room_of(path)
+    for name in imports(path):
+        if match := re.fullmatch(r"noloco_p2p\.(\w+).*", name):
+            there = match.group(1)
+            if there in RANK and there != here:
+                assert RANK[there] > RANK[here], f"{path}: {here} -> {there}"
+
+
+@pytest.mark.parametrize("place", PURE)
+def test_pure_rooms_know_no_clock_and_no_network(place: str) -> None:
+    paths = [PACKAGE / place] if place.endswith(".py") else list((PACKAGE / place).rglob("*.py"))
+    assert paths
+    for path in paths:
+        assert not {name.split(".")[0] for name in imports(path)} & IMPURE, path
+
+
+def test_every_folder_has_three_files() -> None:
+    for folder in PACKAGE.iterdir():
+        if folder.is_dir() and folder.name != "__pycache__":
+            assert len(list(folder.rglob("*.py"))) >= 3, folder
+
+
+def test_no_drawers_for_everything() -> None:
+    names = {path.name for path in PACKAGE.rglob("*.py")}
+    assert not names & {"utils.py", "helpers.py", "common.py", "manager.py", "misc.py"}

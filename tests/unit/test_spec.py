@@ -1,0 +1,114 @@
+"""The run spec: one digest for one run, and messages that name the dotted field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from noloco_p2p.errors import SpecError
+from noloco_p2p.spec import MAX_SPEC_BYTES, OuterSpec, RunSpec, first_difference
+
+SPEC = RunSpec(name="mine")
+
+
+def refuse(**values: object) -> str:
+    with pytest.raises(SpecError) as error:
+        RunSpec.from_dict({"name": "mine", **values}, origin="run.toml")
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"outer": {"gamma": 2.0}}, "outer.gamma must be < 2 (2 - alpha^2) / (2 + alpha) = 1.4"),
+        ({"outer": {"gamma": 1.6, "swap_momentum": False}}, "outer.gamma must be < 2 (1 - alpha^2) = 1.5"),
+        ({"outer": {"alpha": 0.9, "gamma": 0.7, "swap_momentum": False}}, "diverges"),
+        ({"outer": {"inner_step": 5}}, "outer.inner_step: is not a known field"),
+        ({"outer": {"inner_steps": 0}}, "outer.inner_steps: "),
+        ({"outer": {"beta": float("nan")}}, "outer.beta: "),
+        ({"train": {"warmup_steps": 9, "total_steps": 9}}, "train.warmup_steps 9 must be less than total_steps 9"),
+        ({"model": {"hidden_size": 100, "num_heads": 3}}, "model.hidden_size 100 must be a multiple of num_heads 3"),
+        ({"model": {"start": "../../etc/passwd"}}, "model.start: "),
+        ({"data": {"source": "/etc/passwd"}}, "data.source '/etc/passwd' must be"),
+        ({"data": {"source": "../x"}}, "a spec never holds a path"),
+        ({"codec": {"slow_weights": "int4"}}, "codec.slow_weights cannot be int4"),
+        ({"codec": {"outer_gradient": "zip"}}, "codec.outer_gradient: "),
+        ({"version": 2}, "version: "),
+        ({"name": "a b"}, "name: "),
+    ],
+)
+def test_wrong_values_are_refused_by_their_dotted_name(values: dict[str, object], message: str) -> None:
+    text = refuse(**values)
+    assert message in text
+    assert text.startswith("run.toml: ")
+
+
+def test_all_wrong_fields_are_told_at_once() -> None:
+    text = refuse(outer={"alpha": 2}, train={"clip_norm": -1})
+    assert "outer.alpha" in text
+    assert "train.clip_norm" in text
+
+
+def test_digest_is_of_the_meaning_and_not_of_the_writing(tmp_path: Path) -> None:
+    short, long = tmp_path / "short.toml", tmp_path / "long.toml"
+    short.write_text('name = "mine"\n')
+    long.write_text('[outer]\ngamma = 0.7\nalpha = 0.5\n[codec]\nslow_weights = "bf16"\n')
+    long.write_text('name = "mine"\n' + long.read_text())
+    assert RunSpec.load(short).digest() == RunSpec.load(long).digest() == SPEC.digest()
+
+
+def test_every_field_is_in_the_digest() -> None:
+    for dotted, value in (("outer.alpha", 0.4), ("model.seed", 1), ("evaluate.num_sequences", 8), ("name", "other")):
+        assert SPEC.with_changes({dotted: value}).digest() != SPEC.digest()
+
+
+def test_the_digest_does_not_change_by_accident() -> None:
+    # It names runs that are going on: a new field needs a default that is left out of the canonical form, or version 2.
+    assert SPEC.digest() == "8a9e85b24fca0157d96968a2d0ecda8684092bd5451d24cc06fd70029c4136ea"
+
+
+def test_a_spec_from_the_network_must_be_the_one_that_was_asked_for() -> None:
+    data = SPEC.canonical_json()
+    assert RunSpec.from_json(data, expected_digest=SPEC.digest(), origin="peer") == SPEC
+    with pytest.raises(SpecError, match=r"the ticket asks for 0000000000000000\.\."):
+        RunSpec.from_json(data, expected_digest="0" * 64, origin="peer")
+    with pytest.raises(SpecError, match="not JSON"):
+        RunSpec.from_json(b"\xff", expected_digest=SPEC.digest(), origin="peer")
+    with pytest.raises(SpecError, match="over the limit"):
+        RunSpec.from_json(b" " * (MAX_SPEC_BYTES + 1), expected_digest=SPEC.digest(), origin="peer")
+
+
+def test_missing_and_broken_files_are_told(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="no such file; `noloco init"):
+        RunSpec.load(tmp_path / "none.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("name = ")
+    with pytest.raises(SpecError, match="cannot be read as TOML"):
+        RunSpec.load(broken)
+
+
+def test_changes_name_only_fields_that_exist() -> None:
+    assert SPEC.with_changes({"outer.alpha": 0.25}).outer.alpha == 0.25
+    for dotted in ("outer.alfa", "outter.alpha", "name.x", "outer"):
+        with pytest.raises(SpecError):
+            SPEC.with_changes({dotted: 1})
+
+
+def test_the_first_difference_is_named_with_both_values() -> None:
+    assert first_difference(SPEC, SPEC) == ""
+    assert first_difference(SPEC, SPEC.with_changes({"outer.beta": 0.5})) == "outer.beta: ours 0.7, theirs 0.5"
+
+
+def test_a_spec_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        SPEC.name = "other"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_strong_outer_momentum_is_warned_of() -> None:
+    assert OuterSpec().warnings() == []
+    assert "outer.alpha 0.6 is above 0.5" in OuterSpec(alpha=0.6).warnings()[0]
+
+
+def test_a_library_run_needs_no_model_and_no_data() -> None:
+    assert RunSpec(name="mine", outer=OuterSpec(inner_steps=50)).outer.inner_steps == 50

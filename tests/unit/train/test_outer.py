@@ -1,0 +1,198 @@
+"""NoLoCo around a training loop: two peers in memory, with the real exchange, swap and codecs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from noloco_p2p.gossip.outcome import Alone, Half, Swapped
+from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec, TrainSpec
+from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
+from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.train.outer import NoLoCo, RoundResult
+
+EXACT = CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32")
+COARSE = CodecSpec(slow_weights="int8", outer_momentum="int8", outer_gradient="int4")
+
+
+def make_spec(*, codec: CodecSpec = EXACT, inner_steps: int = 2, max_wait_s: float = 20.0) -> RunSpec:
+    outer = OuterSpec(inner_steps=inner_steps, max_wait_s=max_wait_s)
+    return RunSpec(name="test", outer=outer, codec=codec, train=TrainSpec(total_steps=100, warmup_steps=1))
+
+
+def make_model(seed: int) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([param.detach().reshape(-1) for param in model.parameters()])
+
+
+def nudge(model: nn.Module, amount: float) -> None:
+    """Stands for an inner step: a fixed, known outer gradient."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(amount)
+
+
+def together(*actions: Callable[[], None]) -> None:
+    """Run each in a thread, as a step blocks; the first error is raised."""
+    errors: list[BaseException] = []
+
+    def guarded(action: Callable[[], None]) -> None:
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001 - raised again below, in the thread of the test
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(action,)) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+
+
+def one_round(outer: NoLoCo, model: nn.Module, amount: float) -> RoundResult:
+    while True:
+        nudge(model, amount)
+        result = outer.step()
+        if result:
+            return result
+
+
+def test_alone_is_the_lonely_outer_step(tmp_path: Path) -> None:
+    with MemorySwarm(make_spec()) as swarm:
+        model = make_model(0)
+        start = flat(model)
+        peer = swarm.peer("a", run_folder=tmp_path)
+        outer = NoLoCo(model, peer, save_every_rounds=0)
+        result = one_round(outer, model, 0.1)
+        assert isinstance(result.outcome, Alone)
+        assert torch.allclose(flat(model), start + 0.7 * 0.2, atol=1e-6)
+        one_round(outer, model, 0.1)
+        assert torch.allclose(flat(model), start + 0.14 + (0.5 * 0.14 + 0.14), atol=1e-6)
+        assert (peer.metrics.rounds_here, peer.metrics.alone, peer.metrics.round) == (2, 2, 2)
+
+
+@pytest.mark.parametrize("codec", [EXACT, CodecSpec(), COARSE])
+def test_a_swap_moves_the_mean_of_a_pair_by_the_mean_of_exact_gradients(tmp_path: Path, codec: CodecSpec) -> None:
+    with MemorySwarm(make_spec(codec=codec)) as swarm:
+        models = [make_model(1), make_model(2)]
+        before = (flat(models[0]).double() + flat(models[1]).double()) / 2
+        outers = [
+            NoLoCo(model, swarm.peer(name, run_folder=tmp_path / name), save_every_rounds=0)
+            for name, model in zip("ab", models, strict=True)
+        ]
+        results: list[RoundResult] = []
+        amounts = (0.1, 0.4)
+        together(
+            *(
+                lambda outer=outer, model=model, amount=amount: results.append(one_round(outer, model, amount))
+                for outer, model, amount in zip(outers, models, amounts, strict=True)
+            )
+        )
+        assert all(isinstance(result.outcome, Swapped) for result in results)
+        after = (flat(models[0]).double() + flat(models[1]).double()) / 2
+        assert torch.allclose(after, before + 0.7 * (2 * 0.1 + 2 * 0.4) / 2, atol=2e-6)
+        if codec == EXACT:  # and the replicas come nearer to each other by 1 - gamma
+            apart = flat(models[0]) - flat(models[1])
+            assert torch.allclose(apart, 0.3 * (flat(make_model(1)) - flat(make_model(2))), atol=1e-5)
+
+
+def test_eager_gets_to_the_same_weights_as_waiting(tmp_path: Path) -> None:
+    """With max_wait_s = 0 the partner's gradient comes as a correction; it adds up to what waiting gives."""
+    ends: list[torch.Tensor] = []
+    for name, max_wait_s in (("waiting", 20.0), ("eager", 0.0)):
+        with MemorySwarm(make_spec(max_wait_s=max_wait_s, inner_steps=400)) as swarm:
+            models = [make_model(1), make_model(2)]
+            peers = [swarm.peer(peer, run_folder=tmp_path / name / peer) for peer in "ab"]
+            outers = [NoLoCo(model, peer, save_every_rounds=0) for model, peer in zip(models, peers, strict=True)]
+            early = threading.Barrier(2)
+
+            def run(index: int, *, outers=outers, models=models, early=early, eager=max_wait_s == 0) -> None:  # noqa: ANN001
+                outer, model = outers[index], models[index]
+                for step in range(400):
+                    if step == 399:
+                        wait_for_early(outers)
+                        early.wait(20)
+                    nudge(model, 0.001 * (index + 1))
+                    result = outer.step()
+                assert result is not None
+                if eager:
+                    assert isinstance(result.outcome, Half)
+                    wait_until(lambda: bool(peers[index].runner.corrections))
+                    early.wait(20)
+                    outer.step()  # between two inner steps the correction is applied
+                else:
+                    assert isinstance(result.outcome, Swapped)
+
+            together(lambda: run(0), lambda: run(1))
+            ends.append(flat(models[0]))
+            assert [peer.metrics.late for peer in peers] == ([1, 1] if max_wait_s == 0 else [0, 0])
+    assert torch.allclose(ends[0], ends[1], atol=1e-5)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    done = threading.Event()
+    for _ in range(int(timeout_s / 0.01)):
+        if condition():
+            return
+        done.wait(0.01)
+    raise AssertionError("the condition did not come true")
+
+
+def wait_for_early(outers: list[NoLoCo]) -> None:
+    def committed() -> bool:
+        peers = [outer._peer for outer in outers]
+        return all(isinstance(peer, MemoryPeer) and peer.runner._round.early_committed for peer in peers)
+
+    wait_until(committed)
+
+
+def test_a_checkpoint_within_a_round_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    ends = []
+    for stop in (False, True):
+        with MemorySwarm(make_spec(inner_steps=4)) as swarm:
+            model = make_model(3)
+            peer = swarm.peer("a", run_folder=tmp_path / str(stop))
+            outer = NoLoCo(model, peer, save_every_rounds=0)
+            for step in range(11):
+                nudge(model, 0.01 * step)
+                outer.step()
+                if stop and step == 5:
+                    checkpoints = Checkpoints(tmp_path / "checkpoints")
+                    path = outer.save(checkpoints, number=step, files={}, meta={})
+                    swarm.kill(peer)
+                    model = make_model(99)
+                    peer = swarm.peer("a2", run_folder=tmp_path / "again")
+                    outer = NoLoCo(model, peer, save_every_rounds=0, resume=Checkpoint(path))
+                    assert (outer.round, outer.is_between_rounds) == (1, False)
+            ends.append(flat(model))
+    assert torch.equal(ends[0], ends[1])
+
+
+def test_partners_meet_on_the_schedule_by_at_most_a_round(tmp_path: Path) -> None:
+    with MemorySwarm(make_spec()) as swarm:
+        models = [make_model(1), make_model(1)]
+        outers = [
+            NoLoCo(model, swarm.peer(name, run_folder=tmp_path / name), save_every_rounds=0)
+            for name, model in zip("ab", models, strict=True)
+        ]
+        outers[1].progress = 0.03  # 3 steps ahead
+        together(*(lambda o=o, m=m: one_round(o, m, 0.0) and None for o, m in zip(outers, models, strict=True)))
+        assert [outer.progress for outer in outers] == pytest.approx([0.02 + 0.015, 0.05 - 0.015])
+        outers[1].progress = 0.9
+        outers[1]._exchange.collect(0)  # its round was opened at another place: end it, and open again
+        outers[1]._open()
+        together(*(lambda o=o, m=m: one_round(o, m, 0.0) and None for o, m in zip(outers, models, strict=True)))
+        assert outers[0].progress == pytest.approx(0.035 + 0.02 + 0.02)
+        assert outers[1].progress == pytest.approx(0.9 + 0.02 - 0.02)

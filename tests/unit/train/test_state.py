@@ -1,0 +1,107 @@
+"""Optimizer and random state come back exactly, through tensors alone."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from noloco_p2p.errors import CheckpointError
+from noloco_p2p.optim.inner import make_inner_optimizer
+from noloco_p2p.spec import TrainSpec
+from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.train.state import flatten_optimizer, restore_optimizer, restore_rng, rng_state
+
+TRAIN = TrainSpec(weight_decay=0.1, learning_rate=0.01)  # decay: two groups, in another order than the model's names
+
+
+def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+    return model, make_inner_optimizer(model.parameters(), TRAIN)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, first: int, last: int) -> None:
+    for step in range(first, last):
+        model(torch.full((2, 4), step / 7.0) * torch.arange(4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_training_continues_bit_for_bit_through_a_checkpoint(tmp_path: Path) -> None:
+    whole, whole_optimizer = make_model()
+    train(whole, whole_optimizer, first=1, last=9)
+
+    model, optimizer = make_model()
+    train(model, optimizer, first=1, last=5)
+    flat = flatten_optimizer(optimizer, dict(model.named_parameters()))
+    assert "exp_avg_sq/1.weight" in flat
+    files = {"optimizer": flat, "model": {name: tensor.detach() for name, tensor in model.named_parameters()}}
+    checkpoint = Checkpoint(Checkpoints(tmp_path).save(0, files=files, meta={}))
+
+    again, again_optimizer = make_model()
+    again.load_state_dict(checkpoint.load("model"))
+    restore_optimizer(again_optimizer, dict(again.named_parameters()), checkpoint.load("optimizer"))
+    train(again, again_optimizer, first=5, last=9)
+    for (name, expected), (_, found) in zip(whole.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(expected, found), name
+    checkpoint.verify()  # training did not write through the mapped file
+
+
+def test_before_the_first_step_there_is_nothing_to_keep() -> None:
+    model, optimizer = make_model()
+    names = dict(model.named_parameters())
+    assert flatten_optimizer(optimizer, names) == {}
+    restore_optimizer(optimizer, names, {})
+    train(model, optimizer, first=1, last=2)
+
+
+def test_the_learning_rate_stays_the_optimizers_own() -> None:
+    model, optimizer = make_model()
+    train(model, optimizer, first=1, last=2)
+    names = dict(model.named_parameters())
+    flat = flatten_optimizer(optimizer, names)
+    optimizer.param_groups[0]["lr"] = 0.5
+    restore_optimizer(optimizer, names, flat)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_the_state_of_another_model_is_refused() -> None:
+    model, optimizer = make_model()
+    names = dict(model.named_parameters())
+    with pytest.raises(CheckpointError, match=r"exp_avg/elsewhere .* belongs to no parameter"):
+        restore_optimizer(optimizer, names, {"exp_avg/elsewhere": torch.zeros(4)})
+    with pytest.raises(CheckpointError, match=r"exp_avg/1\.weight \(3,\) belongs to no parameter"):
+        restore_optimizer(optimizer, names, {"exp_avg/1.weight": torch.zeros(3)})
+
+
+def draw() -> tuple[float, float, float, float]:
+    return torch.rand(()).item(), random.random(), random.gauss(0, 1), float(np.random.standard_normal())
+
+
+def test_random_states_come_back() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    draw()  # leaves a cached second Gaussian in Python and NumPy
+    state = rng_state()
+    expected = draw()
+    draw()
+    restore_rng(state)
+    assert draw() == expected
+
+
+def test_random_states_pass_through_a_checkpoint(tmp_path: Path) -> None:
+    saved = Checkpoints(tmp_path).save(0, files={"rng": rng_state()}, meta={})
+    expected = draw()
+    restore_rng(Checkpoint(saved).load("rng"))
+    assert draw() == expected
+
+
+def test_a_broken_random_state_is_an_error_in_words() -> None:
+    with pytest.raises(CheckpointError, match="random state"):
+        restore_rng({"torch": torch.get_rng_state()})
