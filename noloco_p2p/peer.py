@@ -13,6 +13,7 @@ import logging
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ STOP_TIMEOUT_S = 20.0
 ENTER_TIMEOUT_S = 30.0  # to hear of a live peer of the run that a ticket names
 LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps: nobody need be there
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0
+POLL_S = 0.05
 SPEC_FILE = "spec.json"
 
 
@@ -142,9 +144,9 @@ class Peer:
     def join(cls, target: RunSpec | Ticket | Path | str, settings: PeerSettings | None = None, **flags: Any) -> Self:
         """Start a peer of the run that `target` (spec, spec file or ticket) names.
 
-        `flags` are fields of PeerSettings, for example `listen="0.0.0.0:0"`. Returns when the peer answers others; for a
-        ticket that includes fetching the spec from a live peer. Raises SpecError, TicketError, SettingsError (port or
-        folder in use), DirectoryError, and Unreachable when nobody of the ticket's run answers.
+        `flags` are fields of PeerSettings, for example `listen="0.0.0.0:0"`. Returns when the peer answers others;
+        for a ticket that includes fetching the spec from a live peer. Raises SpecError, TicketError, SettingsError
+        (port or folder in use), DirectoryError, and Unreachable when nobody of the ticket's run answers.
         """
         peer = cls(resolve(target), settings or PeerSettings.load(flags))
         peer._start()
@@ -180,15 +182,19 @@ class Peer:
         return len(self._net.directory.live())
 
     def wait_for_peers(self, num_peers: int, *, timeout_s: float) -> bool:
-        """Wait until this peer has heard of `num_peers` others. False when the time is over."""
-        return self._call(self._hear_of(num_peers, timeout_s), timeout_s + 5.0)
+        """Wait until this peer has heard of `num_peers` others. False when the time is over or it is asked to leave."""
+        until_s = time.monotonic() + timeout_s
+        while self.live_peers() < num_peers:
+            if time.monotonic() > until_s or self.leave_requested.wait(POLL_S):
+                return False
+        return True
 
     def request_leave(self) -> None:
         """Ask the training loop to end politely; safe in a signal handler and from any thread."""
         self.leave_requested.set()
 
     def announce(self, state: str) -> None:
-        """Change the state that others see: training, paused, leaving or done. Only a training peer is offered swaps."""
+        """Change the state that others see: training, paused, leaving or done. Swaps are offered in training only."""
         self.state = state
         self._net.runner.state = state
         try:
@@ -337,19 +343,10 @@ class Peer:
             target=target,
         )
         if manifest is None:
-            target.unlink()
+            await asyncio.to_thread(target.unlink)
             if any(donor.round > 0 for donor in donors):
                 log.warning("no live peer gave its state; this peer starts from the initial weights")
         return manifest
-
-    async def _hear_of(self, num_peers: int, timeout_s: float) -> bool:
-        try:
-            async with asyncio.timeout(timeout_s):
-                while len(self._net.directory.live()) < num_peers:
-                    await asyncio.sleep(0.05)
-        except TimeoutError:
-            return False
-        return True
 
     # what others are told
 

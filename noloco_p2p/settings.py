@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -14,6 +15,8 @@ from noloco_p2p.errors import SettingsError
 from noloco_p2p.spec import describe
 
 DEFAULT_PORT = 31337
+LAST_PORT = 65535
+MULTIADDR = re.compile(r"/[!-~]+/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}")
 ENVIRONMENT_PREFIX = "NOLOCO_"
 
 
@@ -36,17 +39,17 @@ class PeerSettings(BaseModel):
     listen: str = f"0.0.0.0:{DEFAULT_PORT}"
     announce: str = ""
     bootstrap: tuple[str, ...] = ()
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    device: str = "auto"
     threads: Annotated[int, Field(ge=0)] = 0  # torch threads; 0 = torch decides
     max_steps: Annotated[int, Field(gt=0)] | None = None
     data: dict[str, str] = {}
     save_every_rounds: Annotated[int, Field(gt=0)] = 10
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @field_validator("listen")
     @classmethod
-    def _listen_has_port(cls, listen: str) -> str:
-        split_address(listen)
+    def _listen_has_two_ports(cls, listen: str) -> str:
+        if split_address(listen)[1] == LAST_PORT:
+            raise ValueError(f"{listen!r} must leave room for libp2p on PORT+1: choose a port below {LAST_PORT}")
         return listen
 
     @field_validator("announce")
@@ -55,6 +58,21 @@ class PeerSettings(BaseModel):
         if announce:
             split_address(announce if ":" in announce else f"{announce}:0")
         return announce
+
+    @field_validator("bootstrap")
+    @classmethod
+    def _bootstraps_can_be_dialled(cls, bootstrap: tuple[str, ...]) -> tuple[str, ...]:
+        for address in bootstrap:
+            if not MULTIADDR.fullmatch(address):
+                raise ValueError(f"{address!r} must be an address such as /ip4/203.0.113.5/tcp/31338/p2p/12D3Koo..")
+        return bootstrap
+
+    @field_validator("device")
+    @classmethod
+    def _device_is_known(cls, device: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+            raise ValueError(f"{device!r} must be auto, cpu or cuda:N")
+        return device
 
     @field_validator("state_dir")
     @classmethod
@@ -83,7 +101,7 @@ class PeerSettings(BaseModel):
 def split_address(address: str) -> tuple[str, int]:
     """HOST:PORT -> (host, port). Raises ValueError in words."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if not host or not port.isdigit() or int(port) > LAST_PORT:
         raise ValueError(f"{address!r} must be HOST:PORT, for example 0.0.0.0:{DEFAULT_PORT}")
     return host, int(port)
 

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
-from typing import Any
 
-import click
 import typer
 
 from noloco_p2p._version import __version__
 from noloco_p2p.cli import bootstrap, demo, export, fork, identity, init, join, leave, monitor, status
-from noloco_p2p.errors import (
-    DirectoryError,
-    IdentityError,
-    NolocoError,
-    PeerError,
-    SettingsError,
-    SpecError,
-    TicketError,
-)
+from noloco_p2p.errors import IdentityError, NolocoError, PeerError, SettingsError, SpecError, TicketError
 
-EXIT_FAILED, EXIT_USAGE, EXIT_INVALID, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
+EXIT_FAILED, EXIT_INVALID, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 3, 4, 130
 
 app = typer.Typer(
     help="Train one model together over the internet: no data centre, no master, no all-reduce.",
@@ -62,24 +51,23 @@ def configure_logging(level: int) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """The exit code: 0 done, 1 failed, 2 usage, 3 spec or settings invalid, 4 network unreachable, 130 interrupted."""
+    """The exit code: 0 done, 1 failed, 2 usage, 3 spec or settings invalid, 4 network unreachable, 130 interrupted.
+
+    Typer itself tells of usage errors (2), and turns Ctrl-C (130) and a reader that has gone (1) into exit codes.
+    """
     try:
-        result: Any = app(arguments, standalone_mode=False)
+        app(arguments, prog_name="noloco")
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 0
     except (SpecError, SettingsError, TicketError, IdentityError) as error:
         return _complain(error, EXIT_INVALID)
-    except (PeerError, DirectoryError) as error:
+    except PeerError as error:
         return _complain(error, EXIT_UNREACHABLE)
     except NolocoError as error:
         return _complain(error, EXIT_FAILED)
-    except (KeyboardInterrupt, click.exceptions.Abort):
+    except KeyboardInterrupt:  # while Typer was at work itself
         return EXIT_INTERRUPTED
-    except click.exceptions.ClickException as error:
-        error.show()
-        return EXIT_USAGE
-    except BrokenPipeError:  # whoever read our output has gone, for example `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
-    return result if isinstance(result, int) else 0
+    return 0
 
 
 def _complain(error: NolocoError, code: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -21,6 +22,7 @@ from noloco_p2p.gossip.runner import Opening, RoundRunner
 from noloco_p2p.spec import RunSpec
 
 log = logging.getLogger(__name__)
+A = TypeVar("A")
 T = TypeVar("T")
 
 NETWORK_ANSWER_S = 5.0  # what the network thread may take to answer, beyond the wait that was asked for
@@ -47,8 +49,9 @@ class Exchange:
     ) -> None:
         """Begin a round: from now on a partner is sought and the early part travels, in the background.
 
-        `steps_done`: inner steps of it that were taken before a restart. `slow_weights`, `outer_momentum`: flat fp32 vectors on the CPU that do not change until `collect` returns. Sections
-        are coded from them as they are sent. Returns at once.
+        `steps_done`: inner steps of it that were taken before a restart. `slow_weights`, `outer_momentum`: flat fp32
+        vectors on the CPU that do not change until `collect` returns. Sections are coded from them as they are sent.
+        Returns at once.
         """
         outer = self._spec.outer
         self._plans = section_plans(
@@ -69,9 +72,10 @@ class Exchange:
         codec = self._plans[-1].codec
         try:
             for values in chunks():
-                self._loop.call_soon_threadsafe(self._runner.stage, codec.encode(values))
+                self._tell(self._runner.stage, codec.encode(values))
         except ValueError as error:
             log.error("the outer gradient of this peer cannot be sent: %s", error)
+            self._tell(self._runner.cannot_stage, str(error))
 
     def collect(self, wait_s: float) -> Outcome:
         """End the round. Blocks while there is a swap, or hope of one, but never longer than `wait_s`."""
@@ -81,6 +85,11 @@ class Exchange:
     def late(self) -> Correction | None:
         """A late part that arrived since the last boundary; costs nothing to ask."""
         return self._runner.corrections.popleft() if self._runner.corrections else None
+
+    def _tell(self, function: Callable[[A], None], argument: A) -> None:
+        """Call on the network thread, without waiting for it."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function, argument)
 
     def _ask(self, coroutine: Coroutine[Any, Any, T], otherwise: T, *, wait_s: float = 0.0) -> T:
         """Run on the network thread; `otherwise` when it is stopped or silent, as training must go on without it."""

@@ -119,7 +119,9 @@ async def fetch_state(
     target: Path,
     on_progress: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
 ) -> StateManifest | None:
-    """Write the state of a live peer to `target`; None when no donor has one that fits. Verified chunks outlive a donor.
+    """Write the state of a live peer to `target`; None when no donor has one that fits.
+
+    Chunks that were verified are kept when their donor dies.
 
     `num_bytes` is the size of our own state file: any other is refused before a byte is read. The manifest that is
     returned is of the donor that gave the last chunk.
@@ -157,7 +159,8 @@ async def _manifest(transport: Transport, donor: Candidate) -> StateManifest:
 def _keep(item: FetchItem, manifest: StateManifest, missing: list[int], file: int) -> None:
     if not isinstance(item, StateChunk) or not missing or item.index != missing[0]:
         raise CorruptPayload("a chunk came that was not asked for")
-    if blake3(item.payload).digest() != manifest.chunk_digests[item.index]:
+    start, stop = manifest.chunk_range(item.index)
+    if len(item.payload) != stop - start or blake3(item.payload).digest() != manifest.chunk_digests[item.index]:
         raise CorruptPayload(f"chunk {item.index} of the state is damaged")
-    os.pwrite(file, item.payload, manifest.chunk_range(item.index)[0])
+    os.pwrite(file, item.payload, start)
     missing.pop(0)

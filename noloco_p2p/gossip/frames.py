@@ -36,7 +36,10 @@ class SectionName(IntEnum):
 
 
 class RefuseCode(IntEnum):
-    """Why an offer is refused. The first group passes by itself, the second lasts for this round, the third for good."""
+    """Why an offer is refused.
+
+    The first group passes by itself, the second lasts for this round, the third for good.
+    """
 
     BUSY = 1  # an offer of mine is out, or I answer another one
     BETWEEN_ROUNDS = 2  # my round is not open
@@ -73,7 +76,10 @@ class AbortCode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who speaks, and of which run. `layout` digests names and shapes of the trainable parameters ("" = not known yet)."""
+    """Who speaks, and of which run.
+
+    `layout` digests names and shapes of the trainable parameters ("" = not known yet).
+    """
 
     peer_id: str
     run_name: str

@@ -13,7 +13,8 @@ from noloco_p2p.gossip.seams import Candidate
 FAR_SHARE = 0.6  # of the shorter round; peers of one speed are at most half a round apart, and measure it with noise
 FAILED_RETRY_S = 10.0  # a peer that could not be reached is asked again after this
 PASSING_RETRY_S = 0.05  # least wait after a refusal that passes by itself, spread at random to keep peers apart
-PASSING_TRIES = 10  # a peer that said "in a moment" so often in one round is no hope any more
+PASSING_TRIES = 10  # a peer that said "in a moment" so often in one round is not waited for any longer
+PASSED_OVER_S = 10.0  # until it may be asked again
 
 
 def lateness_s(mine: Boundary, theirs: Boundary) -> float:
@@ -62,10 +63,11 @@ class Pairing:
         """The peer to make an offer to now; None when there is none, or while the drawn one is waited for.
 
         One peer is drawn, each with the same chance, and kept: when it has a partner, its next round is waited for as
-        long as that comes before `latest_s`. To take whoever is free at once would pair the same two again and again, as
-        they begin each round together while everybody else is in the middle of one.
+        long as that comes before `latest_s`. To take whoever is free at once would pair the same two again and again,
+        as they begin each round together while everybody else is in the middle of one.
         """
-        reachable = {peer.peer_id: peer for peer in live if self._eligible(peer) and self._in_time(peer, now_s, latest_s)}
+        eligible = (peer for peer in live if self._eligible(peer))
+        reachable = {peer.peer_id: peer for peer in eligible if self._in_time(peer, now_s, latest_s)}
         if self._target not in reachable:
             self._target = self._rng.choice(list(reachable)) if reachable else ""
         target = reachable.get(self._target)
@@ -83,7 +85,10 @@ class Pairing:
             wait_s = max(retry_after_s, PASSING_RETRY_S) * self._rng.uniform(1.0, 2.0)
             before = self._memory.get(peer_id)
             tries = before.tries + 1 if before and before.answer is _Answer.PASSING else 1
-            self._memory[peer_id] = _Memory(_Answer.PASSING, now_s + wait_s, tries)
+            if tries < PASSING_TRIES:
+                self._memory[peer_id] = _Memory(_Answer.PASSING, now_s + wait_s, tries)
+            else:
+                self._memory[peer_id] = _Memory(_Answer.NO, now_s + PASSED_OVER_S)
         else:
             self._memory[peer_id] = _Memory(_Answer.NO, now_s + retry_after_s)
 
@@ -106,6 +111,4 @@ class Pairing:
 
     def _is_hope(self, candidate: Candidate, now_s: float) -> bool:
         memory = self._memory.get(candidate.peer_id)
-        if memory is not None and memory.answer is _Answer.PASSING:
-            return memory.tries < PASSING_TRIES
-        return self._may_ask(candidate, now_s)
+        return self._may_ask(candidate, now_s) or (memory is not None and memory.answer is _Answer.PASSING)

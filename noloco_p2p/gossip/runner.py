@@ -1,12 +1,13 @@
 """One peer's rounds on the network thread: seeks a partner, answers offers, runs the swap, gives the outcome.
 
-Every method runs on the event loop; `exchange.py` is the door for the main thread. Decisions are those of `round.py` and
-`pairing.py`; between a decision and the change of state it calls for there is no await, so nothing can come between.
+Every method runs on the event loop; `exchange.py` is the door for the main thread. Decisions are those of `round.py`
+and `pairing.py`; between a decision and the change of state it calls for there is no await: nothing can come between.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -20,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, Unreachable
+from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.frames import (
     PROTOCOL_VERSION,
     Accept,
@@ -41,9 +43,6 @@ from noloco_p2p.gossip.swap import Staged, Swap
 
 log = logging.getLogger(__name__)
 
-DIAL_TIMEOUT_S = 5.0
-OFFER_TIMEOUT_S = 5.0
-STATUS_TIMEOUT_S = 3.0
 POLL_S = 0.1  # how often the directory is looked at for newcomers while a partner is sought
 REMEMBERED_SWAPS = 16
 
@@ -74,6 +73,7 @@ class RoundRunner:
         pace: Pace,
         executor: Executor,
         rng: random.Random,
+        deadlines: Deadlines = INTERNET,
     ) -> None:
         self.traffic = Traffic()
         self.corrections: deque[Correction] = deque(maxlen=1)
@@ -84,6 +84,7 @@ class RoundRunner:
         self._directory = directory
         self._pace = pace
         self._executor = executor
+        self._deadlines = deadlines
         self._pairing = Pairing(rng)
         self._plans: tuple[SectionPlan, ...] = ()
         self._round = Round(0, own_id=hello().peer_id)
@@ -103,7 +104,9 @@ class RoundRunner:
     # the beats of a round, called for the main thread
 
     async def open(self, opening: Opening, plans: tuple[SectionPlan, ...]) -> None:
-        assert self._round.phase is Phase.CLOSED, "the last round was not collected"
+        if self._round.phase is not Phase.CLOSED:  # this thread was silent when the last outcome was asked for
+            self._conclude(self._round)
+            self._drop_trailing()
         self._plans = plans
         self._opening = opening
         self._staged = Staged(plans[-1].num_elements)
@@ -116,10 +119,15 @@ class RoundRunner:
         self._notify()
 
     async def begin_stage(self) -> bool:
-        """The boundary is here: a late part of the last round is given up. False = no partner to be had, no need to code."""
+        """The boundary is here: a late part of the last round is given up.
+
+        False = no partner can be had in this round, so that nothing needs to be coded.
+        """
         self._drop_trailing()
         self._at_boundary = True
         self._notify()
+        if self._round.phase is Phase.CLOSED:
+            return False
         if self._hopeless(self._round):
             self._round.close()  # nobody may join a round whose gradient is not coded
             return False
@@ -129,21 +137,21 @@ class RoundRunner:
         assert self._staged is not None
         self._staged.put(payload)
 
+    def cannot_stage(self, reason: str) -> None:
+        """The own outer gradient cannot be sent: a committed early part stays half, everything else ends here."""
+        if self._running:
+            self._running.swap.abandon(CorruptPayload(f"the own outer gradient cannot be sent: {reason}"))
+        if not self._round.early_committed:
+            self._round.close()
+
     async def collect(self, wait_s: float) -> Outcome:
         """Ends the round: waits up to `wait_s` while a swap or a hope of one is there, then tells what was got."""
         round_ = self._round
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while not self._settled(round_):
                     await self._wait_for_change()
-        except TimeoutError:
-            pass
-        outcome = self._outcome(round_)
-        round_.close()
-        if self._seeker:
-            self._seeker.cancel()
-        self._opening = None
-        return outcome
+        return self._conclude(round_)
 
     async def stop(self) -> None:
         """Abandon what runs and wait until all tasks have ended."""
@@ -201,7 +209,7 @@ class RoundRunner:
     async def on_swap(self, stream: FrameStream) -> None:
         """Answer one offer, and carry the swap out when it is accepted."""
         try:
-            offer = await stream.receive(OFFER_TIMEOUT_S)
+            offer = await stream.receive(self._deadlines.offer_s)
             if not isinstance(offer, Offer) or len(offer.swap_id) != 16 or not offer.hello.peer_id:
                 await stream.send(Refuse(RefuseCode.MALFORMED, "a swap begins with an offer"))
                 return
@@ -263,12 +271,12 @@ class RoundRunner:
 
     async def _offer(self, round_: Round, candidate: Candidate) -> None:
         """Raises Refused or another PeerError; on success the swap runs in a task of its own."""
-        stream = await self._transport.open_swap(candidate, timeout_s=DIAL_TIMEOUT_S)
+        stream = await self._transport.open_swap(candidate, timeout_s=self._deadlines.dial_s)
         bound = False
         try:
             swap_id = os.urandom(16)
             await stream.send(Offer(self._hello(), swap_id, self._boundary(round_)))
-            reply = await stream.receive(OFFER_TIMEOUT_S)
+            reply = await stream.receive(self._deadlines.offer_s)
             if isinstance(reply, Refuse):
                 raise Refused(
                     reply.sentence, peer=candidate.peer_id, code=reply.code.name, retry_after_s=reply.retry_after_s
@@ -309,6 +317,7 @@ class RoundRunner:
             traffic=self.traffic,
             on_commit=self._committed,
             ask_partner=self._ask,
+            deadlines=self._deadlines,
         )
         self._swaps[swap_id] = swap
         if len(self._swaps) > REMEMBERED_SWAPS:
@@ -353,13 +362,23 @@ class RoundRunner:
         for candidate in self._directory.live():
             if candidate.peer_id == partner:
                 try:
-                    status = await self._transport.status(candidate, swap_id=swap_id, timeout_s=STATUS_TIMEOUT_S)
+                    status = await self._transport.status(
+                        candidate, swap_id=swap_id, timeout_s=self._deadlines.status_s
+                    )
                 except PeerError:
                     break
                 return status.swap
         return SwapState()
 
     # ending
+
+    def _conclude(self, round_: Round) -> Outcome:
+        outcome = self._outcome(round_)
+        round_.close()
+        if self._seeker:
+            self._seeker.cancel()
+        self._opening = None
+        return outcome
 
     def _settled(self, round_: Round) -> bool:
         return round_.phase in (Phase.DONE, Phase.HALF, Phase.CLOSED) or self._hopeless(round_)
@@ -389,9 +408,10 @@ class RoundRunner:
                 return Half(received, "its outer gradient is not here yet")
             return Half(received, self._reason)
         if phase is Phase.SWAPPING and running is not None:
-            partner = _short(running.swap.partner)
+            partner, self._running = running.swap.partner, None
             running.swap.abandon(Unreachable("the round ended before the early part was committed"))
-            return Alone(f"the swap with {partner} was not ready at the boundary")
+            self._pairing.failed(partner, now_s=time.monotonic())
+            return Alone(f"the swap with {_short(partner)} was not ready at the boundary")
         if not self._directory.live():
             return Alone("no other live peer")
         return Alone(self._reason or "no answer to an offer yet")
@@ -416,10 +436,8 @@ class RoundRunner:
     async def _wait_for_change(self) -> None:
         """Until something changed, or for a moment: newcomers and retry times are not announced."""
         self._changed.clear()
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), POLL_S)
-        except TimeoutError:
-            pass
 
     def _own(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)

@@ -36,7 +36,10 @@ class FrameStream(Protocol):
         ...
 
     async def receive(self, timeout_s: float) -> Frame:
-        """The next frame. Raises TimedOut, Unreachable when the other side is gone, CorruptPayload when it is no frame."""
+        """The next frame.
+
+        Raises TimedOut, Unreachable when the other side is gone, CorruptPayload when it is no frame.
+        """
         ...
 
     async def close(self) -> None:

@@ -1,12 +1,13 @@
 """One swap with one partner, after its offer was accepted: both directions at once over one stream.
 
-Each part goes stage -> verify -> commit: its sections arrive whole and are checked (order, length, digest, finite), both
-sides say Ready, and a side that has said and heard Ready commits. Nothing is applied here; what came is kept coded.
+Each part goes stage -> verify -> commit: its sections arrive whole and are checked (order, length, digest, finite),
+both sides say Ready, and a side that has said and heard Ready commits. Nothing is applied here; what came stays coded.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from noloco_p2p.codec import chunk_bounds, num_chunks, section_bytes
 from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
+from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import (
     CHUNK_DIGEST_BYTES,
     Abort,
@@ -31,8 +33,6 @@ from noloco_p2p.gossip.frames import (
 from noloco_p2p.gossip.outcome import SectionPair, SectionPlan, Traffic
 from noloco_p2p.gossip.seams import FrameStream
 
-PROGRESS_TIMEOUT_S = 15.0  # a chunk that takes longer ends the swap: about 10 KB/s is the least a partner must carry
-FAREWELL_TIMEOUT_S = 1.0  # for the Abort that tells the partner why
 RECEIVE_TIMEOUT_S = 86_400.0  # `_progress` and the owner of the swap end it long before
 
 
@@ -72,6 +72,7 @@ class Swap:
         traffic: Traffic,
         on_commit: Callable[[Swap, Part], None],
         ask_partner: Callable[[str, bytes], Awaitable[SwapState]],
+        deadlines: Deadlines,
     ) -> None:
         self.swap_id = swap_id
         self.partner = partner
@@ -87,17 +88,19 @@ class Swap:
         self._traffic = traffic
         self._on_commit = on_commit
         self._ask_partner = ask_partner
+        self._deadlines = deadlines
         self._own: dict[SectionName, list[bytes]] = {plan.name: [] for plan in plans}
         self._own[SectionName.OUTER_GRADIENT] = staged.chunks
         self._theirs: dict[SectionName, list[bytes]] = {plan.name: [] for plan in plans}
         self._partner_ready: set[Part] = set()
-        self._sent: set[Part] = set()
+        self._sent = {part: asyncio.Event() for part in Part}
         self._moving = 0  # sections on their way now, either direction
         self._send_lock = asyncio.Lock()
         self._early_done = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._abandoned: asyncio.Future[None] = self._loop.create_future()
         self._timer = asyncio.timeout(None)
+        self._has_ended = False  # nothing is committed from now on
 
     def pair(self, name: SectionName) -> SectionPair:
         """The coded vectors of both sides; the part that `name` belongs to must be committed."""
@@ -109,21 +112,27 @@ class Swap:
         return {plan.name: self.pair(plan.name) for plan in self._plans if plan.part in self.committed}
 
     def state(self) -> SwapState:
-        return SwapState(known=True, verified=tuple(self.verified), committed=tuple(self.committed))
+        """What the partner is told when it asks. A part that was verified but given up counts as not verified."""
+        verified = self.committed if self._has_ended else self.verified
+        return SwapState(known=True, verified=tuple(verified), committed=tuple(self.committed))
 
     def abandon(self, reason: PeerError) -> None:
-        """End the swap from outside; `run` then raises `reason`. Harmless when it has ended."""
+        """End the swap from outside: nothing more is committed, `run` raises `reason`. Harmless when it has ended."""
+        self._has_ended = True
         if not self._abandoned.done():
             self._abandoned.set_exception(reason)
             self._abandoned.exception()  # retrieved here, as `run` may already be gone
 
     async def run(self) -> None:
         """Returns when both parts are committed. Raises PeerError otherwise; `committed` tells how far it came."""
+        sender = asyncio.create_task(self._send_parts())
+        receiver = asyncio.create_task(self._receive_parts())
         try:
             async with self._timer:
-                await self._both_ways()
+                self._progress()
+                await self._both_ways(sender, receiver)
         except TimeoutError:
-            fault: PeerError = TimedOut(f"nothing moved for {PROGRESS_TIMEOUT_S:.0f} s", peer=self.partner)
+            fault: PeerError = TimedOut(f"nothing moved for {self._deadlines.progress_s:g} s", peer=self.partner)
             await self._farewell(AbortCode.TIMED_OUT, fault)
             raise fault from None
         except CorruptPayload as error:
@@ -133,32 +142,29 @@ class Swap:
             await self._farewell(AbortCode.ABANDONED, error.reason)
             raise error.reason from None
         finally:
-            await self._stream.close()
-
-    async def _both_ways(self) -> None:
-        self._progress()
-        sender = asyncio.create_task(self._send_parts())
-        receiver = asyncio.create_task(self._receive_parts())
-        pending: set[asyncio.Future[None]] = {sender, receiver}
-        try:
-            while pending:
-                done, _ = await asyncio.wait({*pending, self._abandoned}, return_when=asyncio.FIRST_COMPLETED)
-                if self._abandoned in done:
-                    reason = self._abandoned.exception()
-                    assert isinstance(reason, PeerError)
-                    raise _Abandoned(reason)
-                pending -= done
-                if sender in done and sender.exception():
-                    # The receiver may hold the partner's Abort, which tells more than a broken connection.
-                    await asyncio.wait({receiver}, timeout=FAREWELL_TIMEOUT_S)
-                    if receiver.done():
-                        receiver.result()
-                for task in done:
-                    task.result()
-        finally:
+            # Only now, after the farewell: a read or write that is cancelled may take the whole stream with it.
+            self._has_ended = True
             for task in (sender, receiver):
                 task.cancel()
             await asyncio.gather(sender, receiver, return_exceptions=True)
+            await self._stream.close()
+
+    async def _both_ways(self, sender: asyncio.Task[None], receiver: asyncio.Task[None]) -> None:
+        pending: set[asyncio.Future[None]] = {sender, receiver}
+        while pending:
+            done, _ = await asyncio.wait({*pending, self._abandoned}, return_when=asyncio.FIRST_COMPLETED)
+            if self._abandoned in done:
+                reason = self._abandoned.exception()
+                assert isinstance(reason, PeerError)
+                raise _Abandoned(reason)
+            pending -= done
+            if sender in done and sender.exception():
+                # The receiver may hold the partner's Abort, which tells more than a broken connection.
+                await asyncio.wait({receiver}, timeout=self._deadlines.farewell_s)
+                if receiver.done():
+                    receiver.result()
+            for task in done:
+                task.result()
 
     # sending
 
@@ -166,7 +172,7 @@ class Swap:
         for part in Part:
             for plan in self._plans_of(part):
                 await self._send_section(plan)
-            self._sent.add(part)
+            self._sent[part].set()
             self._progress()
             if part is Part.EARLY:
                 await self._early_done.wait()  # keeps the frames of the two parts apart on the wire
@@ -181,6 +187,7 @@ class Swap:
                 payload = await coded
                 if index == 0:
                     self._moving += 1
+                    self._progress()
                     await self._send(_header(plan))
                 if index + 1 < len(bounds):  # the next chunk is coded while this one is sent
                     coded = asyncio.create_task(self._coded(plan, *bounds[index + 1], index=index + 1))
@@ -219,8 +226,12 @@ class Swap:
                 await self._receive_section(plan)
             self.verified.add(part)
             self._progress()
-            await self._send(Ready(part))
+            with contextlib.suppress(Unreachable):  # the partner may still be heard, or asked
+                await self._send(Ready(part))
             await self._hear_ready(part)
+            await self._sent[part].wait()  # a partner may claim to have what was never sent to it
+            if self._has_ended:
+                raise Unreachable("the swap was given up", peer=self.partner)
             self.committed.add(part)
             self._on_commit(self, part)
             self._early_done.set()
@@ -231,6 +242,7 @@ class Swap:
         if header != _header(plan):
             raise CorruptPayload(f"announced {_show(header)}, expected {_show(_header(plan))}", peer=self.partner)
         self._moving += 1
+        self._progress()
         digests = blake3()
         kept = self._theirs[plan.name]
         for index, (start, stop) in enumerate(chunk_bounds(plan.num_elements)):
@@ -254,6 +266,8 @@ class Swap:
         while part not in self._partner_ready:
             try:
                 frame = await self._receive(until_ready=True)
+            except _Ended:
+                raise  # it said that it will not commit
             except (Unreachable, TimedOut):
                 # The Ready may be lost on the way: ask once what the partner has; unknown counts as not committed.
                 if part not in (await self._ask_partner(self.partner, self.swap_id)).verified:
@@ -267,9 +281,7 @@ class Swap:
         while True:
             frame = await self._stream.receive(RECEIVE_TIMEOUT_S)
             if isinstance(frame, Abort):
-                raise Unreachable(
-                    f"the partner ended the swap ({frame.code.name}): {frame.sentence}", peer=self.partner
-                )
+                raise _Ended(f"the partner ended the swap ({frame.code.name}): {frame.sentence}", peer=self.partner)
             if not isinstance(frame, Ready):
                 return frame
             self._partner_ready.add(frame.part)
@@ -284,15 +296,20 @@ class Swap:
 
     def _progress(self) -> None:
         """Something moved: start the progress timer anew, or stop it while both sides wait for a boundary."""
-        late_pending = Part.LATE in self.verified and Part.LATE in self._sent
+        if self._has_ended or self._timer.expired():
+            return
+        late_pending = Part.LATE in self.verified and self._sent[Part.LATE].is_set()
         waiting = Part.EARLY in self.committed and not self._moving and not late_pending
-        self._timer.reschedule(None if waiting else self._loop.time() + PROGRESS_TIMEOUT_S)
+        self._timer.reschedule(None if waiting else self._loop.time() + self._deadlines.progress_s)
 
     async def _farewell(self, code: AbortCode, reason: PeerError) -> None:
-        try:
-            await asyncio.wait_for(self._send(Abort(code, str(reason))), FAREWELL_TIMEOUT_S)
-        except (PeerError, TimeoutError):
-            pass  # it is gone: nobody to tell
+        self._has_ended = True
+        with contextlib.suppress(PeerError, TimeoutError):  # it is gone: nobody to tell
+            await asyncio.wait_for(self._send(Abort(code, str(reason))), self._deadlines.farewell_s)
+
+
+class _Ended(Unreachable):
+    """The partner sent Abort: what it has not committed it never will."""
 
 
 class _Abandoned(Exception):

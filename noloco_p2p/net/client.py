@@ -30,7 +30,7 @@ class GrpcTransport:
         """Connect, and open a swap stream. Raises Unreachable or TimedOut."""
         channel = grpc.aio.insecure_channel(candidate.address, options=options.CLIENT)
         try:
-            await asyncio.wait_for(channel.channel_ready(), timeout_s)
+            await asyncio.wait_for(_connect(channel, candidate), timeout_s)
         except TimeoutError:
             await channel.close()
             raise Unreachable(
@@ -126,6 +126,17 @@ class ClientStream:
     async def close(self) -> None:
         self._call.cancel()
         await self._channel.close()
+
+
+async def _connect(channel: grpc.aio.Channel, candidate: Candidate) -> None:
+    """Until the channel is connected. A refused connection is told at once: another candidate may be there."""
+    ready, failing = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE
+    state = channel.get_state(try_to_connect=True)
+    while state is not ready:
+        if state is failing:
+            raise Unreachable(f"{candidate.address} cannot be connected to", peer=candidate.peer_id)
+        await channel.wait_for_state_change(state)
+        state = channel.get_state(try_to_connect=True)
 
 
 def translate(error: grpc.aio.AioRpcError, peer: str) -> PeerError:

@@ -39,7 +39,8 @@ class GrpcServer:
             self.port = self._server.add_insecure_port(f"{host}:{port}")
         except RuntimeError:
             raise SettingsError(
-                f"cannot listen on {host}:{port}: the port is in use or not allowed; choose another with --listen HOST:PORT"
+                f"cannot listen on {host}:{port}: the port is in use or not allowed; "
+                "choose another with --listen HOST:PORT"
             ) from None
         await self._server.start()
 

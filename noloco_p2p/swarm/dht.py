@@ -52,8 +52,8 @@ class Timing:
 class SwarmDirectory:
     """Implements the seam `gossip.seams.Directory`. Make it with `start()` on a running loop, end it with `stop()`.
 
-    `describe` returns None until there is something to announce. Without it nothing ever is: with a run it only reads (a monitor, which stays out of routing tables),
-    without one it is a plain DHT node (a bootstrap).
+    `describe` returns None until there is something to announce. Without it nothing ever is: with a run it only reads
+    (a monitor, which stays out of routing tables), without one it is a plain DHT node (a bootstrap).
     """
 
     def __init__(

@@ -10,6 +10,11 @@ from noloco_p2p.gossip.frames import FetchItem, FetchWant, Frame, Hello, PeerSta
 from noloco_p2p.gossip.seams import Candidate, FrameStream, Service
 
 QUEUED_FRAMES = 8
+Wrap = Callable[[FrameStream], FrameStream]  # puts something around a stream, for example the faults of a FaultPlan
+
+
+def unchanged(stream: FrameStream) -> FrameStream:
+    return stream
 
 
 class MemoryNetwork:
@@ -17,10 +22,13 @@ class MemoryNetwork:
 
     def __init__(self) -> None:
         self.services: dict[str, Service] = {}
+        self._wraps: dict[str, Wrap] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def add(self, peer_id: str, service: Service) -> None:
+    def add(self, peer_id: str, service: Service, *, wrap: Wrap = unchanged) -> None:
+        """`wrap` is put around the streams that others open to this peer."""
         self.services[peer_id] = service
+        self._wraps[peer_id] = wrap
 
     def remove(self, peer_id: str) -> None:
         del self.services[peer_id]
@@ -30,6 +38,11 @@ class MemoryNetwork:
             return self.services[peer_id]
         except KeyError:
             raise Unreachable(f"{peer_id} is not there", peer=peer_id) from None
+
+    def call(self, peer_id: str, stream: FrameStream) -> None:
+        """Let a peer answer an offer that comes over `stream`."""
+        service = self.service(peer_id)
+        self.own(asyncio.create_task(service.on_swap(self._wraps[peer_id](stream))))
 
     def own(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
@@ -53,23 +66,22 @@ class MemoryDirectory:
 
 
 class MemoryTransport:
-    """Calls on a MemoryNetwork. `wrap` may put something around a stream, for example a FaultPlan's."""
+    """Calls on a MemoryNetwork. `wrap` is put around the streams that are opened."""
 
     def __init__(
         self,
         network: MemoryNetwork,
         hello: Callable[[], Hello],
         *,
-        wrap: Callable[[FrameStream], FrameStream] = lambda stream: stream,
+        wrap: Wrap = unchanged,
     ) -> None:
         self._network = network
         self._hello = hello
         self._wrap = wrap
 
     async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> FrameStream:
-        service = self._network.service(candidate.peer_id)
         here, there = MemoryStream.pair(candidate.peer_id, self._hello().peer_id)
-        self._network.own(asyncio.create_task(service.on_swap(there)))
+        self._network.call(candidate.peer_id, there)
         return self._wrap(here)
 
     async def status(self, candidate: Candidate, *, swap_id: bytes = b"", timeout_s: float) -> PeerStatus:
@@ -123,6 +135,8 @@ class MemoryStream:
 
     async def receive(self, timeout_s: float) -> Frame:
         assert self._other is not None
+        if self._ended.is_set():
+            raise Unreachable("the stream is closed", peer=self._peer)
         if self._incoming.empty() and self._other._ended.is_set():
             raise Unreachable("the other side closed the stream", peer=self._peer)
         try:
@@ -130,10 +144,11 @@ class MemoryStream:
         except TimeoutError:
             raise TimedOut(f"nothing came for {timeout_s:.1f} s", peer=self._peer) from None
         if frame is None:
-            raise Unreachable("the other side closed the stream", peer=self._peer)
+            raise Unreachable("the stream is closed", peer=self._peer)
         return frame
 
     async def close(self) -> None:
         self._ended.set()
-        if not self._outgoing.full():  # a full queue has no waiting reader to wake
-            self._outgoing.put_nowait(None)
+        for queue in (self._incoming, self._outgoing):
+            if not queue.full():  # a full queue has no waiting reader to wake
+                queue.put_nowait(None)

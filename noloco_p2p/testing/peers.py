@@ -9,24 +9,26 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.fetch import SavedState, StateServer
-from noloco_p2p.gossip.frames import Hello, StateManifest
+from noloco_p2p.gossip.frames import PROTOCOL_VERSION, Hello, StateManifest
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.runner import RoundRunner
-from noloco_p2p.gossip.seams import FrameStream
+from noloco_p2p.gossip.seams import Directory, Transport
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.metrics import Metrics
-from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport
+from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport, Wrap, unchanged
 
 
 class MemorySwarm:
     """A network thread with a MemoryNetwork; `peer(...)` adds a peer to it. Use as a context manager."""
 
-    def __init__(self, spec: RunSpec) -> None:
+    def __init__(self, spec: RunSpec, *, deadlines: Deadlines = INTERNET) -> None:
         self.spec = spec
-        self.loop = asyncio.new_event_loop()
+        self.deadlines = deadlines
+        self.loop = self._new_loop()
         self.network = MemoryNetwork()
         self.peers: list[MemoryPeer] = []
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
@@ -47,10 +49,15 @@ class MemorySwarm:
         *,
         run_folder: Path = Path("."),
         spec: RunSpec | None = None,
-        wrap: Callable[[FrameStream], FrameStream] = lambda stream: stream,
+        protocol_version: str = PROTOCOL_VERSION,
+        wrap: Wrap = unchanged,
+        wrap_accepted: Wrap = unchanged,
     ) -> MemoryPeer:
-        """Add a live peer. `spec` for one of another run; `wrap` puts something around the streams that it opens."""
-        making = _make(self, peer_id, spec or self.spec, run_folder, wrap)
+        """Add a live peer. `spec`, `protocol_version` for one that does not fit the others.
+
+        `wrap` is put around the streams that it opens, `wrap_accepted` around those that others open to it.
+        """
+        making = self._make(peer_id, spec or self.spec, run_folder, protocol_version, wrap, wrap_accepted)
         peer = asyncio.run_coroutine_threadsafe(making, self.loop).result(10.0)
         self.peers.append(peer)
         return peer
@@ -59,15 +66,74 @@ class MemorySwarm:
         """The peer vanishes: nobody can call it any more, and its streams break."""
 
         async def vanish() -> None:
-            self.network.remove(peer.peer_id)
+            await self._disconnect(peer.peer_id)
             await peer.runner.stop()
 
         asyncio.run_coroutine_threadsafe(vanish(), self.loop).result(10.0)
 
+    # what differs between memory and sockets
+
+    def _new_loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.new_event_loop()
+
+    def _outside(self, peer_id: str, hello: Callable[[], Hello], wrap: Wrap) -> tuple[Transport, Directory]:
+        """How a peer reaches the others, and how it knows of them."""
+        transport = MemoryTransport(self.network, hello, wrap=wrap)
+        return transport, MemoryDirectory(self.network, own_id=peer_id)
+
+    async def _connect(self, peer_id: str, service: PeerService, wrap: Wrap) -> None:
+        """From now on others can reach the peer."""
+        self.network.add(peer_id, service, wrap=wrap)
+
+    async def _disconnect(self, peer_id: str) -> None:
+        self.network.remove(peer_id)
+
+    async def _disconnect_all(self) -> None:
+        await self.network.close()
+
+    # starting and stopping
+
+    async def _make(
+        self, peer_id: str, spec: RunSpec, run_folder: Path, protocol_version: str, wrap: Wrap, wrap_accepted: Wrap
+    ) -> MemoryPeer:
+        executor = ThreadPoolExecutor(1)
+        pace = Pace(spec.outer.inner_steps)
+        made: list[MemoryPeer] = []
+
+        def hello() -> Hello:
+            layout = made[0].layout if made else ""
+            return Hello(peer_id, spec.name, spec.digest(), protocol_version=protocol_version, layout=layout)
+
+        transport, directory = self._outside(peer_id, hello, wrap)
+        runner = RoundRunner(
+            hello=hello,
+            transport=transport,
+            directory=directory,
+            pace=pace,
+            executor=executor,
+            rng=random.Random(peer_id),
+            deadlines=self.deadlines,
+        )
+        exchange = Exchange(spec=spec, loop=self.loop, runner=runner, pace=pace)
+        states = StateServer(spec)
+        peer = MemoryPeer(
+            peer_id,
+            spec=spec,
+            run_folder=run_folder,
+            runner=runner,
+            exchange=exchange,
+            states=states,
+            executor=executor,
+        )
+        made.append(peer)
+        service = PeerService(runner=runner, states=states, status=lambda: (hello(), runner.state, 0, 0.0))
+        await self._connect(peer_id, service, wrap_accepted)
+        return peer
+
     async def _stop(self) -> None:
         for peer in self.peers:
             await peer.runner.stop()
-        await self.network.close()
+        await self._disconnect_all()
         for peer in self.peers:
             peer.executor.shutdown()
 
@@ -102,39 +168,3 @@ class MemoryPeer:
 
     def serve_state(self, saved: SavedState) -> None:
         self.states.saved = saved
-
-
-async def _make(
-    swarm: MemorySwarm, peer_id: str, spec: RunSpec, run_folder: Path, wrap: Callable[[FrameStream], FrameStream]
-) -> MemoryPeer:
-    executor = ThreadPoolExecutor(1)
-    pace = Pace(spec.outer.inner_steps)
-    made: list[MemoryPeer] = []
-
-    def hello() -> Hello:
-        return Hello(peer_id, spec.name, spec.digest(), layout=made[0].layout if made else "")
-
-    runner = RoundRunner(
-        hello=hello,
-        transport=MemoryTransport(swarm.network, hello, wrap=wrap),
-        directory=MemoryDirectory(swarm.network, own_id=peer_id),
-        pace=pace,
-        executor=executor,
-        rng=random.Random(peer_id),
-    )
-    exchange = Exchange(spec=spec, loop=swarm.loop, runner=runner, pace=pace)
-    states = StateServer(spec)
-    made.append(
-        MemoryPeer(
-            peer_id,
-            spec=spec,
-            run_folder=run_folder,
-            runner=runner,
-            exchange=exchange,
-            states=states,
-            executor=executor,
-        )
-    )
-    service = PeerService(runner=runner, states=states, status=lambda: (hello(), runner.state, 0, 0.0))
-    swarm.network.add(peer_id, service)
-    return made[0]

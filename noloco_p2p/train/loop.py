@@ -19,7 +19,7 @@ from noloco_p2p.telemetry.events import EventLog
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.train.data import TokenStream, validation_batches
 from noloco_p2p.train.evaluate import evaluate_loss
-from noloco_p2p.train.model import build_model, build_tokenizer
+from noloco_p2p.train.model import build_model, build_tokenizer, check_vocabulary
 from noloco_p2p.train.needs import Needs, estimate, probe_step_s
 from noloco_p2p.train.outer import NoLoCo, RoundResult
 from noloco_p2p.train.start import load_start
@@ -33,8 +33,8 @@ AT_END = 1 - 1e-9  # progress is a sum of fractions
 class Trainer:
     """One training peer: model, data, optimizer, outer step and checkpoints, built from the run spec.
 
-    Resumes from the newest checkpoint on this machine, else from the state of a live peer, else from the initial weights
-    that the spec defines. `say` prints a line for a person.
+    Resumes from the newest checkpoint on this machine, else from the state of a live peer, else from the initial
+    weights that the spec defines. `say` prints a line for a person.
     """
 
     def __init__(self, peer: Peer, *, say: Callable[[str], None]) -> None:
@@ -61,11 +61,12 @@ class Trainer:
             batch_size=spec.train.batch_size,
         )
         self.model = build_model(spec.model, sequence_length=spec.data.sequence_length)
+        check_vocabulary(self.model, tokenizer)
         self.events = EventLog(peer.run_folder / "events.jsonl")
         self.checkpoints = Checkpoints(peer.run_folder / "checkpoints")
         newest = self.checkpoints.newest()
         has_start = newest is None and load_start(self.model, spec.model.start, state_dir=settings.state_dir)
-        torch.nn.Module.to(self.model, self.device)  # transformers' own `to` has no useful type
+        torch.nn.Module.to(self.model, self.device)  # the type of transformers' own `to` is of no use
         self.trainable = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         self.optimizer = make_inner_optimizer(self.trainable.values(), spec.train)
         self.outer = NoLoCo(self.model, peer, save_every_rounds=0, resume=newest, end_at=AT_END)
@@ -73,8 +74,8 @@ class Trainer:
             self._resume(newest)
         elif not (has_start or self.outer.entered):
             raise ModelError(
-                f"the run {spec.name} starts from the state {spec.model.start}, which is not on this machine, and no live "
-                "peer gave its state; join with a ticket of a live peer, or make the state again with `noloco fork`"
+                f"the run {spec.name} starts from the state {spec.model.start}, which is not on this machine, and no "
+                "live peer gave its state; join with a ticket of a live peer, or make it again with `noloco fork`"
             )
         self._losses: list[Tensor] = []
         self._round_began_s = time.monotonic()

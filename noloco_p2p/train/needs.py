@@ -42,8 +42,8 @@ class Needs:
         """For people."""
         return [
             f"model: {count(self.num_parameters)} parameters, {self.step_s:.2f} s an inner step on this machine",
-            f"needs: {mib(self.model_bytes)} to train (activations on top), {mib(self.outer_bytes)} for the outer step, "
-            f"{mib(self.disk_bytes)} of disk",
+            f"needs: {mib(self.model_bytes)} to train (activations on top), {mib(self.outer_bytes)} for the outer step,"
+            f" {mib(self.disk_bytes)} of disk",
             f"sends and receives: {mib(self.round_bytes)} a round, about {mib(self.hour_bytes)} an hour, each way",
             f"this machine has: {mib(self.memory_free_bytes)} of memory and {mib(self.disk_free_bytes)} of disk free",
         ]
@@ -79,7 +79,7 @@ def estimate(spec: RunSpec, *, num_parameters: int, step_s: float, folder: Path)
 
 
 def probe_step_s(compute: Callable[[Tensor], Tensor], batch: Tensor) -> float:
-    """Seconds of forward and backward of one batch, scaled up from a few sequences of it; the caller zeroes gradients."""
+    """Seconds of forward and backward of one batch, scaled up from a few sequences; the caller zeroes gradients."""
     sample = batch[: max(1, PROBE_TOKENS // batch.shape[1])]
     durations_s = []
     for _ in range(1 + PROBE_STEPS):  # the first one warms up

@@ -134,8 +134,8 @@ class NoLoCo:
     ) -> Path:
         """Write checkpoint `number` with the outer state in it, and serve it to newcomers.
 
-        Between two rounds the model equals its slow weights; within a round it is written too. Raises CheckpointError; the
-        last good checkpoint is then intact and still served.
+        Between two rounds the model equals its slow weights; within a round it is written too. Raises CheckpointError;
+        the last good checkpoint is then intact and still served.
         """
         state = {"round": self.round, "progress": self.progress, "steps": self._steps, "layout": self._layout}
         tensors = {STATE_FILE: {"slow_weights": self._slow, "outer_momentum": self._momentum}}
@@ -275,7 +275,7 @@ class NoLoCo:
 
     @torch.no_grad()
     def _correct(self, correction: Correction) -> None:
-        """The partner's gradient came after the boundary: `beta h` goes into slow weights, momentum and fast weights."""
+        """The partner's gradient came after the boundary: `beta h` goes into slow, fast weights and momentum."""
         for index, (start, stop) in enumerate(self._bounds):
             late = correction.gradient.half_difference(index).mul_(self.spec.outer.beta)
             self._slow[start:stop].add_(late)

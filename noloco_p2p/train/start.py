@@ -53,7 +53,7 @@ def load_start(model: nn.Module, start: str, *, state_dir: Path) -> bool:
 
 def _digest(slow_weights: Tensor) -> str:
     assert slow_weights.dtype is torch.float32
-    return "blake3:" + blake3(memoryview(slow_weights.contiguous().numpy())).hexdigest()
+    return "blake3:" + blake3(memoryview(slow_weights.contiguous().numpy()).cast("B")).hexdigest()
 
 
 def _path(start: str, state_dir: Path) -> Path:

@@ -1,0 +1,47 @@
+"""What all benchmarks share: the flags, the table, and the JSON of claims."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One figure: `value` is what was measured, `target` what it was to reach, in words; None = reported only."""
+
+    claim: str
+    value: float
+    unit: str
+    target: str = ""
+    met: bool | None = None
+
+
+def run(measure: Callable[[bool], list[Claim]], *, doc: str | None) -> None:
+    """Parse --quick and --json, measure, print the table. `measure(quick)` returns the claims."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smaller run, under a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims as JSON")
+    args = parser.parse_args()
+    claims = measure(args.quick)
+    print(machine())
+    width = max(len(claim.claim) for claim in claims)
+    for claim in claims:
+        verdict = "" if claim.met is None else f"target {claim.target}: {'met' if claim.met else 'NOT met'}"
+        print(f"{claim.claim:<{width}}  {claim.value:>10.4g} {claim.unit:<14} {verdict}".rstrip())
+    if args.json:
+        args.json.write_text(json.dumps([asdict(claim) for claim in claims], indent=1) + "\n", encoding="utf-8")
+
+
+def machine() -> str:
+    """One line for a result that is kept: date, cores, versions."""
+    libraries = " ".join(f"{name} {version(name)}" for name in ("torch", "grpcio", "uvloop"))
+    cores = len(os.sched_getaffinity(0))
+    return f"# {datetime.now(UTC):%Y-%m-%d} | {platform.machine()}, {cores} cores | Python {platform.python_version()} {libraries}"

@@ -1,0 +1,272 @@
+"""Faults at an exact frame of a stream: the same plan gives the same fault, every time.
+
+plan = FaultPlan().fail_at(At(Chunk, section=SectionName.OUTER_GRADIENT, index=1), send=FlipBit(3))
+faults = plan.wrapper()
+peer = swarm.peer("a", wrap=faults)          # the streams that it opens
+...
+assert faults.fired == 1                     # the fault was met
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import UnionType
+from typing import NoReturn
+
+from blake3 import blake3
+
+from noloco_p2p.errors import Unreachable
+from noloco_p2p.gossip.frames import CHUNK_DIGEST_BYTES, Chunk, Frame, Header, Part, SectionName
+from noloco_p2p.gossip.seams import FrameStream
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """The `nth` (from 1) frame of a stream and direction that fits all that is given."""
+
+    kind: type[Frame] | UnionType = Frame
+    section: SectionName | None = None
+    index: int | None = None
+    part: Part | None = None
+    nth: int = 1
+
+    def fits(self, frame: Frame) -> bool:
+        wanted = {"section": self.section, "index": self.index, "part": self.part}
+        return isinstance(frame, self.kind) and all(
+            value is None or getattr(frame, name, None) == value for name, value in wanted.items()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The connection breaks, both ways; the frame is not delivered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """From this frame on nothing moves in this direction, and nobody is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The frame is lost; what follows is delivered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """The frame comes twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapWithNext:
+    """The frame comes after the one that follows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlipBit:
+    """One bit of a chunk's payload is wrong; with `digest="valid"` the chunk's digest fits the damage."""
+
+    bit: int
+    digest: str = "stale"
+
+    def alter(self, chunk: Chunk) -> Chunk:
+        payload = bytearray(chunk.payload)
+        payload[self.bit // 8] ^= 1 << self.bit % 8
+        return _with_payload(chunk, bytes(payload), digest=self.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Truncate:
+    """A chunk's payload ends after `num_bytes`; with `digest="valid"` the chunk's digest fits what is left."""
+
+    num_bytes: int
+    digest: str = "stale"
+
+    def alter(self, chunk: Chunk) -> Chunk:
+        return _with_payload(chunk, chunk.payload[: self.num_bytes], digest=self.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class NotFinite:
+    """All bits of a chunk's payload are set, which is NaN in every codec; its digest is valid."""
+
+    def alter(self, chunk: Chunk) -> Chunk:
+        return _with_payload(chunk, b"\xff" * len(chunk.payload), digest="valid")
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """A Header announces something else; None = as it was."""
+
+    codec: str | None = None
+    num_elements: int | None = None
+    num_chunks: int | None = None
+    num_bytes: int | None = None
+
+    def alter(self, header: Header) -> Header:
+        return Header(
+            header.section,
+            header.codec if self.codec is None else self.codec,
+            header.num_elements if self.num_elements is None else self.num_elements,
+            header.num_chunks if self.num_chunks is None else self.num_chunks,
+            header.num_bytes if self.num_bytes is None else self.num_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """Another frame comes instead."""
+
+    frame: Frame
+
+
+Fault = Cut | Stall | Drop | Repeat | SwapWithNext | FlipBit | Truncate | NotFinite | Announce | Replace
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """Which fault comes at which frame. Frozen: `fail_at` returns a new plan. Each fault fires once on each stream."""
+
+    sending: tuple[tuple[At, Fault], ...] = ()
+    receiving: tuple[tuple[At, Fault], ...] = ()
+
+    def fail_at(self, at: At, *, send: Fault | None = None, receive: Fault | None = None) -> FaultPlan:
+        """`send`: what happens to a frame that the owner of the stream sends; `receive`: to one that comes to it."""
+        sending = (*self.sending, (at, send)) if send else self.sending
+        receiving = (*self.receiving, (at, receive)) if receive else self.receiving
+        return FaultPlan(sending, receiving)
+
+    def wrapper(
+        self, *, first_streams: int | None = None, on_fault: Callable[[], None] = lambda: None
+    ) -> FaultyStreams:
+        """What a peer wraps its streams in. Only the `first_streams` are faulty (None = all of them).
+
+        `on_fault` is called in the moment of a fault, for example to let the whole peer vanish.
+        """
+        return FaultyStreams(self, first_streams, on_fault)
+
+
+class FaultyStreams:
+    """Puts a plan around stream after stream; `fired` counts the faults that were met, `opened` the streams."""
+
+    def __init__(self, plan: FaultPlan, first_streams: int | None, on_fault: Callable[[], None]) -> None:
+        self.fired = 0
+        self.opened = 0
+        self._plan = plan
+        self._first_streams = first_streams
+        self._on_fault = on_fault
+
+    def __call__(self, stream: FrameStream) -> FrameStream:
+        self.opened += 1
+        if self._first_streams is not None and self.opened > self._first_streams:
+            return stream
+        return _FaultyStream(stream, self._plan, self._count)
+
+    def _count(self) -> None:
+        self.fired += 1
+        self._on_fault()
+
+
+class _FaultyStream:
+    def __init__(self, stream: FrameStream, plan: FaultPlan, on_fault: Callable[[], None]) -> None:
+        self._stream = stream
+        self._closed = asyncio.Event()
+        self._outgoing = _Direction(plan.sending, on_fault)
+        self._incoming = _Direction(plan.receiving, on_fault)
+        self._arrived: deque[Frame] = deque()
+
+    @property
+    def peer(self) -> str:
+        return self._stream.peer
+
+    async def send(self, frame: Frame) -> None:
+        for altered in await self._through(self._outgoing, frame):
+            await self._stream.send(altered)
+
+    async def receive(self, timeout_s: float) -> Frame:
+        while not self._arrived:
+            frame = await self._stream.receive(timeout_s)
+            self._arrived.extend(await self._through(self._incoming, frame))
+        return self._arrived.popleft()
+
+    async def close(self) -> None:
+        self._closed.set()
+        await self._stream.close()
+
+    async def _through(self, direction: _Direction, frame: Frame) -> Sequence[Frame]:
+        frames = direction.pass_on(frame)
+        if isinstance(frames, Cut):
+            await self.close()
+            raise Unreachable("the connection was cut", peer=self.peer)
+        if isinstance(frames, Stall):
+            await self._never()
+        return frames
+
+    async def _never(self) -> NoReturn:
+        await self._closed.wait()
+        raise Unreachable("the stream is closed", peer=self.peer)
+
+
+class _Direction:
+    """Counts the frames of one direction of one stream, and says what becomes of each."""
+
+    def __init__(self, faults: Sequence[tuple[At, Fault]], on_fault: Callable[[], None]) -> None:
+        self._faults = faults
+        self._on_fault = on_fault
+        self._seen = [0] * len(faults)
+        self._held: tuple[Frame, ...] = ()
+        self._stalled = False
+
+    def pass_on(self, frame: Frame) -> Sequence[Frame] | Cut | Stall:
+        if self._stalled:
+            return Stall()
+        fault = self._fault_for(frame)
+        held, self._held = self._held, ()
+        match fault:
+            case Cut():
+                return fault
+            case Stall():
+                self._stalled = True
+                return fault
+            case SwapWithNext():
+                self._held = (frame,)
+                return held
+            case None:
+                return (frame, *held)
+            case _:
+                return (*_altered(fault, frame), *held)
+
+    def _fault_for(self, frame: Frame) -> Fault | None:
+        found = None
+        for number, (at, fault) in enumerate(self._faults):
+            if at.fits(frame):
+                self._seen[number] += 1
+                if self._seen[number] == at.nth:
+                    found = fault
+        if found:
+            self._on_fault()
+        return found
+
+
+def _altered(fault: Fault, frame: Frame) -> tuple[Frame, ...]:
+    match fault, frame:
+        case Drop(), _:
+            return ()
+        case Repeat(), _:
+            return (frame, frame)
+        case Replace(other), _:
+            return (other,)
+        case Announce(), Header():
+            return (fault.alter(frame),)
+        case ((FlipBit() | Truncate() | NotFinite()), Chunk()):
+            return (fault.alter(frame),)
+        case _:
+            raise ValueError(f"{fault} does not fit a {type(frame).__name__}")
+
+
+def _with_payload(chunk: Chunk, payload: bytes, *, digest: str) -> Chunk:
+    changed = replace(chunk, payload=payload)
+    return replace(changed, digest=blake3(payload).digest(CHUNK_DIGEST_BYTES)) if digest == "valid" else changed

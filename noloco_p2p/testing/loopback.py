@@ -1,0 +1,52 @@
+"""Peers in one process over real gRPC on loopback, with a directory that is a list: MemorySwarm with sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import uvloop
+
+from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.seams import Candidate, Directory, Transport
+from noloco_p2p.gossip.service import PeerService
+from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.testing.memory import Wrap
+from noloco_p2p.testing.peers import MemorySwarm
+
+
+class LoopbackSwarm(MemorySwarm):
+    """`addresses` is the directory; a test may put the address of a LinkProxy there."""
+
+    addresses: dict[str, str]
+    servers: dict[str, GrpcServer]
+
+    def _new_loop(self) -> asyncio.AbstractEventLoop:
+        self.addresses, self.servers = {}, {}
+        return uvloop.new_event_loop()
+
+    def _outside(self, peer_id: str, hello: Callable[[], Hello], wrap: Wrap) -> tuple[Transport, Directory]:
+        return GrpcTransport(hello), _Listed(self.addresses, own_id=peer_id)
+
+    async def _connect(self, peer_id: str, service: PeerService, wrap: Wrap) -> None:
+        self.servers[peer_id] = server = GrpcServer(service)
+        await server.start("127.0.0.1", 0)
+        self.addresses[peer_id] = f"127.0.0.1:{server.port}"
+
+    async def _disconnect(self, peer_id: str) -> None:
+        """The server goes, the directory does not know it yet: as after a kill."""
+        await self.servers.pop(peer_id).stop(0.0)
+
+    async def _disconnect_all(self) -> None:
+        for server in self.servers.values():
+            await server.stop(0.0)
+
+
+class _Listed:
+    def __init__(self, addresses: dict[str, str], *, own_id: str) -> None:
+        self._addresses = addresses
+        self._own_id = own_id
+
+    def live(self) -> Sequence[Candidate]:
+        return [Candidate(peer, address=address) for peer, address in self._addresses.items() if peer != self._own_id]
