@@ -108,19 +108,22 @@ class FolderLock:
             raise SettingsError(
                 f"another peer runs in {self._path.parent}; stop it with `noloco leave`, or use another --state-dir"
             ) from None
-        os.truncate(self._file, 0)
-        os.write(self._file, str(os.getpid()).encode())
 
     def release(self) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
+    def check(self) -> None:
+        """Raises SettingsError when `acquire` would: to tell it before seconds of imports."""
+        self.acquire()
+        self.release()
+
     def is_held(self) -> bool:
         """Does a peer, in this or another process, hold the lock now?"""
         try:
             probe = os.open(self._path, os.O_RDWR)
-        except FileNotFoundError:
+        except OSError:
             return False
         try:
             fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -70,6 +70,10 @@ class DemoPeer:
                 return line.split()[-1]
         return None
 
+    def last_line(self) -> str:
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "nothing"
+
     def is_done(self) -> bool:
         return self.process.poll() is not None or any(event["event"] == "finished" for event in self.events())
 
@@ -97,17 +101,12 @@ class Demo:
 
     def run(self) -> Iterator[list[tuple[str, ...]]]:
         """Rows of the table, twice a second. Raises NolocoError when the first peer does not come up."""
-        self.plan.folder.mkdir(parents=True, exist_ok=True)
-        if any(self.plan.folder.iterdir()):
-            raise SettingsError(f"{self.plan.folder} is not empty; give another folder with --keep")
-        spec_file = self.plan.folder / "demo.toml"
-        spec_file.write_text(render(self.spec), encoding="utf-8")
-        first = DemoPeer(0, plan=self.plan, target=str(spec_file))
+        first = DemoPeer(0, plan=self.plan, target=str(self._write_spec()))
         self.peers.append(first)
         until_s = time.monotonic() + TICKET_TIMEOUT_S
         while (ticket := first.ticket()) is None:
             if first.process.poll() is not None or time.monotonic() > until_s:
-                raise NolocoError(f"the first peer did not start; its log ends with: {_last_line(first.log)}")
+                raise NolocoError(f"the first peer did not start; its log ends with: {first.last_line()}")
             yield self.rows()
             time.sleep(POLL_S)
         self.peers += [DemoPeer(index, plan=self.plan, target=ticket) for index in range(1, self.plan.num_peers)]
@@ -115,6 +114,17 @@ class Demo:
             yield self.rows()
             time.sleep(POLL_S)
         yield self.rows()
+
+    def _write_spec(self) -> Path:
+        spec_file = self.plan.folder / "demo.toml"
+        try:
+            self.plan.folder.mkdir(parents=True, exist_ok=True)
+            if any(self.plan.folder.iterdir()):
+                raise SettingsError(f"{self.plan.folder} is not empty; give another folder with --keep")
+            spec_file.write_text(render(self.spec), encoding="utf-8")
+        except OSError as error:
+            raise SettingsError(f"{self.plan.folder}: cannot be used: {error}") from None
+        return spec_file
 
     def rows(self) -> list[tuple[str, ...]]:
         names: dict[str, str] = {}
@@ -131,17 +141,25 @@ class Demo:
             peer.wait_gone(until_s)
 
     def report(self) -> dict[str, Any]:
-        """Judge the swarm from what the peers have written: call after `stop`. Raises NolocoError when nobody finished."""
+        """Judge the swarm from what the peers that left in order have written: call after `stop`.
+
+        Raises NolocoError when none did.
+        """
         from noloco_p2p.train.export import export_model
         from noloco_p2p.train.judge import judge
         from noloco_p2p.train.model import build_tokenizer
 
         peers = [_result(peer) for peer in self.peers]
-        folders = [peer.folder / "runs" / self.spec.run_id / "checkpoints" for peer in self.peers]
-        verdict = judge(self.spec, [folder for folder in folders if folder.is_dir()])
+        left = [peer for peer in self.peers if peer.process.returncode == 0]
+        if not left:
+            raise NolocoError(
+                f"no peer has come to its end; the first one's log ends with: {self.peers[0].last_line()}"
+            )
+        verdict = judge(self.spec, [peer.folder / "runs" / self.spec.run_id / "checkpoints" for peer in left])
         export_dir = export_model(verdict.model, build_tokenizer(self.spec.data), self.plan.folder / "export")
         return {
             "peers": peers,
+            "merged_peers": len(left),
             "merged_loss": verdict.merged_loss,
             "spread": verdict.spread,
             "export_dir": str(export_dir),
@@ -151,10 +169,11 @@ class Demo:
 
 def report_lines(report: dict[str, Any]) -> list[str]:
     """The report for people."""
-    header = ("peer", "rounds", "swapped", "half", "alone", "validation loss", "sent", "received")
+    header = ("peer", "id", "rounds", "swapped", "half", "alone", "validation loss", "sent", "received")
     rows = [
         (
-            f"..{peer['peer_id'][-6:]}",
+            f"peer {index}",
+            f"..{peer['peer_id'][-6:]}" if peer["peer_id"] else "-",
             str(peer["rounds"]),
             str(peer["swaps"]),
             str(peer["halves"]),
@@ -163,12 +182,12 @@ def report_lines(report: dict[str, Any]) -> list[str]:
             mib(peer["bytes_sent"]),
             mib(peer["bytes_received"]),
         )
-        for peer in report["peers"]
+        for index, peer in enumerate(report["peers"])
     ]
     return [
         *aligned([header, *rows]),
         "",
-        f"merged model (mean of all peers): validation loss {loss(report['merged_loss'])}",
+        f"merged model (mean of {report['merged_peers']} peers): validation loss {loss(report['merged_loss'])}",
         f"spread of the weights: {100 * report['spread']:.2f} % of their norm",
         f"exported for transformers: {report['export_dir']}",
         f"wall time: {report['wall_s']:.0f} s",
@@ -185,7 +204,8 @@ def _row(peer: DemoPeer, names: dict[str, str]) -> tuple[str, ...]:
     rounds = [event for event in events if event["event"] == "round"]
     state = "done" if any(event["event"] == "finished" for event in events) else "training" if events else "starting"
     if peer.process.poll() is not None:
-        state = "gone" if peer.process.returncode == 0 else f"failed ({peer.process.returncode})"
+        code = peer.process.returncode
+        state = "gone" if code == 0 else f"killed ({-code})" if code < 0 else f"failed ({code})"
     if not rounds:
         return (f"peer {peer.index}", state, *["-"] * (len(COLUMNS) - 2))
     last = rounds[-1]
@@ -223,6 +243,14 @@ def _result(peer: DemoPeer) -> dict[str, Any]:
     }
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "nothing"
+def failure_lines(demo: Demo) -> list[str]:
+    """Which peers did not come to their end, and how; empty when all did."""
+    return [
+        f"peer {peer.index} {_how_it_ended(peer.process.returncode)}; its log {peer.log} ends with: {peer.last_line()}"
+        for peer in demo.peers
+        if peer.process.returncode
+    ]
+
+
+def _how_it_ended(returncode: int) -> str:
+    return f"was killed (signal {-returncode})" if returncode < 0 else f"failed (exit code {returncode})"

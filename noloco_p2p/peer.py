@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from noloco_p2p.control import ControlServer, FolderLock
-from noloco_p2p.errors import DirectoryError, SettingsError
+from noloco_p2p.errors import CheckpointError, DirectoryError, SettingsError
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.fetch import SavedState, StateServer, fetch_spec, fetch_state
 from noloco_p2p.gossip.frames import Hello, StateManifest
@@ -31,15 +31,16 @@ from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
-from noloco_p2p.settings import PeerSettings, split_address
+from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import routable_host
+from noloco_p2p.swarm.daemon import probe_port
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.reader import find_somebody
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
-from noloco_p2p.ticket import Ticket, is_ticket
+from noloco_p2p.ticket import MAX_ADDRESSES, Ticket, is_ticket
 
 if TYPE_CHECKING:
     from typing import Self
@@ -50,9 +51,10 @@ T = TypeVar("T")
 START_TIMEOUT_S = 120.0  # importing hivemind on a slow disk included
 STOP_TIMEOUT_S = 20.0
 ENTER_TIMEOUT_S = 30.0  # to hear of a live peer of the run that a ticket names
-LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps: nobody need be there
+LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps or peers met before: nobody need be there
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0
 POLL_S = 0.05
+OWN_ADDRESSES = 4  # of this peer in its ticket; the rest is room for bootstraps
 SPEC_FILE = "spec.json"
 
 
@@ -130,6 +132,7 @@ class Peer:
         self.exchange: Exchange
         self._target = target
         self._lock = FolderLock(settings.state_dir)
+        self._address_book = AddressBook(settings.state_dir / "address_book.json")
         self._identity: Identity
         self._thread: NetworkThread | None = None
         self._network: _Network | None = None
@@ -169,8 +172,10 @@ class Peer:
 
     @property
     def ticket(self) -> str:
-        """Hand it on: whoever has it can enter the run through this peer."""
-        return Ticket(self.spec.name, self.spec.digest(), tuple(self._net.directory.multiaddrs()[:4])).encode()
+        """Hand it on: whoever has it can enter the run through this peer, or through the bootstraps that it was given."""
+        own = self._net.directory.multiaddrs()[:OWN_ADDRESSES]
+        addresses = dict.fromkeys([*own, *self.settings.bootstrap])
+        return Ticket(self.spec.name, self.spec.digest(), tuple(addresses)[:MAX_ADDRESSES]).encode()
 
     @property
     def address(self) -> str:
@@ -227,7 +232,10 @@ class Peer:
         manifest = None
         if target is not None:
             fetching = self._fetch_state(layout, num_elements, state_file_bytes(num_elements), target)
-            manifest = self._call(fetching, FETCH_STATE_TIMEOUT_S)
+            try:
+                manifest = self._call(fetching, FETCH_STATE_TIMEOUT_S)
+            except OSError as error:
+                raise CheckpointError(f"the state of the swarm cannot be written to {target}: {error}") from None
         self._entered = True
         self.announce("training")
         return manifest
@@ -244,6 +252,11 @@ class Peer:
             self._identity = Identity.load_or_create(self.settings.state_dir / "identity.key")
             self._thread = NetworkThread()
             self._call(self._start_network(), START_TIMEOUT_S + ENTER_TIMEOUT_S)
+        except TimeoutError:
+            self.close()
+            raise DirectoryError(
+                "the network did not start in time; the machine may be overloaded: try again"
+            ) from None
         except BaseException:
             self.close()
             raise
@@ -264,7 +277,8 @@ class Peer:
     async def _start_network(self) -> None:
         settings, target = self.settings, self._target
         ports = _Ports(settings)
-        announce_host, announce_port = _announced(settings)
+        ports.check()
+        announce_host, announce_port = settings.announced
         digest = target.digest() if isinstance(target, RunSpec) else target.spec_digest
         bootstraps = [*settings.bootstrap, *(target.addresses if isinstance(target, Ticket) else ())]
         self._directory = directory = await ports.try_both(
@@ -274,10 +288,10 @@ class Peer:
                 identity=self._identity,
                 listen_host=settings.listen_host,
                 listen_port=port,
-                announce_host=announce_host if settings.announce else None,
+                announce_host=announce_host or None,
                 announce_port=announce_port + 1 if announce_port else 0,
                 bootstraps=bootstraps,
-                address_book=AddressBook(settings.state_dir / "address_book.json"),
+                address_book=self._address_book,
                 spec_digest=digest,
                 describe=self._describe,
             ),
@@ -302,12 +316,18 @@ class Peer:
         control = ControlServer(settings.state_dir, {"status": self.status, "leave": self._on_leave})
         await control.start()
         self._network = _Network(directory, transport, runner, states, server, control)
-        self._announced_address = f"{announce_host}:{announce_port or server.port}"
+        host = announce_host or routable_host(settings.listen_host)
+        self._announced_address = f"{host}:{announce_port or server.port}"
         ports.remember(grpc=server.port, libp2p=directory.port)
-        self.run_folder.mkdir(parents=True, exist_ok=True)
-        (self.run_folder / SPEC_FILE).write_bytes(self.spec.canonical_json())
-        if bootstraps and not isinstance(target, Ticket):
-            await directory.wait_for_peers(LOOK_AROUND_S)
+        self._keep_spec()
+
+    def _keep_spec(self) -> None:
+        path = self.run_folder / SPEC_FILE
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(self.spec.canonical_json())
+        except OSError as error:
+            raise SettingsError(f"{path}: cannot be written: {error.strerror}; use another --state-dir") from None
 
     async def _stop_network(self) -> None:
         if self._network:
@@ -329,7 +349,15 @@ class Peer:
         await find_somebody(ticket, self._directory, timeout_s=ENTER_TIMEOUT_S)
         return await fetch_spec(transport, self._directory.live(), expected_digest=ticket.spec_digest)
 
+    async def _look_around(self) -> None:
+        """Wait until a live peer is heard of, where there should be one. Raises Unreachable for a ticket without any."""
+        if isinstance(self._target, Ticket):
+            await find_somebody(self._target, self._net.directory, timeout_s=ENTER_TIMEOUT_S)
+        elif self.settings.bootstrap or self._address_book.addresses():
+            await self._net.directory.wait_for_peers(LOOK_AROUND_S)
+
     async def _fetch_state(self, layout: str, num_elements: int, num_bytes: int, target: Path) -> StateManifest | None:
+        await self._look_around()
         donors = [candidate for candidate in self._net.directory.live() if candidate.state in ("training", "done")]
         random.shuffle(donors)
         if not donors:
@@ -345,7 +373,7 @@ class Peer:
         if manifest is None:
             await asyncio.to_thread(target.unlink)
             if any(donor.round > 0 for donor in donors):
-                log.warning("no live peer gave its state; this peer starts from the initial weights")
+                log.warning("no live peer has a saved state yet; this peer starts from the initial weights, as they did")
         return manifest
 
     # what others are told
@@ -419,10 +447,19 @@ class _Ports:
 
     def __init__(self, settings: PeerSettings) -> None:
         self._file = settings.state_dir / "ports.json"
+        self._host = settings.listen_host
         self._fixed = settings.listen_port != 0
         remembered = self._read()
         self.grpc = settings.listen_port if self._fixed else remembered.get("grpc", 0)
-        self.libp2p = settings.listen_port + 1 if self._fixed else remembered.get("libp2p", 0)
+        self.libp2p = settings.libp2p_port if self._fixed else remembered.get("libp2p", 0)
+
+    def check(self) -> None:
+        """Raises SettingsError when a port that the user named is taken: before seconds of imports, and for both alike."""
+        try:
+            for port in (self.grpc, self.libp2p) if self._fixed else ():
+                probe_port(self._host, port)
+        except DirectoryError as error:
+            raise SettingsError(str(error)) from None
 
     async def try_both(self, port: int, start: Callable[[int], Coroutine[Any, Any, T]]) -> T:
         """Start on `port`; a remembered port that is taken by now gives way to any free one."""
@@ -445,14 +482,6 @@ class _Ports:
             return {name: int(ports[name]) for name in ("grpc", "libp2p")}
         except (OSError, ValueError, KeyError, TypeError):
             return {}
-
-
-def _announced(settings: PeerSettings) -> tuple[str, int]:
-    """Host and gRPC port that others dial; port 0 = the one this peer listens on."""
-    if settings.announce:
-        host, _, port = settings.announce.partition(":")
-        return (host, split_address(settings.announce)[1]) if port else (host, 0)
-    return routable_host(settings.listen_host), 0
 
 
 def state_file_bytes(num_elements: int) -> int:

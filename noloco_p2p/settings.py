@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import tomllib
@@ -31,7 +32,7 @@ def user_file() -> Path:
 
 
 class PeerSettings(BaseModel):
-    """What concerns this machine only. `load` merges the sources; messages name the field."""
+    """What concerns this machine only. `load` merges the sources; messages name the field and its source."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -48,8 +49,15 @@ class PeerSettings(BaseModel):
     @field_validator("listen")
     @classmethod
     def _listen_has_two_ports(cls, listen: str) -> str:
-        if split_address(listen)[1] == LAST_PORT:
+        host, port = split_address(listen)
+        if port == LAST_PORT:
             raise ValueError(f"{listen!r} must leave room for libp2p on PORT+1: choose a port below {LAST_PORT}")
+        try:
+            ipaddress.ip_address(host.strip("[]"))
+        except ValueError:
+            raise ValueError(
+                f"{listen!r} must begin with an IP address of this machine; 0.0.0.0 is all of them"
+            ) from None
         return listen
 
     @field_validator("announce")
@@ -82,12 +90,19 @@ class PeerSettings(BaseModel):
     @classmethod
     def load(cls, flags: Mapping[str, Any] | None = None) -> PeerSettings:
         """Merge all sources; a flag that is None was not given. Raises SettingsError."""
-        values = {**_from_file(user_file()), **_from_environment(os.environ)}
-        values |= {name: value for name, value in (flags or {}).items() if value is not None}
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            raise SettingsError(describe(error)) from None
+        given = {name: value for name, value in (flags or {}).items() if value is not None}
+        settings, values = cls(), dict[str, Any]()
+        for origin, found in (
+            (f"{user_file()}: ", _from_file(user_file())),
+            ("environment NOLOCO_*: ", _from_environment(os.environ)),
+            ("", given),
+        ):
+            values |= found
+            try:
+                settings = cls.model_validate(values)  # after each source, so that a message can name it
+            except ValidationError as error:
+                raise SettingsError(f"{origin}{describe(error)}") from None
+        return settings
 
     @property
     def listen_host(self) -> str:
@@ -95,7 +110,20 @@ class PeerSettings(BaseModel):
 
     @property
     def listen_port(self) -> int:
+        """The gRPC port; 0 = any two."""
         return split_address(self.listen)[1]
+
+    @property
+    def libp2p_port(self) -> int:
+        """The port beside the gRPC port; 0 = any."""
+        return self.listen_port + 1 if self.listen_port else 0
+
+    @property
+    def announced(self) -> tuple[str, int]:
+        """Host and gRPC port of `announce`; "" = not set, port 0 = the one listened on."""
+        if ":" not in self.announce:
+            return self.announce, 0
+        return split_address(self.announce)
 
 
 def split_address(address: str) -> tuple[str, int]:

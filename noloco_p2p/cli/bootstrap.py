@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from noloco_p2p.cli.options import Announce, Bootstrap, Listen, StateDir
+from noloco_p2p.errors import DirectoryError, SettingsError
+
+if TYPE_CHECKING:
+    from noloco_p2p.control import ControlServer
+    from noloco_p2p.identity import Identity
+    from noloco_p2p.settings import PeerSettings
+    from noloco_p2p.swarm.dht import SwarmDirectory
 
 
 def bootstrap(
@@ -15,43 +25,77 @@ def bootstrap(
     bootstrap: Bootstrap = None,
 ) -> None:
     """Run a DHT-only peer that others can enter through: no model, no data."""
+    import uvloop
+
+    from noloco_p2p.control import FolderLock
+    from noloco_p2p.identity import Identity
     from noloco_p2p.settings import PeerSettings
+    from noloco_p2p.swarm.daemon import probe_port
 
     flags = {"listen": listen, "announce": announce, "state_dir": state_dir}
     settings = PeerSettings.load({**flags, "bootstrap": tuple(bootstrap) if bootstrap else None})
-    from noloco_p2p.control import FolderLock
-    from noloco_p2p.identity import Identity
-
     lock = FolderLock(settings.state_dir)
     lock.acquire()
-    key_file = settings.state_dir / "identity.key"
-    identity = Identity.load_or_create(key_file)
-
-    async def serve() -> None:
-        from noloco_p2p.swarm.address_book import AddressBook
-        from noloco_p2p.swarm.dht import SwarmDirectory
-
-        stop = asyncio.Event()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-        port = settings.listen_port
-        directory = await SwarmDirectory.start(
-            identity_path=key_file,
-            identity=identity,
-            listen_host=settings.listen_host,
-            listen_port=port + 1 if port else 0,
-            announce_host=settings.announce.partition(":")[0] or None,
-            bootstraps=settings.bootstrap,
-            address_book=AddressBook(settings.state_dir / "address_book.json"),
-            spec_digest=None,
-        )
-        try:
-            for multiaddr in directory.multiaddrs():
-                print(multiaddr, flush=True)
-            print(f"others enter with: noloco join SPEC.toml --bootstrap {directory.multiaddrs()[0]}", flush=True)
-            await stop.wait()
-        finally:
-            await directory.stop()
-
-    asyncio.run(serve())
+    try:
+        if settings.libp2p_port:
+            probe_port(settings.listen_host, settings.libp2p_port)
+    except DirectoryError as error:
+        raise SettingsError(str(error)) from None
+    identity = Identity.load_or_create(settings.state_dir / "identity.key")
+    print("starting (loading hivemind takes some seconds)", flush=True)
+    uvloop.run(_serve(settings, identity))
     lock.release()
+    print("left", flush=True)
+
+
+async def _serve(settings: PeerSettings, identity: Identity) -> None:
+    from noloco_p2p.swarm.address_book import AddressBook
+    from noloco_p2p.swarm.dht import SwarmDirectory
+
+    stop = asyncio.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signum, _stop_or_exit, stop, signum)
+    announce_host, announce_port = settings.announced
+    directory = await SwarmDirectory.start(
+        identity_path=settings.state_dir / "identity.key",
+        identity=identity,
+        listen_host=settings.listen_host,
+        listen_port=settings.libp2p_port,
+        announce_host=announce_host or None,
+        announce_port=announce_port + 1 if announce_port else 0,
+        bootstraps=settings.bootstrap,
+        address_book=AddressBook(settings.state_dir / "address_book.json"),
+        spec_digest=None,
+    )
+    control = _control(settings, directory, leave=stop.set)
+    try:
+        await control.start()
+        for multiaddr in directory.multiaddrs():
+            print(multiaddr)
+        print(f"others enter with: noloco join SPEC.toml --bootstrap {directory.multiaddrs()[0]}", flush=True)
+        await stop.wait()
+    finally:
+        await control.stop()
+        await directory.stop()
+
+
+def _stop_or_exit(stop: asyncio.Event, signum: int) -> None:
+    """The first signal stops in order, the second exits now."""
+    if stop.is_set():
+        os._exit(128 + signum)
+    stop.set()
+
+
+def _control(settings: PeerSettings, directory: SwarmDirectory, *, leave: Callable[[], None]) -> ControlServer:
+    """Answers `noloco status` and `noloco leave`."""
+    from noloco_p2p.control import ControlServer
+
+    def on_leave() -> dict[str, object]:
+        leave()
+        return {"leaving": True, "pid": os.getpid()}
+
+    def on_status() -> dict[str, object]:
+        own = {"peer_id": directory.peer_id, "pid": os.getpid(), "state": "bootstrap"}
+        return {**own, "addresses": directory.multiaddrs(), "neighbours": len(directory.neighbours())}
+
+    return ControlServer(settings.state_dir, {"status": on_status, "leave": on_leave})

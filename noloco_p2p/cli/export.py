@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -28,11 +27,14 @@ def export(
         raise SettingsError("--merge goes with a ticket, and a ticket with --merge; a checkpoint is a folder")
     if sample and not merge:
         raise SettingsError("--sample goes with --merge")
-    from noloco_p2p.train.export import export_model
+    import uvloop
+
+    from noloco_p2p.train.export import check_export_folder, export_model
     from noloco_p2p.train.merge import from_checkpoint, from_swarm
     from noloco_p2p.train.model import build_tokenizer
 
-    state = asyncio.run(from_swarm(Ticket.decode(source), sample=sample)) if merge else from_checkpoint(Path(source))
+    check_export_folder(folder)
+    state = uvloop.run(from_swarm(Ticket.decode(source), sample=sample)) if merge else from_checkpoint(Path(source))
     export_model(state.fill_model(), build_tokenizer(state.spec.data), folder)
     of = f"the mean of {state.num_peers} peers" if merge else "the checkpoint"
     print(f"wrote {folder}: {of} of run {state.spec.name}")

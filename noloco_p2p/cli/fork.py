@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from noloco_p2p.cli.options import StateDir
-from noloco_p2p.errors import SettingsError
+from noloco_p2p.errors import CheckpointError, SettingsError
 
 
 def fork(
@@ -30,11 +29,19 @@ def fork(
     from noloco_p2p.spec import RunSpec
     from noloco_p2p.ticket import Ticket, is_ticket
 
-    if new.exists():
-        raise SettingsError(f"{new} exists; choose another name for the spec of the new run")
+    if new.exists() or not new.absolute().parent.is_dir():
+        why = "exists" if new.exists() else f"cannot be written: there is no folder {new.absolute().parent}"
+        raise SettingsError(f"{new} {why}; choose another name for the spec of the new run")
     values = dict(_parse(change) for change in changes or [])
+    for key in values:
+        if key.startswith("model."):
+            raise SettingsError(f"--set {key}: a fork keeps the model of the run, as it starts from its weights")
     folder = PeerSettings.load({"state_dir": state_dir}).state_dir
     entry = Ticket.decode(source) if is_ticket(source) else RunSpec.load(source)
+    if isinstance(entry, RunSpec):
+        entry.with_changes(values, origin="--set")  # a wrong value is told before seconds of imports
+    import uvloop
+
     from noloco_p2p.presets import render
     from noloco_p2p.train.merge import from_checkpoint, from_swarm
     from noloco_p2p.train.start import save_start
@@ -42,15 +49,22 @@ def fork(
     if checkpoint:
         state = from_checkpoint(checkpoint)
     elif isinstance(entry, Ticket):
-        state = asyncio.run(from_swarm(entry, sample=1))
+        state = uvloop.run(from_swarm(entry, sample=1))
     else:
-        state = from_checkpoint(folder / "runs" / entry.run_id / "checkpoints")
+        run_folder = folder / "runs" / entry.run_id
+        if not run_folder.is_dir():
+            raise CheckpointError(
+                f"this machine has no checkpoint of the run {entry.name} in {run_folder}; "
+                "fork with a ticket of a live peer, or name another --state-dir or --checkpoint"
+            )
+        state = from_checkpoint(run_folder)
     old = entry if isinstance(entry, RunSpec) else state.spec
     values = {"name": f"{old.name}-fork", **values}
     old.with_changes(values, origin="--set")  # a wrong value is told before the state is written
     spec = old.with_changes({**values, "model.start": save_start(state.slow_weights, state_dir=folder)})
     new.write_text(render(spec), encoding="utf-8")
-    print(f"wrote {new}: run {spec.name}, from the state of {old.name}; start it with: noloco join {new}")
+    join = f"noloco join {new}" + (f" --state-dir {state_dir}" if state_dir else "")
+    print(f"wrote {new}: run {spec.name}, from the state of {old.name}; start it with: {join}")
 
 
 def _parse(change: str) -> tuple[str, Any]:

@@ -52,14 +52,16 @@ def join(
             "bootstrap": tuple(bootstrap) if bootstrap else None,
         }
     )
-    _check_target(run)
+    _check(run, settings.state_dir)
+    # Until it trains there is nothing to keep: SIGTERM then ends the program as Ctrl-C does, in order and at once.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     _say("starting (loading torch and hivemind takes some seconds)")
     from noloco_p2p.peer import Peer
-    from noloco_p2p.train.loop import Trainer
+    from noloco_p2p.train.loop import Trainer, choose_device
 
+    choose_device(settings.device)
     with Peer.join(run, settings) as peer:
-        _leave_on_signals(peer)
-        _say(f"peer {peer.peer_id} of run {peer.spec.name} ({peer.spec.digest()[:16]}), listening on {peer.address}")
+        _say(f"peer {peer.peer_id} of run {peer.spec.name} ({peer.spec.digest()[:16]}), reached at {peer.address}")
         for warning in peer.spec.outer.warnings():
             log.warning(warning)
         trainer = Trainer(peer, say=_say)
@@ -70,17 +72,19 @@ def join(
             log.warning(warning)
         _say("others join with:")
         _say(f"noloco join {peer.ticket}")
+        _leave_on_signals(peer)
         trainer.train()
         if trainer.finished and not peer.leave_requested.is_set():
             peer.announce("done")
-            _say("the run is done; its state is served to late joiners until Ctrl-C or `noloco leave`")
+            _say("the run is done; this peer serves its state to late joiners until Ctrl-C or `noloco leave`")
             peer.leave_requested.wait()
         _say("leaving")
     _say("left; the same command resumes")
 
 
-def _check_target(run: str) -> None:
-    """A mistyped file or ticket is told before torch is loaded."""
+def _check(run: str, state_dir: Path) -> None:
+    """A mistyped file or ticket and a folder in use are told before seconds of imports."""
+    from noloco_p2p.control import FolderLock
     from noloco_p2p.spec import RunSpec
     from noloco_p2p.ticket import Ticket, is_ticket
 
@@ -88,6 +92,7 @@ def _check_target(run: str) -> None:
         Ticket.decode(run)
     else:
         RunSpec.load(Path(run))
+    FolderLock(state_dir).check()
 
 
 def _leave_on_signals(peer: Peer) -> None:

@@ -20,13 +20,16 @@ def leave(
 
     folder = PeerSettings.load({"state_dir": state_dir}).state_dir
     reply = ask(folder, "leave")
+    lock, until_s = FolderLock(folder), time.monotonic() + timeout_s
     if reply is None:
+        if lock.is_held():
+            print(f"the peer in {folder} is still starting and cannot be asked yet; try again, or stop it with Ctrl-C")
+            raise typer.Exit(1)
         print(f"no peer runs in {folder}")
         return
-    lock, until_s = FolderLock(folder), time.monotonic() + timeout_s
     while lock.is_held():
         if time.monotonic() > until_s:
-            print(f"the peer (process {reply['pid']}) has not gone within {timeout_s:.0f} s")
+            print(f"the peer (process {reply['pid']}) was asked to leave and has not gone within {timeout_s:.0f} s")
             raise typer.Exit(1)
         time.sleep(0.05)
-    print("the peer has left; its checkpoint is kept")
+    print("the peer has left; the command that started it resumes from its last checkpoint")

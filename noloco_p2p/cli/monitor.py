@@ -18,20 +18,24 @@ if TYPE_CHECKING:
 def monitor(
     ticket: Annotated[str, typer.Argument(help="A ticket of the run.")],
     watch: Annotated[bool, typer.Option("--watch", help="Go on until Ctrl-C.")] = False,
-    interval_s: Annotated[float, typer.Option("--interval", help="Seconds between two looks with --watch.")] = 2.0,
+    interval_s: Annotated[
+        float, typer.Option("--interval", help="Seconds between two looks with --watch.", min=0.1)
+    ] = 2.0,
     as_json: Json = False,
 ) -> None:
     """Show the whole swarm, from the DHT alone."""
     from noloco_p2p.ticket import Ticket
 
     entry = Ticket.decode(ticket)
+    import uvloop
+
     from noloco_p2p.monitor import collect
     from noloco_p2p.monitor.terminal import plain
 
     if watch:
-        asyncio.run(_watch(entry, interval_s, as_json=as_json))
+        uvloop.run(_watch(entry, interval_s, as_json=as_json))
         return
-    swarm = asyncio.run(collect.snapshot(entry))
+    swarm = uvloop.run(collect.snapshot(entry))
     if as_json:
         print_json(swarm)
     elif sys.stdout.isatty():

@@ -35,6 +35,10 @@ class Codec(Protocol):
         """
         ...
 
+    def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
+        """Raises what `decode` would raise, without making the values: for a chunk that is kept coded."""
+        ...
+
     def decode(self, payload: bytes | memoryview, *, num_elements: int) -> Tensor:
         """A new fp32 CPU tensor of shape (num_elements,), every value finite.
 

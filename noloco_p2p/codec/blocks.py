@@ -58,7 +58,19 @@ class BlockCodec:
             raise refused_value(values, codec=self)  # NaN and infinity end up in the scale of their block
         return coded.numpy().tobytes()
 
+    def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
+        self._checked(payload, num_elements=num_elements)  # any code is a number: the scales decide
+
     def decode(self, payload: bytes | memoryview, *, num_elements: int) -> Tensor:
+        scales, code_bytes = self._checked(payload, num_elements=num_elements)
+        values = torch.empty(num_elements, dtype=torch.float32)
+        self.unpack(code_bytes, values)
+        whole = num_elements // self.block_elements
+        values[: whole * self.block_elements].view(whole, self.block_elements).mul_(scales[:whole, None])
+        values[whole * self.block_elements :].mul_(scales[whole:])  # the short last block: one scale, or nothing
+        return values
+
+    def _checked(self, payload: bytes | memoryview, *, num_elements: int) -> tuple[Tensor, Tensor]:
         coded = payload_bytes(payload, codec=self, num_elements=num_elements)
         scales, code_bytes = self._parts(coded, num_elements=num_elements)
         if not self._scales_valid(scales):
@@ -66,12 +78,7 @@ class BlockCodec:
                 f"{self.name} chunk of {num_elements} elements has a scale that is not a positive number or overflows; "
                 "discard the part"
             )
-        values = torch.empty(num_elements, dtype=torch.float32)
-        self.unpack(code_bytes, values)
-        whole = num_elements // self.block_elements
-        values[: whole * self.block_elements].view(whole, self.block_elements).mul_(scales[:whole, None])
-        values[whole * self.block_elements :].mul_(scales[whole:])  # the short last block: one scale, or nothing
-        return values
+        return scales, code_bytes
 
     def _num_blocks(self, num_elements: int) -> int:
         return -(-num_elements // self.block_elements)

@@ -30,13 +30,20 @@ class RawCodec:
             raise refused_value(values, codec=self)
         return coded.view(self.bits).numpy().tobytes()
 
+    def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
+        self._checked(payload, num_elements=num_elements)
+
     def decode(self, payload: bytes | memoryview, *, num_elements: int) -> Tensor:
+        coded = self._checked(payload, num_elements=num_elements)
+        return coded.to(torch.float32)  # fp32: no second copy, payload_bytes() made one
+
+    def _checked(self, payload: bytes | memoryview, *, num_elements: int) -> Tensor:
         coded = payload_bytes(payload, codec=self, num_elements=num_elements).view(self.dtype)
         if not self._all_finite(coded):
             raise CorruptPayload(
                 f"{self.name} chunk of {num_elements} elements holds NaN or infinity; discard the part"
             )
-        return coded.to(torch.float32)  # fp32: no second copy, payload_bytes() made one
+        return coded
 
     def _all_finite(self, coded: Tensor) -> bool:
         limits = torch.finfo(self.dtype)

@@ -132,6 +132,8 @@ class Swap:
                 self._progress()
                 await self._both_ways(sender, receiver)
         except TimeoutError:
+            if await self._committed_after_silence():
+                return
             fault: PeerError = TimedOut(f"nothing moved for {self._deadlines.progress_s:g} s", peer=self.partner)
             await self._farewell(AbortCode.TIMED_OUT, fault)
             raise fault from None
@@ -230,12 +232,25 @@ class Swap:
                 await self._send(Ready(part))
             await self._hear_ready(part)
             await self._sent[part].wait()  # a partner may claim to have what was never sent to it
-            if self._has_ended:
-                raise Unreachable("the swap was given up", peer=self.partner)
+            self._commit(part)
+            self._progress()
+
+    def _commit(self, part: Part) -> None:
+        if self._has_ended:
+            raise Unreachable("the swap was given up", peer=self.partner)
+        if part not in self.committed:
             self.committed.add(part)
             self._on_commit(self, part)
             self._early_done.set()
-            self._progress()
+
+    async def _committed_after_silence(self) -> bool:
+        """Only a Ready may be missing: ask for it before giving up. True = both parts are committed now."""
+        for part in Part:
+            if part not in self.verified - self.committed or not self._sent[part].is_set():
+                continue
+            if part in (await self._ask_partner(self.partner, self.swap_id)).verified:
+                self._commit(part)
+        return Part.LATE in self.committed
 
     async def _receive_section(self, plan: SectionPlan) -> None:
         header = await self._receive()

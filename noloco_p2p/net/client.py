@@ -48,6 +48,7 @@ class GrpcTransport:
                 reply = await PeerStub(channel).Status(request, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
                 raise translate(error, candidate.peer_id) from None
+        _check_parsed(reply, candidate.peer_id)
         if reply.HasField("refuse"):
             raise refused(reply.refuse, candidate.peer_id)
         return convert.status_from_wire(reply)
@@ -65,6 +66,7 @@ class GrpcTransport:
                     reply = await asyncio.wait_for(call.read(), timeout_s)
                     if reply is EOF:
                         break
+                    _check_parsed(reply, candidate.peer_id)
                     match reply.WhichOneof("what"):
                         case "refuse":
                             raise refused(reply.refuse, candidate.peer_id)
@@ -121,6 +123,7 @@ class ClientStream:
             raise Unreachable("the stream is closed", peer=self._peer) from None
         if message is EOF:
             raise Unreachable("the other side closed the stream", peer=self._peer)
+        _check_parsed(message, self._peer)
         return convert.frame_from_wire(message)
 
     async def close(self) -> None:
@@ -139,6 +142,12 @@ async def _connect(channel: grpc.aio.Channel, candidate: Candidate) -> None:
         state = channel.get_state(try_to_connect=True)
 
 
+def _check_parsed(message: object, peer: str) -> None:
+    """gRPC gives None for bytes that are no message."""
+    if message is None:
+        raise CorruptPayload("what came is no message of this protocol", peer=peer)
+
+
 def translate(error: grpc.aio.AioRpcError, peer: str) -> PeerError:
     """A gRPC status in words of this project."""
     details = convert.text(error.details() or error.code().name)
@@ -146,7 +155,7 @@ def translate(error: grpc.aio.AioRpcError, peer: str) -> PeerError:
         return TimedOut(f"no answer in time: {details}", peer=peer)
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return CorruptPayload(f"a message is too large: {details}", peer=peer)
-    return Unreachable(details, peer=peer)
+    return Unreachable(f"no connection: {details}", peer=peer)
 
 
 def refused(message: pb.Refuse, peer: str) -> Refused:

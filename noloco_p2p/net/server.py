@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, SettingsError, TimedOut, Unreachable
 from noloco_p2p.gossip import frames
@@ -53,14 +54,11 @@ class ServerStream:
     """The acceptor's side of a swap stream. The handler pumps what arrives into a short queue."""
 
     def __init__(self, context: Any) -> None:
+        self.peer: str = context.peer()  # to ask for it once the call has ended crashes the process (grpcio 1.85)
         self._context = context
         self._arrived: asyncio.Queue[frames.Frame | PeerError] = asyncio.Queue(QUEUED_FRAMES)
         self._gone: PeerError | None = None
-        self._closed = False
-
-    @property
-    def peer(self) -> str:
-        return self._context.peer()
+        self._closed = asyncio.Event()
 
     async def pump(self, requests: AsyncIterator[pb.Frame]) -> None:
         """Runs for the life of the call; ends when the other side is gone or sent what is no frame."""
@@ -70,6 +68,8 @@ class ServerStream:
             fault: PeerError = Unreachable("the other side closed the stream", peer=self.peer)
         except CorruptPayload as error:
             fault = error
+        except DecodeError:
+            fault = CorruptPayload("what came is no message of this protocol", peer=self.peer)
         except asyncio.CancelledError:
             self.lose(Unreachable("the connection was lost", peer=self.peer))
             raise
@@ -84,8 +84,8 @@ class ServerStream:
             self._arrived.put_nowait(fault)
 
     async def send(self, frame: frames.Frame) -> None:
-        if self._gone or self._closed:
-            raise self._gone or Unreachable("the stream is closed", peer=self.peer)
+        if self._gone:
+            raise self._gone
         try:
             await self._context.write(convert.frame_to_wire(frame))
         except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
@@ -103,7 +103,12 @@ class ServerStream:
         return frame
 
     async def close(self) -> None:
-        self._closed = True  # the handler ends the call when `on_swap` returns
+        self.lose(Unreachable("the stream is closed", peer=self.peer))
+        self._closed.set()
+
+    async def closed(self) -> None:
+        """Until this side has closed the stream."""
+        await self._closed.wait()
 
 
 class _Servicer(pb_grpc.PeerServicer):
@@ -115,11 +120,13 @@ class _Servicer(pb_grpc.PeerServicer):
         stream = ServerStream(context)
         swap = self._own(self._service.on_swap(stream))
         pump = asyncio.create_task(stream.pump(request_iterator))
+        closed = asyncio.create_task(stream.closed())
         try:
             # gRPC cancels this handler when the caller is gone; the swap is told so and ends by its own rules.
-            await asyncio.shield(swap)
+            await asyncio.wait({swap, closed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             pump.cancel()
+            closed.cancel()
             stream.lose(Unreachable("the connection was lost", peer=stream.peer))
 
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> AsyncIterator[pb.FetchReply]:  # noqa: N802

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import uvloop
 
 from noloco_p2p.gossip.frames import Hello
-from noloco_p2p.gossip.seams import Candidate, Directory, Transport
+from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Service, Transport
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
@@ -27,10 +27,10 @@ class LoopbackSwarm(MemorySwarm):
         return uvloop.new_event_loop()
 
     def _outside(self, peer_id: str, hello: Callable[[], Hello], wrap: Wrap) -> tuple[Transport, Directory]:
-        return GrpcTransport(hello), _Listed(self.addresses, own_id=peer_id)
+        return _WrappedTransport(hello, wrap), _Listed(self.addresses, own_id=peer_id)
 
     async def _connect(self, peer_id: str, service: PeerService, wrap: Wrap) -> None:
-        self.servers[peer_id] = server = GrpcServer(service)
+        self.servers[peer_id] = server = GrpcServer(_WrappedService(service, wrap))
         await server.start("127.0.0.1", 0)
         self.addresses[peer_id] = f"127.0.0.1:{server.port}"
 
@@ -41,6 +41,26 @@ class LoopbackSwarm(MemorySwarm):
     async def _disconnect_all(self) -> None:
         for server in self.servers.values():
             await server.stop(0.0)
+
+
+class _WrappedTransport:
+    def __init__(self, hello: Callable[[], Hello], wrap: Wrap) -> None:
+        self._transport = GrpcTransport(hello)
+        self._wrap = wrap
+        self.status, self.fetch = self._transport.status, self._transport.fetch
+
+    async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> FrameStream:
+        return self._wrap(await self._transport.open_swap(candidate, timeout_s=timeout_s))
+
+
+class _WrappedService:
+    def __init__(self, service: Service, wrap: Wrap) -> None:
+        self.admit, self.on_status, self.on_fetch = service.admit, service.on_status, service.on_fetch
+        self._service = service
+        self._wrap = wrap
+
+    async def on_swap(self, stream: FrameStream) -> None:
+        await self._service.on_swap(self._wrap(stream))
 
 
 class _Listed:

@@ -18,20 +18,30 @@ def unchanged(stream: FrameStream) -> FrameStream:
 
 
 class MemoryNetwork:
-    """Who can be reached. `add` a service under its peer id; `remove` it and it is gone, as after a kill."""
+    """Who can be reached. `add` a service under its peer id; `remove` it and it is gone.
+
+    `listed` is what directories show; a peer that is listed and cannot be reached died a moment ago.
+    """
 
     def __init__(self) -> None:
         self.services: dict[str, Service] = {}
+        self.listed: dict[str, None] = {}  # a set that keeps the order
         self._wraps: dict[str, Wrap] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, peer_id: str, service: Service, *, wrap: Wrap = unchanged) -> None:
         """`wrap` is put around the streams that others open to this peer."""
         self.services[peer_id] = service
+        self.listed[peer_id] = None
         self._wraps[peer_id] = wrap
 
     def remove(self, peer_id: str) -> None:
-        del self.services[peer_id]
+        self.vanish(peer_id)
+        del self.listed[peer_id]
+
+    def vanish(self, peer_id: str) -> None:
+        """It cannot be reached any more, and nobody knows yet."""
+        self.services.pop(peer_id, None)
 
     def service(self, peer_id: str) -> Service:
         try:
@@ -62,7 +72,7 @@ class MemoryDirectory:
         self._own_id = own_id
 
     def live(self) -> Sequence[Candidate]:
-        return [Candidate(peer, address=peer) for peer in self._network.services if peer != self._own_id]
+        return [Candidate(peer, address=peer) for peer in self._network.listed if peer != self._own_id]
 
 
 class MemoryTransport:

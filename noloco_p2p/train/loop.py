@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from noloco_p2p.errors import CheckpointError, ModelError
+from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
 from noloco_p2p.optim.inner import make_inner_optimizer
 from noloco_p2p.optim.schedule import learning_rate
 from noloco_p2p.peer import Peer
@@ -107,9 +108,12 @@ class Trainer:
                 self._round_done(result)
             if self.peer.leave_requested.is_set() or metrics.step == last_step:
                 break
-        self._evaluate()
-        self._save()
+        if not self.peer.leave_requested.is_set():  # who asked to leave waits: no evaluation before the checkpoint
+            self._evaluate()
+        folder = self._save()
         self.events.write("finished" if self.finished else "stopped", **metrics.as_dict())
+        if folder:
+            self.say(f"step {metrics.step} | checkpoint {folder}")
 
     @property
     def finished(self) -> bool:
@@ -147,7 +151,8 @@ class Trainer:
         self._losses.clear()
         if result.round % self.spec.evaluate.every_rounds == self.spec.evaluate.every_rounds - 1:
             self._evaluate()
-        if result.round % self.peer.settings.save_every_rounds == self.peer.settings.save_every_rounds - 1:
+        every = self.peer.settings.save_every_rounds
+        if metrics.rounds_here == 1 or result.round % every == every - 1:  # the first one early: newcomers need a donor
             self._save()
         self._round_began_s = time.monotonic()
 
@@ -160,8 +165,8 @@ class Trainer:
 
     # stop and go on
 
-    def _save(self) -> None:
-        """Write a checkpoint; a full disk is told, and training goes on with the last good one."""
+    def _save(self) -> Path | None:
+        """Write a checkpoint; a full disk is told (None), and training goes on with the last good one."""
         meta = {
             "spec": self.spec.model_dump(mode="json"),
             "peer_id": self.peer.peer_id,
@@ -173,8 +178,9 @@ class Trainer:
             folder = self.outer.save(self.checkpoints, number=self.peer.metrics.step, files=files, meta=meta)
         except CheckpointError as error:
             log.error("%s", error)
-            return
+            return None
         self.events.write("saved", step=self.peer.metrics.step, folder=str(folder))
+        return folder
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         meta = checkpoint.meta
@@ -185,12 +191,12 @@ class Trainer:
 
 
 def choose_device(name: str) -> torch.device:
-    """auto | cpu | cuda:N -> device. Raises ModelError when there is no such accelerator."""
+    """auto | cpu | cuda:N -> device. Raises SettingsError when there is no such accelerator."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ModelError(
-            f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use --device cpu"
+        raise SettingsError(
+            f"--device {name}: torch finds {torch.cuda.device_count()} CUDA devices here; use --device cpu or auto"
         )
     return device

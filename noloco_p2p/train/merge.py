@@ -43,12 +43,23 @@ class TakenState:
 
 
 def from_checkpoint(folder: Path) -> TakenState:
-    """`folder`: a checkpoint, or a folder of checkpoints, of which the newest is taken. Raises CheckpointError."""
+    """`folder`: a checkpoint, a folder of checkpoints, or the folder of a run; of several the newest is taken.
+
+    Raises CheckpointError.
+    """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder")
-    checkpoint = Checkpoint(folder) if (folder / "manifest.json").exists() else Checkpoints(folder).newest()
+        raise CheckpointError(f"{folder}: no such folder; a peer names its checkpoint when it leaves")
+    if (folder / "manifest.json").exists():
+        checkpoint = Checkpoint(folder)
+    else:
+        inner = folder / "checkpoints"
+        checkpoint = Checkpoints(inner if inner.is_dir() else folder).newest()
     if checkpoint is None:
         raise CheckpointError(f"{folder}: holds no checkpoint that can be read")
+    if "spec" not in checkpoint.meta:
+        raise CheckpointError(
+            f"{checkpoint.path}: does not say of which run it is; it was not written by `noloco join`"
+        )
     spec = RunSpec.from_dict(checkpoint.meta["spec"], origin=str(checkpoint.path))
     model = build_model(spec.model, sequence_length=spec.data.sequence_length)
     return TakenState(spec, model, checkpoint.load("outer")["slow_weights"], 1)

@@ -10,18 +10,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from noloco_p2p.errors import ModelError
+from noloco_p2p.errors import CheckpointError, ModelError
 from noloco_p2p.train.flat import FlatParameters
 
 
 def save_start(slow_weights: Tensor, *, state_dir: Path) -> str:
-    """Keep a flat fp32 vector as a start state; returns the "blake3:<hex>" for `model.start`."""
+    """Keep a flat fp32 vector as a start state; returns the "blake3:<hex>" for `model.start`. Raises CheckpointError."""
     digest = _digest(slow_weights)
     path = _path(digest, state_dir)
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    save_file({"slow_weights": slow_weights}, temporary)
-    temporary.rename(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"slow_weights": slow_weights}, temporary)
+        temporary.rename(path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"the start state cannot be written to {path}: {error}") from None
     return digest
 
 

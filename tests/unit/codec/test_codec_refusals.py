@@ -18,11 +18,14 @@ each_codec = pytest.mark.parametrize("name", CODEC_NAMES)
 
 
 def decodes_to_finite_or_is_refused(codec: Codec, payload: bytes, *, num_elements: int) -> bool:
-    """True when it decoded. Any other exception than CorruptPayload fails the test that calls."""
+    """True when it decoded. Any other exception than CorruptPayload fails the test that calls; `check` must agree."""
     try:
         decoded = codec.decode(payload, num_elements=num_elements)
     except CorruptPayload:
+        with pytest.raises(CorruptPayload):
+            codec.check(payload, num_elements=num_elements)
         return False
+    codec.check(payload, num_elements=num_elements)
     assert torch.isfinite(decoded).all()
     return True
 

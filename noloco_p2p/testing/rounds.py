@@ -1,0 +1,66 @@
+"""Rounds of peers without a model: vectors from a seed, one thread a peer, the four beats of the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Barrier
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from noloco_p2p.codec import chunk_bounds
+from noloco_p2p.gossip.outcome import Outcome
+from noloco_p2p.testing.peers import MemoryPeer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """What one peer brings to a round: flat fp32 vectors of one size."""
+
+    slow_weights: Tensor
+    outer_momentum: Tensor
+    outer_gradient: Tensor
+
+    @classmethod
+    def random(cls, seed: int, *, num_elements: int = 100) -> Vectors:
+        generator = torch.Generator().manual_seed(seed)
+        return cls(*(torch.randn(num_elements, generator=generator) for _ in range(3)))
+
+    def gradient_chunks(self) -> list[Tensor]:
+        return [self.outer_gradient[start:stop] for start, stop in chunk_bounds(self.outer_gradient.numel())]
+
+
+def open_round(peer: MemoryPeer, vectors: Vectors, *, round_index: int = 0, progress: float = 0.0) -> None:
+    peer.exchange.open(
+        round_index, progress=progress, slow_weights=vectors.slow_weights, outer_momentum=vectors.outer_momentum
+    )
+
+
+def end_round(peer: MemoryPeer, vectors: Vectors, *, wait_s: float) -> Outcome:
+    peer.exchange.stage(vectors.gradient_chunks)
+    return peer.exchange.collect(wait_s)
+
+
+def one_round(
+    peers: Sequence[MemoryPeer], vectors: Sequence[Vectors], *, wait_s: float, round_index: int = 0
+) -> list[Outcome]:
+    """All peers take one round at once, each in a thread of its own; all have opened it before one ends it."""
+    opened = Barrier(len(peers))
+
+    def take(peer: MemoryPeer, own: Vectors) -> Outcome:
+        open_round(peer, own, round_index=round_index)
+        opened.wait(10.0)
+        return end_round(peer, own, wait_s=wait_s)
+
+    return together(*(lambda peer=peer, own=own: take(peer, own) for peer, own in zip(peers, vectors, strict=True)))
+
+
+def together(*calls: Callable[[], T]) -> list[T]:
+    """Run each call in a thread of its own; what one of them raises is raised here."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [future.result(60.0) for future in [threads.submit(call) for call in calls]]

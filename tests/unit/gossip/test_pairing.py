@@ -1,0 +1,185 @@
+"""Whom to ask: every peer with the same chance, nobody twice in vain, and no hope where there is none."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from noloco_p2p.gossip.frames import FINAL, PASSING, Boundary, RefuseCode
+from noloco_p2p.gossip.pairing import (
+    FAILED_RETRY_S,
+    PASSED_OVER_S,
+    PASSING_TRIES,
+    Pairing,
+    lateness_s,
+    too_far_s,
+)
+from noloco_p2p.gossip.seams import Candidate
+
+LASTING = set(RefuseCode) - PASSING - FINAL
+
+
+def candidates(num_peers: int, *, state: str = "training") -> list[Candidate]:
+    return [Candidate(f"peer{number}", f"host:{number}", state=state) for number in range(num_peers)]
+
+
+def chosen(pairing: Pairing, live: list[Candidate], now_s: float, *, latest_s: float = 1e9) -> str:
+    candidate = pairing.choose(live, now_s, latest_s=latest_s)
+    return candidate.peer_id if candidate else ""
+
+
+def boundary(to_boundary_s: float | None, per_round_s: float | None) -> Boundary:
+    return Boundary(0, to_boundary_s, per_round_s, 0.0)
+
+
+def test_every_peer_is_drawn_with_the_same_chance() -> None:
+    """Chi-square over 10 peers and 5,000 rounds: above 27.9 (9 degrees of freedom) once in a thousand fair seeds."""
+    pairing, live, draws = Pairing(random.Random(1)), candidates(10), Counter[str]()
+    for _ in range(5_000):
+        pairing.open_round()
+        draws[chosen(pairing, live, 0.0)] += 1
+    assert sum((count - 500) ** 2 / 500 for count in draws.values()) < 27.9
+    assert len(draws) == 10
+
+
+def test_the_order_of_the_directory_does_not_matter_to_chance() -> None:
+    """Each peer is last in the list in turn; a draw that favours a place in the list would show."""
+    pairing, live, draws = Pairing(random.Random(2)), candidates(5), Counter[str]()
+    for turn in range(5_000):
+        pairing.open_round()
+        rotated = live[turn % 5 :] + live[: turn % 5]
+        draws[chosen(pairing, rotated, 0.0)] += 1
+    assert sum((count - 1_000) ** 2 / 1_000 for count in draws.values()) < 18.5  # 4 degrees of freedom, 1 in 1,000
+
+
+def test_nobody_there_is_nobody_chosen() -> None:
+    pairing = Pairing(random.Random(0))
+    assert chosen(pairing, [], 0.0) == ""
+    assert not pairing.hopeful([], 0.0)
+
+
+@pytest.mark.parametrize("state", ["paused", "leaving", "done", "unheard of"])
+def test_only_a_training_peer_is_asked(state: str) -> None:
+    pairing, live = Pairing(random.Random(0)), candidates(3, state=state)
+    assert chosen(pairing, live, 0.0) == ""
+    assert not pairing.hopeful(live, 0.0)
+
+
+def test_a_taken_target_is_kept_while_its_next_round_is_in_time() -> None:
+    pairing, live = Pairing(random.Random(3)), candidates(5)
+    target = chosen(pairing, live, 0.0)
+    pairing.refused(target, code=RefuseCode.TAKEN, retry_after_s=30.0, now_s=0.0)
+    assert [chosen(pairing, live, now_s, latest_s=40.0) for now_s in (0.0, 10.0, 29.9)] == ["", "", ""]
+    assert chosen(pairing, live, 30.0, latest_s=40.0) == target
+
+
+def test_a_taken_target_whose_next_round_is_too_late_gives_way() -> None:
+    pairing, live = Pairing(random.Random(3)), candidates(5)
+    target = chosen(pairing, live, 0.0)
+    pairing.refused(target, code=RefuseCode.TAKEN, retry_after_s=30.0, now_s=0.0)
+    assert chosen(pairing, live, 0.0, latest_s=29.0) not in ("", target)
+
+
+def test_a_target_that_leaves_the_directory_gives_way() -> None:
+    pairing, live = Pairing(random.Random(3)), candidates(5)
+    target = chosen(pairing, live, 0.0)
+    others = [candidate for candidate in live if candidate.peer_id != target]
+    assert chosen(pairing, others, 0.0) not in ("", target)
+
+
+@pytest.mark.parametrize("code", sorted(PASSING))
+def test_a_passing_refusal_is_waited_out_and_asked_again(code: RefuseCode) -> None:
+    pairing, live = Pairing(random.Random(4)), candidates(1)
+    pairing.refused("peer0", code=code, retry_after_s=0.1, now_s=0.0)
+    assert chosen(pairing, live, 0.05) == ""
+    assert pairing.hopeful(live, 0.05)
+    assert chosen(pairing, live, 0.25) == "peer0"
+
+
+@pytest.mark.parametrize("code", sorted(PASSING))
+def test_a_peer_that_only_puts_off_is_given_up_for_another(code: RefuseCode) -> None:
+    """Else a peer whose training hangs would cost everybody who draws it a whole round."""
+    pairing, live, now_s = Pairing(random.Random(4)), candidates(2), 0.0
+    target = chosen(pairing, live, now_s)
+    for _ in range(PASSING_TRIES):
+        pairing.refused(target, code=code, retry_after_s=0.1, now_s=now_s)
+        now_s += 0.25
+    assert chosen(pairing, live, now_s, latest_s=now_s + PASSED_OVER_S / 2) not in ("", target)
+    assert not pairing.hopeful([Candidate(target, "host:0")], now_s)
+
+
+@pytest.mark.parametrize("code", sorted(LASTING))
+def test_a_lasting_refusal_ends_the_hope_for_this_round_only(code: RefuseCode) -> None:
+    pairing, live = Pairing(random.Random(5)), candidates(1)
+    pairing.refused("peer0", code=code, retry_after_s=5.0, now_s=0.0)
+    assert not pairing.hopeful(live, 1.0)
+    assert chosen(pairing, live, 1.0, latest_s=2.0) == ""
+    pairing.open_round()
+    assert chosen(pairing, live, 1.0) == "peer0"
+
+
+@pytest.mark.parametrize("code", sorted(FINAL))
+def test_a_peer_of_another_run_is_never_asked_again(code: RefuseCode) -> None:
+    pairing, live = Pairing(random.Random(6)), candidates(1)
+    pairing.refused("peer0", code=code, retry_after_s=0.0, now_s=0.0)
+    for _ in range(3):
+        pairing.open_round()
+        assert chosen(pairing, live, 1e6) == ""
+        assert not pairing.hopeful(live, 1e6)
+
+
+def test_a_dead_peer_is_remembered_over_rounds_and_then_asked_again() -> None:
+    pairing, live = Pairing(random.Random(7)), candidates(1)
+    pairing.failed("peer0", now_s=0.0)
+    pairing.open_round()
+    assert chosen(pairing, live, FAILED_RETRY_S - 0.1) == ""
+    assert not pairing.hopeful(live, FAILED_RETRY_S - 0.1)
+    assert chosen(pairing, live, FAILED_RETRY_S) == "peer0"
+
+
+def test_hope_ends_when_the_last_of_many_has_said_no() -> None:
+    pairing, live = Pairing(random.Random(8)), candidates(4)
+    answers: list[Callable[[str], None]] = [
+        lambda peer: pairing.refused(peer, code=RefuseCode.TAKEN, retry_after_s=9.0, now_s=0.0),
+        lambda peer: pairing.refused(peer, code=RefuseCode.TOO_FAR, retry_after_s=9.0, now_s=0.0),
+        lambda peer: pairing.refused(peer, code=RefuseCode.OTHER_SPEC, retry_after_s=0.0, now_s=0.0),
+        lambda peer: pairing.failed(peer, now_s=0.0),
+    ]
+    for candidate, answer in zip(live, answers, strict=True):
+        assert pairing.hopeful(live, 0.0)
+        answer(candidate.peer_id)
+    assert not pairing.hopeful(live, 0.0)
+
+
+def test_same_seed_same_draws() -> None:
+    def draws(seed: int) -> list[str]:
+        pairing, live, names = Pairing(random.Random(seed)), candidates(8), []
+        for _ in range(50):
+            pairing.open_round()
+            names.append(chosen(pairing, live, 0.0))
+        return names
+
+    assert draws(1) == draws(1)
+    assert draws(1) != draws(2)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "far_s"),
+    [
+        (boundary(10.0, 20.0), boundary(15.0, 20.0), 0.0),
+        (boundary(0.0, 20.0), boundary(15.0, 20.0), 3.0),
+        (boundary(0.0, 200.0), boundary(15.0, 20.0), 3.0),  # the shorter round counts
+        (boundary(None, None), boundary(1e6, 20.0), 0.0),  # nothing measured yet: no reason to refuse
+        (boundary(1e6, 20.0), boundary(None, None), 0.0),
+        (boundary(0.0, -1.0), boundary(0.0, 20.0), 0.6),  # nonsense of a stranger: refused, not accepted
+    ],
+)
+def test_boundaries_further_apart_than_a_part_of_the_shorter_round_do_not_fit(
+    mine: Boundary, theirs: Boundary, far_s: float
+) -> None:
+    assert too_far_s(mine, theirs) == pytest.approx(far_s)
+    assert too_far_s(theirs, mine) == too_far_s(mine, theirs)
+    assert lateness_s(mine, theirs) == lateness_s(theirs, mine)
