@@ -172,7 +172,7 @@ class Peer:
 
     @property
     def ticket(self) -> str:
-        """Hand it on: whoever has it can enter the run through this peer, or through the bootstraps that it was given."""
+        """Hand it on: whoever has it can enter the run through this peer, or through the bootstraps it was given."""
         own = self._net.directory.multiaddrs()[:OWN_ADDRESSES]
         addresses = dict.fromkeys([*own, *self.settings.bootstrap])
         return Ticket(self.spec.name, self.spec.digest(), tuple(addresses)[:MAX_ADDRESSES]).encode()
@@ -350,7 +350,7 @@ class Peer:
         return await fetch_spec(transport, self._directory.live(), expected_digest=ticket.spec_digest)
 
     async def _look_around(self) -> None:
-        """Wait until a live peer is heard of, where there should be one. Raises Unreachable for a ticket without any."""
+        """Wait until a live peer is heard of, where there should be one. Raises Unreachable: a ticket, and nobody."""
         if isinstance(self._target, Ticket):
             await find_somebody(self._target, self._net.directory, timeout_s=ENTER_TIMEOUT_S)
         elif self.settings.bootstrap or self._address_book.addresses():
@@ -373,7 +373,9 @@ class Peer:
         if manifest is None:
             await asyncio.to_thread(target.unlink)
             if any(donor.round > 0 for donor in donors):
-                log.warning("no live peer has a saved state yet; this peer starts from the initial weights, as they did")
+                log.warning(
+                    "no live peer has a saved state yet; this peer starts from the initial weights, as they did"
+                )
         return manifest
 
     # what others are told
@@ -454,7 +456,7 @@ class _Ports:
         self.libp2p = settings.libp2p_port if self._fixed else remembered.get("libp2p", 0)
 
     def check(self) -> None:
-        """Raises SettingsError when a port that the user named is taken: before seconds of imports, and for both alike."""
+        """Raises SettingsError when a port that the user named is taken: before anything is started."""
         try:
             for port in (self.grpc, self.libp2p) if self._fixed else ():
                 probe_port(self._host, port)

@@ -1,4 +1,4 @@
-"""The settings of one machine: flags > NOLOCO_* environment > user file > defaults. What all peers share is the spec."""
+"""The settings of one machine: flags > NOLOCO_* environment > user file > defaults. All peers share the spec."""
 
 from __future__ import annotations
 

@@ -23,8 +23,10 @@ def fork(
     ] = None,
     state_dir: StateDir = None,
 ) -> None:
-    """Start a new run from where another one stands, with changed settings: a spec file takes the newest checkpoint on this
-    machine, a ticket the state of a live peer."""
+    """Start a new run from where another one stands, with changed settings.
+
+    A spec file takes the newest checkpoint on this machine, a ticket the state of a live peer.
+    """
     from noloco_p2p.settings import PeerSettings
     from noloco_p2p.spec import RunSpec
     from noloco_p2p.ticket import Ticket, is_ticket

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from noloco_p2p.peer import Peer
+    from noloco_p2p.settings import PeerSettings
+    from noloco_p2p.spec import RunSpec
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ def join(
     choose_device(settings.device)
     with Peer.join(run, settings) as peer:
         _say(f"peer {peer.peer_id} of run {peer.spec.name} ({peer.spec.digest()[:16]}), reached at {peer.address}")
-        for warning in peer.spec.outer.warnings():
+        for warning in [*peer.spec.outer.warnings(), *unused_data(peer.spec, settings)]:
             log.warning(warning)
         trainer = Trainer(peer, say=_say)
         needs = trainer.needs()
@@ -93,6 +95,12 @@ def _check(run: str, state_dir: Path) -> None:
     else:
         RunSpec.load(Path(run))
     FolderLock(state_dir).check()
+
+
+def unused_data(spec: RunSpec, settings: PeerSettings) -> list[str]:
+    """Bindings that are ignored, as the run reads other data."""
+    unused = [name for name in settings.data if name != spec.data.source]
+    return [f"--data {name}=.. is ignored: the run reads {spec.data.source}" for name in unused]
 
 
 def _leave_on_signals(peer: Peer) -> None:

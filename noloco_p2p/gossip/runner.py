@@ -20,12 +20,13 @@ from typing import Any
 
 from torch import Tensor
 
-from noloco_p2p.errors import CorruptPayload, PeerError, Refused, Unreachable
+from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.frames import (
     PROTOCOL_VERSION,
     Accept,
     Boundary,
+    Frame,
     Hello,
     Offer,
     Part,
@@ -37,9 +38,10 @@ from noloco_p2p.gossip.frames import (
 from noloco_p2p.gossip.outcome import Alone, Correction, Half, Outcome, Received, SectionPlan, Swapped, Traffic
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.pairing import Pairing
+from noloco_p2p.gossip.pipeline import Staged
 from noloco_p2p.gossip.round import Phase, Round
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Transport
-from noloco_p2p.gossip.swap import Staged, Swap
+from noloco_p2p.gossip.swap import Swap
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +103,11 @@ class RoundRunner:
         self._at_boundary = False
         self._changed = asyncio.Event()
 
+    @property
+    def phase(self) -> Phase:
+        """How far the round of now has come."""
+        return self._round.phase
+
     # the beats of a round, called for the main thread
 
     async def open(self, opening: Opening, plans: tuple[SectionPlan, ...]) -> None:
@@ -109,7 +116,7 @@ class RoundRunner:
             self._drop_trailing()
         self._plans = plans
         self._opening = opening
-        self._staged = Staged(plans[-1].num_elements)
+        self._staged = Staged()
         self._round = Round(opening.round, own_id=self._hello().peer_id, progress=opening.progress)
         self._running = None
         self._reason = ""
@@ -211,15 +218,15 @@ class RoundRunner:
         try:
             offer = await stream.receive(self._deadlines.offer_s)
             if not isinstance(offer, Offer) or len(offer.swap_id) != 16 or not offer.hello.peer_id:
-                await stream.send(Refuse(RefuseCode.MALFORMED, "a swap begins with an offer"))
+                await self._send(stream, Refuse(RefuseCode.MALFORMED, "a swap begins with an offer"))
                 return
             refuse = self._answer(offer)
             if refuse:
-                await stream.send(refuse)
+                await self._send(stream, refuse)
                 return
             round_, running = self._bind(stream, offer.swap_id, offer.hello.peer_id, offer.boundary)
             try:
-                await stream.send(Accept(self._hello(), self._boundary(round_)))
+                await self._send(stream, Accept(self._hello(), self._boundary(round_)))
             except PeerError as error:
                 self._swap_ended(round_, running, error)
                 return
@@ -275,7 +282,7 @@ class RoundRunner:
         bound = False
         try:
             swap_id = os.urandom(16)
-            await stream.send(Offer(self._hello(), swap_id, self._boundary(round_)))
+            await self._send(stream, Offer(self._hello(), swap_id, self._boundary(round_)))
             reply = await stream.receive(self._deadlines.offer_s)
             if isinstance(reply, Refuse):
                 raise Refused(
@@ -422,6 +429,13 @@ class RoundRunner:
             trailing.swap.abandon(Unreachable("the next boundary came before the late part"))
 
     # small parts
+
+    async def _send(self, stream: FrameStream, frame: Frame) -> None:
+        """An offer or its answer: one small frame, which only a frozen peer does not take."""
+        try:
+            await asyncio.wait_for(stream.send(frame), self._deadlines.offer_s)
+        except TimeoutError:
+            raise TimedOut(f"it took no message for {self._deadlines.offer_s:g} s", peer=stream.peer) from None
 
     def _boundary(self, round_: Round) -> Boundary:
         return self._pace.boundary(round_index=round_.index, progress=round_.progress, now_s=time.monotonic())

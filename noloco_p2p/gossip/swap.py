@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 
 from blake3 import blake3
 from torch import Tensor
 
-from noloco_p2p.codec import chunk_bounds, num_chunks, section_bytes
+from noloco_p2p.codec import num_chunks, section_bytes
 from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import (
-    CHUNK_DIGEST_BYTES,
     Abort,
     AbortCode,
     Chunk,
@@ -31,29 +30,10 @@ from noloco_p2p.gossip.frames import (
     SwapState,
 )
 from noloco_p2p.gossip.outcome import SectionPair, SectionPlan, Traffic
+from noloco_p2p.gossip.pipeline import CheckBehind, Staged, code_ahead
 from noloco_p2p.gossip.seams import FrameStream
 
 RECEIVE_TIMEOUT_S = 86_400.0  # `_progress` and the owner of the swap end it long before
-
-
-class Staged:
-    """The coded outer gradient of this round, filled chunk by chunk at the boundary. Lives on the network thread."""
-
-    def __init__(self, num_elements: int) -> None:
-        self.num_chunks = num_chunks(num_elements)
-        self.chunks: list[bytes] = []
-        self._grown = asyncio.Event()
-
-    def put(self, payload: bytes) -> None:
-        self.chunks.append(payload)
-        self._grown.set()
-
-    async def get(self, index: int) -> bytes:
-        """Waits until the chunk is staged; ends by cancellation only, as the boundary may be minutes away."""
-        while len(self.chunks) <= index:
-            self._grown.clear()
-            await self._grown.wait()
-        return self.chunks[index]
 
 
 class Swap:
@@ -160,7 +140,7 @@ class Swap:
                 assert isinstance(reason, PeerError)
                 raise _Abandoned(reason)
             pending -= done
-            if sender in done and sender.exception():
+            if sender in done and isinstance(sender.exception(), Unreachable):
                 # The receiver may hold the partner's Abort, which tells more than a broken connection.
                 await asyncio.wait({receiver}, timeout=self._deadlines.farewell_s)
                 if receiver.done():
@@ -181,40 +161,33 @@ class Swap:
                 self._progress()
 
     async def _send_section(self, plan: SectionPlan) -> None:
-        bounds = chunk_bounds(plan.num_elements)
-        digests = blake3()
-        coded = asyncio.create_task(self._coded(plan, *bounds[0], index=0))
-        try:
-            for index in range(len(bounds)):
-                payload = await coded
-                if index == 0:
+        source = self._staged if plan.part is Part.LATE else self._early_state[plan.name]
+        digests, has_begun = blake3(), False
+        async with contextlib.aclosing(code_ahead(plan, source, self._executor)) as batches:
+            async for chunk in self._each(batches, plan):
+                if not has_begun:
+                    has_begun = True
                     self._moving += 1
                     self._progress()
                     await self._send(_header(plan))
-                if index + 1 < len(bounds):  # the next chunk is coded while this one is sent
-                    coded = asyncio.create_task(self._coded(plan, *bounds[index + 1], index=index + 1))
-                digest = _digest(payload)
-                digests.update(digest)
-                await self._send(Chunk(plan.name, index, payload, digest))
-                self.bytes_sent += len(payload)
-                self._traffic.sent_bytes += len(payload)
+                digests.update(chunk.digest)
+                await self._send(chunk)
+                self.bytes_sent += len(chunk.payload)
+                self._traffic.sent_bytes += len(chunk.payload)
                 self._progress()
-        finally:
-            coded.cancel()
         await self._send(End(plan.name, digests.digest()))
         self._moving -= 1
 
-    async def _coded(self, plan: SectionPlan, start: int, stop: int, *, index: int) -> bytes:
-        """The payload of one chunk: an early one is coded here and kept, a late one was coded at the boundary."""
-        if plan.part is Part.LATE:
-            return await self._staged.get(index)
-        values = self._early_state[plan.name][start:stop]
+    async def _each(self, batches: AsyncIterator[list[Chunk]], plan: SectionPlan) -> AsyncIterator[Chunk]:
+        """Chunk after chunk; early payloads are kept, for the half-differences (the staged ones are)."""
         try:
-            payload = await self._loop.run_in_executor(self._executor, plan.codec.encode, values)
+            async for batch in batches:
+                for chunk in batch:
+                    if plan.part is Part.EARLY:
+                        self._own[plan.name].append(chunk.payload)
+                    yield chunk
         except ValueError as error:
             raise CorruptPayload(f"own {plan.name.name.lower()} cannot be sent: {error}", peer=self.partner) from None
-        self._own[plan.name].append(payload)
-        return payload
 
     async def _send(self, frame: Frame) -> None:
         async with self._send_lock:  # sections and Ready come from two tasks; a stream takes one writer
@@ -259,15 +232,13 @@ class Swap:
         self._moving += 1
         self._progress()
         digests = blake3()
-        kept = self._theirs[plan.name]
-        for index, (start, stop) in enumerate(chunk_bounds(plan.num_elements)):
+        kept, check = self._theirs[plan.name], CheckBehind(plan, self._executor)
+        for index in range(num_chunks(plan.num_elements)):
             chunk = await self._receive()
             if not isinstance(chunk, Chunk) or (chunk.section, chunk.index) != (plan.name, index):
                 wanted = f"chunk {index} of {plan.name.name.lower()}"
                 raise CorruptPayload(f"{wanted} is missing: got {_show(chunk)}", peer=self.partner)
-            if _digest(chunk.payload) != chunk.digest:
-                raise CorruptPayload(f"chunk {index} of {plan.name.name.lower()} is damaged", peer=self.partner)
-            await self._loop.run_in_executor(self._executor, _check_values, plan, chunk, stop - start)
+            await check.add(chunk)
             digests.update(chunk.digest)
             kept.append(chunk.payload)
             self.bytes_received += len(chunk.payload)
@@ -275,6 +246,7 @@ class Swap:
             self._progress()
         if await self._receive() != End(plan.name, digests.digest()):
             raise CorruptPayload(f"{plan.name.name.lower()} does not end as it should", peer=self.partner)
+        await check.finish()
         self._moving -= 1
 
     async def _hear_ready(self, part: Part) -> None:
@@ -286,6 +258,7 @@ class Swap:
             except (Unreachable, TimedOut):
                 # The Ready may be lost on the way: ask once what the partner has; unknown counts as not committed.
                 if part not in (await self._ask_partner(self.partner, self.swap_id)).verified:
+                    self._has_ended = True  # from this moment on, as the partner may be asking, too
                     raise
                 return
             if frame is not None:
@@ -336,15 +309,6 @@ class _Abandoned(Exception):
 def _header(plan: SectionPlan) -> Header:
     total_bytes = section_bytes(plan.codec, plan.num_elements)
     return Header(plan.name, plan.codec.name, plan.num_elements, num_chunks(plan.num_elements), total_bytes)
-
-
-def _check_values(plan: SectionPlan, chunk: Chunk, num_elements: int) -> None:
-    """Decode once to see that it can be done and that all values are finite; raises CorruptPayload."""
-    plan.codec.decode(chunk.payload, num_elements=num_elements)
-
-
-def _digest(payload: bytes) -> bytes:
-    return blake3(payload).digest(CHUNK_DIGEST_BYTES)
 
 
 def _show(frame: Frame | None) -> str:

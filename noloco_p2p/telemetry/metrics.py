@@ -1,4 +1,4 @@
-"""The one table of what a peer counts: name, unit, what is counted and what is not. Docs and records are made from it."""
+"""The one table of what a peer counts: name, unit, what is counted and what is not. Records are made from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _metric(unit: str, meaning: str, default: Any) -> Any:
 
 @dataclass(slots=True)
 class Metrics:
-    """The numbers of one peer now. Written by the training thread, read by the network thread: each is one assignment."""
+    """The numbers of one peer now. The training thread writes, the network thread reads: each is one assignment."""
 
     step: int = _metric("steps", "inner steps taken in this run, those before a restart too", 0)
     round: int = _metric("rounds", "outer steps taken; a newcomer begins at the round of its donor", 0)

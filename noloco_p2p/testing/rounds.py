@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -64,3 +65,12 @@ def together(*calls: Callable[[], T]) -> list[T]:
     """Run each call in a thread of its own; what one of them raises is raised here."""
     with ThreadPoolExecutor(len(calls)) as threads:
         return [future.result(60.0) for future in [threads.submit(call) for call in calls]]
+
+
+def wait_until(holds: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
+    """Returns as soon as `holds()` is true. Raises TimeoutError."""
+    until_s = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > until_s:
+            raise TimeoutError("what was waited for did not happen")
+        time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""What a swarm has learned, from its peers' checkpoints: the merged model, its loss, and how far the replicas spread."""
+"""What a swarm has learned, from its peers' checkpoints: the merged model, its loss, the spread of the replicas."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class Trainer:
         }
         files = {"optimizer": flatten_optimizer(self.optimizer, self.trainable)}
         try:
-            folder = self.outer.save(self.checkpoints, number=self.peer.metrics.step, files=files, meta=meta)
+            folder = self.outer.save(self.checkpoints, files=files, meta=meta)
         except CheckpointError as error:
             log.error("%s", error)
             return None

@@ -66,9 +66,9 @@ def from_checkpoint(folder: Path) -> TakenState:
 
 
 async def from_swarm(ticket: Ticket, *, sample: int | None) -> TakenState:
-    """The mean over all live peers, or over `sample` of them drawn at random. Raises Unreachable when none gives its state.
+    """The mean over all live peers, or over `sample` of them drawn at random. Holds two fp32 vectors: sum and one peer.
 
-    Holds two fp32 vectors: the sum, and the state of one peer.
+    Raises Unreachable when nobody gives a state.
     """
     async with reader(ticket) as directory:
         await find_somebody(ticket, directory)

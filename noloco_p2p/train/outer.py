@@ -129,10 +129,8 @@ class NoLoCo:
             return None
         return self._end_round()
 
-    def save(
-        self, checkpoints: Checkpoints, *, number: int, files: dict[str, dict[str, Tensor]], meta: dict[str, Any]
-    ) -> Path:
-        """Write checkpoint `number` with the outer state in it, and serve it to newcomers.
+    def save(self, checkpoints: Checkpoints, *, files: dict[str, dict[str, Tensor]], meta: dict[str, Any]) -> Path:
+        """Write a checkpoint with the outer state in it, and serve it to newcomers.
 
         Between two rounds the model equals its slow weights; within a round it is written too. Raises CheckpointError;
         the last good checkpoint is then intact and still served.
@@ -141,7 +139,7 @@ class NoLoCo:
         tensors = {STATE_FILE: {"slow_weights": self._slow, "outer_momentum": self._momentum}}
         if self._steps:
             tensors[FAST_FILE] = {name: param.detach() for name, param in self._parameters.named}
-        folder = checkpoints.save(number, files={**tensors, **files}, meta={**meta, "outer": state})
+        folder = checkpoints.save(self.round, files={**tensors, **files}, meta={**meta, "outer": state})
         self._serve(folder / f"{STATE_FILE}.safetensors")
         return folder
 
@@ -190,7 +188,7 @@ class NoLoCo:
         self._is_open = True
         if self._checkpoints and self.round % self._save_every_rounds == 0:
             try:
-                self.save(self._checkpoints, number=self.round, files={}, meta={})
+                self.save(self._checkpoints, files={}, meta={})
             except CheckpointError as error:
                 log.error("newcomers cannot fetch the newest state from here: %s", error)
         self._exchange.open(

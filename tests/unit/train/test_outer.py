@@ -170,7 +170,7 @@ def test_a_checkpoint_within_a_round_goes_on_with_the_same_bits(tmp_path: Path) 
                 outer.step()
                 if stop and step == 5:
                     checkpoints = Checkpoints(tmp_path / "checkpoints")
-                    path = outer.save(checkpoints, number=step, files={}, meta={})
+                    path = outer.save(checkpoints, files={}, meta={})
                     swarm.kill(peer)
                     model = make_model(99)
                     peer = swarm.peer("a2", run_folder=tmp_path / "again")

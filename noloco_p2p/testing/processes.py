@@ -1,0 +1,212 @@
+"""Real peers for tests: each `noloco` command in a process and session of its own, watched through its output.
+
+Nothing here sleeps to be in step with anybody: every wait polls a condition, and has a deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import psutil
+
+from noloco_p2p.presets import PRESETS, render
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.swarm import launch
+from noloco_p2p.telemetry.events import read_events
+
+if TYPE_CHECKING:
+    from typing import Self
+
+T = TypeVar("T")
+
+POLL_S = 0.05
+START_S = 60.0  # imports, and the first evaluation, on a machine with other work
+LEAVE_S = 30.0
+TICKET_LINE = "noloco join noloco1"
+
+
+def small_spec(name: str, **changes: Any) -> RunSpec:
+    """A run whose rounds take about a third of a second on one core; `changes` with __ for the dot."""
+    small = {
+        "name": name,
+        "model.hidden_size": 64,
+        "model.num_layers": 2,
+        "model.mlp_size": 128,
+        "data.sequence_length": 64,
+        "train.batch_size": 4,
+        "train.total_steps": 1_000_000,
+        "train.warmup_steps": 10,
+        "outer.inner_steps": 20,
+        "outer.max_wait_s": 3.0,
+        "evaluate.num_sequences": 16,
+    }
+    dotted = {field.replace("__", "."): value for field, value in changes.items()}
+    return PRESETS["tiny"].with_changes(small | dotted, origin="test")
+
+
+def write_spec(spec: RunSpec, folder: Path) -> Path:
+    path = folder / f"{spec.name}.toml"
+    path.write_text(render(spec), encoding="utf-8")
+    return path
+
+
+def until(condition: Callable[[], T | None], *, timeout_s: float, what: Callable[[], str] | str) -> T:
+    """The first true value of `condition`. Raises AssertionError with `what` when the time is over."""
+    until_s = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() > until_s:
+            raise AssertionError(f"not within {timeout_s:.0f} s: {what if isinstance(what, str) else what()}")
+        time.sleep(POLL_S)
+    return value
+
+
+def noloco(*arguments: str | Path, timeout_s: float = START_S, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run one command to its end; stdout and stderr are kept apart."""
+    return subprocess.run(
+        _command(arguments),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=_environment(environment),
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+class Command:
+    """A running `noloco` command. Use as a context manager: at its end the process is killed, whatever happened."""
+
+    def __init__(self, *arguments: str | Path, log: Path, prefix: tuple[str, ...] = (), **environment: str) -> None:
+        """`prefix`: a command that runs it, such as ("/usr/bin/prlimit", "--fsize=1000")."""
+        self.log = log
+        # Tied to our life: a test run that is killed leaves nobody behind.
+        launcher = [sys.executable, "-I", "-S", str(launch.__file__), str(os.getpid())]
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*launcher, *prefix, *_command(arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=_environment(environment),
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            error.add_note(f"the end of {self.log}:\n{self.text[-2000:]}")
+        self.end()
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait_for(self, text: str, *, timeout_s: float = START_S) -> str:
+        """The first line of the output with `text` in it."""
+
+        def found() -> str | None:
+            for line in self.text.splitlines():
+                if text in line:
+                    return line
+            if self.process.poll() is not None:
+                raise AssertionError(f"ended with {self.process.returncode} before it said {text!r}:\n{self.text}")
+            return None
+
+        return until(found, timeout_s=timeout_s, what=lambda: f"{text!r} in\n{self.text}")
+
+    def send(self, signum: signal.Signals) -> None:
+        self.process.send_signal(signum)
+
+    def wait(self, timeout_s: float = LEAVE_S) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"did not end within {timeout_s:.0f} s:\n{self.text}") from None
+
+    def p2pd(self) -> psutil.Process:
+        """Its libp2p daemon."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return next(child for child in children if child.name() == "p2pd")
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10.0)
+
+
+class PeerProcess(Command):
+    """`noloco join TARGET` with a state folder of its own."""
+
+    def __init__(
+        self, target: str | Path, folder: Path, *flags: str, prefix: tuple[str, ...] = (), **environment: str
+    ) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        self._events_before = 0
+        join = ("join", target, "--state-dir", folder, "--listen", "127.0.0.1:0", "--threads", "1", "--device", "cpu")
+        self._events_before = len(self._read())
+        super().__init__(*join, *flags, log=folder / f"log-{time.time_ns()}.txt", prefix=prefix, **environment)
+
+    @property
+    def ticket(self) -> str:
+        return self.wait_for(TICKET_LINE).split()[-1]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """What this process has written, not those before it in the same folder."""
+        return [event for event in self._read()[self._events_before :] if event["event"] == kind]
+
+    @property
+    def peer_id(self) -> str:
+        return self.event("started")["peer_id"]
+
+    def event(self, kind: str, *, timeout_s: float = START_S, **fields: Any) -> dict[str, Any]:
+        """Wait for the first event of a kind whose fields have these values."""
+
+        def found() -> dict[str, Any] | None:
+            for event in self.events(kind):
+                if all(event[name] == value for name, value in fields.items()):
+                    return event
+            return None
+
+        return until(found, timeout_s=timeout_s, what=lambda: f"{kind} {fields} of\n{self.text}")
+
+    def round_where(
+        self, condition: Callable[[dict[str, Any]], bool], *, after: int = 0, timeout_s: float = START_S
+    ) -> dict[str, Any]:
+        """Wait for a round of this process, after the first `after` ones, that fulfils a condition."""
+
+        def found() -> dict[str, Any] | None:
+            return next(filter(condition, self.events("round")[after:]), None)
+
+        return until(found, timeout_s=timeout_s, what=lambda: f"such a round in\n{self.text}")
+
+    def swap_with(self, other: PeerProcess, *, after: int = 0, timeout_s: float = START_S) -> dict[str, Any]:
+        """Wait for a round that was swapped with another process, after the first `after` rounds."""
+        wanted = f"swapped with ..{other.peer_id[-6:]}"
+        return self.round_where(lambda event: event["last_outcome"] == wanted, after=after, timeout_s=timeout_s)
+
+    def _read(self) -> list[dict[str, Any]]:
+        return [event for path in self.folder.glob("runs/*/events.jsonl") for event in read_events(path)]
+
+
+def _command(arguments: tuple[str | Path, ...]) -> list[str]:
+    return [sys.executable, "-m", "noloco_p2p", *map(str, arguments)]
+
+
+def _environment(more: dict[str, str]) -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("NOLOCO_")}
+    quiet = {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1", "XDG_CONFIG_HOME": "/nonexistent"}
+    return own | quiet | more

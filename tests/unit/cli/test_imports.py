@@ -1,0 +1,45 @@
+"""The promise of a quick start: what must not be loaded to say hello."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ["torch", "hivemind", "transformers", "datasets", "grpc", "google.protobuf", "numpy", "rich"]
+LOOK = f"""
+import json, sys
+from noloco_p2p.cli.app import run
+code = run(sys.argv[1:])
+print(json.dumps([code, [name for name in {HEAVY!r} if name in sys.modules]]))
+"""
+
+
+def loaded_by(*arguments: str, code: str = LOOK) -> tuple[int, list[str]]:
+    """(exit code, heavy modules loaded) of one command in a fresh interpreter."""
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    code = f"import json, sys, noloco_p2p; print(json.dumps([0, [n for n in {HEAVY!r} if n in sys.modules]]))"
+    assert loaded_by(code=code) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("verb", "exit_code"),
+    [("--help", 0), ("join --help", 0), ("init {}/run.toml", 0), ("id {}", 0), ("status {}", 1), ("leave {}", 0)],
+)
+def test_light_verbs_load_nothing_heavy(verb: str, exit_code: int, tmp_path: Path) -> None:
+    place = str(tmp_path) if verb.startswith("init") else f"--state-dir={tmp_path}"
+    assert loaded_by(*verb.format(place).split()) == (exit_code, [])
+
+
+def test_a_mistyped_spec_is_told_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
+    spec = tmp_path / "run.toml"
+    spec.write_text('name = "x"\n[outer]\nalfa = 1\n')
+    assert loaded_by("join", str(spec), f"--state-dir={tmp_path}") == (3, [])

@@ -1,0 +1,183 @@
+"""A user's own mistake ends in one sentence and the exit code that design.md names, never in a traceback."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from noloco_p2p.cli.app import run
+from noloco_p2p.control import FolderLock
+from noloco_p2p.ticket import Ticket
+
+TICKET = Ticket("tiny", "0" * 64).encode()
+
+
+@pytest.fixture(autouse=True)
+def _own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No settings of whoever runs the tests, and the signal handlers as they were."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    assert run(["init", str(path)]) == 0
+    return path
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str]:
+    """(exit code, the one line on standard error) of a command."""
+    capsys.readouterr()
+    code = run([str(argument) for argument in arguments])
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return code, error.strip().splitlines()[-1] if error.strip() else ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], ""),
+        (["dance"], "No such command 'dance'"),
+        (["join"], "Missing argument 'SPEC.toml|TICKET'"),
+        (["init", "--prest", "tiny"], "--prest"),
+        (["join", "run.toml", "--threads", "many"], "'--threads'"),
+        (["demo", "--peers", "0"], "'--peers'"),
+    ],
+)
+def test_usage_is_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, line = complaint(capsys, *arguments)
+    assert code == 2
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("gamma = 0.7", "gamma = 1.9", "outer.gamma must be < 2 (2 - alpha^2) / (2 + alpha) = 1.4"),
+        ("inner_steps = 20", 'inner_steps = "few"', "outer.inner_steps"),
+        ("alpha = 0.5", "alfa = 0.5", "outer.alfa: is not a known field"),
+        ("[outer]", "[outer", "cannot be read as TOML"),
+        ('source = "stdlib"', 'source = "/etc/passwd"', "a spec never holds a path"),
+    ],
+)
+def test_a_wrong_spec_is_3_and_names_the_field(
+    old: str, new: str, said: str, spec: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = spec.read_text()
+    assert old in text
+    spec.write_text(text.replace(old, new, 1))
+    code, line = complaint(capsys, "join", spec)
+    assert (code, said in line) == (3, True), line
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--listen", "nowhere"], "listen 'nowhere' must be HOST:PORT"),
+        (["--listen", "localhost:0"], "must begin with an IP address of this machine"),
+        (["--listen", "127.0.0.1:65535"], "must leave room for libp2p on PORT+1"),
+        (["--listen", "203.0.113.5:4000"], "this machine has no address 203.0.113.5"),
+        (["--announce", "host:abc"], "announce 'host:abc' must be HOST:PORT"),
+        (["--device", "tpu"], "device 'tpu' must be auto, cpu or cuda:N"),
+        (["--device", "cuda:97"], "--device cuda:97: torch finds"),
+        (["--threads", "-1"], "threads: "),
+        (["--max-steps", "0"], "max_steps: "),
+        (["--data", "c4"], "--data 'c4' must be NAME=GLOB"),
+        (["--bootstrap", "somewhere"], "bootstrap 'somewhere' must be an address such as /ip4/"),
+        (["--state-dir", "/proc/nothing"], "cannot be used as state folder"),
+    ],
+)
+def test_a_wrong_setting_is_3_and_names_the_flag(
+    flags: list[str], said: str, spec: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, line = complaint(capsys, "join", spec, *flags)
+    assert (code, said in line) == (3, True), line
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("nothing.toml", "no such file; `noloco init nothing.toml` writes a run spec"),
+        (TICKET[:-9], "the ticket is cut off"),
+        (TICKET[:20] + ("a" if TICKET[20] != "a" else "b") + TICKET[21:], "the ticket is mistyped"),
+        ("noloco2" + TICKET[7:], "install a newer noloco_p2p"),
+    ],
+)
+def test_a_wrong_target_is_3(target: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, line = complaint(capsys, "join", target)
+    assert (code, said in line) == (3, True), line
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("verb", ["join", "bootstrap"])
+def test_a_port_in_use_is_3_be_it_grpc_or_libp2p(
+    verb: str, offset: int, spec: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if (verb, offset) == ("bootstrap", 0):
+        pytest.skip("a bootstrap listens on libp2p only")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        target = [spec] if verb == "join" else []
+        code, line = complaint(capsys, verb, *target, "--listen", f"127.0.0.1:{port - offset}")
+    assert (code, f"port {port} on 127.0.0.1 is already in use" in line) == (3, True), line
+
+
+@pytest.mark.parametrize("verb", ["join", "bootstrap"])
+def test_a_second_peer_in_one_state_folder_is_3(
+    verb: str, spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = FolderLock(tmp_path / "peer")
+    lock.acquire()
+    target = [spec] if verb == "join" else []
+    code, line = complaint(capsys, verb, *target, "--state-dir", tmp_path / "peer")
+    lock.release()
+    assert (code, "another peer runs in" in line) == (3, True), line
+
+
+def test_settings_in_the_environment_and_in_the_file_name_themselves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOLOCO_THREADS", "-3")
+    assert complaint(capsys, "status")[1].startswith("noloco: environment NOLOCO_*: threads: ")
+    monkeypatch.delenv("NOLOCO_THREADS")
+    file = tmp_path / "config" / "noloco" / "settings.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text("thread = 1\n")
+    code, line = complaint(capsys, "status")
+    assert (code, line) == (3, f"noloco: {file}: thread: is not a known field")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["init", "run.toml"], 3, "run.toml exists; choose another name, or overwrite it with --force"),
+        (["init", "--preset", "huge", "other.toml"], 3, "must be one of tiny, small, medium, large"),
+        (["init", "nowhere/run.toml"], 3, "cannot be written"),
+        (["monitor", "run.toml"], 3, "not a ticket"),
+        (["export", TICKET, "out"], 3, "--merge goes with a ticket"),
+        (["export", "--merge", "checkpoint", "out"], 3, "--merge goes with a ticket"),
+        (["export", "nothing", "out"], 1, "nothing: no such folder"),
+        (["export", "nothing", "."], 3, "nothing is overwritten"),
+        (["fork", "run.toml", "run.toml"], 3, "run.toml exists"),
+        (["fork", "run.toml", "new.toml", "--set", "outer.alpha"], 3, "must be KEY=VALUE"),
+        (["fork", "run.toml", "new.toml", "--set", "outer.alfa=1"], 3, "outer.alfa is not a field"),
+        (["fork", "run.toml", "new.toml", "--set", "model.seed=1"], 3, "a fork keeps the model"),
+        (["fork", "run.toml", "new.toml"], 1, "this machine has no checkpoint of the run tiny"),
+        (["demo", "--json", "nowhere/report.json"], 3, "nowhere/report.json: cannot be written"),
+        (["demo", "--keep", "."], 3, "is not empty"),
+    ],
+)
+@pytest.mark.usefixtures("spec")
+def test_other_mistakes(arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found, line = complaint(capsys, *arguments)
+    assert (found, said in line) == (code, True), line

@@ -1,0 +1,187 @@
+"""A swap in memory when nothing goes wrong, and when a part comes late: what is committed, by whom, and when."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from noloco_p2p.codec import CHUNK_ELEMENTS, chunk_bounds
+from noloco_p2p.gossip.frames import SectionName
+from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Received, Swapped
+from noloco_p2p.gossip.round import Phase
+from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
+from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
+from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, together, wait_until
+
+FP32 = CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32")
+SPEC = RunSpec(name="swap", codec=FP32)
+A, B = Vectors.random(1), Vectors.random(2)
+SECTIONS = {
+    SectionName.SLOW_WEIGHTS: "slow_weights",
+    SectionName.OUTER_MOMENTUM: "outer_momentum",
+    SectionName.OUTER_GRADIENT: "outer_gradient",
+}
+
+
+@pytest.fixture
+def swarm() -> Iterator[MemorySwarm]:
+    with MemorySwarm(SPEC) as swarm:
+        yield swarm
+
+
+def received(outcome: Outcome) -> Received:
+    assert isinstance(outcome, Swapped | Half), outcome
+    return outcome.received
+
+
+def early_committed(*peers: MemoryPeer) -> None:
+    wait_until(lambda: all(peer.runner.phase is Phase.EARLY for peer in peers))
+
+
+@pytest.mark.parametrize("num_elements", [1, 100, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1])
+def test_both_sides_commit_everything_of_the_other(swarm: MemorySwarm, num_elements: int) -> None:
+    vectors = [Vectors.random(seed, num_elements=num_elements) for seed in (1, 2)]
+    before = [[getattr(own, name).clone() for name in SECTIONS.values()] for own in vectors]
+    outcomes = one_round([swarm.peer("a"), swarm.peer("b")], vectors, wait_s=20.0)
+    assert [type(outcome) for outcome in outcomes] == [Swapped, Swapped]
+    for outcome, own, theirs in zip(outcomes, vectors, reversed(vectors), strict=True):
+        for section, name in SECTIONS.items():
+            pair = received(outcome).sections[section]
+            for index, (start, stop) in enumerate(chunk_bounds(num_elements)):
+                expected = getattr(theirs, name)[start:stop] * 0.5 - getattr(own, name)[start:stop] * 0.5
+                assert torch.equal(pair.half_difference(index), expected)
+    for own, kept in zip(vectors, before, strict=True):
+        assert all(torch.equal(getattr(own, name), old) for name, old in zip(SECTIONS.values(), kept, strict=True))
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+def test_the_two_half_differences_are_opposite_bit_for_bit(codec: str) -> None:
+    coded = CodecSpec.model_validate(
+        {"slow_weights": "int8" if codec == "int4" else codec, "outer_momentum": codec, "outer_gradient": codec}
+    )
+    with MemorySwarm(SPEC.model_copy(update={"codec": coded})) as swarm:
+        one, other = one_round([swarm.peer("a"), swarm.peer("b")], [A, B], wait_s=20.0)
+    for section in SECTIONS:
+        ours, theirs = (received(outcome).sections[section].half_difference(0) for outcome in (one, other))
+        assert torch.equal(ours, -theirs)
+        assert ours.abs().max() > 0
+
+
+def test_momentum_stays_at_home_when_the_spec_says_so() -> None:
+    with MemorySwarm(RunSpec(name="swap", outer=OuterSpec(swap_momentum=False), codec=FP32)) as swarm:
+        outcomes = one_round([swarm.peer("a"), swarm.peer("b")], [A, B], wait_s=20.0)
+    for outcome in outcomes:
+        assert set(received(outcome).sections) == {SectionName.SLOW_WEIGHTS, SectionName.OUTER_GRADIENT}
+
+
+def test_what_was_sent_and_received_is_counted(swarm: MemorySwarm) -> None:
+    peers = [swarm.peer("a"), swarm.peer("b")]
+    for outcome in one_round(peers, [A, B], wait_s=20.0):
+        assert (received(outcome).bytes_sent, received(outcome).bytes_received) == (1200, 1200)
+    for peer in peers:
+        assert (peer.runner.traffic.sent_bytes, peer.runner.traffic.received_bytes) == (1200, 1200)
+
+
+def test_rounds_follow_each_other(swarm: MemorySwarm) -> None:
+    peers = [swarm.peer("a"), swarm.peer("b")]
+    for index in range(5):
+        outcomes = one_round(peers, [A, B], wait_s=20.0, round_index=index)
+        assert [received(outcome).partner_round for outcome in outcomes] == [index, index]
+
+
+# a part that comes after the boundary
+
+
+def test_an_eager_peer_takes_half_now_and_the_rest_once_as_a_correction(swarm: MemorySwarm) -> None:
+    a, b = swarm.peer("a"), swarm.peer("b")
+    open_round(a, A)
+    open_round(b, B)
+    early_committed(a, b)
+    half = end_round(a, A, wait_s=0.0)
+    assert isinstance(half, Half)
+    assert set(half.received.sections) == {SectionName.SLOW_WEIGHTS, SectionName.OUTER_MOMENTUM}
+    assert a.exchange.late() is None
+
+    open_round(a, A, round_index=1)
+    whole = end_round(b, B, wait_s=20.0)
+    assert isinstance(whole, Swapped)
+    wait_until(lambda: bool(a.runner.corrections))
+    correction = a.exchange.late()
+    assert correction is not None
+    assert correction.partner == "b"
+    theirs = received(whole).sections[SectionName.OUTER_GRADIENT]
+    assert torch.equal(correction.gradient.half_difference(0), -theirs.half_difference(0))
+    assert a.exchange.late() is None
+
+
+def test_a_late_part_that_misses_the_next_boundary_is_dropped_on_both_sides(swarm: MemorySwarm) -> None:
+    a, b = swarm.peer("a"), swarm.peer("b")
+    open_round(a, A)
+    open_round(b, B)
+    early_committed(a, b)
+    assert isinstance(end_round(a, A, wait_s=0.0), Half)
+    open_round(a, A, round_index=1)
+    end_round(a, A, wait_s=0.0)  # the next boundary
+    began_s = time.monotonic()
+    assert isinstance(end_round(b, B, wait_s=20.0), Half)
+    assert time.monotonic() - began_s < 5.0, "b was told, and did not wait for what will never come"
+    assert a.exchange.late() is None
+    assert b.exchange.late() is None
+
+
+def test_rounds_that_do_not_overlap_find_nobody(swarm: MemorySwarm) -> None:
+    b = swarm.peer("b")
+    open_round(b, B)
+    assert isinstance(end_round(b, B, wait_s=0.0), Alone)
+    a = swarm.peer("a")
+    open_round(a, A)
+    assert isinstance(end_round(a, A, wait_s=0.0), Alone)
+
+
+# this peer's own faults
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_swap_half_at_once(swarm: MemorySwarm) -> None:
+    a, b = swarm.peer("a"), swarm.peer("b")
+    broken = Vectors(A.slow_weights, A.outer_momentum, torch.full((100,), torch.nan))
+    open_round(a, broken)
+    open_round(b, B)
+    early_committed(a, b)
+    began_s = time.monotonic()
+    outcomes = together(lambda: end_round(a, broken, wait_s=30.0), lambda: end_round(b, B, wait_s=30.0))
+    assert [type(outcome) for outcome in outcomes] == [Half, Half]
+    assert isinstance(outcomes[0], Half)
+    assert "gradient" in outcomes[0].reason
+    assert time.monotonic() - began_s < 5.0, "nobody waits for a gradient that cannot be sent"
+
+
+def test_weights_that_are_not_finite_are_not_sent(swarm: MemorySwarm) -> None:
+    broken = Vectors(torch.full((100,), torch.inf), A.outer_momentum, A.outer_gradient)
+    a, b = swarm.peer("a"), swarm.peer("b")
+    outcomes = one_round([a, b], [broken, B], wait_s=20.0)
+    assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
+    assert "own slow_weights cannot be sent" in a.runner.last_fault
+
+
+def test_an_outcome_that_nobody_collected_does_not_stop_the_next_round(swarm: MemorySwarm) -> None:
+    """As when this machine slept: the training thread gave up waiting for the network thread, and went on."""
+    a, b = swarm.peer("a"), swarm.peer("b")
+    open_round(a, A)
+    open_round(b, B)
+    early_committed(a, b)
+    open_round(a, A, round_index=1)
+    assert isinstance(end_round(b, B, wait_s=20.0), Half)
+    outcomes = one_round([swarm.peer("c"), a], [B, A], wait_s=20.0, round_index=2)
+    assert [type(outcome) for outcome in outcomes] == [Swapped, Swapped]
+    assert a.exchange.late() is None
+
+
+def test_training_goes_on_when_the_network_thread_is_gone() -> None:
+    with MemorySwarm(SPEC) as swarm:
+        a = swarm.peer("a")
+        open_round(a, A)
+    open_round(a, A, round_index=1)
+    assert isinstance(end_round(a, A, wait_s=20.0), Alone)

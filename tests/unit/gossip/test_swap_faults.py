@@ -1,0 +1,324 @@
+"""A swap with a fault at an exact frame: the outcome is a value, in time, alike on both sides, and nothing is torn."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+from blake3 import blake3
+
+from noloco_p2p.codec import CHUNK_ELEMENTS, get_codec
+from noloco_p2p.errors import PeerError, Unreachable
+from noloco_p2p.gossip.deadlines import Deadlines
+from noloco_p2p.gossip.frames import (
+    CHUNK_DIGEST_BYTES,
+    AbortCode,
+    Accept,
+    Boundary,
+    Chunk,
+    End,
+    FetchItem,
+    FetchWant,
+    Frame,
+    Header,
+    Hello,
+    Part,
+    PeerStatus,
+    Ready,
+    Refuse,
+    RefuseCode,
+    SectionName,
+)
+from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
+from noloco_p2p.gossip.round import Phase
+from noloco_p2p.gossip.seams import FrameStream, Service
+from noloco_p2p.spec import CodecSpec, RunSpec
+from noloco_p2p.testing.faults import (
+    Announce,
+    At,
+    Cut,
+    Drop,
+    Fault,
+    FaultPlan,
+    FlipBit,
+    NotFinite,
+    Repeat,
+    Replace,
+    Stall,
+    SwapWithNext,
+    Truncate,
+)
+from noloco_p2p.testing.peers import MemorySwarm
+from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, wait_until
+
+SPEC = RunSpec(name="faults", codec=CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32"))
+SHORT = Deadlines(dial_s=0.3, offer_s=0.3, status_s=0.3, progress_s=0.3, farewell_s=0.05)
+WAIT_S = 20.0
+ENOUGH_S = 5.0  # far above what any fault costs with SHORT, far below WAIT_S
+
+# What one side sends in a swap of three sections of one chunk, in this order. The first is its Offer or its Accept.
+FRAMES = ("Offer", *("Header", "Chunk", "End") * 2, "Ready EARLY", "Header", "Chunk", "End", "Ready LATE")
+EARLY_READY, LATE_READY = 8, 12
+
+
+EVERY_POSITION = pytest.mark.parametrize(
+    "position", range(1, len(FRAMES) + 1), ids=lambda position: f"{position}-{FRAMES[position - 1]}"
+)
+
+
+def after_cut(position: int) -> type[Outcome]:
+    """What both sides have when the connection breaks at the frame of that position. A lost Ready is asked for."""
+    return Alone if position < EARLY_READY else Half if position < LATE_READY else Swapped
+
+
+def round_with_fault(
+    plan: FaultPlan, *, num_elements: int = 100, deadlines: Deadlines = SHORT
+) -> tuple[list[Outcome], list[str], int]:
+    """One round of `a`, whose every stream has the fault, and `b`: outcomes, last faults, and how often it fired."""
+    vectors = [Vectors.random(seed, num_elements=num_elements) for seed in (1, 2)]
+    before = [own.slow_weights.clone() for own in vectors] + [own.outer_momentum.clone() for own in vectors]
+    faults = plan.wrapper()
+    with MemorySwarm(SPEC, deadlines=deadlines) as swarm:
+        peers = [swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")]
+        began_s = time.monotonic()
+        outcomes = one_round(peers, vectors, wait_s=WAIT_S)
+        assert time.monotonic() - began_s < ENOUGH_S
+        last_faults = [peer.runner.last_fault for peer in peers]
+    after = [own.slow_weights for own in vectors] + [own.outer_momentum for own in vectors]
+    assert all(torch.equal(new, old) for new, old in zip(after, before, strict=True)), "nothing is written here"
+    for outcome in outcomes:
+        if not isinstance(outcome, Alone):
+            for pair in outcome.received.sections.values():
+                pair.half_difference(0)  # what is handed over is whole
+    return outcomes, last_faults, faults.fired
+
+
+@EVERY_POSITION
+def test_a_cut_at_any_frame_that_is_sent_leaves_both_sides_alike(position: int) -> None:
+    outcomes, last_faults, fired = round_with_fault(FaultPlan().fail_at(At(nth=position), send=Cut()))
+    assert fired
+    kinds = {type(outcome) for outcome in outcomes}
+    assert len(kinds) == 1
+    # A Ready that is lost is asked for, but whom one asks too soon has not verified yet, and says no.
+    assert kinds in (
+        {after_cut(position)},
+        {after_cut(position - 1)} if position in (EARLY_READY, LATE_READY) else set(),
+    )
+    assert kinds == {Swapped} or all(last_faults), "who, and what happened"
+
+
+@EVERY_POSITION
+def test_a_cut_at_any_frame_that_comes_leaves_both_sides_alike(position: int) -> None:
+    outcomes, _, fired = round_with_fault(FaultPlan().fail_at(At(nth=position), receive=Cut()))
+    assert fired
+    assert [type(outcome) for outcome in outcomes] == [after_cut(position)] * 2
+
+
+@EVERY_POSITION
+def test_a_partner_that_vanishes_at_any_frame_costs_no_more_than_the_round(position: int) -> None:
+    """It cannot be asked either: what it had is unknown, and unknown counts as not committed."""
+    with MemorySwarm(SPEC, deadlines=SHORT) as swarm:
+        faults = FaultPlan().fail_at(At(nth=position), send=Cut()).wrapper(on_fault=lambda: swarm.network.vanish("a"))
+        peers = [swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")]
+        began_s = time.monotonic()
+        _, survivor = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=WAIT_S)
+        assert time.monotonic() - began_s < ENOUGH_S
+    assert faults.fired
+    assert isinstance(survivor, Alone if position <= EARLY_READY else Half)
+
+
+@pytest.mark.parametrize("position", [1, 2, 3, EARLY_READY, 9, 10, LATE_READY])
+def test_a_partner_that_freezes_at_a_frame_is_given_up_in_time(position: int) -> None:
+    """A partner that announces a section and then freezes is given up too, however long a round may wait."""
+    outcomes, last_faults, fired = round_with_fault(FaultPlan().fail_at(At(nth=position), send=Stall()))
+    assert fired
+    expected = after_cut(position)
+    assert [type(outcome) for outcome in outcomes] == [expected, expected]
+    assert expected is Swapped or all(last_faults)
+
+
+CORRUPT: list[tuple[str, Fault, At, str]] = [
+    ("bit-flip", FlipBit(5), At(Chunk), "chunk 0 of {} is damaged"),
+    ("truncated", Truncate(40), At(Chunk), "chunk 0 of {} is damaged"),
+    ("truncated-digest-fits", Truncate(40, digest="valid"), At(Chunk), "must have 400 bytes, it has 40"),
+    ("bit-flip-digest-fits", FlipBit(5, digest="valid"), At(Chunk), "{} does not end as it should"),
+    ("nan", NotFinite(), At(Chunk), "holds NaN or infinity"),
+    ("repeated", Repeat(), At(Chunk), "{} does not end as it should"),
+    ("dropped", Drop(), At(Chunk), "chunk 0 of {} is missing: got End"),
+    ("after-its-end", SwapWithNext(), At(Chunk), "chunk 0 of {} is missing: got End"),
+    ("no-header", Drop(), At(Header), "announced chunk 0 of {}"),
+    ("other-size", Announce(num_elements=10**12), At(Header), "num_elements=1000000000000"),
+    ("other-codec", Announce(codec="bf16"), At(Header), "codec='bf16'"),
+    ("other-chunks", Announce(num_chunks=10**9), At(Header), "num_chunks=1000000000"),
+    ("other-bytes", Announce(num_bytes=2**60), At(Header), "num_bytes=1152921504606846976"),
+    (
+        "another-frame",
+        Replace(Refuse(RefuseCode.BUSY, "not now")),
+        At(Header),
+        "announced Refuse(code=<RefuseCode.BUSY",
+    ),
+]
+
+
+@pytest.mark.parametrize("section", [SectionName.SLOW_WEIGHTS, SectionName.OUTER_GRADIENT], ids=["early", "late"])
+@pytest.mark.parametrize(("fault", "at", "sentence"), [row[1:] for row in CORRUPT], ids=[row[0] for row in CORRUPT])
+def test_what_is_damaged_is_refused_in_words_and_not_applied(
+    fault: Fault, at: At, sentence: str, section: SectionName
+) -> None:
+    plan = FaultPlan().fail_at(At(at.kind, section=section), send=fault)
+    outcomes, last_faults, fired = round_with_fault(plan)
+    assert fired
+    expected = Alone if section is SectionName.SLOW_WEIGHTS else Half
+    assert [type(outcome) for outcome in outcomes] == [expected, expected]
+    what = section.name.lower()
+    assert sentence.format(what) in last_faults[1]
+    assert "..a" in last_faults[1], "the partner is named"
+    assert ("nothing applied" if expected is Alone else "early part kept") in last_faults[1]
+    assert AbortCode.CORRUPT.name in last_faults[0], "the sender is told why"
+
+
+def test_a_section_without_an_end_is_refused() -> None:
+    outcomes, last_faults, _ = round_with_fault(FaultPlan().fail_at(At(End), send=Drop()))
+    assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
+    assert "slow_weights does not end as it should" in last_faults[1]
+
+
+def test_chunks_in_another_order_are_refused() -> None:
+    at = At(Chunk, section=SectionName.OUTER_MOMENTUM, index=0)
+    plan = FaultPlan().fail_at(at, send=SwapWithNext())
+    outcomes, last_faults, _ = round_with_fault(plan, num_elements=CHUNK_ELEMENTS + 100)
+    assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
+    assert "chunk 0 of outer_momentum is missing: got chunk 1" in last_faults[1]
+
+
+@pytest.mark.parametrize("bit", [0, 7, 3199, 1600])
+def test_a_flipped_bit_is_found_wherever_it_is(bit: int) -> None:
+    _, last_faults, fired = round_with_fault(FaultPlan().fail_at(At(Chunk), send=FlipBit(bit)))
+    assert fired
+    assert "is damaged" in last_faults[1]
+
+
+# a lost Ready
+
+
+class Questioned:
+    """A peer's service that notes which swaps it is asked about."""
+
+    def __init__(self, service: Service, questions: list[bytes]) -> None:
+        self.admit, self.on_swap, self.on_fetch = service.admit, service.on_swap, service.on_fetch
+        self._service = service
+        self._questions = questions
+
+    async def on_status(self, swap_id: bytes) -> PeerStatus:
+        self._questions.append(swap_id)
+        return await self._service.on_status(swap_id)
+
+
+def note_questions(swarm: MemorySwarm) -> list[bytes]:
+    """The swap ids that anybody asks anybody for, from now on."""
+    questions: list[bytes] = []
+    for peer_id, service in list(swarm.network.services.items()):
+        swarm.network.services[peer_id] = Questioned(service, questions)
+    return questions
+
+
+@pytest.mark.parametrize(("part", "expected"), [(Part.EARLY, Half), (Part.LATE, Swapped)])
+def test_a_ready_that_is_lost_with_its_connection_is_asked_for(part: Part, expected: type[Outcome]) -> None:
+    """Neither side hears the other's: the one is lost, and the connection breaks at the other."""
+    faults = FaultPlan().fail_at(At(Ready, part=part), send=Drop(), receive=Cut()).wrapper()
+    with MemorySwarm(SPEC) as swarm:
+        peers = [swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")]
+        questions = note_questions(swarm)
+        outcomes = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=WAIT_S)
+    assert [type(outcome) for outcome in outcomes] == [expected, expected]
+    assert len(questions) == 2, "each side asks once"
+    assert len(set(questions)) == 1, "about the same swap"
+
+
+def test_a_ready_that_never_comes_over_a_living_stream_is_asked_for() -> None:
+    faults = FaultPlan().fail_at(At(Ready, part=Part.LATE), send=Drop()).wrapper()
+    with MemorySwarm(SPEC, deadlines=SHORT) as swarm:
+        peers = [swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")]
+        questions = note_questions(swarm)
+        outcomes = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=WAIT_S)
+    assert [type(outcome) for outcome in outcomes] == [Swapped, Swapped]
+    assert len(questions) == 1
+
+
+def test_a_partner_that_says_it_gave_up_is_believed() -> None:
+    """Both have verified the late part and neither hears so; then the next boundary of b comes, and it sends Abort."""
+    at = At(Ready, part=Part.LATE)
+    faults = FaultPlan().fail_at(at, send=Drop(), receive=Drop()).wrapper()
+    vectors = [Vectors.random(1), Vectors.random(2)]
+    with MemorySwarm(SPEC) as swarm:
+        peers = a, b = swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")
+        for peer, own in zip(peers, vectors, strict=True):
+            open_round(peer, own)
+        wait_until(lambda: all(peer.runner.phase is Phase.EARLY for peer in peers))
+        for peer, own in zip(peers, vectors, strict=True):
+            peer.exchange.stage(own.gradient_chunks)
+        wait_until(lambda: faults.fired == 2)
+        questions = note_questions(swarm)
+        assert isinstance(b.exchange.collect(0.0), Half)
+        open_round(b, vectors[1], round_index=1)
+        end_round(b, vectors[1], wait_s=0.0)
+        outcome = a.exchange.collect(WAIT_S)
+        assert isinstance(outcome, Half)
+        assert "the next boundary came before the late part" in outcome.reason
+        assert questions == []
+
+
+# a partner that cheats
+
+
+class HastyStranger:
+    """Accepts every offer and sends all frames of a swap at once, Ready first, whatever the other side has sent."""
+
+    def __init__(self, vectors: Vectors) -> None:
+        self._vectors = {
+            SectionName.SLOW_WEIGHTS: vectors.slow_weights,
+            SectionName.OUTER_MOMENTUM: vectors.outer_momentum,
+            SectionName.OUTER_GRADIENT: vectors.outer_gradient,
+        }
+
+    async def on_swap(self, stream: FrameStream) -> None:
+        await stream.receive(WAIT_S)
+        hello = Hello("stranger", SPEC.name, SPEC.digest())
+        frames = [Accept(hello, Boundary(0, None, None, 0.0)), Ready(Part.EARLY), Ready(Part.LATE)]
+        for frame in [*frames, *(frame for name in SectionName for frame in self._section(name))]:
+            await stream.send(frame)
+        with contextlib.suppress(PeerError):
+            while True:
+                await stream.receive(WAIT_S)
+
+    def _section(self, name: SectionName) -> list[Frame]:
+        payload = get_codec("fp32").encode(self._vectors[name])
+        digest = blake3(payload).digest(CHUNK_DIGEST_BYTES)
+        header = Header(name, "fp32", 100, 1, len(payload))
+        return [header, Chunk(name, 0, payload, digest), End(name, blake3(digest).digest())]
+
+    def admit(self, hello: Hello) -> None: ...
+
+    async def on_status(self, swap_id: bytes) -> PeerStatus:
+        raise Unreachable("never")
+
+    def on_fetch(self, want: FetchWant) -> AsyncIterator[FetchItem]:
+        raise Unreachable("never")
+
+
+def test_nothing_is_committed_before_it_was_sent_whatever_the_partner_claims() -> None:
+    """Else the outer step would look for a coded gradient that does not exist yet, and training would end."""
+    own, theirs = Vectors.random(1), Vectors.random(2)
+    with MemorySwarm(SPEC) as swarm:
+        a = swarm.peer("a")
+        swarm.network.add("stranger", HastyStranger(theirs))
+        open_round(a, own)
+        wait_until(lambda: a.runner.phase is Phase.EARLY and a.runner.traffic.received_bytes == 1200)
+        assert a.runner.phase is Phase.EARLY
+        outcome = end_round(a, own, wait_s=WAIT_S)
+        assert isinstance(outcome, Swapped)
+        gradient = outcome.received.sections[SectionName.OUTER_GRADIENT]
+        assert torch.equal(gradient.half_difference(0), theirs.outer_gradient * 0.5 - own.outer_gradient * 0.5)
