@@ -66,11 +66,11 @@ class ControlServer:
             writer.close()
 
 
-def ask(state_dir: Path, verb: str) -> dict[str, Any] | None:
+def ask(state_dir: Path, verb: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any] | None:
     """Ask the peer that runs in `state_dir`; None when none does. Raises SettingsError when it does not answer."""
     path = socket_path(state_dir)
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(ANSWER_TIMEOUT_S)
+        connection.settimeout(timeout_s)
         try:
             connection.connect(str(path))
             connection.sendall(json.dumps({"verb": verb}).encode() + b"\n")

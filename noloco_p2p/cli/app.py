@@ -13,6 +13,8 @@ from noloco_p2p.errors import IdentityError, NolocoError, PeerError, SettingsErr
 
 EXIT_FAILED, EXIT_INVALID, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 3, 4, 130
 
+VERBOSITY = {"-v", "-vv", "-q", "--verbose", "--quiet"}  # stand before or after the verb
+
 app = typer.Typer(
     help="Train one model together over the internet: no data centre, no master, no all-reduce.",
     no_args_is_help=True,
@@ -55,8 +57,9 @@ def run(arguments: list[str]) -> int:
 
     Typer itself tells of usage errors (2), and turns Ctrl-C (130) and a reader that has gone (1) into exit codes.
     """
+    everywhere = [argument for argument in arguments if argument in VERBOSITY]
     try:
-        app(arguments, prog_name="noloco")
+        app([*everywhere, *(argument for argument in arguments if argument not in VERBOSITY)], prog_name="noloco")
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0
     except (SpecError, SettingsError, TicketError, IdentityError) as error:

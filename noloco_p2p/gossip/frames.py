@@ -21,6 +21,8 @@ PROTOCOL_VERSION = "1.0"  # same major number = can talk
 CHUNK_DIGEST_BYTES = 16
 STATE_CHUNK_BYTES = 1 << 20
 
+Payload = bytes | memoryview  # what came from the network is a view of the message
+
 
 class Part(IntEnum):
     """The early part: slow weights and outer momentum. The late part: the outer gradient. Each commits by itself."""
@@ -134,7 +136,7 @@ class Header:
 class Chunk:
     section: SectionName
     index: int
-    payload: bytes
+    payload: Payload
     digest: bytes  # blake3 of the payload, 16 bytes
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from noloco_p2p.codec import Codec, chunk_bounds, get_codec
-from noloco_p2p.gossip.frames import Part, SectionName
+from noloco_p2p.gossip.frames import Part, Payload, SectionName
 from noloco_p2p.optim.halves import half_difference
 from noloco_p2p.spec import CodecSpec
 
@@ -38,8 +38,8 @@ class SectionPair:
     """The coded vectors of both sides of a committed section, chunk by chunk."""
 
     plan: SectionPlan
-    own: list[bytes]
-    partner: list[bytes]
+    own: list[Payload]
+    partner: list[Payload]
 
     def half_difference(self, index: int) -> Tensor:
         """h of chunk `index`: (Q(partner) - Q(own)) / 2, fp32 on the CPU."""
@@ -51,7 +51,7 @@ class SectionPair:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What a swap brought: one pair of coded vectors per section, and what it cost."""
+    """What a swap brought: one pair of coded vectors per section (until they are applied), and what it cost."""
 
     partner: str
     partner_round: int

@@ -7,7 +7,7 @@ loop, the codec thread and the training thread pass one interpreter lock around.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Executor
 
 from blake3 import blake3
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from noloco_p2p.codec import chunk_bounds
 from noloco_p2p.errors import CorruptPayload
-from noloco_p2p.gossip.frames import CHUNK_DIGEST_BYTES, Chunk
+from noloco_p2p.gossip.frames import CHUNK_DIGEST_BYTES, Chunk, Payload
 from noloco_p2p.gossip.outcome import SectionPlan
 
 BATCH_CHUNKS = 4  # 4 MiB of fp32; two batches each way are on their way at most
@@ -25,14 +25,14 @@ class Staged:
     """The coded outer gradient of this round, filled chunk by chunk at the boundary. Lives on the network thread."""
 
     def __init__(self) -> None:
-        self.chunks: list[bytes] = []
+        self.chunks: list[Payload] = []
         self._grown = asyncio.Event()
 
     def put(self, payload: bytes) -> None:
         self.chunks.append(payload)
         self._grown.set()
 
-    async def get(self, start: int, stop: int) -> list[bytes]:
+    async def get(self, start: int, stop: int) -> list[Payload]:
         """Waits until these chunks are staged; ends by cancellation only, as the boundary may be minutes away."""
         while len(self.chunks) < stop:
             self._grown.clear()
@@ -100,7 +100,7 @@ def _code(plan: SectionPlan, start: int, values: list[Tensor]) -> list[Chunk]:
     return _wrap(plan, start, [plan.codec.encode(chunk) for chunk in values])
 
 
-def _wrap(plan: SectionPlan, start: int, payloads: list[bytes]) -> list[Chunk]:
+def _wrap(plan: SectionPlan, start: int, payloads: Sequence[Payload]) -> list[Chunk]:
     return [Chunk(plan.name, start + index, payload, digest_of(payload)) for index, payload in enumerate(payloads)]
 
 
@@ -113,5 +113,5 @@ def _check(plan: SectionPlan, chunks: list[Chunk]) -> None:
         plan.codec.check(chunk.payload, num_elements=stop - start)
 
 
-def digest_of(payload: bytes) -> bytes:
+def digest_of(payload: Payload) -> bytes:
     return blake3(payload).digest(CHUNK_DIGEST_BYTES)

@@ -41,11 +41,12 @@ from noloco_p2p.gossip.pairing import Pairing
 from noloco_p2p.gossip.pipeline import Staged
 from noloco_p2p.gossip.round import Phase, Round
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Transport
-from noloco_p2p.gossip.swap import Swap
+from noloco_p2p.gossip.swap import Ledger, Swap
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1  # how often the directory is looked at for newcomers while a partner is sought
+LAST_LOOK_S = 1.0  # at its boundary a peer without a partner looks for one so long, however many it could still ask
 REMEMBERED_SWAPS = 16
 
 
@@ -96,11 +97,11 @@ class RoundRunner:
         self._running: _Running | None = None
         self._trailing: _Running | None = None  # of the last round, its late part still on the way
         self._reason = ""
-        self._swaps: OrderedDict[bytes, Swap] = OrderedDict()
+        self._ledgers: OrderedDict[bytes, Ledger] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._seeker: asyncio.Task[None] | None = None
         self._early_s = 0.0  # from the offer to the commit of the early part, in the last swap
-        self._at_boundary = False
+        self._boundary_s: float | None = None  # when this round's boundary came, monotonic
         self._changed = asyncio.Event()
 
     @property
@@ -120,7 +121,7 @@ class RoundRunner:
         self._round = Round(opening.round, own_id=self._hello().peer_id, progress=opening.progress)
         self._running = None
         self._reason = ""
-        self._at_boundary = False
+        self._boundary_s = None
         self._pairing.open_round()
         self._seeker = self._own(self._seek(self._round))
         self._notify()
@@ -131,7 +132,7 @@ class RoundRunner:
         False = no partner can be had in this round, so that nothing needs to be coded.
         """
         self._drop_trailing()
-        self._at_boundary = True
+        self._boundary_s = time.monotonic()
         self._notify()
         if self._round.phase is Phase.CLOSED:
             return False
@@ -210,8 +211,8 @@ class RoundRunner:
                 raise Refused(what, peer=hello.peer_id, code=code.name)
 
     def swap_state(self, swap_id: bytes) -> SwapState:
-        swap = self._swaps.get(swap_id)
-        return swap.state() if swap else SwapState()
+        ledger = self._ledgers.get(swap_id)
+        return ledger.state() if ledger else SwapState()
 
     async def on_swap(self, stream: FrameStream) -> None:
         """Answer one offer, and carry the swap out when it is accepted."""
@@ -273,7 +274,7 @@ class RoundRunner:
 
     def _latest_offer_s(self, now_s: float) -> float:
         """Until when an offer may wait, if an early part as slow as the last one is to arrive within the round."""
-        left_s = None if self._at_boundary else self._pace.seconds_to_boundary(now_s)
+        left_s = None if self._boundary_s is not None else self._pace.seconds_to_boundary(now_s)
         return now_s if left_s is None else now_s + left_s - 2 * self._early_s
 
     async def _offer(self, round_: Round, candidate: Candidate) -> None:
@@ -326,9 +327,9 @@ class RoundRunner:
             ask_partner=self._ask,
             deadlines=self._deadlines,
         )
-        self._swaps[swap_id] = swap
-        if len(self._swaps) > REMEMBERED_SWAPS:
-            self._swaps.popitem(last=False)
+        self._ledgers[swap_id] = swap.ledger
+        if len(self._ledgers) > REMEMBERED_SWAPS:
+            self._ledgers.popitem(last=False)
         self._running = _Running(swap, boundary, time.monotonic())
         self._notify()
         return self._round, self._running
@@ -353,7 +354,7 @@ class RoundRunner:
         self._notify()
 
     def _swap_ended(self, round_: Round, running: _Running, error: PeerError) -> None:
-        kept = "early part kept" if Part.EARLY in running.swap.committed else "nothing applied"
+        kept = "early part kept" if Part.EARLY in running.swap.ledger.committed else "nothing applied"
         if round_.phase is not Phase.CLOSED or running is self._trailing:
             self._fault(f"round {round_.index} | swap with {_short(running.swap.partner)} failed: {error} | {kept}")
         if running is self._trailing:
@@ -393,7 +394,10 @@ class RoundRunner:
     def _hopeless(self, round_: Round) -> bool:
         if round_.phase is not Phase.SEEKING:
             return False
-        return not self._pairing.hopeful(self._directory.live(), time.monotonic())
+        now_s = time.monotonic()
+        if self._boundary_s is not None and now_s - self._boundary_s > LAST_LOOK_S:
+            return True
+        return not self._pairing.hopeful(self._directory.live(), now_s)
 
     def _outcome(self, round_: Round) -> Outcome:
         running, phase = self._running, round_.phase

@@ -25,6 +25,7 @@ from noloco_p2p.gossip.frames import (
     Frame,
     Header,
     Part,
+    Payload,
     Ready,
     SectionName,
     SwapState,
@@ -34,6 +35,20 @@ from noloco_p2p.gossip.pipeline import CheckBehind, Staged, code_ahead
 from noloco_p2p.gossip.seams import FrameStream
 
 RECEIVE_TIMEOUT_S = 86_400.0  # `_progress` and the owner of the swap end it long before
+
+
+class Ledger:
+    """How far a swap came. Small: it is remembered when the swap and its payloads are gone."""
+
+    def __init__(self) -> None:
+        self.verified: set[Part] = set()
+        self.committed: set[Part] = set()
+        self.has_ended = False  # nothing is committed from now on
+
+    def state(self) -> SwapState:
+        """What the partner is told when it asks. A part that was verified but given up counts as not verified."""
+        verified = self.committed if self.has_ended else self.verified
+        return SwapState(known=True, verified=tuple(verified), committed=tuple(self.committed))
 
 
 class Swap:
@@ -56,8 +71,7 @@ class Swap:
     ) -> None:
         self.swap_id = swap_id
         self.partner = partner
-        self.verified: set[Part] = set()
-        self.committed: set[Part] = set()
+        self.ledger = Ledger()
         self.bytes_sent = 0
         self.bytes_received = 0
         self._stream = stream
@@ -69,9 +83,9 @@ class Swap:
         self._on_commit = on_commit
         self._ask_partner = ask_partner
         self._deadlines = deadlines
-        self._own: dict[SectionName, list[bytes]] = {plan.name: [] for plan in plans}
+        self._own: dict[SectionName, list[Payload]] = {plan.name: [] for plan in plans}
         self._own[SectionName.OUTER_GRADIENT] = staged.chunks
-        self._theirs: dict[SectionName, list[bytes]] = {plan.name: [] for plan in plans}
+        self._theirs: dict[SectionName, list[Payload]] = {plan.name: [] for plan in plans}
         self._partner_ready: set[Part] = set()
         self._sent = {part: asyncio.Event() for part in Part}
         self._moving = 0  # sections on their way now, either direction
@@ -80,31 +94,25 @@ class Swap:
         self._loop = asyncio.get_running_loop()
         self._abandoned: asyncio.Future[None] = self._loop.create_future()
         self._timer = asyncio.timeout(None)
-        self._has_ended = False  # nothing is committed from now on
 
     def pair(self, name: SectionName) -> SectionPair:
         """The coded vectors of both sides; the part that `name` belongs to must be committed."""
         plan = next(plan for plan in self._plans if plan.name is name)
-        assert plan.part in self.committed, (name, self.committed)
+        assert plan.part in self.ledger.committed, (name, self.ledger.committed)
         return SectionPair(plan, self._own[name], self._theirs[name])
 
     def pairs(self) -> dict[SectionName, SectionPair]:
-        return {plan.name: self.pair(plan.name) for plan in self._plans if plan.part in self.committed}
-
-    def state(self) -> SwapState:
-        """What the partner is told when it asks. A part that was verified but given up counts as not verified."""
-        verified = self.committed if self._has_ended else self.verified
-        return SwapState(known=True, verified=tuple(verified), committed=tuple(self.committed))
+        return {plan.name: self.pair(plan.name) for plan in self._plans if plan.part in self.ledger.committed}
 
     def abandon(self, reason: PeerError) -> None:
         """End the swap from outside: nothing more is committed, `run` raises `reason`. Harmless when it has ended."""
-        self._has_ended = True
+        self.ledger.has_ended = True
         if not self._abandoned.done():
             self._abandoned.set_exception(reason)
             self._abandoned.exception()  # retrieved here, as `run` may already be gone
 
     async def run(self) -> None:
-        """Returns when both parts are committed. Raises PeerError otherwise; `committed` tells how far it came."""
+        """Returns when both parts are committed. Raises PeerError otherwise; the ledger tells how far it came."""
         sender = asyncio.create_task(self._send_parts())
         receiver = asyncio.create_task(self._receive_parts())
         try:
@@ -125,7 +133,7 @@ class Swap:
             raise error.reason from None
         finally:
             # Only now, after the farewell: a read or write that is cancelled may take the whole stream with it.
-            self._has_ended = True
+            self.ledger.has_ended = True
             for task in (sender, receiver):
                 task.cancel()
             await asyncio.gather(sender, receiver, return_exceptions=True)
@@ -199,7 +207,7 @@ class Swap:
         for part in Part:
             for plan in self._plans_of(part):
                 await self._receive_section(plan)
-            self.verified.add(part)
+            self.ledger.verified.add(part)
             self._progress()
             with contextlib.suppress(Unreachable):  # the partner may still be heard, or asked
                 await self._send(Ready(part))
@@ -209,21 +217,21 @@ class Swap:
             self._progress()
 
     def _commit(self, part: Part) -> None:
-        if self._has_ended:
+        if self.ledger.has_ended:
             raise Unreachable("the swap was given up", peer=self.partner)
-        if part not in self.committed:
-            self.committed.add(part)
+        if part not in self.ledger.committed:
+            self.ledger.committed.add(part)
             self._on_commit(self, part)
             self._early_done.set()
 
     async def _committed_after_silence(self) -> bool:
         """Only a Ready may be missing: ask for it before giving up. True = both parts are committed now."""
         for part in Part:
-            if part not in self.verified - self.committed or not self._sent[part].is_set():
+            if part not in self.ledger.verified - self.ledger.committed or not self._sent[part].is_set():
                 continue
             if part in (await self._ask_partner(self.partner, self.swap_id)).verified:
                 self._commit(part)
-        return Part.LATE in self.committed
+        return Part.LATE in self.ledger.committed
 
     async def _receive_section(self, plan: SectionPlan) -> None:
         header = await self._receive()
@@ -258,7 +266,7 @@ class Swap:
             except (Unreachable, TimedOut):
                 # The Ready may be lost on the way: ask once what the partner has; unknown counts as not committed.
                 if part not in (await self._ask_partner(self.partner, self.swap_id)).verified:
-                    self._has_ended = True  # from this moment on, as the partner may be asking, too
+                    self.ledger.has_ended = True  # from this moment on, as the partner may be asking, too
                     raise
                 return
             if frame is not None:
@@ -284,14 +292,14 @@ class Swap:
 
     def _progress(self) -> None:
         """Something moved: start the progress timer anew, or stop it while both sides wait for a boundary."""
-        if self._has_ended or self._timer.expired():
+        if self.ledger.has_ended or self._timer.expired():
             return
-        late_pending = Part.LATE in self.verified and self._sent[Part.LATE].is_set()
-        waiting = Part.EARLY in self.committed and not self._moving and not late_pending
+        late_pending = Part.LATE in self.ledger.verified and self._sent[Part.LATE].is_set()
+        waiting = Part.EARLY in self.ledger.committed and not self._moving and not late_pending
         self._timer.reschedule(None if waiting else self._loop.time() + self._deadlines.progress_s)
 
     async def _farewell(self, code: AbortCode, reason: PeerError) -> None:
-        self._has_ended = True
+        self.ledger.has_ended = True
         with contextlib.suppress(PeerError, TimeoutError):  # it is gone: nobody to tell
             await asyncio.wait_for(self._send(Abort(code, str(reason))), self._deadlines.farewell_s)
 

@@ -13,10 +13,11 @@ from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - missin
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
 from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.net import convert, options
+from noloco_p2p.net import convert, framing, options
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 
+SWAP_METHOD = "/noloco_p2p.wire.v1.Peer/Swap"  # called with bytes: framing.py makes and reads the messages
 MAX_MANIFEST_CHUNKS = 1 << 20  # 1 TiB of state; a manifest that names more is refused
 
 
@@ -39,7 +40,7 @@ class GrpcTransport:
         except BaseException:
             await channel.close()
             raise
-        return ClientStream(candidate.peer_id, channel, PeerStub(channel).Swap())
+        return ClientStream(candidate.peer_id, channel, channel.stream_stream(SWAP_METHOD)())
 
     async def status(self, candidate: Candidate, *, swap_id: bytes = b"", timeout_s: float) -> frames.PeerStatus:
         request = pb.StatusRequest(hello=convert.hello_to_wire(self._hello()), swap_id=swap_id)
@@ -106,7 +107,7 @@ class ClientStream:
 
     async def send(self, frame: frames.Frame) -> None:
         try:
-            await self._call.write(convert.frame_to_wire(frame))
+            await self._call.write(framing.encode(frame))
         except grpc.aio.AioRpcError as error:
             raise translate(error, self._peer) from None
         except (grpc.aio.UsageError, asyncio.InvalidStateError):  # what a write after the end of the call raises
@@ -124,7 +125,7 @@ class ClientStream:
         if message is EOF:
             raise Unreachable("the other side closed the stream", peer=self._peer)
         _check_parsed(message, self._peer)
-        return convert.frame_from_wire(message)
+        return framing.decode(message)
 
     async def close(self) -> None:
         self._call.cancel()

@@ -14,12 +14,12 @@ from google.protobuf.message import DecodeError
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, SettingsError, TimedOut, Unreachable
 from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.seams import Service
-from noloco_p2p.net import convert, options
+from noloco_p2p.net import convert, framing, options
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
-from noloco_p2p.net.wire.v1 import peer_pb2_grpc as pb_grpc
 
 log = logging.getLogger(__name__)
 
+SERVICE = "noloco_p2p.wire.v1.Peer"
 QUEUED_FRAMES = 4  # received but not yet looked at; more is held back in the sender by flow control
 MANIFEST_DIGESTS_PER_REPLY = 16_384
 MAX_CHUNKS_PER_REQUEST = 65_536
@@ -31,7 +31,7 @@ class GrpcServer:
     def __init__(self, service: Service) -> None:
         self._server = grpc.aio.server(options=options.SERVER)
         self._servicer = _Servicer(service)
-        pb_grpc.add_PeerServicer_to_server(self._servicer, self._server)
+        self._server.add_generic_rpc_handlers((_handlers(self._servicer),))
         self.port = 0
 
     async def start(self, host: str, port: int) -> None:
@@ -60,11 +60,11 @@ class ServerStream:
         self._gone: PeerError | None = None
         self._closed = asyncio.Event()
 
-    async def pump(self, requests: AsyncIterator[pb.Frame]) -> None:
+    async def pump(self, requests: AsyncIterator[bytes]) -> None:
         """Runs for the life of the call; ends when the other side is gone or sent what is no frame."""
         try:
             async for message in requests:
-                await self._arrived.put(convert.frame_from_wire(message))
+                await self._arrived.put(framing.decode(message))
             fault: PeerError = Unreachable("the other side closed the stream", peer=self.peer)
         except CorruptPayload as error:
             fault = error
@@ -87,7 +87,7 @@ class ServerStream:
         if self._gone:
             raise self._gone
         try:
-            await self._context.write(convert.frame_to_wire(frame))
+            await self._context.write(framing.encode(frame))
         except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
             raise Unreachable(f"the connection was lost: {error}", peer=self.peer) from None
 
@@ -111,12 +111,24 @@ class ServerStream:
         await self._closed.wait()
 
 
-class _Servicer(pb_grpc.PeerServicer):
+def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
+    """The methods of the service; a swap gets bytes, which framing.py makes and reads."""
+    fetch = grpc.unary_stream_rpc_method_handler(
+        servicer.Fetch, pb.FetchRequest.FromString, pb.FetchReply.SerializeToString
+    )
+    status = grpc.unary_unary_rpc_method_handler(
+        servicer.Status, pb.StatusRequest.FromString, pb.StatusReply.SerializeToString
+    )
+    swap = grpc.stream_stream_rpc_method_handler(servicer.Swap)
+    return grpc.method_handlers_generic_handler(SERVICE, {"Swap": swap, "Fetch": fetch, "Status": status})
+
+
+class _Servicer:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._swaps: set[asyncio.Task[None]] = set()
 
-    async def Swap(self, request_iterator: AsyncIterator[pb.Frame], context: Any) -> None:  # noqa: N802
+    async def Swap(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802
         stream = ServerStream(context)
         swap = self._own(self._service.on_swap(stream))
         pump = asyncio.create_task(stream.pump(request_iterator))

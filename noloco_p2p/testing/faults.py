@@ -12,15 +12,18 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import UnionType
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from blake3 import blake3
 
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.gossip.frames import CHUNK_DIGEST_BYTES, Chunk, Frame, Header, Part, SectionName
+from noloco_p2p.gossip.frames import CHUNK_DIGEST_BYTES, Chunk, End, Frame, Header, Part, SectionName
 from noloco_p2p.gossip.seams import FrameStream
+
+# Which digests fit a damaged payload: none, that of its chunk, or that of the whole section, too.
+Digests = Literal["stale", "chunk", "section"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,34 +70,36 @@ class SwapWithNext:
 
 @dataclass(frozen=True, slots=True)
 class FlipBit:
-    """One bit of a chunk's payload is wrong; with `digest="valid"` the chunk's digest fits the damage."""
+    """One bit of a chunk's payload is wrong."""
 
     bit: int
-    digest: str = "stale"
+    digests: Digests = "stale"
 
-    def alter(self, chunk: Chunk) -> Chunk:
-        payload = bytearray(chunk.payload)
-        payload[self.bit // 8] ^= 1 << self.bit % 8
-        return _with_payload(chunk, bytes(payload), digest=self.digest)
+    def alter(self, payload: bytes) -> bytes:
+        damaged = bytearray(payload)
+        damaged[self.bit // 8] ^= 1 << self.bit % 8
+        return bytes(damaged)
 
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
-    """A chunk's payload ends after `num_bytes`; with `digest="valid"` the chunk's digest fits what is left."""
+    """A chunk's payload ends after `num_bytes`."""
 
     num_bytes: int
-    digest: str = "stale"
+    digests: Digests = "stale"
 
-    def alter(self, chunk: Chunk) -> Chunk:
-        return _with_payload(chunk, chunk.payload[: self.num_bytes], digest=self.digest)
+    def alter(self, payload: bytes) -> bytes:
+        return payload[: self.num_bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """All bits of a chunk's payload are set, which is NaN in every codec; its digest is valid."""
+    """All bits of a chunk's payload are set, which is NaN in every codec."""
 
-    def alter(self, chunk: Chunk) -> Chunk:
-        return _with_payload(chunk, b"\xff" * len(chunk.payload), digest="valid")
+    digests: Digests = "section"
+
+    def alter(self, payload: bytes) -> bytes:
+        return b"\xff" * len(payload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +224,8 @@ class _Direction:
         self._seen = [0] * len(faults)
         self._held: tuple[Frame, ...] = ()
         self._stalled = False
+        self._digests: dict[SectionName, list[bytes]] = {}  # of the chunks that went by
+        self._repaired: set[SectionName] = set()
 
     def pass_on(self, frame: Frame) -> Sequence[Frame] | Cut | Stall:
         if self._stalled:
@@ -235,9 +242,21 @@ class _Direction:
                 self._held = (frame,)
                 return held
             case None:
-                return (frame, *held)
+                return (self._repair(frame), *held)
+            case FlipBit() | Truncate() | NotFinite() if isinstance(frame, Chunk):
+                return (self._repair(_damaged(fault, frame), digests=fault.digests), *held)
             case _:
                 return (*_altered(fault, frame), *held)
+
+    def _repair(self, frame: Frame, *, digests: Digests = "stale") -> Frame:
+        """Let the End of a section fit its damaged chunks, if the fault says so."""
+        if isinstance(frame, Chunk):
+            self._digests.setdefault(frame.section, []).append(frame.digest)
+            if digests == "section":
+                self._repaired.add(frame.section)
+        elif isinstance(frame, End) and frame.section in self._repaired:
+            return End(frame.section, blake3(b"".join(self._digests[frame.section])).digest())
+        return frame
 
     def _fault_for(self, frame: Frame) -> Fault | None:
         found = None
@@ -261,12 +280,13 @@ def _altered(fault: Fault, frame: Frame) -> tuple[Frame, ...]:
             return (other,)
         case Announce(), Header():
             return (fault.alter(frame),)
-        case ((FlipBit() | Truncate() | NotFinite()), Chunk()):
-            return (fault.alter(frame),)
         case _:
             raise ValueError(f"{fault} does not fit a {type(frame).__name__}")
 
 
-def _with_payload(chunk: Chunk, payload: bytes, *, digest: str) -> Chunk:
-    changed = replace(chunk, payload=payload)
-    return replace(changed, digest=blake3(payload).digest(CHUNK_DIGEST_BYTES)) if digest == "valid" else changed
+def _damaged(fault: FlipBit | Truncate | NotFinite, chunk: Chunk) -> Chunk:
+    payload = fault.alter(chunk.payload)
+    fits = fault.digests != "stale"
+    return Chunk(
+        chunk.section, chunk.index, payload, blake3(payload).digest(CHUNK_DIGEST_BYTES) if fits else chunk.digest
+    )

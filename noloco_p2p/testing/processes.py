@@ -39,6 +39,7 @@ def small_spec(name: str, **changes: Any) -> RunSpec:
         "name": name,
         "model.hidden_size": 64,
         "model.num_layers": 2,
+        "model.num_heads": 4,
         "model.mlp_size": 128,
         "data.sequence_length": 64,
         "train.batch_size": 4,

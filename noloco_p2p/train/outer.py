@@ -221,6 +221,7 @@ class NoLoCo:
         self._outer_step(received)
         if received:
             self._meet_progress(received)
+            received.sections.clear()  # the payloads are as large as the model, and somebody may keep the result
         result = RoundResult(self.round, outcome, self.progress, blocked_s)
         self.round += 1
         self._steps = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
@@ -59,7 +60,8 @@ SHORT = Deadlines(dial_s=0.3, offer_s=0.3, status_s=0.3, progress_s=0.3, farewel
 WAIT_S = 20.0
 ENOUGH_S = 5.0  # far above what any fault costs with SHORT, far below WAIT_S
 
-# What one side sends in a swap of three sections of one chunk, in this order. The first is its Offer or its Accept.
+# What one side sends in a swap of three sections of one chunk. The first is its Offer or its Accept; a Ready may come
+# before the last frames of its part, as each direction goes at its own speed.
 FRAMES = ("Offer", *("Header", "Chunk", "End") * 2, "Ready EARLY", "Header", "Chunk", "End", "Ready LATE")
 EARLY_READY, LATE_READY = 8, 12
 
@@ -72,6 +74,12 @@ EVERY_POSITION = pytest.mark.parametrize(
 def after_cut(position: int) -> type[Outcome]:
     """What both sides have when the connection breaks at the frame of that position. A lost Ready is asked for."""
     return Alone if position < EARLY_READY else Half if position < LATE_READY else Swapped
+
+
+def allowed_after_cut(position: int) -> set[type[Outcome]]:
+    """A lost Ready is asked for, but whom one asks too soon has not verified yet, and says no."""
+    both_ways = {after_cut(position - 1)} if position in (EARLY_READY, LATE_READY) else set()
+    return {after_cut(position), *both_ways}
 
 
 def round_with_fault(
@@ -114,7 +122,9 @@ def test_a_cut_at_any_frame_that_is_sent_leaves_both_sides_alike(position: int) 
 def test_a_cut_at_any_frame_that_comes_leaves_both_sides_alike(position: int) -> None:
     outcomes, _, fired = round_with_fault(FaultPlan().fail_at(At(nth=position), receive=Cut()))
     assert fired
-    assert [type(outcome) for outcome in outcomes] == [after_cut(position)] * 2
+    kinds = {type(outcome) for outcome in outcomes}
+    assert len(kinds) == 1
+    assert kinds <= allowed_after_cut(position)
 
 
 @EVERY_POSITION
@@ -130,21 +140,34 @@ def test_a_partner_that_vanishes_at_any_frame_costs_no_more_than_the_round(posit
     assert isinstance(survivor, Alone if position <= EARLY_READY else Half)
 
 
-@pytest.mark.parametrize("position", [1, 2, 3, EARLY_READY, 9, 10, LATE_READY])
-def test_a_partner_that_freezes_at_a_frame_is_given_up_in_time(position: int) -> None:
+@pytest.mark.parametrize(
+    ("at", "allowed"),
+    [
+        (At(nth=1), {Alone}),
+        (At(Header), {Alone}),
+        (At(Chunk), {Alone}),
+        (At(Ready, part=Part.EARLY), {Alone, Half}),
+        (At(Header, section=SectionName.OUTER_GRADIENT), {Half}),
+        (At(Chunk, section=SectionName.OUTER_GRADIENT), {Half}),
+        (At(Ready, part=Part.LATE), {Half, Swapped}),
+    ],
+    ids=["offer", "early-header", "early-chunk", "early-ready", "late-header", "late-chunk", "late-ready"],
+)
+def test_a_partner_that_freezes_at_a_frame_is_given_up_in_time(at: At, allowed: set[type[Outcome]]) -> None:
     """A partner that announces a section and then freezes is given up too, however long a round may wait."""
-    outcomes, last_faults, fired = round_with_fault(FaultPlan().fail_at(At(nth=position), send=Stall()))
+    outcomes, last_faults, fired = round_with_fault(FaultPlan().fail_at(at, send=Stall()))
     assert fired
-    expected = after_cut(position)
-    assert [type(outcome) for outcome in outcomes] == [expected, expected]
-    assert expected is Swapped or all(last_faults)
+    kinds = {type(outcome) for outcome in outcomes}
+    assert len(kinds) == 1
+    assert kinds <= allowed
+    assert kinds == {Swapped} or all(last_faults)
 
 
 CORRUPT: list[tuple[str, Fault, At, str]] = [
     ("bit-flip", FlipBit(5), At(Chunk), "chunk 0 of {} is damaged"),
     ("truncated", Truncate(40), At(Chunk), "chunk 0 of {} is damaged"),
-    ("truncated-digest-fits", Truncate(40, digest="valid"), At(Chunk), "must have 400 bytes, it has 40"),
-    ("bit-flip-digest-fits", FlipBit(5, digest="valid"), At(Chunk), "{} does not end as it should"),
+    ("truncated-digest-fits", Truncate(40, digests="section"), At(Chunk), "must have 400 bytes, it has 40"),
+    ("bit-flip-digest-fits", FlipBit(5, digests="chunk"), At(Chunk), "{} does not end as it should"),
     ("nan", NotFinite(), At(Chunk), "holds NaN or infinity"),
     ("repeated", Repeat(), At(Chunk), "{} does not end as it should"),
     ("dropped", Drop(), At(Chunk), "chunk 0 of {} is missing: got End"),
@@ -227,12 +250,29 @@ def note_questions(swarm: MemorySwarm) -> list[bytes]:
 
 @pytest.mark.parametrize(("part", "expected"), [(Part.EARLY, Half), (Part.LATE, Swapped)])
 def test_a_ready_that_is_lost_with_its_connection_is_asked_for(part: Part, expected: type[Outcome]) -> None:
-    """Neither side hears the other's: the one is lost, and the connection breaks at the other."""
-    faults = FaultPlan().fail_at(At(Ready, part=part), send=Drop(), receive=Cut()).wrapper()
+    """Both have verified the part, neither hears so from the other, and then the connection breaks."""
+    faults = FaultPlan().fail_at(At(Ready, part=part), send=Drop(), receive=Drop()).wrapper()
+    streams: list[FrameStream] = []
+
+    def wrap(stream: FrameStream) -> FrameStream:
+        streams.append(faults(stream))
+        return streams[-1]
+
+    vectors = [Vectors.random(1), Vectors.random(2)]
     with MemorySwarm(SPEC) as swarm:
-        peers = [swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")]
+        peers = [swarm.peer("a", wrap=wrap, wrap_accepted=wrap), swarm.peer("b")]
         questions = note_questions(swarm)
-        outcomes = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=WAIT_S)
+        for peer, own in zip(peers, vectors, strict=True):
+            open_round(peer, own)
+        if part is Part.LATE:
+            wait_until(lambda: all(peer.runner.phase is Phase.EARLY for peer in peers))
+            for peer, own in zip(peers, vectors, strict=True):
+                peer.exchange.stage(own.gradient_chunks)
+        wait_until(lambda: faults.fired == 2)
+        for stream in streams:
+            asyncio.run_coroutine_threadsafe(stream.close(), swarm.loop).result(5.0)
+        wait_until(lambda: all(peer.runner.phase in (Phase.HALF, Phase.DONE) for peer in peers))
+        outcomes = [peer.exchange.collect(WAIT_S) for peer in peers]
     assert [type(outcome) for outcome in outcomes] == [expected, expected]
     assert len(questions) == 2, "each side asks once"
     assert len(set(questions)) == 1, "about the same swap"

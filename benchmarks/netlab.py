@@ -1,0 +1,647 @@
+"""Emulated internet links between network namespaces of one machine, for benchmarks that need real sockets.
+
+    python benchmarks/netlab.py [--quick] [--json FILE]      measures the links themselves
+
+    with NetLab([home(rate_mbit_s=100, round_trip_ms=50)] * 4) as lab:
+        ...each process calls enter(lab.nodes[i].namespace) first, then talks to lab.nodes[j].address
+        lab.partition([0, 1], [2, 3])
+
+Each node is a namespace with one TUN device. One forwarding process reads all of them, and holds every packet as long
+as the sender's uplink, the way and the receiver's downlink take. Rates belong to a node, as at home: all that it sends
+shares its uplink, whoever it is sent to. Nothing is needed of the kernel but namespaces and TUN (no netem); it takes
+root, /dev/net/tun and iproute2.
+
+The forwarding process owns the namespaces. It ends when the lab is closed or the process that made it dies in any way,
+and then kills what still runs in them and deletes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import heapq
+import json
+import math
+import os
+import random
+import re
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any
+
+DEVICE = "wan0"
+PREFIX = "noloco-lab"  # then the pid of the forwarding process, then the number of the node
+NAMESPACES = Path("/run/netns")
+TUN = Path("/dev/net/tun")
+ANSWER_S = 20.0  # for the forwarding process to begin, to change or to end
+READS_AT_ONCE = 32
+
+# linux/if_tun.h, linux/virtio_net.h, linux/sched.h
+TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
+IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
+TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
+CLONE_NEWNET = 0x40000000
+OFFLOAD_HEADER = struct.Struct("=BBHHHH")  # flags, segmentation, bytes of headers, bytes a segment, two of checksums
+MAX_FRAME_BYTES = OFFLOAD_HEADER.size + 65_535
+
+
+class LabError(RuntimeError):
+    """The lab cannot be made or does not answer; the message says what is missing."""
+
+
+# what a link is
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One direction of the line between a node and the middle of the network."""
+
+    rate_mbit_s: float = 0.0  # of IP packets; 0 = as fast as it goes
+    delay_ms: float = 0.0  # one way, this line only; the way from a to b is a's up + b's down
+    jitter_ms: float = 0.0  # added delay, uniform from 0 to this; packets keep their order
+    loss: float = 0.0  # share of packets, at random
+    queue_ms: float = 100.0  # what the router in front of a full line holds; more is dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How one node is connected."""
+
+    up: Line = Line()
+    down: Line = Line()
+
+
+def home(
+    *, rate_mbit_s: float, round_trip_ms: float, jitter_ms: float = 0.0, loss: float = 0.0, queue_ms: float = 100.0
+) -> Access:
+    """A line that is the same both ways; two such nodes are `round_trip_ms` apart (there and back).
+
+    `jitter_ms` and `loss` are those of a packet's whole way from one node to the other.
+    """
+    leg_ms = round_trip_ms / 4
+    up = Line(rate_mbit_s, leg_ms, jitter_ms, loss, queue_ms)
+    return Access(up, Line(rate_mbit_s, leg_ms, queue_ms=queue_ms))
+
+
+@dataclass(slots=True)
+class Counters:
+    """Of one node. Bytes are those of IP packets, with headers and all that TCP sent again."""
+
+    sent_bytes: int = 0  # put on the uplink; dropped ones count too
+    received_bytes: int = 0
+    lost_packets: int = 0  # of those sent, at random or by a cut
+    dropped_packets: int = 0  # a queue was full: uplink of the sender or downlink of the receiver
+
+
+# the network in virtual time: no clock, no sockets
+
+
+@dataclass(slots=True)
+class _Packet:
+    source: int
+    destination: int
+    num_bytes: int  # on the wire
+    frame: bytes
+    on_downlink: bool = False
+
+
+@dataclass(slots=True)
+class Fabric:
+    """Which packet comes out where and when. Times are seconds of one clock; calls must not go back in time."""
+
+    accesses: list[Access]
+    rng: random.Random
+    counters: list[Counters] = field(init=False)
+    groups: list[int] = field(init=False)  # nodes of different groups do not hear each other
+    _free_up_s: list[float] = field(init=False)  # when the line has sent all that is in its queue
+    _free_down_s: list[float] = field(init=False)
+    _last_s: dict[tuple[int, int], float] = field(init=False, default_factory=dict)
+    _events: list[tuple[float, int, _Packet]] = field(init=False, default_factory=list)
+    _num_events: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        num_nodes = len(self.accesses)
+        self.counters = [Counters() for _ in range(num_nodes)]
+        self.groups = [0] * num_nodes
+        self._free_up_s = [0.0] * num_nodes
+        self._free_down_s = [0.0] * num_nodes
+
+    def accept(self, frame: bytes, *, source: int, destination: int, num_bytes: int, now_s: float) -> None:
+        """A packet leaves `source`."""
+        access, counters = self.accesses[source], self.counters[source]
+        up = access.up
+        counters.sent_bytes += num_bytes
+        if self.groups[source] != self.groups[destination]:
+            counters.lost_packets += 1
+            return
+        free_s = max(now_s, self._free_up_s[source])
+        if free_s - now_s > up.queue_ms / 1e3:
+            counters.dropped_packets += 1
+            return
+        sent_s = free_s + serial_s(num_bytes, up)
+        self._free_up_s[source] = sent_s
+        down = self.accesses[destination].down
+        if (up.loss and self.rng.random() < up.loss) or (down.loss and self.rng.random() < down.loss):
+            counters.lost_packets += 1
+            return
+        jitter_ms = self.rng.random() * (up.jitter_ms + down.jitter_ms)
+        arrives_s = sent_s + (up.delay_ms + down.delay_ms + jitter_ms) / 1e3
+        way = source, destination
+        arrives_s = self._last_s[way] = max(arrives_s, self._last_s.get(way, 0.0))
+        self._push(arrives_s, _Packet(source, destination, num_bytes, frame))
+
+    def deliver(self, now_s: float) -> Iterator[tuple[int, bytes]]:
+        """(node, frame) of each packet that is through by `now_s`, in order."""
+        while self._events and self._events[0][0] <= now_s:
+            when_s, _, packet = heapq.heappop(self._events)
+            through_s = when_s if packet.on_downlink else self._pass_downlink(packet, when_s)
+            if through_s is None:
+                self.counters[packet.destination].dropped_packets += 1
+            elif through_s > now_s:
+                packet.on_downlink = True
+                self._push(through_s, packet)
+            else:
+                self.counters[packet.destination].received_bytes += packet.num_bytes
+                yield packet.destination, packet.frame
+
+    def next_s(self) -> float | None:
+        """When `deliver` has something to do next."""
+        return self._events[0][0] if self._events else None
+
+    def _pass_downlink(self, packet: _Packet, when_s: float) -> float | None:
+        """When the packet is through the receiver's line; None = its queue is full.
+
+        A packet that meets no queue passes at once: it came at the pace of a line already, and to hold it for its own
+        length again would double the length of a packet that stands for many segments.
+        """
+        down, node = self.accesses[packet.destination].down, packet.destination
+        if self._free_down_s[node] - when_s > down.queue_ms / 1e3:
+            return None
+        through_s = max(when_s, self._free_down_s[node] + serial_s(packet.num_bytes, down))
+        self._free_down_s[node] = through_s
+        return through_s
+
+    def _push(self, when_s: float, packet: _Packet) -> None:
+        self._num_events += 1  # breaks ties: first in, first out
+        heapq.heappush(self._events, (when_s, self._num_events, packet))
+
+
+def serial_s(num_bytes: int, line: Line) -> float:
+    """Seconds that the bits of a packet take on a line."""
+    return num_bytes * 8e-6 / line.rate_mbit_s if line.rate_mbit_s else 0.0
+
+
+def wire_bytes(frame: bytes) -> int:
+    """Bytes of the IP packets that a frame of the TUN device stands for: TCP hands over many segments as one."""
+    _, segmentation, header_bytes, segment_bytes, _, _ = OFFLOAD_HEADER.unpack_from(frame)
+    packet_bytes = len(frame) - OFFLOAD_HEADER.size
+    if not segmentation or not segment_bytes:
+        return packet_bytes
+    num_segments = math.ceil((packet_bytes - header_bytes) / segment_bytes)
+    return packet_bytes + (num_segments - 1) * header_bytes
+
+
+def destination_address(frame: bytes) -> bytes | None:
+    """Four bytes; None when it is no IPv4 packet."""
+    start = OFFLOAD_HEADER.size
+    if len(frame) < start + 20 or frame[start] >> 4 != 4:
+        return None
+    return frame[start + 16 : start + 20]
+
+
+def node_address(index: int) -> str:
+    return f"10.77.{index // 250}.{index % 250 + 1}"
+
+
+# the lab, as its user sees it
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    namespace: str
+    address: str
+
+
+class NetLab:
+    """Namespaces with lines between them, from `__enter__` to `__exit__`.
+
+    congestion_control: of TCP within the namespaces; None = the default of the machine. One that the kernel does not
+        allow there (net.ipv4.tcp_allowed_congestion_control) is a LabError.
+    offload: TCP may hand over up to 16 KiB of segments as one packet, as to a network card: ten times less work for the
+        forwarding process. Loss and queues then take whole such packets, so that lines with loss need `offload=False`,
+        which is the default for them.
+    """
+
+    def __init__(
+        self, accesses: Sequence[Access], *, congestion_control: str | None = None, offload: bool | None = None
+    ) -> None:
+        has_loss = any(access.up.loss or access.down.loss for access in accesses)
+        self._offload = not has_loss if offload is None else offload
+        self._accesses = list(accesses)
+        self._congestion_control = congestion_control
+        self._process: subprocess.Popen[str] | None = None
+        self.nodes: tuple[Node, ...] = ()
+
+    def __enter__(self) -> NetLab:
+        """Raises LabError when rights or tools are missing."""
+        check_rights()
+        # In a session of its own, so that Ctrl-C in a terminal leaves it to clean up.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", str(Path(__file__).resolve()), "--forward"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            answer = self._ask(
+                accesses=[asdict(access) for access in self._accesses],
+                offload=self._offload,
+                congestion_control=self._congestion_control,
+            )
+        except BaseException:
+            self.close()
+            raise
+        self.nodes = tuple(Node(name, node_address(index)) for index, name in enumerate(answer["namespaces"]))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends what runs in the namespaces, and deletes them. Harmless when done already."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.close()  # it takes that as the end
+        try:
+            process.wait(ANSWER_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+        remove_namespaces(process.pid)  # nothing is left to do unless it was killed
+
+    def set_access(self, index: int, access: Access) -> None:
+        """Change the line of a node; packets on their way are not touched."""
+        if self._offload and (access.up.loss or access.down.loss):
+            raise LabError("a line with loss needs a lab made with offload=False: loss takes single packets")
+        self._accesses[index] = access
+        self._ask(node=index, access=asdict(access))
+
+    def partition(self, *groups: Sequence[int]) -> None:
+        """Nodes of different groups no longer hear each other; a node that is named in none is cut off from all."""
+        numbers = [-1 - index for index in range(len(self.nodes))]
+        for number, group in enumerate(groups):
+            for index in group:
+                numbers[index] = number
+        self._ask(groups=numbers)
+
+    def heal(self) -> None:
+        """Everybody hears everybody again."""
+        self._ask(groups=[0] * len(self.nodes))
+
+    def counters(self) -> list[Counters]:
+        """Of each node, since the lab was made."""
+        return [Counters(**counters) for counters in self._ask(counters=True)["counters"]]
+
+    def _ask(self, **request: Any) -> dict[str, Any]:
+        """One line to the forwarding process, one line back. Raises LabError."""
+        process = self._process
+        if process is None or process.stdin is None or process.stdout is None:
+            raise LabError("the lab is closed")
+        with contextlib.suppress(BrokenPipeError):  # what it said before it ended is read below
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+        if not select.select([process.stdout], [], [], ANSWER_S)[0]:
+            raise LabError(f"the forwarding process (pid {process.pid}) says nothing for {ANSWER_S:g} s")
+        line = process.stdout.readline()
+        if not line:
+            raise LabError(f"the forwarding process (pid {process.pid}) has ended")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise LabError(answer["error"])
+        return answer
+
+
+def check_rights() -> None:
+    """Raises LabError that names what is missing."""
+    if os.geteuid() != 0:
+        raise LabError(
+            "network namespaces need root: run this with sudo, or in a container with CAP_SYS_ADMIN and NET_ADMIN"
+        )
+    if shutil.which("ip") is None:
+        raise LabError("the command `ip` is missing: install iproute2")
+    if not os.access(TUN, os.R_OK | os.W_OK):
+        raise LabError(f"{TUN} cannot be opened: load the module tun, or pass the device into the container")
+
+
+def enter(namespace: str) -> None:
+    """Move the calling thread, and all threads and processes that it makes from now on, into a namespace of a lab."""
+    with open(NAMESPACES / namespace, "rb") as there:
+        _set_namespace(there.fileno())
+
+
+def _set_namespace(fd: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(fd, CLONE_NEWNET):
+        code = ctypes.get_errno()
+        raise LabError(f"cannot enter a network namespace: {os.strerror(code)}; it needs CAP_SYS_ADMIN")
+
+
+# the forwarding process
+
+
+def forward() -> None:
+    """Makes namespaces as the first line of standard input says, forwards until it ends, and cleans up."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    remove_stale()
+    try:
+        try:
+            request = json.loads(sys.stdin.readline())
+            accesses = [_access(values) for values in request["accesses"]]
+            names = [f"{PREFIX}-{os.getpid()}-{index}" for index in range(len(accesses))]
+            devices = [
+                make_node(name, node_address(index), request["congestion_control"], offload=request["offload"])
+                for index, name in enumerate(names)
+            ]
+        except (OSError, ValueError, subprocess.CalledProcessError, LabError) as error:
+            detail = getattr(error, "stderr", "") or ""
+            _say(error=f"the lab cannot be made: {error} {detail}".strip())
+            return
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, -10)  # a late packet would tell of this machine, not of the link
+        _say(namespaces=names)
+        _forward(devices, Fabric(accesses, random.Random(0)))
+    finally:
+        remove_namespaces(os.getpid())
+
+
+def _forward(devices: list[int], fabric: Fabric) -> None:
+    node_of_device = {device: node for node, device in enumerate(devices)}
+    node_of_address = {socket.inet_aton(node_address(node)): node for node in range(len(devices))}
+    commands = sys.stdin.fileno()
+    pending = b""
+    while True:
+        now_s = time.monotonic()
+        for node, frame in fabric.deliver(now_s):
+            try:
+                os.write(devices[node], frame)
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EINVAL, errno.EIO, errno.ENOBUFS):
+                    raise
+                fabric.counters[node].dropped_packets += 1
+        next_s = fabric.next_s()
+        wait_s = 1.0 if next_s is None else max(0.0, next_s - time.monotonic())
+        ready, _, _ = select.select([*devices, commands], [], [], wait_s)  # epoll would round up to milliseconds
+        for fd in ready:
+            if fd != commands:
+                _read_device(fd, node_of_device[fd], node_of_address, fabric)
+                continue
+            data = os.read(commands, 65_536)
+            if not data:
+                return
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                _obey(json.loads(line), fabric)
+
+
+def _read_device(fd: int, source: int, node_of_address: dict[bytes, int], fabric: Fabric) -> None:
+    for _ in range(READS_AT_ONCE):
+        try:
+            frame = os.read(fd, MAX_FRAME_BYTES)
+        except BlockingIOError:
+            return
+        destination = node_of_address.get(destination_address(frame) or b"")
+        if destination is not None:
+            fabric.accept(
+                frame,
+                source=source,
+                destination=destination,
+                num_bytes=wire_bytes(frame),
+                now_s=time.monotonic(),
+            )
+
+
+def _obey(request: dict[str, Any], fabric: Fabric) -> None:
+    if "access" in request:
+        fabric.accesses[request["node"]] = _access(request["access"])
+    if "groups" in request:
+        fabric.groups = request["groups"]
+    _say(counters=[asdict(counters) for counters in fabric.counters])
+
+
+def _access(values: dict[str, Any]) -> Access:
+    return Access(Line(**values["up"]), Line(**values["down"]))
+
+
+def _say(**answer: Any) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the lab is gone; standard input tells so too
+        print(json.dumps(answer), flush=True)
+
+
+def make_node(name: str, address: str, congestion_control: str | None, *, offload: bool) -> int:
+    """Make the namespace and its device; gives the open device."""
+    _ip("netns", "add", name)
+    with open("/proc/self/ns/net", "rb") as here:
+        enter(name)
+        try:
+            device = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)
+            flags = IFF_TUN | IFF_NO_PI | IFF_VNET_HDR
+            fcntl.ioctl(device, TUNSETIFF, struct.pack("=16sH22x", DEVICE.encode(), flags))
+            if offload:
+                fcntl.ioctl(device, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)
+            if congestion_control:
+                _choose_congestion_control(congestion_control)
+            _ip("link", "set", "lo", "up")
+            _ip("addr", "add", f"{address}/16", "dev", DEVICE)
+            _ip("link", "set", DEVICE, "mtu", "1500", "gso_max_size", "16384", "txqueuelen", "1000", "up")
+        finally:
+            _set_namespace(here.fileno())
+    return device
+
+
+def _choose_congestion_control(name: str) -> None:
+    setting = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    try:
+        setting.write_text(name)
+    except OSError:
+        allowed = setting.with_name("tcp_allowed_congestion_control").read_text().strip()
+        raise LabError(f"{name} is not allowed in a namespace; this kernel allows {allowed}") from None
+
+
+def remove_namespaces(owner: int) -> None:
+    """Kill whatever still runs in the namespaces that the forwarding process `owner` made, and delete them."""
+    for path in sorted(NAMESPACES.glob(f"{PREFIX}-{owner}-*")):
+        _empty(path.name)
+        subprocess.run(["ip", "netns", "del", path.name], check=False, capture_output=True)
+
+
+def remove_stale() -> None:
+    """Namespaces of labs whose forwarding process was killed before it could clean up."""
+    for path in NAMESPACES.glob(f"{PREFIX}-*"):
+        found = re.fullmatch(rf"{PREFIX}-(\d+)-\d+", path.name)
+        if found and not Path(f"/proc/{found[1]}").exists():
+            remove_namespaces(int(found[1]))
+
+
+def _empty(name: str) -> None:
+    until_s = time.monotonic() + ANSWER_S / 2
+    while time.monotonic() < until_s:
+        found = subprocess.run(
+            ["ip", "netns", "pids", name], check=False, capture_output=True, text=True
+        ).stdout.split()
+        if not found:
+            return
+        for pid in map(int, found):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+# the links, measured
+
+
+def tcp_mbit_s(lab: NetLab, ways: Sequence[tuple[int, int]], *, seconds: float, congestion_control: str) -> float:
+    """Payload rates, added up, of one TCP stream for each (sender, receiver), all at once; without the first second."""
+    streams = [_Stream(lab, way, congestion_control) for way in ways]
+    threads = [threading.Thread(target=part) for stream in streams for part in (stream.receive, stream.send)]
+    until_s = time.monotonic() + seconds
+    for stream in streams:
+        stream.until_s = until_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(stream.mbit_s for stream in streams)
+
+
+class _Stream:
+    """One TCP connection that is kept full."""
+
+    def __init__(self, lab: NetLab, way: tuple[int, int], congestion_control: str) -> None:
+        source, destination = (lab.nodes[index] for index in way)
+        self.until_s = 0.0
+        self.mbit_s = 0.0
+        with _socket_in(destination) as listener:
+            listener.bind(("", 0))
+            listener.listen()
+            self._sender = _socket_in(source)
+            self._sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion_control.encode())
+            self._sender.connect((destination.address, listener.getsockname()[1]))
+            self._receiver = listener.accept()[0]
+        self._sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # cut off at the end
+
+    def send(self) -> None:
+        block = bytes(1 << 18)
+        with self._sender:
+            while time.monotonic() < self.until_s:
+                self._sender.sendall(block)
+
+    def receive(self) -> None:
+        began_s, num_bytes, inbox = time.monotonic(), 0, bytearray(1 << 20)
+        first_s = last_s = 0.0
+        with self._receiver, contextlib.suppress(ConnectionResetError):
+            while received := self._receiver.recv_into(inbox):
+                last_s = time.monotonic()
+                if first_s:
+                    num_bytes += received
+                elif last_s - began_s > 1.0:  # the start of a stream is slow by design
+                    first_s = last_s
+        self.mbit_s = num_bytes * 8e-6 / (last_s - first_s)
+
+
+def round_trip_ms(lab: NetLab, *, repeats: int = 20) -> float:
+    """Median of small UDP packets from node 0 to node 1 and back."""
+    times_ms = []
+    with _socket_in(lab.nodes[0], socket.SOCK_DGRAM) as near, _socket_in(lab.nodes[1], socket.SOCK_DGRAM) as far:
+        near.settimeout(5.0)
+        far.settimeout(5.0)
+        far.bind(("", 0))
+        target = lab.nodes[1].address, far.getsockname()[1]
+        for _ in range(repeats):
+            began_s = time.monotonic()
+            near.sendto(b"there", target)
+            far.sendto(b"back", far.recvfrom(64)[1])
+            near.recv(64)
+            times_ms.append((time.monotonic() - began_s) * 1e3)
+    return median(times_ms)
+
+
+def _socket_in(node: Node, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
+    """A socket belongs for life to the namespace in which it was made, whoever uses it."""
+
+    def make() -> socket.socket:
+        enter(node.namespace)
+        return socket.socket(socket.AF_INET, kind)
+
+    with ThreadPoolExecutor(1) as thread:  # only this thread moves, and ends
+        return thread.submit(make).result()
+
+
+def measure(quick: bool) -> list[Any]:
+    """The claims about lines of 100 Mbit/s, 50 ms there and back."""
+    from claims import Claim  # here, as the forwarding process has no use for it
+
+    seconds = 3.0 if quick else 15.0
+    line = home(rate_mbit_s=100, round_trip_ms=50)
+    one_way = {
+        "one way": [(0, 1)],
+        "one uplink to three peers, sum": [(0, 1), (0, 2), (0, 3)],
+        "three peers to one downlink, sum": [(1, 0), (2, 0), (3, 0)],
+    }
+    crossing = {  # acknowledgements queue behind the data of the other direction, as on a real line
+        "both ways, sum of two": [(0, 1), (1, 0)],
+        "ring, sum of four": [(0, 1), (1, 2), (2, 3), (3, 0)],
+    }
+    claims = []
+    for name in ("cubic", "bbr"):
+        with NetLab([line] * 4) as lab:
+            if not claims:
+                trip_ms = round_trip_ms(lab)
+                claims.append(Claim("round trip of a small packet", trip_ms, "ms", "50 to 52", 50 <= trip_ms <= 52))
+            for what, ways in one_way.items():
+                rate = tcp_mbit_s(lab, ways, seconds=seconds, congestion_control=name)
+                claims.append(Claim(f"TCP {name}, {what}", rate, "Mbit/s", ">= 90", rate >= 90))
+            for what, ways in crossing.items():
+                rate = tcp_mbit_s(lab, ways, seconds=seconds, congestion_control=name)
+                claims.append(Claim(f"TCP {name}, {what}", rate, "Mbit/s"))
+        with NetLab([home(rate_mbit_s=100, round_trip_ms=50, loss=0.01)] * 2) as lab:
+            rate = tcp_mbit_s(lab, [(0, 1)], seconds=seconds, congestion_control=name)
+            claims.append(Claim(f"TCP {name}, one way, 1 % loss", rate, "Mbit/s"))
+    return claims
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--forward"]:
+        forward()
+    else:
+        from claims import run
+
+        try:
+            run(measure, doc=__doc__)
+        except LabError as failure:
+            sys.exit(f"netlab: {failure}")

@@ -1,0 +1,53 @@
+"""The dither that two peers share in a swap: the same bits on every machine, from a seed and a place in the vector.
+
+WORDS are DITHER_ELEMENTS fixed 32-bit numbers (the output stream of blake3 of WORDS_KEY, little-endian). Block `b` of a
+section takes two 32-bit numbers from the seed, an odd `a` and any `c`; element i of the block gets
+
+    dither = int32(a * WORDS[i] + c, wrapped) / 2**32          in [-0.5, 0.5]
+
+Over the seeds each element is uniform, as c is, and two elements are as good as independent: the difference of their
+words times a random odd number. Four times as fast as a hash of each element, and integers only, so that no two
+machines round it differently.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+DITHER_ELEMENTS = 65_536  # 256 KiB of words: stays in a core's cache
+WORDS_KEY = b"noloco_p2p shared dither 1"
+
+
+def dither_seed(swap_id: bytes, section: int) -> int:
+    """The 64-bit seed of one section of one swap: the first 8 bytes, little-endian, of blake3(swap_id, section byte)."""
+    return int.from_bytes(blake3(swap_id + bytes([section])).digest(8), "little")
+
+
+def block_dither(num_elements: int, *, seed: int, block_index: int, device: torch.device) -> Tensor:
+    """The dither of the first `num_elements` of a block: a new fp32 tensor on `device`.
+
+    seed: 64 bits. block_index: the place of the block in its section, counted in DITHER_ELEMENTS.
+    """
+    assert 0 <= num_elements <= DITHER_ELEMENTS, num_elements
+    factor, offset = block_numbers(seed, block_index)
+    words = _words(device)[:num_elements]
+    mixed = torch.add(torch.tensor(offset, dtype=torch.int32), words, alpha=factor)  # int32 wraps on every device
+    return mixed.to(torch.float32).mul_(2.0**-32)
+
+
+def block_numbers(seed: int, block_index: int) -> tuple[int, int]:
+    """a (odd) and c of a block, as signed 32-bit numbers: blake3 of seed and block index, both 8 bytes little-endian."""
+    a, c = struct.unpack("<ii", blake3(struct.pack("<QQ", seed, block_index)).digest(8))
+    return a | 1, c
+
+
+@lru_cache(maxsize=8)
+def _words(device: torch.device) -> Tensor:
+    """int32, shape (DITHER_ELEMENTS,); never changed. Made in 0.3 ms, once per device."""
+    words = blake3(WORDS_KEY).digest(4 * DITHER_ELEMENTS)
+    return torch.frombuffer(bytearray(words), dtype=torch.int32).to(device)

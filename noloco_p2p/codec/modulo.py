@@ -1,0 +1,258 @@
+"""Modulo coding: two peers are near each other, so the low-order bits of their numbers tell how far apart they are.
+
+Both sides lay the same grid over a section: a power-of-two step for each block of BLOCK_ELEMENTS, and a shared dither.
+An element x is the grid integer k = round(x / step + dither); it travels as its residue, k mod 2**bits. The dither
+cancels in a difference, so Q(x) = (k - dither) * step and
+
+    h = (Q(partner) - Q(own)) / 2 = (k_partner - k_own) * step / 2
+
+follows from the residues as long as the integers are less than half of 2**bits apart. Whether they are cannot be seen
+from residues: a payload ends with a digest of the sender's unreduced integers, and the receiver rebuilds them from its
+own ones. Both sides see the same breakage, in the same chunk, and code that chunk again without modulo.
+(Moniqua, arXiv 2002.11787, has the modulo and the shared dither; the grid, its bounds and the digest are ours.)
+
+Payload of a chunk of n elements: residues, then 16 bytes: blake3 of the n integers as int32. All of it little-endian.
+8 bits: a byte an element. 4 bits: byte i is residue i + 16 * residue (i + ceil(n / 2)), as in `blocks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from noloco_p2p.codec.base import CHUNK_ELEMENTS, check_num_elements, check_values, within
+from noloco_p2p.codec.dither import DITHER_ELEMENTS, block_dither
+from noloco_p2p.errors import CorruptPayload
+
+BLOCK_ELEMENTS = DITHER_ELEMENTS
+BLOCKS_A_CHUNK = CHUNK_ELEMENTS // BLOCK_ELEMENTS
+DIGEST_BYTES = 16
+OFF_GRID = bytes(DIGEST_BYTES)  # in place of the digest: this chunk is not on the grid
+MAX_INTEGER = 2.0**30  # in magnitude; own integer plus difference then fits int32
+
+UNKNOWN = 127  # as an exponent: nothing is known of this block, its chunk is not coded modulo
+LOWEST_EXPONENT, HIGHEST_EXPONENT = -100, 100  # steps, their reciprocals and all h are then normal fp32 numbers
+FINEST = 24  # a step is at least 2**-24 of the largest value of its block: fp32 itself knows no finer one
+MARGIN = 2.0  # a bound over the largest distance that was seen
+REMEMBERED = 4  # swaps in which it was seen
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The grid of one section in one swap; equal on both sides.
+
+    exponents: one signed byte a block, as `agree` gave it. seed: 64 bits, from `dither_seed`.
+    """
+
+    exponents: bytes
+    seed: int
+
+    def covers(self, chunk_index: int) -> bool:
+        """False when the chunk must go without modulo from the start, as a bound of it is not known."""
+        return UNKNOWN not in self.chunk_exponents(chunk_index)
+
+    def chunk_exponents(self, chunk_index: int) -> list[int]:
+        """One for each block of the chunk."""
+        start = chunk_index * BLOCKS_A_CHUNK
+        return memoryview(self.exponents[start : start + BLOCKS_A_CHUNK]).cast("b").tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class ModuloCodec:
+    """`bits` low-order bits of each grid integer."""
+
+    name: str
+    bits: int
+
+    @property
+    def half_range(self) -> int:
+        """Grid integers must differ by less than this."""
+        return 1 << (self.bits - 1)
+
+    def num_bytes(self, num_elements: int) -> int:
+        """Exact size of a payload."""
+        return self.num_difference_bytes(num_elements) + DIGEST_BYTES
+
+    def num_difference_bytes(self, num_elements: int) -> int:
+        """Exact size of what `differences` returns."""
+        check_num_elements(num_elements)
+        return -(-num_elements * self.bits // 8)
+
+    def encode(self, values: Tensor, *, grid: Grid, chunk_index: int) -> bytes:
+        """Code chunk `chunk_index`: 1-D, contiguous, any floating dtype, any device, at most CHUNK_ELEMENTS.
+
+        Values too large for the grid (MAX_INTEGER steps) give a payload that both sides see as broken. `values` is not
+        changed. Raises ValueError for another shape, for a value that is not finite, and where the grid has no step.
+        """
+        check_values(values)
+        residues = torch.empty(values.numel(), dtype=torch.uint8, device=values.device)
+        digest = blake3()
+        for start, integers in _grid_integers(values, grid=grid, chunk_index=chunk_index):
+            if integers is None:
+                return bytes(self.num_difference_bytes(values.numel())) + OFF_GRID
+            residues[start : start + len(integers)].copy_(integers)  # the lowest byte, as C++ converts
+            digest.update(_little_endian(integers))
+        return self._pack(residues) + digest.digest(DIGEST_BYTES)
+
+    def differences(
+        self, values: Tensor, partner: bytes | memoryview, *, grid: Grid, chunk_index: int
+    ) -> bytes | None:
+        """k_partner - k_own of a chunk, `num_difference_bytes` of them, for `half_difference`; None when it is broken.
+
+        values: the own chunk, as `encode` had it; the partner's payload. None comes to both sides or to neither. Raises
+        ValueError as `encode` does, and CorruptPayload for another length.
+        """
+        check_values(values)
+        self.check(partner, num_elements=values.numel())
+        if memoryview(partner)[-DIGEST_BYTES:] == OFF_GRID:
+            return None
+        residues = self._unpack(memoryview(partner)[:-DIGEST_BYTES], values.numel()).to(values.device)
+        digest = blake3()
+        for start, integers in _grid_integers(values, grid=grid, chunk_index=chunk_index):
+            if integers is None:
+                return None
+            apart = residues[start : start + len(integers)]
+            apart.sub_(integers.to(torch.uint8))
+            centred = self._centred(apart)
+            if not within(centred, lowest=1 - self.half_range, highest=self.half_range - 1):
+                return None  # exactly half: either side could be the larger one
+            digest.update(_little_endian(integers.add_(centred.to(torch.int32))))  # mixed dtypes take twice as long
+        if digest.digest(DIGEST_BYTES) != memoryview(partner)[-DIGEST_BYTES:]:
+            return None
+        return self._pack(residues)
+
+    def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
+        """Raises CorruptPayload for a payload of another length; any residues of the right length are good."""
+        expected, received = self.num_bytes(num_elements), memoryview(payload).nbytes
+        if received != expected:
+            raise CorruptPayload(
+                f"{self.name} chunk of {num_elements} elements must have {expected} bytes, it has {received}; "
+                "discard the part"
+            )
+
+    def half_difference(self, differences: bytes, *, num_elements: int, grid: Grid, chunk_index: int) -> Tensor:
+        """h of a chunk, fp32 on the CPU: exactly the opposite of what the partner gets, element by element."""
+        if len(differences) != self.num_difference_bytes(num_elements):
+            raise ValueError(f"{len(differences)} bytes are not the differences of {num_elements} elements")
+        half = self._centred(self._unpack(differences, num_elements)).to(torch.float32)
+        exponents = grid.chunk_exponents(chunk_index)
+        for exponent, block in zip(exponents, half.split(BLOCK_ELEMENTS), strict=bool(num_elements)):
+            block.mul_(2.0 ** (exponent - 1))  # small integer times power of two: exact
+        return half
+
+    def _centred(self, residues: Tensor) -> Tensor:
+        """uint8 -> int8 in [-half_range, half_range - 1], congruent to it; the bits above `bits` are dropped."""
+        unused = 8 - self.bits
+        return (residues << unused).view(torch.int8) >> unused if unused else residues.view(torch.int8)
+
+    def _pack(self, residues: Tensor) -> bytes:
+        """`residues` (n,) uint8; overwritten."""
+        if self.bits == 4:
+            half = -(-len(residues) // 2)
+            low, high = residues[:half].bitwise_and_(15), residues[half:]
+            low[: len(high)].bitwise_or_(high << 4)
+            residues = low
+        return residues.cpu().numpy().tobytes()
+
+    def _unpack(self, packed: bytes | memoryview, num_elements: int) -> Tensor:
+        """(n,) uint8 on the CPU, in memory of its own; bits above `bits` may be anything."""
+        if not num_elements:
+            return torch.empty(0, dtype=torch.uint8)
+        residues = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        return torch.cat([residues, residues >> 4])[:num_elements] if self.bits == 4 else residues
+
+
+MODULO8 = ModuloCodec(name="modulo8", bits=8)  # 1.0001 bytes a parameter
+MODULO4 = ModuloCodec(name="modulo4", bits=4)  # 0.5001 bytes a parameter
+
+
+def num_blocks(num_elements: int) -> int:
+    """How many exponents the grid of a section has."""
+    return -(-num_elements // BLOCK_ELEMENTS)
+
+
+def agree(own: bytes, partner: bytes) -> bytes:
+    """The exponents of a swap from both proposals: the coarser step, UNKNOWN where a side knows none.
+
+    Raises CorruptPayload when the partner's proposal has another length or an exponent that no peer proposes.
+    """
+    if len(partner) != len(own):
+        raise CorruptPayload(f"it proposes a grid of {len(partner)} blocks, the section has {len(own)}")
+    agreed = []
+    for mine, theirs in zip(memoryview(own).cast("b"), memoryview(partner).cast("b"), strict=True):
+        if theirs != UNKNOWN and not LOWEST_EXPONENT <= theirs <= HIGHEST_EXPONENT:
+            raise CorruptPayload(f"it proposes the grid step 2**{theirs}")
+        agreed.append(max(mine, theirs))
+    return bytes(exponent & 0xFF for exponent in agreed)
+
+
+class Bounds:
+    """How far apart partners were lately, block by block: what the next grid of a section is proposed from.
+
+    REMEMBERED + 1 numbers a block. Each chunk is updated by one thread at a time; chunks do not meet.
+    """
+
+    def __init__(self, num_elements: int, *, codec: ModuloCodec, margin: float = MARGIN) -> None:
+        self._distance_to_step = margin / (codec.half_range - 1)  # rounding adds less than one to a difference
+        self._distances = torch.zeros(REMEMBERED, num_blocks(num_elements))  # newest first
+        self._magnitudes = torch.zeros(num_blocks(num_elements))  # of the values, in the last swap
+
+    def update(self, chunk_index: int, *, half_difference: Tensor, values: Tensor) -> None:
+        """Take note of a chunk that was received, by whatever codec: its h and the own values, both finite."""
+        first = chunk_index * BLOCKS_A_CHUNK
+        parts = zip(half_difference.split(BLOCK_ELEMENTS), values.split(BLOCK_ELEMENTS), strict=True)
+        for block, (half, own) in enumerate(parts, first):
+            self._distances[1:, block] = self._distances[:-1, block].clone()
+            self._distances[0, block] = 2 * _largest(half)
+            self._magnitudes[block] = _largest(own)
+
+    def propose(self) -> bytes:
+        """One exponent a block. UNKNOWN where no distance was seen, or none but 0, which says nothing of the next."""
+        largest = self._distances.amax(dim=0)
+        wanted = _above(largest * self._distance_to_step)
+        finest = _above(self._magnitudes) - FINEST
+        exponents = torch.maximum(wanted, finest).clamp_min_(LOWEST_EXPONENT)
+        exponents[(largest == 0) | (exponents > HIGHEST_EXPONENT)] = UNKNOWN
+        return exponents.to(torch.int8).numpy().tobytes()
+
+
+def _above(values: Tensor) -> Tensor:
+    """Exponent of the smallest power of two above each value."""
+    return torch.frexp(values).exponent
+
+
+def _largest(values: Tensor) -> Tensor:
+    smallest, largest = torch.aminmax(values)  # one pass and no temporary
+    return torch.maximum(-smallest, largest)
+
+
+def _grid_integers(values: Tensor, *, grid: Grid, chunk_index: int) -> Iterator[tuple[int, Tensor | None]]:
+    """(start, int32 grid integers) of each block; the integers are None, and the end, when one is above MAX_INTEGER.
+
+    Block by block, so that what is worked on stays in a core's cache. x / step is exact; adding the dither rounds to
+    fp32, the same everywhere: Q(x) is within step / 2 of x but for 2**-24 |x|, as fp32 knows x no better.
+    """
+    values = values.detach()
+    exponents = grid.chunk_exponents(chunk_index)
+    for place, part in enumerate(values.split(BLOCK_ELEMENTS) if len(values) else ()):
+        if place >= len(exponents) or exponents[place] == UNKNOWN:
+            raise ValueError(f"block {place} of chunk {chunk_index} has no grid step; use another codec for this chunk")
+        block_index = chunk_index * BLOCKS_A_CHUNK + place
+        steps = block_dither(len(part), seed=grid.seed, block_index=block_index, device=values.device)
+        steps.add_(part.to(torch.float32), alpha=2.0 ** -exponents[place]).round_()
+        if within(steps, lowest=-MAX_INTEGER, highest=MAX_INTEGER):
+            yield place * BLOCK_ELEMENTS, steps.to(torch.int32)
+        elif torch.isfinite(values).all():
+            yield place * BLOCK_ELEMENTS, None
+            return
+        else:
+            index = int(torch.nonzero(~torch.isfinite(values))[0])
+            raise ValueError(f"cannot encode: element {index} of {len(values)} is not finite: {float(values[index])}")
+
+
+def _little_endian(integers: Tensor) -> memoryview:
+    return memoryview(integers.cpu().numpy()).cast("B")  # base.py asserts that the machine is little-endian

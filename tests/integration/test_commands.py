@@ -1,0 +1,279 @@
+"""The commands as people type them: real processes on loopback, one small swarm for all tests of this file.
+
+    bootstrap    noloco bootstrap
+    first        noloco join SPEC --bootstrap ADDRESS
+    second       noloco join TICKET, once the first one has written a checkpoint that a newcomer can take
+
+The tests are independent of each other.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.testing.processes import LEAVE_S, START_S, Command, PeerProcess, noloco, small_spec, until, write_spec
+from noloco_p2p.ticket import Ticket
+from noloco_p2p.train.checkpoint import Checkpoint
+from noloco_p2p.train.data import TokenStream
+from noloco_p2p.train.model import build_tokenizer
+
+MONITOR_KEYS = {"peer_id", "state", "round", "swaps", "alone", "loss", "tokens_per_s", "age_s", "reachability"}
+STATUS_KEYS = {
+    "peer_id",
+    "pid",
+    "run",
+    "state",
+    "address",
+    "ticket",
+    "live_peers",
+    "round",
+    "swaps",
+    "loss",
+    "last_fault",
+}
+MAX_BOOTSTRAP_BYTES = 400e6
+DEAD = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWK2gwFiFWxgNtk5RYUnaMSwBrBdWiVZaRwxqCoXQBHSA7"  # nobody serves port 9 here
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@dataclass(frozen=True)
+class Swarm:
+    spec: RunSpec
+    spec_file: Path
+    bootstrap: Command
+    bootstrap_address: str
+    first: PeerProcess
+    second: PeerProcess
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
+    folder = tmp_path_factory.mktemp("swarm")
+    spec = small_spec("commands")
+    spec_file = write_spec(spec, folder)
+    flags = ("--state-dir", folder / "bootstrap", "--listen", "127.0.0.1:0")
+    with Command("bootstrap", *flags, log=folder / "bootstrap.txt") as bootstrap:
+        address = bootstrap.wait_for("others enter with:").split()[-1]
+        with PeerProcess(spec_file, folder / "first", "--bootstrap", address) as first:
+            first.event("evaluated", round=10)
+            until(lambda: len(first.events("saved")) > 1, timeout_s=START_S, what="a second checkpoint")
+            with PeerProcess(first.ticket, folder / "second") as second:
+                second.swap_with(first)
+                yield Swarm(spec, spec_file, bootstrap, address, first, second)
+
+
+def test_join_prints_one_ticket_its_own(swarm: Swarm) -> None:
+    for peer in (swarm.first, swarm.second):
+        lines = [line for line in peer.text.splitlines() if "noloco1" in line]
+        assert len(lines) == 1
+        ticket = Ticket.decode(lines[0].removeprefix("noloco join "))
+        assert (ticket.run_name, ticket.spec_digest) == ("commands", swarm.spec.digest())
+        assert ticket.addresses[0].endswith(peer.peer_id)
+    assert swarm.bootstrap_address in Ticket.decode(swarm.first.ticket).addresses
+
+
+def test_a_newcomer_starts_where_its_donor_stood(swarm: Swarm) -> None:
+    start = swarm.second.events("evaluated")[0]
+    assert start["round"] >= 10
+    donor = next(event for event in swarm.first.events("evaluated") if event["round"] == start["round"])
+    assert start["validation_loss"] == pytest.approx(donor["validation_loss"], abs=1e-3)
+    assert start["validation_loss"] < swarm.first.events("evaluated")[0]["validation_loss"] - 1
+    first_round = swarm.second.events("round")[0]
+    assert first_round["round"] == start["round"] + 1
+    assert first_round["progress"] > 10 * 20 / swarm.spec.train.total_steps
+
+
+def test_the_spec_that_came_from_a_peer_is_kept(swarm: Swarm) -> None:
+    kept = swarm.second.folder / "runs" / swarm.spec.run_id / "spec.json"
+    assert kept.read_bytes() == swarm.spec.canonical_json()
+
+
+def test_status(swarm: Swarm) -> None:
+    people = noloco("status", "--state-dir", swarm.second.folder)
+    assert people.returncode == 0
+    assert f"peer      {swarm.second.peer_id}" in people.stdout
+    assert "1 other live peer;" in people.stdout
+    machines = json.loads(noloco("status", "--state-dir", swarm.second.folder, "--json").stdout)
+    assert machines.keys() >= STATUS_KEYS
+    assert machines["swaps"] >= 1
+    assert machines["last_partner"] == swarm.first.peer_id
+    assert machines["ticket"] == swarm.second.ticket
+
+
+def test_status_of_a_bootstrap(swarm: Swarm) -> None:
+    folder = swarm.bootstrap.log.parent / "bootstrap"
+    reply = json.loads(noloco("status", "--state-dir", folder, "--json").stdout)
+    assert (reply["state"], reply["addresses"]) == ("bootstrap", [swarm.bootstrap_address])
+    assert "DHT nodes near" in noloco("status", "--state-dir", folder).stdout
+
+
+def test_a_bootstrap_is_small(swarm: Swarm) -> None:
+    processes = [psutil.Process(swarm.bootstrap.process.pid), swarm.bootstrap.p2pd()]
+    assert sum(process.memory_info().rss for process in processes) < MAX_BOOTSTRAP_BYTES
+
+
+def test_monitor_sees_all_peers(swarm: Swarm) -> None:
+    done = noloco("monitor", swarm.second.ticket, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert found["run"] == "commands"
+    assert {peer["peer_id"] for peer in found["peers"]} == {swarm.first.peer_id, swarm.second.peer_id}
+    for peer in found["peers"]:
+        assert peer.keys() >= MONITOR_KEYS
+        assert peer["state"] == "training"
+
+
+def test_monitor_watches_until_ctrl_c(swarm: Swarm, tmp_path: Path) -> None:
+    log = tmp_path / "watch.txt"
+    with Command("monitor", swarm.first.ticket, "--watch", "--interval", "0.2", log=log) as watch:
+        until(lambda: watch.text.count("run commands: ") >= 2, timeout_s=START_S, what="two looks")
+        assert f"..{swarm.second.peer_id[-6:]}" in watch.wait_for(swarm.second.peer_id[-6:])
+        watch.send(signal.SIGINT)
+        assert watch.wait() == 130
+        assert "Traceback" not in watch.text
+
+
+def test_the_mean_of_the_live_swarm_is_a_model_that_transformers_loads(swarm: Swarm, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    until(lambda: swarm.second.events("saved") or None, timeout_s=START_S, what="a state to merge")
+    done = noloco("export", "--merge", swarm.first.ticket, tmp_path / "model")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "the mean of 2 peers of run commands" in done.stdout
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model").num_parameters() == swarm.spec.model.num_parameters()
+    )
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.decode(tokenizer("def")["input_ids"], skip_special_tokens=True) == "def"
+
+
+def test_a_fork_goes_on_from_the_weights_of_a_live_peer(swarm: Swarm, tmp_path: Path) -> None:
+    new, flags = tmp_path / "new.toml", ("--state-dir", tmp_path / "fork")
+    done = noloco("fork", swarm.first.ticket, new, "--set", "outer.alpha=0.3", *flags)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"noloco join {new} --state-dir {tmp_path / 'fork'}" in done.stdout
+    forked = RunSpec.load(new)
+    assert (forked.name, forked.outer.alpha) == ("commands-fork", 0.3)
+    with PeerProcess(new, tmp_path / "fork", "--max-steps", "1") as peer:
+        assert peer.wait(START_S) == 0
+        begin = peer.events("evaluated")[0]
+    assert begin["round"] == 0
+    assert begin["validation_loss"] < swarm.first.events("evaluated")[0]["validation_loss"] - 1
+    # and its checkpoint is a model
+    done = noloco("export", tmp_path / "fork" / "runs" / forked.run_id, tmp_path / "model")
+    assert (done.returncode, (tmp_path / "model" / "config.json").exists()) == (0, True), done.stderr
+
+
+def test_a_ticket_that_leads_nowhere_is_4(swarm: Swarm) -> None:
+    ticket = Ticket("commands", swarm.spec.digest(), (DEAD,)).encode()
+    done = noloco("monitor", ticket)
+    assert done.returncode == 4
+    assert "no live peer of the run commands was found" in done.stderr
+    assert "Connection refused" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("how", ["leave", "SIGTERM"])
+def test_leaving_keeps_everything_and_the_same_command_resumes(swarm: Swarm, tmp_path: Path, how: str) -> None:
+    """Exit code 0, a checkpoint of the last step, a farewell; no process, socket or lock is left."""
+    with PeerProcess(swarm.first.ticket, tmp_path / "guest") as guest:
+        guest.event("round")
+        p2pd = guest.p2pd()
+        daemon_socket = Path(next(a for a in p2pd.cmdline() if a.startswith("-listen="))[len("-listen=/unix") :])
+        assert daemon_socket.exists()
+        swarm.first.round_where(lambda event: event["live_peers"] == 2)
+        rounds = len(swarm.first.events("round"))
+        if how == "leave":
+            done = noloco("leave", "--state-dir", guest.folder)
+            assert (done.returncode, "the peer has left" in done.stdout) == (0, True)
+        else:
+            guest.send(signal.Signals[how])
+        assert guest.wait() == 0
+        stopped = guest.event("stopped")
+        assert guest.text.splitlines()[-1] == "left; the same command resumes"
+        swarm.first.round_where(lambda event: event["live_peers"] == 1, after=rounds, timeout_s=20)
+    assert not psutil.pid_exists(p2pd.pid)
+    assert not daemon_socket.exists()
+    assert not (guest.folder / "control.sock").exists()
+    assert json.loads(noloco("status", "--state-dir", guest.folder, "--json").stdout) == {"state": "not running"}
+
+    checkpoint = Checkpoint(Path(guest.event("saved", step=stopped["step"])["folder"]))
+    assert checkpoint.round == stopped["round"]
+    with PeerProcess(swarm.first.ticket, guest.folder, "--max-steps", "1") as again:
+        assert again.wait(START_S) == 0
+        started, end = again.event("started"), again.event("stopped")
+        after = Checkpoint(Path(again.event("saved")["folder"]))
+    assert (started["resumed_at"], started["peer_id"]) == (stopped["step"], guest.peer_id)
+    assert started["address"] == guest.event("started")["address"]
+    assert end["step"] == stopped["step"] + 1
+    assert end["rounds_here"] - stopped["rounds_here"] in (0, 1)
+    assert after.meta["data"] == _one_batch_later(swarm.spec, guest.peer_id, checkpoint.meta["data"])
+
+
+def _one_batch_later(spec: RunSpec, peer_id: str, state: dict[str, Any]) -> dict[str, Any]:
+    """The place in the data after one more batch."""
+    stream = TokenStream(
+        spec.data,
+        tokenizer=build_tokenizer(spec.data),
+        bindings={},
+        peer_id=peer_id,
+        batch_size=spec.train.batch_size,
+    )
+    stream.load_state_dict(state)
+    next(stream)
+    return stream.state_dict()
+
+
+ON_A_TERMINAL = """
+import os, pty, sys
+status = pty.spawn(["/bin/sh", "-c", 'stty cols 40; exec "$0" -m noloco_p2p "$@"', sys.executable, *sys.argv[1:]])
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_on_a_terminal_the_ticket_is_one_line_and_ctrl_c_is_polite(swarm: Swarm, tmp_path: Path) -> None:
+    join = ("join", swarm.first.ticket, "--state-dir", str(tmp_path / "p"), "--listen", "127.0.0.1:0", "--threads", "1")
+    command = [sys.executable, "-c", ON_A_TERMINAL, *join]
+    log = tmp_path / "terminal.txt"
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, start_new_session=True) as process,
+    ):
+        assert process.stdin is not None
+        try:
+            until(lambda: "| swapped with" in log.read_text(), timeout_s=START_S, what=log.read_text)
+            process.stdin.write(b"\x03")  # what the key sends: the terminal makes a signal of it, for all of the group
+            process.stdin.flush()
+            assert process.wait(LEAVE_S) == 0
+        finally:
+            process.kill()
+    text = log.read_text()
+    tickets = [line for line in text.splitlines() if "noloco1" in line]
+    assert len(tickets) == 1
+    assert Ticket.decode(tickets[0].removeprefix("noloco join ")).run_name == "commands"
+    assert "\x1b" not in text
+    assert text.splitlines()[-1] == "left; the same command resumes"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_bootstrap_leaves_in_order(tmp_path: Path, signum: signal.Signals) -> None:
+    flags = ("--state-dir", tmp_path / "state", "--listen", "127.0.0.1:0")
+    with Command("bootstrap", *flags, log=tmp_path / "log.txt") as bootstrap:
+        bootstrap.wait_for("others enter with:")
+        p2pd = bootstrap.p2pd()
+        bootstrap.send(signum)
+        assert bootstrap.wait() == 0
+    assert not psutil.pid_exists(p2pd.pid)
+    assert bootstrap.text.splitlines()[-1] == "left"

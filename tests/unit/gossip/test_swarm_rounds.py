@@ -1,0 +1,194 @@
+"""Rounds of many peers in memory: pairs that both sides agree on, nobody waits in vain, strangers are told why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import NamedTuple
+
+import pytest
+
+from noloco_p2p.gossip.deadlines import Deadlines
+from noloco_p2p.gossip.frames import Chunk, Part, Ready, SectionName
+from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
+from noloco_p2p.gossip.round import Phase
+from noloco_p2p.spec import OuterSpec, RunSpec
+from noloco_p2p.testing.faults import At, Cut, FaultPlan, Stall
+from noloco_p2p.testing.peers import MemorySwarm
+from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, wait_until
+
+SPEC = RunSpec(name="rounds")
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def swarm() -> Iterator[MemorySwarm]:
+    with MemorySwarm(SPEC) as swarm:
+        yield swarm
+
+
+def partner(outcome: Outcome) -> str:
+    return "" if isinstance(outcome, Alone) else outcome.received.partner
+
+
+def test_a_peer_without_a_swarm_steps_alone_at_once(swarm: MemorySwarm) -> None:
+    began_s = time.monotonic()
+    outcomes = one_round([swarm.peer("a")], [Vectors.random(1)], wait_s=WAIT_S)
+    assert outcomes == [Alone("no other live peer")]
+    assert time.monotonic() - began_s < 1.0
+
+
+def test_of_three_peers_two_swap_and_one_steps_alone_without_waiting(swarm: MemorySwarm) -> None:
+    peers, vectors = [swarm.peer(name) for name in "abc"], [Vectors.random(seed) for seed in range(3)]
+    for index in range(5):
+        began_s = time.monotonic()
+        outcomes = one_round(peers, vectors, wait_s=WAIT_S, round_index=index)
+        assert time.monotonic() - began_s < 2.0, "the odd one does not wait for outer.max_wait_s"
+        assert sorted(type(outcome).__name__ for outcome in outcomes) == ["Alone", "Swapped", "Swapped"]
+        by_name = dict(zip("abc", outcomes, strict=True))
+        for name, outcome in by_name.items():
+            assert isinstance(outcome, Alone) or partner(by_name[partner(outcome)]) == name
+
+
+def test_sixteen_peers_in_lock_step_pair_off_round_after_round() -> None:
+    """All begin at once and train at one speed. A swap may join two rounds of neighbouring numbers."""
+    num_peers, num_rounds, inner_steps, step_s = 16, 5, 5, 0.06
+    names = [f"peer-{number:02}" for number in range(num_peers)]
+
+    with MemorySwarm(RunSpec(name="rounds", outer=OuterSpec(inner_steps=inner_steps))) as swarm:
+        peers = {name: swarm.peer(name) for name in names}
+        start = Barrier(num_peers)
+
+        def train(name: str) -> list[Outcome]:
+            outcomes, own = [], Vectors.random(1, num_elements=16)
+            start.wait(30.0)
+            for index in range(num_rounds):
+                open_round(peers[name], own, round_index=index)
+                for _ in range(inner_steps):
+                    time.sleep(step_s)  # this is the training
+                    peers[name].exchange.pace.step(time.monotonic())
+                outcomes.append(end_round(peers[name], own, wait_s=WAIT_S))
+            return outcomes
+
+        began_s = time.monotonic()
+        with ThreadPoolExecutor(num_peers) as threads:
+            by_name = dict(zip(names, threads.map(train, names), strict=True))
+        assert time.monotonic() - began_s < WAIT_S, "nobody waits for the other who waits for him"
+
+    swaps = {
+        (name, index): (outcome.received.partner, outcome.received.partner_round)
+        for name, outcomes in by_name.items()
+        for index, outcome in enumerate(outcomes)
+        if not isinstance(outcome, Alone)
+    }
+    assert all(swaps[theirs] == ours for ours, theirs in swaps.items()), "each swap is one of both sides"
+    assert len(swaps) >= 0.9 * num_peers * num_rounds
+    couples = {frozenset((name, partner)) for (name, _), (partner, _) in swaps.items()}
+    assert len(couples) > 1.5 * num_peers, "not the same couples again and again"
+
+
+def test_dead_peers_in_the_directory_are_passed_over_within_the_round(swarm: MemorySwarm) -> None:
+    for number in range(5):
+        swarm.network.listed[f"dead-{number}"] = None
+    peers = [swarm.peer("a"), swarm.peer("b")]
+    outcomes = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=WAIT_S)
+    assert [partner(outcome) for outcome in outcomes] == ["b", "a"]
+
+
+@pytest.mark.parametrize("at", [At(Chunk), At(Chunk, section=SectionName.OUTER_MOMENTUM), At(Ready, part=Part.EARLY)])
+def test_a_partner_that_dies_before_the_early_part_is_replaced_in_the_same_round(at: At) -> None:
+    """b and c want each other only after a, which both know, has died on b."""
+    with MemorySwarm(SPEC) as swarm:
+        faults = FaultPlan().fail_at(at, send=Cut()).wrapper(on_fault=lambda: swarm.network.vanish("a"))
+        a, b = swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")
+        open_round(a, Vectors.random(1))
+        open_round(b, Vectors.random(2))
+        wait_until(lambda: faults.fired > 0 and b.runner.phase is not Phase.SWAPPING)
+        c = swarm.peer("c")
+        open_round(c, Vectors.random(3))
+        wait_until(lambda: b.runner.phase is Phase.EARLY and c.runner.phase is Phase.EARLY)
+        assert "..a" in b.runner.last_fault
+
+
+def test_a_partner_that_freezes_before_the_early_part_is_replaced_too() -> None:
+    short = Deadlines(offer_s=0.3, status_s=0.3, progress_s=0.3, farewell_s=0.05)
+    with MemorySwarm(SPEC, deadlines=short) as swarm:
+        faults = FaultPlan().fail_at(At(Chunk), send=Stall()).wrapper(on_fault=lambda: swarm.network.vanish("a"))
+        a, b = swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")
+        open_round(a, Vectors.random(1))
+        open_round(b, Vectors.random(2))
+        wait_until(lambda: faults.fired > 0)
+        c = swarm.peer("c")
+        open_round(c, Vectors.random(3))
+        wait_until(lambda: b.runner.phase is Phase.EARLY and c.runner.phase is Phase.EARLY)
+
+
+def test_a_partner_that_dies_after_the_early_part_leaves_a_half(swarm: MemorySwarm) -> None:
+    a, b = swarm.peer("a"), swarm.peer("b")
+    open_round(a, Vectors.random(1))
+    open_round(b, Vectors.random(2))
+    wait_until(lambda: a.runner.phase is Phase.EARLY and b.runner.phase is Phase.EARLY)
+    swarm.kill(b)
+    began_s = time.monotonic()
+    outcome = end_round(a, Vectors.random(1), wait_s=WAIT_S)
+    assert isinstance(outcome, Half)
+    assert time.monotonic() - began_s < 2.0
+    outcomes = one_round([a, swarm.peer("c")], [Vectors.random(1), Vectors.random(3)], wait_s=WAIT_S, round_index=1)
+    assert [type(outcome) for outcome in outcomes] == [Swapped, Swapped], "the next round finds another"
+
+
+# strangers
+
+
+class Stranger(NamedTuple):
+    words: tuple[str, ...]
+    spec: RunSpec = SPEC
+    protocol_version: str = "1.0"
+    layout: str = "this-model"
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        Stranger(("protocol version", "1.0", "2.0"), protocol_version="2.0"),
+        Stranger(("run", "rounds", "another"), spec=RunSpec(name="another")),
+        Stranger(("spec digest", SPEC.digest()[:16]), spec=RunSpec(name="rounds", outer=OuterSpec(alpha=0.3))),
+        Stranger(("model layout", "this-model", "another-model"), layout="another-model"),
+    ],
+    ids=lambda stranger: stranger.words[0],
+)
+def test_a_peer_of_another_kind_is_refused_with_the_difference(swarm: MemorySwarm, stranger: Stranger) -> None:
+    a = swarm.peer("a")
+    b = swarm.peer("b", spec=stranger.spec, protocol_version=stranger.protocol_version)
+    a.layout, b.layout = "this-model", stranger.layout
+    began_s = time.monotonic()
+    outcomes = one_round([a, b], [Vectors.random(1), Vectors.random(2)], wait_s=WAIT_S)
+    assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
+    assert time.monotonic() - began_s < 2.0
+    told = a.runner.last_fault + b.runner.last_fault  # who offers first is refused, and refuses no more
+    assert "is not of this run" in told
+    assert all(word in told for word in stranger.words)
+    assert a.runner.traffic.received_bytes == b.runner.traffic.received_bytes == 0, "refused before any payload"
+
+
+@pytest.mark.parametrize("state", ["paused", "leaving", "done"])
+def test_a_peer_that_does_not_train_refuses(swarm: MemorySwarm, state: str) -> None:
+    a, b = swarm.peer("a"), swarm.peer("b")
+    b.runner.state = state
+    open_round(a, Vectors.random(1))
+    outcome = end_round(a, Vectors.random(1), wait_s=WAIT_S)
+    assert isinstance(outcome, Alone)
+    assert f"I am {state}" in outcome.reason
+
+
+def test_a_peer_that_meets_its_own_id_says_what_is_wrong(swarm: MemorySwarm) -> None:
+    """A copied key: the offer goes to a peer that has the caller's own id."""
+    a = swarm.peer("a")
+    open_round(a, Vectors.random(1))
+    swarm.network.listed["twin"] = None
+    swarm.network.add("twin", swarm.network.service("a"))
+    outcome = end_round(a, Vectors.random(1), wait_s=WAIT_S)
+    assert isinstance(outcome, Alone)
+    assert "a key must not be used on two machines" in outcome.reason

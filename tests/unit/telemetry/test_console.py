@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from noloco_p2p.telemetry.console import count, loss, mib, round_line
+from noloco_p2p.telemetry.metrics import Metrics
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (3_400_000, "3.2 MiB"),
+        (2**40, "1.0 TiB"),
+        (2**60, "1048576.0 TiB"),
+    ],
+)
+def test_bytes(num_bytes: int, text: str) -> None:
+    assert mib(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0"), (999, "999"), (1_000, "1k"), (8_124, "8.12k"), (1_234_567, "1.23M"), (7e9, "7B")]
+)
+def test_counts(number: float, text: str) -> None:
+    assert count(number) == text
+
+
+def test_loss() -> None:
+    assert (loss(None), loss(3.41249)) == ("-", "3.412")
+
+
+def test_a_round_is_one_line() -> None:
+    metrics = Metrics(round=41, last_outcome="swapped with ..7f3a1c", blocked_s=0.42, loss=3.4123, tokens_per_s=8100)
+    line = "round 41 | swapped with ..7f3a1c | waited 0.4 s | loss 3.412 | 8.1k tokens/s | {}"
+    assert round_line(metrics, num_live=7) == line.format("8 peers")
+    assert round_line(metrics, num_live=0) == line.format("1 peer")
+
+
+def test_every_metric_has_a_unit_and_a_meaning() -> None:
+    for name, field in Metrics.__dataclass_fields__.items():
+        assert field.metadata["unit"], name
+        assert field.metadata["meaning"], name

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+
+import pytest
+
+from noloco_p2p.telemetry.events import EVENT_VERSION, EventLog, read_events
+
+
+def test_events_come_back_in_order(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write("started", peer_id="a")
+    log.write("round", loss=1.5)
+    EventLog(log.path).write("round", loss=math.nan)  # after a restart: appended
+    events = read_events(log.path)
+    assert [(event["event"], event.get("loss")) for event in events] == [
+        ("started", None),
+        ("round", 1.5),
+        ("round", None),
+    ]
+    assert {event["v"] for event in events} == {EVENT_VERSION}
+
+
+def test_half_a_line_is_not_read(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write("started")
+    with log.path.open("a") as file:
+        file.write('{"v": 1, "eve')
+    assert [event["event"] for event in read_events(log.path)] == ["started"]
+
+
+def test_no_file_is_no_events(tmp_path: Path) -> None:
+    assert read_events(tmp_path / "none.jsonl") == []
+
+
+def test_a_disk_that_fails_is_told_once_and_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = EventLog(tmp_path / "missing" / "events.jsonl")
+    with caplog.at_level(logging.ERROR):
+        log.write("round")
+        log.write("round")
+    assert len(caplog.records) == 1
+    log.path.parent.mkdir()
+    log.write("round")  # the disk is back
+    assert len(read_events(log.path)) == 1

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from noloco_p2p import control
+from noloco_p2p.control import ControlServer, FolderLock, ask, socket_path
+from noloco_p2p.errors import SettingsError
+
+
+def served(folder: Path, verb: str, **verbs: dict[str, Any]) -> dict[str, Any] | None:
+    """What a client in another thread is told by a server with these verbs."""
+
+    async def main() -> dict[str, Any] | None:
+        server = ControlServer(folder, {name: lambda reply=reply: reply for name, reply in verbs.items()})
+        await server.start()
+        try:
+            return await asyncio.to_thread(ask, folder, verb)
+        finally:
+            await server.stop()
+
+    return asyncio.run(main())
+
+
+def test_a_verb_is_answered_and_the_socket_is_gone_afterwards(tmp_path: Path) -> None:
+    assert served(tmp_path, "status", status={"round": 3}) == {"round": 3}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_verb_is_told_what_is_known(tmp_path: Path) -> None:
+    assert served(tmp_path, "dance", status={}, leave={}) == {"error": "unknown verb; known are status, leave"}
+
+
+def test_nobody_there(tmp_path: Path) -> None:
+    assert ask(tmp_path, "status") is None
+    assert ask(tmp_path / "nowhere", "status") is None
+
+
+def test_the_socket_of_a_killed_peer_is_nobody_and_is_replaced(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(socket_path(tmp_path)))
+    assert ask(tmp_path, "status") is None
+    assert served(tmp_path, "status", status={"alive": True}) == {"alive": True}
+
+
+def test_only_the_owner_can_ask(tmp_path: Path) -> None:
+    async def main() -> int:
+        server = ControlServer(tmp_path, {})
+        await server.start()
+        mode = socket_path(tmp_path).stat().st_mode
+        await server.stop()
+        return stat.S_IMODE(mode)
+
+    assert asyncio.run(main()) == 0o600
+
+
+def test_a_peer_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as frozen:
+        frozen.bind(str(socket_path(tmp_path)))
+        frozen.listen()
+        with pytest.raises(SettingsError, match=f"the peer in {tmp_path} does not answer"):
+            ask(tmp_path, "status", timeout_s=0.1)
+
+
+def test_nonsense_harms_nobody(tmp_path: Path) -> None:
+    async def main() -> dict[str, Any] | None:
+        server = ControlServer(tmp_path, {"status": lambda: {"fine": True}})
+        await server.start()
+        try:
+            for line in (b"hello\n", b"[]\n", b"", b'{"verb": {}}\n', b"x" * 100_000 + b"\n"):
+                reader, writer = await asyncio.open_unix_connection(socket_path(tmp_path))
+                writer.write(line)
+                writer.write_eof()
+                await reader.read()
+                writer.close()
+            return await asyncio.to_thread(ask, tmp_path, "status")
+        finally:
+            await server.stop()
+
+    assert asyncio.run(main()) == {"fine": True}
+
+
+def test_a_long_path_has_its_socket_elsewhere(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    assert len(str(socket_path(folder))) <= control.LONGEST_SOCKET_PATH
+    assert socket_path(folder) != socket_path(tmp_path / ("l0ng" * 30))
+    assert served(folder, "status", status={"round": 3}) == {"round": 3}
+
+
+def test_one_peer_per_folder_and_the_kernel_frees_the_lock_of_a_dead_one(tmp_path: Path) -> None:
+    lock, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    assert not second.is_held()
+    acquire_and_die = f"""
+import os, pathlib, noloco_p2p.control as control
+lock = control.FolderLock(pathlib.Path({str(tmp_path)!r}))
+lock.acquire()
+os._exit(lock.is_held())
+"""
+    assert subprocess.run([sys.executable, "-c", acquire_and_die], timeout=60, check=False).returncode == 1
+    second.check()
+    lock.acquire()
+    assert second.is_held()
+    with pytest.raises(SettingsError, match=f"another peer runs in {tmp_path}"):
+        second.check()
+    lock.release()
+    second.check()
+    assert not lock.is_held()

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.settings import PeerSettings, parse_bindings, split_address
+
+BOOTSTRAP = "/ip4/203.0.113.5/tcp/4001/p2p/12D3KooWK2gwFiFWxgNtk5RYUnaMSwBrBdWiVZaRwxqCoXQBHSA7"
+
+
+@pytest.fixture(autouse=True)
+def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    file = tmp_path / "noloco" / "settings.toml"
+    file.parent.mkdir()
+    return file
+
+
+def test_flags_beat_the_environment_and_that_beats_the_file(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    user_file.write_text('threads = 1\ndevice = "cpu"\nlisten = "127.0.0.1:1000"\n')
+    monkeypatch.setenv("NOLOCO_DEVICE", "auto")
+    monkeypatch.setenv("NOLOCO_LISTEN", "127.0.0.1:2000")
+    settings = PeerSettings.load({"listen": "127.0.0.1:3000", "device": None})
+    assert (settings.threads, settings.device, settings.listen) == (1, "auto", "127.0.0.1:3000")
+
+
+def test_lists_and_bindings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOLOCO_BOOTSTRAP", f"{BOOTSTRAP},{BOOTSTRAP}")
+    monkeypatch.setenv("NOLOCO_DATA", "c4=/data/*.gz,other=/x=y.txt")
+    settings = PeerSettings.load()
+    assert settings.bootstrap == (BOOTSTRAP, BOOTSTRAP)
+    assert settings.data == {"c4": "/data/*.gz", "other": "/x=y.txt"}
+
+
+def test_the_state_folder_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert PeerSettings.load({"state_dir": "here"}).state_dir == tmp_path / "here"
+
+
+@pytest.mark.parametrize(
+    ("listen", "ports"), [("0.0.0.0:31337", (31337, 31338)), ("127.0.0.1:0", (0, 0)), ("[::]:9", (9, 10))]
+)
+def test_libp2p_takes_the_port_beside(listen: str, ports: tuple[int, int]) -> None:
+    settings = PeerSettings.load({"listen": listen})
+    assert (settings.listen_port, settings.libp2p_port) == ports
+
+
+@pytest.mark.parametrize(
+    ("announce", "announced"), [("", ("", 0)), ("peer.example", ("peer.example", 0)), ("h:99", ("h", 99))]
+)
+def test_what_is_announced(announce: str, announced: tuple[str, int]) -> None:
+    assert PeerSettings.load({"announce": announce}).announced == announced
+
+
+def test_every_wrong_field_is_named_at_once() -> None:
+    with pytest.raises(SettingsError, match=r"device 'tpu' must be auto, cpu or cuda:N; max_steps: "):
+        PeerSettings.load({"device": "tpu", "max_steps": 0})
+
+
+def test_an_unknown_field_is_refused(user_file: Path) -> None:
+    user_file.write_text("treads = 1\n")
+    with pytest.raises(SettingsError, match=rf"{user_file}: treads: is not a known field"):
+        PeerSettings.load()
+
+
+@pytest.mark.parametrize("address", ["", "host", ":1", "host:", "host:x", "host:65536", "host:-1"])
+def test_split_address_refuses(address: str) -> None:
+    with pytest.raises(ValueError, match="must be HOST:PORT"):
+        split_address(address)
+
+
+@pytest.mark.parametrize("pair", ["c4", "=x", "c4="])
+def test_a_binding_has_a_name_and_a_pattern(pair: str) -> None:
+    with pytest.raises(SettingsError, match="must be NAME=GLOB"):
+        parse_bindings([pair])
