@@ -44,4 +44,5 @@ def machine() -> str:
     """One line for a result that is kept: date, cores, versions."""
     libraries = " ".join(f"{name} {version(name)}" for name in ("torch", "grpcio", "uvloop"))
     cores = len(os.sched_getaffinity(0))
-    return f"# {datetime.now(UTC):%Y-%m-%d} | {platform.machine()}, {cores} cores | Python {platform.python_version()} {libraries}"
+    python = f"Python {platform.python_version()}"
+    return f"# {datetime.now(UTC):%Y-%m-%d} | {platform.machine()}, {cores} cores | {python} {libraries}"

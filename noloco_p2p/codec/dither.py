@@ -24,24 +24,25 @@ WORDS_KEY = b"noloco_p2p shared dither 1"
 
 
 def dither_seed(swap_id: bytes, section: int) -> int:
-    """The 64-bit seed of one section of one swap: the first 8 bytes, little-endian, of blake3(swap_id, section byte)."""
+    """The seed of one section of one swap: the first 8 bytes of blake3(swap id, section as a byte), little-endian."""
     return int.from_bytes(blake3(swap_id + bytes([section])).digest(8), "little")
 
 
-def block_dither(num_elements: int, *, seed: int, block_index: int, device: torch.device) -> Tensor:
-    """The dither of the first `num_elements` of a block: a new fp32 tensor on `device`.
+def fill_dither(out: Tensor, *, scratch: Tensor, seed: int, block_index: int) -> None:
+    """Write the dither of the first elements of a block into `out` (fp32, at most DITHER_ELEMENTS).
 
-    seed: 64 bits. block_index: the place of the block in its section, counted in DITHER_ELEMENTS.
+    scratch: int32, as long as `out` and on its device; overwritten. seed: 64 bits. block_index: the place of the block
+    in its section, counted in DITHER_ELEMENTS. Nothing is allocated: memory that is new to the process costs more than
+    the arithmetic.
     """
-    assert 0 <= num_elements <= DITHER_ELEMENTS, num_elements
     factor, offset = block_numbers(seed, block_index)
-    words = _words(device)[:num_elements]
-    mixed = torch.add(torch.tensor(offset, dtype=torch.int32), words, alpha=factor)  # int32 wraps on every device
-    return mixed.to(torch.float32).mul_(2.0**-32)
+    words = _words(out.device)[: out.numel()]
+    torch.add(torch.tensor(offset, dtype=torch.int32), words, alpha=factor, out=scratch)  # int32 wraps on every device
+    out.copy_(scratch).mul_(2.0**-32)
 
 
 def block_numbers(seed: int, block_index: int) -> tuple[int, int]:
-    """a (odd) and c of a block, as signed 32-bit numbers: blake3 of seed and block index, both 8 bytes little-endian."""
+    """a (made odd) and c, int32, of a block: from blake3 of seed and block index, 8 bytes each, little-endian."""
     a, c = struct.unpack("<ii", blake3(struct.pack("<QQ", seed, block_index)).digest(8))
     return a | 1, c
 

@@ -25,7 +25,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from noloco_p2p.codec.base import CHUNK_ELEMENTS, check_num_elements, check_values, within
-from noloco_p2p.codec.dither import DITHER_ELEMENTS, block_dither
+from noloco_p2p.codec.dither import DITHER_ELEMENTS, fill_dither
 from noloco_p2p.errors import CorruptPayload
 
 BLOCK_ELEMENTS = DITHER_ELEMENTS
@@ -53,12 +53,20 @@ class Grid:
 
     def covers(self, chunk_index: int) -> bool:
         """False when the chunk must go without modulo from the start, as a bound of it is not known."""
-        return UNKNOWN not in self.chunk_exponents(chunk_index)
+        return UNKNOWN not in self._of_chunk(chunk_index)
 
-    def chunk_exponents(self, chunk_index: int) -> list[int]:
-        """One for each block of the chunk."""
+    def blocks(self, chunk_index: int, *, num_elements: int) -> Iterator[tuple[slice, int]]:
+        """(place in the chunk, exponent) of each block of a chunk of `num_elements`. Raises ValueError without one."""
+        exponents = self._of_chunk(chunk_index)
+        if UNKNOWN in exponents or len(exponents) != num_blocks(num_elements):
+            raise ValueError(f"chunk {chunk_index} of {num_elements} elements has no grid; use another codec for it")
+        for block, exponent in enumerate(exponents):
+            start = block * BLOCK_ELEMENTS
+            yield slice(start, min(start + BLOCK_ELEMENTS, num_elements)), exponent
+
+    def _of_chunk(self, chunk_index: int) -> list[int]:
         start = chunk_index * BLOCKS_A_CHUNK
-        return memoryview(self.exponents[start : start + BLOCKS_A_CHUNK]).cast("b").tolist()
+        return memoryview(self.exponents)[start : start + BLOCKS_A_CHUNK].cast("b").tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +99,14 @@ class ModuloCodec:
         check_values(values)
         residues = torch.empty(values.numel(), dtype=torch.uint8, device=values.device)
         digest = blake3()
-        for start, integers in _grid_integers(values, grid=grid, chunk_index=chunk_index):
+        for place, integers in _grid_integers(values, grid=grid, chunk_index=chunk_index):
             if integers is None:
                 return bytes(self.num_difference_bytes(values.numel())) + OFF_GRID
-            residues[start : start + len(integers)].copy_(integers)  # the lowest byte, as C++ converts
+            residues[place].copy_(integers)  # the lowest byte of each
             digest.update(_little_endian(integers))
         return self._pack(residues) + digest.digest(DIGEST_BYTES)
 
-    def differences(
-        self, values: Tensor, partner: bytes | memoryview, *, grid: Grid, chunk_index: int
-    ) -> bytes | None:
+    def differences(self, values: Tensor, partner: bytes | memoryview, *, grid: Grid, chunk_index: int) -> bytes | None:
         """k_partner - k_own of a chunk, `num_difference_bytes` of them, for `half_difference`; None when it is broken.
 
         values: the own chunk, as `encode` had it; the partner's payload. None comes to both sides or to neither. Raises
@@ -112,15 +118,13 @@ class ModuloCodec:
             return None
         residues = self._unpack(memoryview(partner)[:-DIGEST_BYTES], values.numel()).to(values.device)
         digest = blake3()
-        for start, integers in _grid_integers(values, grid=grid, chunk_index=chunk_index):
+        for place, integers in _grid_integers(values, grid=grid, chunk_index=chunk_index):
             if integers is None:
                 return None
-            apart = residues[start : start + len(integers)]
-            apart.sub_(integers.to(torch.uint8))
-            centred = self._centred(apart)
+            centred = self._centred(residues[place].sub_(integers.to(torch.uint8)))
             if not within(centred, lowest=1 - self.half_range, highest=self.half_range - 1):
                 return None  # exactly half: either side could be the larger one
-            digest.update(_little_endian(integers.add_(centred.to(torch.int32))))  # mixed dtypes take twice as long
+            digest.update(_little_endian(integers.add_(centred)))
         if digest.digest(DIGEST_BYTES) != memoryview(partner)[-DIGEST_BYTES:]:
             return None
         return self._pack(residues)
@@ -139,9 +143,8 @@ class ModuloCodec:
         if len(differences) != self.num_difference_bytes(num_elements):
             raise ValueError(f"{len(differences)} bytes are not the differences of {num_elements} elements")
         half = self._centred(self._unpack(differences, num_elements)).to(torch.float32)
-        exponents = grid.chunk_exponents(chunk_index)
-        for exponent, block in zip(exponents, half.split(BLOCK_ELEMENTS), strict=bool(num_elements)):
-            block.mul_(2.0 ** (exponent - 1))  # small integer times power of two: exact
+        for place, exponent in grid.blocks(chunk_index, num_elements=num_elements):
+            half[place].mul_(2.0 ** (exponent - 1))  # small integer times power of two: exact
         return half
 
     def _centred(self, residues: Tensor) -> Tensor:
@@ -182,12 +185,13 @@ def agree(own: bytes, partner: bytes) -> bytes:
     """
     if len(partner) != len(own):
         raise CorruptPayload(f"it proposes a grid of {len(partner)} blocks, the section has {len(own)}")
-    agreed = []
-    for mine, theirs in zip(memoryview(own).cast("b"), memoryview(partner).cast("b"), strict=True):
-        if theirs != UNKNOWN and not LOWEST_EXPONENT <= theirs <= HIGHEST_EXPONENT:
-            raise CorruptPayload(f"it proposes the grid step 2**{theirs}")
-        agreed.append(max(mine, theirs))
-    return bytes(exponent & 0xFF for exponent in agreed)
+    if not own:
+        return own
+    mine, theirs = (torch.frombuffer(bytearray(exponents), dtype=torch.int8) for exponents in (own, partner))
+    strange = (theirs != UNKNOWN) & ((theirs < LOWEST_EXPONENT) | (theirs > HIGHEST_EXPONENT))
+    if strange.any():
+        raise CorruptPayload(f"it proposes the grid step 2**{int(theirs[strange][0])}")
+    return torch.maximum(mine, theirs).numpy().tobytes()
 
 
 class Bounds:
@@ -230,29 +234,37 @@ def _largest(values: Tensor) -> Tensor:
     return torch.maximum(-smallest, largest)
 
 
-def _grid_integers(values: Tensor, *, grid: Grid, chunk_index: int) -> Iterator[tuple[int, Tensor | None]]:
-    """(start, int32 grid integers) of each block; the integers are None, and the end, when one is above MAX_INTEGER.
+def _grid_integers(values: Tensor, *, grid: Grid, chunk_index: int) -> Iterator[tuple[slice, Tensor | None]]:
+    """(place in the chunk, int32 grid integers) of each block; None, and the end, when one is above MAX_INTEGER.
 
-    Block by block, so that what is worked on stays in a core's cache. x / step is exact; adding the dither rounds to
-    fp32, the same everywhere: Q(x) is within step / 2 of x but for 2**-24 |x|, as fp32 knows x no better.
+    Block by block in the same two buffers, so that what is worked on stays in a core's cache: the integers of a block
+    are gone when the next one is asked for. x / step is exact and adding the dither rounds to fp32: Q(x) is within
+    step / 2 of x, but for 2**-24 |x|.
     """
     values = values.detach()
-    exponents = grid.chunk_exponents(chunk_index)
-    for place, part in enumerate(values.split(BLOCK_ELEMENTS) if len(values) else ()):
-        if place >= len(exponents) or exponents[place] == UNKNOWN:
-            raise ValueError(f"block {place} of chunk {chunk_index} has no grid step; use another codec for this chunk")
-        block_index = chunk_index * BLOCKS_A_CHUNK + place
-        steps = block_dither(len(part), seed=grid.seed, block_index=block_index, device=values.device)
-        steps.add_(part.to(torch.float32), alpha=2.0 ** -exponents[place]).round_()
-        if within(steps, lowest=-MAX_INTEGER, highest=MAX_INTEGER):
-            yield place * BLOCK_ELEMENTS, steps.to(torch.int32)
-        elif torch.isfinite(values).all():
-            yield place * BLOCK_ELEMENTS, None
+    steps = torch.empty(min(len(values), BLOCK_ELEMENTS), dtype=torch.float32, device=values.device)
+    integers = torch.empty_like(steps, dtype=torch.int32)
+    blocks = grid.blocks(chunk_index, num_elements=len(values))
+    for block_index, (place, exponent) in enumerate(blocks, chunk_index * BLOCKS_A_CHUNK):
+        part = values[place].to(torch.float32)
+        steps, integers = steps[: len(part)], integers[: len(part)]
+        fill_dither(steps, scratch=integers, seed=grid.seed, block_index=block_index)
+        steps.add_(part, alpha=2.0**-exponent).round_()
+        if not within(steps, lowest=-MAX_INTEGER, highest=MAX_INTEGER):
+            _check_finite(values)
+            yield place, None
             return
-        else:
-            index = int(torch.nonzero(~torch.isfinite(values))[0])
-            raise ValueError(f"cannot encode: element {index} of {len(values)} is not finite: {float(values[index])}")
+        yield place, integers.copy_(steps)
+
+
+def _check_finite(values: Tensor) -> None:
+    bad = torch.nonzero(~torch.isfinite(values))
+    if len(bad):
+        index = int(bad[0])
+        raise ValueError(
+            f"cannot encode: element {index} of {len(values)} is {float(values[index])}, which is not finite"
+        )
 
 
 def _little_endian(integers: Tensor) -> memoryview:
-    return memoryview(integers.cpu().numpy()).cast("B")  # base.py asserts that the machine is little-endian
+    return integers.cpu().numpy().data.cast("B")  # base.py asserts that the machine is little-endian

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,6 +73,11 @@ class Pairing:
             self._target = self._rng.choice(list(reachable)) if reachable else ""
         target = reachable.get(self._target)
         return target if target and self._may_ask(target, now_s) else None
+
+    def wait_s(self, now_s: float) -> float:
+        """After `choose` gave nobody: until the drawn peer may be asked, which is never now; infinite when none is."""
+        memory = self._memory.get(self._target)
+        return memory.retry_at_s - now_s if memory and memory.retry_at_s > now_s else math.inf
 
     def hopeful(self, live: Sequence[Candidate], now_s: float) -> bool:
         """Is there anybody who could still say yes within moments? False = stepping alone is right."""

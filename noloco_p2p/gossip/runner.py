@@ -158,7 +158,7 @@ class RoundRunner:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while not self._settled(round_):
-                    await self._wait_for_change()
+                    await self._wait_for_change(POLL_S)
         return self._conclude(round_)
 
     async def stop(self) -> None:
@@ -252,12 +252,15 @@ class RoundRunner:
 
     async def _seek(self, round_: Round) -> None:
         while round_.phase is not Phase.CLOSED:
-            candidate = None
-            if round_.wants_partner:
-                now_s = time.monotonic()
-                candidate = self._pairing.choose(self._directory.live(), now_s, latest_s=self._latest_offer_s(now_s))
+            if not round_.wants_partner:
+                await self._wait_for_change(POLL_S)
+                continue
+            now_s = time.monotonic()
+            candidate = self._pairing.choose(self._directory.live(), now_s, latest_s=self._latest_offer_s(now_s))
             if candidate is None:
-                await self._wait_for_change()
+                # To ask at the next poll, instead of when the drawn peer may be asked, would let peers that refuse each
+                # other, as each has an offer out, ask again at one moment, and refuse each other again.
+                await self._wait_for_change(min(POLL_S, self._pairing.wait_s(now_s)))
                 continue
             round_.offer_to(candidate.peer_id)
             try:
@@ -451,11 +454,11 @@ class RoundRunner:
     def _notify(self) -> None:
         self._changed.set()
 
-    async def _wait_for_change(self) -> None:
+    async def _wait_for_change(self, at_most_s: float) -> None:
         """Until something changed, or for a moment: newcomers and retry times are not announced."""
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), POLL_S)
+            await asyncio.wait_for(self._changed.wait(), at_most_s)
 
     def _own(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)

@@ -85,14 +85,13 @@ def noloco(*arguments: str | Path, timeout_s: float = START_S, **environment: st
 class Command:
     """A running `noloco` command. Use as a context manager: at its end the process is killed, whatever happened."""
 
-    def __init__(self, *arguments: str | Path, log: Path, prefix: tuple[str, ...] = (), **environment: str) -> None:
-        """`prefix`: a command that runs it, such as ("/usr/bin/prlimit", "--fsize=1000")."""
+    def __init__(self, *arguments: str | Path, log: Path, **environment: str) -> None:
         self.log = log
         # Tied to our life: a test run that is killed leaves nobody behind.
         launcher = [sys.executable, "-I", "-S", str(launch.__file__), str(os.getpid())]
         with log.open("ab") as output:
             self.process = subprocess.Popen(
-                [*launcher, *prefix, *_command(arguments)],
+                [*launcher, *_command(arguments)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -137,10 +136,13 @@ class Command:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"did not end within {timeout_s:.0f} s:\n{self.text}") from None
 
-    def p2pd(self) -> psutil.Process:
-        """Its libp2p daemon."""
+    def find_p2pd(self) -> psutil.Process | None:
+        """Its libp2p daemon, if one runs now."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return next(child for child in children if child.name() == "p2pd")
+        return next((child for child in children if child.name() == "p2pd"), None)
+
+    def p2pd(self) -> psutil.Process:
+        return until(self.find_p2pd, timeout_s=START_S, what="p2pd")
 
     def end(self) -> None:
         if self.process.poll() is None:
@@ -151,15 +153,13 @@ class Command:
 class PeerProcess(Command):
     """`noloco join TARGET` with a state folder of its own."""
 
-    def __init__(
-        self, target: str | Path, folder: Path, *flags: str, prefix: tuple[str, ...] = (), **environment: str
-    ) -> None:
+    def __init__(self, target: str | Path, folder: Path, *flags: str, **environment: str) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self._events_before = 0
         join = ("join", target, "--state-dir", folder, "--listen", "127.0.0.1:0", "--threads", "1", "--device", "cpu")
         self._events_before = len(self._read())
-        super().__init__(*join, *flags, log=folder / f"log-{time.time_ns()}.txt", prefix=prefix, **environment)
+        super().__init__(*join, *flags, log=folder / f"log-{time.time_ns()}.txt", **environment)
 
     @property
     def ticket(self) -> str:
@@ -172,6 +172,10 @@ class PeerProcess(Command):
     @property
     def peer_id(self) -> str:
         return self.event("started")["peer_id"]
+
+    def give_way(self) -> None:
+        """From now on other processes go first: a peer that only has to be there must not slow a test down."""
+        psutil.Process(self.process.pid).nice(10)
 
     def event(self, kind: str, *, timeout_s: float = START_S, **fields: Any) -> dict[str, Any]:
         """Wait for the first event of a kind whose fields have these values."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -74,6 +75,16 @@ def test_a_taken_target_is_kept_while_its_next_round_is_in_time() -> None:
     pairing.refused(target, code=RefuseCode.TAKEN, retry_after_s=30.0, now_s=0.0)
     assert [chosen(pairing, live, now_s, latest_s=40.0) for now_s in (0.0, 10.0, 29.9)] == ["", "", ""]
     assert chosen(pairing, live, 30.0, latest_s=40.0) == target
+
+
+def test_the_wait_for_a_target_is_known_to_the_moment() -> None:
+    pairing, live = Pairing(random.Random(3)), candidates(5)
+    assert pairing.wait_s(0.0) == math.inf
+    target = chosen(pairing, live, 0.0)
+    assert pairing.wait_s(0.0) == math.inf
+    pairing.refused(target, code=RefuseCode.TAKEN, retry_after_s=30.0, now_s=0.0)
+    assert chosen(pairing, live, 10.0, latest_s=40.0) == ""
+    assert pairing.wait_s(10.0) == 20.0
 
 
 def test_a_taken_target_whose_next_round_is_too_late_gives_way() -> None:

@@ -52,6 +52,16 @@ def test_of_three_peers_two_swap_and_one_steps_alone_without_waiting(swarm: Memo
             assert isinstance(outcome, Alone) or partner(by_name[partner(outcome)]) == name
 
 
+def test_offers_in_a_ring_do_not_refuse_each_other_for_ever() -> None:
+    """Seeds for which a asks c, c asks b and b asks a at one moment: each is busy, and they must not stay in step."""
+    for names in (("a", "b", "c"), ("d", "e", "f"), ("x", "y", "z")):
+        for _ in range(4):
+            with MemorySwarm(SPEC) as swarm:
+                peers = [swarm.peer(name) for name in names]
+                outcomes = one_round(peers, [Vectors.random(seed) for seed in range(3)], wait_s=WAIT_S)
+            assert sum(isinstance(outcome, Swapped) for outcome in outcomes) == 2
+
+
 def test_sixteen_peers_in_lock_step_pair_off_round_after_round() -> None:
     """All begin at once and train at one speed. A swap may join two rounds of neighbouring numbers."""
     num_peers, num_rounds, inner_steps, step_s = 16, 5, 5, 0.06

@@ -1,0 +1,119 @@
+"""Peers that die without a word, as real processes: the others lose a round at most, and the swarm goes on.
+
+One swarm for all tests of this file: a (the first, through whose ticket the others came), b, and c. The tests are in the
+order of the story, as a machine of two cores cannot start a swarm for each.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from noloco_p2p.testing.processes import START_S, PeerProcess, small_spec, until, write_spec
+from noloco_p2p.train.checkpoint import Checkpoints
+
+SEED = 2506_10911
+MAX_WAIT_S = 2.0
+NETWORK_ANSWER_S = 5.0  # what the network thread may take beyond that: gossip.exchange
+SLACK_S = 6.0  # for a machine with other work
+SPEC = small_spec("chaos", outer__max_wait_s=MAX_WAIT_S)
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@dataclass(frozen=True)
+class Swarm:
+    a: PeerProcess
+    b: PeerProcess
+    c: PeerProcess
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
+    folder = tmp_path_factory.mktemp("chaos")
+    often = ("--save-every-rounds", "5")
+    with PeerProcess(write_spec(SPEC, folder), folder / "a", *often) as a:
+        ticket = a.ticket
+        with PeerProcess(ticket, folder / "b", *often) as b, PeerProcess(ticket, folder / "c", *often) as c:
+            a.swap_with(b)
+            a.swap_with(c)
+            until(lambda: len(c.events("saved")) > 1, timeout_s=START_S, what="checkpoints of c")
+            yield Swarm(a, b, c)
+
+
+def longest_pause_s(peer: PeerProcess, *, since_s: float) -> float:
+    """The longest time between two rounds of a peer, those that were under way at `since_s` (wall clock) included."""
+    ends = [event["time_s"] for event in peer.events("round")]
+    return max(later - earlier for earlier, later in pairwise(ends) if later >= since_s)
+
+
+def test_a_partner_killed_in_the_middle_costs_a_round_at_most(swarm: Swarm) -> None:
+    time.sleep(random.Random(SEED).uniform(0.0, 0.5))  # any moment of a round, the same one in every run
+    done = {peer: len(peer.events("round")) for peer in (swarm.a, swarm.b)}
+    killed_s = time.time()
+    swarm.c.send(signal.SIGKILL)
+    assert swarm.c.wait() == -signal.SIGKILL
+    swarm.a.swap_with(swarm.b, after=done[swarm.a] + 1)
+    swarm.b.swap_with(swarm.a, after=done[swarm.b] + 1)
+    for peer in done:
+        outcomes = {event["last_outcome"].split()[0].rstrip(":") for event in peer.events("round")}
+        assert outcomes <= {"swapped", "half", "alone"}
+        assert longest_pause_s(peer, since_s=killed_s) < MAX_WAIT_S + NETWORK_ANSWER_S + SLACK_S
+        assert "Traceback" not in peer.text
+
+
+def test_a_dead_peer_does_not_slow_the_others_down(swarm: Swarm) -> None:
+    """It is still in the DHT for a minute; rounds that wait for it as long as they may would be ten times slower."""
+    done = len(swarm.a.events("round"))
+    swarm.a.round_where(lambda event: True, after=done + 10)
+    waits_s = [event["blocked_s"] for event in swarm.a.events("round")[done : done + 10]]
+    assert sum(wait_s > 0.75 * MAX_WAIT_S for wait_s in waits_s) <= 3, waits_s
+
+
+def test_a_killed_p2pd_is_started_again_and_training_does_not_notice(swarm: Swarm) -> None:
+    done = len(swarm.b.events("round"))
+    old = swarm.b.p2pd()
+    old.kill()
+    swarm.b.wait_for("p2pd is gone (signal 9); starting it again")
+    new = until(swarm.b.find_p2pd, timeout_s=20, what="another p2pd")
+    assert new.pid != old.pid
+    swarm.b.swap_with(swarm.a, after=done + 3)
+
+
+def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(swarm: Swarm) -> None:
+    """A limit on the size of a file stands for the full disk: half-way through, writing fails."""
+    folder = swarm.b.folder / "runs" / SPEC.run_id / "checkpoints"
+    room = swarm.b.log.stat().st_size + 200_000  # its log and events still grow; slow weights and momentum need more
+    _, hard = resource.prlimit(swarm.b.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(swarm.b.process.pid, resource.RLIMIT_FSIZE, (room, hard))
+    swarm.b.wait_for("cannot be written to")
+    saved = swarm.b.events("saved")[-1]
+    swarm.b.round_where(lambda event: event["step"] > saved["step"], after=len(swarm.b.events("round")) + 2)
+    newest = Checkpoints(folder).newest()
+    assert newest is not None
+    assert newest.path == Path(saved["folder"])
+    assert not list(folder.glob(".partial-*"))
+    resource.prlimit(swarm.b.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
+    until(lambda: swarm.b.events("saved")[-1] != saved, timeout_s=START_S, what="a checkpoint, as there is room again")
+
+
+def test_the_swarm_outlives_its_first_peer(swarm: Swarm, tmp_path: Path) -> None:
+    """c comes back with the ticket of the dead, as it remembers b; a newcomer enters with the ticket of b."""
+    ticket = swarm.a.ticket
+    swarm.a.send(signal.SIGKILL)
+    swarm.a.wait()
+    with PeerProcess(ticket, swarm.c.folder) as c, PeerProcess(swarm.b.ticket, tmp_path / "newcomer") as newcomer:
+        assert c.event("started")["resumed_at"] == swarm.c.events("saved")[-1]["step"]
+        assert c.peer_id == swarm.c.peer_id
+        assert newcomer.event("evaluated")["round"] > 0
+        c.swap_with(swarm.b)
+        newcomer.swap_with(swarm.b)
+        newcomer.swap_with(c)
