@@ -2,8 +2,8 @@
 
     python benchmarks/goodput.py [--quick] [--json FILE]
 
-Two processes, one for each side, as in real life. The swap is the production one: coding, digests, verification, commit.
-The bare stream sends messages of the same sizes and does nothing with them. All three are measured one after the other,
+Two processes, one for each side, as in real life. The swap is the production one: coding, digests, checks, commit. The
+bare stream sends messages of the same sizes and does nothing with them. All three are measured one after the other,
 several times, and the best of each counts: the machine is shared. Bytes are of payloads, both directions added up.
 """
 

@@ -292,7 +292,8 @@ class NetLab:
             return
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.close()  # it takes that as the end
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()  # it takes that as the end
         try:
             process.wait(ANSWER_S)
         except subprocess.TimeoutExpired:

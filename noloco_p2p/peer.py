@@ -7,14 +7,12 @@ stop    announced as leaving -> swaps abandoned -> server -> network thread -> l
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import json
 import logging
 import os
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from noloco_p2p.control import ControlServer, FolderLock
 from noloco_p2p.errors import CheckpointError, DirectoryError, SettingsError
 from noloco_p2p.gossip.exchange import Exchange
-from noloco_p2p.gossip.fetch import SavedState, StateServer, fetch_spec, fetch_state
+from noloco_p2p.gossip.fetch import SavedState, StateServer, fetch_spec, fetch_state, state_file_bytes
 from noloco_p2p.gossip.frames import Hello, StateManifest
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.runner import RoundRunner
@@ -31,11 +29,12 @@ from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.network_thread import STOP_TIMEOUT_S, NetworkThread
+from noloco_p2p.ports import Ports
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import routable_host
-from noloco_p2p.swarm.daemon import probe_port
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.reader import find_somebody
 from noloco_p2p.swarm.records import PeerRecord
@@ -49,7 +48,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 START_TIMEOUT_S = 120.0  # importing hivemind on a slow disk included
-STOP_TIMEOUT_S = 20.0
 ENTER_TIMEOUT_S = 30.0  # to hear of a live peer of the run that a ticket names
 LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps or peers met before: nobody need be there
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0
@@ -65,47 +63,6 @@ def resolve(target: RunSpec | Ticket | Path | str) -> RunSpec | Ticket:
     if isinstance(target, str) and is_ticket(target):
         return Ticket.decode(target)
     return RunSpec.load(target)
-
-
-class NetworkThread:
-    """One event loop (uvloop) in one thread; `call` runs a coroutine there and waits for its result."""
-
-    def __init__(self) -> None:
-        self.loop: asyncio.AbstractEventLoop
-        self._started = threading.Event()
-        self._thread = threading.Thread(target=self._main, name="noloco-network", daemon=True)
-        self._thread.start()
-        self._started.wait()
-
-    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Raises what the coroutine raises, and TimeoutError."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        try:
-            return future.result(timeout_s)
-        except concurrent.futures.TimeoutError:
-            future.cancel()
-            raise
-        except KeyboardInterrupt:
-            future.cancel()
-            raise
-
-    def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(STOP_TIMEOUT_S)
-
-    def _main(self) -> None:
-        import uvloop
-
-        self.loop = uvloop.new_event_loop()
-        asyncio.set_event_loop(self.loop)
-        self.loop.call_soon(self._started.set)
-        try:
-            self.loop.run_forever()
-        finally:
-            for task in asyncio.all_tasks(self.loop):
-                task.cancel()
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-            self.loop.close()
 
 
 @dataclass(slots=True)
@@ -131,6 +88,10 @@ class Peer:
         self.spec: RunSpec
         self.exchange: Exchange
         self._target = target
+        # Name and digest of the run: known before the spec is, when it comes from the swarm.
+        self._run = (
+            (target.name, target.digest()) if isinstance(target, RunSpec) else (target.run_name, target.spec_digest)
+        )
         self._lock = FolderLock(settings.state_dir)
         self._address_book = AddressBook(settings.state_dir / "address_book.json")
         self._identity: Identity
@@ -275,33 +236,15 @@ class Peer:
         self._lock.release()
 
     async def _start_network(self) -> None:
-        settings, target = self.settings, self._target
-        ports = _Ports(settings)
+        target = self._target
+        ports = Ports(self.settings)
         ports.check()
-        announce_host, announce_port = settings.announced
-        digest = target.digest() if isinstance(target, RunSpec) else target.spec_digest
-        bootstraps = [*settings.bootstrap, *(target.addresses if isinstance(target, Ticket) else ())]
-        self._directory = directory = await ports.try_both(
-            ports.libp2p,
-            lambda port: SwarmDirectory.start(
-                identity_path=settings.state_dir / "identity.key",
-                identity=self._identity,
-                listen_host=settings.listen_host,
-                listen_port=port,
-                announce_host=announce_host or None,
-                announce_port=announce_port + 1 if announce_port else 0,
-                bootstraps=bootstraps,
-                address_book=self._address_book,
-                spec_digest=digest,
-                describe=self._describe,
-            ),
-        )
-        run_name = target.name if isinstance(target, RunSpec) else target.run_name
-        transport = GrpcTransport(lambda: self._hello(run_name, digest))
+        self._directory = directory = await ports.try_both(ports.libp2p, self._start_directory)
+        transport = GrpcTransport(self._hello)
         self.spec = target if isinstance(target, RunSpec) else await self._find_spec(target, transport)
         pace = Pace(self.spec.outer.inner_steps)
         runner = RoundRunner(
-            hello=lambda: self._hello(run_name, digest),
+            hello=self._hello,
             transport=transport,
             directory=directory,
             pace=pace,
@@ -310,16 +253,32 @@ class Peer:
         )
         self.exchange = Exchange(spec=self.spec, loop=asyncio.get_running_loop(), runner=runner, pace=pace)
         states = StateServer(self.spec)
-        service = PeerService(runner=runner, states=states, status=self._status)
-        server = GrpcServer(service)
-        await ports.try_both(ports.grpc, lambda port: server.start(settings.listen_host, port))
-        control = ControlServer(settings.state_dir, {"status": self.status, "leave": self._on_leave})
+        server = GrpcServer(PeerService(runner=runner, states=states, status=self._status))
+        await ports.try_both(ports.grpc, lambda port: server.start(self.settings.listen_host, port))
+        control = ControlServer(self.settings.state_dir, {"status": self.status, "leave": self._on_leave})
         await control.start()
         self._network = _Network(directory, transport, runner, states, server, control)
-        host = announce_host or routable_host(settings.listen_host)
+        announce_host, announce_port = self.settings.announced
+        host = announce_host or routable_host(self.settings.listen_host)
         self._announced_address = f"{host}:{announce_port or server.port}"
         ports.remember(grpc=server.port, libp2p=directory.port)
         self._keep_spec()
+
+    async def _start_directory(self, port: int) -> SwarmDirectory:
+        settings, target = self.settings, self._target
+        announce_host, announce_port = settings.announced
+        return await SwarmDirectory.start(
+            identity_path=settings.state_dir / "identity.key",
+            identity=self._identity,
+            listen_host=settings.listen_host,
+            listen_port=port,
+            announce_host=announce_host or None,
+            announce_port=announce_port + 1 if announce_port else 0,
+            bootstraps=[*settings.bootstrap, *(target.addresses if isinstance(target, Ticket) else ())],
+            address_book=self._address_book,
+            spec_digest=self._run[1],
+            describe=self._describe,
+        )
 
     def _keep_spec(self) -> None:
         path = self.run_folder / SPEC_FILE
@@ -380,12 +339,11 @@ class Peer:
 
     # what others are told
 
-    def _hello(self, run_name: str, digest: str) -> Hello:
-        return Hello(self._identity.peer_id, run_name, digest, layout=self._layout)
+    def _hello(self) -> Hello:
+        return Hello(self._identity.peer_id, *self._run, layout=self._layout)
 
     def _status(self) -> tuple[Hello, str, int, float]:
-        hello = self._hello(self.spec.name, self.spec.digest())
-        return hello, self.state, self.metrics.round, self.metrics.progress
+        return self._hello(), self.state, self.metrics.round, self.metrics.progress
 
     def _describe(self) -> PeerRecord | None:
         """The record of this peer; None until it has a model, as it cannot swap before."""
@@ -442,60 +400,3 @@ class Peer:
             coroutine.close()
             raise SettingsError("this peer is not running")
         return self._thread.call(coroutine, timeout_s)
-
-
-class _Ports:
-    """`--listen HOST:PORT`: PORT is gRPC, PORT+1 libp2p. With port 0, the two that were free last time, or any two."""
-
-    def __init__(self, settings: PeerSettings) -> None:
-        self._file = settings.state_dir / "ports.json"
-        self._host = settings.listen_host
-        self._fixed = settings.listen_port != 0
-        remembered = self._read()
-        self.grpc = settings.listen_port if self._fixed else remembered.get("grpc", 0)
-        self.libp2p = settings.libp2p_port if self._fixed else remembered.get("libp2p", 0)
-
-    def check(self) -> None:
-        """Raises SettingsError when a port that the user named is taken: before anything is started."""
-        try:
-            for port in (self.grpc, self.libp2p) if self._fixed else ():
-                probe_port(self._host, port)
-        except DirectoryError as error:
-            raise SettingsError(str(error)) from None
-
-    async def try_both(self, port: int, start: Callable[[int], Coroutine[Any, Any, T]]) -> T:
-        """Start on `port`; a remembered port that is taken by now gives way to any free one."""
-        try:
-            return await start(port)
-        except (SettingsError, DirectoryError):
-            if self._fixed or port == 0:
-                raise
-            return await start(0)
-
-    def remember(self, *, grpc: int, libp2p: int) -> None:
-        try:
-            self._file.write_text(json.dumps({"grpc": grpc, "libp2p": libp2p}))
-        except OSError as error:
-            log.warning("the ports are not remembered: %s", error)
-
-    def _read(self) -> dict[str, int]:
-        try:
-            ports = json.loads(self._file.read_text())
-            return {name: int(ports[name]) for name in ("grpc", "libp2p")}
-        except (OSError, ValueError, KeyError, TypeError):
-            return {}
-
-
-def state_file_bytes(num_elements: int) -> int:
-    """Size of a state file: two fp32 vectors and the header that safetensors gives them (a test holds that)."""
-    names = ("outer_momentum", "slow_weights")
-    header = {
-        name: {
-            "dtype": "F32",
-            "shape": [num_elements],
-            "data_offsets": [index * 4 * num_elements, (index + 1) * 4 * num_elements],
-        }
-        for index, name in enumerate(names)
-    }
-    text = json.dumps(header, separators=(",", ":"))
-    return 8 + -(-len(text) // 8) * 8 + 8 * num_elements

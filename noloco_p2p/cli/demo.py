@@ -54,6 +54,9 @@ def demo(
         report = swarm.report()
     except KeyboardInterrupt:
         print("interrupted: the peers are asked to leave", file=sys.stderr, flush=True)
+        swarm.stop()
+        if keep is None:
+            shutil.rmtree(folder)
         raise
     finally:
         swarm.stop()

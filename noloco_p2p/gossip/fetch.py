@@ -7,9 +7,11 @@ verified chunks are kept and the rest comes from another one: the result is then
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +62,8 @@ class StateServer:
         self._spec_json = spec.canonical_json()
         self._uploads = 0
 
-    async def serve(self, want: WantSpec | WantManifest | WantChunks) -> AsyncIterator[FetchItem]:
+    async def serve(self, want: WantSpec | WantManifest | WantChunks) -> AsyncGenerator[FetchItem]:
+        """Close it when the caller goes away: only then its upload ends. Raises PeerError."""
         match want:
             case WantSpec():
                 yield SpecJson(self._spec_json)
@@ -70,15 +73,16 @@ class StateServer:
                 saved = self._saved()
                 if saved.manifest.digest() != manifest_digest:
                     raise Refused("I have a newer state by now: ask for its manifest", code=RefuseCode.BUSY.name)
-                async for item in self._chunks(saved, indices):
-                    yield item
+                async with aclosing(self._chunks(saved, indices)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
 
     def _saved(self) -> SavedState:
         if self.saved is None:
             raise Refused("I have no saved state yet", code=RefuseCode.BETWEEN_ROUNDS.name, retry_after_s=10.0)
         return self.saved
 
-    async def _chunks(self, saved: SavedState, indices: Sequence[int]) -> AsyncIterator[FetchItem]:
+    async def _chunks(self, saved: SavedState, indices: Sequence[int]) -> AsyncGenerator[FetchItem]:
         if self._uploads >= MAX_UPLOADS:
             raise Refused(f"{MAX_UPLOADS} uploads are running here", code=RefuseCode.BUSY.name, retry_after_s=5.0)
         self._uploads += 1
@@ -96,14 +100,31 @@ class StateServer:
             self._uploads -= 1
 
 
+def state_file_bytes(num_elements: int) -> int:
+    """Size of a state file: two fp32 vectors and the header that safetensors gives them (a test holds that)."""
+    names = ("outer_momentum", "slow_weights")
+    header = {
+        name: {
+            "dtype": "F32",
+            "shape": [num_elements],
+            "data_offsets": [index * 4 * num_elements, (index + 1) * 4 * num_elements],
+        }
+        for index, name in enumerate(names)
+    }
+    text = json.dumps(header, separators=(",", ":"))
+    return 8 + -(-len(text) // 8) * 8 + 8 * num_elements
+
+
 async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expected_digest: str) -> RunSpec:
     """The run spec from the first donor that has it. Raises Unreachable when none has."""
     reasons = []
     for donor in donors:
         try:
-            async for item in transport.fetch(donor, WantSpec(), timeout_s=FETCH_TIMEOUT_S):
-                if isinstance(item, SpecJson):
-                    return RunSpec.from_json(item.data, expected_digest=expected_digest, origin=donor.address)
+            async with aclosing(transport.fetch(donor, WantSpec(), timeout_s=FETCH_TIMEOUT_S)) as items:
+                async for item in items:
+                    if isinstance(item, SpecJson):
+                        return RunSpec.from_json(item.data, expected_digest=expected_digest, origin=donor.address)
+            raise CorruptPayload("it gave no spec", peer=donor.peer_id)
         except (PeerError, ValueError) as error:
             reasons.append(f"{donor.address}: {error}")
     raise Unreachable("no live peer gave the run spec: " + ("; ".join(reasons) or "nobody is there"))
@@ -138,9 +159,10 @@ async def fetch_state(
                 ):
                     raise CorruptPayload("its state is of another model or size", peer=donor.peer_id)
                 want = WantChunks(manifest.digest(), tuple(missing))
-                async for item in transport.fetch(donor, want, timeout_s=FETCH_TIMEOUT_S):
-                    _keep(item, manifest, missing, file.fileno())
-                    on_progress(num_bytes - len(missing) * STATE_CHUNK_BYTES, num_bytes)
+                async with aclosing(transport.fetch(donor, want, timeout_s=FETCH_TIMEOUT_S)) as items:
+                    async for item in items:
+                        _keep(item, manifest, missing, file.fileno())
+                        on_progress(num_bytes - len(missing) * STATE_CHUNK_BYTES, num_bytes)
                 if not missing:
                     os.fsync(file.fileno())
                     return manifest
@@ -150,9 +172,10 @@ async def fetch_state(
 
 
 async def _manifest(transport: Transport, donor: Candidate) -> StateManifest:
-    async for item in transport.fetch(donor, WantManifest(), timeout_s=FETCH_TIMEOUT_S):
-        if isinstance(item, StateManifest):
-            return item
+    async with aclosing(transport.fetch(donor, WantManifest(), timeout_s=FETCH_TIMEOUT_S)) as items:
+        async for item in items:
+            if isinstance(item, StateManifest):
+                return item
     raise CorruptPayload("it gave no manifest", peer=donor.peer_id)
 
 

@@ -87,7 +87,8 @@ class Pairing:
         if code in FINAL:
             self._incompatible[peer_id] = code.name
             return
-        if code in PASSING:
+        # TAKEN by a peer that waits at its boundary comes with 0 s: to believe it would be to ask without a pause.
+        if code in PASSING or retry_after_s < PASSING_RETRY_S:
             wait_s = max(retry_after_s, PASSING_RETRY_S) * self._rng.uniform(1.0, 2.0)
             before = self._memory.get(peer_id)
             tries = before.tries + 1 if before and before.answer is _Answer.PASSING else 1

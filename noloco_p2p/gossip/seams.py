@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,7 +54,7 @@ class Transport(Protocol):
 
     async def status(self, candidate: Candidate, *, swap_id: bytes = b"", timeout_s: float) -> PeerStatus: ...
 
-    def fetch(self, candidate: Candidate, want: FetchWant, *, timeout_s: float) -> AsyncIterator[FetchItem]:
+    def fetch(self, candidate: Candidate, want: FetchWant, *, timeout_s: float) -> AsyncGenerator[FetchItem]:
         """The spec (one item), the manifest (one item), or chunks in the order asked; `timeout_s` is for each item."""
         ...
 
@@ -70,7 +70,7 @@ class Service(Protocol):
 
     async def on_status(self, swap_id: bytes) -> PeerStatus: ...
 
-    def on_fetch(self, want: FetchWant) -> AsyncIterator[FetchItem]: ...
+    def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]: ...
 
 
 class Directory(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from noloco_p2p.gossip.fetch import StateServer
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus
@@ -28,5 +28,5 @@ class PeerService:
         hello, state, round_index, progress = self._status()
         return PeerStatus(hello, state, round_index, progress, self._runner.swap_state(swap_id))
 
-    def on_fetch(self, want: FetchWant) -> AsyncIterator[FetchItem]:
+    def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         return self._states.serve(want)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import grpc
@@ -56,7 +56,7 @@ class GrpcTransport:
 
     async def fetch(
         self, candidate: Candidate, want: frames.FetchWant, *, timeout_s: float
-    ) -> AsyncIterator[frames.FetchItem]:
+    ) -> AsyncGenerator[frames.FetchItem]:
         request = _fetch_request(want)
         request.hello.CopyFrom(convert.hello_to_wire(self._hello()))
         async with grpc.aio.insecure_channel(candidate.address, options=options.CLIENT) as channel:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -141,12 +142,13 @@ class _Servicer:
             closed.cancel()
             stream.lose(Unreachable("the connection was lost", peer=stream.peer))
 
-    async def Fetch(self, request: pb.FetchRequest, context: Any) -> AsyncIterator[pb.FetchReply]:  # noqa: N802
+    async def Fetch(self, request: pb.FetchRequest, context: Any) -> AsyncGenerator[pb.FetchReply]:  # noqa: N802
         try:
             self._service.admit(convert.hello_from_wire(request.hello))
-            async for item in self._service.on_fetch(_want(request)):
-                for reply in _replies(item):
-                    yield reply
+            async with aclosing(self._service.on_fetch(_want(request))) as items:
+                async for item in items:
+                    for reply in _replies(item):
+                        yield reply
         except PeerError as error:
             yield pb.FetchReply(refuse=_refuse(error))
 

@@ -285,7 +285,7 @@ def _altered(fault: Fault, frame: Frame) -> tuple[Frame, ...]:
 
 
 def _damaged(fault: FlipBit | Truncate | NotFinite, chunk: Chunk) -> Chunk:
-    payload = fault.alter(chunk.payload)
+    payload = fault.alter(bytes(chunk.payload))
     fits = fault.digests != "stale"
     return Chunk(
         chunk.section, chunk.index, payload, blake3(payload).digest(CHUNK_DIGEST_BYTES) if fits else chunk.digest

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 
 from noloco_p2p.errors import TimedOut, Unreachable
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Frame, Hello, PeerStatus
@@ -99,11 +100,12 @@ class MemoryTransport:
         service.admit(self._hello())
         return await service.on_status(swap_id)
 
-    async def fetch(self, candidate: Candidate, want: FetchWant, *, timeout_s: float) -> AsyncIterator[FetchItem]:
+    async def fetch(self, candidate: Candidate, want: FetchWant, *, timeout_s: float) -> AsyncGenerator[FetchItem]:
         service = self._network.service(candidate.peer_id)
         service.admit(self._hello())
-        async for item in service.on_fetch(want):
-            yield item
+        async with aclosing(service.on_fetch(want)) as items:
+            async for item in items:
+                yield item
 
 
 class MemoryStream:

@@ -19,7 +19,7 @@ from noloco_p2p.telemetry.console import round_line
 from noloco_p2p.telemetry.events import EventLog
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.train.data import TokenStream, validation_batches
-from noloco_p2p.train.evaluate import evaluate_loss
+from noloco_p2p.train.evaluate import evaluate_loss, perplexity
 from noloco_p2p.train.model import build_model, build_tokenizer, check_vocabulary
 from noloco_p2p.train.needs import Needs, estimate, probe_step_s
 from noloco_p2p.train.outer import NoLoCo, RoundResult
@@ -159,9 +159,9 @@ class Trainer:
     def _evaluate(self) -> None:
         """Perplexity on the held-out sequences, the same for every peer."""
         metrics = self.peer.metrics
-        metrics.validation_loss = evaluate_loss(self.model, self.validation)
-        self.events.write("evaluated", step=metrics.step, round=metrics.round, validation_loss=metrics.validation_loss)
-        self.say(f"round {metrics.round} | validation loss {show_loss(metrics.validation_loss)}")
+        loss = metrics.validation_loss = evaluate_loss(self.model, self.validation)
+        self.events.write("evaluated", step=metrics.step, round=metrics.round, validation_loss=loss)
+        self.say(f"round {metrics.round} | validation loss {show_loss(loss)}, perplexity {perplexity(loss):.4g}")
 
     # stop and go on
 

@@ -1,7 +1,7 @@
 """Peers that die without a word, as real processes: the others lose a round at most, and the swarm goes on.
 
-One swarm for all tests of this file: a (the first, through whose ticket the others came), b, and c. The tests are in the
-order of the story, as a machine of two cores cannot start a swarm for each.
+One swarm for all tests of this file: a (the first, through whose ticket the others came), b, and c. The tests are in
+the order of the story, as a machine of two cores cannot start a swarm for each.
 """
 
 from __future__ import annotations

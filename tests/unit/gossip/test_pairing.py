@@ -123,6 +123,18 @@ def test_a_peer_that_only_puts_off_is_given_up_for_another(code: RefuseCode) -> 
 
 
 @pytest.mark.parametrize("code", sorted(LASTING))
+def test_nobody_is_asked_without_a_pause_whatever_it_answers(code: RefuseCode) -> None:
+    """A partner that waits at its boundary says TAKEN and 0 s to it."""
+    pairing, live, now_s, num_offers = Pairing(random.Random(9)), candidates(1), 0.0, 0
+    while now_s < 60.0:
+        if chosen(pairing, live, now_s):
+            num_offers += 1
+            pairing.refused("peer0", code=code, retry_after_s=0.0, now_s=now_s)
+        now_s += 0.01
+    assert num_offers < 100
+
+
+@pytest.mark.parametrize("code", sorted(LASTING))
 def test_a_lasting_refusal_ends_the_hope_for_this_round_only(code: RefuseCode) -> None:
     pairing, live = Pairing(random.Random(5)), candidates(1)
     pairing.refused("peer0", code=code, retry_after_s=5.0, now_s=0.0)

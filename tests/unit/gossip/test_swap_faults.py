@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import pytest
 import torch
@@ -345,7 +345,7 @@ class HastyStranger:
     async def on_status(self, swap_id: bytes) -> PeerStatus:
         raise Unreachable("never")
 
-    def on_fetch(self, want: FetchWant) -> AsyncIterator[FetchItem]:
+    def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         raise Unreachable("never")
 
 

@@ -42,7 +42,7 @@ def test_a_peer_without_a_swarm_steps_alone_at_once(swarm: MemorySwarm) -> None:
 
 def test_of_three_peers_two_swap_and_one_steps_alone_without_waiting(swarm: MemorySwarm) -> None:
     peers, vectors = [swarm.peer(name) for name in "abc"], [Vectors.random(seed) for seed in range(3)]
-    for index in range(5):
+    for index in range(3):
         began_s = time.monotonic()
         outcomes = one_round(peers, vectors, wait_s=WAIT_S, round_index=index)
         assert time.monotonic() - began_s < 2.0, "the odd one does not wait for outer.max_wait_s"
@@ -53,13 +53,12 @@ def test_of_three_peers_two_swap_and_one_steps_alone_without_waiting(swarm: Memo
 
 
 def test_offers_in_a_ring_do_not_refuse_each_other_for_ever() -> None:
-    """Seeds for which a asks c, c asks b and b asks a at one moment: each is busy, and they must not stay in step."""
-    for names in (("a", "b", "c"), ("d", "e", "f"), ("x", "y", "z")):
-        for _ in range(4):
-            with MemorySwarm(SPEC) as swarm:
-                peers = [swarm.peer(name) for name in names]
-                outcomes = one_round(peers, [Vectors.random(seed) for seed in range(3)], wait_s=WAIT_S)
-            assert sum(isinstance(outcome, Swapped) for outcome in outcomes) == 2
+    """a asks c, c asks b and b asks a (the id is the seed) at one moment: each is busy; they must not stay in step."""
+    for names in (("a", "b", "c"), ("d", "e", "f")):
+        with MemorySwarm(SPEC) as swarm:
+            peers = [swarm.peer(name) for name in names]
+            outcomes = one_round(peers, [Vectors.random(seed) for seed in range(3)], wait_s=WAIT_S)
+        assert sum(isinstance(outcome, Swapped) for outcome in outcomes) == 2
 
 
 def test_sixteen_peers_in_lock_step_pair_off_round_after_round() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from noloco_p2p.gossip.fetch import state_file_bytes
 from noloco_p2p.gossip.outcome import Alone, Half, Swapped
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec, TrainSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
@@ -110,35 +111,38 @@ def test_a_swap_moves_the_mean_of_a_pair_by_the_mean_of_exact_gradients(tmp_path
 
 def test_eager_gets_to_the_same_weights_as_waiting(tmp_path: Path) -> None:
     """With max_wait_s = 0 the partner's gradient comes as a correction; it adds up to what waiting gives."""
-    ends: list[torch.Tensor] = []
-    for name, max_wait_s in (("waiting", 20.0), ("eager", 0.0)):
-        with MemorySwarm(make_spec(max_wait_s=max_wait_s, inner_steps=400)) as swarm:
-            models = [make_model(1), make_model(2)]
-            peers = [swarm.peer(peer, run_folder=tmp_path / name / peer) for peer in "ab"]
-            outers = [NoLoCo(model, peer, save_every_rounds=0) for model, peer in zip(models, peers, strict=True)]
-            early = threading.Barrier(2)
-
-            def run(index: int, *, outers=outers, models=models, early=early, eager=max_wait_s == 0) -> None:  # noqa: ANN001
-                outer, model = outers[index], models[index]
-                for step in range(400):
-                    if step == 399:
-                        wait_for_early(outers)
-                        early.wait(20)
-                    nudge(model, 0.001 * (index + 1))
-                    result = outer.step()
-                assert result is not None
-                if eager:
-                    assert isinstance(result.outcome, Half)
-                    wait_until(lambda: bool(peers[index].runner.corrections))
-                    early.wait(20)
-                    outer.step()  # between two inner steps the correction is applied
-                else:
-                    assert isinstance(result.outcome, Swapped)
-
-            together(lambda: run(0), lambda: run(1))
-            ends.append(flat(models[0]))
-            assert [peer.metrics.late for peer in peers] == ([1, 1] if max_wait_s == 0 else [0, 0])
+    ends = [run_one_round(tmp_path / name, max_wait_s=wait_s) for name, wait_s in (("waiting", 20.0), ("eager", 0.0))]
     assert torch.allclose(ends[0], ends[1], atol=1e-5)
+
+
+def run_one_round(folder: Path, *, max_wait_s: float) -> torch.Tensor:
+    """The weights of peer a after a round of 400 steps. When eager, it is at its boundary before its partner is."""
+    with MemorySwarm(make_spec(max_wait_s=max_wait_s, inner_steps=400)) as swarm:
+        models = [make_model(1), make_model(2)]
+        peers = [swarm.peer(name, run_folder=folder / name) for name in "ab"]
+        outers = [NoLoCo(model, peer, save_every_rounds=0) for model, peer in zip(models, peers, strict=True)]
+        results: dict[int, RoundResult] = {}
+        is_eager = max_wait_s == 0
+
+        def run(index: int) -> None:
+            for step in range(400):
+                if step == 399:
+                    wait_for_early(outers)
+                    wait_until(lambda: not is_eager or index == 0 or 0 in results)
+                nudge(models[index], 0.001 * (index + 1))
+                result = outers[index].step()
+            assert result is not None
+            results[index] = result
+
+        together(lambda: run(0), lambda: run(1))
+        if is_eager:
+            assert isinstance(results[0].outcome, Half)
+            wait_until(lambda: bool(peers[0].runner.corrections))
+            outers[0].step()  # between two inner steps the correction is applied
+        else:
+            assert isinstance(results[0].outcome, Swapped)
+        assert peers[0].metrics.late == (1 if is_eager else 0)
+        return flat(models[0])
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -196,3 +200,15 @@ def test_partners_meet_on_the_schedule_by_at_most_a_round(tmp_path: Path) -> Non
         together(*(lambda o=o, m=m: one_round(o, m, 0.0) and None for o, m in zip(outers, models, strict=True)))
         assert outers[0].progress == pytest.approx(0.035 + 0.02 + 0.02)
         assert outers[1].progress == pytest.approx(0.9 + 0.02 - 0.02)
+
+
+@pytest.mark.parametrize("num_hidden", [1, 7, 3000])
+def test_the_size_of_a_state_file_is_known_before_it_comes(tmp_path: Path, num_hidden: int) -> None:
+    with MemorySwarm(make_spec()) as swarm:
+        model = nn.Linear(3, num_hidden)
+        peer = swarm.peer("a", run_folder=tmp_path)
+        outer = NoLoCo(model, peer, save_every_rounds=0)
+        outer.save(Checkpoints(tmp_path / "checkpoints"), files={}, meta={})
+        saved = peer.states.saved
+        assert saved is not None
+        assert saved.path.stat().st_size == state_file_bytes(4 * num_hidden) == saved.manifest.num_bytes

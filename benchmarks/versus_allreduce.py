@@ -1,0 +1,579 @@
+"""One synchronisation of one vector over home links: this project beside an all-reduce on gloo and hivemind's averager.
+
+    sudo python benchmarks/versus_allreduce.py [--quick] [--json FILE]
+
+N peers, one process each in a network namespace of its own (`netlab.py`): 100 Mbit/s up and down, 50 ms there and back.
+All methods synchronise the same fp32 vector over the same links, one after the other. *Blocked* is what the training
+thread waits at the boundary of a round:
+
+    gloo fp32       `all_reduce` of the vector, as DiLoCo does it with its outer gradient
+    gloo bf16       the vector copied to bf16, `all_reduce` of the copy, copied back
+    hivemind fp16   from the trigger of a step to its end, group found and all connections made before
+    waiting         stage + collect of the swap with one partner, its outer gradient waited for
+    eager           stage + collect without waiting, and later the time to add the partner's half
+
+Slow weights (int8) and the outer momentum, if swapped (int8), travel during the round: here the boundary comes when the
+early part is committed everywhere and the line has rested, as it would in a longer round. A barrier right before the
+boundary makes partners punctual; what is left of their lateness is within "blocked" and reported apart. Medians over
+peers and repeats. "Sent" is what a peer puts on its uplink: IP packets, acknowledgements and all.
+
+All peers share the cores of one machine: N encoders at once are slower here than at home. "CPU of the training thread"
+tells what the boundary costs a peer that has a core to itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+import uvloop
+from claims import Claim, run
+from netlab import DEVICE, LabError, NetLab, enter, home
+
+from noloco_p2p.codec import chunk_bounds
+from noloco_p2p.gossip.exchange import Exchange
+from noloco_p2p.gossip.fetch import StateServer
+from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.outcome import Alone, Correction, Half
+from noloco_p2p.gossip.pace import Pace
+from noloco_p2p.gossip.round import Phase
+from noloco_p2p.gossip.runner import RoundRunner
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.gossip.service import PeerService
+from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
+
+RATE_MBIT_S, ROUND_TRIP_MS = 100.0, 50.0
+REST_S = 2.0  # an idle connection starts slowly again, as it would after a real round
+PATIENCE_S = 900.0  # for one step of one method
+CODECS = CodecSpec(slow_weights="int8", outer_momentum="int8", outer_gradient="int4")
+BETA = 0.7
+
+# Bytes of memory per element and process at the worst moment, measured; and of a process without vectors.
+MEMORY_PER_ELEMENT, MEMORY_PER_PROCESS, MEMORY_SHARE = 20, 300_000_000, 0.85
+
+
+class BenchmarkError(RuntimeError):
+    """A method did not run; the message says which process said what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What a process is told about its place."""
+
+    rank: int
+    namespace: str
+    addresses: tuple[str, ...]
+    num_elements: int
+    repeats: int
+
+    @property
+    def size(self) -> int:
+        return len(self.addresses)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One synchronisation as one peer saw it."""
+
+    kind: str
+    blocked_s: float
+    began_s: float  # monotonic, which is one clock for all processes of a machine
+    sent_bytes: int
+    partner: int | None = None
+    early_s: float = 0.0  # hidden: the early part was on its way
+    apply_s: float = 0.0  # the part of `blocked_s` that adds a late half
+    cpu_s: float = 0.0  # of the training thread, within `blocked_s`
+    late_s: float = 0.0  # from the boundary until the partner's half was here
+    payload_bytes: int = 0
+    fault: str = ""
+
+
+class Table:
+    """The processes of one method sit at it: whatever each says, all hear when all have spoken."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self.sent_bytes = 0  # on the own uplink, when all had spoken
+
+    def meet(self, word: Any = None) -> list[Any]:
+        self._pipe.send(("meet", word))
+        words, self.sent_bytes = self._pipe.recv()
+        return words
+
+
+# a process
+
+
+def sit_down(method: Callable[[Seat, Table], list[Sample]], seat: Seat, pipe: Connection) -> None:
+    """Runs in a process of its own: `method` in the namespace of the seat."""
+    enter(seat.namespace)
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.WARNING, format=f"peer {seat.rank}: %(message)s")
+    try:
+        answer: Any = ("done", method(seat, Table(pipe)))
+    except Exception as error:  # noqa: BLE001 - told to the parent, which reports it instead of a number
+        answer = ("failed", f"{type(error).__name__}: {error}")
+    with suppress(OSError, EOFError):
+        pipe.send(answer)
+        pipe.recv()  # until all are done: others may still need this one; or until the parent has given up
+
+
+def vector_of(seat: Seat, *, purpose: int = 0, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * purpose + seat.rank)
+    return torch.randn(seat.num_elements, generator=generator).mul_(scale)
+
+
+def all_reduce_on_gloo(seat: Seat, table: Table) -> list[Sample]:
+    os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{seat.addresses[0]}:29500",  # the namespace is its own: no port is taken
+        rank=seat.rank,
+        world_size=seat.size,
+        timeout=timedelta(seconds=PATIENCE_S),
+    )
+    vector = vector_of(seat)
+
+    def in_fp32() -> None:
+        dist.all_reduce(vector)
+        vector.div_(seat.size)
+
+    def in_bf16() -> None:
+        copy = vector.to(torch.bfloat16)
+        dist.all_reduce(copy)
+        vector.copy_(copy.div_(seat.size))
+
+    dist.all_reduce(torch.zeros(1 << 18))  # connects everybody with everybody
+    samples = []
+    for kind, reduce in (("gloo fp32", in_fp32), ("gloo bf16", in_bf16)):
+        for _ in range(seat.repeats):
+            table.meet()
+            time.sleep(REST_S)
+            table.meet()
+            before, began_s = table.sent_bytes, time.monotonic()
+            reduce()
+            blocked_s = time.monotonic() - began_s
+            table.meet()
+            samples.append(Sample(kind, blocked_s, began_s, table.sent_bytes - before))
+    dist.destroy_process_group()
+    return samples
+
+
+def average_with_hivemind(seat: Seat, table: Table) -> list[Sample]:
+    """A DHT and an averager for each peer, all in one group. fp16 is its shortest codec that runs with numpy 2.4."""
+    multiprocessing.set_start_method("fork", force=True)  # what it is written for
+    from hivemind import DHT, DecentralizedAverager
+    from hivemind.averaging.control import AveragingStage
+    from hivemind.compression import Float16Compression
+
+    vector = vector_of(seat)
+
+    def dht(initial_peers: Sequence[str]) -> DHT:
+        options: dict[str, Any] = {
+            "host_maddrs": [f"/ip4/{seat.addresses[seat.rank]}/tcp/0"],
+            "use_relay": False,
+            "auto_nat": False,
+            "nat_port_map": False,
+        }
+        return DHT(initial_peers, start=True, **options)
+
+    first = dht([]) if seat.rank == 0 else None
+    addresses = table.meet([str(address) for address in first.get_visible_maddrs()] if first else [])[0]
+    node = first or dht(addresses)
+    averager = DecentralizedAverager(
+        [vector],
+        node,
+        start=True,
+        prefix="versus",
+        target_group_size=seat.size,
+        min_group_size=seat.size,
+        min_matchmaking_time=5.0,
+        request_timeout=3.0,
+        compression=Float16Compression(),
+    )
+    samples = []
+    for _ in range(seat.repeats):
+        table.meet()
+        opened_s = time.monotonic()
+        step: Any = averager.step(wait=False, require_trigger=True, timeout=PATIENCE_S)
+        while step.stage is not AveragingStage.AWAITING_TRIGGER:
+            if step.done():
+                raise BenchmarkError(f"no group of {seat.size} was found: {step.exception()}")
+            time.sleep(0.01)
+        early_s = time.monotonic() - opened_s
+        table.meet()
+        before, began_s = table.sent_bytes, time.monotonic()
+        step.allow_allreduce()
+        group = step.result(PATIENCE_S)
+        blocked_s = time.monotonic() - began_s
+        table.meet()
+        fault = "" if len(group) == seat.size else f"a group of {len(group)}"
+        sent_bytes = table.sent_bytes - before
+        samples.append(Sample("hivemind fp16", blocked_s, began_s, sent_bytes, early_s=early_s, fault=fault))
+    averager.shutdown()
+    node.shutdown()
+    return samples
+
+
+def swap(seat: Seat, table: Table) -> list[Sample]:
+    peer = Peer(seat, table)
+    samples = []
+    for momentum in (False, True):
+        for waits in (True, False):
+            for _ in range(seat.repeats):
+                samples.append(peer.round(momentum=momentum, waits=waits))
+    table.meet()
+    peer.stop()
+    return samples
+
+
+@dataclass
+class Everybody:
+    """A directory that is told who lives."""
+
+    others: list[Candidate] = field(default_factory=list)
+
+    def live(self) -> Sequence[Candidate]:
+        return self.others
+
+
+class Peer:
+    """One peer of this project but for the DHT and the model: network thread, server, and vectors of random numbers."""
+
+    def __init__(self, seat: Seat, table: Table) -> None:
+        self._seat, self._table = seat, table
+        self._spec = RunSpec(name="versus", outer=OuterSpec(inner_steps=1, beta=BETA), codec=CODECS)
+        self._loop = uvloop.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._pace = Pace(1)
+        self._directory = Everybody()
+        self._runner, self._server = self._on_loop(self._build())
+        ports = table.meet(self._server.port)
+        self._directory.others = [
+            Candidate(str(rank), f"{seat.addresses[rank]}:{port}")
+            for rank, port in enumerate(ports)
+            if rank != seat.rank
+        ]
+        self._slow = vector_of(seat)
+        self._momentum = vector_of(seat, purpose=1, scale=1e-3)
+        self._fast = vector_of(seat, purpose=2, scale=1e-3).add_(self._slow)
+        self._bounds = chunk_bounds(seat.num_elements)
+        self._round = 0
+
+    def round(self, *, momentum: bool, waits: bool) -> Sample:
+        """Open, let the early part travel, meet everybody, and end the round."""
+        outer = self._spec.outer.model_copy(update={"swap_momentum": momentum})
+        spec = self._spec.model_copy(update={"outer": outer})
+        exchange = Exchange(spec=spec, loop=self._loop, runner=self._runner, pace=self._pace)
+        kind = ("waiting" if waits else "eager") + (", momentum" if momentum else "")
+        self._table.meet()
+        before, payload_before = self._table.sent_bytes, self._runner.traffic.sent_bytes
+        opened_s = time.monotonic()
+        exchange.open(self._round, progress=0.0, slow_weights=self._slow, outer_momentum=self._momentum)
+        self._round += 1
+        self._until(lambda: self._runner.phase in (Phase.EARLY, Phase.DONE, Phase.HALF), "the early part")
+        early_s = time.monotonic() - opened_s
+        self._table.meet()
+        time.sleep(REST_S)
+        self._table.meet()
+
+        began_s, cpu_s = time.monotonic(), time.thread_time()
+        exchange.stage(self._gradient)
+        outcome = exchange.collect(PATIENCE_S if waits else 0.0)
+        blocked_s, cpu_s = time.monotonic() - began_s, time.thread_time() - cpu_s
+        apply_s = late_s = 0.0
+        fault = ""
+        if isinstance(outcome, Half) and not waits:
+            correction = self._until(exchange.late, "the partner's gradient")
+            late_s = time.monotonic() - began_s
+            apply_s, apply_cpu_s = self._apply(correction)
+            blocked_s, cpu_s = blocked_s + apply_s, cpu_s + apply_cpu_s
+        elif isinstance(outcome, Alone | Half):
+            fault = outcome.reason
+        partner = None if isinstance(outcome, Alone) else int(outcome.received.partner)
+        self._table.meet()
+        return Sample(
+            kind,
+            blocked_s,
+            began_s,
+            self._table.sent_bytes - before,
+            partner=partner,
+            early_s=early_s,
+            apply_s=apply_s,
+            cpu_s=cpu_s,
+            late_s=late_s,
+            payload_bytes=self._runner.traffic.sent_bytes - payload_before,
+            fault=fault,
+        )
+
+    def stop(self) -> None:
+        self._on_loop(self._runner.stop())
+        self._on_loop(self._server.stop(0.1))
+
+    def _gradient(self) -> Any:
+        return (self._fast[start:stop] - self._slow[start:stop] for start, stop in self._bounds)
+
+    def _apply(self, correction: Correction) -> tuple[float, float]:
+        """Seconds and seconds of CPU to add beta h to slow weights, momentum and fast weights, as training does it."""
+        began_s, cpu_s = time.monotonic(), time.thread_time()
+        for index, (start, stop) in enumerate(self._bounds):
+            late = correction.gradient.half_difference(index).mul_(BETA)
+            for vector in (self._slow, self._momentum, self._fast):
+                vector[start:stop].add_(late)
+        return time.monotonic() - began_s, time.thread_time() - cpu_s
+
+    def _until(self, given: Callable[[], Any], what: str) -> Any:
+        """Looks every 2 ms: what happens meanwhile is the network thread's."""
+        until_s = time.monotonic() + PATIENCE_S
+        while not (found := given()):
+            if time.monotonic() > until_s:
+                raise BenchmarkError(f"{what} did not come within {PATIENCE_S:g} s: {self._runner.last_fault}")
+            time.sleep(0.002)
+        return found
+
+    def _on_loop(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE_S)
+
+    async def _build(self) -> tuple[RoundRunner, GrpcServer]:
+        def hello() -> Hello:
+            return Hello(str(self._seat.rank), self._spec.name, self._spec.digest())
+
+        runner = RoundRunner(
+            hello=hello,
+            transport=GrpcTransport(hello),
+            directory=self._directory,
+            pace=self._pace,
+            executor=ThreadPoolExecutor(1),
+            rng=random.Random(self._seat.rank),
+        )
+        states = StateServer(self._spec)
+        server = GrpcServer(PeerService(runner=runner, states=states, status=lambda: (hello(), "training", 0, 0.0)))
+        await server.start("0.0.0.0", 0)
+        return runner, server
+
+
+# the parent
+
+
+def run_method(
+    method: Callable[[Seat, Table], list[Sample]], *, num_peers: int, num_elements: int, repeats: int
+) -> list[list[Sample]]:
+    """The samples of each peer. Raises BenchmarkError when a process fails or says nothing."""
+    # A server that has imported everything and runs no thread forks the processes: sixteen imports would take a minute.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "uvloop", "noloco_p2p.net.server", "hivemind"])
+    line = home(rate_mbit_s=RATE_MBIT_S, round_trip_ms=ROUND_TRIP_MS)
+    pipes: list[Any] = []
+    processes = []
+    with NetLab([line] * num_peers) as lab:
+        addresses = tuple(node.address for node in lab.nodes)
+        try:
+            for rank, node in enumerate(lab.nodes):
+                ours, theirs = context.Pipe()
+                pipes.append(ours)
+                seat = Seat(rank, node.namespace, addresses, num_elements, repeats)
+                process = context.Process(target=sit_down, args=(method, seat, theirs))
+                process.start()
+                theirs.close()
+                processes.append(process)
+            samples = _host(pipes, lab)
+        finally:
+            for pipe in pipes:
+                pipe.close()
+            for process in processes:
+                process.join(10.0)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+    return samples
+
+
+def _host(pipes: Sequence[Any], lab: NetLab) -> list[list[Sample]]:
+    """Let the processes meet until all are done."""
+    while True:
+        heard = [_hear(rank, pipe) for rank, pipe in enumerate(pipes)]
+        if all(kind == "done" for kind, _ in heard):
+            return [samples for _, samples in heard]
+        if not all(kind == "meet" for kind, _ in heard):
+            raise BenchmarkError("some processes are done while others are not")
+        counters = lab.counters()
+        words = [word for _, word in heard]
+        for pipe, own in zip(pipes, counters, strict=True):
+            pipe.send((words, own.sent_bytes))
+
+
+def _hear(rank: int, pipe: Any) -> tuple[str, Any]:
+    if not pipe.poll(PATIENCE_S):
+        raise BenchmarkError(f"peer {rank} says nothing for {PATIENCE_S:g} s")
+    try:
+        kind, word = pipe.recv()
+    except EOFError:
+        raise BenchmarkError(f"the process of peer {rank} has died") from None
+    if kind == "failed":
+        raise BenchmarkError(f"peer {rank}: {word}")
+    return kind, word
+
+
+def largest_vector(num_peers: int, *, wanted: int) -> int:
+    """What fits into the memory that is free now, in whole millions."""
+    free_bytes = psutil.virtual_memory().available * MEMORY_SHARE - num_peers * MEMORY_PER_PROCESS
+    fits = int(free_bytes / (num_peers * MEMORY_PER_ELEMENT))
+    return wanted if fits >= wanted else fits // 1_000_000 * 1_000_000
+
+
+class Result:
+    """All samples of one number of peers."""
+
+    def __init__(self, num_peers: int, num_elements: int) -> None:
+        self.num_peers, self.num_elements = num_peers, num_elements
+        self.faults: dict[str, str] = {}  # method -> why there is no number
+        self._samples: dict[str, list[Sample]] = {}
+        self._lateness_s: list[float] = []
+
+    def add(self, samples_of_peers: list[list[Sample]]) -> None:
+        for samples in zip(*samples_of_peers, strict=True):  # one synchronisation, all peers
+            for rank, sample in enumerate(samples):
+                if sample.fault:
+                    self.faults[f"{sample.kind}, peer {rank}"] = sample.fault
+                    continue
+                self._samples.setdefault(sample.kind, []).append(sample)
+                if sample.partner is not None:
+                    late_s = samples[sample.partner].began_s - sample.began_s
+                    self._lateness_s.append(max(0.0, late_s))
+
+    def kinds(self) -> list[str]:
+        return list(self._samples)
+
+    def median(self, kind: str, what: str = "blocked_s") -> float | None:
+        samples = self._samples.get(kind)
+        return median(getattr(sample, what) for sample in samples) if samples else None
+
+    def lateness_s(self) -> float:
+        return max(self._lateness_s, default=0.0)
+
+
+METHODS = {"gloo": all_reduce_on_gloo, "hivemind": average_with_hivemind, "ours": swap}
+
+
+def measure_peers(num_peers: int, num_elements: int, repeats: int) -> Result:
+    result = Result(num_peers, num_elements)
+    for name, method in METHODS.items():
+        began_s = time.monotonic()
+        try:
+            samples = run_method(method, num_peers=num_peers, num_elements=num_elements, repeats=repeats)
+            result.add(samples)
+        except BenchmarkError as error:
+            result.faults[name] = str(error)
+        took_s = time.monotonic() - began_s
+        print(f"N = {num_peers}, {num_elements / 1e6:g}M numbers, {name}: {took_s:.0f} s", flush=True)
+    for name, fault in result.faults.items():
+        print(f"N = {num_peers}, {name} has no number: {fault}", flush=True)
+    return result
+
+
+def measure(quick: bool) -> list[Claim]:
+    wanted, repeats = (2_000_000, 1) if quick else (125_000_000, 1)
+    results: dict[tuple[int, int], Result] = {}
+    common = largest_vector(8, wanted=wanted)
+    sizes = [(2, wanted), (2, common), (4, common), (8, common)]
+    for num_peers, num_elements in dict.fromkeys(sizes):
+        results[num_peers, num_elements] = measure_peers(num_peers, num_elements, repeats)
+    claims = [claim for result in results.values() for claim in claims_of(result)]
+    return claims + comparison(results[8, common]) + flatness(results[2, common], results[8, common])
+
+
+def claims_of(result: Result) -> list[Claim]:
+    """What was measured for one N, without judging it."""
+    head = f"N = {result.num_peers}, {result.num_elements / 1e6:g}M"
+    claims = []
+    for kind in result.kinds():
+
+        def figure(what: str, kind: str = kind) -> float:
+            return result.median(kind, what) or 0.0
+
+        claims.append(Claim(f"{head}, {kind}: blocked", figure("blocked_s"), "s"))
+        if kind.startswith("eager"):
+            claims.append(Claim(f"{head}, {kind}: of it to add the late half", figure("apply_s"), "s"))
+            claims.append(Claim(f"{head}, {kind}: late half here after", figure("late_s"), "s"))
+        if figure("cpu_s"):
+            claims.append(Claim(f"{head}, {kind}: CPU of the training thread", figure("cpu_s"), "s"))
+        if figure("early_s"):
+            what = "early part, hidden" if figure("payload_bytes") else "group found, hidden"
+            claims.append(Claim(f"{head}, {kind}: {what}", figure("early_s"), "s"))
+        sent = figure("sent_bytes") / result.num_elements
+        claims.append(Claim(f"{head}, {kind}: sent by a peer", sent, "bytes/number"))
+        if figure("payload_bytes"):
+            payload = figure("payload_bytes") / result.num_elements
+            claims.append(Claim(f"{head}, {kind}: payload sent by a peer", payload, "bytes/number"))
+    claims.append(Claim(f"{head}, swaps: partner late at the boundary, worst", result.lateness_s(), "s"))
+    claims += [Claim(f"{head}, {name}: no number, {fault}", 0.0, "") for name, fault in result.faults.items()]
+    return claims
+
+
+def comparison(result: Result) -> list[Claim]:
+    """The targets at the largest N."""
+    targets = [
+        ("gloo fp32", "waiting", 10.0),
+        ("gloo bf16", "waiting", 3.0),
+        ("hivemind fp16", "waiting", None),
+        ("gloo fp32", "eager", 50.0),
+        ("gloo bf16", "eager", None),
+        ("hivemind fp16", "eager", None),
+    ]
+    claims = []
+    for other, kind, target in targets:
+        theirs, ours = result.median(other), result.median(kind)
+        if theirs is None or ours is None:
+            continue
+        ratio = theirs / ours
+        name = f"N = {result.num_peers}: blocked time, {other} / {kind}"
+        if target is None:
+            claims.append(Claim(name, ratio, "ratio"))
+        else:
+            claims.append(Claim(name, ratio, "ratio", f">= {target:g}", ratio >= target))
+    payload = result.median("waiting", "payload_bytes")
+    if payload is not None:
+        each = payload / result.num_elements
+        claims.append(Claim("payload, int8 + int4, without momentum", each, "bytes/number", "<= 1.53", each <= 1.53))
+    return claims
+
+
+def flatness(few: Result, many: Result) -> list[Claim]:
+    """Blocked time at many peers over that at few, same vector."""
+    claims = []
+    for kind in many.kinds():
+        at_few, at_many = few.median(kind), many.median(kind)
+        if at_few is None or at_many is None:
+            continue
+        ratio, name = at_many / at_few, f"blocked time, N = {many.num_peers} / N = {few.num_peers}: {kind}"
+        if kind in ("waiting", "eager"):
+            claims.append(Claim(name, ratio, "ratio", "<= 1.2", ratio <= 1.2))
+        else:
+            claims.append(Claim(name, ratio, "ratio"))
+    return claims
+
+
+if __name__ == "__main__":
+    try:
+        run(measure, doc=__doc__)
+    except LabError as failure:
+        sys.exit(f"versus_allreduce: {failure}")

@@ -1,0 +1,74 @@
+"""`noloco demo` as people run it: what it shows, what it writes, and that it leaves nobody behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from noloco_p2p.telemetry.events import read_events
+from noloco_p2p.testing.processes import START_S, Command, until
+
+REPORT_KEYS = {"peers", "merged_loss", "spread", "export_dir", "wall_s"}
+PEER_KEYS = {"peer_id", "rounds", "swaps", "alone", "loss_start", "loss_end", "bytes_sent", "bytes_received"}
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where a demo keeps its files. No process that works there outlives the test."""
+    folder = tmp_path / "kept"
+    yield folder
+    assert not processes_in(folder)
+
+
+def processes_in(folder: Path) -> list[psutil.Process]:
+    """Peers and their p2pd: each is told a path in the folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any(f"{folder}/peer-" in argument for argument in process.info["cmdline"] or ()):
+            found.append(process)
+    return found
+
+
+def has_trained(folder: Path, peer: str) -> bool:
+    files = (folder / peer).glob("runs/*/events.jsonl")
+    return any(event["event"] == "evaluated" for file in files for event in read_events(file))
+
+
+def test_a_killed_peer_is_named_and_the_others_come_to_their_end(folder: Path, tmp_path: Path) -> None:
+    flags = ("--peers", "3", "--steps", "40", "--keep", folder, "--json", tmp_path / "report.json")
+    with Command("demo", *flags, log=tmp_path / "log.txt") as demo:
+        until(lambda: has_trained(folder, "peer-2"), timeout_s=START_S, what=lambda: demo.text)
+        victim = next(p for p in processes_in(folder) if f"{folder}/peer-2" in p.cmdline() and p.name() != "p2pd")
+        victim.kill()
+        assert demo.wait(90) == 1
+    assert "Traceback" not in demo.text
+    assert "peer 2 was killed (signal 9)" in demo.text
+    assert "killed (9)" in demo.text
+    assert "\x1b" not in demo.text  # no drawing where there is no terminal
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report.keys() >= REPORT_KEYS
+    assert all(peer.keys() >= PEER_KEYS for peer in report["peers"])
+    assert [peer["exit_code"] for peer in report["peers"]] == [0, 0, -9]
+    assert report["merged_peers"] == 2
+    first, second, _ = report["peers"]
+    assert (first["rounds"] >= 1, second["rounds"] >= 1) == (True, True)
+    assert first["loss_end"] < first["loss_start"]
+    assert report["merged_loss"] < first["loss_start"]
+    assert (Path(report["export_dir"]) / "model.safetensors").exists()
+
+
+def test_ctrl_c_ends_all_peers(folder: Path, tmp_path: Path) -> None:
+    with Command("demo", "--peers", "2", "--steps", "10000", "--keep", folder, log=tmp_path / "log.txt") as demo:
+        until(lambda: has_trained(folder, "peer-1"), timeout_s=START_S, what=lambda: demo.text)
+        assert len(processes_in(folder)) == 4
+        demo.send(signal.SIGINT)
+        assert demo.wait(60) == 130
+    assert demo.text.splitlines()[-1] == "interrupted: the peers are asked to leave"
+    assert "Traceback" not in demo.text

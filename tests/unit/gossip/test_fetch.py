@@ -1,0 +1,304 @@
+"""The first fetch in memory: from as many donors as it takes, nothing that is not verified, nothing twice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from noloco_p2p.errors import CorruptPayload, Refused, Unreachable
+from noloco_p2p.gossip.fetch import MAX_UPLOADS, SavedState, StateServer, describe_state, fetch_spec, fetch_state
+from noloco_p2p.gossip.frames import (
+    STATE_CHUNK_BYTES,
+    FetchItem,
+    FetchWant,
+    Hello,
+    PeerStatus,
+    SpecJson,
+    StateChunk,
+    StateManifest,
+    WantChunks,
+    WantManifest,
+    WantSpec,
+)
+from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.testing.memory import MemoryNetwork, MemoryTransport
+
+SPEC = RunSpec(name="fetch")
+NUM_BYTES = 3 * STATE_CHUNK_BYTES + 500  # four chunks
+
+
+class Donor:
+    """Serves a state; `alter` is put around what it serves."""
+
+    def __init__(
+        self, states: StateServer, alter: Callable[[AsyncGenerator[FetchItem]], AsyncGenerator[FetchItem]]
+    ) -> None:
+        self._states = states
+        self._alter = alter
+        self.asked: list[FetchWant] = []
+
+    def admit(self, hello: Hello) -> None: ...
+
+    async def on_swap(self, stream: FrameStream) -> None: ...
+
+    async def on_status(self, swap_id: bytes) -> PeerStatus:
+        raise Unreachable("not asked here")
+
+    def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
+        self.asked.append(want)
+        return self._alter(self._states.serve(want))
+
+
+def as_it_is(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+    return items
+
+
+async def dies_after_two_chunks(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+    num_chunks = 0
+    async for item in items:
+        if isinstance(item, StateChunk):
+            num_chunks += 1
+            if num_chunks > 2:
+                raise Unreachable("the donor died")
+        yield item
+
+
+async def damages_the_second_chunk(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+    async for item in items:
+        if isinstance(item, StateChunk) and item.index == 1:
+            item = StateChunk(1, bytes(STATE_CHUNK_BYTES))
+        yield item
+
+
+async def sends_chunks_backwards(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+    for item in reversed([item async for item in items]):
+        yield item
+
+
+async def stops_early(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+    async for item in items:
+        if not isinstance(item, StateChunk) or item.index == 0:
+            yield item
+
+
+async def sends_nothing(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+    async for _ in items:
+        return
+    yield SpecJson(b"")
+
+
+class Fetching:
+    """A newcomer and its donors on a MemoryNetwork."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.network = MemoryNetwork()
+        self.transport = MemoryTransport(self.network, lambda: Hello("newcomer", SPEC.name, SPEC.digest()))
+        self.donors: list[Donor] = []
+
+    def donor(
+        self, seed: int, alter: Callable[[AsyncGenerator[FetchItem]], AsyncGenerator[FetchItem]] = as_it_is
+    ) -> tuple[Donor, bytes]:
+        data = bytes([seed]) + os.urandom(NUM_BYTES - 1)
+        path = self.folder / f"state-{seed}"
+        path.write_bytes(data)
+        states = StateServer(SPEC)
+        states.saved = describe_state(path, layout="layout", num_elements=10, round_index=seed, progress=0.5)
+        donor = Donor(states, alter)
+        self.donors.append(donor)
+        self.network.add(f"donor-{seed}", donor)
+        return donor, data
+
+    def candidates(self) -> Sequence[Candidate]:
+        return [Candidate(peer, address=peer) for peer in self.network.listed]
+
+    async def fetch(self, **changes: object) -> tuple[StateManifest | None, bytes]:
+        target = self.folder / "fetched"
+        settings = {"layout": "layout", "num_elements": 10, "num_bytes": NUM_BYTES, "target": target, **changes}
+        manifest = await fetch_state(self.transport, self.candidates(), **settings)  # pyright: ignore[reportArgumentType]
+        return manifest, target.read_bytes()
+
+
+@pytest.fixture
+def fetching(tmp_path: Path) -> Fetching:
+    return Fetching(tmp_path)
+
+
+def test_a_state_comes_whole_from_one_donor(fetching: Fetching) -> None:
+    _, data = fetching.donor(1)
+    manifest, fetched = asyncio.run(fetching.fetch())
+    assert fetched == data
+    assert manifest is not None
+    assert (manifest.round, manifest.progress) == (1, 0.5)
+
+
+def test_verified_chunks_are_kept_when_a_donor_dies_and_the_rest_comes_from_another(fetching: Fetching) -> None:
+    (_, first), (second_donor, second) = fetching.donor(1, dies_after_two_chunks), fetching.donor(2)
+    manifest, fetched = asyncio.run(fetching.fetch())
+    kept = 2 * STATE_CHUNK_BYTES
+    assert fetched == first[:kept] + second[kept:]
+    assert manifest is not None
+    assert manifest.round == 2, "the place in the run is that of the last donor"
+    assert [want.indices for want in second_donor.asked if isinstance(want, WantChunks)] == [(2, 3)], "nothing twice"
+
+
+@pytest.mark.parametrize("alter", [damages_the_second_chunk, sends_chunks_backwards, stops_early, sends_nothing])
+def test_what_a_bad_donor_sends_is_not_kept(
+    fetching: Fetching, alter: Callable[[AsyncGenerator[FetchItem]], AsyncGenerator[FetchItem]]
+) -> None:
+    (_, first), (_, second) = fetching.donor(1, alter), fetching.donor(2)
+    manifest, fetched = asyncio.run(fetching.fetch())
+    assert manifest is not None
+    for start in range(0, NUM_BYTES, STATE_CHUNK_BYTES):
+        chunk = fetched[start : start + STATE_CHUNK_BYTES]
+        assert chunk in (first[start : start + STATE_CHUNK_BYTES], second[start : start + STATE_CHUNK_BYTES])
+
+
+def test_no_donor_with_a_whole_state_is_no_state(fetching: Fetching) -> None:
+    fetching.donor(1, dies_after_two_chunks)
+    assert asyncio.run(fetching.fetch())[0] is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"layout": "other"}, {"num_elements": 11}, {"num_bytes": NUM_BYTES + 1}], ids=lambda c: next(iter(c))
+)
+def test_a_state_of_another_model_is_refused_before_a_chunk_is_asked_for(
+    fetching: Fetching, changes: dict[str, object]
+) -> None:
+    donor, _ = fetching.donor(1)
+    manifest, _ = asyncio.run(fetching.fetch(**changes))
+    assert manifest is None
+    assert [type(want) for want in donor.asked] == [WantManifest]
+
+
+def test_a_chunk_longer_than_its_place_is_refused_though_its_digest_fits(fetching: Fetching) -> None:
+    """A donor whose manifest lies about the size of a chunk would else write over its neighbours."""
+    donor, _ = fetching.donor(1)
+    path = fetching.folder / "long"
+    path.write_bytes(bytes(2 * NUM_BYTES))
+    longer = describe_state(path, layout="layout", num_elements=10, round_index=1, progress=0.5)
+    digests = (longer.manifest.chunk_digests[-1], *longer.manifest.chunk_digests[:3])
+    lying = replace(longer.manifest, num_bytes=NUM_BYTES, chunk_digests=digests)
+
+    async def serve(want: FetchWant) -> AsyncGenerator[FetchItem]:
+        if isinstance(want, WantManifest):
+            yield lying
+        else:
+            yield StateChunk(0, bytes(2 * NUM_BYTES - 6 * STATE_CHUNK_BYTES))
+
+    donor._states.serve = serve  # type: ignore[method-assign,assignment]
+    manifest, fetched = asyncio.run(fetching.fetch())
+    assert manifest is None
+    assert len(fetched) == NUM_BYTES
+
+
+# the spec
+
+
+def test_the_spec_comes_from_the_first_donor_that_has_the_right_one(fetching: Fetching) -> None:
+    async def another_spec(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        async for _ in items:
+            yield SpecJson(RunSpec(name="other").canonical_json())
+
+    fetching.donor(1, another_spec)
+    fetching.network.listed["dead"] = None
+    fetching.donor(2)
+    fetched = asyncio.run(fetch_spec(fetching.transport, fetching.candidates(), expected_digest=SPEC.digest()))
+    assert fetched == SPEC
+
+
+def test_without_a_donor_every_reason_is_told(fetching: Fetching) -> None:
+    fetching.network.listed["dead-1"] = fetching.network.listed["dead-2"] = None
+    with pytest.raises(Unreachable, match=r"dead-1.*dead-2"):
+        asyncio.run(fetch_spec(fetching.transport, fetching.candidates(), expected_digest=SPEC.digest()))
+
+
+# the donor
+
+
+async def listed(items: AsyncGenerator[FetchItem]) -> list[FetchItem]:
+    return [item async for item in items]
+
+
+def saved(folder: Path, num_bytes: int = NUM_BYTES) -> SavedState:
+    path = folder / "state"
+    path.write_bytes(os.urandom(num_bytes))
+    return describe_state(path, layout="layout", num_elements=10, round_index=3, progress=0.25)
+
+
+def test_a_donor_without_a_state_says_when_to_come_back() -> None:
+    with pytest.raises(Refused, match="no saved state yet") as refusal:
+        asyncio.run(listed(StateServer(SPEC).serve(WantManifest())))
+    assert refusal.value.retry_after_s > 0
+    assert asyncio.run(listed(StateServer(SPEC).serve(WantSpec()))) == [SpecJson(SPEC.canonical_json())]
+
+
+def test_a_third_upload_is_refused_until_one_of_the_two_has_ended(tmp_path: Path) -> None:
+    async def main() -> Counter[str]:
+        states, seen = StateServer(SPEC), Counter[str]()
+        states.saved = saved(tmp_path)
+        want = WantChunks(states.saved.manifest.digest(), (0, 1))
+        running = [states.serve(want) for _ in range(MAX_UPLOADS)]
+        for upload in running:
+            await anext(upload)
+        with pytest.raises(Refused, match="uploads are running"):
+            await listed(states.serve(want))
+        assert len(await listed(running[0])) == 1  # the second of its two chunks
+        assert len(await listed(states.serve(want))) == 2
+        async with aclosing(running[1]):
+            pass  # a newcomer that goes away in the middle
+        assert states._uploads == 0
+        return seen
+
+    asyncio.run(main())
+
+
+def test_a_newer_state_in_the_middle_is_not_mixed_with_the_old_one(tmp_path: Path) -> None:
+    async def main() -> None:
+        states = StateServer(SPEC)
+        states.saved = old = saved(tmp_path)
+        (tmp_path / "newer").mkdir()
+        old_data = old.path.read_bytes()
+        upload = states.serve(WantChunks(old.manifest.digest(), (0, 1, 2, 3)))
+        first = await anext(upload)
+        states.saved = saved(tmp_path / "newer")
+        old.path.unlink()  # as a newer checkpoint does
+        chunks = [first, *await listed(upload)]
+        assert b"".join(chunk.payload for chunk in chunks if isinstance(chunk, StateChunk)) == old_data
+        with pytest.raises(Refused, match="newer state"):
+            await listed(states.serve(WantChunks(old.manifest.digest(), (0,))))
+
+    asyncio.run(main())
+
+
+def test_a_chunk_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    states = StateServer(SPEC)
+    states.saved = saved(tmp_path)
+    with pytest.raises(CorruptPayload, match="chunk 4 does not exist"):
+        asyncio.run(listed(states.serve(WantChunks(states.saved.manifest.digest(), (0, 4)))))
+
+
+def test_a_state_file_that_vanished_is_told_in_words(tmp_path: Path) -> None:
+    states = StateServer(SPEC)
+    states.saved = saved(tmp_path)
+    states.saved.path.unlink()
+    with pytest.raises(Unreachable, match="cannot be read"):
+        asyncio.run(listed(states.serve(WantChunks(states.saved.manifest.digest(), (0,)))))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, STATE_CHUNK_BYTES, STATE_CHUNK_BYTES + 1])
+def test_a_manifest_covers_the_file_without_a_gap(tmp_path: Path, num_bytes: int) -> None:
+    manifest = saved(tmp_path, num_bytes).manifest
+    ranges = [manifest.chunk_range(index) for index in range(len(manifest.chunk_digests))]
+    assert [byte for start, stop in ranges for byte in (start, stop)][::2] == list(
+        range(0, num_bytes, STATE_CHUNK_BYTES)
+    )
+    assert sum(stop - start for start, stop in ranges) == manifest.num_bytes == num_bytes

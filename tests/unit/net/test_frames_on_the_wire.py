@@ -1,0 +1,199 @@
+"""Frames to bytes and back: nothing lost, nothing but CorruptPayload from whatever a stranger sends."""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+
+import pytest
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from noloco_p2p.codec import CHUNK_ELEMENTS
+from noloco_p2p.errors import CorruptPayload
+from noloco_p2p.gossip import frames
+from noloco_p2p.net import convert, framing
+from noloco_p2p.net.options import MAX_MESSAGE_BYTES
+from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+
+UINT64 = st.integers(0, 2**64 - 1)
+NUMBER = st.floats(allow_nan=False, allow_infinity=False)
+TEXT = st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), max_size=40)
+BYTES = st.binary(max_size=300)
+SECTION = st.sampled_from(frames.SectionName)
+PART = st.sampled_from(frames.Part)
+
+HELLO = st.builds(frames.Hello, TEXT, TEXT, TEXT, protocol_version=TEXT, layout=TEXT, features=st.tuples(TEXT, TEXT))
+BOUNDARY = st.builds(frames.Boundary, UINT64, st.none() | NUMBER, st.none() | NUMBER, NUMBER)
+RETRY = st.floats(0, 3600)
+FRAME: st.SearchStrategy[frames.Frame] = st.one_of(
+    st.builds(frames.Offer, HELLO, BYTES, BOUNDARY),
+    st.builds(frames.Accept, HELLO, BOUNDARY),
+    st.builds(frames.Refuse, st.sampled_from(frames.RefuseCode), TEXT, RETRY),
+    st.builds(frames.Header, SECTION, TEXT, UINT64, UINT64, UINT64),
+    st.builds(frames.Chunk, SECTION, UINT64, BYTES, BYTES),
+    st.builds(frames.End, SECTION, BYTES),
+    st.builds(frames.Ready, PART),
+    st.builds(frames.Abort, st.sampled_from(frames.AbortCode), TEXT),
+)
+
+
+@given(FRAME)
+@settings(max_examples=300, deadline=None)
+def test_every_frame_comes_back_as_it_went(frame: frames.Frame) -> None:
+    assert framing.decode(framing.encode(frame)) == frame
+
+
+@given(FRAME)
+@settings(max_examples=200, deadline=None)
+def test_the_bytes_are_those_of_the_protobuf_message(frame: frames.Frame) -> None:
+    """Both ways: protobuf reads what is written by hand, and what protobuf writes is read by hand."""
+    message = convert.frame_to_wire(frame)
+    assert pb.Frame.FromString(framing.encode(frame)) == message
+    assert framing.decode(message.SerializeToString()) == frame
+
+
+@given(st.builds(frames.Chunk, SECTION, UINT64, BYTES.filter(bool), BYTES.filter(bool)))
+@settings(max_examples=200, deadline=None)
+def test_a_chunk_written_by_hand_is_the_same_to_the_byte(chunk: frames.Chunk) -> None:
+    assert framing.encode(chunk) == convert.frame_to_wire(chunk).SerializeToString()
+
+
+def test_the_largest_chunk_fits_into_a_message() -> None:
+    chunk = frames.Chunk(frames.SectionName.OUTER_GRADIENT, 2**63, bytes(4 * CHUNK_ELEMENTS), bytes(16))
+    assert len(framing.encode(chunk)) <= MAX_MESSAGE_BYTES
+
+
+def test_the_payload_of_a_chunk_is_not_copied() -> None:
+    data = framing.encode(frames.Chunk(frames.SectionName.SLOW_WEIGHTS, 3, bytes(1000), bytes(16)))
+    chunk = framing.decode(data)
+    assert isinstance(chunk, frames.Chunk)
+    assert isinstance(chunk.payload, memoryview)
+    assert chunk.payload.obj is data
+
+
+# what strangers send
+
+
+def decoded_or_refused(data: bytes) -> frames.Frame | None:
+    try:
+        return framing.decode(data)
+    except CorruptPayload as error:
+        assert str(error)
+        return None
+
+
+@given(st.binary(max_size=200))
+@example(b"")
+@example(b"\x2a")
+@example(b"\x2a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff")
+@settings(max_examples=500, deadline=None)
+def test_garbage_is_refused_and_raises_nothing_else(data: bytes) -> None:
+    decoded_or_refused(data)
+
+
+@given(FRAME, st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_damaged_frame_is_refused_or_another_frame_and_raises_nothing_else(
+    frame: frames.Frame, data: st.DataObject
+) -> None:
+    encoded = bytearray(framing.encode(frame))
+    position = data.draw(st.integers(0, max(0, len(encoded) - 1)))
+    if encoded:
+        encoded[position] ^= 1 << data.draw(st.integers(0, 7))
+    decoded_or_refused(bytes(encoded[: data.draw(st.integers(0, len(encoded)))]))
+    decoded_or_refused(bytes(encoded))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.Frame(),
+        pb.Frame(refuse=pb.Refuse(sentence="no code")),
+        pb.Frame(refuse=pb.Refuse(code=99, sentence="no")),  # pyright: ignore[reportArgumentType]
+        pb.Frame(header=pb.Header(codec="fp32")),
+        pb.Frame(header=pb.Header(section=77)),  # pyright: ignore[reportArgumentType]
+        pb.Frame(chunk=pb.Chunk(payload=b"x")),
+        pb.Frame(chunk=pb.Chunk(section=77, payload=b"x", digest=b"y")),  # pyright: ignore[reportArgumentType]
+        pb.Frame(end=pb.End()),
+        pb.Frame(ready=pb.Ready()),
+        pb.Frame(ready=pb.Ready(part=3)),  # pyright: ignore[reportArgumentType]
+        pb.Frame(abort=pb.Abort()),
+    ],
+    ids=str,
+)
+def test_an_unknown_value_is_refused_with_a_sentence(message: pb.Frame) -> None:
+    with pytest.raises(CorruptPayload, match="newer protocol"):
+        framing.decode(message.SerializeToString())
+
+
+def test_a_frame_of_a_later_protocol_is_refused_with_a_sentence() -> None:
+    unknown_variant = bytes((15 << 3 | 2, 1, 0))
+    with pytest.raises(CorruptPayload, match="newer protocol"):
+        framing.decode(unknown_variant)
+
+
+def test_unknown_fields_are_ignored() -> None:
+    known = pb.Ready(part=pb.PART_LATE).SerializeToString() + bytes((15 << 3, 1))
+    message = bytes((7 << 3 | 2, len(known))) + known + bytes((14 << 3, 1))
+    assert framing.decode(message) == frames.Ready(frames.Part.LATE)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_refused(number: float) -> None:
+    for boundary in (
+        pb.Boundary(seconds_to_boundary=number),
+        pb.Boundary(seconds_per_round=number),
+        pb.Boundary(progress=number),
+    ):
+        with pytest.raises(CorruptPayload, match="finite"):
+            framing.decode(pb.Frame(offer=pb.Offer(boundary=boundary)).SerializeToString())
+        with pytest.raises(CorruptPayload, match="finite"):
+            framing.decode(pb.Frame(accept=pb.Accept(boundary=boundary)).SerializeToString())
+    with pytest.raises(CorruptPayload, match="finite"):
+        convert.refuse_from_wire(pb.Refuse(code=pb.REFUSE_BUSY, retry_after_s=number))
+    with pytest.raises(CorruptPayload, match="finite"):
+        convert.status_from_wire(pb.StatusReply(progress=number))
+
+
+@pytest.mark.parametrize(("sent_s", "believed_s"), [(-5.0, 0.0), (1e9, 3600.0), (7.0, 7.0)])
+def test_nobody_can_send_us_away_for_more_than_an_hour(sent_s: float, believed_s: float) -> None:
+    assert convert.refuse_from_wire(pb.Refuse(code=pb.REFUSE_BUSY, retry_after_s=sent_s)).retry_after_s == believed_s
+
+
+def test_the_text_of_a_stranger_is_bounded_and_cannot_play_with_a_terminal() -> None:
+    refuse = convert.refuse_from_wire(pb.Refuse(code=pb.REFUSE_BUSY, sentence="\x1b[2Jhello\n\r\x07" + "x" * 10_000))
+    assert refuse.sentence.startswith("[2Jhello")
+    assert len(refuse.sentence) <= convert.MAX_TEXT
+
+
+@given(
+    st.builds(
+        frames.PeerStatus,
+        HELLO,
+        TEXT,
+        UINT64,
+        NUMBER,
+        st.builds(frames.SwapState, st.booleans(), st.tuples(PART), st.tuples(PART)),
+    )
+)
+@settings(max_examples=100, deadline=None)
+def test_a_status_comes_back_as_it_went(status: frames.PeerStatus) -> None:
+    message = pb.StatusReply.FromString(convert.status_to_wire(status).SerializeToString())
+    assert convert.status_from_wire(message) == status
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "prefix"),
+    [
+        (frames.Part, pb.Part, "PART_"),
+        (frames.SectionName, pb.SectionName, "SECTION_"),
+        (frames.RefuseCode, pb.RefuseCode, "REFUSE_"),
+        (frames.AbortCode, pb.AbortCode, "ABORT_"),
+    ],
+)
+def test_our_enums_have_the_numbers_of_the_proto(ours: type[IntEnum], theirs: EnumTypeWrapper, prefix: str) -> None:
+    assert {f"{prefix}{value.name}": value.value for value in ours} | {f"{prefix}UNSPECIFIED": 0} == dict(
+        theirs.items()
+    )
