@@ -43,9 +43,15 @@ class ControlServer:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        self._path.unlink(missing_ok=True)  # of a peer that was killed; a living one holds the lock on the folder
-        self._server = await asyncio.start_unix_server(self._answer, path=self._path, limit=MAX_LINE_BYTES)
-        self._path.chmod(0o600)
+        """Raises SettingsError when the folder cannot hold a socket."""
+        try:
+            self._path.unlink(missing_ok=True)  # of a peer that was killed; a living one holds the lock on the folder
+            self._server = await asyncio.start_unix_server(self._answer, path=self._path, limit=MAX_LINE_BYTES)
+            self._path.chmod(0o600)
+        except OSError as error:
+            raise SettingsError(
+                f"{self._path}: the control socket cannot be made: {error}; use another --state-dir"
+            ) from None
 
     async def stop(self) -> None:
         if self._server:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from noloco_p2p.control import ControlServer, FolderLock
-from noloco_p2p.errors import CheckpointError, DirectoryError, SettingsError
+from noloco_p2p.errors import CheckpointError, DirectoryError, SettingsError, SpecError
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.fetch import SavedState, StateServer, fetch_spec, fetch_state, state_file_bytes
 from noloco_p2p.gossip.frames import Hello, StateManifest
@@ -303,7 +303,10 @@ class Peer:
         """The spec that this machine has kept, or that a live peer gives."""
         kept = self.settings.state_dir / "runs" / f"{ticket.run_name}-{ticket.spec_digest[:8]}" / SPEC_FILE
         if kept.exists():
-            return RunSpec.from_json(kept.read_bytes(), expected_digest=ticket.spec_digest, origin=str(kept))
+            try:
+                return RunSpec.from_json(kept.read_bytes(), expected_digest=ticket.spec_digest, origin=str(kept))
+            except (SpecError, OSError) as error:  # half-written when the disk was full, for example
+                log.warning("the spec is asked for again: %s", error)
         assert self._directory is not None
         await find_somebody(ticket, self._directory, timeout_s=ENTER_TIMEOUT_S)
         return await fetch_spec(transport, self._directory.live(), expected_digest=ticket.spec_digest)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from noloco_p2p.peer import Peer
     from noloco_p2p.settings import PeerSettings
     from noloco_p2p.spec import RunSpec
+    from noloco_p2p.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def join(
             "bootstrap": tuple(bootstrap) if bootstrap else None,
         }
     )
-    _check(run, settings.state_dir)
+    ticket = _check(run, settings.state_dir)
     # Until it trains there is nothing to keep: SIGTERM then ends the program as Ctrl-C does, in order and at once.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _say("starting (loading torch and hivemind takes some seconds)")
@@ -62,6 +63,8 @@ def join(
     from noloco_p2p.train.loop import Trainer, choose_device
 
     choose_device(settings.device)
+    if ticket:
+        _say(f"looking for live peers of the run {ticket.run_name}")
     with Peer.join(run, settings) as peer:
         _say(f"peer {peer.peer_id} of run {peer.spec.name} ({peer.spec.digest()[:16]}), reached at {peer.address}")
         for warning in [*peer.spec.outer.warnings(), *unused_data(peer.spec, settings)]:
@@ -75,26 +78,26 @@ def join(
         _say("others join with:")
         _say(f"noloco join {peer.ticket}")
         _leave_on_signals(peer)
-        trainer.train()
+        checkpoint = trainer.train()
         if trainer.finished and not peer.leave_requested.is_set():
             peer.announce("done")
             _say("the run is done; this peer serves its state to late joiners until Ctrl-C or `noloco leave`")
             peer.leave_requested.wait()
         _say("leaving")
-    _say("left; the same command resumes")
+    _say("left; the same command resumes" if checkpoint else "left without a last checkpoint, for the error above")
 
 
-def _check(run: str, state_dir: Path) -> None:
-    """A mistyped file or ticket and a folder in use are told before seconds of imports."""
+def _check(run: str, state_dir: Path) -> Ticket | None:
+    """A mistyped file or ticket and a folder in use are told before seconds of imports. The ticket, if it is one."""
     from noloco_p2p.control import FolderLock
     from noloco_p2p.spec import RunSpec
     from noloco_p2p.ticket import Ticket, is_ticket
 
-    if is_ticket(run):
-        Ticket.decode(run)
-    else:
+    ticket = Ticket.decode(run) if is_ticket(run) else None
+    if ticket is None:
         RunSpec.load(Path(run))
     FolderLock(state_dir).check()
+    return ticket
 
 
 def unused_data(spec: RunSpec, settings: PeerSettings) -> list[str]:

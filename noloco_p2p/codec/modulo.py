@@ -178,8 +178,8 @@ class ModuloCodec:
 
 MODULO8 = ModuloCodec(name="modulo8", bits=8)  # 1.0001 bytes a parameter
 MODULO4 = ModuloCodec(name="modulo4", bits=4)  # 0.5001 bytes a parameter
-# Seven steps from 0 to the bound: at MARGIN an error of modulo4 is larger than a typical difference, and in a simulation
-# with gamma 0.7 the replicas no longer come together. It wants short rounds, little momentum and a bound that is close.
+# Seven steps from 0 to the bound: at MARGIN an error of modulo4 is larger than a typical difference, and in a study
+# with gamma 0.7 replicas no longer come together. It wants short rounds, little momentum and a bound that is close.
 
 
 def num_blocks(num_elements: int) -> int:

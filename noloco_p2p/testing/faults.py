@@ -18,7 +18,7 @@ from typing import Literal, NoReturn
 
 from blake3 import blake3
 
-from noloco_p2p.errors import Unreachable
+from noloco_p2p.errors import TimedOut, Unreachable
 from noloco_p2p.gossip.frames import CHUNK_DIGEST_BYTES, Chunk, End, Frame, Header, Part, SectionName
 from noloco_p2p.gossip.seams import FrameStream
 
@@ -192,9 +192,13 @@ class _FaultyStream:
             await self._stream.send(altered)
 
     async def receive(self, timeout_s: float) -> Frame:
-        while not self._arrived:
-            frame = await self._stream.receive(timeout_s)
-            self._arrived.extend(await self._through(self._incoming, frame))
+        try:
+            async with asyncio.timeout(timeout_s):  # a stall is a frame that does not come
+                while not self._arrived:
+                    frame = await self._stream.receive(timeout_s)
+                    self._arrived.extend(await self._through(self._incoming, frame))
+        except TimeoutError:
+            raise TimedOut(f"nothing came for {timeout_s:.1f} s", peer=self.peer) from None
         return self._arrived.popleft()
 
     async def close(self) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.exchange import Exchange
@@ -21,6 +22,9 @@ from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport, Wrap, unchanged
 
+if TYPE_CHECKING:
+    from typing import Self
+
 
 class MemorySwarm:
     """A network thread with a MemoryNetwork; `peer(...)` adds a peer to it. Use as a context manager."""
@@ -33,7 +37,7 @@ class MemorySwarm:
         self.peers: list[MemoryPeer] = []
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
 
-    def __enter__(self) -> MemorySwarm:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

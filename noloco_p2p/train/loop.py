@@ -91,8 +91,11 @@ class Trainer:
         num_parameters = sum(param.numel() for param in self.trainable.values())
         return estimate(self.spec, num_parameters=num_parameters, step_s=step_s, folder=self.peer.settings.state_dir)
 
-    def train(self) -> None:
-        """Run until the schedule is done, `max_steps` are taken, or somebody asked to leave."""
+    def train(self) -> Path | None:
+        """Run until the schedule is done, `max_steps` are taken, or somebody asked to leave.
+
+        Returns the checkpoint that was then written, or None when it could not be.
+        """
         metrics, max_steps = self.peer.metrics, self.peer.settings.max_steps
         last_step = None if max_steps is None else metrics.step + max_steps
         self.events.write("started", peer_id=self.peer.peer_id, address=self.peer.address, resumed_at=metrics.step)
@@ -114,6 +117,7 @@ class Trainer:
         self.events.write("finished" if self.finished else "stopped", **metrics.as_dict())
         if folder:
             self.say(f"step {metrics.step} | checkpoint {folder}")
+        return folder
 
     @property
     def finished(self) -> bool:

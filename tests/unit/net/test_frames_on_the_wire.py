@@ -79,8 +79,7 @@ def test_the_payload_of_a_chunk_is_not_copied() -> None:
 def decoded_or_refused(data: bytes) -> frames.Frame | None:
     try:
         return framing.decode(data)
-    except CorruptPayload as error:
-        assert str(error)
+    except CorruptPayload:
         return None
 
 

@@ -122,12 +122,14 @@ def run_one_round(folder: Path, *, max_wait_s: float) -> torch.Tensor:
         peers = [swarm.peer(name, run_folder=folder / name) for name in "ab"]
         outers = [NoLoCo(model, peer, save_every_rounds=0) for model, peer in zip(models, peers, strict=True)]
         results: dict[int, RoundResult] = {}
+        both_have_seen_it = threading.Barrier(2)
         is_eager = max_wait_s == 0
 
         def run(index: int) -> None:
             for step in range(400):
                 if step == 399:
                     wait_for_early(outers)
+                    both_have_seen_it.wait(20)
                     wait_until(lambda: not is_eager or index == 0 or 0 in results)
                 nudge(models[index], 0.001 * (index + 1))
                 result = outers[index].step()
@@ -184,22 +186,21 @@ def test_a_checkpoint_within_a_round_goes_on_with_the_same_bits(tmp_path: Path) 
     assert torch.equal(ends[0], ends[1])
 
 
-def test_partners_meet_on_the_schedule_by_at_most_a_round(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ahead", "ends"), [(0.03, (0.02 + 0.015, 0.05 - 0.015)), (0.9, (0.02 + 0.02, 0.92 - 0.02))], ids=["near", "far"]
+)
+def test_partners_meet_on_the_schedule_by_at_most_a_round(
+    tmp_path: Path, ahead: float, ends: tuple[float, float]
+) -> None:
     with MemorySwarm(make_spec()) as swarm:
         models = [make_model(1), make_model(1)]
         outers = [
             NoLoCo(model, swarm.peer(name, run_folder=tmp_path / name), save_every_rounds=0)
             for name, model in zip("ab", models, strict=True)
         ]
-        outers[1].progress = 0.03  # 3 steps ahead
+        outers[1].progress = ahead  # a round is 0.02 of the schedule
         together(*(lambda o=o, m=m: one_round(o, m, 0.0) and None for o, m in zip(outers, models, strict=True)))
-        assert [outer.progress for outer in outers] == pytest.approx([0.02 + 0.015, 0.05 - 0.015])
-        outers[1].progress = 0.9
-        outers[1]._exchange.collect(0)  # its round was opened at another place: end it, and open again
-        outers[1]._open()
-        together(*(lambda o=o, m=m: one_round(o, m, 0.0) and None for o, m in zip(outers, models, strict=True)))
-        assert outers[0].progress == pytest.approx(0.035 + 0.02 + 0.02)
-        assert outers[1].progress == pytest.approx(0.9 + 0.02 - 0.02)
+        assert [outer.progress for outer in outers] == pytest.approx(ends)
 
 
 @pytest.mark.parametrize("num_hidden", [1, 7, 3000])

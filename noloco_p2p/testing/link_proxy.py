@@ -1,0 +1,190 @@
+"""A slow link on loopback: a TCP proxy that delays, jitters and limits what goes through, and can cut or stall it.
+
+    async with LinkProxy("127.0.0.1:4000", WEAK_4G) as link:
+        directory.addresses["b"] = link.address      # others now reach peer b over its weak link
+
+What it is not: TCP repairs loss, so a proxy above TCP cannot lose packets. The profiles have the rate and the delay of
+their links, not their loss; what loss does to a swap needs a link emulator below TCP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Self
+
+PIECE_BYTES = 16 * 1024
+BUFFER_S = 0.05  # what the link holds at its full rate before it takes no more, as a modem does
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProfile:
+    """The link of one peer. `down` is towards it, `up` away from it; delay and jitter are one way."""
+
+    name: str
+    down_mbit_s: float
+    up_mbit_s: float
+    delay_ms: float
+    jitter_ms: float  # added to the delay, uniform between 0 and this
+
+
+HOME_FIBRE = LinkProfile("home-fibre", down_mbit_s=500, up_mbit_s=200, delay_ms=4, jitter_ms=1)
+CABLE = LinkProfile("cable", down_mbit_s=200, up_mbit_s=20, delay_ms=10, jitter_ms=4)
+CONGESTED_WIFI = LinkProfile("congested-wifi", down_mbit_s=20, up_mbit_s=10, delay_ms=15, jitter_ms=25)
+WEAK_4G = LinkProfile("weak-4g", down_mbit_s=8, up_mbit_s=3, delay_ms=45, jitter_ms=30)
+SATELLITE = LinkProfile("satellite", down_mbit_s=50, up_mbit_s=5, delay_ms=300, jitter_ms=20)
+PROFILES = {link.name: link for link in (HOME_FIBRE, CABLE, CONGESTED_WIFI, WEAK_4G, SATELLITE)}
+
+
+class Shape:
+    """When bytes come out of one direction of a link. Pure: it is given the time; same seed, same times."""
+
+    def __init__(self, *, mbit_s: float, delay_ms: float, jitter_ms: float, seed: int) -> None:
+        self._bytes_per_s = mbit_s * 1e6 / 8
+        self._delay_s = delay_ms / 1e3
+        self._jitter_s = jitter_ms / 1e3
+        self._rng = random.Random(seed)
+        self._free_s = 0.0  # when the last byte has been sent
+        self._last_due_s = 0.0
+
+    def due_s(self, now_s: float, num_bytes: int) -> float:
+        """When `num_bytes` that enter now have come out; never before what entered earlier."""
+        self._free_s = max(self._free_s, now_s) + num_bytes / self._bytes_per_s
+        due_s = self._free_s + self._delay_s + self._rng.uniform(0.0, self._jitter_s)
+        self._last_due_s = max(self._last_due_s, due_s)
+        return self._last_due_s
+
+    def backlog_s(self, now_s: float) -> float:
+        """How long the link will take to send what has entered."""
+        return max(0.0, self._free_s - now_s)
+
+
+class _Way:
+    """One direction of the link, shared by all connections."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.num_bytes = 0
+
+
+class LinkProxy:
+    """Stands before `target` (HOST:PORT). `address` is what others dial; the counters are of what has come through."""
+
+    def __init__(self, target: str, profile: LinkProfile, *, seed: int = 0) -> None:
+        host, _, port = target.rpartition(":")
+        self.num_connections = 0
+        self.address = ""
+        self._target = (host, int(port))
+        delays = {"delay_ms": profile.delay_ms, "jitter_ms": profile.jitter_ms}
+        self._down = _Way(Shape(mbit_s=profile.down_mbit_s, seed=seed, **delays))
+        self._up = _Way(Shape(mbit_s=profile.up_mbit_s, seed=seed + 1, **delays))
+        self._flows = asyncio.Event()
+        self._flows.set()
+        self._is_cut = False
+        self._server: asyncio.Server | None = None
+        self._connections: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
+
+    @property
+    def down_bytes(self) -> int:
+        return self._down.num_bytes
+
+    @property
+    def up_bytes(self) -> int:
+        return self._up.num_bytes
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def stop(self) -> None:
+        self.cut()
+        if self._server:
+            self._server.close()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    def cut(self) -> None:
+        """All connections break now, and new ones break at once, until `restore`."""
+        self._is_cut = True
+        for task, writers in self._connections.items():
+            for writer in writers:
+                writer.transport.abort()
+            task.cancel()
+
+    def stall(self) -> None:
+        """From now on nothing comes through, and nobody is told, until `restore`: a frozen peer, a lost route."""
+        self._flows.clear()
+
+    def restore(self) -> None:
+        """What was stalled goes on; new connections are carried again."""
+        self._is_cut = False
+        self._flows.set()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        writers = self._connections[task] = [writer]
+        try:
+            if not self._is_cut:
+                self.num_connections += 1
+                await self._carry(reader, writer, writers)
+        except (OSError, asyncio.CancelledError):
+            pass  # one side is gone, or the link was cut: then both are
+        finally:
+            for opened in writers:
+                opened.transport.abort()
+            del self._connections[task]
+
+    async def _carry(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, writers: list[asyncio.StreamWriter]
+    ) -> None:
+        target_reader, target_writer = await asyncio.open_connection(*self._target)
+        writers.append(target_writer)
+        ways = [(reader, target_writer, self._down), (target_reader, writer, self._up)]
+        tasks = [
+            asyncio.create_task(step)
+            for source, sink, way in ways
+            for queue in [asyncio.Queue[tuple[float, bytes]]()]
+            for step in (self._take(source, queue, way), self._give(queue, sink, way))
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _take(self, source: asyncio.StreamReader, queue: asyncio.Queue[tuple[float, bytes]], way: _Way) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._flows.wait()
+            data = await source.read(PIECE_BYTES)
+            queue.put_nowait((way.shape.due_s(loop.time(), len(data)), data))
+            if not data:
+                return
+            await asyncio.sleep(way.shape.backlog_s(loop.time()) - BUFFER_S)
+
+    async def _give(self, queue: asyncio.Queue[tuple[float, bytes]], sink: asyncio.StreamWriter, way: _Way) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s, data = await queue.get()
+            await asyncio.sleep(due_s - loop.time())
+            await self._flows.wait()
+            if not data:  # the end of this direction; the other may go on
+                with contextlib.suppress(OSError):
+                    sink.write_eof()
+                return
+            sink.write(data)
+            await sink.drain()
+            way.num_bytes += len(data)

@@ -1,0 +1,225 @@
+"""The link proxy on real sockets: it shapes, it counts, and cut and stall do what they say; and swaps through it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import pytest
+
+from noloco_p2p.gossip.deadlines import Deadlines
+from noloco_p2p.gossip.outcome import Alone, Half, Swapped
+from noloco_p2p.gossip.round import Phase
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.testing.link_proxy import HOME_FIBRE, LinkProfile, LinkProxy
+from noloco_p2p.testing.loopback import LoopbackSwarm
+from noloco_p2p.testing.peers import MemoryPeer
+from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, together, wait_until
+
+PERFECT = LinkProfile("perfect", down_mbit_s=10_000, up_mbit_s=10_000, delay_ms=0, jitter_ms=0)
+PATIENCE_S = 5.0
+
+
+class Peer:
+    """What the proxy stands before: sends back what comes, after it has all come, or as it comes."""
+
+    def __init__(self) -> None:
+        self.received = 0
+
+    async def echo(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            self.received += len(data)
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    async def swallow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            self.received += len(data)
+        writer.write(b"!")
+        writer.close()
+
+    async def pour(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        num_bytes = int(await reader.readline())
+        writer.write(bytes(num_bytes))
+        await writer.drain()
+        writer.close()
+
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[None, None, None]]
+
+
+@asynccontextmanager
+async def linked(
+    profile: LinkProfile, handler: Handler
+) -> AsyncIterator[tuple[LinkProxy, asyncio.StreamReader, asyncio.StreamWriter]]:
+    server = await asyncio.start_server(handler, "127.0.0.1", 0)
+    async with server, LinkProxy(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", profile) as link:
+        reader, writer = await dial(link)
+        try:
+            yield link, reader, writer
+        finally:
+            writer.transport.abort()
+
+
+async def dial(link: LinkProxy) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = link.address.rpartition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
+    asyncio.run(asyncio.wait_for(main(), 20.0))
+
+
+async def ended(reader: asyncio.StreamReader) -> bool:
+    """True when the connection is over; False when nothing came for a moment."""
+    try:
+        return await asyncio.wait_for(reader.read(1), 0.1) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+def test_everything_comes_through_unchanged_and_is_counted() -> None:
+    data = bytes(range(256)) * 1000
+
+    async def main() -> None:
+        async with linked(PERFECT, Peer().echo) as (link, reader, writer):
+            writer.write(data)
+            writer.write_eof()
+            assert await reader.read(-1) == data
+            assert (link.down_bytes, link.up_bytes, link.num_connections) == (len(data), len(data), 1)
+
+    run(main)
+
+
+@pytest.mark.parametrize("direction", ["down", "up"])
+def test_the_rate_is_that_of_the_profile(direction: str) -> None:
+    """1 MB at 20 Mbit/s takes 0.4 s; never less, and not much more."""
+    num_bytes, mbit_s = 1_000_000, 20.0
+    slow = {f"{direction}_mbit_s": mbit_s}
+    profile = LinkProfile("slow", **{"down_mbit_s": 1e4, "up_mbit_s": 1e4, **slow}, delay_ms=0, jitter_ms=0)
+
+    async def main() -> None:
+        peer = Peer()
+        async with linked(profile, peer.swallow if direction == "down" else peer.pour) as (_, reader, writer):
+            began_s = time.monotonic()
+            writer.write(bytes(num_bytes) if direction == "down" else b"%d\n" % num_bytes)
+            writer.write_eof()
+            answer = await reader.read(-1)
+            seconds = time.monotonic() - began_s
+            assert (peer.received or len(answer)) == num_bytes
+            assert 0.97 * mbit_s / 2 < num_bytes * 8 / 1e6 / seconds < 1.03 * mbit_s
+
+    run(main)
+
+
+def test_a_round_trip_takes_twice_the_delay() -> None:
+    async def main() -> None:
+        async with linked(LinkProfile("far", 1e4, 1e4, delay_ms=60, jitter_ms=20), Peer().echo) as (_, reader, writer):
+            began_s = time.monotonic()
+            writer.write(b"?")
+            assert await reader.readexactly(1) == b"?"
+            assert 0.12 <= time.monotonic() - began_s < 0.16 + 0.2
+
+    run(main)
+
+
+def test_after_a_cut_both_sides_are_gone_and_nobody_gets_through_until_it_is_restored() -> None:
+    async def main() -> None:
+        async with linked(PERFECT, Peer().echo) as (link, reader, writer):
+            writer.write(b"?")
+            await reader.readexactly(1)
+            link.cut()
+            assert await ended(reader)
+            second_reader, second_writer = await dial(link)
+            assert await ended(second_reader)
+            second_writer.transport.abort()
+            link.restore()
+            third_reader, third_writer = await dial(link)
+            third_writer.write(b"?")
+            assert await third_reader.readexactly(1) == b"?"
+            third_writer.transport.abort()
+
+    run(main)
+
+
+def test_a_stall_holds_everything_back_and_loses_nothing() -> None:
+    async def main() -> None:
+        async with linked(PERFECT, Peer().echo) as (link, reader, writer):
+            writer.write(b"1")
+            await reader.readexactly(1)
+            link.stall()
+            writer.write(b"2")
+            assert not await ended(reader), "nobody is told"
+            assert link.down_bytes == 1
+            link.restore()
+            assert await reader.readexactly(1) == b"2"
+
+    run(main)
+
+
+# swaps over a link
+
+
+SHORT = Deadlines(dial_s=2.0, offer_s=2.0, status_s=0.5, progress_s=1.0, farewell_s=0.1)
+
+
+class Links:
+    """The links of all peers, cut or stalled from the thread of the test."""
+
+    def __init__(self, swarm: LoopbackSwarm, profile: LinkProfile) -> None:
+        self._swarm = swarm
+        self._links = {name: LinkProxy(address, profile) for name, address in swarm.addresses.items()}
+
+    def start(self) -> None:
+        for name, link in self._links.items():
+            asyncio.run_coroutine_threadsafe(link.start(), self._swarm.loop).result(PATIENCE_S)
+            self._swarm.addresses[name] = link.address
+
+    def stop(self) -> None:
+        for link in self._links.values():
+            asyncio.run_coroutine_threadsafe(link.stop(), self._swarm.loop).result(PATIENCE_S)
+
+    def break_(self, fault: str) -> None:
+        for link in self._links.values():
+            self._swarm.loop.call_soon_threadsafe(link.cut if fault == "cut" else link.stall)
+
+
+@contextmanager
+def peers_with_links(profile: LinkProfile) -> Iterator[tuple[Links, list[MemoryPeer]]]:
+    """Two peers; each reaches the other over the link of the other."""
+    with LoopbackSwarm(RunSpec(name="link"), deadlines=SHORT) as swarm:
+        peers = [swarm.peer("a"), swarm.peer("b")]
+        links = Links(swarm, profile)
+        links.start()
+        yield links, peers
+        links.stop()
+
+
+def test_a_swap_commits_over_a_home_link() -> None:
+    with peers_with_links(HOME_FIBRE) as (_, peers):
+        vectors = [Vectors.random(seed, num_elements=300_000) for seed in (1, 2)]
+        outcomes = one_round(peers, vectors, wait_s=20.0)
+        assert [type(outcome) for outcome in outcomes] == [Swapped, Swapped]
+
+
+@pytest.mark.parametrize("fault", ["cut", "stall"])
+@pytest.mark.parametrize("phase", [Phase.SWAPPING, Phase.EARLY])
+def test_a_link_that_breaks_or_freezes_in_a_swap_ends_it_alike_on_both_sides(fault: str, phase: Phase) -> None:
+    slow = LinkProfile("slow", down_mbit_s=20, up_mbit_s=20, delay_ms=5, jitter_ms=5)
+    vectors = [Vectors.random(seed, num_elements=300_000) for seed in (1, 2)]  # 1.2 MB a side: half a second
+    with peers_with_links(slow) as (links, peers):
+        for peer, own in zip(peers, vectors, strict=True):
+            open_round(peer, own)
+        wait_until(lambda: all(peer.runner.phase is phase for peer in peers))
+        links.break_(fault)
+        began_s = time.monotonic()
+        ends = [functools.partial(end_round, *both, wait_s=20.0) for both in zip(peers, vectors, strict=True)]
+        outcomes = together(*ends)
+        assert time.monotonic() - began_s < 10.0
+        assert [type(outcome) for outcome in outcomes] == [Alone if phase is Phase.SWAPPING else Half] * 2
