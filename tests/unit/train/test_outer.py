@@ -126,6 +126,7 @@ def run_one_round(folder: Path, *, max_wait_s: float) -> torch.Tensor:
         is_eager = max_wait_s == 0
 
         def run(index: int) -> None:
+            result = None
             for step in range(400):
                 if step == 399:
                     wait_for_early(outers)

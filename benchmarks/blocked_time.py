@@ -1,0 +1,120 @@
+"""How long training is blocked at the end of a round: a vector of 125M numbers over 100 Mbit/s and 50 ms round trip.
+
+    python benchmarks/blocked_time.py [--quick] [--json FILE]
+
+Two processes joined by a link proxy of the project. A round of training is 60 s of waiting (a tenth in --quick, with a
+tenth of the vector), in which the early part travels. Both sides meet before the boundary, so the partner's lateness is
+nearly nothing; it is told apart. Blocked is what `stage` and `collect` take; when eager also what the later correction
+takes, done here as `NoLoCo` does it. The outer step itself is not in it: every outer optimizer has one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from statistics import median
+
+from claims import Claim, run
+from pair import Side, run_pair, start_loop
+
+from noloco_p2p.codec import chunk_bounds, get_codec, section_bytes
+from noloco_p2p.gossip.outcome import Alone, Correction
+from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
+from noloco_p2p.testing.link_proxy import LinkProfile, LinkProxy
+
+LINK = LinkProfile("100 Mbit/s, 50 ms", down_mbit_s=100, up_mbit_s=100, delay_ms=25, jitter_ms=0)
+CODECS = CodecSpec(slow_weights="bf16", outer_momentum="bf16", outer_gradient="int4")
+
+
+def side(name: str, pipe: Connection, num_elements: int, round_s: float, max_wait_s: float, repeats: int) -> None:
+    spec = RunSpec(name="blocked", outer=OuterSpec(inner_steps=1, max_wait_s=max_wait_s), codec=CODECS)
+    peer = Side(name, pipe, spec, num_elements)
+    training = threading.Event()
+    for index in range(repeats):
+        pipe.recv()
+        peer.open(index)
+        until_s = time.monotonic() + round_s
+        peer.wait_for_early()
+        early_s = round_s - (until_s - time.monotonic())
+        training.wait(max(0.0, until_s - time.monotonic()))
+        at_boundary_s = time.time()  # of one machine: tells the lateness
+        began_s = time.monotonic()
+        peer.stage()
+        staged_s = time.monotonic()
+        outcome = peer.exchange.collect(max_wait_s)
+        blocked_s = time.monotonic() - began_s
+        assert not isinstance(outcome, Alone), outcome
+        correction_s = 0.0
+        if max_wait_s == 0:
+            correction_s = apply(wait_for_correction(peer), peer)
+        pipe.send((at_boundary_s, early_s, staged_s - began_s, blocked_s, correction_s))
+    peer.stop()
+
+
+def wait_for_correction(peer: Side) -> Correction:
+    while (correction := peer.exchange.late()) is None:
+        threading.Event().wait(0.01)
+    return correction
+
+
+def apply(correction: Correction, peer: Side) -> float:
+    """Seconds to add `beta h` to three vectors, as NoLoCo does between two inner steps."""
+    began_s, fast_weights = time.monotonic(), peer.slow_weights.clone()
+    began_s = time.monotonic()
+    for index, (start, stop) in enumerate(chunk_bounds(peer.num_elements)):
+        late = correction.gradient.half_difference(index).mul_(0.7)
+        for vector in (peer.slow_weights, peer.outer_momentum, fast_weights):
+            vector[start:stop].add_(late)
+    return time.monotonic() - began_s
+
+
+def through_links() -> Callable[[int], int]:
+    """Puts a link proxy before each port; they live as long as this process."""
+    loop = start_loop()
+
+    def between(port: int) -> int:
+        proxy = LinkProxy(f"127.0.0.1:{port}", LINK)
+        asyncio.run_coroutine_threadsafe(proxy.start(), loop).result(10)
+        return int(proxy.address.rpartition(":")[2])
+
+    return between
+
+
+def measure(quick: bool) -> list[Claim]:
+    num_elements, round_s, repeats = (12_500_000, 6.0, 2) if quick else (125_000_000, 60.0, 3)
+    gradient_mb = section_bytes(get_codec(CODECS.outer_gradient), num_elements) / 1e6
+    transfer_s = gradient_mb * 8 / LINK.up_mbit_s
+    claims = [
+        Claim("coded gradient (int4)", gradient_mb, "MB"),
+        Claim("its transfer at the link's rate", transfer_s, "s"),
+    ]
+    for mode, max_wait_s in (("waiting", 300.0), ("eager", 0.0)):
+        results = run_pair(side, num_elements, round_s, max_wait_s, repeats=repeats, between=through_links())
+        both = [result for pair in results for result in pair]
+        lateness_s = median(abs(a[0] - b[0]) for a, b in results)
+        stage_s, blocked_s, correction_s = (median(result[field] for result in both) for field in (2, 3, 4))
+        total_s = blocked_s + correction_s
+        claims += [
+            Claim(f"{mode}: early part in the background", median(result[1] for result in both), "s"),
+            Claim(f"{mode}: partner's lateness", lateness_s, "s"),
+            Claim(f"{mode}: coding the gradient", stage_s, "s"),
+        ]
+        if mode == "eager":
+            share = 100 * total_s / round_s
+            claims += [
+                Claim("eager: correction", correction_s, "s"),
+                Claim("eager: blocked, with the correction", total_s, "s"),
+                Claim("eager: blocked, share of the round", share, "%", "< 1", share < 1),
+            ]
+        else:
+            least_s = lateness_s + transfer_s
+            target = f"<= {1.1 * least_s:.2f} (transfer + lateness, and a tenth)"
+            claims.append(Claim("waiting: blocked", total_s, "s", target, total_s <= 1.1 * least_s))
+    return claims
+
+
+if __name__ == "__main__":
+    run(measure, doc=__doc__)
