@@ -3,7 +3,7 @@
     python benchmarks/overhead.py [--quick] [--json FILE]
 
 One process trains a small transformer layer on one torch thread and swaps with another process, which does nothing
-else, over a link proxy in a third one. All of them share this machine's cores, so the partner and the proxy cost training
+else, over a link proxy in a third one. All of them share this machine's cores, so partner and proxy cost training
 something too; in real life they are elsewhere. Windows with and without a swap take turns; the median ratio counts.
 """
 

@@ -82,6 +82,7 @@ class RoundRunner:
         self.corrections: deque[Correction] = deque(maxlen=1)
         self.state = "training"
         self.last_fault = ""
+        self._unreachable: set[str] = set()
         self._hello = hello
         self._transport = transport
         self._directory = directory
@@ -268,7 +269,10 @@ class RoundRunner:
             except Refused as error:
                 self._refused(candidate.peer_id, error)
             except PeerError as error:
-                self._fault(f"offer to {_short(candidate.peer_id)} failed: {error}")
+                told = candidate.peer_id in self._unreachable  # it stays in the directory until its record expires
+                level = logging.DEBUG if told else logging.WARNING
+                self._fault(f"offer to {_short(candidate.peer_id)} failed: {error}", level=level)
+                self._unreachable.add(candidate.peer_id)
                 self._pairing.failed(candidate.peer_id, now_s=time.monotonic())
             finally:
                 if round_.is_offering_to(candidate.peer_id):
@@ -317,6 +321,7 @@ class RoundRunner:
         assert self._opening is not None
         assert self._staged is not None
         self._round.bind(partner)
+        self._unreachable.discard(partner)
         swap = Swap(
             stream,
             swap_id=swap_id,
@@ -447,9 +452,9 @@ class RoundRunner:
     def _boundary(self, round_: Round) -> Boundary:
         return self._pace.boundary(round_index=round_.index, progress=round_.progress, now_s=time.monotonic())
 
-    def _fault(self, text: str) -> None:
+    def _fault(self, text: str, *, level: int = logging.WARNING) -> None:
         self.last_fault = text
-        log.warning(text)
+        log.log(level, text)
 
     def _notify(self) -> None:
         self._changed.set()
