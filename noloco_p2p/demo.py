@@ -32,7 +32,7 @@ class DemoPlan:
 
     folder: Path
     num_peers: int = 4
-    num_steps: int = 480
+    num_steps: int = 720
     port_base: int = 0  # peer i listens on port_base + 2 i; 0 = free ports
 
     def spec(self) -> RunSpec:

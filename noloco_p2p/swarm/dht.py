@@ -27,7 +27,7 @@ from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import split_peer_id
 from noloco_p2p.swarm.daemon import ListenOn
 from noloco_p2p.swarm.dialing import DialPlan
-from noloco_p2p.swarm.node import SwarmNode
+from noloco_p2p.swarm.node import SwarmNode, end_tasks
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, RecordError, bucket_key, decode_record, encode_record
 from noloco_p2p.swarm.view import View
 
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 FAREWELL_S = 4.0  # longer than hivemind waits for one dead neighbour
 EXPIRY_SLACK_S = 1e-3
-CANCEL_AGAIN_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +183,7 @@ class SwarmDirectory:
     async def stop(self, *, farewell: bool = True) -> None:
         """Say good-bye (within FAREWELL_S), then end every task and process. Never raises but when cancelled."""
         try:
-            await _cancel(self._tasks)
+            await end_tasks(self._tasks)
             if farewell and self._describe is not None:
                 await self._announce("leaving", timeout_s=FAREWELL_S)
         except DirectoryError as error:
@@ -297,16 +296,6 @@ def _by_peer(multiaddrs: Sequence[str]) -> dict[str, list[str]]:
     for multiaddr in multiaddrs:
         peers.setdefault(split_peer_id(multiaddr)[1], []).append(multiaddr)
     return peers
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """End tasks, asking again: a call that completes in the moment of a cancellation can swallow it, and its task then
-    goes on to sleep (asyncio.wait_for of Python 3.11, and hivemind's own loops)."""
-    pending = set(tasks)
-    while pending:
-        for task in pending:
-            task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
 async def _forever(name: str, job: Callable[[], Awaitable[float]]) -> None:

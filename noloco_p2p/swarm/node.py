@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -34,6 +34,7 @@ CALL_S = 15.0
 CLOSE_S = 2.0
 EXIT_S = 0.5  # a dying process is seen by its closed connection first
 RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # the last one again and again
+CANCEL_AGAIN_S = 0.2
 
 
 class SwarmNode:
@@ -70,8 +71,7 @@ class SwarmNode:
 
     async def stop(self) -> None:
         if self._watchdog is not None:
-            self._watchdog.cancel()
-            await asyncio.wait({self._watchdog})
+            await end_tasks([self._watchdog])
         await self._tear_down()
 
     @property
@@ -235,3 +235,13 @@ async def _guard(call: Awaitable[T], timeout_s: float, what: str) -> T:
         raise
     except Exception as error:  # hivemind and its protobuf, msgpack and socket layers raise all kinds
         raise DirectoryError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """End tasks, asking again: a call that completes in the moment of a cancellation can swallow it, and its task then
+    goes on to sleep (asyncio.wait_for of Python 3.11, and hivemind's own loops)."""
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)

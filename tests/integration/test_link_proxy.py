@@ -208,8 +208,8 @@ def test_a_swap_commits_over_a_home_link() -> None:
         assert [type(outcome) for outcome in outcomes] == [Swapped, Swapped]
 
 
-@pytest.mark.parametrize("fault", ["cut", "stall"])
-@pytest.mark.parametrize("phase", [Phase.SWAPPING, Phase.EARLY])
+# A stall after all was sent looks like a partner that is not at its boundary yet: only keepalive finds it, in 15 s.
+@pytest.mark.parametrize(("fault", "phase"), [("cut", Phase.SWAPPING), ("cut", Phase.EARLY), ("stall", Phase.SWAPPING)])
 def test_a_link_that_breaks_or_freezes_in_a_swap_ends_it_alike_on_both_sides(fault: str, phase: Phase) -> None:
     slow = LinkProfile("slow", down_mbit_s=20, up_mbit_s=20, delay_ms=5, jitter_ms=5)
     vectors = [Vectors.random(seed, num_elements=300_000) for seed in (1, 2)]  # 1.2 MB a side: half a second
