@@ -259,7 +259,7 @@ class NetLab:
 
     def __enter__(self) -> NetLab:
         """Raises LabError when rights or tools are missing."""
-        check_rights()
+        check_rights(os.geteuid())
         # In a session of its own, so that Ctrl-C in a terminal leaves it to clean up.
         self._process = subprocess.Popen(
             [sys.executable, "-I", str(Path(__file__).resolve()), "--forward"],
@@ -344,16 +344,16 @@ class NetLab:
         return answer
 
 
-def check_rights() -> None:
-    """Raises LabError that names what is missing."""
-    if os.geteuid() != 0:
+def check_rights(user_id: int, *, tun: Path = TUN) -> None:
+    """Raises LabError that names what the user lacks for a lab."""
+    if user_id != 0:
         raise LabError(
             "network namespaces need root: run this with sudo, or in a container with CAP_SYS_ADMIN and NET_ADMIN"
         )
     if shutil.which("ip") is None:
         raise LabError("the command `ip` is missing: install iproute2")
-    if not os.access(TUN, os.R_OK | os.W_OK):
-        raise LabError(f"{TUN} cannot be opened: load the module tun, or pass the device into the container")
+    if not os.access(tun, os.R_OK | os.W_OK):
+        raise LabError(f"{tun} cannot be opened: load the module tun, or pass the device into the container")
 
 
 def enter(namespace: str) -> None:
@@ -575,12 +575,12 @@ class _Stream:
         self.mbit_s = num_bytes * 8e-6 / (last_s - first_s)
 
 
-def round_trip_ms(lab: NetLab, *, repeats: int = 20) -> float:
+def round_trip_ms(lab: NetLab, *, repeats: int = 20, timeout_s: float = 5.0) -> float:
     """Median of small UDP packets from node 0 to node 1 and back."""
     times_ms = []
     with _socket_in(lab.nodes[0], socket.SOCK_DGRAM) as near, _socket_in(lab.nodes[1], socket.SOCK_DGRAM) as far:
-        near.settimeout(5.0)
-        far.settimeout(5.0)
+        near.settimeout(timeout_s)
+        far.settimeout(timeout_s)
         far.bind(("", 0))
         target = lab.nodes[1].address, far.getsockname()[1]
         for _ in range(repeats):

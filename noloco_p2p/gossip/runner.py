@@ -347,6 +347,9 @@ class RoundRunner:
             await running.swap.run()
         except PeerError as error:
             self._swap_ended(round_, running, error)
+        except BaseException:  # cancelled, or a mistake of ours: the round must not wait for it
+            self._swap_ended(round_, running, Unreachable("it was broken off here", peer=running.swap.partner))
+            raise
 
     def _committed(self, swap: Swap, part: Part) -> None:
         """Called by the swap in the moment of the commit: the round moves on, or a late part becomes a correction."""

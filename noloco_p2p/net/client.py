@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 
 SWAP_METHOD = "/noloco_p2p.wire.v1.Peer/Swap"  # called with bytes: framing.py makes and reads the messages
+LAST_WORDS_S = 0.5  # from the end of what is sent to the end of the stream
 MAX_MANIFEST_CHUNKS = 1 << 20  # 1 TiB of state; a manifest that names more is refused
 
 
@@ -100,6 +102,7 @@ class ClientStream:
         self._peer = peer
         self._channel = channel
         self._call = call
+        self._reading: asyncio.Future[Any] | None = None
 
     @property
     def peer(self) -> str:
@@ -114,22 +117,35 @@ class ClientStream:
             raise Unreachable("the stream is closed", peer=self._peer) from None
 
     async def receive(self, timeout_s: float) -> frames.Frame:
+        # A read that is cancelled takes the whole call with it, so it goes on when the reader does not wait any longer.
+        reading = self._reading = self._reading or asyncio.ensure_future(self._call.read())
+        done, _ = await asyncio.wait({reading}, timeout=timeout_s)
+        if not done:
+            raise TimedOut(f"nothing came for {timeout_s:.1f} s", peer=self._peer)
+        self._reading = None
         try:
-            message = await asyncio.wait_for(self._call.read(), timeout_s)
-        except TimeoutError:
-            raise TimedOut(f"nothing came for {timeout_s:.1f} s", peer=self._peer) from None
+            message = reading.result()
         except grpc.aio.AioRpcError as error:
             raise translate(error, self._peer) from None
-        except (grpc.aio.UsageError, asyncio.InvalidStateError):
+        except (grpc.aio.UsageError, asyncio.InvalidStateError, asyncio.CancelledError):
             raise Unreachable("the stream is closed", peer=self._peer) from None
         if message is EOF:
             raise Unreachable("the other side closed the stream", peer=self._peer)
-        _check_parsed(message, self._peer)
         return framing.decode(message)
 
     async def close(self) -> None:
-        self._call.cancel()
-        await self._channel.close()
+        """The other side hears all that was sent before, a last Ready or Abort above all, if it takes it at once."""
+        try:
+            with contextlib.suppress(PeerError, TimeoutError, grpc.aio.BaseError, asyncio.InvalidStateError):
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await self._call.done_writing()
+                    while True:  # until the other side has closed the stream, too
+                        await self.receive(LAST_WORDS_S)
+        finally:
+            self._call.cancel()
+            if self._reading:
+                await asyncio.wait({self._reading})
+            await self._channel.close()
 
 
 async def _connect(channel: grpc.aio.Channel, candidate: Candidate) -> None:

@@ -69,4 +69,5 @@ class _Listed:
         self._own_id = own_id
 
     def live(self) -> Sequence[Candidate]:
-        return [Candidate(peer, address=address) for peer, address in self._addresses.items() if peer != self._own_id]
+        listed = list(self._addresses.items())  # a test may change it meanwhile, from its own thread
+        return [Candidate(peer, address=address) for peer, address in listed if peer != self._own_id]

@@ -35,7 +35,7 @@ class MemorySwarm:
         self.loop = self._new_loop()
         self.network = MemoryNetwork()
         self.peers: list[MemoryPeer] = []
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread = threading.Thread(target=self._main, daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -45,7 +45,13 @@ class MemorySwarm:
         asyncio.run_coroutine_threadsafe(self._stop(), self.loop).result(10.0)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(10.0)
-        self.loop.close()
+
+    def _main(self) -> None:
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()
 
     def peer(
         self,

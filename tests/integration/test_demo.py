@@ -42,7 +42,7 @@ def has_trained(folder: Path, peer: str) -> bool:
 
 
 def test_a_killed_peer_is_named_and_the_others_come_to_their_end(folder: Path, tmp_path: Path) -> None:
-    flags = ("--peers", "3", "--steps", "40", "--keep", folder, "--json", tmp_path / "report.json")
+    flags = ("--peers", "3", "--steps", "240", "--keep", folder, "--json", tmp_path / "report.json")
     with Command("demo", *flags, log=tmp_path / "log.txt") as demo:
         until(lambda: has_trained(folder, "peer-2"), timeout_s=START_S, what=lambda: demo.text)
         victim = next(p for p in processes_in(folder) if f"{folder}/peer-2" in p.cmdline() and p.name() != "p2pd")

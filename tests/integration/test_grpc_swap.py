@@ -1,0 +1,545 @@
+"""Swaps, questions and fetches over real gRPC on loopback: what memory promises holds on sockets, too."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager, closing
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+import torch
+import uvloop
+
+from noloco_p2p.errors import CorruptPayload, PeerError, Refused, SettingsError, TimedOut, Unreachable
+from noloco_p2p.gossip.deadlines import Deadlines
+from noloco_p2p.gossip.fetch import MAX_UPLOADS, SavedState, StateServer, describe_state, fetch_spec, fetch_state
+from noloco_p2p.gossip.frames import (
+    STATE_CHUNK_BYTES,
+    Chunk,
+    FetchItem,
+    FetchWant,
+    Hello,
+    Part,
+    PeerStatus,
+    Ready,
+    Refuse,
+    RefuseCode,
+    SectionName,
+    StateChunk,
+    StateManifest,
+    SwapState,
+    WantChunks,
+    WantManifest,
+    WantSpec,
+)
+from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
+from noloco_p2p.gossip.round import Phase
+from noloco_p2p.gossip.seams import Candidate, FrameStream, Service
+from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.options import MAX_MESSAGE_BYTES
+from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
+from noloco_p2p.testing.faults import At, Cut, FaultPlan
+from noloco_p2p.testing.loopback import LoopbackSwarm
+from noloco_p2p.testing.peers import MemorySwarm
+from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, wait_until
+
+SPEC = RunSpec(name="grpc", codec=CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32"))
+SHORT = Deadlines(dial_s=1.0, offer_s=1.0, status_s=0.5, progress_s=1.0, farewell_s=0.1)
+WAIT_S = 20.0
+SWAP = "/noloco_p2p.wire.v1.Peer/Swap"
+HELLO = Hello("caller", SPEC.name, SPEC.digest())
+
+
+@pytest.fixture
+def swarm() -> Iterator[LoopbackSwarm]:
+    with LoopbackSwarm(SPEC, deadlines=SHORT) as swarm:
+        yield swarm
+
+
+def half_differences(outcome: Outcome) -> dict[SectionName, torch.Tensor]:
+    assert isinstance(outcome, Swapped), outcome
+    return {
+        name: torch.cat([pair.half_difference(index) for index in range(len(pair.own))])
+        for name, pair in outcome.received.sections.items()
+    }
+
+
+# swaps
+
+
+def test_a_swap_over_grpc_brings_the_bits_of_its_twin_in_memory(swarm: LoopbackSwarm) -> None:
+    vectors = [Vectors.random(seed, num_elements=600_000) for seed in (1, 2)]
+    with MemorySwarm(SPEC) as memory:
+        twins = one_round([memory.peer("a"), memory.peer("b")], vectors, wait_s=WAIT_S)
+    peers = [swarm.peer("a"), swarm.peer("b")]
+    for index in range(3):
+        for outcome, twin in zip(one_round(peers, vectors, wait_s=WAIT_S, round_index=index), twins, strict=True):
+            ours, theirs = half_differences(outcome), half_differences(twin)
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("position", [1, 2, 5, 8, 9, 11, 12])
+def test_a_connection_that_breaks_at_any_frame_leaves_both_sides_alike(swarm: LoopbackSwarm, position: int) -> None:
+    faults = FaultPlan().fail_at(At(nth=position), send=Cut()).wrapper()
+    peers = [swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")]
+    began_s = time.monotonic()
+    outcomes = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=WAIT_S)
+    assert time.monotonic() - began_s < 8.0
+    assert faults.fired
+    assert len({type(outcome) for outcome in outcomes}) == 1
+
+
+@pytest.mark.parametrize(
+    ("at", "allowed"),
+    [(At(Chunk), Alone), (At(Chunk, section=SectionName.OUTER_GRADIENT), Half), (At(Ready, part=Part.LATE), Half)],
+    ids=["early", "late", "late-ready"],
+)
+def test_a_partner_whose_server_is_gone_in_the_middle_costs_no_more_than_the_round(
+    swarm: LoopbackSwarm, at: At, allowed: type[Outcome]
+) -> None:
+    """The address stays in the directory, as after a kill, and what the partner has cannot be asked any more."""
+
+    def vanish() -> None:
+        server = swarm.servers.pop("a", None)
+        if server:
+            stopping.append(asyncio.ensure_future(server.stop(0.0)))
+
+    stopping: list[asyncio.Future[None]] = []
+    faults = FaultPlan().fail_at(at, send=Cut()).wrapper(on_fault=vanish)
+    peers = [swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")]
+    began_s = time.monotonic()
+    _, survivor = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=WAIT_S)
+    assert time.monotonic() - began_s < 8.0
+    assert faults.fired
+    assert isinstance(survivor, allowed)
+    assert "..a" in peers[1].runner.last_fault
+
+
+def test_after_a_kill_the_next_candidate_is_found_in_the_same_round(swarm: LoopbackSwarm) -> None:
+    a, b, c = (swarm.peer(name) for name in "abc")
+    swarm.kill(a)
+    began_s = time.monotonic()
+    outcomes = one_round([b, c], [Vectors.random(2), Vectors.random(3)], wait_s=WAIT_S)
+    assert [type(outcome) for outcome in outcomes] == [Swapped, Swapped]
+    assert time.monotonic() - began_s < 5.0, "a refused connection is told at once"
+
+
+def test_an_eager_peer_gets_the_late_part_as_a_correction(swarm: LoopbackSwarm) -> None:
+    a, b = swarm.peer("a"), swarm.peer("b")
+    for peer, seed in ((a, 1), (b, 2)):
+        open_round(peer, Vectors.random(seed))
+    wait_until(lambda: a.runner.phase is Phase.EARLY and b.runner.phase is Phase.EARLY)
+    assert isinstance(end_round(a, Vectors.random(1), wait_s=0.0), Half)
+    assert isinstance(end_round(b, Vectors.random(2), wait_s=WAIT_S), Swapped)
+    wait_until(lambda: bool(a.runner.corrections))
+    correction = a.exchange.late()
+    assert correction is not None
+    expected = Vectors.random(2).outer_gradient * 0.5 - Vectors.random(1).outer_gradient * 0.5
+    assert torch.equal(correction.gradient.half_difference(0), expected)
+
+
+@pytest.mark.parametrize("who", ["initiator", "acceptor"])
+def test_a_peer_that_gives_up_tells_its_partner_why(swarm: LoopbackSwarm, who: str) -> None:
+    """The Abort must be out before the stream is closed, from whichever side."""
+    initiator, acceptor = swarm.peer("initiator"), swarm.peer("acceptor")
+    del swarm.addresses["initiator"]  # so that only one of them makes offers
+    for peer in (acceptor, initiator):
+        open_round(peer, Vectors.random(1))
+    wait_until(lambda: acceptor.runner.phase is Phase.EARLY and initiator.runner.phase is Phase.EARLY)
+    leaver, other = (initiator, acceptor) if who == "initiator" else (acceptor, initiator)
+    assert isinstance(leaver.exchange.collect(0.0), Half)
+    open_round(leaver, Vectors.random(1), round_index=1)
+    end_round(leaver, Vectors.random(1), wait_s=0.0)  # the next boundary, without the late part of the first round
+    wait_until(lambda: other.runner.phase is Phase.HALF)
+    assert "the next boundary came before the late part" in other.runner.last_fault
+
+
+def test_a_peer_of_another_spec_is_refused_with_the_difference(swarm: LoopbackSwarm) -> None:
+    stranger = swarm.peer("b", spec=RunSpec(name="grpc", outer=OuterSpec(alpha=0.25)))
+    peers = [swarm.peer("a"), stranger]
+    outcomes = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=WAIT_S)
+    assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
+    told = "".join(peer.runner.last_fault for peer in peers)
+    assert "spec digest" in told
+    assert SPEC.digest()[:16] in told
+
+
+# one server and one client, without rounds
+
+
+class Answering:
+    """A Service of a test: each call is answered by what it is given."""
+
+    def __init__(
+        self,
+        *,
+        on_swap: Callable[[FrameStream], Coroutine[None, None, None]] | None = None,
+        states: StateServer | None = None,
+        state: SwapState | None = None,
+    ) -> None:
+        self._on_swap = on_swap
+        self._states = states
+        self._state = state
+
+    def admit(self, hello: Hello) -> None:
+        if hello.run_name != SPEC.name:
+            raise Refused("another run", code=RefuseCode.OTHER_RUN.name, retry_after_s=7.0)
+
+    async def on_swap(self, stream: FrameStream) -> None:
+        if self._on_swap:
+            await self._on_swap(stream)
+
+    async def on_status(self, swap_id: bytes) -> PeerStatus:
+        assert self._state is not None
+        return PeerStatus(HELLO, "training", 41, 0.5, self._state)
+
+    def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
+        assert self._states is not None
+        return self._states.serve(want)
+
+
+@asynccontextmanager
+async def serving(service: Service) -> AsyncGenerator[Candidate]:
+    server = GrpcServer(service)
+    await server.start("127.0.0.1", 0)
+    try:
+        yield Candidate("server", f"127.0.0.1:{server.port}")
+    finally:
+        await server.stop(0.0)
+
+
+def transport(run_name: str = SPEC.name) -> GrpcTransport:
+    return GrpcTransport(lambda: Hello("caller", run_name, SPEC.digest()))
+
+
+def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(main(), 20.0))
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_port_in_use_is_a_setting_that_is_wrong() -> None:
+    async def main() -> None:
+        async with serving(Answering()) as there:
+            port = int(there.address.rpartition(":")[2])
+            with pytest.raises(SettingsError, match=f"127.0.0.1:{port}.*--listen"):
+                await GrpcServer(Answering()).start("127.0.0.1", port)
+
+    run(main)
+
+
+def test_a_dead_address_is_unreachable_at_once() -> None:
+    async def main() -> None:
+        nobody, began_s = Candidate("nobody", f"127.0.0.1:{free_port()}"), time.monotonic()
+        with pytest.raises(Unreachable, match=nobody.address):
+            await transport().open_swap(nobody, timeout_s=5.0)
+        with pytest.raises(Unreachable):
+            await transport().status(nobody, timeout_s=5.0)
+        with pytest.raises(Unreachable):
+            await fetch_spec(transport(), [nobody], expected_digest=SPEC.digest())
+        assert time.monotonic() - began_s < 4.0
+
+    run(main)
+
+
+def test_an_address_that_answers_nothing_is_given_up_within_the_time_out() -> None:
+    """A listening socket whose owner is frozen: the connection stands, and no word of gRPC comes."""
+
+    async def main() -> None:
+        with closing(socket.create_server(("127.0.0.1", 0))) as frozen:
+            there, began_s = Candidate("frozen", f"127.0.0.1:{frozen.getsockname()[1]}"), time.monotonic()
+            for call in (
+                transport().open_swap(there, timeout_s=0.3),
+                transport().status(there, timeout_s=0.3),
+                anext(transport().fetch(there, WantSpec(), timeout_s=0.3)),
+            ):
+                with pytest.raises((Unreachable, TimedOut)):
+                    await call
+            assert time.monotonic() - began_s < 3.0
+
+    run(main)
+
+
+def test_a_message_that_is_too_large_is_refused_and_the_peer_lives_on() -> None:
+    seen: list[PeerError] = []
+    largest = Chunk(SectionName.OUTER_GRADIENT, 0, bytes(1 << 20), bytes(16))
+
+    async def on_swap(stream: FrameStream) -> None:
+        try:
+            while True:
+                chunk = await stream.receive(5.0)
+                assert isinstance(chunk, Chunk)
+                await stream.send(Refuse(RefuseCode.BUSY, f"{len(chunk.payload)} bytes came"))
+        except PeerError as error:
+            seen.append(error)
+
+    async def main() -> None:
+        async with serving(Answering(on_swap=on_swap)) as there:
+            stream = await transport().open_swap(there, timeout_s=2.0)
+            await stream.send(largest)
+            answer = await stream.receive(5.0)
+            assert isinstance(answer, Refuse)
+            assert answer.sentence == f"{1 << 20} bytes came"
+            await stream.close()
+            async with grpc.aio.insecure_channel(
+                there.address, options=[("grpc.max_send_message_length", -1)]
+            ) as rogue:
+                call = rogue.stream_stream(SWAP)()
+                await call.write(bytes(2 * MAX_MESSAGE_BYTES))
+                assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            again = await transport().open_swap(there, timeout_s=2.0)
+            await again.send(largest)
+            assert isinstance(await again.receive(5.0), Refuse)
+            await again.close()
+
+    run(main)
+    assert len(seen) >= 2
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\xff\xff\xff", b"\x2a\x05abc", os.urandom(1000)], ids=["varint", "chunk", "noise"]
+)
+def test_garbage_ends_the_stream_with_a_sentence_on_either_side(
+    garbage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not at the next time-out: the frame that is no frame is told at once."""
+    seen: list[str] = []
+
+    async def on_swap(stream: FrameStream) -> None:
+        try:
+            await stream.receive(10.0)
+        except CorruptPayload as error:
+            seen.append(str(error))
+
+    async def rogue_server(requests: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        await context.write(garbage)
+
+    class Rogue(grpc.GenericRpcHandler):
+        def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+            return grpc.stream_stream_rpc_method_handler(rogue_server)
+
+    async def main() -> None:
+        began_s = time.monotonic()
+        async with serving(Answering(on_swap=on_swap)) as there, grpc.aio.insecure_channel(there.address) as channel:
+            call = channel.stream_stream(SWAP)()
+            await call.write(garbage)
+            await call.read()
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((Rogue(),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        stream = await transport().open_swap(Candidate("rogue", f"127.0.0.1:{port}"), timeout_s=2.0)
+        with pytest.raises(CorruptPayload):
+            await stream.receive(10.0)
+        await stream.close()
+        await server.stop(0.0)
+        assert time.monotonic() - began_s < 5.0
+
+    with caplog.at_level(logging.ERROR):
+        run(main)
+    assert len(seen) == 1
+
+
+def test_callers_that_come_and_go_do_not_harm_the_peer() -> None:
+    """A port scan: connect, open a swap, vanish. To ask gRPC for a caller that is gone once crashed the process."""
+    peers: list[str] = []
+
+    async def on_swap(stream: FrameStream) -> None:
+        try:
+            await stream.receive(5.0)
+        except PeerError:
+            peers.append(stream.peer)
+            with pytest.raises(PeerError):
+                await stream.send(Ready(Part.EARLY))
+            with pytest.raises(PeerError):
+                await stream.receive(0.1)
+            await stream.close()
+
+    async def main() -> None:
+        async with serving(Answering(on_swap=on_swap)) as there:
+            for _ in range(10):
+                stream = await transport().open_swap(there, timeout_s=2.0)
+                reading = asyncio.create_task(stream.receive(5.0))
+                await asyncio.sleep(0)  # the call is made
+                await stream.send(Ready(Part.EARLY)) if len(peers) % 2 else None
+                await stream.close()
+                with pytest.raises(PeerError):
+                    await reading
+            host, _, port = there.address.rpartition(":")
+            for noise in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(500), b""):
+                _, writer = await asyncio.open_connection(host, int(port))
+                writer.write(noise)
+                writer.transport.abort()
+            last = await transport().open_swap(there, timeout_s=2.0)
+            await last.send(Ready(Part.EARLY))
+            await last.close()
+
+    run(main)
+
+
+def test_a_status_tells_what_became_of_a_swap() -> None:
+    state = SwapState(known=True, verified=(Part.EARLY, Part.LATE), committed=(Part.EARLY,))
+
+    async def main() -> None:
+        async with serving(Answering(state=state)) as there:
+            status = await transport().status(there, swap_id=bytes(16), timeout_s=2.0)
+            assert status == PeerStatus(HELLO, "training", 41, 0.5, state)
+            with pytest.raises(Refused, match="another run") as refusal:
+                await transport("other").status(there, timeout_s=2.0)
+            assert (refusal.value.code, refusal.value.retry_after_s) == ("OTHER_RUN", 7.0)
+
+    run(main)
+
+
+# the first fetch
+
+
+NUM_BYTES = 4 * STATE_CHUNK_BYTES + 123
+
+
+class Donor(Answering):
+    """Serves a state from a file; `alter` is put around what it serves."""
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        alter: Callable[[AsyncGenerator[FetchItem]], AsyncGenerator[FetchItem]] = lambda items: items,
+    ) -> None:
+        self.data = os.urandom(NUM_BYTES)
+        path = folder / name
+        path.write_bytes(self.data)
+        self.states = StateServer(SPEC)
+        self.states.saved = self.saved = describe_state(
+            path, layout="layout", num_elements=9, round_index=5, progress=0.5
+        )
+        self.asked: list[FetchWant] = []
+        self._alter = alter
+        super().__init__(states=self.states)
+
+    def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
+        self.asked.append(want)
+        return self._alter(super().on_fetch(want))
+
+
+async def fetch_from(donors: list[Candidate], target: Path) -> StateManifest | None:
+    return await fetch_state(transport(), donors, layout="layout", num_elements=9, num_bytes=NUM_BYTES, target=target)
+
+
+def test_spec_manifest_and_chunks_come_over_grpc(tmp_path: Path) -> None:
+    async def main() -> None:
+        donor = Donor(tmp_path, "donor")
+        async with serving(donor) as there:
+            assert await fetch_spec(transport(), [there], expected_digest=SPEC.digest()) == SPEC
+            manifest = await fetch_from([there], tmp_path / "fetched")
+            assert manifest == donor.saved.manifest
+            assert (tmp_path / "fetched").read_bytes() == donor.data
+            with pytest.raises(Unreachable, match="another run"):
+                await fetch_spec(transport("other"), [there], expected_digest=SPEC.digest())
+
+    run(main)
+
+
+def test_a_manifest_of_many_chunks_comes_whole(tmp_path: Path) -> None:
+    """More digests than fit into one message (about 33,000): as for a model of billions."""
+    digests = tuple(index.to_bytes(32, "big") for index in range(70_000))
+    manifest = StateManifest("layout", 9, 1, 0.5, 70_000 * STATE_CHUNK_BYTES, digests)
+
+    async def main() -> None:
+        donor = Donor(tmp_path, "donor")
+        donor.states.saved = SavedState(tmp_path / "donor", manifest)
+        async with serving(donor) as there, aclosing(transport().fetch(there, WantManifest(), timeout_s=5.0)) as items:
+            assert [item async for item in items] == [manifest]
+
+    run(main)
+
+
+def test_when_a_donor_dies_its_verified_chunks_are_kept(tmp_path: Path) -> None:
+    async def main() -> None:
+        second = Donor(tmp_path, "second")
+
+        async def dies(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+            async for item in items:
+                if isinstance(item, StateChunk) and item.index == 2:
+                    killing.append(asyncio.create_task(server.stop(0.0)))
+                    await asyncio.sleep(30.0)  # it never sends this one
+                yield item
+
+        killing: list[asyncio.Task[None]] = []
+        first = Donor(tmp_path, "first", dies)
+        server = GrpcServer(first)
+        await server.start("127.0.0.1", 0)
+        async with serving(second) as there:
+            donors = [Candidate("first", f"127.0.0.1:{server.port}"), there]
+            manifest = await fetch_from(donors, tmp_path / "fetched")
+        await asyncio.gather(*killing)
+        assert manifest == second.saved.manifest
+        kept = 2 * STATE_CHUNK_BYTES
+        assert (tmp_path / "fetched").read_bytes() == first.data[:kept] + second.data[kept:]
+        assert [want.indices for want in second.asked if isinstance(want, WantChunks)] == [(2, 3, 4)]
+
+    run(main)
+
+
+def test_a_damaged_chunk_is_refused_and_comes_from_another_donor(tmp_path: Path) -> None:
+    async def damages(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        async for item in items:
+            yield StateChunk(1, bytes(len(item.payload))) if isinstance(item, StateChunk) and item.index == 1 else item
+
+    async def main() -> None:
+        first, second = Donor(tmp_path, "first", damages), Donor(tmp_path, "second")
+        async with serving(first) as one, serving(second) as other:
+            await fetch_from([one, other], tmp_path / "fetched")
+        kept = STATE_CHUNK_BYTES
+        assert (tmp_path / "fetched").read_bytes() == first.data[:kept] + second.data[kept:]
+
+    run(main)
+
+
+def test_a_third_upload_is_refused_and_a_newcomer_that_leaves_makes_room(tmp_path: Path) -> None:
+    async def slow_after_the_first(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        async with aclosing(items):
+            async for item in items:
+                yield item
+                await may_go_on.wait()
+
+    may_go_on = asyncio.Event()
+
+    async def main() -> None:
+        donor = Donor(tmp_path, "donor", slow_after_the_first)
+        want = WantChunks(donor.saved.manifest.digest(), (0, 1, 2, 3))
+        async with serving(donor) as there:
+            running = [transport().fetch(there, want, timeout_s=5.0) for _ in range(MAX_UPLOADS)]
+            for upload in running:
+                await anext(upload)
+            with pytest.raises(Refused, match="uploads are running") as refusal:
+                async with aclosing(transport().fetch(there, want, timeout_s=5.0)) as third:
+                    await anext(third)
+            assert refusal.value.retry_after_s > 0
+            await running[0].aclose()  # in the middle
+            may_go_on.set()
+            async with asyncio.timeout(5.0):
+                while True:
+                    try:
+                        async with aclosing(transport().fetch(there, want, timeout_s=5.0)) as third:
+                            assert [item.index async for item in third if isinstance(item, StateChunk)] == [0, 1, 2, 3]
+                            break
+                    except Refused:  # the donor has not heard yet that the newcomer is gone
+                        await asyncio.sleep(0.01)
+            await running[1].aclose()
+
+    run(main)
