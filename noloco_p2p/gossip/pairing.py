@@ -52,6 +52,7 @@ class Pairing:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._target = ""
+        self._last_partner = ""
         self._memory: dict[str, _Memory] = {}
         self._incompatible: dict[str, str] = {}
 
@@ -60,17 +61,23 @@ class Pairing:
         self._target = ""
         self._memory = {peer: memory for peer, memory in self._memory.items() if memory.answer is _Answer.NONE}
 
+    def met(self, peer_id: str) -> None:
+        """A swap with this peer has its early part committed."""
+        self._last_partner = peer_id
+
     def choose(self, live: Sequence[Candidate], now_s: float, *, latest_s: float) -> Candidate | None:
         """The peer to make an offer to now; None when there is none, or while the drawn one is waited for.
 
         One peer is drawn, each with the same chance, and kept: when it has a partner, its next round is waited for as
         long as that comes before `latest_s`. To take whoever is free at once would pair the same two again and again,
-        as they begin each round together while everybody else is in the middle of one.
+        as they begin each round together while everybody else is in the middle of one. For the same reason the last
+        partner is drawn only when there is nobody else.
         """
         eligible = (peer for peer in live if self._eligible(peer))
         reachable = {peer.peer_id: peer for peer in eligible if self._in_time(peer, now_s, latest_s)}
         if self._target not in reachable:
-            self._target = self._rng.choice(list(reachable)) if reachable else ""
+            others = [peer_id for peer_id in reachable if peer_id != self._last_partner]
+            self._target = self._rng.choice(others or list(reachable)) if reachable else ""
         target = reachable.get(self._target)
         return target if target and self._may_ask(target, now_s) else None
 

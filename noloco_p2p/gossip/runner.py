@@ -357,6 +357,7 @@ class RoundRunner:
             if part is Part.EARLY:
                 self._round.commit_early()
                 self._early_s = time.monotonic() - self._running.began_s
+                self._pairing.met(swap.partner)
             else:
                 self._round.commit_late()
         elif self._trailing and swap is self._trailing.swap:

@@ -206,3 +206,18 @@ def test_boundaries_further_apart_than_a_part_of_the_shorter_round_do_not_fit(
     assert too_far_s(mine, theirs) == pytest.approx(far_s)
     assert too_far_s(theirs, mine) == too_far_s(mine, theirs)
     assert lateness_s(mine, theirs) == lateness_s(theirs, mine)
+
+
+def test_the_last_partner_is_drawn_only_when_there_is_nobody_else() -> None:
+    peers = [Candidate(name, address=name) for name in "abc"]
+    pairing = Pairing(random.Random(0))
+    pairing.met("a")
+    drawn = set()
+    for _ in range(50):
+        pairing.open_round()
+        candidate = pairing.choose(peers, 0.0, latest_s=0.0)
+        assert candidate is not None
+        drawn.add(candidate.peer_id)
+    assert drawn == {"b", "c"}
+    pairing.open_round()
+    assert pairing.choose(peers[:1], 0.0, latest_s=0.0) == peers[0]
