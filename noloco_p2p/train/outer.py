@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -151,14 +152,23 @@ class NoLoCo:
         manifest = self._peer.enter(layout=self._layout, num_elements=num_elements, target=target)
         if resume:
             self._resume(resume)
-        elif manifest and target:
-            self._take(load_file(target))
+        elif manifest and target and self._take_fetched(target):
             self.round, self.progress, self.entered = manifest.round, manifest.progress, True
-            target.unlink()
         else:
             for start, stop in self._bounds:
                 self._slow[start:stop] = self._parameters.read(start, stop)
         self._peer.metrics.round, self._peer.metrics.progress = self.round, self.progress
+
+    def _take_fetched(self, target: Path) -> bool:
+        """False, and told, when what a donor gave is no state: its digests only say that it came as it was sent."""
+        try:
+            self._take(load_file(target))
+        except (CheckpointError, SafetensorError) as error:
+            log.error("the state of a peer cannot be used: %s; this peer starts from the initial weights", error)
+            return False
+        finally:
+            target.unlink()
+        return True
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.meta["outer"]

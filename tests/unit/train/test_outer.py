@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from noloco_p2p.gossip.fetch import state_file_bytes
+from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.outcome import Alone, Half, Swapped
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec, TrainSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
@@ -214,3 +216,29 @@ def test_the_size_of_a_state_file_is_known_before_it_comes(tmp_path: Path, num_h
         saved = peer.states.saved
         assert saved is not None
         assert saved.path.stat().st_size == state_file_bytes(4 * num_hidden) == saved.manifest.num_bytes
+
+
+class Liar(MemoryPeer):
+    """Gives a newcomer a file of the right size that is no state, or one whose numbers are not finite."""
+
+    def enter(self, *, layout: str, num_elements: int, target: Path | None) -> StateManifest | None:
+        assert target is not None
+        if self.peer_id == "garbage":
+            target.write_bytes(b"\xff" * state_file_bytes(num_elements))
+        else:
+            save_file(
+                {"slow_weights": torch.full((num_elements,), torch.nan), "outer_momentum": torch.zeros(1)}, target
+            )
+        return StateManifest(layout, num_elements, 7, 0.5, state_file_bytes(num_elements), ())
+
+
+@pytest.mark.parametrize("name", ["garbage", "nan"])
+def test_a_useless_state_of_a_donor_leaves_the_own_weights(tmp_path: Path, name: str) -> None:
+    with MemorySwarm(make_spec()) as swarm:
+        peer = swarm.peer(name, run_folder=tmp_path)
+        peer.__class__ = Liar
+        model = make_model(5)
+        outer = NoLoCo(model, peer, save_every_rounds=0)
+        assert torch.equal(flat(model), flat(make_model(5)))
+        assert (outer.round, outer.progress, outer.entered) == (0, 0.0, False)
+        assert not list(tmp_path.glob("*.safetensors"))
