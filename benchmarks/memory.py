@@ -16,7 +16,8 @@ from claims import Claim, run
 from pair import Side, run_pair
 
 from noloco_p2p.codec import section_bytes
-from noloco_p2p.gossip.outcome import Swapped, section_plans
+from noloco_p2p.gossip.outcome import Swapped
+from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.spec import OuterSpec, RunSpec
 
 SPEC = RunSpec(name="memory", outer=OuterSpec(inner_steps=1, max_wait_s=300.0))

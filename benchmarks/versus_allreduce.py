@@ -307,7 +307,7 @@ class Peer:
         spec = self._spec.model_copy(update={"outer": outer})
         exchange = Exchange(spec=spec, loop=self._loop, runner=self._runner, pace=self._pace)
         self._table.meet()
-        before, payload_before = self._table.sent_bytes, self._runner.traffic.sent_bytes
+        before, payload_before = self._table.sent_bytes, self._runner.traffic.bytes_sent
         opened_s = time.monotonic()
         exchange.open(self._round, progress=0.0, slow_weights=self._slow, outer_momentum=self._momentum)
         self._round += 1
@@ -346,7 +346,7 @@ class Peer:
             apply_s=apply_s,
             cpu_s=cpu_s,
             late_s=late_s,
-            payload_bytes=self._runner.traffic.sent_bytes - payload_before,
+            payload_bytes=self._runner.traffic.bytes_sent - payload_before,
             fault=fault,
         )
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +24,7 @@ from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.fetch import SavedState, StateServer, fetch_spec, fetch_state, state_file_bytes
 from noloco_p2p.gossip.frames import Hello, StateManifest
 from noloco_p2p.gossip.pace import Pace
+from noloco_p2p.gossip.outcome import Traffic
 from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.identity import Identity
@@ -100,7 +101,7 @@ class Peer:
         self._directory: SwarmDirectory | None = None
         self._layout = ""
         self._entered = False
-        self._bytes_before = (0, 0)
+        self._traffic_before = Traffic()  # before a restart
         self._announced_address = ""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-codec")
 
@@ -173,17 +174,17 @@ class Peer:
         return self._net.runner.last_fault
 
     def count_traffic(self) -> None:
-        """Bring the byte counters in `metrics` up to date."""
-        traffic = self._net.runner.traffic
-        self.metrics.bytes_sent = self._bytes_before[0] + traffic.sent_bytes
-        self.metrics.bytes_received = self._bytes_before[1] + traffic.received_bytes
+        """Bring the counters of bytes and chunks in `metrics` up to date."""
+        for name, number in asdict(self._net.runner.traffic).items():
+            setattr(self.metrics, name, getattr(self._traffic_before, name) + number)
 
     def restore_metrics(self, values: dict[str, Any]) -> None:
         """Go on counting where a checkpoint stopped; unknown names are ignored."""
         for name in Metrics.__dataclass_fields__:
             if name in values:
                 setattr(self.metrics, name, values[name])
-        self._bytes_before = (self.metrics.bytes_sent, self.metrics.bytes_received)
+        counted = asdict(self._traffic_before)
+        self._traffic_before = Traffic(**{name: getattr(self.metrics, name) for name in counted})
 
     # for the outer step
 

@@ -90,7 +90,7 @@ SECTIONS: Mapping[str, str] = {
     "data": "What the swarm reads. A spec names data and never holds a path: paths belong to one machine.",
     "train": "The inner optimization of each peer: AdamW.",
     "outer": "The NoLoCo outer step (arXiv 2506.10911): mixing with one random live peer after each round.",
-    "codec": "How vectors are coded on the wire: fp32, bf16, int8 or int4.",
+    "codec": "How vectors are coded on the wire: fp32, bf16, int8 or int4; slow weights and momentum also modulo8.",
     "evaluate": "Perplexity on held-out sequences, the same ones for every peer.",
 }
 
@@ -133,8 +133,8 @@ COMMENTS: Mapping[str, str] = {
     "outer.gamma": "pull towards the partner's weights; about 1 - alpha^2, and bounded (checked)",
     "outer.swap_momentum": "average outer momentum too; false = the paper's exact rule",
     "outer.max_wait_s": "seconds to wait for a partner's gradient at the end of a round, before going on without it",
-    "codec.slow_weights": "int8 or better",
-    "codec.outer_momentum": "bf16 recommended",
+    "codec.slow_weights": "int8 or better; modulo8 takes the bytes of int8 and is far more exact, as partners are near each other",
+    "codec.outer_momentum": "bf16 or modulo8 recommended",
     "codec.outer_gradient": "int8 loses nothing in published runs, int4 hardly anything",
     "evaluate.every_rounds": "rounds between two evaluations",
     "evaluate.num_sequences": "held-out sequences an evaluation",

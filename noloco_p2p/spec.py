@@ -22,6 +22,7 @@ SPEC_VERSION = 1
 MAX_SPEC_BYTES = 64 * 1024  # a spec that comes from the network is refused above this size
 
 CodecName = Literal["fp32", "bf16", "int8", "int4"]
+StateCodecName = Literal["fp32", "bf16", "int8", "int4", "modulo8"]  # modulo: for what partners have nearly in common
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -149,8 +150,8 @@ class OuterSpec(Section):
 class CodecSpec(Section):
     """How each section of a swap is coded."""
 
-    slow_weights: CodecName = "bf16"
-    outer_momentum: CodecName = "bf16"
+    slow_weights: StateCodecName = "bf16"
+    outer_momentum: StateCodecName = "bf16"
     outer_gradient: CodecName = "int8"
 
     @model_validator(mode="after")

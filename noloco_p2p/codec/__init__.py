@@ -11,7 +11,16 @@ from noloco_p2p.codec.base import CHUNK_ELEMENTS, Codec
 from noloco_p2p.codec.blocks import INT4, INT8
 from noloco_p2p.codec.raw import BF16, FP32
 
-__all__ = ["CHUNK_ELEMENTS", "CODEC_NAMES", "Codec", "chunk_bounds", "get_codec", "num_chunks", "section_bytes"]
+__all__ = [
+    "CHUNK_ELEMENTS",
+    "CODEC_NAMES",
+    "Codec",
+    "chunk_bounds",
+    "chunk_range",
+    "get_codec",
+    "num_chunks",
+    "section_bytes",
+]
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (FP32, BF16, INT8, INT4)}
 CODEC_NAMES = tuple(CODECS)
@@ -31,10 +40,15 @@ def num_chunks(num_elements: int) -> int:
     return -(-num_elements // CHUNK_ELEMENTS)
 
 
+def chunk_range(num_elements: int, index: int) -> tuple[int, int]:
+    """(start, stop) of one chunk of a section."""
+    start = index * CHUNK_ELEMENTS
+    return start, min(start + CHUNK_ELEMENTS, num_elements)
+
+
 def chunk_bounds(num_elements: int) -> list[tuple[int, int]]:
     """(start, stop) of each chunk: without gaps, in order, all but the last of CHUNK_ELEMENTS."""
-    starts = range(0, num_chunks(num_elements) * CHUNK_ELEMENTS, CHUNK_ELEMENTS)
-    return [(start, min(start + CHUNK_ELEMENTS, num_elements)) for start in starts]
+    return [chunk_range(num_elements, index) for index in range(num_chunks(num_elements))]
 
 
 def section_bytes(codec: Codec, num_elements: int) -> int:

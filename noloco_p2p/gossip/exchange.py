@@ -11,18 +11,19 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from torch import Tensor
 
 from noloco_p2p.gossip.frames import SectionName
-from noloco_p2p.gossip.outcome import Alone, Correction, Outcome, SectionPlan, section_plans
+from noloco_p2p.gossip.outcome import Alone, Correction, Outcome
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.runner import Opening, RoundRunner
+from noloco_p2p.gossip.sections import SectionPlan, section_plans
 from noloco_p2p.spec import RunSpec
 
 log = logging.getLogger(__name__)
-A = TypeVar("A")
+As = TypeVarTuple("As")
 T = TypeVar("T")
 
 NETWORK_ANSWER_S = 5.0  # what the network thread may take to answer, beyond the wait that was asked for
@@ -82,14 +83,21 @@ class Exchange:
         silent = Alone("the network thread does not answer")
         return self._ask(self._runner.collect(wait_s), silent, wait_s=wait_s)
 
-    def late(self) -> Correction | None:
-        """A late part that arrived since the last boundary; costs nothing to ask."""
-        return self._runner.corrections.popleft() if self._runner.corrections else None
+    def late(self, round_index: int) -> Correction | None:
+        """A late part of a round before `round_index` that arrived after its boundary; costs nothing to ask.
 
-    def _tell(self, function: Callable[[A], None], argument: A) -> None:
+        None while slow weights and momentum travel, as they must not change then. Call `corrected` when it is applied.
+        """
+        return self._ask(self._runner.take_correction(round_index), None) if self._runner.corrections else None
+
+    def corrected(self) -> None:
+        """The correction that `late` gave is in the vectors: they may be sent again."""
+        self._tell(self._runner.corrected)
+
+    def _tell(self, function: Callable[[*As], None], *arguments: *As) -> None:
         """Call on the network thread, without waiting for it."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(function, argument)
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     def _ask(self, coroutine: Coroutine[Any, Any, T], otherwise: T, *, wait_s: float = 0.0) -> T:
         """Run on the network thread; `otherwise` when it is stopped or silent, as training must go on without it."""

@@ -3,7 +3,9 @@
 initiator                     acceptor
   Offer(hello, ...)    ->
                        <-     Accept(hello, ...) | Refuse(code, sentence, retry_after_s)
+  Grid                  <->   Grid                     for each section that is coded modulo
   Header, Chunk.., End  <->   Header, Chunk.., End     for each section of the early part
+  Header, Chunk.., End  <->   Header, Chunk.., End     chunks again that modulo coding could not carry, if any
   Ready(EARLY)         <->    Ready(EARLY)
   Header, Chunk.., End  <->   Header, Chunk.., End     for each section of the late part
   Ready(LATE)          <->    Ready(LATE)
@@ -122,8 +124,19 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
+class Grid:
+    """The grid that this side proposes for a section: `codec.modulo.Bounds.propose()`, one exponent a block."""
+
+    section: SectionName
+    exponents: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Header:
-    """Announces a section. All of it must be what the receiver computed from the spec, or the part is aborted."""
+    """Announces a section, or those of its chunks that are sent again.
+
+    All of it must be what the receiver computed from the spec and the grid, or the part is aborted.
+    """
 
     section: SectionName
     codec: str
@@ -157,7 +170,7 @@ class Abort:
     sentence: str
 
 
-Frame = Offer | Accept | Refuse | Header | Chunk | End | Ready | Abort
+Frame = Offer | Accept | Refuse | Grid | Header | Chunk | End | Ready | Abort
 
 
 @dataclass(frozen=True, slots=True)

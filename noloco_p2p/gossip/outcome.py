@@ -4,49 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from noloco_p2p.codec import Codec, chunk_bounds, get_codec
-from noloco_p2p.gossip.frames import Part, Payload, SectionName
-from noloco_p2p.optim.halves import half_difference
-from noloco_p2p.spec import CodecSpec
-
-
-@dataclass(frozen=True, slots=True)
-class SectionPlan:
-    """One named vector of a swap, as both sides must see it."""
-
-    name: SectionName
-    part: Part
-    codec: Codec
-    num_elements: int
-
-
-def section_plans(codecs: CodecSpec, *, swap_momentum: bool, num_elements: int) -> tuple[SectionPlan, ...]:
-    """The sections of every swap of a run, in the order in which they travel."""
-    momentum = [(SectionName.OUTER_MOMENTUM, Part.EARLY, codecs.outer_momentum)] if swap_momentum else []
-    rows = [
-        (SectionName.SLOW_WEIGHTS, Part.EARLY, codecs.slow_weights),
-        *momentum,
-        (SectionName.OUTER_GRADIENT, Part.LATE, codecs.outer_gradient),
-    ]
-    return tuple(SectionPlan(name, part, get_codec(codec), num_elements) for name, part, codec in rows)
-
-
-@dataclass(frozen=True, slots=True)
-class SectionPair:
-    """The coded vectors of both sides of a committed section, chunk by chunk."""
-
-    plan: SectionPlan
-    own: list[Payload]
-    partner: list[Payload]
-
-    def half_difference(self, index: int) -> Tensor:
-        """h of chunk `index`: (Q(partner) - Q(own)) / 2, fp32 on the CPU."""
-        start, stop = chunk_bounds(self.plan.num_elements)[index]
-        own = self.plan.codec.decode(self.own[index], num_elements=stop - start)
-        partner = self.plan.codec.decode(self.partner[index], num_elements=stop - start)
-        return half_difference(own, partner)
+from noloco_p2p.gossip.frames import SectionName
+from noloco_p2p.gossip.sections import SectionPair
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +52,15 @@ class Correction:
 
     gradient: SectionPair
     partner: str
+    round: int  # which it belongs to
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Payload bytes of all swaps of this peer, failed ones too."""
+    """What all swaps of this peer moved, failed ones too; names and meanings are those of `telemetry.metrics`."""
 
-    sent_bytes: int = 0
-    received_bytes: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    modulo_chunks: int = 0
+    plain_chunks: int = 0
+    broken_chunks: int = 0

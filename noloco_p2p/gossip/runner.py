@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from noloco_p2p.codec.modulo import Bounds
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.frames import (
@@ -35,12 +36,13 @@ from noloco_p2p.gossip.frames import (
     SectionName,
     SwapState,
 )
-from noloco_p2p.gossip.outcome import Alone, Correction, Half, Outcome, Received, SectionPlan, Swapped, Traffic
+from noloco_p2p.gossip.outcome import Alone, Correction, Half, Outcome, Received, Swapped, Traffic
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.pairing import Pairing
 from noloco_p2p.gossip.pipeline import Staged
 from noloco_p2p.gossip.round import Phase, Round
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Transport
+from noloco_p2p.gossip.sections import SectionPlan
 from noloco_p2p.gossip.swap import Ledger, Swap
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,8 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1  # how often the directory is looked at for newcomers while a partner is sought
 LAST_LOOK_S = 1.0  # at its boundary a peer without a partner looks for one so long, however many it could still ask
 REMEMBERED_SWAPS = 16
+TRAILING_SHARE = 1 / 3  # of a round, in which the late part of the last one has the link to itself
+TRAILING_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class Opening:
 @dataclass(slots=True)
 class _Running:
     swap: Swap
+    round: int
     partner: Boundary
     began_s: float
 
@@ -79,7 +84,7 @@ class RoundRunner:
         deadlines: Deadlines = INTERNET,
     ) -> None:
         self.traffic = Traffic()
-        self.corrections: deque[Correction] = deque(maxlen=1)
+        self.corrections: deque[Correction] = deque(maxlen=2)
         self.state = "training"
         self.last_fault = ""
         self._unreachable: set[str] = set()
@@ -91,6 +96,7 @@ class RoundRunner:
         self._deadlines = deadlines
         self._pairing = Pairing(rng)
         self._plans: tuple[SectionPlan, ...] = ()
+        self._bounds: dict[SectionName, Bounds] = {}
         self._round = Round(0, own_id=hello().peer_id)
         self._round.close()
         self._opening: Opening | None = None
@@ -102,7 +108,9 @@ class RoundRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._seeker: asyncio.Task[None] | None = None
         self._early_s = 0.0  # from the offer to the commit of the early part, in the last swap
-        self._boundary_s: float | None = None  # when this round's boundary came, monotonic
+        self._opened_s = 0.0  # when this round was opened, monotonic
+        self._boundary_s: float | None = None  # when its boundary came
+        self._correcting = False  # the main thread adds a correction to the vectors now
         self._changed = asyncio.Event()
 
     @property
@@ -116,8 +124,12 @@ class RoundRunner:
         if self._round.phase is not Phase.CLOSED:  # this thread was silent when the last outcome was asked for
             self._conclude(self._round)
             self._drop_trailing()
-        self._plans = plans
+        if plans != self._plans:
+            self._plans = plans
+            sections = [(plan.name, plan.num_elements, plan.modulo) for plan in plans]
+            self._bounds = {name: Bounds(size, codec=modulo) for name, size, modulo in sections if modulo}
         self._opening = opening
+        self._opened_s = time.monotonic()
         self._staged = Staged()
         self._round = Round(opening.round, own_id=self._hello().peer_id, progress=opening.progress)
         self._running = None
@@ -161,6 +173,20 @@ class RoundRunner:
                 while not self._settled(round_):
                     await self._wait_for_change(POLL_S)
         return self._conclude(round_)
+
+    async def take_correction(self, before: int) -> Correction | None:
+        """A late part of a round before `before`, to be applied at once; `corrected` tells that it was.
+
+        None while the vectors that it changes are on their way to a partner.
+        """
+        if not self.corrections or self.corrections[0].round >= before or self._round.phase is Phase.SWAPPING:
+            return None
+        self._correcting = True
+        return self.corrections.popleft()
+
+    def corrected(self) -> None:
+        self._correcting = False
+        self._notify()
 
     async def stop(self) -> None:
         """Abandon what runs and wait until all tasks have ended."""
@@ -247,13 +273,15 @@ class RoundRunner:
             return Refuse(RefuseCode.MALFORMED, "this is my own peer id: a key must not be used on two machines")
         if self.state != "training":
             return Refuse(RefuseCode.NOT_TRAINING, f"I am {self.state}", 60.0)
+        if self._round.wants_partner and self._trails():
+            return Refuse(RefuseCode.BUSY, "the late part of my last round is on its way", TRAILING_RETRY_S)
         return self._round.answer(offer, mine=self._boundary(self._round))
 
     # seeking
 
     async def _seek(self, round_: Round) -> None:
         while round_.phase is not Phase.CLOSED:
-            if not round_.wants_partner:
+            if not round_.wants_partner or self._trails():
                 await self._wait_for_change(POLL_S)
                 continue
             now_s = time.monotonic()
@@ -278,6 +306,18 @@ class RoundRunner:
                 if round_.is_offering_to(candidate.peer_id):
                     round_.offer_failed()
                 self._notify()
+
+    def _trails(self) -> bool:
+        """The last round is not over: its late part gets the link first, and its correction the vectors.
+
+        So the partner's gradient comes early, and what is sent of this round does not change any more. A late part that
+        takes long has to share the link; its correction then waits until the early part is here.
+        """
+        if self._correcting:
+            return True
+        round_s = self._pace.seconds_per_round()
+        is_long = round_s is not None and time.monotonic() - self._opened_s > TRAILING_SHARE * round_s
+        return not is_long and (self._trailing is not None or bool(self.corrections))
 
     def _latest_offer_s(self, now_s: float) -> float:
         """Until when an offer may wait, if an early part as slow as the last one is to arrive within the round."""
@@ -328,6 +368,7 @@ class RoundRunner:
             partner=partner,
             plans=self._plans,
             early_state=self._opening.early_state,
+            bounds=self._bounds,
             staged=self._staged,
             executor=self._executor,
             traffic=self.traffic,
@@ -338,7 +379,7 @@ class RoundRunner:
         self._ledgers[swap_id] = swap.ledger
         if len(self._ledgers) > REMEMBERED_SWAPS:
             self._ledgers.popitem(last=False)
-        self._running = _Running(swap, boundary, time.monotonic())
+        self._running = _Running(swap, self._round.index, boundary, time.monotonic())
         self._notify()
         return self._round, self._running
 
@@ -361,7 +402,8 @@ class RoundRunner:
             else:
                 self._round.commit_late()
         elif self._trailing and swap is self._trailing.swap:
-            self.corrections.append(Correction(swap.pair(SectionName.OUTER_GRADIENT), swap.partner))
+            gradient = swap.pair(SectionName.OUTER_GRADIENT)
+            self.corrections.append(Correction(gradient, swap.partner, self._trailing.round))
             self._trailing = None
         self._notify()
 

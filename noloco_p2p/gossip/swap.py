@@ -14,7 +14,10 @@ from concurrent.futures import Executor
 from blake3 import blake3
 from torch import Tensor
 
-from noloco_p2p.codec import num_chunks, section_bytes
+from noloco_p2p.codec import num_chunks
+from noloco_p2p.codec.dither import dither_seed
+from noloco_p2p.codec.modulo import Bounds, agree
+from noloco_p2p.codec.modulo import Grid as AgreedGrid
 from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import (
@@ -23,6 +26,7 @@ from noloco_p2p.gossip.frames import (
     Chunk,
     End,
     Frame,
+    Grid,
     Header,
     Part,
     Payload,
@@ -30,9 +34,10 @@ from noloco_p2p.gossip.frames import (
     SectionName,
     SwapState,
 )
-from noloco_p2p.gossip.outcome import SectionPair, SectionPlan, Traffic
-from noloco_p2p.gossip.pipeline import CheckBehind, Staged, code_ahead
+from noloco_p2p.gossip.outcome import Traffic
+from noloco_p2p.gossip.pipeline import Beside, CheckBehind, Staged, code_ahead
 from noloco_p2p.gossip.seams import FrameStream
+from noloco_p2p.gossip.sections import Coding, SectionPair, SectionPlan
 
 RECEIVE_TIMEOUT_S = 86_400.0  # `_progress` and the owner of the swap end it long before
 
@@ -62,6 +67,7 @@ class Swap:
         partner: str,
         plans: Sequence[SectionPlan],
         early_state: Mapping[SectionName, Tensor],
+        bounds: Mapping[SectionName, Bounds],
         staged: Staged,
         executor: Executor,
         traffic: Traffic,
@@ -77,29 +83,38 @@ class Swap:
         self._stream = stream
         self._plans = plans
         self._early_state = early_state
+        self._bounds = bounds
+        self._proposals = {name: each.propose() for name, each in bounds.items()}
         self._staged = staged
         self._executor = executor
         self._traffic = traffic
         self._on_commit = on_commit
         self._ask_partner = ask_partner
         self._deadlines = deadlines
-        self._own: dict[SectionName, list[Payload]] = {plan.name: [] for plan in plans}
-        self._own[SectionName.OUTER_GRADIENT] = staged.chunks
-        self._theirs: dict[SectionName, list[Payload]] = {plan.name: [] for plan in plans}
+        self._codings: dict[SectionName, asyncio.Future[Coding]] = {}
+        self._own: dict[SectionName, list[Payload | None]] = {  # None: not coded yet, or coded modulo
+            plan.name: staged.chunks if plan.part is Part.LATE else [None] * num_chunks(plan.num_elements)
+            for plan in plans
+        }
+        self._theirs: dict[SectionName, list[Payload]] = {}
         self._partner_ready: set[Part] = set()
         self._sent = {part: asyncio.Event() for part in Part}
         self._moving = 0  # sections on their way now, either direction
         self._send_lock = asyncio.Lock()
         self._early_done = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        for plan in plans:
+            self._codings[plan.name] = self._loop.create_future()
+            if plan.modulo is None:
+                self._codings[plan.name].set_result(Coding(plan))
+        self._broken: asyncio.Future[Sequence[tuple[SectionPlan, list[int]]]] = self._loop.create_future()
         self._abandoned: asyncio.Future[None] = self._loop.create_future()
         self._timer = asyncio.timeout(None)
 
     def pair(self, name: SectionName) -> SectionPair:
         """The coded vectors of both sides; the part that `name` belongs to must be committed."""
-        plan = next(plan for plan in self._plans if plan.name is name)
-        assert plan.part in self.ledger.committed, (name, self.ledger.committed)
-        return SectionPair(plan, self._own[name], self._theirs[name])
+        assert self._plan(name).part in self.ledger.committed, (name, self.ledger.committed)
+        return SectionPair(self._codings[name].result(), self._own[name], self._theirs[name])
 
     def pairs(self) -> dict[SectionName, SectionPair]:
         return {plan.name: self.pair(plan.name) for plan in self._plans if plan.part in self.ledger.committed}
@@ -159,43 +174,50 @@ class Swap:
     # sending
 
     async def _send_parts(self) -> None:
+        for name, proposal in self._proposals.items():
+            await self._send(Grid(name, proposal))
         for part in Part:
             for plan in self._plans_of(part):
-                await self._send_section(plan)
+                coding = await self._codings[plan.name]
+                await self._send_section(coding, range(num_chunks(plan.num_elements)))
+            if part is Part.EARLY:
+                for plan, indices in await self._broken:
+                    await self._send_section(Coding(plan), indices)
             self._sent[part].set()
             self._progress()
             if part is Part.EARLY:
                 await self._early_done.wait()  # keeps the frames of the two parts apart on the wire
                 self._progress()
 
-    async def _send_section(self, plan: SectionPlan) -> None:
+    async def _send_section(self, coding: Coding, indices: Sequence[int]) -> None:
+        plan, digests, has_begun = coding.plan, blake3(), False
         source = self._staged if plan.part is Part.LATE else self._early_state[plan.name]
-        digests, has_begun = blake3(), False
-        async with contextlib.aclosing(code_ahead(plan, source, self._executor)) as batches:
-            async for chunk in self._each(batches, plan):
+        async with contextlib.aclosing(code_ahead(coding, indices, source, self._executor)) as batches:
+            async for chunk in self._each(batches, coding):
                 if not has_begun:
                     has_begun = True
                     self._moving += 1
                     self._progress()
-                    await self._send(_header(plan))
+                    await self._send(_header(coding, indices))
                 digests.update(chunk.digest)
                 await self._send(chunk)
                 self.bytes_sent += len(chunk.payload)
-                self._traffic.sent_bytes += len(chunk.payload)
+                self._traffic.bytes_sent += len(chunk.payload)
                 self._progress()
         await self._send(End(plan.name, digests.digest()))
         self._moving -= 1
 
-    async def _each(self, batches: AsyncIterator[list[Chunk]], plan: SectionPlan) -> AsyncIterator[Chunk]:
-        """Chunk after chunk; early payloads are kept, for the half-differences (the staged ones are)."""
+    async def _each(self, batches: AsyncIterator[list[Chunk]], coding: Coding) -> AsyncIterator[Chunk]:
+        """Chunk after chunk; what the half-differences need of early payloads is kept (the staged ones are)."""
+        name, own = coding.plan.name, self._own[coding.plan.name]
         try:
             async for batch in batches:
                 for chunk in batch:
-                    if plan.part is Part.EARLY:
-                        self._own[plan.name].append(chunk.payload)
+                    if coding.plan.part is Part.EARLY:
+                        own[chunk.index] = None if coding.modulo(chunk.index) else chunk.payload
                     yield chunk
         except ValueError as error:
-            raise CorruptPayload(f"own {plan.name.name.lower()} cannot be sent: {error}", peer=self.partner) from None
+            raise CorruptPayload(f"own {name.name.lower()} cannot be sent: {error}", peer=self.partner) from None
 
     async def _send(self, frame: Frame) -> None:
         async with self._send_lock:  # sections and Ready come from two tasks; a stream takes one writer
@@ -204,9 +226,12 @@ class Swap:
     # receiving
 
     async def _receive_parts(self) -> None:
+        for name, proposal in self._proposals.items():
+            await self._agree_on_grid(name, proposal)
         for part in Part:
-            for plan in self._plans_of(part):
-                await self._receive_section(plan)
+            broken = [(plan, await self._receive_section(plan)) for plan in self._plans_of(part)]
+            if part is Part.EARLY:
+                await self._repair([(plan, indices) for plan, indices in broken if indices])
             self.ledger.verified.add(part)
             self._progress()
             with contextlib.suppress(Unreachable):  # the partner may still be heard, or asked
@@ -215,6 +240,23 @@ class Swap:
             await self._sent[part].wait()  # a partner may claim to have what was never sent to it
             self._commit(part)
             self._progress()
+
+    async def _agree_on_grid(self, name: SectionName, proposal: bytes) -> None:
+        frame = await self._receive()
+        if not isinstance(frame, Grid) or frame.section is not name:
+            raise CorruptPayload(f"expected the grid of {name.name.lower()}, got {_show(frame)}", peer=self.partner)
+        exponents = agree(proposal, frame.exponents)
+        coding = Coding(self._plan(name), AgreedGrid(exponents, dither_seed(self.swap_id, name)))
+        self._codings[name].set_result(coding)
+
+    async def _repair(self, broken: Sequence[tuple[SectionPlan, list[int]]]) -> None:
+        """Both sides saw the same bounds broken; those chunks travel again, without modulo."""
+        self._broken.set_result(broken)
+        for plan, indices in broken:
+            check = await self._receive_chunks(Coding(plan), indices)
+            for index, payload in zip(indices, check.kept, strict=True):
+                self._theirs[plan.name][index] = payload
+            self._traffic.broken_chunks += len(indices)
 
     def _commit(self, part: Part) -> None:
         if self.ledger.has_ended:
@@ -233,29 +275,43 @@ class Swap:
                 self._commit(part)
         return Part.LATE in self.ledger.committed
 
-    async def _receive_section(self, plan: SectionPlan) -> None:
-        header = await self._receive()
-        if header != _header(plan):
-            raise CorruptPayload(f"announced {_show(header)}, expected {_show(_header(plan))}", peer=self.partner)
+    async def _receive_section(self, plan: SectionPlan) -> list[int]:
+        """Which of its chunks are to be sent again, as modulo coding could not carry them."""
+        indices = range(num_chunks(plan.num_elements))
+        coding = await self._codings[plan.name]
+        check = await self._receive_chunks(coding, indices)
+        self._theirs[plan.name] = check.kept
+        if plan.modulo:
+            num_modulo = sum(coding.modulo(index) is not None for index in indices)
+            self._traffic.modulo_chunks += num_modulo
+            self._traffic.plain_chunks += len(indices) - num_modulo
+        return check.broken
+
+    async def _receive_chunks(self, coding: Coding, indices: Sequence[int]) -> CheckBehind:
+        plan = coding.plan
+        header, expected = await self._receive(), _header(coding, indices)
+        if header != expected:
+            raise CorruptPayload(f"announced {_show(header)}, expected {_show(expected)}", peer=self.partner)
         self._moving += 1
         self._progress()
         digests = blake3()
-        kept, check = self._theirs[plan.name], CheckBehind(plan, self._executor)
-        for index in range(num_chunks(plan.num_elements)):
+        beside = Beside(self._early_state[plan.name], self._bounds[plan.name]) if plan.modulo else None
+        check = CheckBehind(coding, self._executor, beside)
+        for index in indices:
             chunk = await self._receive()
             if not isinstance(chunk, Chunk) or (chunk.section, chunk.index) != (plan.name, index):
                 wanted = f"chunk {index} of {plan.name.name.lower()}"
                 raise CorruptPayload(f"{wanted} is missing: got {_show(chunk)}", peer=self.partner)
             await check.add(chunk)
             digests.update(chunk.digest)
-            kept.append(chunk.payload)
             self.bytes_received += len(chunk.payload)
-            self._traffic.received_bytes += len(chunk.payload)
+            self._traffic.bytes_received += len(chunk.payload)
             self._progress()
         if await self._receive() != End(plan.name, digests.digest()):
             raise CorruptPayload(f"{plan.name.name.lower()} does not end as it should", peer=self.partner)
         await check.finish()
         self._moving -= 1
+        return check
 
     async def _hear_ready(self, part: Part) -> None:
         while part not in self._partner_ready:
@@ -287,6 +343,9 @@ class Swap:
 
     # both
 
+    def _plan(self, name: SectionName) -> SectionPlan:
+        return next(plan for plan in self._plans if plan.name is name)
+
     def _plans_of(self, part: Part) -> list[SectionPlan]:
         return [plan for plan in self._plans if plan.part is part]
 
@@ -314,9 +373,9 @@ class _Abandoned(Exception):
         self.reason = reason
 
 
-def _header(plan: SectionPlan) -> Header:
-    total_bytes = section_bytes(plan.codec, plan.num_elements)
-    return Header(plan.name, plan.codec.name, plan.num_elements, num_chunks(plan.num_elements), total_bytes)
+def _header(coding: Coding, indices: Sequence[int]) -> Header:
+    name = coding.plan.codec_name if coding.grid else coding.plan.codec.name
+    return Header(coding.plan.name, name, coding.plan.num_elements, len(indices), coding.num_bytes(indices))
 
 
 def _show(frame: Frame | None) -> str:

@@ -145,6 +145,7 @@ _TO_WIRE: Mapping[type, tuple[str, Callable[[Any], Any]]] = {
         lambda f: pb.Accept(hello=hello_to_wire(f.hello), boundary=_boundary_to_wire(f.boundary)),
     ),
     frames.Refuse: ("refuse", refuse_to_wire),
+    frames.Grid: ("grid", lambda f: pb.Grid(section=_enum(f.section), exponents=f.exponents)),
     frames.Header: (
         "header",
         lambda f: pb.Header(
@@ -168,6 +169,7 @@ _FROM_WIRE: Mapping[str, Callable[[Any], frames.Frame]] = {
     "offer": lambda m: frames.Offer(hello_from_wire(m.hello), m.swap_id, _boundary_from_wire(m.boundary)),
     "accept": lambda m: frames.Accept(hello_from_wire(m.hello), _boundary_from_wire(m.boundary)),
     "refuse": refuse_from_wire,
+    "grid": lambda m: frames.Grid(_known(frames.SectionName, m.section), m.exponents),
     "header": lambda m: frames.Header(
         _known(frames.SectionName, m.section), text(m.codec), m.num_elements, m.num_chunks, m.num_bytes
     ),

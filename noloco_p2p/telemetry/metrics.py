@@ -29,6 +29,9 @@ class Metrics:
     blocked_s: float = _metric("s", "training waited for the network at the last boundary", 0.0)
     bytes_sent: int = _metric("bytes", "payload of swaps, failed ones too; no headers, no DHT, no first fetch", 0)
     bytes_received: int = _metric("bytes", "payload of swaps, failed ones too; no headers, no DHT, no first fetch", 0)
+    modulo_chunks: int = _metric("chunks", "received in modulo coding, those that had to be sent again too", 0)
+    plain_chunks: int = _metric("chunks", "of modulo sections, received as int8 as no bound was known for them", 0)
+    broken_chunks: int = _metric("chunks", "received in modulo coding, bound broken, sent again as int8", 0)
     last_partner: str = _metric("peer id", "partner of the last committed swap or half", "")
     last_outcome: str = _metric("text", "what the last round got, in one phrase", "")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.codec import section_bytes
-from noloco_p2p.gossip.outcome import section_plans
+from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.console import count, mib
 

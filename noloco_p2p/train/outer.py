@@ -123,9 +123,7 @@ class NoLoCo:
         self._steps += 1
         self.progress += 1 / self.spec.train.total_steps
         self._exchange.pace.step(time.monotonic())
-        correction = self._exchange.late()
-        if correction:
-            self._correct(correction)
+        self._apply_late()
         if self._steps < self.spec.outer.inner_steps:
             return None
         return self._end_round()
@@ -228,6 +226,7 @@ class NoLoCo:
         outcome = self._exchange.collect(self.spec.outer.max_wait_s)
         blocked_s = time.monotonic() - began_s
         received = None if isinstance(outcome, Alone) else outcome.received
+        self._apply_late()  # one that waited for the early part of this round
         self._outer_step(received)
         if received:
             self._meet_progress(received)
@@ -281,6 +280,12 @@ class NoLoCo:
             offset = weights.half_difference(index) if weights else None
             outer_step(slow, momentum, gradient, offset, alpha=outer.alpha, beta=outer.beta, gamma=outer.gamma)
             self._parameters.write(start, slow)
+
+    def _apply_late(self) -> None:
+        correction = self._exchange.late(self.round)
+        if correction:
+            self._correct(correction)
+            self._exchange.corrected()
 
     @torch.no_grad()
     def _correct(self, correction: Correction) -> None:

@@ -141,7 +141,7 @@ def test_an_eager_peer_gets_the_late_part_as_a_correction(swarm: LoopbackSwarm) 
     assert isinstance(end_round(a, Vectors.random(1), wait_s=0.0), Half)
     assert isinstance(end_round(b, Vectors.random(2), wait_s=WAIT_S), Swapped)
     wait_until(lambda: bool(a.runner.corrections))
-    correction = a.exchange.late()
+    correction = a.exchange.late(1)
     assert correction is not None
     expected = Vectors.random(2).outer_gradient * 0.5 - Vectors.random(1).outer_gradient * 0.5
     assert torch.equal(correction.gradient.half_difference(0), expected)

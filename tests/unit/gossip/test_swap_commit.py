@@ -82,7 +82,7 @@ def test_what_was_sent_and_received_is_counted(swarm: MemorySwarm) -> None:
     for outcome in one_round(peers, [A, B], wait_s=20.0):
         assert (received(outcome).bytes_sent, received(outcome).bytes_received) == (1200, 1200)
     for peer in peers:
-        assert (peer.runner.traffic.sent_bytes, peer.runner.traffic.received_bytes) == (1200, 1200)
+        assert (peer.runner.traffic.bytes_sent, peer.runner.traffic.bytes_received) == (1200, 1200)
 
 
 def test_rounds_follow_each_other(swarm: MemorySwarm) -> None:
@@ -103,18 +103,18 @@ def test_an_eager_peer_takes_half_now_and_the_rest_once_as_a_correction(swarm: M
     half = end_round(a, A, wait_s=0.0)
     assert isinstance(half, Half)
     assert set(half.received.sections) == {SectionName.SLOW_WEIGHTS, SectionName.OUTER_MOMENTUM}
-    assert a.exchange.late() is None
+    assert a.exchange.late(1) is None
 
     open_round(a, A, round_index=1)
     whole = end_round(b, B, wait_s=20.0)
     assert isinstance(whole, Swapped)
     wait_until(lambda: bool(a.runner.corrections))
-    correction = a.exchange.late()
+    correction = a.exchange.late(1)
     assert correction is not None
     assert correction.partner == "b"
     theirs = received(whole).sections[SectionName.OUTER_GRADIENT]
     assert torch.equal(correction.gradient.half_difference(0), -theirs.half_difference(0))
-    assert a.exchange.late() is None
+    assert a.exchange.late(1) is None
 
 
 def test_a_late_part_that_misses_the_next_boundary_is_dropped_on_both_sides(swarm: MemorySwarm) -> None:
@@ -128,8 +128,8 @@ def test_a_late_part_that_misses_the_next_boundary_is_dropped_on_both_sides(swar
     began_s = time.monotonic()
     assert isinstance(end_round(b, B, wait_s=20.0), Half)
     assert time.monotonic() - began_s < 5.0, "b was told, and did not wait for what will never come"
-    assert a.exchange.late() is None
-    assert b.exchange.late() is None
+    assert a.exchange.late(1) is None
+    assert b.exchange.late(1) is None
 
 
 def test_rounds_that_do_not_overlap_find_nobody(swarm: MemorySwarm) -> None:
@@ -176,7 +176,7 @@ def test_an_outcome_that_nobody_collected_does_not_stop_the_next_round(swarm: Me
     assert isinstance(end_round(b, B, wait_s=20.0), Half)
     outcomes = one_round([swarm.peer("c"), a], [B, A], wait_s=20.0, round_index=2)
     assert [type(outcome) for outcome in outcomes] == [Swapped, Swapped]
-    assert a.exchange.late() is None
+    assert a.exchange.late(1) is None
 
 
 def test_training_goes_on_when_the_network_thread_is_gone() -> None:

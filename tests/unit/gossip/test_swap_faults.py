@@ -356,7 +356,7 @@ def test_nothing_is_committed_before_it_was_sent_whatever_the_partner_claims() -
         a = swarm.peer("a")
         swarm.network.add("stranger", HastyStranger(theirs))
         open_round(a, own)
-        wait_until(lambda: a.runner.phase is Phase.EARLY and a.runner.traffic.received_bytes == 1200)
+        wait_until(lambda: a.runner.phase is Phase.EARLY and a.runner.traffic.bytes_received == 1200)
         assert a.runner.phase is Phase.EARLY
         outcome = end_round(a, own, wait_s=WAIT_S)
         assert isinstance(outcome, Swapped)

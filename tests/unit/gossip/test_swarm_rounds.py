@@ -179,7 +179,7 @@ def test_a_peer_of_another_kind_is_refused_with_the_difference(swarm: MemorySwar
     told = a.runner.last_fault + b.runner.last_fault  # who offers first is refused, and refuses no more
     assert "is not of this run" in told
     assert all(word in told for word in stranger.words)
-    assert a.runner.traffic.received_bytes == b.runner.traffic.received_bytes == 0, "refused before any payload"
+    assert a.runner.traffic.bytes_received == b.runner.traffic.bytes_received == 0, "refused before any payload"
 
 
 @pytest.mark.parametrize("state", ["paused", "leaving", "done"])

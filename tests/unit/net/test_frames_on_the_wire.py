@@ -31,6 +31,7 @@ FRAME: st.SearchStrategy[frames.Frame] = st.one_of(
     st.builds(frames.Offer, HELLO, BYTES, BOUNDARY),
     st.builds(frames.Accept, HELLO, BOUNDARY),
     st.builds(frames.Refuse, st.sampled_from(frames.RefuseCode), TEXT, RETRY),
+    st.builds(frames.Grid, SECTION, BYTES),
     st.builds(frames.Header, SECTION, TEXT, UINT64, UINT64, UINT64),
     st.builds(frames.Chunk, SECTION, UINT64, BYTES, BYTES),
     st.builds(frames.End, SECTION, BYTES),

@@ -124,6 +124,14 @@ class Refuse(_message.Message):
     retry_after_s: float
     def __init__(self, code: _Optional[_Union[RefuseCode, str]] = ..., sentence: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
+class Grid(_message.Message):
+    __slots__ = ("section", "exponents")
+    SECTION_FIELD_NUMBER: _ClassVar[int]
+    EXPONENTS_FIELD_NUMBER: _ClassVar[int]
+    section: SectionName
+    exponents: bytes
+    def __init__(self, section: _Optional[_Union[SectionName, str]] = ..., exponents: _Optional[bytes] = ...) -> None: ...
+
 class Header(_message.Message):
     __slots__ = ("section", "codec", "num_elements", "num_chunks", "num_bytes")
     SECTION_FIELD_NUMBER: _ClassVar[int]
@@ -173,7 +181,7 @@ class Abort(_message.Message):
     def __init__(self, code: _Optional[_Union[AbortCode, str]] = ..., sentence: _Optional[str] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("offer", "accept", "refuse", "header", "chunk", "end", "ready", "abort")
+    __slots__ = ("offer", "accept", "refuse", "header", "chunk", "end", "ready", "abort", "grid")
     OFFER_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_FIELD_NUMBER: _ClassVar[int]
     REFUSE_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +190,7 @@ class Frame(_message.Message):
     END_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    GRID_FIELD_NUMBER: _ClassVar[int]
     offer: Offer
     accept: Accept
     refuse: Refuse
@@ -190,7 +199,8 @@ class Frame(_message.Message):
     end: End
     ready: Ready
     abort: Abort
-    def __init__(self, offer: _Optional[_Union[Offer, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., header: _Optional[_Union[Header, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+    grid: Grid
+    def __init__(self, offer: _Optional[_Union[Offer, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., header: _Optional[_Union[Header, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("hello", "spec", "manifest", "chunks")

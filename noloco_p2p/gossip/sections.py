@@ -1,0 +1,116 @@
+"""The named vectors of a swap: which there are, how each chunk of them is coded, and what two sides make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from noloco_p2p.codec import Codec, chunk_range, get_codec
+from noloco_p2p.codec.modulo import MODULO8, Grid, ModuloCodec
+from noloco_p2p.gossip.frames import Part, Payload, SectionName
+from noloco_p2p.optim.halves import half_difference
+from noloco_p2p.spec import CodecSpec
+
+MODULO_CODECS = {MODULO8.name: MODULO8}
+BESIDE_MODULO = "int8"  # for a chunk whose bounds are not known yet, or were broken
+
+
+@dataclass(frozen=True, slots=True)
+class SectionPlan:
+    """One named vector of a swap, as both sides must see it.
+
+    codec: for every chunk; with `modulo` only for the chunks that cannot be coded modulo.
+    """
+
+    name: SectionName
+    part: Part
+    codec: Codec
+    num_elements: int
+    modulo: ModuloCodec | None = None
+
+    @property
+    def codec_name(self) -> str:
+        return self.modulo.name if self.modulo else self.codec.name
+
+
+def section_plans(codecs: CodecSpec, *, swap_momentum: bool, num_elements: int) -> tuple[SectionPlan, ...]:
+    """The sections of every swap of a run, in the order in which they travel."""
+    momentum = [(SectionName.OUTER_MOMENTUM, Part.EARLY, codecs.outer_momentum)] if swap_momentum else []
+    rows = [
+        (SectionName.SLOW_WEIGHTS, Part.EARLY, codecs.slow_weights),
+        *momentum,
+        (SectionName.OUTER_GRADIENT, Part.LATE, codecs.outer_gradient),
+    ]
+    return tuple(_plan(name, part, codec, num_elements) for name, part, codec in rows)
+
+
+def _plan(name: SectionName, part: Part, codec: str, num_elements: int) -> SectionPlan:
+    modulo = MODULO_CODECS.get(codec)
+    return SectionPlan(name, part, get_codec(BESIDE_MODULO if modulo else codec), num_elements, modulo)
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How the chunks of a section are coded in one swap, equal on both sides.
+
+    grid: what both agreed on; None for a section, or a repair of one, that goes without modulo.
+    """
+
+    plan: SectionPlan
+    grid: Grid | None = None
+
+    def modulo(self, index: int) -> tuple[ModuloCodec, Grid] | None:
+        """Codec and grid of a chunk; None when the plan's plain codec codes it."""
+        if self.plan.modulo is None or self.grid is None or not self.grid.covers(index):
+            return None
+        return self.plan.modulo, self.grid
+
+    def num_elements(self, index: int) -> int:
+        start, stop = chunk_range(self.plan.num_elements, index)
+        return stop - start
+
+    def num_bytes(self, indices: Sequence[int]) -> int:
+        """Sum of the payloads of these chunks."""
+        return sum(self._chunk_bytes(index) for index in indices)
+
+    def _chunk_bytes(self, index: int) -> int:
+        on_grid = self.modulo(index)
+        return (on_grid[0] if on_grid else self.plan.codec).num_bytes(self.num_elements(index))
+
+    def encode(self, values: Tensor, index: int) -> bytes:
+        """Raises ValueError for values that are not finite."""
+        if on_grid := self.modulo(index):
+            codec, grid = on_grid
+            return codec.encode(values, grid=grid, chunk_index=index)
+        return self.plan.codec.encode(values)
+
+    def half_difference(self, own: Payload | None, partner: Payload, index: int) -> Tensor:
+        """h of chunk `index`, fp32 on the CPU: (Q(partner) - Q(own)) / 2.
+
+        own: None for a chunk that was coded modulo; `partner` then holds the differences of the grid's integers.
+        """
+        num_elements = self.num_elements(index)
+        if own is None:
+            on_grid = self.modulo(index)
+            assert on_grid, index
+            codec, grid = on_grid
+            return codec.half_difference(bytes(partner), num_elements=num_elements, grid=grid, chunk_index=index)
+        codec = self.plan.codec
+        return half_difference(
+            codec.decode(own, num_elements=num_elements), codec.decode(partner, num_elements=num_elements)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SectionPair:
+    """What is left of both sides' coded vectors in a committed section, chunk by chunk, as `Coding` takes it."""
+
+    coding: Coding
+    own: list[Payload | None]
+    partner: list[Payload]
+
+    def half_difference(self, index: int) -> Tensor:
+        """h of chunk `index`: (Q(partner) - Q(own)) / 2, fp32 on the CPU."""
+        return self.coding.half_difference(self.own[index], self.partner[index], index)

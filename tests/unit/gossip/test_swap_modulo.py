@@ -1,0 +1,158 @@
+"""Swaps whose slow weights and momentum are coded modulo: bytes, opposite halves, broken bounds, and corrections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import pytest
+import torch
+
+from noloco_p2p.codec import CHUNK_ELEMENTS, chunk_bounds, section_bytes
+from noloco_p2p.codec.blocks import INT4, INT8
+from noloco_p2p.codec.modulo import MODULO8
+from noloco_p2p.gossip.deadlines import Deadlines
+from noloco_p2p.gossip.frames import Chunk, Grid, SectionName
+from noloco_p2p.gossip.outcome import Alone, Half, Received, Swapped
+from noloco_p2p.gossip.round import Phase
+from noloco_p2p.gossip.seams import FrameStream
+from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
+from noloco_p2p.testing.faults import At, FaultPlan, FlipBit, Replace
+from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
+from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, wait_until
+
+NUM_ELEMENTS = 2 * CHUNK_ELEMENTS + 1000
+SPEC = RunSpec(name="modulo", codec=CodecSpec(slow_weights="modulo8", outer_momentum="modulo8", outer_gradient="int4"))
+SHORT = Deadlines(dial_s=0.3, offer_s=0.3, status_s=0.3, progress_s=1.0, farewell_s=0.05)
+MODULO_BYTES = sum(MODULO8.num_bytes(stop - start) for start, stop in chunk_bounds(NUM_ELEMENTS))
+INT8_BYTES = section_bytes(INT8, NUM_ELEMENTS)
+INT4_BYTES = section_bytes(INT4, NUM_ELEMENTS)
+
+
+@pytest.fixture
+def swarm() -> Iterator[MemorySwarm]:
+    with MemorySwarm(SPEC, deadlines=SHORT) as swarm:
+        yield swarm
+
+
+def near(seed: int, *, apart: float = 1e-3) -> Vectors:
+    """Peers with different seeds are `apart` from each other, and much larger themselves."""
+    common, own = (Vectors.random(each, num_elements=NUM_ELEMENTS) for each in (99, seed))
+    return Vectors(
+        common.slow_weights + apart * own.slow_weights,
+        1e-2 * common.outer_momentum + apart * own.outer_momentum,
+        own.outer_gradient,
+    )
+
+
+def swapped(peers: list[MemoryPeer], vectors: list[Vectors], round_index: int) -> list[Received]:
+    outcomes = one_round(peers, vectors, wait_s=20.0, round_index=round_index)
+    assert all(isinstance(outcome, Swapped) for outcome in outcomes), outcomes
+    return [outcome.received for outcome in outcomes if isinstance(outcome, Swapped)]
+
+
+def halves(received: Received, name: SectionName) -> torch.Tensor:
+    pair = received.sections[name]
+    return torch.cat([pair.half_difference(index) for index in range(len(chunk_bounds(NUM_ELEMENTS)))])
+
+
+def test_the_first_swap_learns_the_bounds_and_the_next_ones_send_a_byte_a_number(swarm: MemorySwarm) -> None:
+    peers, vectors = [swarm.peer("a"), swarm.peer("b")], [near(1), near(2)]
+    first, second = (swapped(peers, vectors, index)[0] for index in range(2))
+    assert first.bytes_sent == 2 * INT8_BYTES + INT4_BYTES
+    assert second.bytes_sent == 2 * MODULO_BYTES + INT4_BYTES
+    exact = (vectors[1].slow_weights - vectors[0].slow_weights) / 2
+    error = (halves(second, SectionName.SLOW_WEIGHTS) - exact).abs().max()
+    assert error < (halves(first, SectionName.SLOW_WEIGHTS) - exact).abs().max() / 20
+    assert [peer.runner.traffic.modulo_chunks for peer in peers] == [6, 6]
+    assert [peer.runner.traffic.broken_chunks for peer in peers] == [0, 0]
+
+
+@pytest.mark.parametrize("name", [SectionName.SLOW_WEIGHTS, SectionName.OUTER_MOMENTUM])
+def test_the_two_half_differences_are_opposite_bit_for_bit(swarm: MemorySwarm, name: SectionName) -> None:
+    peers, vectors = [swarm.peer("a"), swarm.peer("b")], [near(1), near(2)]
+    for index in range(3):
+        ours, theirs = (halves(received, name) for received in swapped(peers, vectors, index))
+        assert torch.equal(ours, -theirs)
+        assert ours.abs().max() > 0
+
+
+def test_chunks_whose_bound_is_broken_are_sent_again_without_modulo(swarm: MemorySwarm) -> None:
+    peers, vectors = [swarm.peer("a"), swarm.peer("b")], [near(1), near(2)]
+    swapped(peers, vectors, 0)
+    vectors[0].slow_weights[CHUNK_ELEMENTS + 5] += 3.0  # one number of the second chunk has run away
+    broken = swapped(peers, vectors, 1)
+    again = INT8.num_bytes(CHUNK_ELEMENTS)
+    assert broken[0].bytes_sent == 2 * MODULO_BYTES + again + INT4_BYTES
+    assert [peer.runner.traffic.broken_chunks for peer in peers] == [1, 1]
+    ours, theirs = (halves(received, SectionName.SLOW_WEIGHTS) for received in broken)
+    assert torch.equal(ours, -theirs)
+    assert ours[CHUNK_ELEMENTS + 5] == pytest.approx(-1.5, abs=0.02)
+    assert swapped(peers, vectors, 2)[0].bytes_sent == 2 * MODULO_BYTES + INT4_BYTES, "the bound has followed"
+
+
+def test_equal_vectors_stay_without_a_grid_until_they_differ(swarm: MemorySwarm) -> None:
+    """As at the start of a run: momentum is zero everywhere, which tells nothing of the next round."""
+    zero = Vectors(near(1).slow_weights, torch.zeros(NUM_ELEMENTS), near(1).outer_gradient)
+    peers = [swarm.peer("a"), swarm.peer("b")]
+    for index in range(2):
+        received = swapped(peers, [zero, zero], index)[0]
+    assert received.bytes_sent == MODULO_BYTES + INT8_BYTES + INT4_BYTES
+    assert not halves(received, SectionName.SLOW_WEIGHTS).any()
+
+
+@pytest.mark.parametrize("digests", ["stale", "section"], ids=["damaged", "a lie"])
+def test_a_chunk_that_only_one_side_sees_broken_ends_the_swap(digests: Literal["stale", "section"]) -> None:
+    """Damage shows in the digest of the payload; a partner that lies must not make the two sides apply different h."""
+    at = At(Chunk, section=SectionName.SLOW_WEIGHTS, index=1)
+    faults = FaultPlan().fail_at(at, send=FlipBit(77, digests=digests)).wrapper()
+    rounds: list[int] = []
+
+    def wrap(stream: FrameStream) -> FrameStream:
+        return faults(stream) if len(rounds) == 1 else stream
+
+    with MemorySwarm(SPEC, deadlines=SHORT) as swarm:
+        peers, vectors = [swarm.peer("a", wrap=wrap, wrap_accepted=wrap), swarm.peer("b")], [near(1), near(2)]
+        swapped(peers, vectors, 0)
+        rounds.append(0)
+        outcomes = one_round(peers, vectors, wait_s=20.0, round_index=1)
+        assert faults.fired
+        assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
+        assert all(peer.runner.last_fault for peer in peers)
+
+
+@pytest.mark.parametrize("exponents", [b"", bytes(1000), bytes([126]) * 9], ids=["none", "too many", "no exponent"])
+def test_a_grid_that_no_peer_proposes_ends_the_swap(exponents: bytes) -> None:
+    grid = Grid(SectionName.SLOW_WEIGHTS, exponents)
+    faults = FaultPlan().fail_at(At(Grid), send=Replace(grid)).wrapper()
+    with MemorySwarm(SPEC, deadlines=SHORT) as swarm:
+        peers = [swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")]
+        outcomes = one_round(peers, [near(1), near(2)], wait_s=20.0)
+        assert faults.fired
+        assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
+        assert "it proposes" in peers[1].runner.last_fault
+
+
+# a correction changes what is coded
+
+
+def test_the_next_partner_waits_until_the_late_part_is_here_and_applied() -> None:
+    spec = SPEC.model_copy(update={"outer": OuterSpec(max_wait_s=0.0)})
+    with MemorySwarm(spec, deadlines=SHORT) as swarm:
+        a, b = swarm.peer("a"), swarm.peer("b")
+        vectors = near(1), near(2)
+        open_round(a, vectors[0])
+        open_round(b, vectors[1])
+        wait_until(lambda: all(peer.runner.phase is Phase.EARLY for peer in (a, b)))
+        assert isinstance(end_round(a, vectors[0], wait_s=0.0), Half)
+        open_round(a, vectors[0], round_index=1)
+        c = swarm.peer("c")
+        open_round(c, vectors[1])
+        assert isinstance(end_round(b, vectors[1], wait_s=20.0), Swapped)
+        wait_until(lambda: bool(a.runner.corrections))
+        assert a.runner.phase is not Phase.SWAPPING
+        assert a.exchange.late(0) is None, "of the round that is still open"
+        assert a.exchange.late(1) is not None
+        assert a.runner.phase is not Phase.SWAPPING
+        a.exchange.corrected()
+        wait_until(lambda: a.runner.phase is Phase.EARLY)
