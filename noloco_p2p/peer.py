@@ -23,8 +23,8 @@ from noloco_p2p.errors import CheckpointError, DirectoryError, SettingsError, Sp
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.fetch import SavedState, StateServer, fetch_spec, fetch_state, state_file_bytes
 from noloco_p2p.gossip.frames import Hello, StateManifest
-from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.outcome import Traffic
+from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.identity import Identity

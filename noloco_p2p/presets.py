@@ -133,7 +133,7 @@ COMMENTS: Mapping[str, str] = {
     "outer.gamma": "pull towards the partner's weights; about 1 - alpha^2, and bounded (checked)",
     "outer.swap_momentum": "average outer momentum too; false = the paper's exact rule",
     "outer.max_wait_s": "seconds to wait for a partner's gradient at the end of a round, before going on without it",
-    "codec.slow_weights": "int8 or better; modulo8 takes the bytes of int8 and is far more exact, as partners are near each other",
+    "codec.slow_weights": "int8 or better; modulo8 takes as many bytes as int8 and is far more exact",
     "codec.outer_momentum": "bf16 or modulo8 recommended",
     "codec.outer_gradient": "int8 loses nothing in published runs, int4 hardly anything",
     "evaluate.every_rounds": "rounds between two evaluations",
