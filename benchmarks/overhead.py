@@ -20,6 +20,7 @@ from claims import Claim, run
 from pair import Side, run_pair, start_loop
 from torch import nn
 
+from noloco_p2p.gossip.round import Phase
 from noloco_p2p.spec import OuterSpec, RunSpec
 from noloco_p2p.testing.link_proxy import LinkProfile, LinkProxy
 
@@ -53,8 +54,9 @@ def side(name: str, pipe: Connection, num_elements: int, repeats: int) -> None:
             continue
         alone = steps_per_s(step, lambda seconds: seconds > 3.0)
         peer.open(index)
-        beside = steps_per_s(step, lambda seconds: peer.runner._round.early_committed)
-        swap_s = peer.runner._early_s
+        opened_s = time.monotonic()
+        beside = steps_per_s(step, lambda seconds: peer.runner.phase is Phase.EARLY)
+        swap_s = time.monotonic() - opened_s
         peer.stage()
         peer.exchange.collect(300.0)
         pipe.send((beside / alone, swap_s))

@@ -12,7 +12,7 @@ class Deadlines:
     dial_s: float = 5.0
     offer_s: float = 5.0  # from the offer to its answer
     status_s: float = 3.0  # what became of a swap?
-    progress_s: float = 15.0  # for one chunk: about 10 KB/s is the least that a partner must carry
+    progress_s: float = 10.0  # for one chunk: sign of life; a partner that is merely slow is judged by measured rates
     farewell_s: float = 1.0  # for the Abort that tells the partner why
 
 

@@ -10,7 +10,11 @@ from noloco_p2p.gossip.sections import SectionPair
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What a swap brought: one pair of coded vectors per section (until they are applied), and what it cost."""
+    """What a swap brought: one pair of coded vectors per section (until they are applied), and what it cost.
+
+    lateness_s: the partner came to its boundary so long after this peer; 0 when it was first. transfer_s: from when
+    both were there until the late part was committed, or the round was ended without it.
+    """
 
     partner: str
     partner_round: int
@@ -19,6 +23,8 @@ class Received:
     bytes_sent: int
     bytes_received: int
     seconds: float
+    lateness_s: float
+    transfer_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,18 +36,21 @@ from noloco_p2p.gossip.frames import (
     SectionName,
     SwapState,
 )
+from noloco_p2p.gossip.goodput import Goodput
 from noloco_p2p.gossip.outcome import Alone, Correction, Half, Outcome, Received, Swapped, Traffic
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.pairing import Pairing
 from noloco_p2p.gossip.pipeline import Staged
 from noloco_p2p.gossip.round import Phase, Round
+from noloco_p2p.gossip.running import Running
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Transport
-from noloco_p2p.gossip.sections import SectionPlan
+from noloco_p2p.gossip.sections import SectionPlan, part_bytes
 from noloco_p2p.gossip.swap import Ledger, Swap
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1  # how often the directory is looked at for newcomers while a partner is sought
+WATCH_S = 0.5  # how often a swap on its way is judged
 LAST_LOOK_S = 1.0  # at its boundary a peer without a partner looks for one so long, however many it could still ask
 REMEMBERED_SWAPS = 16
 TRAILING_SHARE = 1 / 3  # of a round, in which the late part of the last one has the link to itself
@@ -61,14 +64,6 @@ class Opening:
     round: int
     progress: float
     early_state: dict[SectionName, Tensor]  # flat, fp32, on the CPU
-
-
-@dataclass(slots=True)
-class _Running:
-    swap: Swap
-    round: int
-    partner: Boundary
-    began_s: float
 
 
 class RoundRunner:
@@ -101,13 +96,13 @@ class RoundRunner:
         self._round.close()
         self._opening: Opening | None = None
         self._staged: Staged | None = None
-        self._running: _Running | None = None
-        self._trailing: _Running | None = None  # of the last round, its late part still on the way
+        self._running: Running | None = None
+        self._trailing: Running | None = None  # of the last round, its late part still on the way
         self._reason = ""
         self._ledgers: OrderedDict[bytes, Ledger] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._seeker: asyncio.Task[None] | None = None
-        self._early_s = 0.0  # from the offer to the commit of the early part, in the last swap
+        self._goodput = Goodput()
         self._opened_s = 0.0  # when this round was opened, monotonic
         self._boundary_s: float | None = None  # when its boundary came
         self._correcting = False  # the main thread adds a correction to the vectors now
@@ -146,6 +141,8 @@ class RoundRunner:
         """
         self._drop_trailing()
         self._boundary_s = time.monotonic()
+        if self._running:
+            self._running.boundary_s = self._boundary_s
         self._notify()
         if self._round.phase is Phase.CLOSED:
             return False
@@ -166,11 +163,11 @@ class RoundRunner:
             self._round.close()
 
     async def collect(self, wait_s: float) -> Outcome:
-        """Ends the round: waits up to `wait_s` while a swap or a hope of one is there, then tells what was got."""
-        round_ = self._round
+        """Ends the round: waits up to `wait_s` while something may still come in that time, then tells what was got."""
+        round_, until_s = self._round, time.monotonic() + wait_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while not self._settled(round_):
+                while not self._settled(round_) and self._is_worth_waiting(round_, until_s):
                     await self._wait_for_change(POLL_S)
         return self._conclude(round_)
 
@@ -320,9 +317,10 @@ class RoundRunner:
         return not is_long and (self._trailing is not None or bool(self.corrections))
 
     def _latest_offer_s(self, now_s: float) -> float:
-        """Until when an offer may wait, if an early part as slow as the last one is to arrive within the round."""
+        """Until when an offer may wait, if the early part is to arrive within the round."""
         left_s = None if self._boundary_s is not None else self._pace.seconds_to_boundary(now_s)
-        return now_s if left_s is None else now_s + left_s - 2 * self._early_s
+        early_s = self._goodput.seconds_for(part_bytes(self._plans, Part.EARLY)) or 0.0
+        return now_s if left_s is None else now_s + left_s - early_s
 
     async def _offer(self, round_: Round, candidate: Candidate) -> None:
         """Raises Refused or another PeerError; on success the swap runs in a task of its own."""
@@ -357,7 +355,7 @@ class RoundRunner:
 
     # swapping
 
-    def _bind(self, stream: FrameStream, swap_id: bytes, partner: str, boundary: Boundary) -> tuple[Round, _Running]:
+    def _bind(self, stream: FrameStream, swap_id: bytes, partner: str, boundary: Boundary) -> tuple[Round, Running]:
         assert self._opening is not None
         assert self._staged is not None
         self._round.bind(partner)
@@ -379,11 +377,12 @@ class RoundRunner:
         self._ledgers[swap_id] = swap.ledger
         if len(self._ledgers) > REMEMBERED_SWAPS:
             self._ledgers.popitem(last=False)
-        self._running = _Running(swap, self._round.index, boundary, time.monotonic())
+        self._running = Running(swap, self._round.index, boundary, time.monotonic(), self._boundary_s)
         self._notify()
         return self._round, self._running
 
-    async def _run(self, round_: Round, running: _Running) -> None:
+    async def _run(self, round_: Round, running: Running) -> None:
+        watch = self._own(self._watch(round_, running))
         try:
             await running.swap.run()
         except PeerError as error:
@@ -391,13 +390,25 @@ class RoundRunner:
         except BaseException:  # cancelled, or a mistake of ours: the round must not wait for it
             self._swap_ended(round_, running, Unreachable("it was broken off here", peer=running.swap.partner))
             raise
+        finally:
+            watch.cancel()
+
+    async def _watch(self, round_: Round, running: Running) -> None:
+        """Gives up an early part that will miss the boundary, while there is time for another partner."""
+        while round_.phase is Phase.SWAPPING and running is self._running and self._boundary_s is None:
+            await asyncio.sleep(WATCH_S)
+            now_s = time.monotonic()
+            left_s = self._pace.seconds_to_boundary(now_s)
+            if left_s is not None and running.misses(now_s + left_s, now_s, self._goodput):
+                running.swap.abandon(TimedOut("too slow for this round", peer=running.swap.partner))
+                return
 
     def _committed(self, swap: Swap, part: Part) -> None:
         """Called by the swap in the moment of the commit: the round moves on, or a late part becomes a correction."""
         if self._running and swap is self._running.swap:
+            self._running.committed(part, time.monotonic(), self._goodput)
             if part is Part.EARLY:
                 self._round.commit_early()
-                self._early_s = time.monotonic() - self._running.began_s
                 self._pairing.met(swap.partner)
             else:
                 self._round.commit_late()
@@ -407,13 +418,14 @@ class RoundRunner:
             self._trailing = None
         self._notify()
 
-    def _swap_ended(self, round_: Round, running: _Running, error: PeerError) -> None:
+    def _swap_ended(self, round_: Round, running: Running, error: PeerError) -> None:
         kept = "early part kept" if Part.EARLY in running.swap.ledger.committed else "nothing applied"
         if round_.phase is not Phase.CLOSED or running is self._trailing:
             self._fault(f"round {round_.index} | swap with {_short(running.swap.partner)} failed: {error} | {kept}")
         if running is self._trailing:
             self._trailing = None
         if running is self._running and round_ is self._round:
+            running.broken_off(time.monotonic(), self._goodput)
             self._pairing.failed(running.swap.partner, now_s=time.monotonic())
             round_.swap_failed()
             self._reason = f"the swap with {_short(running.swap.partner)} failed: {error}"
@@ -445,6 +457,12 @@ class RoundRunner:
     def _settled(self, round_: Round) -> bool:
         return round_.phase in (Phase.DONE, Phase.HALF, Phase.CLOSED) or self._hopeless(round_)
 
+    def _is_worth_waiting(self, round_: Round, until_s: float) -> bool:
+        """False when what is still to come cannot be here by then, by measured rates and the partner's own word."""
+        if self._running is None or round_.phase not in (Phase.SWAPPING, Phase.EARLY):
+            return True
+        return self._running.expected_s(time.monotonic(), self._goodput) <= until_s
+
     def _hopeless(self, round_: Round) -> bool:
         if round_.phase is not Phase.SEEKING:
             return False
@@ -454,7 +472,7 @@ class RoundRunner:
         return not self._pairing.hopeful(self._directory.live(), now_s)
 
     def _outcome(self, round_: Round) -> Outcome:
-        running, phase = self._running, round_.phase
+        running, phase, now_s = self._running, round_.phase, time.monotonic()
         if running is not None and round_.early_committed:
             received = Received(
                 partner=running.swap.partner,
@@ -463,7 +481,9 @@ class RoundRunner:
                 sections=running.swap.pairs(),
                 bytes_sent=running.swap.bytes_sent,
                 bytes_received=running.swap.bytes_received,
-                seconds=time.monotonic() - running.began_s,
+                seconds=now_s - running.began_s,
+                lateness_s=running.lateness_s(now_s),
+                transfer_s=running.transfer_s(now_s),
             )
             self._running = None
             if phase is Phase.DONE:
@@ -474,8 +494,9 @@ class RoundRunner:
             return Half(received, self._reason)
         if phase is Phase.SWAPPING and running is not None:
             partner, self._running = running.swap.partner, None
+            running.broken_off(now_s, self._goodput)
             running.swap.abandon(Unreachable("the round ended before the early part was committed"))
-            self._pairing.failed(partner, now_s=time.monotonic())
+            self._pairing.failed(partner, now_s=now_s)
             return Alone(f"the swap with {_short(partner)} was not ready at the boundary")
         if not self._directory.live():
             return Alone("no other live peer")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from noloco_p2p.codec import Codec, chunk_range, get_codec
+from noloco_p2p.codec import Codec, chunk_range, get_codec, section_bytes
 from noloco_p2p.codec.modulo import MODULO8, Grid, ModuloCodec
 from noloco_p2p.gossip.frames import Part, Payload, SectionName
 from noloco_p2p.optim.halves import half_difference
@@ -44,6 +44,11 @@ def section_plans(codecs: CodecSpec, *, swap_momentum: bool, num_elements: int) 
         (SectionName.OUTER_GRADIENT, Part.LATE, codecs.outer_gradient),
     ]
     return tuple(_plan(name, part, codec, num_elements) for name, part, codec in rows)
+
+
+def part_bytes(plans: Iterable[SectionPlan], part: Part) -> int:
+    """What a part moves each way: exact without modulo; with it as if no bound were known, 1 % more."""
+    return sum(section_bytes(plan.codec, plan.num_elements) for plan in plans if plan.part is part)
 
 
 def _plan(name: SectionName, part: Part, codec: str, num_elements: int) -> SectionPlan:

@@ -37,7 +37,7 @@ from noloco_p2p.gossip.frames import (
 from noloco_p2p.gossip.outcome import Traffic
 from noloco_p2p.gossip.pipeline import Beside, CheckBehind, Staged, code_ahead
 from noloco_p2p.gossip.seams import FrameStream
-from noloco_p2p.gossip.sections import Coding, SectionPair, SectionPlan
+from noloco_p2p.gossip.sections import Coding, SectionPair, SectionPlan, part_bytes
 
 RECEIVE_TIMEOUT_S = 86_400.0  # `_progress` and the owner of the swap end it long before
 
@@ -80,6 +80,7 @@ class Swap:
         self.ledger = Ledger()
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.partner_staged_s: float | None = None  # when its late part began to arrive (the loop's clock)
         self._stream = stream
         self._plans = plans
         self._early_state = early_state
@@ -118,6 +119,15 @@ class Swap:
 
     def pairs(self) -> dict[SectionName, SectionPair]:
         return {plan.name: self.pair(plan.name) for plan in self._plans if plan.part in self.ledger.committed}
+
+    def num_bytes(self, part: Part) -> int:
+        """What a part moves each way, see `part_bytes`."""
+        return part_bytes(self._plans, part)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Payload so far, of the direction that is behind."""
+        return min(self.bytes_sent, self.bytes_received)
 
     def abandon(self, reason: PeerError) -> None:
         """End the swap from outside: nothing more is committed, `run` raises `reason`. Harmless when it has ended."""
@@ -292,6 +302,8 @@ class Swap:
         header, expected = await self._receive(), _header(coding, indices)
         if header != expected:
             raise CorruptPayload(f"announced {_show(header)}, expected {_show(expected)}", peer=self.partner)
+        if plan.part is Part.LATE:
+            self.partner_staged_s = self._loop.time()
         self._moving += 1
         self._progress()
         digests = blake3()

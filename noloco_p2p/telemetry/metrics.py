@@ -27,6 +27,10 @@ class Metrics:
     tokens_per_s: float = _metric("tokens/s", "of the last round; waiting and evaluation count as time", 0.0)
     inner_steps_per_s: float = _metric("steps/s", "of the last round; waiting and evaluation count as time", 0.0)
     blocked_s: float = _metric("s", "training waited for the network at the last boundary", 0.0)
+    lateness_s: float = _metric("s", "the last partner came to its boundary so long after this peer, 0 if before", 0.0)
+    transfer_s: float = _metric(
+        "s", "late part of the last swap: from when both were at their boundaries to its end", 0.0
+    )
     bytes_sent: int = _metric("bytes", "payload of swaps, failed ones too; no headers, no DHT, no first fetch", 0)
     bytes_received: int = _metric("bytes", "payload of swaps, failed ones too; no headers, no DHT, no first fetch", 0)
     modulo_chunks: int = _metric("chunks", "received in modulo coding, those that had to be sent again too", 0)

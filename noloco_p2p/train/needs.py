@@ -13,8 +13,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from noloco_p2p.codec import section_bytes
-from noloco_p2p.gossip.sections import section_plans
+from noloco_p2p.gossip.frames import Part
+from noloco_p2p.gossip.sections import part_bytes, section_plans
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.console import count, mib
 
@@ -63,7 +63,7 @@ class Needs:
 def estimate(spec: RunSpec, *, num_parameters: int, step_s: float, folder: Path) -> Needs:
     """`step_s`: seconds of one inner step, measured here."""
     plans = section_plans(spec.codec, swap_momentum=spec.outer.swap_momentum, num_elements=num_parameters)
-    round_bytes = sum(section_bytes(plan.codec, plan.num_elements) for plan in plans)
+    round_bytes = sum(part_bytes(plans, part) for part in Part)
     rounds_per_hour = 3600 / max(step_s * spec.outer.inner_steps, 1e-6)
     return Needs(
         num_parameters=num_parameters,

@@ -247,14 +247,16 @@ class NoLoCo:
         metrics.blocked_s = result.blocked_s
         metrics.last_outcome = describe_outcome(result.outcome)
         match result.outcome:
-            case Swapped(received):
+            case Swapped():
                 metrics.swaps += 1
-                metrics.last_partner = received.partner
-            case Half(received):
+            case Half():
                 metrics.halves += 1
-                metrics.last_partner = received.partner
             case Alone():
                 metrics.alone += 1
+                return
+        received = result.outcome.received
+        metrics.last_partner = received.partner
+        metrics.lateness_s, metrics.transfer_s = received.lateness_s, received.transfer_s
 
     def _outer_gradient(self) -> Iterator[Tensor]:
         """fast - slow, chunk by chunk, where the model lies."""

@@ -1,0 +1,111 @@
+"""What is worth waiting for, and which swap is given up in time for another: by measured rates, not by constants."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from noloco_p2p.gossip.frames import Chunk, Frame
+from noloco_p2p.gossip.outcome import Half, Swapped
+from noloco_p2p.gossip.round import Phase
+from noloco_p2p.gossip.seams import FrameStream
+from noloco_p2p.spec import OuterSpec, RunSpec
+from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
+from noloco_p2p.testing.rounds import Vectors, end_round, open_round, together, wait_until
+
+STEPS = 50
+SPEC = RunSpec(name="in-time", outer=OuterSpec(inner_steps=STEPS))
+A, B = Vectors.random(1), Vectors.random(2)
+
+
+def open_at(peer: MemoryPeer, vectors: Vectors, *, seconds_per_step: float, steps_left: int, index: int = 0) -> None:
+    """As a peer that measured its steps before, with the boundary `steps_left` steps away."""
+    now_s = time.monotonic()
+    peer.exchange.pace.open_round(now_s)
+    for step in range(32):
+        peer.exchange.pace.step(now_s + (step + 1) * seconds_per_step)
+    peer.exchange.open(
+        index,
+        progress=0.0,
+        slow_weights=vectors.slow_weights,
+        outer_momentum=vectors.outer_momentum,
+        steps_done=STEPS - steps_left,
+    )
+
+
+def both_early(*peers: MemoryPeer) -> None:
+    wait_until(lambda: all(peer.runner.phase is Phase.EARLY for peer in peers))
+
+
+def test_a_partner_that_comes_too_late_is_not_waited_for() -> None:
+    with MemorySwarm(SPEC) as swarm:
+        a, b = swarm.peer("a"), swarm.peer("b")
+        open_at(a, A, seconds_per_step=20.0, steps_left=1)
+        open_at(b, B, seconds_per_step=20.0, steps_left=15)
+        both_early(a, b)
+        began_s = time.monotonic()
+        outcome = end_round(a, A, wait_s=30.0)
+        assert time.monotonic() - began_s < 5.0
+        assert isinstance(outcome, Half)
+        assert isinstance(end_round(b, B, wait_s=30.0), Swapped), "b has what a staged, and needs not wait"
+
+
+def test_the_partners_lateness_is_told_apart_from_the_transfer() -> None:
+    with MemorySwarm(SPEC) as swarm:
+        a, b = swarm.peer("a"), swarm.peer("b")
+        open_round(a, A)
+        open_round(b, B)
+        both_early(a, b)
+        late_s = 0.3
+
+        def late() -> object:
+            until_s = time.monotonic() + late_s
+            wait_until(lambda: time.monotonic() > until_s)
+            return end_round(b, B, wait_s=20.0)
+
+        of_a, of_b = together(lambda: end_round(a, A, wait_s=20.0), late)
+    assert isinstance(of_a, Swapped)
+    assert isinstance(of_b, Swapped)
+    assert of_a.received.lateness_s == pytest.approx(late_s, abs=0.15)
+    assert of_a.received.transfer_s < 0.2
+    assert of_b.received.lateness_s == 0.0
+
+
+class Slow:
+    """A stream that takes a second for each chunk."""
+
+    def __init__(self, stream: FrameStream) -> None:
+        self._stream = stream
+        self.peer = stream.peer
+
+    async def send(self, frame: Frame) -> None:
+        if isinstance(frame, Chunk):
+            await asyncio.sleep(1.0)
+        await self._stream.send(frame)
+
+    async def receive(self, timeout_s: float) -> Frame:
+        return await self._stream.receive(timeout_s)
+
+    async def close(self) -> None:
+        await self._stream.close()
+
+
+def test_an_early_part_that_will_miss_the_boundary_gives_way_to_another_partner() -> None:
+    large_a, large_b = (Vectors.random(seed, num_elements=20 * 262_144) for seed in (1, 2))
+    with MemorySwarm(SPEC) as swarm:
+        a, fast = swarm.peer("a"), swarm.peer("fast")
+        for index in range(3):  # a learns what its link carries
+            open_round(a, large_a, round_index=index)
+            open_round(fast, large_b, round_index=index)
+            both_early(a, fast)
+            together(lambda: end_round(a, large_a, wait_s=20.0), lambda: end_round(fast, large_b, wait_s=20.0))
+        slow = swarm.peer("slow", wrap=Slow, wrap_accepted=Slow)
+        open_at(a, large_a, seconds_per_step=0.4, steps_left=45, index=3)
+        open_at(slow, large_b, seconds_per_step=0.4, steps_left=45)
+        wait_until(lambda: a.runner.phase is Phase.SWAPPING)
+        open_at(fast, large_b, seconds_per_step=0.4, steps_left=45, index=3)
+        wait_until(lambda: a.runner.phase is Phase.EARLY)
+        assert "slow" in a.runner.last_fault
+        assert "too slow for this round" in a.runner.last_fault
