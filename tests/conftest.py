@@ -1,0 +1,8 @@
+"""For all tests: no time limit on a single example, as machines are shared; every test as a whole has one."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared-machine")
