@@ -49,15 +49,10 @@ def side(name: str, pipe: Connection, num_elements: int, round_s: float, max_wai
         assert not isinstance(outcome, Alone), outcome
         correction_s = 0.0
         if max_wait_s == 0:
-            correction_s = apply(wait_for_correction(peer), peer)
+            correction_s = apply(peer.wait_for_correction(), peer)
+            peer.exchange.corrected()
         pipe.send((at_boundary_s, early_s, staged_s - began_s, blocked_s, correction_s))
     peer.stop()
-
-
-def wait_for_correction(peer: Side) -> Correction:
-    while (correction := peer.exchange.late(1 << 30)) is None:
-        threading.Event().wait(0.01)
-    return correction
 
 
 def apply(correction: Correction, peer: Side) -> float:

@@ -1,4 +1,4 @@
-"""Two peers in two processes, as in real life but for the DHT and the model: the bench of the swap benchmarks."""
+"""Peers in processes of their own, as in real life but for the DHT and the model: the bench of the swap benchmarks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 import multiprocessing
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import uvloop
@@ -18,7 +19,9 @@ from noloco_p2p.codec import chunk_bounds
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.fetch import StateServer
 from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.outcome import Correction
 from noloco_p2p.gossip.pace import Pace
+from noloco_p2p.gossip.round import Phase
 from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.service import PeerService
@@ -26,9 +29,13 @@ from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.spec import RunSpec
 
+T = TypeVar("T")
+PATIENCE_S = 900.0  # for one step of one method
+FOREVER = 1 << 62  # a round that never comes
 
-class OneOther:
-    """A directory that knows one peer, or none."""
+
+class Told:
+    """A directory that is told who lives."""
 
     def __init__(self) -> None:
         self.others: list[Candidate] = []
@@ -37,26 +44,29 @@ class OneOther:
         return self.others
 
 
-class Side:
-    """One peer: network thread, server, exchange, and vectors of random numbers. Both sides know the other."""
+class BarePeer:
+    """Network thread, server and exchange of a peer, and the outer step's part of training; no DHT, no model.
 
-    def __init__(self, name: str, pipe: Connection, spec: RunSpec, num_elements: int) -> None:
+    Peers have nearly the same vectors, as in a swarm: 1e-3 apart where the numbers themselves are about 1.
+    """
+
+    def __init__(self, name: str, spec: RunSpec, num_elements: int, *, host: str = "127.0.0.1") -> None:
         torch.set_num_threads(1)
-        self.name, self.pipe, self.spec, self.num_elements = name, pipe, spec, num_elements
+        self.name, self.spec, self.num_elements = name, spec, num_elements
         self.loop = start_loop()
         self.pace = Pace(spec.outer.inner_steps)
-        self.directory = OneOther()
-        self.runner, self.server = self.on_loop(self._build())
+        self.directory = Told()
+        self.runner, self.server = self.on_loop(self._build(host))
         self.exchange = Exchange(spec=spec, loop=self.loop, runner=self.runner, pace=self.pace)
-        self.slow_weights = torch.randn(num_elements)
-        self.outer_momentum = torch.randn(num_elements).mul_(1e-3)
-        pipe.send(self.server.port)
-        other, address = pipe.recv()
-        self.directory.others = [Candidate(other, address)]
+        own = torch.Generator().manual_seed(int.from_bytes(name.encode(), "little"))
+        self.slow_weights = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
+        self.slow_weights.add_(torch.randn(num_elements, generator=own), alpha=1e-3)
+        self.outer_momentum = torch.randn(num_elements, generator=own).mul_(1e-3)
 
     def open(self, round_index: int) -> None:
-        vectors = {"slow_weights": self.slow_weights, "outer_momentum": self.outer_momentum}
-        self.exchange.open(round_index, progress=0.0, **vectors)
+        self.exchange.open(
+            round_index, progress=0.0, slow_weights=self.slow_weights, outer_momentum=self.outer_momentum
+        )
 
     def stage(self) -> None:
         """Any vector will do as outer gradient."""
@@ -64,17 +74,28 @@ class Side:
 
     def wait_for_early(self) -> None:
         """Until the early part is committed, as it is by the end of a round of training."""
-        while not self.runner._round.early_committed:
-            threading.Event().wait(0.002)
+        self.until(lambda: self.runner.phase in (Phase.EARLY, Phase.DONE, Phase.HALF))
+
+    def wait_for_correction(self) -> Correction:
+        return self.until(lambda: self.exchange.late(FOREVER))
+
+    def until(self, given: Callable[[], T | None]) -> T:
+        """Looks every 2 ms: what happens meanwhile is the network thread's. Raises TimeoutError."""
+        until_s = time.monotonic() + PATIENCE_S
+        while not (found := given()):
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"what was waited for did not come: {self.runner.last_fault}")
+            time.sleep(0.002)
+        return found
 
     def stop(self) -> None:
         self.on_loop(self.runner.stop())
         self.on_loop(self.server.stop(0.1))
 
     def on_loop(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(600)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
 
-    async def _build(self) -> tuple[RoundRunner, GrpcServer]:
+    async def _build(self, host: str) -> tuple[RoundRunner, GrpcServer]:
         def hello() -> Hello:
             return Hello(self.name, self.spec.name, self.spec.digest())
 
@@ -89,8 +110,19 @@ class Side:
         states = StateServer(self.spec)
         service = PeerService(runner=runner, states=states, status=lambda: (hello(), "training", 0, 0.0))
         server = GrpcServer(service)
-        await server.start("127.0.0.1", 0)
+        await server.start(host, 0)
         return runner, server
+
+
+class Side(BarePeer):
+    """One of two peers, each in a process; both know the other."""
+
+    def __init__(self, name: str, pipe: Connection, spec: RunSpec, num_elements: int) -> None:
+        super().__init__(name, spec, num_elements)
+        self.pipe = pipe
+        pipe.send(self.server.port)
+        other, address = pipe.recv()
+        self.directory.others = [Candidate(other, address)]
 
 
 def start_loop() -> asyncio.AbstractEventLoop:

@@ -119,10 +119,10 @@ class RoundRunner:
         if self._round.phase is not Phase.CLOSED:  # this thread was silent when the last outcome was asked for
             self._conclude(self._round)
             self._drop_trailing()
-        if plans != self._plans:
-            self._plans = plans
-            sections = [(plan.name, plan.num_elements, plan.modulo) for plan in plans]
-            self._bounds = {name: Bounds(size, codec=modulo) for name, size, modulo in sections if modulo}
+        self._plans = plans
+        for plan in plans:
+            if plan.modulo and plan.name not in self._bounds:
+                self._bounds[plan.name] = Bounds(plan.num_elements, codec=plan.modulo)
         self._opening = opening
         self._opened_s = time.monotonic()
         self._staged = Staged()
@@ -366,7 +366,7 @@ class RoundRunner:
             partner=partner,
             plans=self._plans,
             early_state=self._opening.early_state,
-            bounds=self._bounds,
+            bounds={plan.name: self._bounds[plan.name] for plan in self._plans if plan.modulo},
             staged=self._staged,
             executor=self._executor,
             traffic=self.traffic,
