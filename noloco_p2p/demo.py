@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,13 @@ class DemoPlan:
     num_peers: int = 4
     num_steps: int = 720
     port_base: int = 0  # peer i listens on port_base + 2 i; 0 = free ports
+    changes: Mapping[str, Any] = field(default_factory=dict)  # dotted fields of the spec
 
     def spec(self) -> RunSpec:
         """The preset `tiny` with a shorter schedule: the learning rate comes down within the demo."""
         warmup_steps = min(PRESETS["tiny"].train.warmup_steps, self.num_steps // 4)
         changes = {"name": "demo", "train.total_steps": self.num_steps, "train.warmup_steps": warmup_steps}
-        return PRESETS["tiny"].with_changes(changes, origin="--steps")
+        return PRESETS["tiny"].with_changes(changes, origin="--steps").with_changes(dict(self.changes), origin="--set")
 
 
 class DemoPeer:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from noloco_p2p.cli.options import Changes, parse_changes
 from noloco_p2p.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ PLAIN_EVERY_S = 15.0
 def demo(
     peers: Annotated[int, typer.Option(help="Number of peers, each a process.", min=1, max=64)] = 4,
     steps: Annotated[int, typer.Option(help="Inner steps of each peer.", min=20)] = 720,
+    changes: Changes = None,
     port_base: Annotated[
         int, typer.Option(help="Peer i listens on PORT_BASE + 2 i; 0 = free ports.", min=0, max=65000)
     ] = 0,
@@ -42,8 +44,9 @@ def demo(
 
     if json_file:
         _check_writable(json_file)
+    values = parse_changes(changes)
     folder = keep or Path(tempfile.mkdtemp(prefix="noloco-demo-"))
-    swarm = Demo(DemoPlan(folder.absolute(), num_peers=peers, num_steps=steps, port_base=port_base))
+    swarm = Demo(DemoPlan(folder.absolute(), num_peers=peers, num_steps=steps, port_base=port_base, changes=values))
     noun = "peer" if peers == 1 else "peers"
     print(f"{peers} {noun} on this machine, {steps} inner steps each; logs: {folder}/peer-*/log.txt", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the demo, and the demo its peers

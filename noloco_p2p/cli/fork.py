@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from noloco_p2p.cli.options import StateDir
+from noloco_p2p.cli.options import Changes, StateDir, parse_changes
 from noloco_p2p.errors import CheckpointError, SettingsError
 
 
 def fork(
     source: Annotated[str, typer.Argument(metavar="SPEC.toml|TICKET", help="The run to fork.")],
     new: Annotated[Path, typer.Argument(metavar="NEW.toml", help="Where to write the spec of the new run.")],
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", help="KEY=VALUE, for example outer.alpha=0.3; may be repeated.")
-    ] = None,
+    changes: Changes = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Take this checkpoint instead of the newest.", show_default=False)
     ] = None,
@@ -34,7 +31,7 @@ def fork(
     if new.exists() or not new.absolute().parent.is_dir():
         why = "exists" if new.exists() else f"cannot be written: there is no folder {new.absolute().parent}"
         raise SettingsError(f"{new} {why}; choose another name for the spec of the new run")
-    values = dict(_parse(change) for change in changes or [])
+    values = parse_changes(changes)
     for key in values:
         if key.startswith("model."):
             raise SettingsError(f"--set {key}: a fork keeps the model of the run, as it starts from its weights")
@@ -67,14 +64,3 @@ def fork(
     new.write_text(render(spec), encoding="utf-8")
     join = f"noloco join {new}" + (f" --state-dir {state_dir}" if state_dir else "")
     print(f"wrote {new}: run {spec.name}, from the state of {old.name}; start it with: {join}")
-
-
-def _parse(change: str) -> tuple[str, Any]:
-    """outer.alpha=0.3 -> ("outer.alpha", 0.3), the value read as TOML, or as a plain string."""
-    key, equals, text = change.partition("=")
-    if not equals:
-        raise SettingsError(f"--set {change!r} must be KEY=VALUE, for example outer.alpha=0.3")
-    try:
-        return key, tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key, text

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from noloco_p2p.errors import SettingsError
 
 StateDir = Annotated[
     Path | None,
@@ -36,6 +39,24 @@ Data = Annotated[
     list[str] | None,
     typer.Option(help="NAME=GLOB: where the data set that the spec calls NAME lies here.", show_default=False),
 ]
+Changes = Annotated[
+    list[str] | None, typer.Option("--set", help="KEY=VALUE, for example outer.alpha=0.3; may be repeated.")
+]
+
+
+def parse_changes(changes: list[str] | None) -> dict[str, Any]:
+    """["outer.alpha=0.3"] -> {"outer.alpha": 0.3}, each value read as TOML, or as a plain string."""
+    return dict(_parse(change) for change in changes or [])
+
+
+def _parse(change: str) -> tuple[str, Any]:
+    key, equals, text = change.partition("=")
+    if not equals:
+        raise SettingsError(f"--set {change!r} must be KEY=VALUE, for example outer.alpha=0.3")
+    try:
+        return key, tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, text
 
 
 def print_json(value: Any) -> None:
