@@ -44,7 +44,7 @@ class Side:
         torch.set_num_threads(1)
         self.name, self.pipe, self.spec, self.num_elements = name, pipe, spec, num_elements
         self.loop = start_loop()
-        self.pace = Pace(spec.outer.inner_steps)
+        self.pace = Pace(spec.outer.first_inner_steps)
         self.directory = OneOther()
         self.runner, self.server = self.on_loop(self._build())
         self.exchange = Exchange(spec=spec, loop=self.loop, runner=self.runner, pace=self.pace)

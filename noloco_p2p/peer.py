@@ -242,7 +242,7 @@ class Peer:
         self._directory = directory = await ports.try_both(ports.libp2p, self._start_directory)
         transport = GrpcTransport(self._hello)
         self.spec = target if isinstance(target, RunSpec) else await self._find_spec(target, transport)
-        pace = Pace(self.spec.outer.inner_steps)
+        pace = Pace(self.spec.outer.first_inner_steps)
         runner = RoundRunner(
             hello=self._hello,
             transport=transport,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from noloco_p2p.codec import Codec, chunk_bounds, get_codec
 from noloco_p2p.gossip.frames import Part, Payload, SectionName
+from noloco_p2p.gossip.round_length import LinkMeasure
 from noloco_p2p.optim.halves import half_difference
 from noloco_p2p.spec import CodecSpec
 
@@ -56,7 +57,9 @@ class Received:
     partner: str
     partner_round: int
     partner_progress: float
+    agreed_inner_steps: float  # the round length that both sides mix by, from what they told each other
     sections: dict[SectionName, SectionPair]
+    link: LinkMeasure
     bytes_sent: int
     bytes_received: int
     seconds: float
@@ -79,9 +82,13 @@ class Half:
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """No partner in this round; `reason` is a sentence for people."""
+    """No partner in this round; `reason` is a sentence for people.
+
+    `link` is there when a swap was on its way and the boundary came before its early part was committed.
+    """
 
     reason: str
+    link: LinkMeasure | None = None
 
 
 Outcome = Swapped | Half | Alone
@@ -93,6 +100,7 @@ class Correction:
 
     gradient: SectionPair
     partner: str
+    agreed_inner_steps: float  # of its swap
 
 
 @dataclass(slots=True)

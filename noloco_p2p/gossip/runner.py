@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from noloco_p2p.codec import section_bytes
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.frames import (
@@ -40,8 +41,10 @@ from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.pairing import Pairing
 from noloco_p2p.gossip.pipeline import Staged
 from noloco_p2p.gossip.round import Phase, Round
+from noloco_p2p.gossip.round_length import LinkMeasure, measure_link
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Transport
 from noloco_p2p.gossip.swap import Ledger, Swap
+from noloco_p2p.optim.mixing import agreed_inner_steps
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +65,16 @@ class Opening:
 @dataclass(slots=True)
 class _Running:
     swap: Swap
+    mine: Boundary  # as it was told to the partner
     partner: Boundary
     began_s: float
+    moved_before: tuple[int, int]  # bytes sent and received in all swaps of this peer
+    early: tuple[float, int] | None = None  # seconds and bytes until the early part was committed
+
+    @property
+    def agreed_inner_steps(self) -> float:
+        """The same number for both sides."""
+        return agreed_inner_steps(self.mine.inner_steps, self.partner.inner_steps)
 
 
 class RoundRunner:
@@ -226,9 +237,10 @@ class RoundRunner:
             if refuse:
                 await self._send(stream, refuse)
                 return
-            round_, running = self._bind(stream, offer.swap_id, offer.hello.peer_id, offer.boundary)
+            mine = self._boundary(self._round)
+            round_, running = self._bind(stream, offer.swap_id, offer.hello.peer_id, mine, offer.boundary)
             try:
-                await self._send(stream, Accept(self._hello(), self._boundary(round_)))
+                await self._send(stream, Accept(self._hello(), mine))
             except PeerError as error:
                 self._swap_ended(round_, running, error)
                 return
@@ -289,8 +301,8 @@ class RoundRunner:
         stream = await self._transport.open_swap(candidate, timeout_s=self._deadlines.dial_s)
         bound = False
         try:
-            swap_id = os.urandom(16)
-            await self._send(stream, Offer(self._hello(), swap_id, self._boundary(round_)))
+            swap_id, mine = os.urandom(16), self._boundary(round_)
+            await self._send(stream, Offer(self._hello(), swap_id, mine))
             reply = await stream.receive(self._deadlines.offer_s)
             if isinstance(reply, Refuse):
                 raise Refused(
@@ -301,7 +313,7 @@ class RoundRunner:
             self.admit(reply.hello)
             if not round_.is_offering_to(candidate.peer_id):
                 return  # overtaken while the answer was on its way
-            _, running = self._bind(stream, swap_id, candidate.peer_id, reply.boundary)
+            _, running = self._bind(stream, swap_id, candidate.peer_id, mine, reply.boundary)
             bound = True
             self._own(self._run(round_, running))
         finally:
@@ -317,7 +329,9 @@ class RoundRunner:
 
     # swapping
 
-    def _bind(self, stream: FrameStream, swap_id: bytes, partner: str, boundary: Boundary) -> tuple[Round, _Running]:
+    def _bind(
+        self, stream: FrameStream, swap_id: bytes, partner: str, mine: Boundary, theirs: Boundary
+    ) -> tuple[Round, _Running]:
         assert self._opening is not None
         assert self._staged is not None
         self._round.bind(partner)
@@ -338,7 +352,8 @@ class RoundRunner:
         self._ledgers[swap_id] = swap.ledger
         if len(self._ledgers) > REMEMBERED_SWAPS:
             self._ledgers.popitem(last=False)
-        self._running = _Running(swap, boundary, time.monotonic())
+        moved_before = (self.traffic.sent_bytes, self.traffic.received_bytes)
+        self._running = _Running(swap, mine, theirs, time.monotonic(), moved_before)
         self._notify()
         return self._round, self._running
 
@@ -356,12 +371,14 @@ class RoundRunner:
         if self._running and swap is self._running.swap:
             if part is Part.EARLY:
                 self._round.commit_early()
-                self._early_s = time.monotonic() - self._running.began_s
+                self._running.early = self._moved(self._running)
+                self._early_s = self._running.early[0]
                 self._pairing.met(swap.partner)
             else:
                 self._round.commit_late()
         elif self._trailing and swap is self._trailing.swap:
-            self.corrections.append(Correction(swap.pair(SectionName.OUTER_GRADIENT), swap.partner))
+            gradient, agreed = swap.pair(SectionName.OUTER_GRADIENT), self._trailing.agreed_inner_steps
+            self.corrections.append(Correction(gradient, swap.partner, agreed))
             self._trailing = None
         self._notify()
 
@@ -418,7 +435,9 @@ class RoundRunner:
                 partner=running.swap.partner,
                 partner_round=running.partner.round,
                 partner_progress=running.partner.progress,
+                agreed_inner_steps=running.agreed_inner_steps,
                 sections=running.swap.pairs(),
+                link=self._measure(running),
                 bytes_sent=running.swap.bytes_sent,
                 bytes_received=running.swap.bytes_received,
                 seconds=time.monotonic() - running.began_s,
@@ -434,10 +453,30 @@ class RoundRunner:
             partner, self._running = running.swap.partner, None
             running.swap.abandon(Unreachable("the round ended before the early part was committed"))
             self._pairing.failed(partner, now_s=time.monotonic())
-            return Alone(f"the swap with {_short(partner)} was not ready at the boundary")
+            return Alone(f"the swap with {_short(partner)} was not ready at the boundary", self._measure(running))
         if not self._directory.live():
             return Alone("no other live peer")
         return Alone(self._reason or "no answer to an offer yet")
+
+    def _measure(self, running: _Running) -> LinkMeasure:
+        """Of a swap whose round ends now."""
+        elapsed_s, moved_bytes = running.early or self._moved(running)
+        sizes = {plan.name: section_bytes(plan.codec, plan.num_elements) for plan in self._plans}
+        return measure_link(
+            round_bytes=sum(sizes.values()),
+            late_bytes=sizes[SectionName.OUTER_GRADIENT],
+            moved_bytes=moved_bytes,
+            elapsed_s=elapsed_s,
+            late_s=running.swap.late_s,
+            partner_round_s=running.partner.seconds_per_round,
+            is_whole=running.early is not None,
+        )
+
+    def _moved(self, running: _Running) -> tuple[float, int]:
+        """Seconds since this swap began, and bytes in the slower direction: a late part before it shares the link."""
+        sent, received = running.moved_before
+        moved_bytes = min(self.traffic.sent_bytes - sent, self.traffic.received_bytes - received)
+        return time.monotonic() - running.began_s, moved_bytes
 
     def _drop_trailing(self) -> None:
         if self._trailing:

@@ -74,6 +74,8 @@ class Swap:
         self.ledger = Ledger()
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.late_s: float | None = None  # from both sides sending their late parts to the commit
+        self._late_began_s = 0.0
         self._stream = stream
         self._plans = plans
         self._early_state = early_state
@@ -175,8 +177,7 @@ class Swap:
             async for chunk in self._each(batches, plan):
                 if not has_begun:
                     has_begun = True
-                    self._moving += 1
-                    self._progress()
+                    self._begin(plan)
                     await self._send(_header(plan))
                 digests.update(chunk.digest)
                 await self._send(chunk)
@@ -221,6 +222,8 @@ class Swap:
             raise Unreachable("the swap was given up", peer=self.partner)
         if part not in self.ledger.committed:
             self.ledger.committed.add(part)
+            if part is Part.LATE:
+                self.late_s = self._loop.time() - self._late_began_s
             self._on_commit(self, part)
             self._early_done.set()
 
@@ -237,8 +240,7 @@ class Swap:
         header = await self._receive()
         if header != _header(plan):
             raise CorruptPayload(f"announced {_show(header)}, expected {_show(_header(plan))}", peer=self.partner)
-        self._moving += 1
-        self._progress()
+        self._begin(plan)
         digests = blake3()
         kept, check = self._theirs[plan.name], CheckBehind(plan, self._executor)
         for index in range(num_chunks(plan.num_elements)):
@@ -289,6 +291,13 @@ class Swap:
 
     def _plans_of(self, part: Part) -> list[SectionPlan]:
         return [plan for plan in self._plans if plan.part is part]
+
+    def _begin(self, plan: SectionPlan) -> None:
+        """A section begins to move. The later of the two late ones counts: a partner's lateness is no transfer time."""
+        self._moving += 1
+        if plan.part is Part.LATE:
+            self._late_began_s = self._loop.time()
+        self._progress()
 
     def _progress(self) -> None:
         """Something moved: start the progress timer anew, or stop it while both sides wait for a boundary."""

@@ -25,7 +25,11 @@ def refuse(**values: object) -> str:
         ({"outer": {"gamma": 1.6, "swap_momentum": False}}, "outer.gamma must be < 2 (1 - alpha^2) = 1.5"),
         ({"outer": {"alpha": 0.9, "gamma": 0.7, "swap_momentum": False}}, "diverges"),
         ({"outer": {"inner_step": 5}}, "outer.inner_step: is not a known field"),
-        ({"outer": {"inner_steps": 0}}, "outer.inner_steps: "),
+        ({"outer": {"inner_steps": 0}}, "outer.inner_steps '0' must be a number of inner steps above 0, or 'auto'"),
+        ({"outer": {"inner_steps": "fast"}}, "outer.inner_steps 'fast' must be"),
+        ({"outer": {"inner_steps": True}}, "outer.inner_steps 'True' must be"),
+        ({"outer": {"min_inner_steps": 9, "max_inner_steps": 8}}, "outer.min_inner_steps 9 must be at most max_inner"),
+        ({"outer": {"max_inner_steps": 0}}, "outer.max_inner_steps: "),
         ({"outer": {"beta": float("nan")}}, "outer.beta: "),
         ({"train": {"warmup_steps": 9, "total_steps": 9}}, "train.warmup_steps 9 must be less than total_steps 9"),
         ({"model": {"hidden_size": 100, "num_heads": 3}}, "model.hidden_size 100 must be a multiple of num_heads 3"),
@@ -68,6 +72,14 @@ def test_the_digest_does_not_change_by_accident() -> None:
     assert SPEC.digest() == "8a9e85b24fca0157d96968a2d0ecda8684092bd5451d24cc06fd70029c4136ea"
 
 
+def test_a_field_that_was_added_later_is_in_the_digest_only_when_it_is_set() -> None:
+    assert b"min_inner_steps" not in SPEC.canonical_json()
+    assert SPEC.with_changes({"outer.min_inner_steps": 5}).digest() == SPEC.digest()
+    other = SPEC.with_changes({"outer.min_inner_steps": 6, "outer.inner_steps": "auto"})
+    assert other.digest() != SPEC.with_changes({"outer.inner_steps": "auto"}).digest() != SPEC.digest()
+    assert RunSpec.from_json(other.canonical_json(), expected_digest=other.digest(), origin="peer") == other
+
+
 def test_a_spec_from_the_network_must_be_the_one_that_was_asked_for() -> None:
     data = SPEC.canonical_json()
     assert RunSpec.from_json(data, expected_digest=SPEC.digest(), origin="peer") == SPEC
@@ -108,6 +120,18 @@ def test_a_spec_is_frozen() -> None:
 def test_strong_outer_momentum_is_warned_of() -> None:
     assert OuterSpec().warnings() == []
     assert "outer.alpha 0.6 is above 0.5" in OuterSpec(alpha=0.6).warnings()[0]
+
+
+def test_what_has_no_effect_is_warned_of() -> None:
+    assert OuterSpec(inner_steps="auto", min_inner_steps=9).warnings() == []
+    assert ["outer.alpha is ignored" in line for line in OuterSpec(inner_steps="auto", alpha=0.6).warnings()] == [True]
+    assert "outer.max_inner_steps is ignored" in OuterSpec(max_inner_steps=100).warnings()[0]
+
+
+def test_the_first_round_is_of_the_fixed_length_or_between_the_bounds() -> None:
+    assert OuterSpec(inner_steps=7).first_inner_steps == 7
+    assert OuterSpec(inner_steps="auto").first_inner_steps == 32
+    assert OuterSpec(inner_steps="auto", min_inner_steps=8, max_inner_steps=8).first_inner_steps == 8
 
 
 def test_a_library_run_needs_no_model_and_no_data() -> None:
