@@ -54,7 +54,7 @@ class BarePeer:
         torch.set_num_threads(1)
         self.name, self.spec, self.num_elements = name, spec, num_elements
         self.loop = start_loop()
-        self.pace = Pace(spec.outer.inner_steps)
+        self.pace = Pace(spec.outer.first_inner_steps)
         self.directory = Told()
         self.runner, self.server = self.on_loop(self._build(host))
         self.exchange = Exchange(spec=spec, loop=self.loop, runner=self.runner, pace=self.pace)

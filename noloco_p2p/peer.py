@@ -30,6 +30,7 @@ from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.net.throttle import Limits
 from noloco_p2p.network_thread import STOP_TIMEOUT_S, NetworkThread
 from noloco_p2p.ports import Ports
 from noloco_p2p.settings import PeerSettings
@@ -241,9 +242,13 @@ class Peer:
         ports = Ports(self.settings)
         ports.check()
         self._directory = directory = await ports.try_both(ports.libp2p, self._start_directory)
-        transport = GrpcTransport(self._hello)
+        limits = Limits.of(
+            upload_bytes_per_s=self.settings.upload_bytes_per_s,
+            download_bytes_per_s=self.settings.download_bytes_per_s,
+        )
+        transport = GrpcTransport(self._hello, limits)
         self.spec = target if isinstance(target, RunSpec) else await self._find_spec(target, transport)
-        pace = Pace(self.spec.outer.inner_steps)
+        pace = Pace(self.spec.outer.first_inner_steps)
         runner = RoundRunner(
             hello=self._hello,
             transport=transport,
@@ -254,7 +259,7 @@ class Peer:
         )
         self.exchange = Exchange(spec=self.spec, loop=asyncio.get_running_loop(), runner=runner, pace=pace)
         states = StateServer(self.spec)
-        server = GrpcServer(PeerService(runner=runner, states=states, status=self._status))
+        server = GrpcServer(PeerService(runner=runner, states=states, status=self._status), limits)
         await ports.try_both(ports.grpc, lambda port: server.start(self.settings.listen_host, port))
         control = ControlServer(self.settings.state_dir, {"status": self.status, "leave": self._on_leave})
         await control.start()

@@ -127,7 +127,9 @@ COMMENTS: Mapping[str, str] = {
     "train.clip_norm": "largest norm of a gradient",
     "train.adam_beta1": "decay of the first moment",
     "train.adam_beta2": "decay of the second moment",
-    "outer.inner_steps": "inner steps a round; fewer mix better and send more",
+    "outer.inner_steps": 'inner steps a round; fewer mix better and send more; "auto" = as few as the link carries',
+    "outer.min_inner_steps": 'bounds of inner_steps = "auto"; alpha, beta and gamma then follow the round length',
+    "outer.max_inner_steps": 'the longest round of "auto", however slow the link',
     "outer.alpha": "outer momentum kept from round to round; at most 0.5 recommended",
     "outer.beta": "strength of the outer gradient",
     "outer.gamma": "pull towards the partner's weights; about 1 - alpha^2, and bounded (checked)",
@@ -167,10 +169,12 @@ def describe_size(spec: RunSpec) -> str:
 
 def _header(spec: RunSpec) -> list[str]:
     tokens = spec.train.batch_size * spec.data.sequence_length
+    shortest = spec.outer.min_inner_steps if spec.outer.inner_steps == "auto" else spec.outer.inner_steps
+    a_round = f"{tokens * shortest:,}{' or more' if spec.outer.is_auto else ''} a round"
     return [
         "# Run spec of noloco_p2p: what all peers of one run share.",
         f"# Model: {describe_size(spec)}.",
-        f"# One peer reads {tokens:,} tokens an inner step, {tokens * spec.outer.inner_steps:,} a round.",
+        f"# One peer reads {tokens:,} tokens an inner step, {a_round}.",
         "# Start the run with `noloco join FILE`. Any change makes another run: `noloco fork` carries weights over.",
         "",
     ]

@@ -18,6 +18,9 @@ from noloco_p2p.spec import describe
 DEFAULT_PORT = 31337
 LAST_PORT = 65535
 MULTIADDR = re.compile(r"/[!-~]+/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}")
+RATE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgKMG])bit(?:/s)?|([kMG])B/s)")
+RATE_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
+MIN_RATE_BYTES_PER_S = 250_000  # 2 Mbit/s: below, two swaps and two newcomers cannot each get a chunk in 15 s
 ENVIRONMENT_PREFIX = "NOLOCO_"
 
 
@@ -45,6 +48,8 @@ class PeerSettings(BaseModel):
     max_steps: Annotated[int, Field(gt=0)] | None = None
     data: dict[str, str] = {}
     save_every_rounds: Annotated[int, Field(gt=0)] = 10
+    max_upload: str = ""  # "" = as fast as the link is
+    max_download: str = ""
 
     @field_validator("listen")
     @classmethod
@@ -82,6 +87,13 @@ class PeerSettings(BaseModel):
             raise ValueError(f"{device!r} must be auto, cpu or cuda:N")
         return device
 
+    @field_validator("max_upload", "max_download")
+    @classmethod
+    def _rate_is_known(cls, rate: str) -> str:
+        if rate:
+            parse_rate(rate)
+        return rate
+
     @field_validator("state_dir")
     @classmethod
     def _absolute(cls, state_dir: Path) -> Path:
@@ -103,6 +115,16 @@ class PeerSettings(BaseModel):
             except ValidationError as error:
                 raise SettingsError(f"{origin}{describe(error)}") from None
         return settings
+
+    @property
+    def upload_bytes_per_s(self) -> float | None:
+        """What all swaps and fetches of this peer may send together; None = not limited."""
+        return parse_rate(self.max_upload) if self.max_upload else None
+
+    @property
+    def download_bytes_per_s(self) -> float | None:
+        """The same for what they receive."""
+        return parse_rate(self.max_download) if self.max_download else None
 
     @property
     def listen_host(self) -> str:
@@ -132,6 +154,18 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not port.isdigit() or int(port) > LAST_PORT:
         raise ValueError(f"{address!r} must be HOST:PORT, for example 0.0.0.0:{DEFAULT_PORT}")
     return host, int(port)
+
+
+def parse_rate(rate: str) -> float:
+    """40mbit, 2.5 Mbit/s, 500kB/s, 5MB/s -> bytes a second (k, M and G are powers of 1000). Raises ValueError."""
+    match = RATE.fullmatch(rate.strip())
+    if not match:  # "5mb" could be either
+        raise ValueError(f"{rate!r} must be a rate in bits or bytes: 2500kbit, 40mbit, 1gbit, 500kB/s or 5MB/s")
+    number, bits, num_bytes = match.groups()
+    bytes_per_s = float(number) * RATE_UNITS[(bits or num_bytes).lower()] / (8 if bits else 1)
+    if bytes_per_s < MIN_RATE_BYTES_PER_S:
+        raise ValueError(f"{rate!r} must be at least 2mbit (250kB/s): a slower peer holds its partners up")
+    return bytes_per_s
 
 
 def parse_bindings(pairs: list[str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ Imports no torch: `noloco init` and `noloco status` must start in a blink.
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -117,12 +118,41 @@ class TrainSpec(Section):
 class OuterSpec(Section):
     """The NoLoCo outer step (arXiv 2506.10911): who mixes what, how strongly, how long one waits for it."""
 
-    inner_steps: Positive = 50
+    inner_steps: Positive | Literal["auto"] = 50  # auto: each peer's own, from what its link carries
+    min_inner_steps: Positive = 5  # bounds of "auto"
+    max_inner_steps: Positive = 200
     alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5
     beta: PositiveFloat = 0.7
     gamma: PositiveFloat = 0.7
     swap_momentum: bool = True
     max_wait_s: NonNegative = 60.0
+
+    @property
+    def is_auto(self) -> bool:
+        """Round lengths, and alpha, beta and gamma with them, are chosen while training (`optim/mixing.py`)."""
+        return self.inner_steps == "auto"
+
+    @property
+    def first_inner_steps(self) -> int:
+        """Length of a peer's first round, before anything is measured: with "auto" the middle of its bounds."""
+        if self.inner_steps == "auto":
+            return round(math.sqrt(self.min_inner_steps * self.max_inner_steps))
+        return self.inner_steps
+
+    @field_validator("inner_steps", mode="before")
+    @classmethod
+    def _a_number_or_auto(cls, value: object) -> object:
+        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+            return value
+        raise ValueError(f"{str(value)!r} must be a number of inner steps above 0, or 'auto'")
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> OuterSpec:
+        if self.min_inner_steps > self.max_inner_steps:
+            raise ValueError(
+                f"min_inner_steps {self.min_inner_steps} must be at most max_inner_steps {self.max_inner_steps}"
+            )
+        return self
 
     def gamma_bound(self) -> float:
         """Mixing strength at which the spread of randomly paired replicas stops shrinking (exact, mean square)."""
@@ -142,9 +172,16 @@ class OuterSpec(Section):
         return self
 
     def warnings(self) -> list[str]:
-        if self.alpha > 0.5:
-            return [f"outer.alpha {self.alpha:g} is above 0.5: replicas drift further apart between swaps"]
-        return []
+        """What is set and has no effect, or is unwise."""
+        names, why = ("min_inner_steps", "max_inner_steps"), "it bounds outer.inner_steps = 'auto', which is fixed here"
+        if self.is_auto:
+            names, why = ("alpha", "beta", "gamma"), "with outer.inner_steps = 'auto' it follows the round length"
+        defaults = OuterSpec.model_fields
+        changed = [name for name in names if getattr(self, name) != defaults[name].default]
+        warnings = [f"outer.{name} is ignored: {why}" for name in changed]
+        if self.alpha > 0.5 and not self.is_auto:
+            warnings.append(f"outer.alpha {self.alpha:g} is above 0.5: replicas drift further apart between swaps")
+        return warnings
 
 
 class CodecSpec(Section):

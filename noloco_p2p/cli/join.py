@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from noloco_p2p.cli.options import Announce, Bootstrap, Data, Listen, StateDir
+from noloco_p2p.cli.options import Announce, Bootstrap, Data, Listen, MaxDownload, MaxUpload, StateDir
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -35,6 +35,8 @@ def join(
     save_every_rounds: Annotated[
         int | None, typer.Option(help="Rounds between checkpoints.", show_default="10")
     ] = None,
+    max_upload: MaxUpload = None,
+    max_download: MaxDownload = None,
     state_dir: StateDir = None,
     data: Data = None,
     bootstrap: Bootstrap = None,
@@ -50,6 +52,8 @@ def join(
             "threads": threads,
             "max_steps": max_steps,
             "save_every_rounds": save_every_rounds,
+            "max_upload": max_upload,
+            "max_download": max_download,
             "state_dir": state_dir,
             "data": parse_bindings(data) if data else None,
             "bootstrap": tuple(bootstrap) if bootstrap else None,

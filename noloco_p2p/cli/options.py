@@ -35,6 +35,13 @@ Bootstrap = Annotated[
         help="Address of a peer to enter through (/ip4/../tcp/../p2p/..); may be repeated.", show_default=False
     ),
 ]
+MaxUpload = Annotated[
+    str | None,
+    typer.Option(help="Cap on what swaps and fetches send together, for example 40mbit or 5MB/s.", show_default="none"),
+]
+MaxDownload = Annotated[
+    str | None, typer.Option(help="The same for what they receive, for example 100mbit.", show_default="none")
+]
 Data = Annotated[
     list[str] | None,
     typer.Option(help="NAME=GLOB: where the data set that the spec calls NAME lies here.", show_default=False),

@@ -42,6 +42,7 @@ def lines(reply: dict[str, Any]) -> list[str]:
         f"swarm     {others}; this one is reached at {reply['address']}",
         f"rounds    {reply['rounds_here']} here: {reply['swaps']} swapped, {reply['halves']} half, "
         f"{reply['alone']} alone{partner}",
+        f"round     {reply['inner_steps']} inner steps long",
         f"training  loss {loss(reply['loss'])}, validation {loss(reply['validation_loss'])}, "
         f"{count(reply['tokens_per_s'])} tokens/s",
         f"traffic   {mib(reply['bytes_sent'])} out, {mib(reply['bytes_received'])} in",

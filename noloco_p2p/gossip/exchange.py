@@ -47,10 +47,12 @@ class Exchange:
         slow_weights: Tensor,
         outer_momentum: Tensor,
         steps_done: int = 0,
+        inner_steps: int | None = None,
     ) -> None:
         """Begin a round: from now on a partner is sought and the early part travels, in the background.
 
-        `steps_done`: inner steps of it that were taken before a restart. `slow_weights`, `outer_momentum`: flat fp32
+        `steps_done`: inner steps of it that were taken before a restart. `inner_steps`: its length; None = as long as
+        the last one. `slow_weights`, `outer_momentum`: flat fp32
         vectors on the CPU that do not change until `collect` returns. Sections are coded from them as they are sent.
         Returns at once.
         """
@@ -59,7 +61,7 @@ class Exchange:
             self._spec.codec, swap_momentum=outer.swap_momentum, num_elements=slow_weights.numel()
         )
         early_state = {SectionName.SLOW_WEIGHTS: slow_weights, SectionName.OUTER_MOMENTUM: outer_momentum}
-        self.pace.open_round(time.monotonic(), steps_done=steps_done)
+        self.pace.open_round(time.monotonic(), steps_done=steps_done, inner_steps=inner_steps)
         self._ask(self._runner.open(Opening(round_index, progress, early_state), self._plans), None)
 
     def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:

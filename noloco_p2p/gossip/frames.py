@@ -101,6 +101,7 @@ class Boundary:
     seconds_to_boundary: float | None  # None = not measured yet (first round)
     seconds_per_round: float | None
     progress: float  # fraction of the run's schedule at the opening of the round
+    inner_steps: int = 0  # length of this round; both sides' make the strengths of the swap (0 = not told)
 
 
 @dataclass(frozen=True, slots=True)

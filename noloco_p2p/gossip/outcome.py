@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from noloco_p2p.gossip.frames import SectionName
+from noloco_p2p.gossip.round_length import LinkMeasure
 from noloco_p2p.gossip.sections import SectionPair
 
 
@@ -19,7 +20,9 @@ class Received:
     partner: str
     partner_round: int
     partner_progress: float
+    agreed_inner_steps: float  # the round length that both sides mix by, from what they told each other
     sections: dict[SectionName, SectionPair]
+    link: LinkMeasure
     bytes_sent: int
     bytes_received: int
     seconds: float
@@ -44,9 +47,13 @@ class Half:
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """No partner in this round; `reason` is a sentence for people."""
+    """No partner in this round; `reason` is a sentence for people.
+
+    `link` is there when a swap was on its way and the boundary came before its early part was committed.
+    """
 
     reason: str
+    link: LinkMeasure | None = None
 
 
 Outcome = Swapped | Half | Alone
@@ -59,6 +66,7 @@ class Correction:
     gradient: SectionPair
     partner: str
     round: int  # which it belongs to
+    agreed_inner_steps: float  # of its swap
 
 
 @dataclass(slots=True)

@@ -11,17 +11,21 @@ WINDOW_STEPS = 32
 
 
 class Pace:
-    """Seconds of an inner step (median of the last 32: an evaluation in between does not count) and of a round."""
+    """Seconds of an inner step (median of the last 32: an evaluation in between does not count) and of a round.
+
+    `inner_steps` is the length of the rounds until `open_round` is told another.
+    """
 
     def __init__(self, inner_steps: int) -> None:
-        self._inner_steps = inner_steps
+        self.inner_steps = inner_steps
         self._durations_s: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._last_step_s: float | None = None
         self._steps_left = inner_steps
         self.seconds_per_step: float | None = None
 
-    def open_round(self, now_s: float, *, steps_done: int = 0) -> None:
-        self._steps_left = self._inner_steps - steps_done
+    def open_round(self, now_s: float, *, steps_done: int = 0, inner_steps: int | None = None) -> None:
+        self.inner_steps = inner_steps or self.inner_steps
+        self._steps_left = self.inner_steps - steps_done
         self._last_step_s = now_s
 
     def step(self, now_s: float) -> None:
@@ -38,7 +42,9 @@ class Pace:
         return max(0.0, self._steps_left * self.seconds_per_step - (now_s - self._last_step_s))
 
     def seconds_per_round(self) -> float | None:
-        return None if self.seconds_per_step is None else self._inner_steps * self.seconds_per_step
+        return None if self.seconds_per_step is None else self.inner_steps * self.seconds_per_step
 
     def boundary(self, *, round_index: int, progress: float, now_s: float) -> Boundary:
-        return Boundary(round_index, self.seconds_to_boundary(now_s), self.seconds_per_round(), progress)
+        return Boundary(
+            round_index, self.seconds_to_boundary(now_s), self.seconds_per_round(), progress, self.inner_steps
+        )

@@ -249,9 +249,10 @@ class RoundRunner:
             if refuse:
                 await self._send(stream, refuse)
                 return
-            round_, running = self._bind(stream, offer.swap_id, offer.hello.peer_id, offer.boundary)
+            mine = self._boundary(self._round)
+            round_, running = self._bind(stream, offer.swap_id, offer.hello.peer_id, mine, offer.boundary)
             try:
-                await self._send(stream, Accept(self._hello(), self._boundary(round_)))
+                await self._send(stream, Accept(self._hello(), mine))
             except PeerError as error:
                 self._swap_ended(round_, running, error)
                 return
@@ -327,8 +328,8 @@ class RoundRunner:
         stream = await self._transport.open_swap(candidate, timeout_s=self._deadlines.dial_s)
         bound = False
         try:
-            swap_id = os.urandom(16)
-            await self._send(stream, Offer(self._hello(), swap_id, self._boundary(round_)))
+            swap_id, mine = os.urandom(16), self._boundary(round_)
+            await self._send(stream, Offer(self._hello(), swap_id, mine))
             reply = await stream.receive(self._deadlines.offer_s)
             if isinstance(reply, Refuse):
                 raise Refused(
@@ -339,7 +340,7 @@ class RoundRunner:
             self.admit(reply.hello)
             if not round_.is_offering_to(candidate.peer_id):
                 return  # overtaken while the answer was on its way
-            _, running = self._bind(stream, swap_id, candidate.peer_id, reply.boundary)
+            _, running = self._bind(stream, swap_id, candidate.peer_id, mine, reply.boundary)
             bound = True
             self._own(self._run(round_, running))
         finally:
@@ -355,7 +356,9 @@ class RoundRunner:
 
     # swapping
 
-    def _bind(self, stream: FrameStream, swap_id: bytes, partner: str, boundary: Boundary) -> tuple[Round, Running]:
+    def _bind(
+        self, stream: FrameStream, swap_id: bytes, partner: str, mine: Boundary, theirs: Boundary
+    ) -> tuple[Round, Running]:
         assert self._opening is not None
         assert self._staged is not None
         self._round.bind(partner)
@@ -377,7 +380,7 @@ class RoundRunner:
         self._ledgers[swap_id] = swap.ledger
         if len(self._ledgers) > REMEMBERED_SWAPS:
             self._ledgers.popitem(last=False)
-        self._running = Running(swap, self._round.index, boundary, time.monotonic(), self._boundary_s)
+        self._running = Running(swap, self._round.index, mine, theirs, time.monotonic(), self._boundary_s)
         self._notify()
         return self._round, self._running
 
@@ -413,8 +416,8 @@ class RoundRunner:
             else:
                 self._round.commit_late()
         elif self._trailing and swap is self._trailing.swap:
-            gradient = swap.pair(SectionName.OUTER_GRADIENT)
-            self.corrections.append(Correction(gradient, swap.partner, self._trailing.round))
+            gradient, trailing = swap.pair(SectionName.OUTER_GRADIENT), self._trailing
+            self.corrections.append(Correction(gradient, swap.partner, trailing.round, trailing.agreed_inner_steps))
             self._trailing = None
         self._notify()
 
@@ -478,7 +481,9 @@ class RoundRunner:
                 partner=running.swap.partner,
                 partner_round=running.partner.round,
                 partner_progress=running.partner.progress,
+                agreed_inner_steps=running.agreed_inner_steps,
                 sections=running.swap.pairs(),
+                link=running.link(now_s),
                 bytes_sent=running.swap.bytes_sent,
                 bytes_received=running.swap.bytes_received,
                 seconds=now_s - running.began_s,
@@ -497,7 +502,7 @@ class RoundRunner:
             running.broken_off(now_s, self._goodput)
             running.swap.abandon(Unreachable("the round ended before the early part was committed"))
             self._pairing.failed(partner, now_s=now_s)
-            return Alone(f"the swap with {_short(partner)} was not ready at the boundary")
+            return Alone(f"the swap with {_short(partner)} was not ready at the boundary", running.link(now_s))
         if not self._directory.live():
             return Alone("no other live peer")
         return Alone(self._reason or "no answer to an offer yet")

@@ -6,20 +6,31 @@ from dataclasses import dataclass
 
 from noloco_p2p.gossip.frames import Boundary, Part
 from noloco_p2p.gossip.goodput import Goodput
+from noloco_p2p.gossip.round_length import LinkMeasure, measure_link
 from noloco_p2p.gossip.swap import Swap
+from noloco_p2p.optim.mixing import agreed_inner_steps
 
 
 @dataclass(slots=True)
 class Running:
-    """partner: where it stood at `began_s`. boundary_s: when this peer came to its boundary. A part at its commit."""
+    """mine, partner: where both stood at `began_s`. boundary_s: when this peer came to its boundary.
+
+    early_s, late_s: when the part was committed.
+    """
 
     swap: Swap
     round: int
+    mine: Boundary  # as it was told to the partner
     partner: Boundary
     began_s: float
     boundary_s: float | None = None
     early_s: float | None = None
     late_s: float | None = None
+
+    @property
+    def agreed_inner_steps(self) -> float:
+        """The same number for both sides."""
+        return agreed_inner_steps(self.mine.inner_steps, self.partner.inner_steps)
 
     def committed(self, part: Part, now_s: float, goodput: Goodput) -> None:
         if part is Part.EARLY:
@@ -32,6 +43,19 @@ class Running:
         """An early part that did not get here is a measurement, too: else a link that has become slow is never seen."""
         if self.early_s is None:
             goodput.note(self.swap.bytes_moved, now_s - self.began_s)
+
+    def link(self, now_s: float) -> LinkMeasure:
+        """What the controller of the round length is told of a swap whose round ends now."""
+        early_bytes, late_bytes = (self.swap.num_bytes(part) for part in Part)
+        return measure_link(
+            round_bytes=early_bytes + late_bytes,
+            late_bytes=late_bytes,
+            moved_bytes=self.swap.bytes_moved if self.early_s is None else early_bytes,
+            elapsed_s=(now_s if self.early_s is None else self.early_s) - self.began_s,
+            late_s=None if self.late_s is None else self.transfer_s(now_s),
+            partner_round_s=self.partner.seconds_per_round,
+            is_whole=self.early_s is not None,
+        )
 
     def misses(self, boundary_s: float, now_s: float, goodput: Goodput) -> bool:
         """The early part will not be here at `boundary_s`, and one with another partner would.

@@ -15,6 +15,7 @@ from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unre
 from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import convert, framing, options
+from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 
@@ -26,12 +27,14 @@ MAX_MANIFEST_CHUNKS = 1 << 20  # 1 TiB of state; a manifest that names more is r
 class GrpcTransport:
     """Dials other peers, with one connection per call: a swap may use the whole link for minutes."""
 
-    def __init__(self, hello: Callable[[], frames.Hello]) -> None:
+    def __init__(self, hello: Callable[[], frames.Hello], limits: Limits = UNLIMITED) -> None:
         self._hello = hello
+        self._limits = limits
+        self._options = [*options.CLIENT, *limits.options()]
 
     async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> ClientStream:
         """Connect, and open a swap stream. Raises Unreachable or TimedOut."""
-        channel = grpc.aio.insecure_channel(candidate.address, options=options.CLIENT)
+        channel = grpc.aio.insecure_channel(candidate.address, options=self._options)
         try:
             await asyncio.wait_for(_connect(channel, candidate), timeout_s)
         except TimeoutError:
@@ -42,11 +45,11 @@ class GrpcTransport:
         except BaseException:
             await channel.close()
             raise
-        return ClientStream(candidate.peer_id, channel, channel.stream_stream(SWAP_METHOD)())
+        return ClientStream(candidate.peer_id, channel, channel.stream_stream(SWAP_METHOD)(), self._limits)
 
     async def status(self, candidate: Candidate, *, swap_id: bytes = b"", timeout_s: float) -> frames.PeerStatus:
         request = pb.StatusRequest(hello=convert.hello_to_wire(self._hello()), swap_id=swap_id)
-        async with grpc.aio.insecure_channel(candidate.address, options=options.CLIENT) as channel:
+        async with grpc.aio.insecure_channel(candidate.address, options=self._options) as channel:
             try:
                 reply = await PeerStub(channel).Status(request, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
@@ -61,7 +64,7 @@ class GrpcTransport:
     ) -> AsyncGenerator[frames.FetchItem]:
         request = _fetch_request(want)
         request.hello.CopyFrom(convert.hello_to_wire(self._hello()))
-        async with grpc.aio.insecure_channel(candidate.address, options=options.CLIENT) as channel:
+        async with grpc.aio.insecure_channel(candidate.address, options=self._options) as channel:
             call = PeerStub(channel).Fetch(request)
             manifest: list[pb.Manifest] = []
             try:
@@ -70,6 +73,7 @@ class GrpcTransport:
                     if reply is EOF:
                         break
                     _check_parsed(reply, candidate.peer_id)
+                    await self._limits.receiving(reply.ByteSize())
                     match reply.WhichOneof("what"):
                         case "refuse":
                             raise refused(reply.refuse, candidate.peer_id)
@@ -98,7 +102,8 @@ class GrpcTransport:
 class ClientStream:
     """The initiator's side of a swap stream."""
 
-    def __init__(self, peer: str, channel: grpc.aio.Channel, call: Any) -> None:
+    def __init__(self, peer: str, channel: grpc.aio.Channel, call: Any, limits: Limits = UNLIMITED) -> None:
+        self._limits = limits
         self._peer = peer
         self._channel = channel
         self._call = call
@@ -109,8 +114,10 @@ class ClientStream:
         return self._peer
 
     async def send(self, frame: frames.Frame) -> None:
+        message = framing.encode(frame)
+        await self._limits.sending(len(message))
         try:
-            await self._call.write(framing.encode(frame))
+            await self._call.write(message)
         except grpc.aio.AioRpcError as error:
             raise translate(error, self._peer) from None
         except (grpc.aio.UsageError, asyncio.InvalidStateError):  # what a write after the end of the call raises
@@ -131,6 +138,7 @@ class ClientStream:
             raise Unreachable("the stream is closed", peer=self._peer) from None
         if message is EOF:
             raise Unreachable("the other side closed the stream", peer=self._peer)
+        await self._limits.receiving(len(message))
         return framing.decode(message)
 
     async def close(self) -> None:

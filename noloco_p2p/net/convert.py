@@ -126,13 +126,14 @@ def _boundary_to_wire(boundary: frames.Boundary) -> pb.Boundary:
         seconds_to_boundary=boundary.seconds_to_boundary,
         seconds_per_round=boundary.seconds_per_round,
         progress=boundary.progress,
+        inner_steps=boundary.inner_steps or None,
     )
 
 
 def _boundary_from_wire(message: pb.Boundary) -> frames.Boundary:
     to_boundary_s = finite(message.seconds_to_boundary) if message.HasField("seconds_to_boundary") else None
     per_round_s = finite(message.seconds_per_round) if message.HasField("seconds_per_round") else None
-    return frames.Boundary(message.round, to_boundary_s, per_round_s, finite(message.progress))
+    return frames.Boundary(message.round, to_boundary_s, per_round_s, finite(message.progress), message.inner_steps)
 
 
 _TO_WIRE: Mapping[type, tuple[str, Callable[[Any], Any]]] = {

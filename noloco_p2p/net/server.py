@@ -16,6 +16,7 @@ from noloco_p2p.errors import CorruptPayload, PeerError, Refused, SettingsError,
 from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.seams import Service
 from noloco_p2p.net import convert, framing, options
+from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -29,9 +30,9 @@ MAX_CHUNKS_PER_REQUEST = 65_536
 class GrpcServer:
     """`port` is the real port once `start` has returned."""
 
-    def __init__(self, service: Service) -> None:
-        self._server = grpc.aio.server(options=options.SERVER)
-        self._servicer = _Servicer(service)
+    def __init__(self, service: Service, limits: Limits = UNLIMITED) -> None:
+        self._server = grpc.aio.server(options=[*options.SERVER, *limits.options()])
+        self._servicer = _Servicer(service, limits)
         self._server.add_generic_rpc_handlers((_handlers(self._servicer),))
         self.port = 0
 
@@ -54,7 +55,8 @@ class GrpcServer:
 class ServerStream:
     """The acceptor's side of a swap stream. The handler pumps what arrives into a short queue."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, limits: Limits = UNLIMITED) -> None:
+        self._limits = limits
         self.peer: str = context.peer()  # to ask for it once the call has ended crashes the process (grpcio 1.85)
         self._context = context
         self._arrived: asyncio.Queue[frames.Frame | PeerError] = asyncio.Queue(QUEUED_FRAMES)
@@ -65,6 +67,7 @@ class ServerStream:
         """Runs for the life of the call; ends when the other side is gone or sent what is no frame."""
         try:
             async for message in requests:
+                await self._limits.receiving(len(message))
                 await self._arrived.put(framing.decode(message))
             fault: PeerError = Unreachable("the other side closed the stream", peer=self.peer)
         except CorruptPayload as error:
@@ -87,8 +90,10 @@ class ServerStream:
     async def send(self, frame: frames.Frame) -> None:
         if self._gone:
             raise self._gone
+        message = framing.encode(frame)
+        await self._limits.sending(len(message))
         try:
-            await self._context.write(framing.encode(frame))
+            await self._context.write(message)
         except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
             raise Unreachable(f"the connection was lost: {error}", peer=self.peer) from None
 
@@ -125,12 +130,13 @@ def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
 
 
 class _Servicer:
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, limits: Limits) -> None:
         self._service = service
+        self._limits = limits
         self._swaps: set[asyncio.Task[None]] = set()
 
     async def Swap(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802
-        stream = ServerStream(context)
+        stream = ServerStream(context, self._limits)
         swap = self._own(self._service.on_swap(stream))
         pump = asyncio.create_task(stream.pump(request_iterator))
         closed = asyncio.create_task(stream.closed())
@@ -148,6 +154,7 @@ class _Servicer:
             async with aclosing(self._service.on_fetch(_want(request))) as items:
                 async for item in items:
                     for reply in _replies(item):
+                        await self._limits.sending(reply.ByteSize())
                         yield reply
         except PeerError as error:
             yield pb.FetchReply(refuse=_refuse(error))

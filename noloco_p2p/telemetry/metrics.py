@@ -17,6 +17,7 @@ class Metrics:
     step: int = _metric("steps", "inner steps taken in this run, those before a restart too", 0)
     round: int = _metric("rounds", "outer steps taken; a newcomer begins at the round of its donor", 0)
     rounds_here: int = _metric("rounds", "outer steps taken by this peer, those before a restart too", 0)
+    inner_steps: int = _metric("steps", "length of the round of now, or of the next one", 0)
     progress: float = _metric("fraction", "place in the schedule of the run, 0 to 1", 0.0)
     swaps: int = _metric("rounds", "rounds with a committed early part and late part", 0)
     halves: int = _metric("rounds", "rounds with a committed early part only; not in swaps, not in alone", 0)

@@ -12,25 +12,33 @@ from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Service, 
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.net.throttle import Limits
 from noloco_p2p.testing.memory import Wrap
 from noloco_p2p.testing.peers import MemorySwarm
 
 
 class LoopbackSwarm(MemorySwarm):
-    """`addresses` is the directory; a test may put the address of a LinkProxy there."""
+    """`addresses` is the directory; a test may put the address of a LinkProxy there.
+
+    `rates` caps a peer that is made later: upload and download, in bytes a second.
+    """
 
     addresses: dict[str, str]
+    rates: dict[str, tuple[float | None, float | None]]
     servers: dict[str, GrpcServer]
+    _limits: dict[str, Limits]
 
     def _new_loop(self) -> asyncio.AbstractEventLoop:
-        self.addresses, self.servers = {}, {}
+        self.addresses, self.servers, self.rates, self._limits = {}, {}, {}, {}
         return uvloop.new_event_loop()
 
     def _outside(self, peer_id: str, hello: Callable[[], Hello], wrap: Wrap) -> tuple[Transport, Directory]:
-        return _WrappedTransport(hello, wrap), _Listed(self.addresses, own_id=peer_id)
+        upload, download = self.rates.get(peer_id, (None, None))
+        self._limits[peer_id] = Limits.of(upload_bytes_per_s=upload, download_bytes_per_s=download)
+        return _WrappedTransport(hello, wrap, self._limits[peer_id]), _Listed(self.addresses, own_id=peer_id)
 
     async def _connect(self, peer_id: str, service: PeerService, wrap: Wrap) -> None:
-        self.servers[peer_id] = server = GrpcServer(_WrappedService(service, wrap))
+        self.servers[peer_id] = server = GrpcServer(_WrappedService(service, wrap), self._limits[peer_id])
         await server.start("127.0.0.1", 0)
         self.addresses[peer_id] = f"127.0.0.1:{server.port}"
 
@@ -44,8 +52,8 @@ class LoopbackSwarm(MemorySwarm):
 
 
 class _WrappedTransport:
-    def __init__(self, hello: Callable[[], Hello], wrap: Wrap) -> None:
-        self._transport = GrpcTransport(hello)
+    def __init__(self, hello: Callable[[], Hello], wrap: Wrap, limits: Limits) -> None:
+        self._transport = GrpcTransport(hello, limits)
         self._wrap = wrap
         self.status, self.fetch = self._transport.status, self._transport.fetch
 

@@ -107,7 +107,7 @@ class MemorySwarm:
         self, peer_id: str, spec: RunSpec, run_folder: Path, protocol_version: str, wrap: Wrap, wrap_accepted: Wrap
     ) -> MemoryPeer:
         executor = ThreadPoolExecutor(1)
-        pace = Pace(spec.outer.inner_steps)
+        pace = Pace(spec.outer.first_inner_steps)
         made: list[MemoryPeer] = []
 
         def hello() -> Hello:

@@ -33,18 +33,20 @@ class Needs:
     outer_bytes: int  # in main memory: outer state and one coded payload per direction and section
     disk_bytes: int
     round_bytes: int  # each way
-    hour_bytes: int  # each way, at the speed measured on this machine
+    hour_bytes: int  # each way, at the speed measured on this machine; with inner_steps = "auto" the most it can be
+    has_fixed_rounds: bool
     step_s: float
     memory_free_bytes: int
     disk_free_bytes: int
 
     def lines(self) -> list[str]:
         """For people."""
+        about = "about" if self.has_fixed_rounds else "as the link carries it, at most"
         return [
             f"model: {count(self.num_parameters)} parameters, {self.step_s:.2f} s an inner step on this machine",
             f"needs: {mib(self.model_bytes)} to train (activations on top), {mib(self.outer_bytes)} for the outer step,"
             f" {mib(self.disk_bytes)} of disk",
-            f"sends and receives: {mib(self.round_bytes)} a round, about {mib(self.hour_bytes)} an hour, each way",
+            f"sends and receives: {mib(self.round_bytes)} a round, {about} {mib(self.hour_bytes)} an hour, each way",
             f"this machine has: {mib(self.memory_free_bytes)} of memory and {mib(self.disk_free_bytes)} of disk free",
         ]
 
@@ -64,7 +66,9 @@ def estimate(spec: RunSpec, *, num_parameters: int, step_s: float, folder: Path)
     """`step_s`: seconds of one inner step, measured here."""
     plans = section_plans(spec.codec, swap_momentum=spec.outer.swap_momentum, num_elements=num_parameters)
     round_bytes = sum(part_bytes(plans, part) for part in Part)
-    rounds_per_hour = 3600 / max(step_s * spec.outer.inner_steps, 1e-6)
+    inner_steps = spec.outer.inner_steps
+    shortest = spec.outer.min_inner_steps if inner_steps == "auto" else inner_steps
+    rounds_per_hour = 3600 / max(step_s * shortest, 1e-6)
     return Needs(
         num_parameters=num_parameters,
         model_bytes=TRAINING_BYTES * num_parameters,
@@ -72,6 +76,7 @@ def estimate(spec: RunSpec, *, num_parameters: int, step_s: float, folder: Path)
         disk_bytes=KEPT_CHECKPOINTS * CHECKPOINT_BYTES * num_parameters,
         round_bytes=round_bytes,
         hour_bytes=int(round_bytes * rounds_per_hour),
+        has_fixed_rounds=not spec.outer.is_auto,
         step_s=step_s,
         memory_free_bytes=_free_memory(),
         disk_free_bytes=shutil.disk_usage(folder).free,

@@ -1,7 +1,8 @@
 """NoLoCo around anybody's training loop: after each optimizer step call `outer.step()`, and nothing else.
 
-Every `outer.inner_steps` calls it takes the outer step (arXiv 2506.10911) with what one random live peer has sent, in
-place on the model. In between the swap of slow weights and momentum runs in the background.
+Every `outer.inner_steps` calls, or with "auto" as often as the link of this peer carries it, it takes the outer step
+(arXiv 2506.10911) with what one random live peer has sent, in place on the model. In between the swap of slow weights
+and momentum runs in the background.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.fetch import SavedState, describe_state
 from noloco_p2p.gossip.frames import SectionName, StateManifest
 from noloco_p2p.gossip.outcome import Alone, Correction, Half, Outcome, Received, Swapped
+from noloco_p2p.gossip.round_length import RoundLength
+from noloco_p2p.optim.mixing import Mixing, mixing_for
 from noloco_p2p.optim.noloco import outer_step
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.metrics import Metrics
@@ -103,12 +106,18 @@ class NoLoCo:
         self._slow = torch.empty(self._parameters.num_elements)
         self._momentum = torch.zeros(self._parameters.num_elements)
         self._steps = 0
+        self._length = RoundLength(self.spec.outer)
         self._save_every_rounds = save_every_rounds
         self._checkpoints = Checkpoints(peer.run_folder / "served", keep=1) if save_every_rounds else None
         self.entered = False  # took the state of a live peer
         self._end_at = end_at
         self._is_open = False
         self._enter(resume)
+
+    @property
+    def inner_steps(self) -> int:
+        """Length of the round of now."""
+        return self._length.inner_steps
 
     @property
     def is_between_rounds(self) -> bool:
@@ -124,7 +133,7 @@ class NoLoCo:
         self.progress += 1 / self.spec.train.total_steps
         self._exchange.pace.step(time.monotonic())
         self._apply_late()
-        if self._steps < self.spec.outer.inner_steps:
+        if self._steps < self.inner_steps:
             return None
         return self._end_round()
 
@@ -134,7 +143,13 @@ class NoLoCo:
         Between two rounds the model equals its slow weights; within a round it is written too. Raises CheckpointError;
         the last good checkpoint is then intact and still served.
         """
-        state = {"round": self.round, "progress": self.progress, "steps": self._steps, "layout": self._layout}
+        state = {
+            "round": self.round,
+            "progress": self.progress,
+            "steps": self._steps,
+            "inner_steps": self.inner_steps,
+            "layout": self._layout,
+        }
         tensors = {STATE_FILE: {"slow_weights": self._slow, "outer_momentum": self._momentum}}
         if self._steps:
             tensors[FAST_FILE] = {name: param.detach() for name, param in self._parameters.named}
@@ -174,6 +189,8 @@ class NoLoCo:
             raise CheckpointError(f"{checkpoint.path} is of another model; use another --state-dir, or `noloco fork`")
         self._take(checkpoint.load(STATE_FILE))
         self.round, self.progress, self._steps = state["round"], state["progress"], state["steps"]
+        if "inner_steps" in state:  # older ones are of runs with a fixed length
+            self._length.resume(state["inner_steps"])
         if self._steps:
             fast = checkpoint.load(FAST_FILE)
             with torch.no_grad():
@@ -194,6 +211,9 @@ class NoLoCo:
 
     def _open(self) -> None:
         self._is_open = True
+        if not self._steps:  # a round that was begun before a restart keeps its length
+            self._length.next(self._exchange.pace.seconds_per_step)
+        self._peer.metrics.inner_steps = self.inner_steps
         if self._checkpoints and self.round % self._save_every_rounds == 0:
             try:
                 self.save(self._checkpoints, files={}, meta={})
@@ -202,6 +222,7 @@ class NoLoCo:
         self._exchange.open(
             self.round,
             steps_done=self._steps,
+            inner_steps=self.inner_steps,
             progress=self.progress,
             slow_weights=self._slow,
             outer_momentum=self._momentum,
@@ -226,6 +247,9 @@ class NoLoCo:
         outcome = self._exchange.collect(self.spec.outer.max_wait_s)
         blocked_s = time.monotonic() - began_s
         received = None if isinstance(outcome, Alone) else outcome.received
+        link = outcome.link if isinstance(outcome, Alone) else outcome.received.link
+        if link:
+            self._length.note(link)
         self._apply_late()  # one that waited for the early part of this round
         self._outer_step(received)
         if received:
@@ -267,7 +291,7 @@ class NoLoCo:
     @torch.no_grad()
     def _outer_step(self, received: Received | None) -> None:
         """Chunk by chunk: own exact vectors plus half-differences, so that coding errors cannot move a pair's mean."""
-        outer = self.spec.outer
+        mixing = self._mixing(received.agreed_inner_steps if received else self.inner_steps)
         sections = received.sections if received else {}
         gradients = sections.get(SectionName.OUTER_GRADIENT)
         momenta = sections.get(SectionName.OUTER_MOMENTUM)
@@ -280,7 +304,7 @@ class NoLoCo:
             if momenta:
                 momentum.add_(momenta.half_difference(index))
             offset = weights.half_difference(index) if weights else None
-            outer_step(slow, momentum, gradient, offset, alpha=outer.alpha, beta=outer.beta, gamma=outer.gamma)
+            outer_step(slow, momentum, gradient, offset, alpha=mixing.alpha, beta=mixing.beta, gamma=mixing.gamma)
             self._parameters.write(start, slow)
 
     def _apply_late(self) -> None:
@@ -292,19 +316,27 @@ class NoLoCo:
     @torch.no_grad()
     def _correct(self, correction: Correction) -> None:
         """The partner's gradient came after the boundary: `beta h` goes into slow, fast weights and momentum."""
+        beta = self._mixing(correction.agreed_inner_steps).beta  # of its swap: the partner has used the same
         for index, (start, stop) in enumerate(self._bounds):
-            late = correction.gradient.half_difference(index).mul_(self.spec.outer.beta)
+            late = correction.gradient.half_difference(index).mul_(beta)
             self._slow[start:stop].add_(late)
             self._momentum[start:stop].add_(late)
             self._parameters.add(start, late)
         self._peer.metrics.late += 1
 
+    def _mixing(self, inner_steps: float) -> Mixing:
+        """The strengths of the spec, or with "auto" those for rounds of `inner_steps`, on which both partners agree."""
+        outer = self.spec.outer
+        return mixing_for(inner_steps) if outer.is_auto else Mixing(outer.alpha, outer.beta, outer.gamma)
+
     def _meet_progress(self, received: Received) -> None:
-        """A swap moves partners towards each other on the schedule, by at most one round."""
-        round_progress = self.spec.outer.inner_steps / self.spec.train.total_steps
-        opened_at = self.progress - round_progress
+        """A swap moves partners towards each other on the schedule, by at most one round: as far as each other."""
+        opened_at = self.progress - self.inner_steps / self.spec.train.total_steps
         apart = (received.partner_progress - opened_at) / 2
-        self.progress += max(-round_progress, min(round_progress, apart))
+        outer = self.spec.outer  # and what a partner tells is bounded
+        steps = min(received.agreed_inner_steps, outer.max_inner_steps) if outer.is_auto else self.inner_steps
+        one_round = steps / self.spec.train.total_steps
+        self.progress += max(-one_round, min(one_round, apart))
 
 
 def describe_outcome(outcome: Outcome) -> str:

@@ -84,6 +84,14 @@ def test_the_header_states_the_true_size() -> None:
     assert "211,766,016" in describe_size(PRESETS["small"])
 
 
+def test_an_auto_spec_loads_back_and_says_how_many_tokens_at_least(tmp_path: Path) -> None:
+    spec = PRESETS["tiny"].with_changes({"outer.inner_steps": "auto"})
+    path = tmp_path / "run.toml"
+    path.write_text(render(spec), encoding="utf-8")
+    assert RunSpec.load(path) == spec
+    assert "1,024 tokens an inner step, 5,120 or more a round." in path.read_text(encoding="utf-8")
+
+
 def test_importing_presets_imports_no_torch() -> None:
     code = "import sys, noloco_p2p.presets; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.settings import PeerSettings, parse_bindings, split_address
+from noloco_p2p.settings import PeerSettings, parse_bindings, parse_rate, split_address
 
 BOOTSTRAP = "/ip4/203.0.113.5/tcp/4001/p2p/12D3KooWK2gwFiFWxgNtk5RYUnaMSwBrBdWiVZaRwxqCoXQBHSA7"
 
@@ -52,6 +52,39 @@ def test_libp2p_takes_the_port_beside(listen: str, ports: tuple[int, int]) -> No
 )
 def test_what_is_announced(announce: str, announced: tuple[str, int]) -> None:
     assert PeerSettings.load({"announce": announce}).announced == announced
+
+
+@pytest.mark.parametrize(
+    ("rate", "bytes_per_s"),
+    [
+        *(("40mbit", 5e6), ("40 Mbit/s", 5e6), ("2.5mbit", 312_500), ("8000kbit", 1e6), ("1Gbit", 125e6)),
+        *(("5MB/s", 5e6), ("500kB/s", 5e5), ("1.5 GB/s", 1.5e9), (" 40mbit ", 5e6)),
+    ],
+)
+def test_rates_are_in_bits_or_in_bytes(rate: str, bytes_per_s: float) -> None:
+    assert parse_rate(rate) == bytes_per_s
+
+
+@pytest.mark.parametrize(
+    "rate",
+    ["40", "40mb", "5mb/s", "5MB", "5mB/s", "40 mbits", "-5mbit", "inf", "nanmbit", "1e3mbit", "mbit", "5 5mbit"],
+)
+def test_a_rate_that_could_be_either_is_refused_with_the_forms(rate: str) -> None:
+    with pytest.raises(ValueError, match="2500kbit, 40mbit, 1gbit, 500kB/s or 5MB/s"):
+        parse_rate(rate)
+
+
+def test_caps_come_from_every_source_and_are_off_at_first(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = PeerSettings.load()
+    assert (settings.upload_bytes_per_s, settings.download_bytes_per_s) == (None, None)
+    user_file.write_text('max_upload = "40mbit"\n')
+    monkeypatch.setenv("NOLOCO_MAX_DOWNLOAD", "12MB/s")
+    settings = PeerSettings.load()
+    assert (settings.upload_bytes_per_s, settings.download_bytes_per_s) == (5e6, 12e6)
+    assert PeerSettings.load({"max_upload": "8mbit"}).upload_bytes_per_s == 1e6
+    monkeypatch.setenv("NOLOCO_MAX_DOWNLOAD", "fast")
+    with pytest.raises(SettingsError, match=r"environment NOLOCO_\*: max_download 'fast' must be a rate"):
+        PeerSettings.load()
 
 
 def test_every_wrong_field_is_named_at_once() -> None:

@@ -25,7 +25,11 @@ def refuse(**values: object) -> str:
         ({"outer": {"gamma": 1.6, "swap_momentum": False}}, "outer.gamma must be < 2 (1 - alpha^2) = 1.5"),
         ({"outer": {"alpha": 0.9, "gamma": 0.7, "swap_momentum": False}}, "diverges"),
         ({"outer": {"inner_step": 5}}, "outer.inner_step: is not a known field"),
-        ({"outer": {"inner_steps": 0}}, "outer.inner_steps: "),
+        ({"outer": {"inner_steps": 0}}, "outer.inner_steps '0' must be a number of inner steps above 0, or 'auto'"),
+        ({"outer": {"inner_steps": "fast"}}, "outer.inner_steps 'fast' must be"),
+        ({"outer": {"inner_steps": True}}, "outer.inner_steps 'True' must be"),
+        ({"outer": {"min_inner_steps": 9, "max_inner_steps": 8}}, "outer.min_inner_steps 9 must be at most max_inner"),
+        ({"outer": {"max_inner_steps": 0}}, "outer.max_inner_steps: "),
         ({"outer": {"beta": float("nan")}}, "outer.beta: "),
         ({"train": {"warmup_steps": 9, "total_steps": 9}}, "train.warmup_steps 9 must be less than total_steps 9"),
         ({"model": {"hidden_size": 100, "num_heads": 3}}, "model.hidden_size 100 must be a multiple of num_heads 3"),
@@ -65,7 +69,7 @@ def test_every_field_is_in_the_digest() -> None:
 
 def test_the_digest_does_not_change_by_accident() -> None:
     # It names runs that are going on: a new field needs a default that is left out of the canonical form, or version 2.
-    assert SPEC.digest() == "8a9e85b24fca0157d96968a2d0ecda8684092bd5451d24cc06fd70029c4136ea"
+    assert SPEC.digest() == "c5ae816ac6c8eaa1b12a6383779d57a388c659d4bd6a74483bb0b41c103af737"
 
 
 def test_a_spec_from_the_network_must_be_the_one_that_was_asked_for() -> None:
@@ -108,6 +112,18 @@ def test_a_spec_is_frozen() -> None:
 def test_strong_outer_momentum_is_warned_of() -> None:
     assert OuterSpec().warnings() == []
     assert "outer.alpha 0.6 is above 0.5" in OuterSpec(alpha=0.6).warnings()[0]
+
+
+def test_what_has_no_effect_is_warned_of() -> None:
+    assert OuterSpec(inner_steps="auto", min_inner_steps=9).warnings() == []
+    assert ["outer.alpha is ignored" in line for line in OuterSpec(inner_steps="auto", alpha=0.6).warnings()] == [True]
+    assert "outer.max_inner_steps is ignored" in OuterSpec(max_inner_steps=100).warnings()[0]
+
+
+def test_the_first_round_is_of_the_fixed_length_or_between_the_bounds() -> None:
+    assert OuterSpec(inner_steps=7).first_inner_steps == 7
+    assert OuterSpec(inner_steps="auto").first_inner_steps == 32
+    assert OuterSpec(inner_steps="auto", min_inner_steps=8, max_inner_steps=8).first_inner_steps == 8
 
 
 def test_a_library_run_needs_no_model_and_no_data() -> None:

@@ -92,6 +92,8 @@ def test_a_wrong_spec_is_3_and_names_the_field(
         (["--device", "cuda:97"], "--device cuda:97: torch finds"),
         (["--threads", "-1"], "threads: "),
         (["--max-steps", "0"], "max_steps: "),
+        (["--max-upload", "40mb"], "max_upload '40mb' must be a rate in bits or bytes: 2500kbit, 40mbit"),
+        (["--max-download", "1mbit"], "max_download '1mbit' must be at least 2mbit (250kB/s)"),
         (["--data", "c4"], "--data 'c4' must be NAME=GLOB"),
         (["--bootstrap", "somewhere"], "bootstrap 'somewhere' must be an address such as /ip4/"),
         (["--state-dir", "/proc/nothing"], "cannot be used as state folder"),

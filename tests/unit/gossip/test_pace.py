@@ -19,7 +19,7 @@ def paced(durations_s: list[float], *, inner_steps: int = 10, steps_done: int = 
 
 def test_nothing_is_claimed_before_the_first_step() -> None:
     pace, now_s = paced([])
-    assert pace.boundary(round_index=3, progress=0.5, now_s=now_s) == Boundary(3, None, None, 0.5)
+    assert pace.boundary(round_index=3, progress=0.5, now_s=now_s) == Boundary(3, None, None, 0.5, 10)
 
 
 def test_the_boundary_comes_nearer_with_steps_and_with_time() -> None:
@@ -43,6 +43,13 @@ def test_a_machine_that_slows_down_is_believed_after_a_window() -> None:
 def test_a_round_that_was_begun_before_a_restart_is_shorter() -> None:
     pace, now_s = paced([1.0], steps_done=7)
     assert pace.seconds_to_boundary(now_s) == pytest.approx(2.0)
+
+
+def test_a_round_of_another_length_is_told_and_moves_the_boundary() -> None:
+    pace, now_s = paced([2.0] * 10)
+    pace.open_round(now_s, inner_steps=25, steps_done=5)
+    boundary = pace.boundary(round_index=1, progress=0.0, now_s=now_s)
+    assert (boundary.inner_steps, boundary.seconds_per_round, boundary.seconds_to_boundary) == (25, 50.0, 40.0)
 
 
 def test_the_speed_is_known_from_the_first_moment_of_the_next_round() -> None:

@@ -25,7 +25,7 @@ SECTION = st.sampled_from(frames.SectionName)
 PART = st.sampled_from(frames.Part)
 
 HELLO = st.builds(frames.Hello, TEXT, TEXT, TEXT, protocol_version=TEXT, layout=TEXT, features=st.tuples(TEXT, TEXT))
-BOUNDARY = st.builds(frames.Boundary, UINT64, st.none() | NUMBER, st.none() | NUMBER, NUMBER)
+BOUNDARY = st.builds(frames.Boundary, UINT64, st.none() | NUMBER, st.none() | NUMBER, NUMBER, UINT64)
 RETRY = st.floats(0, 3600)
 FRAME: st.SearchStrategy[frames.Frame] = st.one_of(
     st.builds(frames.Offer, HELLO, BYTES, BOUNDARY),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from torch import nn
 from noloco_p2p.gossip.fetch import state_file_bytes
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.outcome import Alone, Half, Swapped
+from noloco_p2p.gossip.round import Phase
+from noloco_p2p.optim.mixing import mixing_for
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec, TrainSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
@@ -26,6 +29,14 @@ COARSE = CodecSpec(slow_weights="int8", outer_momentum="int8", outer_gradient="i
 def make_spec(*, codec: CodecSpec = EXACT, inner_steps: int = 2, max_wait_s: float = 20.0) -> RunSpec:
     outer = OuterSpec(inner_steps=inner_steps, max_wait_s=max_wait_s)
     return RunSpec(name="test", outer=outer, codec=codec, train=TrainSpec(total_steps=100, warmup_steps=1))
+
+
+AUTO = OuterSpec(inner_steps="auto", min_inner_steps=2, max_inner_steps=40)
+
+
+def make_auto_spec(*, max_wait_s: float = 20.0) -> RunSpec:
+    outer = AUTO.model_copy(update={"max_wait_s": max_wait_s})
+    return RunSpec(name="auto", outer=outer, codec=EXACT, train=TrainSpec(total_steps=1000, warmup_steps=1))
 
 
 def make_model(seed: int) -> nn.Sequential:
@@ -142,7 +153,7 @@ def run_one_round(folder: Path, *, max_wait_s: float) -> torch.Tensor:
         together(lambda: run(0), lambda: run(1))
         if is_eager:
             assert isinstance(results[0].outcome, Half)
-            wait_until(lambda: bool(peers[0].runner.corrections))
+            wait_until(lambda: can_be_corrected(peers[0]))
             outers[0].step()  # between two inner steps the correction is applied
         else:
             assert isinstance(results[0].outcome, Swapped)
@@ -157,6 +168,11 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
             return
         done.wait(0.01)
     raise AssertionError("the condition did not come true")
+
+
+def can_be_corrected(peer: MemoryPeer) -> bool:
+    """The late part is here, and the early part of the next round, if it was faster, does not travel any more."""
+    return bool(peer.runner.corrections) and peer.runner.phase is not Phase.SWAPPING
 
 
 def wait_for_early(outers: list[NoLoCo]) -> None:
@@ -187,6 +203,111 @@ def test_a_checkpoint_within_a_round_goes_on_with_the_same_bits(tmp_path: Path) 
                     assert (outer.round, outer.is_between_rounds) == (1, False)
             ends.append(flat(model))
     assert torch.equal(ends[0], ends[1])
+
+
+# rounds of a length of their own
+
+
+def with_length(outer: NoLoCo, inner_steps: int, folder: Path) -> Checkpoint:
+    """A checkpoint of a peer whose rounds were of this length."""
+    checkpoint = Checkpoint(outer.save(Checkpoints(folder), files={}, meta={}))
+    checkpoint.meta["outer"]["inner_steps"] = inner_steps
+    return checkpoint
+
+
+@pytest.mark.parametrize("max_wait_s", [20.0, 0.0], ids=["waiting", "eager"])
+def test_partners_with_rounds_of_other_lengths_keep_their_mean(tmp_path: Path, max_wait_s: float) -> None:
+    """3 and 27 inner steps: both mix by 9, for which alpha is 0 before the first momentum and beta is 1."""
+    with MemorySwarm(make_auto_spec(max_wait_s=max_wait_s)) as swarm:
+        models, outers, peers = [], [], []
+        for name, seed, length in (("a", 1, 3), ("b", 2, 27)):
+            first = NoLoCo(make_model(seed), swarm.peer(f"{name}0", run_folder=tmp_path / name), save_every_rounds=0)
+            checkpoint = with_length(first, length, tmp_path / f"{name}-checkpoint")
+            swarm.kill(swarm.peers[-1])
+            models.append(make_model(seed))
+            peers.append(swarm.peer(name, run_folder=tmp_path / name))
+            outers.append(NoLoCo(models[-1], peers[-1], save_every_rounds=0, resume=checkpoint))
+        assert [outer.inner_steps for outer in outers] == [3, 27]
+        before = (flat(models[0]).double() + flat(models[1]).double()) / 2
+        ended = threading.Event()
+        results: dict[int, RoundResult] = {}
+
+        def run(index: int) -> None:
+            for step in range(outers[index].inner_steps):
+                if step == outers[index].inner_steps - 1:
+                    wait_for_early(outers)
+                    early_seen.wait(20)
+                    if index and not max_wait_s:
+                        assert ended.wait(20)  # the late part of b comes after the boundary of a
+                nudge(models[index], 0.01 * (index + 1))
+                result = outers[index].step()
+                if result:
+                    results[index] = result
+            ended.set()
+
+        early_seen = threading.Barrier(2)
+        together(lambda: run(0), lambda: run(1))
+        for index, result in results.items():
+            assert isinstance(result.outcome, Swapped | Half)
+            assert result.outcome.received.agreed_inner_steps == 9.0
+            if isinstance(result.outcome, Half):
+                wait_until(lambda index=index: can_be_corrected(peers[index]))
+                outers[index].step()
+        assert peers[0].metrics.late == (0 if max_wait_s else 1)
+        after = (flat(models[0]).double() + flat(models[1]).double()) / 2
+        assert torch.allclose(after, before + (3 * 0.01 + 27 * 0.02) / 2, atol=5e-6)
+
+
+def test_a_checkpoint_within_a_round_knows_how_long_it_is(tmp_path: Path) -> None:
+    with MemorySwarm(make_auto_spec()) as swarm:
+        model = make_model(3)
+        first = NoLoCo(model, swarm.peer("a", run_folder=tmp_path), save_every_rounds=0)
+        checkpoint = with_length(first, 13, tmp_path / "first")
+        swarm.kill(swarm.peers[-1])
+        for _ in range(2):  # resumed at the opening of the round, then after 5 of its steps
+            peer = swarm.peer("b", run_folder=tmp_path)
+            outer = NoLoCo(model, peer, save_every_rounds=0, resume=checkpoint)
+            assert [outer.step() for _ in range(5)] == [None] * 5
+            checkpoint = Checkpoint(outer.save(Checkpoints(tmp_path / "within"), files={}, meta={}))
+            assert (outer.inner_steps, peer.metrics.inner_steps, peer.exchange.pace.inner_steps) == (13, 13, 13)
+            swarm.kill(peer)
+        outer = NoLoCo(model, swarm.peer("c", run_folder=tmp_path), save_every_rounds=0, resume=checkpoint)
+        assert [outer.step() is not None for _ in range(3)] == [False, False, True]
+
+
+def test_alone_the_strengths_are_those_of_the_own_length(tmp_path: Path) -> None:
+    with MemorySwarm(make_auto_spec()) as swarm:
+        model = make_model(0)
+        start = flat(model)
+        outer = NoLoCo(model, swarm.peer("a", run_folder=tmp_path), save_every_rounds=0)
+        assert outer.inner_steps == 9  # the middle of 2 and 40, and no link to measure
+        for _ in range(2):
+            assert isinstance(one_round(outer, model, 0.1).outcome, Alone)
+        alpha = mixing_for(9).alpha
+        assert 0 < alpha < 0.2
+        assert torch.allclose(flat(model), start + 0.9 + (alpha * 0.9 + 0.9), atol=1e-5)
+
+
+def test_over_a_fast_link_rounds_become_as_short_as_the_spec_allows(tmp_path: Path) -> None:
+    spec = make_auto_spec(max_wait_s=0.0)
+    with MemorySwarm(spec) as swarm:
+        models = [make_model(1), make_model(2)]
+        outers = [
+            NoLoCo(model, swarm.peer(name, run_folder=tmp_path / name), save_every_rounds=0)
+            for name, model in zip("ab", models, strict=True)
+        ]
+        is_short = threading.Event()
+
+        def run(index: int) -> None:
+            until_s = time.monotonic() + 40
+            while not is_short.is_set():
+                assert time.monotonic() < until_s, [outer.inner_steps for outer in outers]
+                time.sleep(0.05)  # an inner step
+                outers[index].step()
+                if all(outer.inner_steps <= 3 for outer in outers):
+                    is_short.set()
+
+        together(lambda: run(0), lambda: run(1))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,130 @@
+"""How many inner steps the next round takes: as few as the link carries, for `outer.inner_steps = "auto"`.
+
+Pure: no clock, no network. It is told what each round measured and how long an inner step takes. Short rounds come
+nearest to synchronous training, and a swap in the background costs the accelerator nothing, so a peer swaps as often as
+the swap of a round fits into the round, with room to spare.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+
+from noloco_p2p.spec import OuterSpec
+
+WINDOW_SWAPS = 7  # remembered; a change of the link is believed when it has shown in four of them
+
+# Share of a round that its swap may take. Partners' boundaries may be up to 0.6 rounds apart (pairing.FAR_SHARE), so
+# that of a round about half is common to both, and a partner has to be found first.
+FILL = 0.5
+
+# Share of the time that training may stand still for late parts where it waits for them. Twice as many swaps are worth
+# some per cent of the loss (see optim/mixing.py for the study), a twentieth of the inner steps less than one.
+BLOCKED_SHARE = 0.05
+
+MAX_CHANGE = 1.5  # factor from one round to the next
+STILL = 1.25  # a smaller factor is not worth a change: noise alone must not move the length
+
+GIVEN_UP_FACTOR = 2.0  # a swap that moved nothing until it was given up would have taken at least so many times longer
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMeasure:
+    """What the swap of one round told about the link and about the partner."""
+
+    swap_s: float  # for all bytes of a round, at the rate at which they moved
+    late_s: float  # for the late part of them, once both sides were sending it
+    partner_round_s: float | None  # how long the partner's rounds last; None = it has not measured it yet
+    is_whole: bool  # False: the boundary came before the early part was committed
+
+
+def measure_link(
+    *,
+    round_bytes: int,
+    late_bytes: int,
+    moved_bytes: int,
+    elapsed_s: float,
+    late_s: float | None,
+    partner_round_s: float | None,
+    is_whole: bool,
+) -> LinkMeasure:
+    """From counters to seconds.
+
+    round_bytes, late_bytes: payload of a whole swap and of its late part, one way. moved_bytes, elapsed_s: what this
+    peer moved while the early part travelled, in the slower direction and in all of its swaps together, and how long
+    that took. late_s: measured, or None when the late part was not committed; its bytes and the rate then tell.
+    """
+    swap_s = elapsed_s * (round_bytes / moved_bytes if moved_bytes else GIVEN_UP_FACTOR)
+    if late_s is None:
+        late_s = swap_s * late_bytes / round_bytes
+    return LinkMeasure(swap_s, late_s, partner_round_s, is_whole)
+
+
+class RoundLength:
+    """Chooses the length of each round; `inner_steps` is that of the round of now. A fixed one never changes."""
+
+    def __init__(self, outer: OuterSpec) -> None:
+        self.inner_steps = outer.first_inner_steps
+        self._outer = outer
+        self._swaps_s: deque[float] = deque(maxlen=WINDOW_SWAPS)
+        self._blocked_s: deque[float] = deque(maxlen=WINDOW_SWAPS)
+        self._partners_s: deque[float] = deque(maxlen=WINDOW_SWAPS)
+
+    def resume(self, inner_steps: int) -> None:
+        """Go on with the length that a checkpoint tells; what was measured before it is measured anew."""
+        if self._outer.is_auto:
+            self.inner_steps = self._bounded(inner_steps)
+
+    def note(self, link: LinkMeasure) -> None:
+        """A round ended. What a swap that was given up early seems to say tells only how long it takes at least."""
+        if link.partner_round_s is not None and link.partner_round_s > 0:
+            self._partners_s.append(link.partner_round_s)
+        if link.is_whole or link.swap_s > cautious(self._swaps_s):
+            self._swaps_s.append(link.swap_s)
+            self._blocked_s.append(min(link.late_s, self._outer.max_wait_s))
+
+    def next(self, seconds_per_step: float | None) -> int:
+        """The length of the round that begins now; that of the last one while nothing is measured."""
+        if self._outer.is_auto and seconds_per_step and self._swaps_s:
+            wanted = self._bounded(math.ceil(self._target_s() / seconds_per_step))
+            if not 1 / STILL <= wanted / self.inner_steps <= STILL:
+                self.inner_steps = self._nearer_to(wanted)
+        return self.inner_steps
+
+    def needed_s(self) -> float:
+        """The shortest round that the own link carries; 0 while nothing is measured."""
+        blocked_s = cautious(self._blocked_s)
+        return max(cautious(self._swaps_s) / FILL, blocked_s * (1 - BLOCKED_SHARE) / BLOCKED_SHARE)
+
+    def _target_s(self) -> float:
+        """Half way, on a scale of factors, from what the own link needs to how long the partners' rounds last.
+
+        Peers whose rounds last about as long find each other more easily. All of them alike come to what they need: as
+        each goes only half way, a round that is too long for everybody does not keep itself alive.
+        """
+        needed_s = self.needed_s()
+        if not self._partners_s:
+            return needed_s
+        return max(needed_s, math.sqrt(needed_s) * math.sqrt(median(self._partners_s)))
+
+    def _nearer_to(self, wanted: int) -> int:
+        """At most MAX_CHANGE away from now, but at least one step."""
+        now = self.inner_steps
+        if wanted > now:
+            return min(wanted, max(now + 1, math.floor(now * MAX_CHANGE)))
+        return max(wanted, min(now - 1, math.ceil(now / MAX_CHANGE)))
+
+    def _bounded(self, inner_steps: int) -> int:
+        return min(max(inner_steps, self._outer.min_inner_steps), self._outer.max_inner_steps)
+
+
+def cautious(values: Iterable[float]) -> float:
+    """Median plus spread (median absolute deviation): more than most of `values`; 0 when there are none."""
+    known = list(values)
+    if not known:
+        return 0.0
+    middle = median(known)
+    return middle + median(abs(value - middle) for value in known)

@@ -1,0 +1,213 @@
+"""Caps on upload and download over real gRPC on loopback: what the cap says, without bursts, shared by all streams."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from pathlib import Path
+
+import pytest
+import uvloop
+from blake3 import blake3
+
+from noloco_p2p.errors import PeerError
+from noloco_p2p.gossip.fetch import StateServer, describe_state, fetch_state
+from noloco_p2p.gossip.frames import Chunk, FetchItem, FetchWant, Hello, PeerStatus, SectionName, SwapState
+from noloco_p2p.gossip.outcome import Swapped
+from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.server import QUEUED_FRAMES, GrpcServer
+from noloco_p2p.net.throttle import DEPTH_S, READ_AHEAD_S, Limits, Throttle
+from noloco_p2p.spec import CodecSpec, RunSpec
+from noloco_p2p.testing.loopback import LoopbackSwarm
+from noloco_p2p.testing.rounds import Vectors, one_round
+
+SPEC = RunSpec(name="throttle", codec=CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32"))
+RATE = 4e6  # 32 Mbit/s
+CHUNK_BYTES = 256 * 1024  # an int8 chunk
+NUM_CHUNKS = 48  # three seconds
+
+
+class Sink:
+    """A Service that takes whatever comes, and notes when."""
+
+    def __init__(self, states: StateServer | None = None) -> None:
+        self.arrived: list[tuple[float, int]] = []
+        self.num_bytes = 0
+        self.has_all = asyncio.Event()
+        self._states = states
+
+    def admit(self, hello: Hello) -> None: ...
+
+    async def on_swap(self, stream: FrameStream) -> None:
+        try:
+            while True:
+                frame = await stream.receive(20.0)
+                assert isinstance(frame, Chunk)
+                self.arrived.append((time.monotonic(), len(frame.payload)))
+                self.num_bytes += len(frame.payload)
+                if self.num_bytes >= NUM_CHUNKS * CHUNK_BYTES:
+                    self.has_all.set()
+        except PeerError:
+            await stream.close()
+
+    async def on_status(self, swap_id: bytes) -> PeerStatus:
+        return PeerStatus(Hello("sink", SPEC.name, SPEC.digest()), "training", 0, 0.0, SwapState())
+
+    def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
+        assert self._states is not None
+        return self._states.serve(want)
+
+
+def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(main(), 40.0))
+
+
+def upload(bytes_per_s: float | None) -> Limits:
+    return Limits.of(upload_bytes_per_s=bytes_per_s, download_bytes_per_s=None)
+
+
+def download(bytes_per_s: float | None) -> Limits:
+    return Limits.of(upload_bytes_per_s=None, download_bytes_per_s=bytes_per_s)
+
+
+async def send_chunks(stream: FrameStream, num_chunks: int, on_sent: Callable[[int], None] = lambda sent: None) -> None:
+    payload = bytes(CHUNK_BYTES)
+    digest = blake3(payload).digest(16)
+    for index in range(num_chunks):
+        await stream.send(Chunk(SectionName.SLOW_WEIGHTS, index, payload, digest))
+        on_sent(CHUNK_BYTES)
+
+
+async def send_all(
+    sink: Sink, server: GrpcServer, transports: list[GrpcTransport], on_sent: Callable[[int], None] = lambda sent: None
+) -> float:
+    """NUM_CHUNKS over streams of these transports at once; the seconds until the last one has arrived."""
+    await server.start("127.0.0.1", 0)
+    candidate = Candidate("sink", f"127.0.0.1:{server.port}")
+    streams = [await each.open_swap(candidate, timeout_s=5.0) for each in transports]
+    began_s = time.monotonic()
+    try:
+        await asyncio.gather(*(send_chunks(stream, NUM_CHUNKS // len(streams), on_sent) for stream in streams))
+        await sink.has_all.wait()
+        return time.monotonic() - began_s
+    finally:
+        await asyncio.gather(*(stream.close() for stream in streams))
+        await server.stop(0.0)
+
+
+def caller(limits: Limits) -> GrpcTransport:
+    return GrpcTransport(lambda: Hello("caller", SPEC.name, SPEC.digest()), limits)
+
+
+def largest_burst(arrived: list[tuple[float, int]], *, window_s: float) -> int:
+    """Most bytes that arrived within a window."""
+    return max(sum(size for at_s, size in arrived if start_s <= at_s < start_s + window_s) for start_s, _ in arrived)
+
+
+@pytest.mark.parametrize("num_streams", [1, 2], ids=["one swap", "two swaps share"])
+def test_an_upload_takes_what_the_cap_says_without_bursts(num_streams: int) -> None:
+    async def main() -> None:
+        sink, limits = Sink(), upload(RATE)
+        seconds = await send_all(sink, GrpcServer(sink), [caller(limits)] * num_streams)
+        assert seconds == pytest.approx(NUM_CHUNKS * CHUNK_BYTES / RATE, rel=0.1)
+        # A message arrives whole, and two streams may each have one that is late; not more than that comes at once.
+        assert largest_burst(sink.arrived, window_s=0.5) <= (0.5 + DEPTH_S) * RATE + (1 + num_streams) * CHUNK_BYTES
+
+    run(main)
+
+
+@pytest.mark.parametrize("num_streams", [1, 2], ids=["one swap", "two swaps share"])
+def test_a_download_takes_what_the_cap_says_and_slows_the_sender(num_streams: int) -> None:
+    """The senders are not capped: flow control holds them back, within what is read ahead."""
+
+    async def main() -> None:
+        sent: list[int] = []
+        ahead: list[int] = []
+
+        def on_sent(num_bytes: int) -> None:
+            sent.append(num_bytes)
+            ahead.append(sum(sent) - sink.num_bytes)
+
+        sink = Sink()
+        server = GrpcServer(sink, download(RATE))
+        seconds = await send_all(sink, server, [caller(Limits()) for _ in range(num_streams)], on_sent)
+        assert seconds == pytest.approx(NUM_CHUNKS * CHUNK_BYTES / RATE, rel=0.1)
+        # Unread in HTTP/2, in the queue of a stream, and one message each in the hands of both sides: under a second.
+        per_stream = READ_AHEAD_S * RATE + (QUEUED_FRAMES + 3) * CHUNK_BYTES
+        assert max(ahead) <= num_streams * per_stream
+        assert largest_burst(sink.arrived, window_s=0.5) <= (0.5 + DEPTH_S) * RATE + (1 + num_streams) * CHUNK_BYTES
+
+    run(main)
+
+
+def test_without_caps_nothing_is_counted_and_no_window_is_set() -> None:
+    limits = Limits.of(upload_bytes_per_s=None, download_bytes_per_s=None)
+    assert (limits.upload, limits.download, limits.options()) == (None, None, [])
+
+
+@pytest.mark.parametrize("capped", ["a", "b"])
+def test_a_swap_of_a_capped_peer_takes_what_the_cap_says_and_the_measured_link_shows_it(capped: str) -> None:
+    """Both directions at once, one of them capped, whichever peer made the offer."""
+    num_elements, vectors_bytes = 1_000_000, 12_000_000
+    with LoopbackSwarm(SPEC) as swarm:
+        swarm.rates[capped] = (RATE, None)
+        peers = [swarm.peer("a"), swarm.peer("b")]
+        vectors = [Vectors.random(seed, num_elements=num_elements) for seed in (1, 2)]
+        began_s = time.monotonic()
+        outcomes = one_round(peers, vectors, wait_s=20.0)
+        assert time.monotonic() - began_s == pytest.approx(vectors_bytes / RATE, rel=0.15)  # vectors are coded, too
+    for outcome in outcomes:
+        assert isinstance(outcome, Swapped)
+        assert outcome.received.link.swap_s == pytest.approx(vectors_bytes / RATE, rel=0.15)
+        assert outcome.received.link.late_s == pytest.approx(vectors_bytes / 3 / RATE, rel=0.25)
+
+
+@pytest.mark.parametrize("side", ["donor", "newcomer"])
+def test_a_first_fetch_is_capped_on_either_side(side: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        source, num_bytes = tmp_path / "state", 8 << 20
+        source.write_bytes(bytes(num_bytes))
+        states = StateServer(SPEC)
+        states.saved = describe_state(source, layout="layout", num_elements=9, round_index=0, progress=0.0)
+        server = GrpcServer(Sink(states), upload(RATE) if side == "donor" else Limits())
+        await server.start("127.0.0.1", 0)
+        began_s = time.monotonic()
+        manifest = await fetch_state(
+            caller(download(RATE) if side == "newcomer" else Limits()),
+            [Candidate("sink", f"127.0.0.1:{server.port}")],
+            layout="layout",
+            num_elements=9,
+            num_bytes=num_bytes,
+            target=tmp_path / "fetched",
+        )
+        assert manifest is not None
+        assert time.monotonic() - began_s == pytest.approx(num_bytes / RATE, rel=0.1)
+        await server.stop(0.0)
+
+    run(main)
+
+
+def test_a_small_message_does_not_wait_behind_chunks() -> None:
+    async def main() -> None:
+        throttle = Throttle(1e6)
+        chunk = asyncio.create_task(throttle.take(5_000_000))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(throttle.take(100), 0.5)
+        assert not chunk.done()
+        chunk.cancel()
+
+    run(main)
+
+
+def test_unused_time_is_not_saved_up() -> None:
+    async def main() -> None:
+        throttle = Throttle(1e6)
+        await asyncio.sleep(0.5)
+        began_s = time.monotonic()
+        await throttle.take(200_000)
+        assert time.monotonic() - began_s == pytest.approx(0.2 - DEPTH_S, abs=0.05)
+
+    run(main)

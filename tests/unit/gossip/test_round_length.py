@@ -1,0 +1,219 @@
+"""The controller of the round length in a simulated loop: it fits the swap in, follows the link, and keeps calm."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from noloco_p2p.gossip.round_length import (
+    BLOCKED_SHARE,
+    FILL,
+    MAX_CHANGE,
+    STILL,
+    LinkMeasure,
+    RoundLength,
+    cautious,
+    measure_link,
+)
+from noloco_p2p.spec import OuterSpec
+
+ROUND_BYTES, LATE_BYTES = 150_000_000, 50_000_000
+EAGER = OuterSpec(inner_steps="auto", max_wait_s=0.0)
+
+
+def link(swap_s: float, *, late_s: float = 0.0, partner_round_s: float | None = None) -> LinkMeasure:
+    return LinkMeasure(swap_s, late_s, partner_round_s, is_whole=True)
+
+
+def train(
+    length: RoundLength,
+    *,
+    num_rounds: int,
+    step_s: Callable[[int], float] | float,
+    bytes_per_s: Callable[[int], float] | float,
+    noise: random.Random | None = None,
+    partner_round_s: float | None = None,
+) -> list[int]:
+    """Rounds over a link of this rate, 10 % of each spent on finding a partner; the lengths that were chosen."""
+    lengths = []
+    for index in range(num_rounds):
+        spread = noise.lognormvariate(0.0, 0.25) if noise else 1.0
+        rate = (bytes_per_s(index) if callable(bytes_per_s) else bytes_per_s) * spread
+        seconds = step_s(index) if callable(step_s) else step_s
+        lengths.append(length.next(seconds * (noise.uniform(0.95, 1.05) if noise else 1.0)))
+        time_s = 0.9 * lengths[-1] * seconds
+        early_s = (ROUND_BYTES - LATE_BYTES) / rate
+        moved_bytes = round(rate * min(early_s, time_s))
+        length.note(
+            measure_link(
+                round_bytes=ROUND_BYTES,
+                late_bytes=LATE_BYTES,
+                moved_bytes=moved_bytes,
+                elapsed_s=min(early_s, time_s),
+                late_s=LATE_BYTES / rate if early_s < time_s else None,
+                partner_round_s=partner_round_s,
+                is_whole=early_s < time_s,
+            )
+        )
+    return lengths
+
+
+def ideal(*, step_s: float, bytes_per_s: float) -> int:
+    return math.ceil(ROUND_BYTES / bytes_per_s / FILL / step_s)
+
+
+def test_a_fixed_length_stays_whatever_is_measured() -> None:
+    length = RoundLength(OuterSpec(inner_steps=20))
+    assert train(length, num_rounds=30, step_s=1.0, bytes_per_s=1e6) == [20] * 30
+    length.resume(77)
+    assert length.next(1.0) == 20
+
+
+@pytest.mark.parametrize("bytes_per_s", [4e6, 12.5e6, 40e6])
+def test_the_swap_of_a_round_fills_half_of_it(bytes_per_s: float) -> None:
+    lengths = train(RoundLength(EAGER), num_rounds=30, step_s=1.0, bytes_per_s=bytes_per_s)
+    wanted = ideal(step_s=1.0, bytes_per_s=bytes_per_s)
+    assert wanted / STILL <= lengths[-1] <= wanted * STILL
+    assert len(set(lengths[12:])) == 1, "it has settled"
+
+
+def test_no_round_is_shorter_or_longer_than_the_spec_allows() -> None:
+    outer = OuterSpec(inner_steps="auto", max_wait_s=0.0, min_inner_steps=10, max_inner_steps=60)
+    assert 10 <= train(RoundLength(outer), num_rounds=30, step_s=1.0, bytes_per_s=1e9)[-1] <= 10 * STILL
+    assert 60 >= train(RoundLength(outer), num_rounds=30, step_s=1.0, bytes_per_s=1e5)[-1] >= 60 / STILL
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_link_with_noise_does_not_move_the_length_to_and_fro(seed: int) -> None:
+    lengths = train(RoundLength(EAGER), num_rounds=300, step_s=1.0, bytes_per_s=12.5e6, noise=random.Random(seed))[20:]
+    wanted = ideal(step_s=1.0, bytes_per_s=12.5e6)
+    assert all(0.75 * wanted <= steps <= 2 * wanted for steps in lengths)
+    changes = [b - a for a, b in pairwise(lengths) if a != b]
+    assert len(changes) < 0.12 * len(lengths), changes
+
+
+def test_a_link_that_drops_to_a_tenth_and_recovers_is_followed() -> None:
+    def rate(index: int) -> float:
+        return 2e6 if 40 <= index < 80 else 20e6
+
+    lengths = train(RoundLength(EAGER), num_rounds=120, step_s=1.0, bytes_per_s=rate)
+    fast, slow = (ideal(step_s=1.0, bytes_per_s=bytes_per_s) for bytes_per_s in (20e6, 2e6))
+    assert fast / STILL <= lengths[39] <= fast * STILL
+    assert slow / STILL <= lengths[56] <= slow * STILL, "sixteen rounds later at most"
+    assert fast / STILL <= lengths[100] <= fast * STILL
+    assert lengths[40:80] == sorted(lengths[40:80]), "it goes there straight"
+    assert lengths[80:] == sorted(lengths[80:], reverse=True)
+    for before, after in pairwise(lengths):
+        assert max(after / before, before / after) <= MAX_CHANGE or abs(after - before) == 1
+
+
+def test_a_peer_that_slows_down_takes_fewer_steps_a_round() -> None:
+    def step_s(index: int) -> float:
+        return 1.0 if index < 30 else 4.0
+
+    lengths = train(RoundLength(EAGER), num_rounds=60, step_s=step_s, bytes_per_s=5e6)
+    assert lengths[-1] == pytest.approx(lengths[29] / 4, rel=STILL - 1)
+    assert lengths[30:] == sorted(lengths[30:], reverse=True)
+
+
+def test_where_training_waits_for_the_late_part_it_stands_still_for_a_small_share() -> None:
+    length = RoundLength(OuterSpec(inner_steps="auto", max_wait_s=60.0, max_inner_steps=1000))
+    lengths = train(length, num_rounds=40, step_s=1.0, bytes_per_s=12.5e6)
+    late_s = LATE_BYTES / 12.5e6
+    assert late_s / (lengths[-1] + late_s) <= BLOCKED_SHARE * STILL
+    assert late_s / (lengths[-1] + late_s) >= BLOCKED_SHARE / STILL
+    assert length.needed_s() == pytest.approx(19 * late_s)
+
+
+def test_nobody_waits_longer_than_the_spec_says() -> None:
+    length = RoundLength(OuterSpec(inner_steps="auto", max_wait_s=1.0))
+    length.note(link(12.0, late_s=4.0))
+    assert length.needed_s() == pytest.approx(max(12.0 / FILL, 19 * 1.0))
+
+
+# the swarm
+
+
+def test_a_fast_peer_comes_towards_the_rounds_of_its_partners() -> None:
+    own = ideal(step_s=1.0, bytes_per_s=30e6)
+    lengths = train(RoundLength(EAGER), num_rounds=40, step_s=1.0, bytes_per_s=30e6, partner_round_s=9 * own)
+    assert 3 * own / STILL <= lengths[-1] <= 3 * own * STILL
+
+
+def test_a_slow_link_is_never_hurried_by_others() -> None:
+    lengths = train(RoundLength(EAGER), num_rounds=40, step_s=1.0, bytes_per_s=4e6, partner_round_s=5.0)
+    assert lengths[-1] >= ideal(step_s=1.0, bytes_per_s=4e6) / STILL
+
+
+def test_peers_that_are_alike_do_not_keep_each_others_rounds_long() -> None:
+    lengths = [RoundLength(EAGER) for _ in range(4)]
+    for each in lengths:
+        each.inner_steps = 150
+    rng = random.Random(1)
+    for _ in range(60):
+        rounds_s = [each.next(1.0) * 1.0 for each in lengths]
+        for each in lengths:
+            each.note(link(5.0, partner_round_s=rng.choice(rounds_s)))
+    assert all(each.inner_steps <= 5.0 / FILL * STILL**2 for each in lengths), [e.inner_steps for e in lengths]
+
+
+@pytest.mark.parametrize("partner_round_s", [0.0, -1e300, 1e300])
+def test_what_a_partner_tells_cannot_break_it(partner_round_s: float) -> None:
+    length = RoundLength(EAGER)
+    length.note(link(5.0, partner_round_s=partner_round_s))
+    assert 5 <= length.next(1.0) <= 200
+
+
+# measuring
+
+
+def test_nothing_measured_changes_nothing() -> None:
+    length = RoundLength(EAGER)
+    assert [length.next(None), length.next(1.0)] == [32, 32]
+    length.note(link(5.0))
+    assert length.next(None) == 32
+
+
+def test_a_swap_that_was_given_up_before_it_moved_anything_makes_rounds_longer() -> None:
+    """As on a link whose round trip takes longer than the round."""
+    length, lengths = RoundLength(EAGER), list[int]()
+    for _ in range(20):
+        lengths.append(length.next(0.05))
+        length.note(
+            measure_link(
+                round_bytes=1000,
+                late_bytes=300,
+                moved_bytes=0,
+                elapsed_s=lengths[-1] * 0.05,
+                late_s=None,
+                partner_round_s=None,
+                is_whole=False,
+            )
+        )
+    assert lengths[-1] >= 200 / STILL
+    assert lengths == sorted(lengths)
+
+
+def test_an_early_part_that_was_given_up_in_a_moment_tells_nothing() -> None:
+    length = RoundLength(EAGER)
+    length.note(link(30.0))
+    length.note(LinkMeasure(0.01, 0.0, None, is_whole=False))
+    assert length.needed_s() == 30.0 / FILL
+
+
+def test_a_resumed_peer_goes_on_with_its_length() -> None:
+    length = RoundLength(EAGER)
+    length.resume(90)
+    assert (length.inner_steps, length.next(1.0)) == (90, 90)
+    length.resume(10**9)
+    assert length.inner_steps == 200
+
+
+def test_cautious_is_above_most_and_not_moved_by_one() -> None:
+    assert cautious([]) == 0.0
+    assert cautious([5.0] * 6 + [1e6]) == 5.0
+    assert cautious([1.0, 2.0, 3.0, 4.0, 5.0]) == 4.0
