@@ -10,12 +10,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Executor
 
-from blake3 import blake3
 from torch import Tensor
 
 from noloco_p2p.codec import chunk_bounds
 from noloco_p2p.errors import CorruptPayload
-from noloco_p2p.gossip.frames import CHUNK_DIGEST_BYTES, Chunk, Payload
+from noloco_p2p.gossip.frames import Chunk, Payload, chunk_digest
 from noloco_p2p.gossip.outcome import SectionPlan
 
 BATCH_CHUNKS = 4  # 4 MiB of fp32; two batches each way are on their way at most
@@ -101,17 +100,13 @@ def _code(plan: SectionPlan, start: int, values: list[Tensor]) -> list[Chunk]:
 
 
 def _wrap(plan: SectionPlan, start: int, payloads: Sequence[Payload]) -> list[Chunk]:
-    return [Chunk(plan.name, start + index, payload, digest_of(payload)) for index, payload in enumerate(payloads)]
+    return [Chunk(plan.name, start + index, payload, chunk_digest(payload)) for index, payload in enumerate(payloads)]
 
 
 def _check(plan: SectionPlan, chunks: list[Chunk]) -> None:
     bounds = chunk_bounds(plan.num_elements)
     for chunk in chunks:
-        if digest_of(chunk.payload) != chunk.digest:
+        if chunk_digest(chunk.payload) != chunk.digest:
             raise CorruptPayload(f"chunk {chunk.index} of {plan.name.name.lower()} is damaged")
         start, stop = bounds[chunk.index]
         plan.codec.check(chunk.payload, num_elements=stop - start)
-
-
-def digest_of(payload: Payload) -> bytes:
-    return blake3(payload).digest(CHUNK_DIGEST_BYTES)
