@@ -12,10 +12,11 @@ from concurrent.futures import Executor
 
 from torch import Tensor
 
-from noloco_p2p.codec import chunk_bounds
+from noloco_p2p.codec import chunk_bounds, section_bytes
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.gossip.frames import Chunk, Payload, chunk_digest
 from noloco_p2p.gossip.outcome import SectionPlan
+from noloco_p2p.gossip.payload_memory import PayloadMemory, Slab
 
 BATCH_CHUNKS = 4  # 4 MiB of fp32; two batches each way are on their way at most
 
@@ -27,7 +28,7 @@ class Staged:
         self.chunks: list[Payload] = []
         self._grown = asyncio.Event()
 
-    def put(self, payload: bytes) -> None:
+    def put(self, payload: Payload) -> None:
         self.chunks.append(payload)
         self._grown.set()
 
@@ -39,7 +40,9 @@ class Staged:
         return self.chunks[start:stop]
 
 
-async def code_ahead(plan: SectionPlan, source: Tensor | Staged, executor: Executor) -> AsyncGenerator[list[Chunk]]:
+async def code_ahead(
+    plan: SectionPlan, source: Tensor | Staged, *, executor: Executor, memory: PayloadMemory
+) -> AsyncGenerator[list[Chunk]]:
     """The chunks of a section in batches; the next batch is coded while the caller sends this one.
 
     `source`: a flat vector to code, or payloads that the training thread codes. Raises ValueError for a vector that is
@@ -47,13 +50,14 @@ async def code_ahead(plan: SectionPlan, source: Tensor | Staged, executor: Execu
     """
     bounds = chunk_bounds(plan.num_elements)
     starts = range(0, len(bounds), BATCH_CHUNKS)
+    slab = memory.take(0 if isinstance(source, Staged) else section_bytes(plan.codec, plan.num_elements))
 
     async def batch(start: int) -> list[Chunk]:
         stop = min(start + BATCH_CHUNKS, len(bounds))
-        loop = asyncio.get_running_loop()
         if isinstance(source, Staged):
-            return await loop.run_in_executor(executor, _wrap, plan, start, await source.get(start, stop))
-        return await loop.run_in_executor(executor, _code, plan, start, [source[a:b] for a, b in bounds[start:stop]])
+            return _wrap(plan, start, await source.get(start, stop))  # its digests take less than the hop would
+        values = [source[a:b] for a, b in bounds[start:stop]]
+        return await asyncio.get_running_loop().run_in_executor(executor, _code, plan, start, values, slab)
 
     coming = asyncio.create_task(batch(0))
     try:
@@ -68,13 +72,18 @@ async def code_ahead(plan: SectionPlan, source: Tensor | Staged, executor: Execu
 
 
 class CheckBehind:
-    """Checks chunks in batches while the next ones arrive. An error is raised by a later `add`, or by `finish`."""
+    """Checks chunks in batches while the next ones arrive, and appends their payloads to `kept`, in order.
 
-    def __init__(self, plan: SectionPlan, executor: Executor) -> None:
+    An error is raised by a later `add`, or by `finish`.
+    """
+
+    def __init__(self, plan: SectionPlan, kept: list[Payload], *, executor: Executor, memory: PayloadMemory) -> None:
         self._plan = plan
+        self._kept = kept
         self._executor = executor
+        self._slab = memory.take(section_bytes(plan.codec, plan.num_elements))
         self._batch: list[Chunk] = []
-        self._checking: asyncio.Future[None] | None = None
+        self._checking: asyncio.Future[list[Payload]] | None = None
 
     async def add(self, chunk: Chunk) -> None:
         """Raises CorruptPayload for this or an earlier chunk. Waits when the check falls two batches behind."""
@@ -85,28 +94,37 @@ class CheckBehind:
     async def finish(self) -> None:
         """All chunks are checked when this returns. Raises CorruptPayload."""
         await self._flush()
-        if self._checking:
-            await self._checking
+        await self._settle()
 
     async def _flush(self) -> None:
-        if self._checking:
-            await self._checking
+        await self._settle()
         batch, self._batch = self._batch, []
-        self._checking = asyncio.get_running_loop().run_in_executor(self._executor, _check, self._plan, batch)
+        loop = asyncio.get_running_loop()
+        self._checking = loop.run_in_executor(self._executor, _check, self._plan, batch, self._slab)
+
+    async def _settle(self) -> None:
+        if self._checking:
+            self._kept.extend(await self._checking)
+            self._checking = None
 
 
-def _code(plan: SectionPlan, start: int, values: list[Tensor]) -> list[Chunk]:
-    return _wrap(plan, start, [plan.codec.encode(chunk) for chunk in values])
+def _code(plan: SectionPlan, start: int, values: list[Tensor], slab: Slab) -> list[Chunk]:
+    return _wrap(plan, start, [slab.code(plan.codec, chunk) for chunk in values])
 
 
 def _wrap(plan: SectionPlan, start: int, payloads: Sequence[Payload]) -> list[Chunk]:
     return [Chunk(plan.name, start + index, payload, chunk_digest(payload)) for index, payload in enumerate(payloads)]
 
 
-def _check(plan: SectionPlan, chunks: list[Chunk]) -> None:
-    bounds = chunk_bounds(plan.num_elements)
+def _check(plan: SectionPlan, chunks: list[Chunk], slab: Slab) -> list[Payload]:
+    """The payloads, in memory of ours. Raises CorruptPayload."""
+    bounds, kept = chunk_bounds(plan.num_elements), []
     for chunk in chunks:
         if chunk_digest(chunk.payload) != chunk.digest:
             raise CorruptPayload(f"chunk {chunk.index} of {plan.name.name.lower()} is damaged")
         start, stop = bounds[chunk.index]
-        plan.codec.check(chunk.payload, num_elements=stop - start)
+        fits = len(chunk.payload) == plan.codec.num_bytes(stop - start)
+        payload = slab.keep(chunk.payload) if fits else chunk.payload
+        plan.codec.check(payload, num_elements=stop - start)  # of the copy, as torch wants writable memory
+        kept.append(payload)
+    return kept

@@ -30,6 +30,7 @@ from noloco_p2p.gossip.frames import (
     Hello,
     Offer,
     Part,
+    Payload,
     Refuse,
     RefuseCode,
     SectionName,
@@ -38,6 +39,7 @@ from noloco_p2p.gossip.frames import (
 from noloco_p2p.gossip.outcome import Alone, Correction, Half, Outcome, Received, SectionPlan, Swapped, Traffic
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.pairing import Pairing
+from noloco_p2p.gossip.payload_memory import PayloadMemory
 from noloco_p2p.gossip.pipeline import Staged
 from noloco_p2p.gossip.round import Phase, Round
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Transport
@@ -79,6 +81,7 @@ class RoundRunner:
         deadlines: Deadlines = INTERNET,
     ) -> None:
         self.traffic = Traffic()
+        self.memory = PayloadMemory()
         self.corrections: deque[Correction] = deque(maxlen=1)
         self.state = "training"
         self.last_fault = ""
@@ -142,7 +145,7 @@ class RoundRunner:
             return False
         return True
 
-    def stage(self, payload: bytes) -> None:
+    def stage(self, payload: Payload) -> None:
         assert self._staged is not None
         self._staged.put(payload)
 
@@ -330,6 +333,7 @@ class RoundRunner:
             early_state=self._opening.early_state,
             staged=self._staged,
             executor=self._executor,
+            memory=self.memory,
             traffic=self.traffic,
             on_commit=self._committed,
             ask_partner=self._ask,

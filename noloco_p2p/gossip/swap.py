@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 
 from blake3 import blake3
@@ -31,6 +31,7 @@ from noloco_p2p.gossip.frames import (
     SwapState,
 )
 from noloco_p2p.gossip.outcome import SectionPair, SectionPlan, Traffic
+from noloco_p2p.gossip.payload_memory import PayloadMemory
 from noloco_p2p.gossip.pipeline import CheckBehind, Staged, code_ahead
 from noloco_p2p.gossip.seams import FrameStream
 
@@ -64,6 +65,7 @@ class Swap:
         early_state: Mapping[SectionName, Tensor],
         staged: Staged,
         executor: Executor,
+        memory: PayloadMemory,
         traffic: Traffic,
         on_commit: Callable[[Swap, Part], None],
         ask_partner: Callable[[str, bytes], Awaitable[SwapState]],
@@ -79,6 +81,7 @@ class Swap:
         self._early_state = early_state
         self._staged = staged
         self._executor = executor
+        self._memory = memory
         self._traffic = traffic
         self._on_commit = on_commit
         self._ask_partner = ask_partner
@@ -96,10 +99,13 @@ class Swap:
         self._timer = asyncio.timeout(None)
 
     def pair(self, name: SectionName) -> SectionPair:
-        """The coded vectors of both sides; the part that `name` belongs to must be committed."""
+        """The coded vectors of both sides, to be had once; the part that `name` belongs to must be committed.
+
+        From then on they are the caller's: a swap ends some time after its round, and the next one needs the memory.
+        """
         plan = next(plan for plan in self._plans if plan.name is name)
         assert plan.part in self.ledger.committed, (name, self.ledger.committed)
-        return SectionPair(plan, self._own[name], self._theirs[name])
+        return SectionPair(plan, self._own.pop(name), self._theirs.pop(name))
 
     def pairs(self) -> dict[SectionName, SectionPair]:
         return {plan.name: self.pair(plan.name) for plan in self._plans if plan.part in self.ledger.committed}
@@ -169,9 +175,8 @@ class Swap:
                 self._progress()
 
     async def _send_section(self, plan: SectionPlan) -> None:
-        source = self._staged if plan.part is Part.LATE else self._early_state[plan.name]
         digests, has_begun = blake3(), False
-        async with contextlib.aclosing(code_ahead(plan, source, self._executor)) as batches:
+        async with contextlib.aclosing(self._code_ahead(plan)) as batches:
             async for chunk in self._each(batches, plan):
                 if not has_begun:
                     has_begun = True
@@ -185,6 +190,10 @@ class Swap:
                 self._progress()
         await self._send(End(plan.name, digests.digest()))
         self._moving -= 1
+
+    def _code_ahead(self, plan: SectionPlan) -> AsyncGenerator[list[Chunk]]:
+        source = self._staged if plan.part is Part.LATE else self._early_state[plan.name]
+        return code_ahead(plan, source, executor=self._executor, memory=self._memory)
 
     async def _each(self, batches: AsyncIterator[list[Chunk]], plan: SectionPlan) -> AsyncIterator[Chunk]:
         """Chunk after chunk; early payloads are kept, for the half-differences (the staged ones are)."""
@@ -240,7 +249,7 @@ class Swap:
         self._moving += 1
         self._progress()
         digests = blake3()
-        kept, check = self._theirs[plan.name], CheckBehind(plan, self._executor)
+        check = CheckBehind(plan, self._theirs[plan.name], executor=self._executor, memory=self._memory)
         for index in range(num_chunks(plan.num_elements)):
             chunk = await self._receive()
             if not isinstance(chunk, Chunk) or (chunk.section, chunk.index) != (plan.name, index):
@@ -248,7 +257,6 @@ class Swap:
                 raise CorruptPayload(f"{wanted} is missing: got {_show(chunk)}", peer=self.partner)
             await check.add(chunk)
             digests.update(chunk.digest)
-            kept.append(chunk.payload)
             self.bytes_received += len(chunk.payload)
             self._traffic.received_bytes += len(chunk.payload)
             self._progress()
