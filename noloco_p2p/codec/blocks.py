@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from noloco_p2p.codec.base import check_num_elements, check_values, payload_bytes, refused_value, within
+from noloco_p2p.codec.base import (
+    check_num_elements,
+    check_values,
+    encoded,
+    payload_bytes,
+    refused_value,
+    scratch,
+    within,
+)
 from noloco_p2p.errors import CorruptPayload
 
 FLOAT32 = torch.finfo(torch.float32)
@@ -42,28 +50,32 @@ class BlockCodec:
         return SCALE_BYTES * self._num_blocks(num_elements) + -(-num_elements // self.codes_a_byte)
 
     def encode(self, values: Tensor) -> bytes:
+        return encoded(values, codec=self)
+
+    def encode_into(self, values: Tensor, out: Tensor) -> None:
         check_values(values)
         num_elements = values.numel()
         blocks = self._as_blocks(values.detach().to(torch.float32))
-        workspace = blocks.abs()  # the one temporary of the size of the chunk
+        workspace = scratch("encode", blocks.numel(), dtype=torch.float32, device=values.device).view_as(blocks)
+        torch.abs(blocks, out=workspace)
         scales = self._scales(workspace.amax(dim=1))
         torch.mul(blocks, scales.reciprocal()[:, None], out=workspace)
         codes = workspace.round_().view(-1)[:num_elements]
-        coded = torch.empty(self.num_bytes(num_elements), dtype=torch.uint8, device=values.device)
+        coded = out if values.device == out.device else torch.empty_like(out, device=values.device)
         scale_bytes, code_bytes = self._parts(coded, num_elements=num_elements)
         scale_bytes.copy_(scales)  # exact: they are bf16 values already
         self.pack(codes, code_bytes)
-        coded = coded.cpu()
-        if not self._scales_valid(self._parts(coded, num_elements=num_elements)[0]):
+        if coded is not out:
+            out.copy_(coded)
+        if not self._scales_valid(self._parts(out, num_elements=num_elements)[0]):
             raise refused_value(values, codec=self)  # NaN and infinity end up in the scale of their block
-        return coded.numpy().tobytes()
 
     def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
         self._checked(payload, num_elements=num_elements)  # any code is a number: the scales decide
 
-    def decode(self, payload: bytes | memoryview, *, num_elements: int) -> Tensor:
+    def decode(self, payload: bytes | memoryview, *, num_elements: int, out: Tensor | None = None) -> Tensor:
         scales, code_bytes = self._checked(payload, num_elements=num_elements)
-        values = torch.empty(num_elements, dtype=torch.float32)
+        values = torch.empty(num_elements, dtype=torch.float32) if out is None else out
         self.unpack(code_bytes, values)
         whole = num_elements // self.block_elements
         values[: whole * self.block_elements].view(whole, self.block_elements).mul_(scales[:whole, None])
@@ -121,9 +133,13 @@ def pack_nibbles(codes: Tensor, code_bytes: Tensor) -> None:
 
 def unpack_nibbles(code_bytes: Tensor, codes: Tensor) -> None:
     half = code_bytes.numel()
-    low = (code_bytes << 4) >> 4  # extends the sign of the low four bits
-    codes[:half].copy_(low)
-    codes[half:].copy_(((code_bytes - low) >> 4)[: codes.numel() - half])
+    nibbles = scratch("nibbles", half, dtype=torch.int8)
+    torch.bitwise_left_shift(code_bytes, 4, out=nibbles).bitwise_right_shift_(
+        4
+    )  # extends the sign of the low four bits
+    codes[:half].copy_(nibbles)
+    torch.sub(code_bytes, nibbles, out=nibbles).bitwise_right_shift_(4)
+    codes[half:].copy_(nibbles[: codes.numel() - half])
 
 
 INT8 = BlockCodec(

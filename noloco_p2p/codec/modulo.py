@@ -145,7 +145,9 @@ class ModuloCodec:
                 "discard the part"
             )
 
-    def half_difference(self, differences: bytes, *, num_elements: int, grid: Grid, chunk_index: int) -> Tensor:
+    def half_difference(
+        self, differences: bytes | memoryview, *, num_elements: int, grid: Grid, chunk_index: int
+    ) -> Tensor:
         """h of a chunk, fp32 on the CPU: exactly the opposite of what the partner gets, element by element."""
         if len(differences) != self.num_difference_bytes(num_elements):
             raise ValueError(f"{len(differences)} bytes are not the differences of {num_elements} elements")

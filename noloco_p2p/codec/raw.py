@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from noloco_p2p.codec.base import check_num_elements, check_values, payload_bytes, refused_value, within
+from noloco_p2p.codec.base import check_num_elements, check_values, encoded, payload_bytes, refused_value, within
 from noloco_p2p.errors import CorruptPayload
 
 
@@ -17,25 +17,28 @@ class RawCodec:
 
     name: str
     dtype: torch.dtype
-    bits: torch.dtype  # the integer of that size: numpy knows no bf16
 
     def num_bytes(self, num_elements: int) -> int:
         check_num_elements(num_elements)
         return num_elements * self.dtype.itemsize
 
     def encode(self, values: Tensor) -> bytes:
+        return encoded(values, codec=self)
+
+    def encode_into(self, values: Tensor, out: Tensor) -> None:
         check_values(values)
-        coded = values.detach().to(self.dtype).cpu()
+        values = values.detach()
+        # Rounded where it lies, so that a bus carries the fewer bytes; on the CPU straight into its place.
+        coded = out.view(self.dtype).copy_(values if values.device.type == "cpu" else values.to(self.dtype))
         if not self._all_finite(coded):  # checked after rounding: the largest fp32 values become infinite in bf16
             raise refused_value(values, codec=self)
-        return coded.view(self.bits).numpy().tobytes()
 
     def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
         self._checked(payload, num_elements=num_elements)
 
-    def decode(self, payload: bytes | memoryview, *, num_elements: int) -> Tensor:
+    def decode(self, payload: bytes | memoryview, *, num_elements: int, out: Tensor | None = None) -> Tensor:
         coded = self._checked(payload, num_elements=num_elements)
-        return coded.to(torch.float32)  # fp32: no second copy, payload_bytes() made one
+        return (torch.empty(num_elements) if out is None else out).copy_(coded)
 
     def _checked(self, payload: bytes | memoryview, *, num_elements: int) -> Tensor:
         coded = payload_bytes(payload, codec=self, num_elements=num_elements).view(self.dtype)
@@ -50,5 +53,5 @@ class RawCodec:
         return within(coded, lowest=limits.min, highest=limits.max)
 
 
-FP32 = RawCodec(name="fp32", dtype=torch.float32, bits=torch.int32)
-BF16 = RawCodec(name="bf16", dtype=torch.bfloat16, bits=torch.int16)
+FP32 = RawCodec(name="fp32", dtype=torch.float32)
+BF16 = RawCodec(name="bf16", dtype=torch.bfloat16)

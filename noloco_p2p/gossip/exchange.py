@@ -15,6 +15,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from torch import Tensor
 
+from noloco_p2p.codec import section_bytes
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, Outcome
 from noloco_p2p.gossip.pace import Pace
@@ -72,10 +73,11 @@ class Exchange:
         """
         if not self._ask(self._runner.begin_stage(), False):
             return
-        codec = self._plans[-1].codec
+        plan = self._plans[-1]
+        slab = self._runner.memory.take(section_bytes(plan.codec, plan.num_elements))
         try:
             for values in chunks():
-                self._tell(self._runner.stage, codec.encode(values))
+                self._tell(self._runner.stage, slab.code(plan.codec, values))
         except ValueError as error:
             log.error("the outer gradient of this peer cannot be sent: %s", error)
             self._tell(self._runner.cannot_stage, str(error))

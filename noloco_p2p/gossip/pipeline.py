@@ -11,13 +11,13 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from blake3 import blake3
 from torch import Tensor
 
 from noloco_p2p.codec import chunk_range
 from noloco_p2p.codec.modulo import Bounds
 from noloco_p2p.errors import CorruptPayload
-from noloco_p2p.gossip.frames import CHUNK_DIGEST_BYTES, Chunk, Payload
+from noloco_p2p.gossip.frames import Chunk, Payload, chunk_digest
+from noloco_p2p.gossip.payload_memory import Slab
 from noloco_p2p.gossip.sections import Coding
 
 BATCH_CHUNKS = 4  # 4 MiB of fp32; two batches each way are on their way at most
@@ -30,7 +30,7 @@ class Staged:
         self.chunks: list[Payload | None] = []
         self._grown = asyncio.Event()
 
-    def put(self, payload: bytes) -> None:
+    def put(self, payload: Payload) -> None:
         self.chunks.append(payload)
         self._grown.set()
 
@@ -43,7 +43,7 @@ class Staged:
 
 
 async def code_ahead(
-    coding: Coding, indices: Sequence[int], source: Tensor | Staged, executor: Executor
+    coding: Coding, indices: Sequence[int], source: Tensor | Staged, *, executor: Executor, slab: Slab
 ) -> AsyncGenerator[list[Chunk]]:
     """These chunks of a section in batches; the next batch is coded while the caller sends this one.
 
@@ -56,8 +56,9 @@ async def code_ahead(
         mine = next(batches, None)
         if mine is None:
             return None
-        payloads = await source.get(mine) if isinstance(source, Staged) else source
-        return await asyncio.get_running_loop().run_in_executor(executor, _code, coding, mine, payloads)
+        if isinstance(source, Staged):
+            return _wrap(coding, mine, await source.get(mine))  # its digests take less than the hop would
+        return await asyncio.get_running_loop().run_in_executor(executor, _code, coding, mine, source, slab)
 
     coming = asyncio.create_task(batch())
     try:
@@ -80,15 +81,16 @@ class Beside:
 class CheckBehind:
     """Checks chunks in batches while the next ones arrive. An error is raised by a later `add`, or by `finish`.
 
-    kept: what `Coding.half_difference` takes as the partner's side, in order. broken: chunks whose bound did not hold,
-    to be sent again without modulo; empty in `kept`.
+    kept: what `Coding.half_difference` takes as the partner's side, in order, in memory of `slab`. broken: chunks whose
+    bound did not hold, to be sent again without modulo; empty in `kept`.
     """
 
-    def __init__(self, coding: Coding, executor: Executor, beside: Beside | None = None) -> None:
+    def __init__(self, coding: Coding, *, executor: Executor, slab: Slab, beside: Beside | None = None) -> None:
         self.kept: list[Payload] = []
         self.broken: list[int] = []
         self._coding = coding
         self._executor = executor
+        self._slab = slab
         self._beside = beside
         self._batch: list[Chunk] = []
         self._checking: asyncio.Future[list[Payload | None]] | None = None
@@ -103,19 +105,20 @@ class CheckBehind:
     async def finish(self) -> None:
         """All chunks are checked when this returns. Raises CorruptPayload."""
         await self._flush()
-        await self._collect()
+        await self._settle()
 
     async def _flush(self) -> None:
-        await self._collect()
+        await self._settle()
         batch, self._batch = self._batch, []
         self._indices = [chunk.index for chunk in batch]
         loop = asyncio.get_running_loop()
-        self._checking = loop.run_in_executor(self._executor, _check, self._coding, batch, self._beside)
+        self._checking = loop.run_in_executor(self._executor, _check, self._coding, batch, self._slab, self._beside)
 
-    async def _collect(self) -> None:
+    async def _settle(self) -> None:
         if self._checking is None:
             return
-        for index, payload in zip(self._indices, await self._checking, strict=True):
+        checking, self._checking = self._checking, None
+        for index, payload in zip(self._indices, await checking, strict=True):
             if payload is None:
                 self.broken.append(index)
             self.kept.append(payload or b"")
@@ -125,41 +128,51 @@ def _batches(indices: Sequence[int]) -> Iterator[Sequence[int]]:
     return (indices[start : start + BATCH_CHUNKS] for start in range(0, len(indices), BATCH_CHUNKS))
 
 
-def _code(coding: Coding, indices: Sequence[int], source: Tensor | list[Payload]) -> list[Chunk]:
-    """`source`: the vector, or the payloads of these chunks."""
-    name = coding.plan.name
-    if isinstance(source, list):
-        payloads = source
-    else:
-        payloads = [coding.encode(source[slice(*chunk_range(len(source), index))], index) for index in indices]
-    return [Chunk(name, index, payload, digest_of(payload)) for index, payload in zip(indices, payloads, strict=True)]
+def _code(coding: Coding, indices: Sequence[int], source: Tensor, slab: Slab) -> list[Chunk]:
+    payloads = [_coded(coding, index, source[slice(*chunk_range(len(source), index))], slab) for index in indices]
+    return _wrap(coding, indices, payloads)
 
 
-def _check(coding: Coding, chunks: list[Chunk], beside: Beside | None) -> list[Payload | None]:
-    """What is kept of each chunk; None for one that modulo coding could not carry."""
-    return [_checked(coding, chunk, beside) for chunk in chunks]
+def _coded(coding: Coding, index: int, values: Tensor, slab: Slab) -> Payload:
+    """Modulo payloads are gone when they are sent; of the others the half-differences are made."""
+    if on_grid := coding.modulo(index):
+        codec, grid = on_grid
+        return codec.encode(values, grid=grid, chunk_index=index)
+    return slab.code(coding.plan.codec, values)
 
 
-def _checked(coding: Coding, chunk: Chunk, beside: Beside | None) -> Payload | None:
-    if digest_of(chunk.payload) != chunk.digest:
+def _wrap(coding: Coding, indices: Sequence[int], payloads: Sequence[Payload]) -> list[Chunk]:
+    name, pairs = coding.plan.name, zip(indices, payloads, strict=True)
+    return [Chunk(name, index, payload, chunk_digest(payload)) for index, payload in pairs]
+
+
+def _check(coding: Coding, chunks: list[Chunk], slab: Slab, beside: Beside | None) -> list[Payload | None]:
+    """What is kept of each chunk; None for one that modulo coding could not carry. Raises CorruptPayload."""
+    return [_checked(coding, chunk, slab, beside) for chunk in chunks]
+
+
+def _checked(coding: Coding, chunk: Chunk, slab: Slab, beside: Beside | None) -> Payload | None:
+    if chunk_digest(chunk.payload) != chunk.digest:
         raise CorruptPayload(f"chunk {chunk.index} of {coding.plan.name.name.lower()} is damaged")
-    num_elements = coding.num_elements(chunk.index)
     if beside is None:
-        coding.plan.codec.check(chunk.payload, num_elements=num_elements)
-        return chunk.payload
+        return _kept(coding, chunk, slab)
     own = beside.values[slice(*chunk_range(len(beside.values), chunk.index))]
     if on_grid := coding.modulo(chunk.index):
         codec, grid = on_grid
         differences = codec.differences(own, chunk.payload, grid=grid, chunk_index=chunk.index)
         if differences is None:
             return None
-        kept, half = differences, coding.half_difference(None, differences, chunk.index)
+        kept, half = slab.keep(differences), coding.half_difference(None, differences, chunk.index)
     else:
-        kept = chunk.payload
-        half = coding.plan.codec.decode(chunk.payload, num_elements=num_elements).sub_(own).mul_(0.5)
+        kept = _kept(coding, chunk, slab)
+        half = coding.plan.codec.decode(kept, num_elements=own.numel()).sub_(own).mul_(0.5)
     beside.bounds.update(chunk.index, half_difference=half, values=own)
     return kept
 
 
-def digest_of(payload: Payload) -> bytes:
-    return blake3(payload).digest(CHUNK_DIGEST_BYTES)
+def _kept(coding: Coding, chunk: Chunk, slab: Slab) -> Payload:
+    codec, num_elements = coding.plan.codec, coding.num_elements(chunk.index)
+    fits = len(chunk.payload) == codec.num_bytes(num_elements)
+    payload = slab.keep(chunk.payload) if fits else chunk.payload
+    codec.check(payload, num_elements=num_elements)  # of the copy, as torch wants writable memory
+    return payload

@@ -31,6 +31,7 @@ from noloco_p2p.gossip.frames import (
     Hello,
     Offer,
     Part,
+    Payload,
     Refuse,
     RefuseCode,
     SectionName,
@@ -40,6 +41,7 @@ from noloco_p2p.gossip.goodput import Goodput
 from noloco_p2p.gossip.outcome import Alone, Correction, Half, Outcome, Received, Swapped, Traffic
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.pairing import Pairing
+from noloco_p2p.gossip.payload_memory import PayloadMemory
 from noloco_p2p.gossip.pipeline import Staged
 from noloco_p2p.gossip.round import Phase, Round
 from noloco_p2p.gossip.running import Running
@@ -79,6 +81,7 @@ class RoundRunner:
         deadlines: Deadlines = INTERNET,
     ) -> None:
         self.traffic = Traffic()
+        self.memory = PayloadMemory()
         self.corrections: deque[Correction] = deque(maxlen=2)
         self.state = "training"
         self.last_fault = ""
@@ -151,7 +154,7 @@ class RoundRunner:
             return False
         return True
 
-    def stage(self, payload: bytes) -> None:
+    def stage(self, payload: Payload) -> None:
         assert self._staged is not None
         self._staged.put(payload)
 
@@ -372,6 +375,7 @@ class RoundRunner:
             bounds={plan.name: self._bounds[plan.name] for plan in self._plans if plan.modulo},
             staged=self._staged,
             executor=self._executor,
+            memory=self.memory,
             traffic=self.traffic,
             on_commit=self._committed,
             ask_partner=self._ask,

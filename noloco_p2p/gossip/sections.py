@@ -84,13 +84,6 @@ class Coding:
         on_grid = self.modulo(index)
         return (on_grid[0] if on_grid else self.plan.codec).num_bytes(self.num_elements(index))
 
-    def encode(self, values: Tensor, index: int) -> bytes:
-        """Raises ValueError for values that are not finite."""
-        if on_grid := self.modulo(index):
-            codec, grid = on_grid
-            return codec.encode(values, grid=grid, chunk_index=index)
-        return self.plan.codec.encode(values)
-
     def half_difference(self, own: Payload | None, partner: Payload, index: int) -> Tensor:
         """h of chunk `index`, fp32 on the CPU: (Q(partner) - Q(own)) / 2.
 
@@ -101,7 +94,7 @@ class Coding:
             on_grid = self.modulo(index)
             assert on_grid, index
             codec, grid = on_grid
-            return codec.half_difference(bytes(partner), num_elements=num_elements, grid=grid, chunk_index=index)
+            return codec.half_difference(partner, num_elements=num_elements, grid=grid, chunk_index=index)
         codec = self.plan.codec
         return half_difference(
             codec.decode(own, num_elements=num_elements), codec.decode(partner, num_elements=num_elements)

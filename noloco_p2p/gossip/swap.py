@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 
 from blake3 import blake3
 from torch import Tensor
 
-from noloco_p2p.codec import num_chunks
+from noloco_p2p.codec import num_chunks, section_bytes
 from noloco_p2p.codec.dither import dither_seed
 from noloco_p2p.codec.modulo import Bounds, agree
 from noloco_p2p.codec.modulo import Grid as AgreedGrid
@@ -35,6 +35,7 @@ from noloco_p2p.gossip.frames import (
     SwapState,
 )
 from noloco_p2p.gossip.outcome import Traffic
+from noloco_p2p.gossip.payload_memory import PayloadMemory
 from noloco_p2p.gossip.pipeline import Beside, CheckBehind, Staged, code_ahead
 from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.gossip.sections import Coding, SectionPair, SectionPlan, part_bytes
@@ -70,6 +71,7 @@ class Swap:
         bounds: Mapping[SectionName, Bounds],
         staged: Staged,
         executor: Executor,
+        memory: PayloadMemory,
         traffic: Traffic,
         on_commit: Callable[[Swap, Part], None],
         ask_partner: Callable[[str, bytes], Awaitable[SwapState]],
@@ -98,6 +100,10 @@ class Swap:
             for plan in plans
         }
         self._theirs: dict[SectionName, list[Payload]] = {}
+        sizes = {plan.name: section_bytes(plan.codec, plan.num_elements) for plan in plans}
+        self._own_slabs = {name: memory.take(size) for name, size in sizes.items() if name in early_state}
+        self._own_slabs[SectionName.OUTER_GRADIENT] = memory.take(0)  # staged already
+        self._their_slabs = {name: memory.take(size) for name, size in sizes.items()}
         self._partner_ready: set[Part] = set()
         self._sent = {part: asyncio.Event() for part in Part}
         self._moving = 0  # sections on their way now, either direction
@@ -113,9 +119,14 @@ class Swap:
         self._timer = asyncio.timeout(None)
 
     def pair(self, name: SectionName) -> SectionPair:
-        """The coded vectors of both sides; the part that `name` belongs to must be committed."""
+        """The coded vectors of both sides, to be had once; the part that `name` belongs to must be committed.
+
+        From then on they are the caller's: a swap ends some time after its round, and the next one needs the memory.
+        """
         assert self._plan(name).part in self.ledger.committed, (name, self.ledger.committed)
-        return SectionPair(self._codings[name].result(), self._own[name], self._theirs[name])
+        for slabs in (self._own_slabs, self._their_slabs):
+            slabs.pop(name)
+        return SectionPair(self._codings[name].result(), self._own.pop(name), self._theirs.pop(name))
 
     def pairs(self) -> dict[SectionName, SectionPair]:
         return {plan.name: self.pair(plan.name) for plan in self._plans if plan.part in self.ledger.committed}
@@ -200,9 +211,8 @@ class Swap:
                 self._progress()
 
     async def _send_section(self, coding: Coding, indices: Sequence[int]) -> None:
-        plan, digests, has_begun = coding.plan, blake3(), False
-        source = self._staged if plan.part is Part.LATE else self._early_state[plan.name]
-        async with contextlib.aclosing(code_ahead(coding, indices, source, self._executor)) as batches:
+        digests, has_begun = blake3(), False
+        async with contextlib.aclosing(self._code_ahead(coding, indices)) as batches:
             async for chunk in self._each(batches, coding):
                 if not has_begun:
                     has_begun = True
@@ -214,8 +224,13 @@ class Swap:
                 self.bytes_sent += len(chunk.payload)
                 self._traffic.bytes_sent += len(chunk.payload)
                 self._progress()
-        await self._send(End(plan.name, digests.digest()))
+        await self._send(End(coding.plan.name, digests.digest()))
         self._moving -= 1
+
+    def _code_ahead(self, coding: Coding, indices: Sequence[int]) -> AsyncGenerator[list[Chunk]]:
+        name = coding.plan.name
+        source = self._staged if coding.plan.part is Part.LATE else self._early_state[name]
+        return code_ahead(coding, indices, source, executor=self._executor, slab=self._own_slabs[name])
 
     async def _each(self, batches: AsyncIterator[list[Chunk]], coding: Coding) -> AsyncIterator[Chunk]:
         """Chunk after chunk; what the half-differences need of early payloads is kept (the staged ones are)."""
@@ -308,7 +323,7 @@ class Swap:
         self._progress()
         digests = blake3()
         beside = Beside(self._early_state[plan.name], self._bounds[plan.name]) if plan.modulo else None
-        check = CheckBehind(coding, self._executor, beside)
+        check = CheckBehind(coding, executor=self._executor, slab=self._their_slabs[plan.name], beside=beside)
         for index in indices:
             chunk = await self._receive()
             if not isinstance(chunk, Chunk) or (chunk.section, chunk.index) != (plan.name, index):

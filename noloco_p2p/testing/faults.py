@@ -19,7 +19,7 @@ from typing import Literal, NoReturn
 from blake3 import blake3
 
 from noloco_p2p.errors import TimedOut, Unreachable
-from noloco_p2p.gossip.frames import CHUNK_DIGEST_BYTES, Chunk, End, Frame, Header, Part, SectionName
+from noloco_p2p.gossip.frames import Chunk, End, Frame, Header, Part, SectionName, chunk_digest
 from noloco_p2p.gossip.seams import FrameStream
 
 # Which digests fit a damaged payload: none, that of its chunk, or that of the whole section, too.
@@ -291,6 +291,4 @@ def _altered(fault: Fault, frame: Frame) -> tuple[Frame, ...]:
 def _damaged(fault: FlipBit | Truncate | NotFinite, chunk: Chunk) -> Chunk:
     payload = fault.alter(bytes(chunk.payload))
     fits = fault.digests != "stale"
-    return Chunk(
-        chunk.section, chunk.index, payload, blake3(payload).digest(CHUNK_DIGEST_BYTES) if fits else chunk.digest
-    )
+    return Chunk(chunk.section, chunk.index, payload, chunk_digest(payload) if fits else chunk.digest)

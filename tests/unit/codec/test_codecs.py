@@ -123,3 +123,17 @@ def test_relative_error_for_a_gaussian(name: str, most: float) -> None:
     values = torch.randn(CHUNK_ELEMENTS, generator=torch.Generator().manual_seed(0))
     error = (round_trip(name, values) - values).norm() / values.norm()
     assert 0 < error.item() < most
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+@pytest.mark.parametrize("num_elements", [0, 1, 129, 1000, CHUNK_ELEMENTS])
+def test_given_memory_holds_what_new_memory_would(name: str, num_elements: int) -> None:
+    """Also when intermediate values of an earlier chunk lie in the scratch of this thread."""
+    codec, values = get_codec(name), torch.randn(num_elements, generator=torch.Generator().manual_seed(1))
+    codec.decode(codec.encode(torch.full((CHUNK_ELEMENTS,), -7.0)), num_elements=CHUNK_ELEMENTS)
+    payload = torch.full((codec.num_bytes(num_elements),), 255, dtype=torch.uint8)
+    codec.encode_into(values, payload)
+    assert payload.numpy().tobytes() == codec.encode(values)
+    out = torch.full((num_elements,), torch.nan)
+    assert codec.decode(payload.numpy().data, num_elements=num_elements, out=out) is out
+    assert torch.equal(out, codec.decode(payload.numpy().tobytes(), num_elements=num_elements))

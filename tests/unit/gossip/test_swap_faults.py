@@ -15,7 +15,6 @@ from noloco_p2p.codec import CHUNK_ELEMENTS, get_codec
 from noloco_p2p.errors import PeerError, Unreachable
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import (
-    CHUNK_DIGEST_BYTES,
     AbortCode,
     Accept,
     Boundary,
@@ -32,6 +31,7 @@ from noloco_p2p.gossip.frames import (
     Refuse,
     RefuseCode,
     SectionName,
+    chunk_digest,
 )
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
 from noloco_p2p.gossip.round import Phase
@@ -336,7 +336,7 @@ class HastyStranger:
 
     def _section(self, name: SectionName) -> list[Frame]:
         payload = get_codec("fp32").encode(self._vectors[name])
-        digest = blake3(payload).digest(CHUNK_DIGEST_BYTES)
+        digest = chunk_digest(payload)
         header = Header(name, "fp32", 100, 1, len(payload))
         return [header, Chunk(name, 0, payload, digest), End(name, blake3(digest).digest())]
 

@@ -9,7 +9,7 @@ import pytest
 from blake3 import blake3
 
 from noloco_p2p.errors import PeerError, TimedOut, Unreachable
-from noloco_p2p.gossip.frames import CHUNK_DIGEST_BYTES, Chunk, End, Frame, Header, Part, Ready, SectionName
+from noloco_p2p.gossip.frames import Chunk, End, Frame, Header, Part, Ready, SectionName, chunk_digest
 from noloco_p2p.testing.faults import (
     Announce,
     At,
@@ -31,7 +31,7 @@ SECTION = SectionName.OUTER_GRADIENT
 
 
 def chunk(index: int, payload: bytes) -> Chunk:
-    return Chunk(SECTION, index, payload, blake3(payload).digest(CHUNK_DIGEST_BYTES))
+    return Chunk(SECTION, index, payload, chunk_digest(payload))
 
 
 def end(*chunks: Chunk) -> End:

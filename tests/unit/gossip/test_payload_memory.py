@@ -1,0 +1,59 @@
+"""Memory of payloads: used again once nobody sees it, and never before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from noloco_p2p.codec import get_codec
+from noloco_p2p.gossip.payload_memory import PayloadMemory
+
+CODEC = get_codec("fp32")
+CHUNK = torch.arange(4.0)
+
+
+def address(view: memoryview) -> int:
+    return torch.frombuffer(view, dtype=torch.uint8).data_ptr()
+
+
+def test_memory_is_used_again_when_the_last_view_of_it_is_gone() -> None:
+    memory = PayloadMemory()
+    payload = memory.take(1000).keep(b"x" * 10)
+    first = address(payload)
+    del payload
+    assert address(memory.take(1000).keep(b"y")) == first
+
+
+def test_memory_is_not_used_again_while_any_view_is_left() -> None:
+    memory = PayloadMemory()
+    slab = memory.take(32)
+    slab.keep(b"first chunk")
+    last = torch.frombuffer(slab.keep(b"last")[1:], dtype=torch.uint8)
+    del slab
+    memory.take(32).keep(b"z" * 32)
+    assert last.numpy().tobytes() == b"ast"
+
+
+def test_pieces_follow_each_other_and_hold_what_was_written() -> None:
+    slab = PayloadMemory().take(3 + CODEC.num_bytes(4))
+    kept, coded = slab.keep(memoryview(b"abc")), slab.code(CODEC, CHUNK)
+    assert bytes(kept) == b"abc"
+    assert bytes(coded) == CODEC.encode(CHUNK)
+
+
+def test_what_is_kept_does_not_change_with_the_message_it_came_in() -> None:
+    message = bytearray(b"payload")
+    kept = PayloadMemory().take(7).keep(memoryview(message))
+    message[:] = b"another"
+    assert kept == b"payload"
+
+
+def test_no_more_fits_than_was_asked_for() -> None:
+    slab = PayloadMemory().take(4)
+    slab.keep(b"abc")
+    with pytest.raises(AssertionError):
+        slab.keep(b"de")
+
+
+def test_an_empty_section_takes_no_memory() -> None:
+    assert bytes(PayloadMemory().take(0).keep(b"")) == b""
