@@ -109,6 +109,7 @@ class RoundRunner:
         self._running: _Running | None = None
         self._trailing: _Running | None = None  # of the last round, its late part still on the way
         self._reason = ""
+        self._failed_link: LinkMeasure | None = None  # of a swap of this round that did not come to its early part
         self._ledgers: OrderedDict[bytes, Ledger] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._seeker: asyncio.Task[None] | None = None
@@ -133,6 +134,7 @@ class RoundRunner:
         self._round = Round(opening.round, own_id=self._hello().peer_id, progress=opening.progress)
         self._running = None
         self._reason = ""
+        self._failed_link = None
         self._boundary_s = None
         self._pairing.open_round()
         self._seeker = self._own(self._seek(self._round))
@@ -390,6 +392,8 @@ class RoundRunner:
             self._trailing = None
         if running is self._running and round_ is self._round:
             self._pairing.failed(running.swap.partner, now_s=time.monotonic())
+            if round_.phase is Phase.SWAPPING:
+                self._failed_link = self._measure(running)
             round_.swap_failed()
             self._reason = f"the swap with {_short(running.swap.partner)} failed: {error}"
         self._notify()
@@ -456,7 +460,7 @@ class RoundRunner:
             return Alone(f"the swap with {_short(partner)} was not ready at the boundary", self._measure(running))
         if not self._directory.live():
             return Alone("no other live peer")
-        return Alone(self._reason or "no answer to an offer yet")
+        return Alone(self._reason or "no answer to an offer yet", self._failed_link)
 
     def _measure(self, running: _Running) -> LinkMeasure:
         """Of a swap whose round ends now."""
