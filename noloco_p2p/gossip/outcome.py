@@ -49,7 +49,7 @@ class Half:
 class Alone:
     """No partner in this round; `reason` is a sentence for people.
 
-    `link` is there when a swap was on its way and the boundary came before its early part was committed.
+    `link` is there when a swap was on its way and a boundary, here or there, came before its early part was committed.
     """
 
     reason: str

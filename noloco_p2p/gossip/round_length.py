@@ -17,9 +17,9 @@ from noloco_p2p.spec import OuterSpec
 
 WINDOW_SWAPS = 7  # remembered; a change of the link is believed when it has shown in four of them
 
-# Share of a round that its swap may take. Partners' boundaries may be up to 0.6 rounds apart (pairing.FAR_SHARE), so
-# that of a round about half is common to both, and a partner has to be found first.
-FILL = 0.5
+# Share of a round that its swap may take. Partners' boundaries may be 0.6 rounds apart (pairing.FAR_SHARE): 0.4 of a
+# round is then common to both, and of that a partner has to be found, too.
+FILL = 1 / 3
 
 # Share of the time that training may stand still for late parts where it waits for them. Twice as many swaps are worth
 # some per cent of the loss (see optim/mixing.py for the study), a twentieth of the inner steps less than one.
@@ -27,6 +27,11 @@ BLOCKED_SHARE = 0.05
 
 MAX_CHANGE = 1.5  # factor from one round to the next
 STILL = 1.25  # a smaller factor is not worth a change: noise alone must not move the length
+
+# Where partners wait for each other, rounds that differ by a quarter cost the shorter one a quarter. There a peer
+# follows its partners closely, and all together become shorter by this factor, until somebody's link carries no less.
+SHRINK_WAITING = 0.95
+STILL_WAITING = 1.04
 
 GIVEN_UP_FACTOR = 2.0  # a swap that moved nothing until it was given up would have taken at least so many times longer
 
@@ -72,6 +77,7 @@ class RoundLength:
         self._swaps_s: deque[float] = deque(maxlen=WINDOW_SWAPS)
         self._blocked_s: deque[float] = deque(maxlen=WINDOW_SWAPS)
         self._partners_s: deque[float] = deque(maxlen=WINDOW_SWAPS)
+        self._given_up_s: deque[float] = deque(maxlen=2)  # without a whole one since
 
     def resume(self, inner_steps: int) -> None:
         """Go on with the length that a checkpoint tells; what was measured before it is measured anew."""
@@ -82,32 +88,45 @@ class RoundLength:
         """A round ended. What a swap that was given up early seems to say tells only how long it takes at least."""
         if link.partner_round_s is not None and link.partner_round_s > 0:
             self._partners_s.append(link.partner_round_s)
+        if link.is_whole:
+            self._given_up_s.clear()
         if link.is_whole or link.swap_s > cautious(self._swaps_s):
             self._swaps_s.append(link.swap_s)
             self._blocked_s.append(min(link.late_s, self._outer.max_wait_s))
+            if not link.is_whole:
+                self._given_up_s.append(link.swap_s)
 
     def next(self, seconds_per_step: float | None) -> int:
         """The length of the round that begins now; that of the last one while nothing is measured."""
         if self._outer.is_auto and seconds_per_step and self._swaps_s:
-            wanted = self._bounded(math.ceil(self._target_s() / seconds_per_step))
-            if not 1 / STILL <= wanted / self.inner_steps <= STILL:
+            wanted = self._bounded(math.ceil(self._target_s(seconds_per_step) / seconds_per_step))
+            still = STILL_WAITING if self._outer.max_wait_s else STILL
+            if not 1 / still <= wanted / self.inner_steps <= still:
                 self.inner_steps = self._nearer_to(wanted)
         return self.inner_steps
 
     def needed_s(self) -> float:
-        """The shortest round that the own link carries; 0 while nothing is measured."""
-        blocked_s = cautious(self._blocked_s)
-        return max(cautious(self._swaps_s) / FILL, blocked_s * (1 - BLOCKED_SHARE) / BLOCKED_SHARE)
+        """The shortest round that the own link carries; 0 while nothing is measured.
 
-    def _target_s(self) -> float:
-        """Half way, on a scale of factors, from what the own link needs to how long the partners' rounds last.
+        Two swaps in a row that were given up are believed at once, as each has cost a round.
+        """
+        is_too_short = len(self._given_up_s) == self._given_up_s.maxlen
+        swap_s = max(cautious(self._swaps_s), min(self._given_up_s) if is_too_short else 0.0)
+        return max(swap_s / FILL, cautious(self._blocked_s) * (1 - BLOCKED_SHARE) / BLOCKED_SHARE)
 
-        Peers whose rounds last about as long find each other more easily. All of them alike come to what they need: as
-        each goes only half way, a round that is too long for everybody does not keep itself alive.
+    def _target_s(self, seconds_per_step: float) -> float:
+        """Towards the rounds of the partners, half way on a scale of factors; never below what the own link needs.
+
+        Peers whose rounds last about as long find each other more easily. Half way from what the own link needs: all
+        of them alike come to that, and a round that is too long for everybody does not keep itself alive. Where
+        partners wait for each other, half way from the round of now, which comes closer each time.
         """
         needed_s = self.needed_s()
         if not self._partners_s:
             return needed_s
+        if self._outer.max_wait_s:
+            last_s = median(list(self._partners_s)[-3:])  # few: what is old would make two peers pass each other
+            return max(needed_s, SHRINK_WAITING * math.sqrt(self.inner_steps * seconds_per_step) * math.sqrt(last_s))
         return max(needed_s, math.sqrt(needed_s) * math.sqrt(median(self._partners_s)))
 
     def _nearer_to(self, wanted: int) -> int:

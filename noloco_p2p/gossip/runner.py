@@ -25,6 +25,7 @@ from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unre
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.frames import (
     PROTOCOL_VERSION,
+    AbortCode,
     Accept,
     Boundary,
     Frame,
@@ -44,10 +45,11 @@ from noloco_p2p.gossip.pairing import Pairing
 from noloco_p2p.gossip.payload_memory import PayloadMemory
 from noloco_p2p.gossip.pipeline import Staged
 from noloco_p2p.gossip.round import Phase, Round
+from noloco_p2p.gossip.round_length import LinkMeasure
 from noloco_p2p.gossip.running import Running
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Transport
 from noloco_p2p.gossip.sections import SectionPlan, part_bytes
-from noloco_p2p.gossip.swap import Ledger, Swap
+from noloco_p2p.gossip.swap import Ended, Ledger, Swap
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +104,7 @@ class RoundRunner:
         self._running: Running | None = None
         self._trailing: Running | None = None  # of the last round, its late part still on the way
         self._reason = ""
+        self._failed_link: LinkMeasure | None = None  # of a swap of this round that did not come to its early part
         self._ledgers: OrderedDict[bytes, Ledger] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._seeker: asyncio.Task[None] | None = None
@@ -132,6 +135,7 @@ class RoundRunner:
         self._round = Round(opening.round, own_id=self._hello().peer_id, progress=opening.progress)
         self._running = None
         self._reason = ""
+        self._failed_link = None
         self._boundary_s = None
         self._pairing.open_round()
         self._seeker = self._own(self._seek(self._round))
@@ -432,8 +436,16 @@ class RoundRunner:
         if running is self._trailing:
             self._trailing = None
         if running is self._running and round_ is self._round:
-            running.broken_off(time.monotonic(), self._goodput)
-            self._pairing.failed(running.swap.partner, now_s=time.monotonic())
+            now_s = time.monotonic()
+            running.broken_off(now_s, self._goodput)
+            if isinstance(error, Ended) and error.code is AbortCode.ABANDONED:
+                # No fault: its boundary came first, and its next round may fit.
+                between = RefuseCode.BETWEEN_ROUNDS
+                self._pairing.refused(running.swap.partner, code=between, retry_after_s=POLL_S, now_s=now_s)
+            else:
+                self._pairing.failed(running.swap.partner, now_s=now_s)
+            if round_.phase is Phase.SWAPPING:
+                self._failed_link = running.link(now_s)
             round_.swap_failed()
             self._reason = f"the swap with {_short(running.swap.partner)} failed: {error}"
         self._notify()
@@ -505,11 +517,10 @@ class RoundRunner:
             partner, self._running = running.swap.partner, None
             running.broken_off(now_s, self._goodput)
             running.swap.abandon(Unreachable("the round ended before the early part was committed"))
-            self._pairing.failed(partner, now_s=now_s)
             return Alone(f"the swap with {_short(partner)} was not ready at the boundary", running.link(now_s))
         if not self._directory.live():
             return Alone("no other live peer")
-        return Alone(self._reason or "no answer to an offer yet")
+        return Alone(self._reason or "no answer to an offer yet", self._failed_link)
 
     def _drop_trailing(self) -> None:
         if self._trailing:

@@ -344,7 +344,7 @@ class Swap:
         while part not in self._partner_ready:
             try:
                 frame = await self._receive(until_ready=True)
-            except _Ended:
+            except Ended:
                 raise  # it said that it will not commit
             except (Unreachable, TimedOut):
                 # The Ready may be lost on the way: ask once what the partner has; unknown counts as not committed.
@@ -360,7 +360,7 @@ class Swap:
         while True:
             frame = await self._stream.receive(RECEIVE_TIMEOUT_S)
             if isinstance(frame, Abort):
-                raise _Ended(f"the partner ended the swap ({frame.code.name}): {frame.sentence}", peer=self.partner)
+                raise Ended(frame, peer=self.partner)
             if not isinstance(frame, Ready):
                 return frame
             self._partner_ready.add(frame.part)
@@ -390,8 +390,12 @@ class Swap:
             await asyncio.wait_for(self._send(Abort(code, str(reason))), self._deadlines.farewell_s)
 
 
-class _Ended(Unreachable):
+class Ended(Unreachable):
     """The partner sent Abort: what it has not committed it never will."""
+
+    def __init__(self, abort: Abort, *, peer: str) -> None:
+        super().__init__(f"the partner ended the swap ({abort.code.name}): {abort.sentence}", peer=peer)
+        self.code = abort.code
 
 
 class _Abandoned(Exception):
