@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 
 import uvloop
 
+from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Service, Transport
 from noloco_p2p.gossip.service import PeerService
-from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.client import LANES, GrpcTransport
+from noloco_p2p.net.climb import LanePolicy
 from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.memory import Wrap
 from noloco_p2p.testing.peers import MemorySwarm
 
@@ -19,15 +22,17 @@ from noloco_p2p.testing.peers import MemorySwarm
 class LoopbackSwarm(MemorySwarm):
     """`addresses` is the directory; a test may put the address of a LinkProxy there."""
 
-    addresses: dict[str, str]
-    servers: dict[str, GrpcServer]
+    def __init__(self, spec: RunSpec, *, deadlines: Deadlines = INTERNET, lanes: LanePolicy = LANES) -> None:
+        super().__init__(spec, deadlines=deadlines)
+        self.addresses: dict[str, str] = {}
+        self.servers: dict[str, GrpcServer] = {}
+        self._lanes = lanes
 
     def _new_loop(self) -> asyncio.AbstractEventLoop:
-        self.addresses, self.servers = {}, {}
         return uvloop.new_event_loop()
 
     def _outside(self, peer_id: str, hello: Callable[[], Hello], wrap: Wrap) -> tuple[Transport, Directory]:
-        return _WrappedTransport(hello, wrap), _Listed(self.addresses, own_id=peer_id)
+        return _WrappedTransport(GrpcTransport(hello, lanes=self._lanes), wrap), _Listed(self.addresses, own_id=peer_id)
 
     async def _connect(self, peer_id: str, service: PeerService, wrap: Wrap) -> None:
         self.servers[peer_id] = server = GrpcServer(_WrappedService(service, wrap))
@@ -44,8 +49,8 @@ class LoopbackSwarm(MemorySwarm):
 
 
 class _WrappedTransport:
-    def __init__(self, hello: Callable[[], Hello], wrap: Wrap) -> None:
-        self._transport = GrpcTransport(hello)
+    def __init__(self, transport: GrpcTransport, wrap: Wrap) -> None:
+        self._transport = transport
         self._wrap = wrap
         self.status, self.fetch = self._transport.status, self._transport.fetch
 
