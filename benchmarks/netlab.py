@@ -240,8 +240,8 @@ class Node:
 class NetLab:
     """Namespaces with lines between them, from `__enter__` to `__exit__`.
 
-    congestion_control: of TCP within the namespaces; None = the default of the machine. One that the kernel does not
-        allow there (net.ipv4.tcp_allowed_congestion_control) is a LabError.
+    congestion_control: of TCP within the namespaces; None = the default of the machine. One that the kernel
+        does not have is a LabError.
     offload: TCP may hand over up to 16 KiB of segments as one packet, as to a network card: ten times less work for the
         forwarding process. Loss and queues then take whole such packets, so that lines with loss need `offload=False`,
         which is the default for them.
@@ -471,23 +471,24 @@ def make_node(name: str, address: str, congestion_control: str | None, *, offloa
             fcntl.ioctl(device, TUNSETIFF, struct.pack("=16sH22x", DEVICE.encode(), flags))
             if offload:
                 fcntl.ioctl(device, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)
-            if congestion_control:
-                _choose_congestion_control(congestion_control)
             _ip("link", "set", "lo", "up")
             _ip("addr", "add", f"{address}/16", "dev", DEVICE)
             _ip("link", "set", DEVICE, "mtu", "1500", "gso_max_size", "16384", "txqueuelen", "1000", "up")
+            if congestion_control:
+                _choose_congestion_control(address, congestion_control)
         finally:
             _set_namespace(here.fileno())
     return device
 
 
-def _choose_congestion_control(name: str) -> None:
-    setting = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+def _choose_congestion_control(address: str, name: str) -> None:
+    """By the route: the sysctl of a namespace takes only what the kernel allows to everybody, often without cubic."""
+    way = ["10.77.0.0/16", "dev", DEVICE, "proto", "kernel", "scope", "link", "src", address]
     try:
-        setting.write_text(name)
-    except OSError:
-        allowed = setting.with_name("tcp_allowed_congestion_control").read_text().strip()
-        raise LabError(f"{name} is not allowed in a namespace; this kernel allows {allowed}") from None
+        _ip("route", "change", *way, "congctl", name)
+    except subprocess.CalledProcessError:
+        available = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().strip()
+        raise LabError(f"there is no congestion control {name!r} here; this kernel has {available}") from None
 
 
 def remove_namespaces(owner: int) -> None:

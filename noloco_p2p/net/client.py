@@ -3,49 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import time
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
 
-import grpc
 import grpc.aio
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - missing in the stubs
 
-from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
+from noloco_p2p.errors import CorruptPayload, TimedOut
 from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.net import convert, framing, options
+from noloco_p2p.net import convert, options
+from noloco_p2p.net.caller import SWAP_METHOD, CallerStream, connect, refused, translate
+from noloco_p2p.net.climb import LaneMemory, LanePolicy
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 
-SWAP_METHOD = "/noloco_p2p.wire.v1.Peer/Swap"  # called with bytes: framing.py makes and reads the messages
-LAST_WORDS_S = 0.5  # from the end of what is sent to the end of the stream
+LANES = LanePolicy()
 MAX_MANIFEST_CHUNKS = 1 << 20  # 1 TiB of state; a manifest that names more is refused
 
 
 class GrpcTransport:
-    """Dials other peers, with one connection per call: a swap may use the whole link for minutes."""
+    """Dials other peers, with one connection per call: a swap may use the whole link for minutes.
 
-    def __init__(self, hello: Callable[[], frames.Hello], limits: Limits = UNLIMITED) -> None:
+    A swap takes further connections while they make it faster; what helped is remembered for each address.
+    """
+
+    def __init__(
+        self, hello: Callable[[], frames.Hello], limits: Limits = UNLIMITED, *, lanes: LanePolicy = LANES
+    ) -> None:
         self._hello = hello
         self._limits = limits
         self._options = [*options.CLIENT, *limits.options()]
+        self._lanes = lanes
+        self.memory = LaneMemory(lanes)
 
-    async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> ClientStream:
+    async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> CallerStream:
         """Connect, and open a swap stream. Raises Unreachable or TimedOut."""
-        channel = grpc.aio.insecure_channel(candidate.address, options=self._options)
-        try:
-            await asyncio.wait_for(_connect(channel, candidate), timeout_s)
-        except TimeoutError:
-            await channel.close()
-            raise Unreachable(
-                f"{candidate.address} does not answer within {timeout_s:.1f} s", peer=candidate.peer_id
-            ) from None
-        except BaseException:
-            await channel.close()
-            raise
-        return ClientStream(candidate.peer_id, channel, channel.stream_stream(SWAP_METHOD)(), self._limits)
+        began_s = time.monotonic()
+        wire = await connect(candidate, SWAP_METHOD, timeout_s=timeout_s, limits=self._limits)
+        # To connect takes two round trips or three; a new TCP stream finds its rate in some twenty.
+        settle_s = max(self._lanes.window_s / 2, 10 * (time.monotonic() - began_s))
+        return CallerStream(
+            candidate, wire, hello=self._hello, memory=self.memory, settle_s=settle_s, limits=self._limits
+        )
 
     async def status(self, candidate: Candidate, *, swap_id: bytes = b"", timeout_s: float) -> frames.PeerStatus:
         request = pb.StatusRequest(hello=convert.hello_to_wire(self._hello()), swap_id=swap_id)
@@ -99,93 +100,10 @@ class GrpcTransport:
                 call.cancel()
 
 
-class ClientStream:
-    """The initiator's side of a swap stream."""
-
-    def __init__(self, peer: str, channel: grpc.aio.Channel, call: Any, limits: Limits = UNLIMITED) -> None:
-        self._limits = limits
-        self._peer = peer
-        self._channel = channel
-        self._call = call
-        self._reading: asyncio.Future[Any] | None = None
-
-    @property
-    def peer(self) -> str:
-        return self._peer
-
-    async def send(self, frame: frames.Frame) -> None:
-        message = framing.encode(frame)
-        await self._limits.sending(len(message))
-        try:
-            await self._call.write(message)
-        except grpc.aio.AioRpcError as error:
-            raise translate(error, self._peer) from None
-        except (grpc.aio.UsageError, asyncio.InvalidStateError):  # what a write after the end of the call raises
-            raise Unreachable("the stream is closed", peer=self._peer) from None
-
-    async def receive(self, timeout_s: float) -> frames.Frame:
-        # A read that is cancelled takes the whole call with it, so it goes on when the reader does not wait any longer.
-        reading = self._reading = self._reading or asyncio.ensure_future(self._call.read())
-        done, _ = await asyncio.wait({reading}, timeout=timeout_s)
-        if not done:
-            raise TimedOut(f"nothing came for {timeout_s:.1f} s", peer=self._peer)
-        self._reading = None
-        try:
-            message = reading.result()
-        except grpc.aio.AioRpcError as error:
-            raise translate(error, self._peer) from None
-        except (grpc.aio.UsageError, asyncio.InvalidStateError, asyncio.CancelledError):
-            raise Unreachable("the stream is closed", peer=self._peer) from None
-        if message is EOF:
-            raise Unreachable("the other side closed the stream", peer=self._peer)
-        await self._limits.receiving(len(message))
-        return framing.decode(message)
-
-    async def close(self) -> None:
-        """The other side hears all that was sent before, a last Ready or Abort above all, if it takes it at once."""
-        try:
-            with contextlib.suppress(PeerError, TimeoutError, grpc.aio.BaseError, asyncio.InvalidStateError):
-                async with asyncio.timeout(LAST_WORDS_S):
-                    await self._call.done_writing()
-                    while True:  # until the other side has closed the stream, too
-                        await self.receive(LAST_WORDS_S)
-        finally:
-            self._call.cancel()
-            if self._reading:
-                await asyncio.wait({self._reading})
-            await self._channel.close()
-
-
-async def _connect(channel: grpc.aio.Channel, candidate: Candidate) -> None:
-    """Until the channel is connected. A refused connection is told at once: another candidate may be there."""
-    ready, failing = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE
-    state = channel.get_state(try_to_connect=True)
-    while state is not ready:
-        if state is failing:
-            raise Unreachable(f"{candidate.address} cannot be connected to", peer=candidate.peer_id)
-        await channel.wait_for_state_change(state)
-        state = channel.get_state(try_to_connect=True)
-
-
 def _check_parsed(message: object, peer: str) -> None:
     """gRPC gives None for bytes that are no message."""
     if message is None:
         raise CorruptPayload("what came is no message of this protocol", peer=peer)
-
-
-def translate(error: grpc.aio.AioRpcError, peer: str) -> PeerError:
-    """A gRPC status in words of this project."""
-    details = convert.text(error.details() or error.code().name)
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED or "ping timeout" in details:
-        return TimedOut(f"no answer in time: {details}", peer=peer)
-    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return CorruptPayload(f"a message is too large: {details}", peer=peer)
-    return Unreachable(f"no connection: {details}", peer=peer)
-
-
-def refused(message: pb.Refuse, peer: str) -> Refused:
-    refuse = convert.refuse_from_wire(message)
-    return Refused(refuse.sentence, peer=peer, code=refuse.code.name, retry_after_s=refuse.retry_after_s)
 
 
 def _fetch_request(want: frames.FetchWant) -> pb.FetchRequest:

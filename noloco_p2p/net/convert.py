@@ -56,7 +56,7 @@ def frame_to_wire(frame: frames.Frame) -> pb.Frame:
 def frame_from_wire(message: pb.Frame) -> frames.Frame:
     """Raises CorruptPayload when the message is no frame of this protocol version."""
     name = message.WhichOneof("frame")
-    if name is None:
+    if name not in _FROM_WIRE:
         raise CorruptPayload("a frame of an unknown kind arrived; the other peer may speak a newer protocol")
     return _FROM_WIRE[name](getattr(message, name))
 

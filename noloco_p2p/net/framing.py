@@ -2,6 +2,8 @@
 
 Nearly all bytes of a swap are payloads of chunks. protobuf would copy each three times on its way out and in; here a
 chunk is written by hand, with one copy, and read without any. On the wire it is the same message: a test compares them.
+
+A swap on several lanes numbers its frames (lanes.py); the number is the last field of the message, 0 = not numbered.
 """
 
 from __future__ import annotations
@@ -14,37 +16,47 @@ from noloco_p2p.net import convert
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 # Tags: field number << 3 | wire type (0 varint, 2 length-delimited); see peer.proto.
-FRAME_CHUNK = 0x2A
+FRAME_CHUNK, FRAME_SEQUENCE = 0x2A, 0x78
 SECTIONS = frozenset(int(section) for section in SectionName)
 CHUNK_SECTION, CHUNK_INDEX, CHUNK_PAYLOAD, CHUNK_DIGEST = 0x08, 0x10, 0x1A, 0x22
 
 
-def encode(frame: Frame) -> bytes:
+def encode(frame: Frame, *, sequence: int = 0) -> bytes:
+    numbered = _tagged(FRAME_SEQUENCE, sequence) if sequence else b""
     if not isinstance(frame, Chunk):
-        return convert.frame_to_wire(frame).SerializeToString()
+        return convert.frame_to_wire(frame).SerializeToString() + numbered
     index = _tagged(CHUNK_INDEX, frame.index) if frame.index else b""  # protobuf leaves zeros out
     head = _tagged(CHUNK_SECTION, frame.section) + index + _tagged(CHUNK_PAYLOAD, len(frame.payload))
     tail = _tagged(CHUNK_DIGEST, len(frame.digest)) + frame.digest
     length = len(head) + len(frame.payload) + len(tail)
-    return b"".join((_tagged(FRAME_CHUNK, length), head, frame.payload, tail))
+    return b"".join((_tagged(FRAME_CHUNK, length), head, frame.payload, tail, numbered))
 
 
-def decode(data: bytes) -> Frame:
-    """A chunk's payload is a view of `data`. Raises CorruptPayload when `data` is no frame of this protocol version."""
+def decode(data: bytes) -> tuple[Frame, int]:
+    """A frame and its sequence number. A chunk's payload is a view of `data`.
+
+    Raises CorruptPayload when `data` is no frame of this protocol version.
+    """
     chunk = _decode_chunk(data) if data[:1] == b"\x2a" else None
     if chunk is not None:
         return chunk
     try:
-        return convert.frame_from_wire(pb.Frame.FromString(data))
+        message = pb.Frame.FromString(data)
     except DecodeError:
         raise CorruptPayload("a message arrived that is no frame") from None
+    return convert.frame_from_wire(message), message.sequence
 
 
-def _decode_chunk(data: bytes) -> Chunk | None:
+def _decode_chunk(data: bytes) -> tuple[Chunk, int] | None:
     """None when the chunk is not written as `encode` writes it: protobuf itself may then read it."""
     try:
         length, at = _varint(data, 1)
-        if at + length != len(data) or data[at] != CHUNK_SECTION:
+        end, sequence = at + length, 0
+        if end != len(data):
+            sequence, numbered_end = _varint(data, end + 1)
+            if data[end] != FRAME_SEQUENCE or numbered_end != len(data):
+                return None
+        if data[at] != CHUNK_SECTION:
             return None
         section, at = _varint(data, at + 1)
         index = 0
@@ -57,11 +69,11 @@ def _decode_chunk(data: bytes) -> Chunk | None:
         if data[at] != CHUNK_DIGEST:
             return None
         digest_size, digest_at = _varint(data, at + 1)
-        if digest_at + digest_size != len(data) or section not in SECTIONS:
+        if digest_at + digest_size != end or section not in SECTIONS:
             return None
     except IndexError:  # it ends too early
         return None
-    return Chunk(SectionName(section), index, memoryview(data)[start:at], data[digest_at:])
+    return Chunk(SectionName(section), index, memoryview(data)[start:at], data[digest_at:end]), sequence
 
 
 def _tagged(tag: int, value: int) -> bytes:

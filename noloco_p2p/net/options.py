@@ -8,8 +8,9 @@ _ALIVE = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Keepalive alone does not see a frozen process, as its kernel still acknowledges.
-    ("grpc.http2.ping_timeout_ms", 5_000),
+    # Keepalive alone does not see a frozen process, as its kernel still acknowledges. A ping and its answer stand in
+    # line behind data sent before: 1 MB each way at 2 Mbit/s is 8 s, and a time-out of 5 s broke swaps.
+    ("grpc.http2.ping_timeout_ms", 15_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

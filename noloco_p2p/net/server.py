@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
@@ -12,17 +13,19 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from noloco_p2p.errors import CorruptPayload, PeerError, Refused, SettingsError, TimedOut, Unreachable
+from noloco_p2p.errors import CorruptPayload, PeerError, Refused, SettingsError, Unreachable
 from noloco_p2p.gossip import frames
+from noloco_p2p.gossip.frames import Offer
 from noloco_p2p.gossip.seams import Service
-from noloco_p2p.net import convert, framing, options
+from noloco_p2p.net import convert, options
+from noloco_p2p.net.lanes import MAX_LANES, Lane, LaneStream, call_cancelled
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 SERVICE = "noloco_p2p.wire.v1.Peer"
-QUEUED_FRAMES = 4  # received but not yet looked at; more is held back in the sender by flow control
+JOIN_S = 5.0  # from the call of a lane to its Join
 MANIFEST_DIGESTS_PER_REPLY = 16_384
 MAX_CHUNKS_PER_REQUEST = 65_536
 
@@ -52,73 +55,91 @@ class GrpcServer:
         await self._servicer.stop()
 
 
-class ServerStream:
-    """The acceptor's side of a swap stream. The handler pumps what arrives into a short queue."""
+class ServerWire:
+    """A call that another peer made; its handler returns when the wire is closed."""
 
-    def __init__(self, context: Any, limits: Limits = UNLIMITED) -> None:
+    def __init__(self, requests: AsyncIterator[bytes], context: Any, limits: Limits = UNLIMITED) -> None:
         self._limits = limits
         self.peer: str = context.peer()  # to ask for it once the call has ended crashes the process (grpcio 1.85)
+        self._requests = aiter(requests)
         self._context = context
-        self._arrived: asyncio.Queue[frames.Frame | PeerError] = asyncio.Queue(QUEUED_FRAMES)
-        self._gone: PeerError | None = None
         self._closed = asyncio.Event()
 
-    async def pump(self, requests: AsyncIterator[bytes]) -> None:
-        """Runs for the life of the call; ends when the other side is gone or sent what is no frame."""
-        try:
-            async for message in requests:
-                await self._limits.receiving(len(message))
-                await self._arrived.put(framing.decode(message))
-            fault: PeerError = Unreachable("the other side closed the stream", peer=self.peer)
-        except CorruptPayload as error:
-            fault = error
-        except DecodeError:
-            fault = CorruptPayload("what came is no message of this protocol", peer=self.peer)
-        except asyncio.CancelledError:
-            self.lose(Unreachable("the connection was lost", peer=self.peer))
-            raise
-        except grpc.RpcError as error:
-            fault = Unreachable(f"the connection was lost: {error}", peer=self.peer)
-        self.lose(fault)
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
 
-    def lose(self, fault: PeerError) -> None:
-        """Whoever waits for a frame gets `fault`, after the frames that are already here."""
-        self._gone = self._gone or fault
-        if not self._arrived.full():  # a full queue has no waiting reader to wake
-            self._arrived.put_nowait(fault)
-
-    async def send(self, frame: frames.Frame) -> None:
-        if self._gone:
-            raise self._gone
-        message = framing.encode(frame)
-        await self._limits.sending(len(message))
+    async def write(self, data: bytes) -> None:
+        await self._limits.sending(len(data))
         try:
-            await self._context.write(message)
+            await self._context.write(data)
         except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
             raise Unreachable(f"the connection was lost: {error}", peer=self.peer) from None
+        except asyncio.CancelledError:
+            raise call_cancelled(self.peer) from None
 
-    async def receive(self, timeout_s: float) -> frames.Frame:
-        if self._gone and self._arrived.empty():
-            raise self._gone
+    async def read(self) -> bytes | None:
         try:
-            frame = await asyncio.wait_for(self._arrived.get(), timeout_s)
-        except TimeoutError:
-            raise TimedOut(f"nothing came for {timeout_s:.1f} s", peer=self.peer) from None
-        if isinstance(frame, PeerError):
-            raise frame
-        return frame
+            message = await anext(self._requests, None)
+        except grpc.RpcError as error:
+            raise Unreachable(f"the connection was lost: {error}", peer=self.peer) from None
+        except asyncio.CancelledError:
+            raise call_cancelled(self.peer) from None
+        await self._limits.receiving(len(message or b""))
+        return message
+
+    async def finish(self) -> None:
+        await self.close()
 
     async def close(self) -> None:
-        self.lose(Unreachable("the stream is closed", peer=self.peer))
         self._closed.set()
 
     async def closed(self) -> None:
-        """Until this side has closed the stream."""
+        """Until this side has closed it."""
         await self._closed.wait()
 
 
+class ServerStream(LaneStream):
+    """The acceptor's side of a swap. Once it has accepted, its caller may join further lanes."""
+
+    def __init__(self, first: ServerWire, running: dict[bytes, ServerStream]) -> None:
+        self._running = running
+        self._swap_id = b""
+        self.caller = ""  # peer id; empty until the swap takes lanes
+        super().__init__(first.peer, first)
+
+    def _agreed(self, offer: Offer) -> None:
+        if offer.swap_id not in self._running:
+            self._swap_id, self.caller = offer.swap_id, offer.hello.peer_id
+            self._running[offer.swap_id] = self
+
+    def join(self, wire: ServerWire, answer: bytes) -> None:
+        """Raises Refused when the swap has as many lanes as it may have."""
+        if self.num_lanes >= MAX_LANES:
+            raise _no_lane(f"this swap has {MAX_LANES} lanes already")
+        self.add(Lane(wire), first_words=answer)
+
+    def lose(self, fault: PeerError) -> None:
+        super().lose(fault)
+        if self.caller and self._running.get(self._swap_id) is self:
+            del self._running[self._swap_id]
+
+    async def _end(self) -> None:
+        self.lose(Unreachable("the stream is closed", peer=self._peer))
+        await super()._end()
+
+    def _check_end(self, lane: Lane) -> None:
+        # What a lost connection looks like from here. The first one has always ended so.
+        if lane is not self._first:
+            raise Unreachable("a lane of the swap was lost", peer=self._peer)
+
+
+def _no_lane(sentence: str) -> Refused:
+    return Refused(sentence, code=frames.RefuseCode.MALFORMED.name)
+
+
 def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
-    """The methods of the service; a swap gets bytes, which framing.py makes and reads."""
+    """The methods of the service; swap and lane get bytes, which framing.py makes and reads."""
     fetch = grpc.unary_stream_rpc_method_handler(
         servicer.Fetch, pb.FetchRequest.FromString, pb.FetchReply.SerializeToString
     )
@@ -126,7 +147,9 @@ def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
         servicer.Status, pb.StatusRequest.FromString, pb.StatusReply.SerializeToString
     )
     swap = grpc.stream_stream_rpc_method_handler(servicer.Swap)
-    return grpc.method_handlers_generic_handler(SERVICE, {"Swap": swap, "Fetch": fetch, "Status": status})
+    lane = grpc.stream_stream_rpc_method_handler(servicer.Lane)
+    methods = {"Swap": swap, "Lane": lane, "Fetch": fetch, "Status": status}
+    return grpc.method_handlers_generic_handler(SERVICE, methods)
 
 
 class _Servicer:
@@ -134,19 +157,58 @@ class _Servicer:
         self._service = service
         self._limits = limits
         self._swaps: set[asyncio.Task[None]] = set()
+        self._joinable: dict[bytes, ServerStream] = {}  # by swap id
 
     async def Swap(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802
-        stream = ServerStream(context, self._limits)
-        swap = self._own(self._service.on_swap(stream))
-        pump = asyncio.create_task(stream.pump(request_iterator))
-        closed = asyncio.create_task(stream.closed())
+        wire = ServerWire(request_iterator, context, self._limits)
+        stream = ServerStream(wire, self._joinable)
+        swap = self._own(self._swap(stream))
+        closed = asyncio.create_task(wire.closed())
         try:
             # gRPC cancels this handler when the caller is gone; the swap is told so and ends by its own rules.
             await asyncio.wait({swap, closed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            pump.cancel()
             closed.cancel()
-            stream.lose(Unreachable("the connection was lost", peer=stream.peer))
+            if not wire.is_closed:
+                stream.lose(Unreachable("the connection was lost", peer=stream.peer))
+
+    async def _swap(self, stream: ServerStream) -> None:
+        try:
+            await self._service.on_swap(stream)
+        finally:
+            await stream.close()
+
+    async def Lane(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802
+        wire = ServerWire(request_iterator, context, self._limits)
+        try:
+            async with asyncio.timeout(JOIN_S):
+                stream = self._joined(await wire.read() or b"")
+            stream.join(wire, pb.Frame(join=pb.Join()).SerializeToString())
+        except (PeerError, TimeoutError) as error:
+            refuse = _refuse(error) if isinstance(error, PeerError) else _refuse(_no_lane("no Join came"))
+            with contextlib.suppress(PeerError):  # it did not wait for the answer
+                await wire.write(pb.Frame(refuse=refuse).SerializeToString())
+            return
+        try:
+            await wire.closed()
+        finally:
+            if not wire.is_closed:  # the caller is gone, and with it what this lane held
+                stream.lose(Unreachable("a lane of the swap was lost", peer=stream.peer))
+
+    def _joined(self, data: bytes) -> ServerStream:
+        """The swap that a lane is for. Raises PeerError when there is none that the caller may join."""
+        try:
+            message = pb.Frame.FromString(data)
+        except DecodeError:
+            raise CorruptPayload("what came is no message of this protocol") from None
+        if not message.HasField("join"):
+            raise CorruptPayload("a lane begins with a Join")
+        hello = convert.hello_from_wire(message.join.hello)
+        self._service.admit(hello)
+        stream = self._joinable.get(message.join.swap_id)
+        if stream is None or stream.caller != hello.peer_id:
+            raise _no_lane("no swap with this id runs here with you")
+        return stream
 
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> AsyncGenerator[pb.FetchReply]:  # noqa: N802
         try:

@@ -4,7 +4,8 @@
         directory.addresses["b"] = link.address      # others now reach peer b over its weak link
 
 What it is not: TCP repairs loss, so a proxy above TCP cannot lose packets. The profiles have the rate and the delay of
-their links, not their loss; what loss does to a swap needs a link emulator below TCP.
+their links, not their loss; what loss does to a swap needs a link emulator below TCP. What it makes of TCP is
+near to a rate that each connection has to itself (`own_rates`), however many there are.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
     from typing import Self
 
 PIECE_BYTES = 16 * 1024
+# Without these the kernel takes megabytes from a sender who believes that they are on their way.
+RECEIVE_BYTES = 64 * 1024
+SEGMENT_BYTES = 1448  # the sender's buffer is a multiple of it, and a segment of loopback has 64 KiB
 BUFFER_S = 0.05  # what the link holds at its full rate before it takes no more, as a modem does
 
 
@@ -64,25 +70,35 @@ class Shape:
         return max(0.0, self._free_s - now_s)
 
 
-class _Way:
-    """One direction of the link, shared by all connections."""
+Queue = asyncio.Queue[tuple[float, bytes]]  # when it is due, data
 
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
+
+class _Way:
+    """One direction of the link. All connections share it and its shape, or each has a shape of its own."""
+
+    def __init__(self, make_shape: Callable[[], Shape], *, own_rates: bool) -> None:
+        shared = make_shape()
+        self.shape = make_shape if own_rates else lambda: shared
         self.num_bytes = 0
 
 
 class LinkProxy:
-    """Stands before `target` (HOST:PORT). `address` is what others dial; the counters are of what has come through."""
+    """Stands before `target` (HOST:PORT). `address` is what others dial; the counters are of what has come through.
 
-    def __init__(self, target: str, profile: LinkProfile, *, seed: int = 0) -> None:
+    own_rates: the rates of the profile are those of each connection, not of all together.
+    """
+
+    def __init__(self, target: str, profile: LinkProfile, *, own_rates: bool = False, seed: int = 0) -> None:
         host, _, port = target.rpartition(":")
         self.num_connections = 0
         self.address = ""
         self._target = (host, int(port))
-        delays = {"delay_ms": profile.delay_ms, "jitter_ms": profile.jitter_ms}
-        self._down = _Way(Shape(mbit_s=profile.down_mbit_s, seed=seed, **delays))
-        self._up = _Way(Shape(mbit_s=profile.up_mbit_s, seed=seed + 1, **delays))
+
+        def way(mbit_s: float, seed: int) -> _Way:
+            delays = {"delay_ms": profile.delay_ms, "jitter_ms": profile.jitter_ms}
+            return _Way(lambda: Shape(mbit_s=mbit_s, seed=seed, **delays), own_rates=own_rates)
+
+        self._down, self._up = way(profile.down_mbit_s, seed), way(profile.up_mbit_s, seed + 1)
         self._flows = asyncio.Event()
         self._flows.set()
         self._is_cut = False
@@ -92,6 +108,11 @@ class LinkProxy:
     @property
     def down_bytes(self) -> int:
         return self._down.num_bytes
+
+    @property
+    def num_open(self) -> int:
+        """Connections that stand now."""
+        return len(self._connections)
 
     @property
     def up_bytes(self) -> int:
@@ -105,7 +126,9 @@ class LinkProxy:
         await self.stop()
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        listener = _small(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        self._server = await asyncio.start_server(self._connected, sock=listener)
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:
@@ -149,14 +172,21 @@ class LinkProxy:
     async def _carry(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, writers: list[asyncio.StreamWriter]
     ) -> None:
-        target_reader, target_writer = await asyncio.open_connection(*self._target)
+        connection = _small(socket.socket())
+        connection.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(connection, self._target)
+        except BaseException:
+            connection.close()
+            raise
+        target_reader, target_writer = await asyncio.open_connection(sock=connection)
         writers.append(target_writer)
         ways = [(reader, target_writer, self._down), (target_reader, writer, self._up)]
         tasks = [
             asyncio.create_task(step)
             for source, sink, way in ways
-            for queue in [asyncio.Queue[tuple[float, bytes]]()]
-            for step in (self._take(source, queue, way), self._give(queue, sink, way))
+            for queue in [Queue()]
+            for step in (self._take(source, queue, way.shape()), self._give(queue, sink, way))
         ]
         try:
             await asyncio.gather(*tasks)
@@ -165,17 +195,17 @@ class LinkProxy:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _take(self, source: asyncio.StreamReader, queue: asyncio.Queue[tuple[float, bytes]], way: _Way) -> None:
+    async def _take(self, source: asyncio.StreamReader, queue: Queue, shape: Shape) -> None:
         loop = asyncio.get_running_loop()
         while True:
             await self._flows.wait()
             data = await source.read(PIECE_BYTES)
-            queue.put_nowait((way.shape.due_s(loop.time(), len(data)), data))
+            queue.put_nowait((shape.due_s(loop.time(), len(data)), data))
             if not data:
                 return
-            await asyncio.sleep(way.shape.backlog_s(loop.time()) - BUFFER_S)
+            await asyncio.sleep(shape.backlog_s(loop.time()) - BUFFER_S)
 
-    async def _give(self, queue: asyncio.Queue[tuple[float, bytes]], sink: asyncio.StreamWriter, way: _Way) -> None:
+    async def _give(self, queue: Queue, sink: asyncio.StreamWriter, way: _Way) -> None:
         loop = asyncio.get_running_loop()
         while True:
             due_s, data = await queue.get()
@@ -188,3 +218,9 @@ class LinkProxy:
             sink.write(data)
             await sink.drain()
             way.num_bytes += len(data)
+
+
+def _small(unconnected: socket.socket) -> socket.socket:
+    unconnected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
+    unconnected.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT_BYTES)
+    return unconnected

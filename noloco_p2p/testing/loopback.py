@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 
 import uvloop
 
+from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Service, Transport
 from noloco_p2p.gossip.service import PeerService
-from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.client import LANES, GrpcTransport
+from noloco_p2p.net.climb import LanePolicy
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.throttle import Limits
+from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.memory import Wrap
 from noloco_p2p.testing.peers import MemorySwarm
 
@@ -23,19 +26,22 @@ class LoopbackSwarm(MemorySwarm):
     `rates` caps a peer that is made later: upload and download, in bytes a second.
     """
 
-    addresses: dict[str, str]
-    rates: dict[str, tuple[float | None, float | None]]
-    servers: dict[str, GrpcServer]
-    _limits: dict[str, Limits]
+    def __init__(self, spec: RunSpec, *, deadlines: Deadlines = INTERNET, lanes: LanePolicy = LANES) -> None:
+        super().__init__(spec, deadlines=deadlines)
+        self.addresses: dict[str, str] = {}
+        self.rates: dict[str, tuple[float | None, float | None]] = {}
+        self.servers: dict[str, GrpcServer] = {}
+        self._limits: dict[str, Limits] = {}
+        self._lanes = lanes
 
     def _new_loop(self) -> asyncio.AbstractEventLoop:
-        self.addresses, self.servers, self.rates, self._limits = {}, {}, {}, {}
         return uvloop.new_event_loop()
 
     def _outside(self, peer_id: str, hello: Callable[[], Hello], wrap: Wrap) -> tuple[Transport, Directory]:
         upload, download = self.rates.get(peer_id, (None, None))
-        self._limits[peer_id] = Limits.of(upload_bytes_per_s=upload, download_bytes_per_s=download)
-        return _WrappedTransport(hello, wrap, self._limits[peer_id]), _Listed(self.addresses, own_id=peer_id)
+        limits = self._limits[peer_id] = Limits.of(upload_bytes_per_s=upload, download_bytes_per_s=download)
+        transport = GrpcTransport(hello, limits, lanes=self._lanes)
+        return _WrappedTransport(transport, wrap), _Listed(self.addresses, own_id=peer_id)
 
     async def _connect(self, peer_id: str, service: PeerService, wrap: Wrap) -> None:
         self.servers[peer_id] = server = GrpcServer(_WrappedService(service, wrap), self._limits[peer_id])
@@ -52,8 +58,8 @@ class LoopbackSwarm(MemorySwarm):
 
 
 class _WrappedTransport:
-    def __init__(self, hello: Callable[[], Hello], wrap: Wrap, limits: Limits) -> None:
-        self._transport = GrpcTransport(hello, limits)
+    def __init__(self, transport: GrpcTransport, wrap: Wrap) -> None:
+        self._transport = transport
         self._wrap = wrap
         self.status, self.fetch = self._transport.status, self._transport.fetch
 

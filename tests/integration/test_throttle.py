@@ -17,7 +17,8 @@ from noloco_p2p.gossip.frames import Chunk, FetchItem, FetchWant, Hello, PeerSta
 from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.server import QUEUED_FRAMES, GrpcServer
+from noloco_p2p.net.lanes import WINDOW_FRAMES
+from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.throttle import DEPTH_S, READ_AHEAD_S, Limits, Throttle
 from noloco_p2p.spec import CodecSpec, RunSpec
 from noloco_p2p.testing.loopback import LoopbackSwarm
@@ -136,7 +137,7 @@ def test_a_download_takes_what_the_cap_says_and_slows_the_sender(num_streams: in
         seconds = await send_all(sink, server, [caller(Limits()) for _ in range(num_streams)], on_sent)
         assert seconds == pytest.approx(NUM_CHUNKS * CHUNK_BYTES / RATE, rel=0.1)
         # Unread in HTTP/2, in the queue of a stream, and one message each in the hands of both sides: under a second.
-        per_stream = READ_AHEAD_S * RATE + (QUEUED_FRAMES + 3) * CHUNK_BYTES
+        per_stream = READ_AHEAD_S * RATE + (WINDOW_FRAMES + 3) * CHUNK_BYTES
         assert max(ahead) <= num_streams * per_stream
         assert largest_burst(sink.arrived, window_s=0.5) <= (0.5 + DEPTH_S) * RATE + (1 + num_streams) * CHUNK_BYTES
 

@@ -43,7 +43,7 @@ FRAME: st.SearchStrategy[frames.Frame] = st.one_of(
 @given(FRAME)
 @settings(max_examples=300, deadline=None)
 def test_every_frame_comes_back_as_it_went(frame: frames.Frame) -> None:
-    assert framing.decode(framing.encode(frame)) == frame
+    assert framing.decode(framing.encode(frame)) == (frame, 0)
 
 
 @given(FRAME)
@@ -52,7 +52,17 @@ def test_the_bytes_are_those_of_the_protobuf_message(frame: frames.Frame) -> Non
     """Both ways: protobuf reads what is written by hand, and what protobuf writes is read by hand."""
     message = convert.frame_to_wire(frame)
     assert pb.Frame.FromString(framing.encode(frame)) == message
-    assert framing.decode(message.SerializeToString()) == frame
+    assert framing.decode(message.SerializeToString()) == (frame, 0)
+
+
+@given(FRAME, st.integers(1, 2**64 - 1))
+@settings(max_examples=200, deadline=None)
+def test_a_number_comes_back_and_is_that_of_the_message(frame: frames.Frame, sequence: int) -> None:
+    data = framing.encode(frame, sequence=sequence)
+    assert framing.decode(data) == (frame, sequence)
+    message = pb.Frame.FromString(data)
+    assert message.sequence == sequence
+    assert framing.decode(message.SerializeToString()) == (frame, sequence)
 
 
 @given(st.builds(frames.Chunk, SECTION, UINT64, BYTES.filter(bool), BYTES.filter(bool)))
@@ -68,7 +78,7 @@ def test_the_largest_chunk_fits_into_a_message() -> None:
 
 def test_the_payload_of_a_chunk_is_not_copied() -> None:
     data = framing.encode(frames.Chunk(frames.SectionName.SLOW_WEIGHTS, 3, bytes(1000), bytes(16)))
-    chunk = framing.decode(data)
+    chunk, _ = framing.decode(data)
     assert isinstance(chunk, frames.Chunk)
     assert isinstance(chunk.payload, memoryview)
     assert chunk.payload.obj is data
@@ -79,7 +89,7 @@ def test_the_payload_of_a_chunk_is_not_copied() -> None:
 
 def decoded_or_refused(data: bytes) -> frames.Frame | None:
     try:
-        return framing.decode(data)
+        return framing.decode(data)[0]
     except CorruptPayload:
         return None
 
@@ -137,7 +147,7 @@ def test_a_frame_of_a_later_protocol_is_refused_with_a_sentence() -> None:
 def test_unknown_fields_are_ignored() -> None:
     known = pb.Ready(part=pb.PART_LATE).SerializeToString() + bytes((15 << 3, 1))
     message = bytes((7 << 3 | 2, len(known))) + known + bytes((14 << 3, 1))
-    assert framing.decode(message) == frames.Ready(frames.Part.LATE)
+    assert framing.decode(message) == (frames.Ready(frames.Part.LATE), 0)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])

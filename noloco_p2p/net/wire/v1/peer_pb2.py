@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\npeer.proto\x12\x12noloco_p2p.wire.v1\"{\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\t\x12\x10\n\x08run_name\x18\x02 \x01(\t\x12\x13\n\x0bspec_digest\x18\x03 \x01(\t\x12\x0f\n\x07peer_id\x18\x04 \x01(\t\x12\x0e\n\x06layout\x18\x05 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x06 \x03(\t\"\xc5\x01\n\x08\x42oundary\x12\r\n\x05round\x18\x01 \x01(\x04\x12 \n\x13seconds_to_boundary\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1e\n\x11seconds_per_round\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08progress\x18\x04 \x01(\x01\x12\x18\n\x0binner_steps\x18\x05 \x01(\x04H\x02\x88\x01\x01\x42\x16\n\x14_seconds_to_boundaryB\x14\n\x12_seconds_per_roundB\x0e\n\x0c_inner_steps\"r\n\x05Offer\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12\x0f\n\x07swap_id\x18\x02 \x01(\x0c\x12.\n\x08\x62oundary\x18\x03 \x01(\x0b\x32\x1c.noloco_p2p.wire.v1.Boundary\"b\n\x06\x41\x63\x63\x65pt\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12.\n\x08\x62oundary\x18\x02 \x01(\x0b\x32\x1c.noloco_p2p.wire.v1.Boundary\"_\n\x06Refuse\x12,\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1e.noloco_p2p.wire.v1.RefuseCode\x12\x10\n\x08sentence\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"K\n\x04Grid\x12\x30\n\x07section\x18\x01 \x01(\x0e\x32\x1f.noloco_p2p.wire.v1.SectionName\x12\x11\n\texponents\x18\x02 \x01(\x0c\"\x86\x01\n\x06Header\x12\x30\n\x07section\x18\x01 \x01(\x0e\x32\x1f.noloco_p2p.wire.v1.SectionName\x12\r\n\x05\x63odec\x18\x02 \x01(\t\x12\x14\n\x0cnum_elements\x18\x03 \x01(\x04\x12\x12\n\nnum_chunks\x18\x04 \x01(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"i\n\x05\x43hunk\x12\x30\n\x07section\x18\x01 \x01(\x0e\x32\x1f.noloco_p2p.wire.v1.SectionName\x12\r\n\x05index\x18\x02 \x01(\x04\x12\x0f\n\x07payload\x18\x03 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\"G\n\x03\x45nd\x12\x30\n\x07section\x18\x01 \x01(\x0e\x32\x1f.noloco_p2p.wire.v1.SectionName\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"/\n\x05Ready\x12&\n\x04part\x18\x01 \x01(\x0e\x32\x18.noloco_p2p.wire.v1.Part\"F\n\x05\x41\x62ort\x12+\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1d.noloco_p2p.wire.v1.AbortCode\x12\x10\n\x08sentence\x18\x02 \x01(\t\"\x9c\x03\n\x05\x46rame\x12*\n\x05offer\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.OfferH\x00\x12,\n\x06\x61\x63\x63\x65pt\x18\x02 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.AcceptH\x00\x12,\n\x06refuse\x18\x03 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.RefuseH\x00\x12,\n\x06header\x18\x04 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.HeaderH\x00\x12*\n\x05\x63hunk\x18\x05 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.ChunkH\x00\x12&\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x17.noloco_p2p.wire.v1.EndH\x00\x12*\n\x05ready\x18\x07 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.ReadyH\x00\x12*\n\x05\x61\x62ort\x18\x08 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.AbortH\x00\x12(\n\x04grid\x18\t \x01(\x0b\x32\x18.noloco_p2p.wire.v1.GridH\x00\x42\x07\n\x05\x66rame\"\xdf\x01\n\x0c\x46\x65tchRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12/\n\x04spec\x18\x02 \x01(\x0b\x32\x1f.noloco_p2p.wire.v1.SpecRequestH\x00\x12\x37\n\x08manifest\x18\x03 \x01(\x0b\x32#.noloco_p2p.wire.v1.ManifestRequestH\x00\x12\x33\n\x06\x63hunks\x18\x04 \x01(\x0b\x32!.noloco_p2p.wire.v1.ChunksRequestH\x00\x42\x06\n\x04what\"\r\n\x0bSpecRequest\"\x11\n\x0fManifestRequest\"9\n\rChunksRequest\x12\x17\n\x0fmanifest_digest\x18\x01 \x01(\x0c\x12\x0f\n\x07indices\x18\x02 \x03(\x04\"\xba\x01\n\nFetchReply\x12\x13\n\tspec_json\x18\x01 \x01(\x0cH\x00\x12\x30\n\x08manifest\x18\x02 \x01(\x0b\x32\x1c.noloco_p2p.wire.v1.ManifestH\x00\x12/\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x1e.noloco_p2p.wire.v1.StateChunkH\x00\x12,\n\x06refuse\x18\x04 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.RefuseH\x00\x42\x06\n\x04what\"{\n\x08Manifest\x12\x0e\n\x06layout\x18\x01 \x01(\t\x12\x14\n\x0cnum_elements\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x10\n\x08progress\x18\x04 \x01(\x01\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x15\n\rchunk_digests\x18\x06 \x03(\x0c\",\n\nStateChunk\x12\r\n\x05index\x18\x01 \x01(\x04\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"J\n\rStatusRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12\x0f\n\x07swap_id\x18\x02 \x01(\x0c\"\x8a\x02\n\x0bStatusReply\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x10\n\x08progress\x18\x04 \x01(\x01\x12\x12\n\nswap_known\x18\x05 \x01(\x08\x12/\n\rswap_verified\x18\x06 \x03(\x0e\x32\x18.noloco_p2p.wire.v1.Part\x12\x30\n\x0eswap_committed\x18\x07 \x03(\x0e\x32\x18.noloco_p2p.wire.v1.Part\x12*\n\x06refuse\x18\x08 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.Refuse*;\n\x04Part\x12\x14\n\x10PART_UNSPECIFIED\x10\x00\x12\x0e\n\nPART_EARLY\x10\x01\x12\r\n\tPART_LATE\x10\x02*x\n\x0bSectionName\x12\x17\n\x13SECTION_UNSPECIFIED\x10\x00\x12\x18\n\x14SECTION_SLOW_WEIGHTS\x10\x01\x12\x1a\n\x16SECTION_OUTER_MOMENTUM\x10\x02\x12\x1a\n\x16SECTION_OUTER_GRADIENT\x10\x03*\x98\x02\n\nRefuseCode\x12\x16\n\x12REFUSE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bREFUSE_BUSY\x10\x01\x12\x19\n\x15REFUSE_BETWEEN_ROUNDS\x10\x02\x12\x12\n\x0eREFUSE_CROSSED\x10\x03\x12\x10\n\x0cREFUSE_TAKEN\x10\x04\x12\x12\n\x0eREFUSE_TOO_FAR\x10\x05\x12\x17\n\x13REFUSE_NOT_TRAINING\x10\x06\x12\x14\n\x10REFUSE_OTHER_RUN\x10\x07\x12\x15\n\x11REFUSE_OTHER_SPEC\x10\x08\x12\x18\n\x14REFUSE_OTHER_VERSION\x10\t\x12\x16\n\x12REFUSE_OTHER_MODEL\x10\n\x12\x14\n\x10REFUSE_MALFORMED\x10\x0b*\x86\x01\n\tAbortCode\x12\x15\n\x11\x41\x42ORT_UNSPECIFIED\x10\x00\x12\x11\n\rABORT_CORRUPT\x10\x01\x12\x13\n\x0f\x41\x42ORT_TIMED_OUT\x10\x02\x12\x13\n\x0f\x41\x42ORT_ABANDONED\x10\x03\x12\x11\n\rABORT_LEAVING\x10\x04\x12\x12\n\x0e\x41\x42ORT_INTERNAL\x10\x05\x32\xe3\x01\n\x04Peer\x12@\n\x04Swap\x12\x19.noloco_p2p.wire.v1.Frame\x1a\x19.noloco_p2p.wire.v1.Frame(\x01\x30\x01\x12K\n\x05\x46\x65tch\x12 .noloco_p2p.wire.v1.FetchRequest\x1a\x1e.noloco_p2p.wire.v1.FetchReply0\x01\x12L\n\x06Status\x12!.noloco_p2p.wire.v1.StatusRequest\x1a\x1f.noloco_p2p.wire.v1.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\npeer.proto\x12\x12noloco_p2p.wire.v1\"{\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\t\x12\x10\n\x08run_name\x18\x02 \x01(\t\x12\x13\n\x0bspec_digest\x18\x03 \x01(\t\x12\x0f\n\x07peer_id\x18\x04 \x01(\t\x12\x0e\n\x06layout\x18\x05 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x06 \x03(\t\"\xc5\x01\n\x08\x42oundary\x12\r\n\x05round\x18\x01 \x01(\x04\x12 \n\x13seconds_to_boundary\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1e\n\x11seconds_per_round\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08progress\x18\x04 \x01(\x01\x12\x18\n\x0binner_steps\x18\x05 \x01(\x04H\x02\x88\x01\x01\x42\x16\n\x14_seconds_to_boundaryB\x14\n\x12_seconds_per_roundB\x0e\n\x0c_inner_steps\"r\n\x05Offer\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12\x0f\n\x07swap_id\x18\x02 \x01(\x0c\x12.\n\x08\x62oundary\x18\x03 \x01(\x0b\x32\x1c.noloco_p2p.wire.v1.Boundary\"b\n\x06\x41\x63\x63\x65pt\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12.\n\x08\x62oundary\x18\x02 \x01(\x0b\x32\x1c.noloco_p2p.wire.v1.Boundary\"_\n\x06Refuse\x12,\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1e.noloco_p2p.wire.v1.RefuseCode\x12\x10\n\x08sentence\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"K\n\x04Grid\x12\x30\n\x07section\x18\x01 \x01(\x0e\x32\x1f.noloco_p2p.wire.v1.SectionName\x12\x11\n\texponents\x18\x02 \x01(\x0c\"\x86\x01\n\x06Header\x12\x30\n\x07section\x18\x01 \x01(\x0e\x32\x1f.noloco_p2p.wire.v1.SectionName\x12\r\n\x05\x63odec\x18\x02 \x01(\t\x12\x14\n\x0cnum_elements\x18\x03 \x01(\x04\x12\x12\n\nnum_chunks\x18\x04 \x01(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"i\n\x05\x43hunk\x12\x30\n\x07section\x18\x01 \x01(\x0e\x32\x1f.noloco_p2p.wire.v1.SectionName\x12\r\n\x05index\x18\x02 \x01(\x04\x12\x0f\n\x07payload\x18\x03 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\"G\n\x03\x45nd\x12\x30\n\x07section\x18\x01 \x01(\x0e\x32\x1f.noloco_p2p.wire.v1.SectionName\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"/\n\x05Ready\x12&\n\x04part\x18\x01 \x01(\x0e\x32\x18.noloco_p2p.wire.v1.Part\"F\n\x05\x41\x62ort\x12+\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1d.noloco_p2p.wire.v1.AbortCode\x12\x10\n\x08sentence\x18\x02 \x01(\t\"A\n\x04Join\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12\x0f\n\x07swap_id\x18\x02 \x01(\x0c\"\x07\n\x05Leave\"\x84\x04\n\x05\x46rame\x12\x10\n\x08sequence\x18\x0f \x01(\x04\x12*\n\x05offer\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.OfferH\x00\x12,\n\x06\x61\x63\x63\x65pt\x18\x02 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.AcceptH\x00\x12,\n\x06refuse\x18\x03 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.RefuseH\x00\x12,\n\x06header\x18\x04 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.HeaderH\x00\x12*\n\x05\x63hunk\x18\x05 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.ChunkH\x00\x12&\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x17.noloco_p2p.wire.v1.EndH\x00\x12*\n\x05ready\x18\x07 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.ReadyH\x00\x12*\n\x05\x61\x62ort\x18\x08 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.AbortH\x00\x12(\n\x04grid\x18\t \x01(\x0b\x32\x18.noloco_p2p.wire.v1.GridH\x00\x12(\n\x04join\x18\n \x01(\x0b\x32\x18.noloco_p2p.wire.v1.JoinH\x00\x12*\n\x05leave\x18\x0b \x01(\x0b\x32\x19.noloco_p2p.wire.v1.LeaveH\x00\x42\x07\n\x05\x66rame\"\xdf\x01\n\x0c\x46\x65tchRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12/\n\x04spec\x18\x02 \x01(\x0b\x32\x1f.noloco_p2p.wire.v1.SpecRequestH\x00\x12\x37\n\x08manifest\x18\x03 \x01(\x0b\x32#.noloco_p2p.wire.v1.ManifestRequestH\x00\x12\x33\n\x06\x63hunks\x18\x04 \x01(\x0b\x32!.noloco_p2p.wire.v1.ChunksRequestH\x00\x42\x06\n\x04what\"\r\n\x0bSpecRequest\"\x11\n\x0fManifestRequest\"9\n\rChunksRequest\x12\x17\n\x0fmanifest_digest\x18\x01 \x01(\x0c\x12\x0f\n\x07indices\x18\x02 \x03(\x04\"\xba\x01\n\nFetchReply\x12\x13\n\tspec_json\x18\x01 \x01(\x0cH\x00\x12\x30\n\x08manifest\x18\x02 \x01(\x0b\x32\x1c.noloco_p2p.wire.v1.ManifestH\x00\x12/\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x1e.noloco_p2p.wire.v1.StateChunkH\x00\x12,\n\x06refuse\x18\x04 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.RefuseH\x00\x42\x06\n\x04what\"{\n\x08Manifest\x12\x0e\n\x06layout\x18\x01 \x01(\t\x12\x14\n\x0cnum_elements\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x10\n\x08progress\x18\x04 \x01(\x01\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x15\n\rchunk_digests\x18\x06 \x03(\x0c\",\n\nStateChunk\x12\r\n\x05index\x18\x01 \x01(\x04\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"J\n\rStatusRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12\x0f\n\x07swap_id\x18\x02 \x01(\x0c\"\x8a\x02\n\x0bStatusReply\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x10\n\x08progress\x18\x04 \x01(\x01\x12\x12\n\nswap_known\x18\x05 \x01(\x08\x12/\n\rswap_verified\x18\x06 \x03(\x0e\x32\x18.noloco_p2p.wire.v1.Part\x12\x30\n\x0eswap_committed\x18\x07 \x03(\x0e\x32\x18.noloco_p2p.wire.v1.Part\x12*\n\x06refuse\x18\x08 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.Refuse*;\n\x04Part\x12\x14\n\x10PART_UNSPECIFIED\x10\x00\x12\x0e\n\nPART_EARLY\x10\x01\x12\r\n\tPART_LATE\x10\x02*x\n\x0bSectionName\x12\x17\n\x13SECTION_UNSPECIFIED\x10\x00\x12\x18\n\x14SECTION_SLOW_WEIGHTS\x10\x01\x12\x1a\n\x16SECTION_OUTER_MOMENTUM\x10\x02\x12\x1a\n\x16SECTION_OUTER_GRADIENT\x10\x03*\x98\x02\n\nRefuseCode\x12\x16\n\x12REFUSE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bREFUSE_BUSY\x10\x01\x12\x19\n\x15REFUSE_BETWEEN_ROUNDS\x10\x02\x12\x12\n\x0eREFUSE_CROSSED\x10\x03\x12\x10\n\x0cREFUSE_TAKEN\x10\x04\x12\x12\n\x0eREFUSE_TOO_FAR\x10\x05\x12\x17\n\x13REFUSE_NOT_TRAINING\x10\x06\x12\x14\n\x10REFUSE_OTHER_RUN\x10\x07\x12\x15\n\x11REFUSE_OTHER_SPEC\x10\x08\x12\x18\n\x14REFUSE_OTHER_VERSION\x10\t\x12\x16\n\x12REFUSE_OTHER_MODEL\x10\n\x12\x14\n\x10REFUSE_MALFORMED\x10\x0b*\x86\x01\n\tAbortCode\x12\x15\n\x11\x41\x42ORT_UNSPECIFIED\x10\x00\x12\x11\n\rABORT_CORRUPT\x10\x01\x12\x13\n\x0f\x41\x42ORT_TIMED_OUT\x10\x02\x12\x13\n\x0f\x41\x42ORT_ABANDONED\x10\x03\x12\x11\n\rABORT_LEAVING\x10\x04\x12\x12\n\x0e\x41\x42ORT_INTERNAL\x10\x05\x32\xa5\x02\n\x04Peer\x12@\n\x04Swap\x12\x19.noloco_p2p.wire.v1.Frame\x1a\x19.noloco_p2p.wire.v1.Frame(\x01\x30\x01\x12@\n\x04Lane\x12\x19.noloco_p2p.wire.v1.Frame\x1a\x19.noloco_p2p.wire.v1.Frame(\x01\x30\x01\x12K\n\x05\x46\x65tch\x12 .noloco_p2p.wire.v1.FetchRequest\x1a\x1e.noloco_p2p.wire.v1.FetchReply0\x01\x12L\n\x06Status\x12!.noloco_p2p.wire.v1.StatusRequest\x1a\x1f.noloco_p2p.wire.v1.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'peer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PART']._serialized_start=2626
-  _globals['_PART']._serialized_end=2685
-  _globals['_SECTIONNAME']._serialized_start=2687
-  _globals['_SECTIONNAME']._serialized_end=2807
-  _globals['_REFUSECODE']._serialized_start=2810
-  _globals['_REFUSECODE']._serialized_end=3090
-  _globals['_ABORTCODE']._serialized_start=3093
-  _globals['_ABORTCODE']._serialized_end=3227
+  _globals['_PART']._serialized_start=2806
+  _globals['_PART']._serialized_end=2865
+  _globals['_SECTIONNAME']._serialized_start=2867
+  _globals['_SECTIONNAME']._serialized_end=2987
+  _globals['_REFUSECODE']._serialized_start=2990
+  _globals['_REFUSECODE']._serialized_end=3270
+  _globals['_ABORTCODE']._serialized_start=3273
+  _globals['_ABORTCODE']._serialized_end=3407
   _globals['_HELLO']._serialized_start=34
   _globals['_HELLO']._serialized_end=157
   _globals['_BOUNDARY']._serialized_start=160
@@ -61,26 +61,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_READY']._serialized_end=1113
   _globals['_ABORT']._serialized_start=1115
   _globals['_ABORT']._serialized_end=1185
-  _globals['_FRAME']._serialized_start=1188
-  _globals['_FRAME']._serialized_end=1600
-  _globals['_FETCHREQUEST']._serialized_start=1603
-  _globals['_FETCHREQUEST']._serialized_end=1826
-  _globals['_SPECREQUEST']._serialized_start=1828
-  _globals['_SPECREQUEST']._serialized_end=1841
-  _globals['_MANIFESTREQUEST']._serialized_start=1843
-  _globals['_MANIFESTREQUEST']._serialized_end=1860
-  _globals['_CHUNKSREQUEST']._serialized_start=1862
-  _globals['_CHUNKSREQUEST']._serialized_end=1919
-  _globals['_FETCHREPLY']._serialized_start=1922
-  _globals['_FETCHREPLY']._serialized_end=2108
-  _globals['_MANIFEST']._serialized_start=2110
-  _globals['_MANIFEST']._serialized_end=2233
-  _globals['_STATECHUNK']._serialized_start=2235
-  _globals['_STATECHUNK']._serialized_end=2279
-  _globals['_STATUSREQUEST']._serialized_start=2281
-  _globals['_STATUSREQUEST']._serialized_end=2355
-  _globals['_STATUSREPLY']._serialized_start=2358
-  _globals['_STATUSREPLY']._serialized_end=2624
-  _globals['_PEER']._serialized_start=3230
-  _globals['_PEER']._serialized_end=3457
+  _globals['_JOIN']._serialized_start=1187
+  _globals['_JOIN']._serialized_end=1252
+  _globals['_LEAVE']._serialized_start=1254
+  _globals['_LEAVE']._serialized_end=1261
+  _globals['_FRAME']._serialized_start=1264
+  _globals['_FRAME']._serialized_end=1780
+  _globals['_FETCHREQUEST']._serialized_start=1783
+  _globals['_FETCHREQUEST']._serialized_end=2006
+  _globals['_SPECREQUEST']._serialized_start=2008
+  _globals['_SPECREQUEST']._serialized_end=2021
+  _globals['_MANIFESTREQUEST']._serialized_start=2023
+  _globals['_MANIFESTREQUEST']._serialized_end=2040
+  _globals['_CHUNKSREQUEST']._serialized_start=2042
+  _globals['_CHUNKSREQUEST']._serialized_end=2099
+  _globals['_FETCHREPLY']._serialized_start=2102
+  _globals['_FETCHREPLY']._serialized_end=2288
+  _globals['_MANIFEST']._serialized_start=2290
+  _globals['_MANIFEST']._serialized_end=2413
+  _globals['_STATECHUNK']._serialized_start=2415
+  _globals['_STATECHUNK']._serialized_end=2459
+  _globals['_STATUSREQUEST']._serialized_start=2461
+  _globals['_STATUSREQUEST']._serialized_end=2535
+  _globals['_STATUSREPLY']._serialized_start=2538
+  _globals['_STATUSREPLY']._serialized_end=2804
+  _globals['_PEER']._serialized_start=3410
+  _globals['_PEER']._serialized_end=3703
 # @@protoc_insertion_point(module_scope)

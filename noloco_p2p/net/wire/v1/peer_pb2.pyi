@@ -182,8 +182,21 @@ class Abort(_message.Message):
     sentence: str
     def __init__(self, code: _Optional[_Union[AbortCode, str]] = ..., sentence: _Optional[str] = ...) -> None: ...
 
+class Join(_message.Message):
+    __slots__ = ("hello", "swap_id")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SWAP_ID_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    swap_id: bytes
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., swap_id: _Optional[bytes] = ...) -> None: ...
+
+class Leave(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Frame(_message.Message):
-    __slots__ = ("offer", "accept", "refuse", "header", "chunk", "end", "ready", "abort", "grid")
+    __slots__ = ("sequence", "offer", "accept", "refuse", "header", "chunk", "end", "ready", "abort", "grid", "join", "leave")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_FIELD_NUMBER: _ClassVar[int]
     REFUSE_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +206,9 @@ class Frame(_message.Message):
     READY_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     GRID_FIELD_NUMBER: _ClassVar[int]
+    JOIN_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
     offer: Offer
     accept: Accept
     refuse: Refuse
@@ -202,7 +218,9 @@ class Frame(_message.Message):
     ready: Ready
     abort: Abort
     grid: Grid
-    def __init__(self, offer: _Optional[_Union[Offer, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., header: _Optional[_Union[Header, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ...) -> None: ...
+    join: Join
+    leave: Leave
+    def __init__(self, sequence: _Optional[int] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., header: _Optional[_Union[Header, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("hello", "spec", "manifest", "chunks")

@@ -39,6 +39,11 @@ class PeerStub(object):
                 request_serializer=peer__pb2.Frame.SerializeToString,
                 response_deserializer=peer__pb2.Frame.FromString,
                 _registered_method=True)
+        self.Lane = channel.stream_stream(
+                '/noloco_p2p.wire.v1.Peer/Lane',
+                request_serializer=peer__pb2.Frame.SerializeToString,
+                response_deserializer=peer__pb2.Frame.FromString,
+                _registered_method=True)
         self.Fetch = channel.unary_stream(
                 '/noloco_p2p.wire.v1.Peer/Fetch',
                 request_serializer=peer__pb2.FetchRequest.SerializeToString,
@@ -56,6 +61,14 @@ class PeerServicer(object):
 
     def Swap(self, request_iterator, context):
         """Offer one swap and carry it out.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Lane(self, request_iterator, context):
+        """One more channel for a swap that runs. Begins with Join each way (or Refuse as the answer); the caller ends it with
+        Leave. Only for partners who both have "lanes" among their features.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -80,6 +93,11 @@ def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Swap': grpc.stream_stream_rpc_method_handler(
                     servicer.Swap,
+                    request_deserializer=peer__pb2.Frame.FromString,
+                    response_serializer=peer__pb2.Frame.SerializeToString,
+            ),
+            'Lane': grpc.stream_stream_rpc_method_handler(
+                    servicer.Lane,
                     request_deserializer=peer__pb2.Frame.FromString,
                     response_serializer=peer__pb2.Frame.SerializeToString,
             ),
@@ -119,6 +137,33 @@ class Peer(object):
             request_iterator,
             target,
             '/noloco_p2p.wire.v1.Peer/Swap',
+            peer__pb2.Frame.SerializeToString,
+            peer__pb2.Frame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lane(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/noloco_p2p.wire.v1.Peer/Lane',
             peer__pb2.Frame.SerializeToString,
             peer__pb2.Frame.FromString,
             options,

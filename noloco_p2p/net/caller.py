@@ -1,0 +1,221 @@
+"""The caller's side of a swap: its connections, and the further lanes that it opens while they pay."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - missing in the stubs
+
+from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
+from noloco_p2p.gossip.frames import Chunk, End, Frame, Header, Hello, Offer
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.net import convert, options
+from noloco_p2p.net.climb import Climb, Direction, LaneMemory
+from noloco_p2p.net.lanes import LEAVE, Lane, LaneStream, call_cancelled
+from noloco_p2p.net.throttle import Limits
+from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+# Called with bytes: framing.py makes and reads the messages.
+SWAP_METHOD = "/noloco_p2p.wire.v1.Peer/Swap"
+LANE_METHOD = "/noloco_p2p.wire.v1.Peer/Lane"
+OPEN_LANE_S = 5.0  # to connect, and again for the answer
+
+
+class CallerWire:
+    """A call on a connection of its own.
+
+    The connection ends with the last reference to the call. So `close` drops it, and no fault that leaves from here has
+    the call in its traceback: whoever keeps the fault would keep the connection until the garbage collector comes.
+    """
+
+    def __init__(self, peer: str, channel: grpc.aio.Channel, call: Any, limits: Limits) -> None:
+        self._peer = peer
+        self._channel: grpc.aio.Channel | None = channel
+        self._call: Any = call
+        self._limits = limits
+
+    async def write(self, data: bytes) -> None:
+        await self._limits.sending(len(data))
+        await self._do(lambda call: call.write(data))
+
+    async def read(self) -> bytes | None:
+        message = await self._do(lambda call: call.read())
+        if message is EOF:
+            return None
+        await self._limits.receiving(len(message))
+        return message
+
+    async def finish(self) -> None:
+        with contextlib.suppress(PeerError):
+            await self._do(lambda call: call.done_writing())
+
+    async def close(self) -> None:
+        (call, self._call), (channel, self._channel) = (self._call, None), (self._channel, None)
+        if channel is not None:
+            call.cancel()
+            await channel.close()
+
+    async def _do(self, action: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Raises PeerError when the call has ended."""
+        fault: PeerError = Unreachable("the stream is closed", peer=self._peer)
+        if self._call is not None:
+            try:
+                return await action(self._call)
+            except grpc.aio.AioRpcError as error:
+                fault = translate(error, self._peer)
+            except (grpc.aio.UsageError, asyncio.InvalidStateError):  # what a write after the end of the call raises
+                pass
+            except asyncio.CancelledError:
+                fault = call_cancelled(self._peer)
+        raise fault
+
+
+class CallerStream(LaneStream):
+    """Opens further lanes as its climb wants them."""
+
+    def __init__(
+        self,
+        candidate: Candidate,
+        first: CallerWire,
+        *,
+        hello: Callable[[], Hello],
+        memory: LaneMemory,
+        settle_s: float,
+        limits: Limits,
+    ) -> None:
+        self._candidate = candidate
+        self._hello = hello
+        self._memory = memory
+        self._limits = limits
+        self._climb: Climb = memory.climb(candidate.address, settle_s=settle_s)
+        self._decided = asyncio.Event()
+        self._growing: asyncio.Task[None] | None = None
+        super().__init__(candidate.peer_id, first)
+
+    def _agreed(self, offer: Offer) -> None:
+        self._growing = asyncio.create_task(self._grow(offer))
+
+    def _moved(self, direction: Direction, frame: Frame, *, lane: int) -> None:
+        if isinstance(frame, Header | End):
+            self._climb.pause(direction)
+        elif isinstance(frame, Chunk):
+            has_decided = self._climb.moved(direction, len(frame.payload), time.monotonic(), lane=lane)
+            if has_decided:
+                self._decided.set()
+
+    async def _grow(self, offer: Offer) -> None:
+        """Brings the lanes to the number that the climb wants, until it has settled."""
+        while True:
+            self._decided.clear()
+            wanted = self._climb.wanted
+            missing = range(wanted - self.num_lanes)
+            await asyncio.gather(*(self._open_lane(offer) for _ in missing))
+            await asyncio.gather(*(self._leave(lane) for lane in self._lanes[wanted:]))
+            self._climb.in_place(self.num_lanes, time.monotonic())
+            if self._climb.is_settled:
+                return
+            await self._decided.wait()
+
+    async def _open_lane(self, offer: Offer) -> None:
+        """The swap goes on as before when it cannot be had."""
+        try:
+            wire = await connect(self._candidate, LANE_METHOD, timeout_s=OPEN_LANE_S, limits=self._limits)
+            try:
+                await asyncio.wait_for(self._join(wire, offer), OPEN_LANE_S)
+            except BaseException:
+                await wire.close()
+                raise
+        except (PeerError, TimeoutError) as error:
+            log.debug("%s takes no further lane: %s", self._candidate.address, error)
+            return
+        self.add(Lane(wire))
+
+    async def _join(self, wire: CallerWire, offer: Offer) -> None:
+        """Raises Refused, or another PeerError."""
+        join = pb.Join(hello=convert.hello_to_wire(self._hello()), swap_id=offer.swap_id)
+        await wire.write(pb.Frame(join=join).SerializeToString())
+        try:
+            answer = pb.Frame.FromString(await wire.read() or b"")
+        except DecodeError:
+            raise CorruptPayload("the answer to a further lane is no frame", peer=self._peer) from None
+        if answer.HasField("refuse"):
+            raise refused(answer.refuse, self._peer)
+        if not answer.HasField("join"):
+            raise CorruptPayload("the answer to a further lane was neither yes nor no", peer=self._peer)
+
+    async def _leave(self, lane: Lane) -> None:
+        """Nothing more is put on it; the other side hears all that was, and ends the call."""
+        lane.leaving = True
+        await self._written(lane)
+        if lane is not self._first:
+            await self._write(lane, LEAVE)
+        await lane.wire.finish()
+
+    async def _last_words(self) -> None:
+        if self._growing:
+            self._growing.cancel()
+            await asyncio.wait({self._growing})
+        lanes = list(self._lanes)
+        await asyncio.gather(*(self._leave(lane) for lane in lanes))
+        for lane in lanes:
+            if lane.reading:
+                await asyncio.wait({lane.reading})  # until the other side has closed the stream, too
+
+    async def _end(self) -> None:
+        if self._growing:
+            self._growing.cancel()
+            await asyncio.wait({self._growing})
+        self._memory.learn(self._candidate.address, self._climb)
+        await super()._end()
+
+
+async def connect(candidate: Candidate, method: str, *, timeout_s: float, limits: Limits) -> CallerWire:
+    """A call of `method` on a new connection. Raises Unreachable; a refused connection is told at once."""
+    channel = grpc.aio.insecure_channel(candidate.address, options=[*options.CLIENT, *limits.options()])
+    try:
+        await asyncio.wait_for(_connected(channel, candidate), timeout_s)
+    except TimeoutError:
+        await channel.close()
+        raise Unreachable(
+            f"{candidate.address} does not answer within {timeout_s:.1f} s", peer=candidate.peer_id
+        ) from None
+    except BaseException:
+        await channel.close()
+        raise
+    return CallerWire(candidate.peer_id, channel, channel.stream_stream(method)(), limits)
+
+
+async def _connected(channel: grpc.aio.Channel, candidate: Candidate) -> None:
+    """Until the channel is connected. A refused connection is told at once: another candidate may be there."""
+    ready, failing = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE
+    state = channel.get_state(try_to_connect=True)
+    while state is not ready:
+        if state is failing:
+            raise Unreachable(f"{candidate.address} cannot be connected to", peer=candidate.peer_id)
+        await channel.wait_for_state_change(state)
+        state = channel.get_state(try_to_connect=True)
+
+
+def translate(error: grpc.aio.AioRpcError, peer: str) -> PeerError:
+    """A gRPC status in words of this project."""
+    details = convert.text(error.details() or error.code().name)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED or "ping timeout" in details:
+        return TimedOut(f"no answer in time: {details}", peer=peer)
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return CorruptPayload(f"a message is too large: {details}", peer=peer)
+    return Unreachable(f"no connection: {details}", peer=peer)
+
+
+def refused(message: pb.Refuse, peer: str) -> Refused:
+    refuse = convert.refuse_from_wire(message)
+    return Refused(refuse.sentence, peer=peer, code=refuse.code.name, retry_after_s=refuse.retry_after_s)

@@ -1,0 +1,291 @@
+"""A swap over real gRPC and a link: it takes further lanes when they help, and only then, and ends cleanly on each."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc.aio
+import pytest
+import torch
+import uvloop
+from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - missing in the stubs
+
+from noloco_p2p.errors import PeerError, Refused, Unreachable
+from noloco_p2p.gossip.deadlines import Deadlines
+from noloco_p2p.gossip.frames import (
+    Accept,
+    Boundary,
+    FetchItem,
+    FetchWant,
+    Hello,
+    Offer,
+    Part,
+    PeerStatus,
+    Ready,
+    RefuseCode,
+    SectionName,
+)
+from noloco_p2p.gossip.outcome import Alone, Outcome, Swapped
+from noloco_p2p.gossip.round import Phase
+from noloco_p2p.gossip.seams import FrameStream
+from noloco_p2p.net import convert, framing, options
+from noloco_p2p.net.caller import LANE_METHOD, SWAP_METHOD
+from noloco_p2p.net.climb import LanePolicy
+from noloco_p2p.net.lanes import FEATURE, LEAVE, MAX_LANES
+from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+from noloco_p2p.spec import CodecSpec, RunSpec
+from noloco_p2p.testing.link_proxy import LinkProfile, LinkProxy
+from noloco_p2p.testing.loopback import LoopbackSwarm
+from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
+from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, together, wait_until
+
+SPEC = RunSpec(name="lanes", codec=CodecSpec(slow_weights="int8", outer_momentum="int8", outer_gradient="int8"))
+SHORT = Deadlines(dial_s=2.0, offer_s=2.0, status_s=0.5, progress_s=3.0, farewell_s=0.2)
+QUICK = LanePolicy(window_s=0.4)
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Two peers; only `caller` knows an address, so that it makes all offers, over `link`."""
+
+    swarm: LoopbackSwarm
+    caller: MemoryPeer
+    acceptor: MemoryPeer
+    link: LinkProxy
+
+    def swap(self, vectors: list[Vectors], *, round_index: int) -> tuple[list[Outcome], float]:
+        began_s, peers = time.monotonic(), [self.acceptor, self.caller]
+        for peer, own in zip(peers, vectors, strict=True):
+            open_round(peer, own, round_index=round_index)
+        wait_until(lambda: all(peer.runner.phase is Phase.EARLY for peer in peers), timeout_s=PATIENCE_S)
+        ends = [partial(end_round, *both, wait_s=PATIENCE_S) for both in zip(peers, vectors, strict=True)]
+        return together(*ends), time.monotonic() - began_s
+
+
+@contextmanager
+def bench(*, mbit_s: float, own_rates: bool, lanes: LanePolicy = QUICK) -> Iterator[Bench]:
+    profile = LinkProfile("test", down_mbit_s=mbit_s, up_mbit_s=mbit_s, delay_ms=2, jitter_ms=0)
+    with LoopbackSwarm(SPEC, deadlines=SHORT, lanes=lanes) as swarm:
+        caller, acceptor = swarm.peer("caller"), swarm.peer("acceptor")
+        link = LinkProxy(swarm.addresses["acceptor"], profile, own_rates=own_rates)
+        on_loop(swarm, link.start())
+        swarm.addresses.clear()
+        swarm.addresses["acceptor"] = link.address
+        try:
+            yield Bench(swarm, caller, acceptor, link)
+        finally:
+            on_loop(swarm, link.stop())
+
+
+def on_loop(swarm: LoopbackSwarm, coroutine: object) -> None:
+    asyncio.run_coroutine_threadsafe(coroutine, swarm.loop).result(10.0)  # pyright: ignore[reportArgumentType]
+
+
+def vectors(num_elements: int) -> list[Vectors]:
+    return [Vectors.random(seed, num_elements=num_elements) for seed in (1, 2)]
+
+
+def mbit_s(outcome: Outcome, seconds: float) -> float:
+    assert isinstance(outcome, Swapped), outcome
+    return outcome.received.bytes_received * 8e-6 / seconds
+
+
+def close_of(bench: Bench) -> None:
+    """All lanes have gone by themselves."""
+    wait_until(lambda: bench.link.num_open == 0)
+
+
+def test_when_each_connection_is_slow_a_swap_gets_several_times_the_rate_of_one() -> None:
+    rate_mbit_s, both = 20.0, vectors(8_000_000)
+    with bench(mbit_s=rate_mbit_s, own_rates=True) as there:
+        there.swap(both, round_index=0)
+        close_of(there)
+        outcomes, seconds = there.swap(both, round_index=1)
+        assert min(mbit_s(outcome, seconds) for outcome in outcomes) > 2 * rate_mbit_s
+        assert there.link.num_connections >= 8
+        close_of(there)
+
+
+def test_when_the_link_is_full_a_swap_settles_at_one_lane() -> None:
+    both = vectors(4_000_000)
+    with bench(mbit_s=40, own_rates=False) as there:
+        there.swap(both, round_index=0)
+        assert there.link.num_connections == 2, "one trial"
+        for index in (1, 2):
+            outcomes, seconds = there.swap(both, round_index=index)
+            assert min(mbit_s(outcome, seconds) for outcome in outcomes) > 0.7 * 40
+        assert there.link.num_connections == 4, "and then one each"
+        close_of(there)
+
+
+def test_what_comes_over_many_lanes_is_what_was_sent() -> None:
+    both = vectors(8_000_000)
+    with bench(mbit_s=20, own_rates=True) as there:
+        outcomes, _ = there.swap(both, round_index=0)
+        assert there.link.num_connections > 2
+        ours, theirs = (half_differences(outcome) for outcome in outcomes)
+        with MemorySwarm(SPEC) as memory:
+            twins = [
+                half_differences(twin) for twin in one_round([memory.peer("a"), memory.peer("b")], both, wait_s=20.0)
+            ]
+    for got, twin in zip((ours, theirs), twins, strict=True):
+        assert all(torch.equal(got[name], twin[name]) for name in twin)
+
+
+def half_differences(outcome: Outcome) -> dict[SectionName, torch.Tensor]:
+    assert isinstance(outcome, Swapped), outcome
+    return {
+        name: torch.cat([pair.half_difference(index) for index in range(len(pair.own))])
+        for name, pair in outcome.received.sections.items()
+    }
+
+
+def test_a_short_swap_on_a_fast_link_takes_one_lane() -> None:
+    with bench(mbit_s=1000, own_rates=True, lanes=LanePolicy()) as there:
+        there.swap(vectors(300_000), round_index=0)
+        assert there.link.num_connections == 1
+
+
+@pytest.mark.parametrize("fault", ["cut", "stop"])
+def test_a_swap_that_breaks_on_many_lanes_ends_alike_on_both_sides(fault: str) -> None:
+    both = vectors(30_000_000)
+    with bench(mbit_s=20, own_rates=True) as there:
+        peers = [there.acceptor, there.caller]
+        for peer, own in zip(peers, both, strict=True):
+            open_round(peer, own)
+        wait_until(lambda: there.link.num_connections > 2, timeout_s=PATIENCE_S)
+        if fault == "cut":
+            there.swarm.loop.call_soon_threadsafe(there.link.cut)
+        else:
+            on_loop(there.swarm, there.caller.runner.stop())
+        wait_until(lambda: all(peer.runner.phase is not Phase.SWAPPING for peer in peers))
+        close_of(there)
+        outcomes = together(*(partial(end_round, *each, wait_s=1.0) for each in zip(peers, both, strict=True)))
+        assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
+
+
+# a lane, by hand
+
+
+class Holding:
+    """A Service that accepts any offer and then waits."""
+
+    def __init__(self) -> None:
+        self.faults: list[PeerError] = []
+
+    def admit(self, hello: Hello) -> None:
+        if hello.run_name != SPEC.name:
+            raise Refused("another run", code=RefuseCode.OTHER_RUN.name)
+
+    async def on_swap(self, stream: FrameStream) -> None:
+        try:
+            await stream.receive(5.0)
+            await stream.send(Accept(hello("acceptor"), BOUNDARY))
+            await stream.receive(30.0)
+        except PeerError as error:
+            self.faults.append(error)
+
+    async def on_status(self, swap_id: bytes) -> PeerStatus:
+        raise NotImplementedError
+
+    def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
+        raise NotImplementedError
+
+
+BOUNDARY = Boundary(0, None, None, 0.0)
+SWAP_ID = bytes(range(16))
+
+
+def hello(peer_id: str, *, run_name: str = SPEC.name) -> Hello:
+    return Hello(peer_id, run_name, SPEC.digest(), features=(FEATURE,))
+
+
+def join(peer_id: str = "caller", swap_id: bytes = SWAP_ID, *, run_name: str = SPEC.name) -> bytes:
+    message = pb.Join(hello=convert.hello_to_wire(hello(peer_id, run_name=run_name)), swap_id=swap_id)
+    return pb.Frame(join=message).SerializeToString()
+
+
+@asynccontextmanager
+async def one_swap() -> AsyncGenerator[tuple[Holding, str, Any]]:
+    """(service, its address, the call of a swap that is accepted)."""
+    service = Holding()
+    server = GrpcServer(service)
+    await server.start("127.0.0.1", 0)
+    address = f"127.0.0.1:{server.port}"
+    async with own_channel(address) as channel:
+        call = channel.stream_stream(SWAP_METHOD)()
+        await call.write(framing.encode(Offer(hello("caller"), SWAP_ID, BOUNDARY)))
+        assert isinstance(framing.decode(await read(call))[0], Accept)
+        yield service, address, call
+    await server.stop(0.0)
+
+
+def own_channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=options.CLIENT)
+
+
+async def ask(channel: grpc.aio.Channel, first_words: bytes) -> tuple[Any, pb.Frame]:
+    call = channel.stream_stream(LANE_METHOD)()
+    await call.write(first_words)
+    return call, pb.Frame.FromString(await read(call))
+
+
+async def read(call: Any) -> Any:
+    return await asyncio.wait_for(call.read(), 5.0)
+
+
+def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(main(), 20.0))
+
+
+@pytest.mark.parametrize(
+    ("first_words", "sentence"),
+    [
+        (join(swap_id=bytes(16)), "no swap with this id"),
+        (join(swap_id=b""), "no swap with this id"),
+        (join("somebody else"), "no swap with this id"),
+        (join(run_name="another"), "another run"),
+        (framing.encode(Ready(Part.EARLY)), "begins with a Join"),
+        (b"\xff\xff", "no message of this protocol"),
+    ],
+    ids=["unknown id", "no id", "another peer", "another run", "no join", "garbage"],
+)
+def test_a_lane_that_belongs_to_no_swap_is_refused_with_a_sentence(first_words: bytes, sentence: str) -> None:
+    async def main() -> None:
+        async with one_swap() as (service, address, _), own_channel(address) as channel:
+            _, answer = await ask(channel, first_words)
+            assert sentence in answer.refuse.sentence
+            _, answer = await ask(channel, join())
+            assert answer.HasField("join"), "the swap is not harmed"
+            assert not service.faults
+
+    run(main)
+
+
+def test_a_swap_has_so_many_lanes_and_no_more_and_none_when_it_is_over() -> None:
+    async def main() -> None:
+        async with one_swap() as (service, address, call), own_channel(address) as channel:
+            calls = [await ask(channel, join()) for _ in range(MAX_LANES - 1)]
+            assert all(answer.HasField("join") for _, answer in calls)
+            _, answer = await ask(channel, join())
+            assert f"{MAX_LANES} lanes" in answer.refuse.sentence
+            await calls[0][0].write(LEAVE)
+            assert await read(calls[0][0]) is EOF
+            _, answer = await ask(channel, join())
+            assert answer.HasField("join"), "one was left"
+            calls[1][0].cancel()
+            assert await read(call) is EOF, "the swap ends, and says so on its other lanes"
+            _, answer = await ask(channel, join())
+            assert "no swap with this id" in answer.refuse.sentence
+            assert [type(fault) for fault in service.faults] == [Unreachable]
+
+    run(main)

@@ -1,0 +1,190 @@
+"""How many lanes a swap takes: as many as pay, one on a link that is full, none for a swap that is over soon."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from noloco_p2p.net.climb import QUIET_SWAPS, REMEMBERED_PEERS, Climb, Direction, LaneMemory, LanePolicy
+
+POLICY = LanePolicy(max_lanes=8, window_s=1.5)
+FRAME_BYTES = 262_144
+Rate = Callable[[int], float]  # lanes -> MB/s of one direction
+
+
+def each(mb_s: float) -> Rate:
+    return lambda num_lanes: mb_s * num_lanes
+
+
+def shared(mb_s: float) -> Rate:
+    return lambda num_lanes: mb_s
+
+
+def capped(mb_s: float, most: float) -> Rate:
+    return lambda num_lanes: min(mb_s * num_lanes, most)
+
+
+def swap(
+    climb: Climb, sent: Rate, received: Rate, *, seconds: float, noise: float = 0.0, granted: int = 8
+) -> list[int]:
+    """Play frames at these rates, in virtual time; gives how many lanes there were, in order."""
+    rng = random.Random(0)
+    rates = {Direction.SENT: sent, Direction.RECEIVED: received}
+    lanes = min(climb.wanted, granted)
+    climb.in_place(lanes, 0.0)
+    history = [lanes]
+    due_s = dict.fromkeys(Direction, 0.0)
+    number = 0
+    while min(due_s.values()) < seconds:
+        way = min(due_s, key=lambda way: due_s[way])
+        number += 1
+        if climb.moved(way, FRAME_BYTES, due_s[way], lane=number // 2 % lanes):
+            lanes = min(climb.wanted, granted)
+            climb.in_place(lanes, due_s[way])
+            history.append(lanes)
+        due_s[way] += FRAME_BYTES / (rates[way](lanes) * 1e6) * rng.uniform(1 - noise, 1 + noise)
+    return history
+
+
+def fresh(policy: LanePolicy = POLICY) -> Climb:
+    return LaneMemory(policy).climb("there", settle_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("sent", "received", "history"),
+    [
+        (each(0.3), each(0.3), [1, 2, 4, 8, 8]),
+        (each(0.3), shared(12.0), [1, 2, 4, 8, 8]),
+        (shared(12.0), each(0.3), [1, 2, 4, 8, 8]),
+        (shared(12.0), shared(12.0), [1, 2, 1]),
+        (shared(0.1), shared(0.1), [1, 2, 1]),
+        (capped(0.3, 1.2), capped(0.3, 1.2), [1, 2, 4, 8, 4]),
+        (capped(3.0, 4.5), shared(12.0), [1, 2, 4, 2]),
+    ],
+    ids=["lossy", "lossy up", "lossy down", "full", "full and slow", "four fill it", "one and a half fill it"],
+)
+def test_lanes_are_doubled_while_that_pays(sent: Rate, received: Rate, history: list[int]) -> None:
+    climb = fresh()
+    assert swap(climb, sent, received, seconds=120.0) == history
+    assert climb.is_settled
+
+
+def test_a_trial_that_helps_one_direction_at_the_cost_of_the_other_does_not_pay() -> None:
+    assert swap(fresh(), lambda lanes: 3.0 * lanes, lambda lanes: 12.0 / lanes, seconds=60.0) == [1, 2, 1]
+
+
+def test_noise_is_not_taken_for_a_gain() -> None:
+    assert swap(fresh(), shared(2.0), shared(2.0), seconds=60.0, noise=0.5) == [1, 2, 1]
+
+
+def test_a_short_swap_never_wants_a_second_lane() -> None:
+    assert swap(fresh(), each(50.0), each(50.0), seconds=2.4) == [1]
+
+
+def test_with_one_lane_allowed_nothing_is_measured() -> None:
+    climb = fresh(LanePolicy(max_lanes=1))
+    assert swap(climb, each(1.0), each(1.0), seconds=60.0) == [1]
+    assert climb.is_settled
+
+
+@pytest.mark.parametrize("granted", [1, 3])
+def test_refused_lanes_are_not_asked_for_again(granted: int) -> None:
+    history = swap(fresh(), each(0.3), each(0.3), seconds=120.0, granted=granted)
+    assert max(history) == granted
+    assert len(history) <= 4
+
+
+def test_a_pause_between_two_parts_is_not_measured() -> None:
+    """Frames for a second, then nothing for a minute, again and again: the rate is that of the seconds."""
+    climb = fresh()
+    climb.in_place(1, 0.0)
+    now_s, per_frame_s, decided = 0.0, 0.01, []
+    for _ in range(10):
+        for _ in range(100):
+            now_s += per_frame_s
+            if climb.moved(Direction.SENT, FRAME_BYTES, now_s, lane=0):
+                decided.append(climb.before)
+                climb.in_place(climb.wanted, now_s)
+        climb.pause(Direction.SENT)
+        now_s += 60.0
+    assert decided[0] is not None
+    assert decided[0].rates == {Direction.SENT: pytest.approx(FRAME_BYTES / per_frame_s)}
+
+
+@given(
+    up=st.floats(0.05, 20.0),
+    down=st.floats(0.05, 20.0),
+    per_lane=st.booleans(),
+    noise=st.floats(0.0, 0.9),
+    start=st.integers(1, 8),
+)
+@settings(max_examples=60, deadline=None)
+def test_lanes_stay_within_bounds_and_settle(up: float, down: float, per_lane: bool, noise: float, start: int) -> None:
+    rate = each if per_lane else shared
+    climb = Climb(POLICY, start=start, is_trying=True, settle_s=1.0)
+    history = swap(climb, rate(up), rate(down), seconds=300.0, noise=noise)
+    assert climb.is_settled
+    assert all(1 <= lanes <= 8 for lanes in history)
+    assert len(history) <= 6
+
+
+# what is remembered
+
+
+def after(memory: LaneMemory, rate: Rate, *, seconds: float = 120.0, address: str = "there") -> list[int]:
+    climb = memory.climb(address, settle_s=1.0)
+    history = swap(climb, rate, rate, seconds=seconds)
+    memory.learn(address, climb)
+    return history
+
+
+@pytest.mark.parametrize(("rate", "best"), [(each(0.3), 8), (shared(12.0), 1)], ids=["lossy", "full"])
+def test_the_next_swaps_begin_with_what_was_learned_and_one_in_nine_tries_again(rate: Rate, best: int) -> None:
+    memory = LaneMemory(POLICY)
+    after(memory, rate)
+    for _ in range(2):
+        assert [after(memory, rate) for _ in range(QUIET_SWAPS)] == [[best]] * QUIET_SWAPS
+        trial = after(memory, rate)
+        assert trial[0] == max(1, best // 2)
+        assert trial[-1] == best
+    assert memory.num_lanes("there") == best
+
+
+def test_a_link_that_was_lossy_and_is_good_again_comes_down_step_by_step() -> None:
+    memory = LaneMemory(POLICY)
+    after(memory, each(0.3))
+    for best in (4, 2, 1):
+        for _ in range(QUIET_SWAPS + 1):
+            after(memory, shared(12.0))
+        assert memory.num_lanes("there") == best
+
+
+def test_swaps_too_short_to_learn_from_alone_learn_together() -> None:
+    """Each is long enough for one window; a trial that was cut short goes on in the next."""
+    memory = LaneMemory(POLICY)
+    for _ in range(12):
+        after(memory, each(0.3), seconds=4.5)
+    assert memory.num_lanes("there") == 8
+
+
+def test_swaps_too_short_for_a_window_teach_nothing() -> None:
+    memory = LaneMemory(POLICY)
+    assert [after(memory, each(0.3), seconds=1.0) for _ in range(3)] == [[1]] * 3
+
+
+def test_memory_is_bounded_and_of_each_address() -> None:
+    memory = LaneMemory(POLICY)
+    after(memory, each(0.3), address="first")
+    assert (memory.num_lanes("first"), memory.num_lanes("second")) == (8, 1)
+    learned = memory.climb("first", settle_s=1.0)
+    swap(learned, each(0.3), each(0.3), seconds=1.0)
+    long = Climb(POLICY, start=1, is_trying=True, settle_s=1.0)
+    swap(long, each(0.3), each(0.3), seconds=60.0)
+    for index in range(REMEMBERED_PEERS):
+        memory.learn(f"peer {index}", long)
+    assert memory.num_lanes("first") == 1
+    assert memory.num_lanes("peer 0") == 8

@@ -1,0 +1,289 @@
+"""Frames over several lanes: in order, nothing lost, nothing twice, little held back; and what a broken lane does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from noloco_p2p.errors import CorruptPayload, TimedOut, Unreachable
+from noloco_p2p.gossip.frames import Accept, Boundary, Chunk, Hello, Offer, Part, Ready, SectionName
+from noloco_p2p.net import framing
+from noloco_p2p.net.lanes import FEATURE, LEAVE, WINDOW_FRAMES, Lane, LaneStream, Order
+
+WAIT_S = 5.0
+HELLO = Hello("peer", "run", "digest", features=(FEATURE,))
+STRANGER = Hello("peer", "run", "digest")
+BOUNDARY = Boundary(0, None, None, 0.0)
+
+
+class Pipe:
+    """One direction of a wire in memory. `delays` says for how many turns of the loop each message is on its way."""
+
+    def __init__(self, delays: list[int]) -> None:
+        self.messages: asyncio.Queue[bytes | Unreachable | None] = asyncio.Queue(2)
+        self._delays = delays
+        self._num_written = 0
+
+    async def put(self, message: bytes | Unreachable | None) -> None:
+        self._num_written += 1
+        for _ in range(self._delays[self._num_written % len(self._delays)] if self._delays else 0):
+            await asyncio.sleep(0)
+        await self.messages.put(message)
+
+
+class MemoryWire:
+    def __init__(self, incoming: Pipe, outgoing: Pipe) -> None:
+        self.incoming, self.outgoing = incoming, outgoing
+        self.is_closed = False
+
+    @classmethod
+    def pair(cls, delays: list[int]) -> tuple[MemoryWire, MemoryWire]:
+        forth, back = Pipe(delays), Pipe(delays[::-1])
+        return cls(back, forth), cls(forth, back)
+
+    async def write(self, data: bytes) -> None:
+        await self.outgoing.put(data)
+
+    async def read(self) -> bytes | None:
+        message = await self.incoming.messages.get()
+        if isinstance(message, Unreachable):
+            raise message
+        return message
+
+    async def finish(self) -> None:
+        await self.outgoing.put(None)
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class Stream(LaneStream):
+    """Notes what the two real sides act on."""
+
+    def __init__(self, first: MemoryWire) -> None:
+        self.agreed: list[bytes] = []
+        super().__init__("peer", first)
+
+    def _agreed(self, offer: Offer) -> None:
+        self.agreed.append(offer.swap_id)
+
+
+def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
+    asyncio.run(asyncio.wait_for(main(), 20.0))
+
+
+def chunk(index: int) -> Chunk:
+    return Chunk(SectionName.SLOW_WEIGHTS, index, b"payload", bytes(16))
+
+
+def linked(lanes: list[list[int]]) -> tuple[Stream, Stream, list[tuple[MemoryWire, MemoryWire]]]:
+    wires = [MemoryWire.pair(delays) for delays in lanes]
+    here, there = Stream(wires[0][0]), Stream(wires[0][1])
+    for ours, theirs in wires[1:]:
+        here.add(Lane(ours))
+        there.add(Lane(theirs))
+    return here, there, wires
+
+
+@given(
+    lanes=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=7), min_size=1, max_size=8),
+    num_frames=st.integers(0, 60),
+    reader_delays=st.lists(st.integers(0, 6), min_size=1, max_size=5),
+)
+@settings(max_examples=60, deadline=None)
+def test_frames_come_in_the_order_sent_whatever_the_lanes_do(
+    lanes: list[list[int]], num_frames: int, reader_delays: list[int]
+) -> None:
+    most_held = 0
+
+    async def send(stream: Stream) -> None:
+        for index in range(num_frames):
+            await stream.send(chunk(index))
+
+    async def receive(stream: Stream) -> list[int]:
+        nonlocal most_held
+        indices = []
+        for number in range(num_frames):
+            for _ in range(reader_delays[number % len(reader_delays)]):
+                await asyncio.sleep(0)
+                most_held = max(most_held, len(stream._order))
+            frame = await stream.receive(WAIT_S)
+            assert isinstance(frame, Chunk)
+            indices.append(frame.index)
+        return indices
+
+    async def main() -> None:
+        here, there, _ = linked(lanes)
+        _, _, received, back = await asyncio.gather(send(here), send(there), receive(there), receive(here))
+        assert received == back == list(range(num_frames))
+        with pytest.raises(TimedOut):
+            await there.receive(0.001)
+        await asyncio.gather(here.close(), there.close())
+
+    run(main)
+    assert most_held <= WINDOW_FRAMES * len(lanes)
+
+
+@given(st.permutations(range(1, 30)))
+def test_every_number_comes_out_once(numbers: list[int]) -> None:
+    order, taken = Order(), []
+    for number in numbers:
+        order.put(number, chunk(number))
+        while frame := order.take():
+            assert isinstance(frame, Chunk)
+            taken.append(frame.index)
+        with pytest.raises(CorruptPayload, match="twice"):
+            order.put(number, chunk(number))
+    assert taken == list(range(1, 30))
+    assert len(order) == 0
+
+
+@pytest.mark.parametrize("num_lanes", [1, 3, 8])
+def test_a_reader_that_does_not_read_stops_the_sender(num_lanes: int) -> None:
+    """Held back: the window, one frame in each reader; beyond them only what the wires take."""
+
+    async def main() -> None:
+        here, there, _ = linked([[0]] * num_lanes)
+        sent = 0
+
+        async def send() -> None:
+            nonlocal sent
+            while True:
+                await here.send(chunk(sent))
+                sent += 1
+
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(send(), 0.1)
+        queued_and_in_write = 3 * num_lanes
+        assert len(there._order) == WINDOW_FRAMES * num_lanes
+        assert sent <= WINDOW_FRAMES * num_lanes + num_lanes + queued_and_in_write
+        for index in range(sent):
+            frame = await there.receive(WAIT_S)
+            assert isinstance(frame, Chunk)
+            assert frame.index == index
+        await asyncio.gather(here.close(), there.close())
+
+    run(main)
+
+
+def test_one_lane_says_no_numbers_and_a_second_one_begins_to() -> None:
+    async def main() -> None:
+        (first, first_end), (second, second_end) = MemoryWire.pair([0]), MemoryWire.pair([0])
+        here = Stream(first)
+        await here.send(chunk(0))
+        assert framing.decode(await first_end.read() or b"") == (chunk(0), 0)
+        here.add(Lane(second))
+        await here.send(chunk(1))
+        assert framing.decode(await first_end.read() or b"") == (chunk(1), 2)
+        assert second_end.incoming.messages.empty(), "the first lane was free"
+        await here.close()
+
+    run(main)
+
+
+def test_a_lane_that_dies_ends_the_stream_behind_what_is_here() -> None:
+    async def main() -> None:
+        here, there, wires = linked([[0], [0]])
+        await here.send(chunk(0))
+        assert await there.receive(WAIT_S) == chunk(0)
+        await wires[0][0].outgoing.put(framing.encode(chunk(1), sequence=2))
+        await wires[0][0].outgoing.put(framing.encode(chunk(3), sequence=4))  # 3 was on the lane that dies
+        await wires[1][0].outgoing.put(Unreachable("cut", peer="peer"))
+        assert await there.receive(WAIT_S) == chunk(1)
+        with pytest.raises(Unreachable, match="cut"):
+            await there.receive(WAIT_S)
+        with pytest.raises(Unreachable, match="cut"):
+            await there.send(chunk(0))
+        await there.close()
+        assert all(theirs.is_closed for _, theirs in wires)
+        await here.close()
+
+    run(main)
+
+
+def test_a_lane_that_is_left_takes_nothing_with_it() -> None:
+    async def main() -> None:
+        here, there, wires = linked([[0], [0]])
+        await wires[1][0].outgoing.put(framing.encode(chunk(0), sequence=1))
+        await wires[1][0].outgoing.put(LEAVE)
+        assert await there.receive(WAIT_S) == chunk(0)
+        await wires[0][0].outgoing.put(framing.encode(chunk(1), sequence=2))
+        assert await there.receive(WAIT_S) == chunk(1)
+        assert wires[1][1].is_closed
+        assert there.num_lanes == 1
+        await there.close()
+        await here.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("sequence", [0, 1, 2**63])
+def test_numbers_that_cannot_be_are_refused_or_waited_for(sequence: int) -> None:
+    """A used number is refused, also an implied one; one far ahead is held back and stops its lane."""
+
+    async def main() -> None:
+        here, there, wires = linked([[0], [0]])
+        for index in range(2):
+            await wires[0][0].outgoing.put(framing.encode(chunk(index), sequence=index + 1))
+            assert await there.receive(WAIT_S) == chunk(index)
+        await wires[1][0].outgoing.put(framing.encode(chunk(2), sequence=sequence))
+        with pytest.raises(TimedOut if sequence > 2 else CorruptPayload):
+            await there.receive(0.05)
+        await there.close()
+        await here.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("answer", [HELLO, STRANGER], ids=["both know lanes", "the other does not"])
+def test_lanes_are_agreed_by_an_offer_and_its_answer(answer: Hello) -> None:
+    async def main() -> None:
+        first, first_end = MemoryWire.pair([0])
+        here = Stream(first)
+        await here.send(Offer(STRANGER, b"id", BOUNDARY))
+        assert framing.decode(await first_end.read() or b"")[0] == Offer(HELLO, b"id", BOUNDARY)
+        await first_end.write(framing.encode(Accept(answer, BOUNDARY)))
+        await here.receive(WAIT_S)
+        assert here.agreed == ([b"id"] if answer is HELLO else [])
+        await here.close()
+
+    run(main)
+
+
+def test_a_caller_cannot_accept_its_own_offer() -> None:
+    async def main() -> None:
+        here, there, _ = linked([[0]])
+        await here.send(Offer(HELLO, b"id", BOUNDARY))
+        await here.send(Accept(HELLO, BOUNDARY))
+        await there.receive(WAIT_S)
+        await there.receive(WAIT_S)
+        assert there.agreed == here.agreed == []
+        await there.send(Accept(HELLO, BOUNDARY))
+        assert there.agreed == [b"id"]
+        await here.close()
+        await there.close()
+
+    run(main)
+
+
+def test_a_send_that_is_cancelled_harms_neither_the_frame_nor_the_next() -> None:
+    """Giving up a swap cancels its sender; the farewell must still come through."""
+
+    async def main() -> None:
+        here, there, _ = linked([[5]])
+        sending = asyncio.create_task(here.send(chunk(0)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        await here.send(Ready(Part.EARLY))
+        assert [await there.receive(WAIT_S) for _ in range(2)] == [chunk(0), Ready(Part.EARLY)]
+        await here.close()
+        await there.close()
+
+    run(main)
