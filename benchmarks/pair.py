@@ -22,7 +22,8 @@ from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.service import PeerService
-from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.client import LANES, GrpcTransport
+from noloco_p2p.net.climb import LanePolicy
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.spec import RunSpec
 
@@ -40,12 +41,23 @@ class OneOther:
 class Side:
     """One peer: network thread, server, exchange, and vectors of random numbers. Both sides know the other."""
 
-    def __init__(self, name: str, pipe: Connection, spec: RunSpec, num_elements: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        pipe: Connection,
+        spec: RunSpec,
+        num_elements: int,
+        *,
+        host: str = "127.0.0.1",
+        lanes: LanePolicy = LANES,
+    ) -> None:
         torch.set_num_threads(1)
         self.name, self.pipe, self.spec, self.num_elements = name, pipe, spec, num_elements
+        self.host = host
         self.loop = start_loop()
         self.pace = Pace(spec.outer.inner_steps)
         self.directory = OneOther()
+        self.transport = GrpcTransport(self._hello, lanes=lanes)
         self.runner, self.server = self.on_loop(self._build())
         self.exchange = Exchange(spec=spec, loop=self.loop, runner=self.runner, pace=self.pace)
         self.slow_weights = torch.randn(num_elements)
@@ -74,22 +86,22 @@ class Side:
     def on_loop(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(600)
 
-    async def _build(self) -> tuple[RoundRunner, GrpcServer]:
-        def hello() -> Hello:
-            return Hello(self.name, self.spec.name, self.spec.digest())
+    def _hello(self) -> Hello:
+        return Hello(self.name, self.spec.name, self.spec.digest())
 
+    async def _build(self) -> tuple[RoundRunner, GrpcServer]:
         runner = RoundRunner(
-            hello=hello,
-            transport=GrpcTransport(hello),
+            hello=self._hello,
+            transport=self.transport,
             directory=self.directory,
             pace=self.pace,
             executor=ThreadPoolExecutor(1),
             rng=random.Random(self.name),
         )
         states = StateServer(self.spec)
-        service = PeerService(runner=runner, states=states, status=lambda: (hello(), "training", 0, 0.0))
+        service = PeerService(runner=runner, states=states, status=lambda: (self._hello(), "training", 0, 0.0))
         server = GrpcServer(service)
-        await server.start("127.0.0.1", 0)
+        await server.start(self.host, 0)
         return runner, server
 
 
@@ -100,12 +112,16 @@ def start_loop() -> asyncio.AbstractEventLoop:
 
 
 def run_pair(
-    side: Callable[..., None], *args: Any, repeats: int, between: Callable[[int], int] = lambda port: port
+    side: Callable[..., None],
+    *args: Any,
+    repeats: int,
+    between: Callable[[int], int] = lambda port: port,
+    hosts: tuple[str, str] = ("127.0.0.1", "127.0.0.1"),
 ) -> list[tuple[Any, Any]]:
     """Run `side(name, pipe, *args, repeats)` in two processes and collect what both send at each repeat.
 
     A side sends its port, receives (name, address) of the other, and then per repeat receives a go and sends a result.
-    `between(port)` gives the port to dial instead, for example that of a link proxy.
+    `between(port)` gives the port to dial instead, for example that of a link proxy; `hosts` are a's and b's.
     """
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
@@ -116,8 +132,8 @@ def run_pair(
         process.start()
         processes.append(process)
     ports = {name: between(pipes[name].recv()) for name in "ab"}
-    for name, other in ("ab", "ba"):
-        pipes[name].send((other, f"127.0.0.1:{ports[other]}"))
+    for name, other, host in (("a", "b", hosts[1]), ("b", "a", hosts[0])):
+        pipes[name].send((other, f"{host}:{ports[other]}"))
     results = []
     for _ in range(repeats):
         for pipe in pipes.values():
