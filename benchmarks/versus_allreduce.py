@@ -63,6 +63,7 @@ from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
+from noloco_p2p.train.outer import late_steps
 
 RATE_MBIT_S, ROUND_TRIP_MS = 100.0, 50.0
 REST_S, QUICK_REST_S = 2.0, 0.5  # an idle connection starts slowly again, as it would after a real round
@@ -360,10 +361,9 @@ class Peer:
     def _apply(self, correction: Correction) -> tuple[float, float]:
         """Seconds and seconds of CPU to add beta h to slow weights, momentum and fast weights, as training does it."""
         began_s, cpu_s = time.monotonic(), time.thread_time()
-        for index, (start, stop) in enumerate(self._bounds):
-            late = correction.gradient.half_difference(index).mul_(BETA)
+        for start, late in late_steps(correction.gradient, beta=BETA):
             for vector in (self._slow, self._momentum, self._fast):
-                vector[start:stop].add_(late)
+                vector[start : start + len(late)].add_(late)
         return time.monotonic() - began_s, time.thread_time() - cpu_s
 
     def _until(self, given: Callable[[], Any], what: str) -> Any:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from noloco_p2p.codec import Codec, chunk_bounds, get_codec
+from noloco_p2p.codec import CHUNK_ELEMENTS, Codec, get_codec
+from noloco_p2p.codec.base import scratch
 from noloco_p2p.gossip.frames import Part, Payload, SectionName
-from noloco_p2p.optim.halves import half_difference
+from noloco_p2p.optim.halves import half_difference_
 from noloco_p2p.spec import CodecSpec
 
 
@@ -41,12 +43,16 @@ class SectionPair:
     own: list[Payload]
     partner: list[Payload]
 
-    def half_difference(self, index: int) -> Tensor:
-        """h of chunk `index`: (Q(partner) - Q(own)) / 2, fp32 on the CPU."""
-        start, stop = chunk_bounds(self.plan.num_elements)[index]
-        own = self.plan.codec.decode(self.own[index], num_elements=stop - start)
-        partner = self.plan.codec.decode(self.partner[index], num_elements=stop - start)
-        return half_difference(own, partner)
+    def half_difference(self, index: int, *, out: Tensor | None = None) -> Tensor:
+        """h of chunk `index`: (Q(partner) - Q(own)) / 2, fp32 on the CPU: the first elements of `out`, or a new tensor.
+
+        `out`: at least as long as the chunk.
+        """
+        size = min(CHUNK_ELEMENTS, self.plan.num_elements - index * CHUNK_ELEMENTS)
+        decode = self.plan.codec.decode
+        own = decode(self.own[index], num_elements=size, out=scratch("own", size, dtype=torch.float32))
+        partner = decode(self.partner[index], num_elements=size, out=None if out is None else out[:size])
+        return half_difference_(own, partner)
 
 
 @dataclass(frozen=True, slots=True)
