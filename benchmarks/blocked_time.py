@@ -20,10 +20,11 @@ from statistics import median
 from claims import Claim, run
 from pair import Side, run_pair, start_loop
 
-from noloco_p2p.codec import chunk_bounds, get_codec, section_bytes
+from noloco_p2p.codec import get_codec, section_bytes
 from noloco_p2p.gossip.outcome import Alone, Correction
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
 from noloco_p2p.testing.link_proxy import LinkProfile, LinkProxy
+from noloco_p2p.train.outer import late_steps
 
 LINK = LinkProfile("100 Mbit/s, 50 ms", down_mbit_s=100, up_mbit_s=100, delay_ms=25, jitter_ms=0)
 CODECS = CodecSpec(slow_weights="bf16", outer_momentum="bf16", outer_gradient="int4")
@@ -59,10 +60,9 @@ def apply(correction: Correction, peer: Side) -> float:
     """Seconds to add `beta h` to three vectors, as NoLoCo does between two inner steps."""
     began_s, fast_weights = time.monotonic(), peer.slow_weights.clone()
     began_s = time.monotonic()
-    for index, (start, stop) in enumerate(chunk_bounds(peer.num_elements)):
-        late = correction.gradient.half_difference(index).mul_(0.7)
+    for start, late in late_steps(correction.gradient, beta=peer.spec.outer.beta):
         for vector in (peer.slow_weights, peer.outer_momentum, fast_weights):
-            vector[start:stop].add_(late)
+            vector[start : start + len(late)].add_(late)
     return time.monotonic() - began_s
 
 

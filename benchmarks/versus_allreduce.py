@@ -52,6 +52,7 @@ from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.outcome import Alone, Correction, Half
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
+from noloco_p2p.train.outer import late_steps
 
 RATE_MBIT_S, ROUND_TRIP_MS = 100.0, 50.0
 REST_S, QUICK_REST_S = 2.0, 0.5  # an idle connection starts slowly again, as it would after a real round
@@ -341,10 +342,9 @@ class Peer:
     def _apply(self, correction: Correction) -> tuple[float, float]:
         """Seconds and seconds of CPU to add beta h to slow weights, momentum and fast weights, as training does it."""
         began_s, cpu_s = time.monotonic(), time.thread_time()
-        for index, (start, stop) in enumerate(self._bounds):
-            late = correction.gradient.half_difference(index).mul_(BETA)
+        for start, late in late_steps(correction.gradient, beta=BETA):
             for vector in (self._peer.slow_weights, self._peer.outer_momentum, self._fast):
-                vector[start:stop].add_(late)
+                vector[start : start + len(late)].add_(late)
         self._peer.exchange.corrected()
         return time.monotonic() - began_s, time.thread_time() - cpu_s
 

@@ -16,6 +16,8 @@ from noloco_p2p.gossip.frames import Payload
 
 Memory = NDArray[np.uint8]
 
+LARGEST_LESSON_BYTES = (32 << 20) - (64 << 10)  # above 32 MiB glibc learns nothing
+
 
 class PayloadMemory:
     """Gives memory by size, and has it back by itself when nobody can see it any more. Any thread may call it.
@@ -25,6 +27,10 @@ class PayloadMemory:
 
     def __init__(self) -> None:
         self._free: dict[int, list[Memory]] = {}
+        # gRPC copies each message more than once, into memory that the C library would give back to the kernel after
+        # each of them. glibc learns from the first block of this size that goes to keep more (mallopt(3)); a process
+        # that trains frees such blocks all the time.
+        np.empty(LARGEST_LESSON_BYTES, dtype=np.uint8)
 
     def take(self, num_bytes: int) -> Slab:
         free = self._free.setdefault(num_bytes, [])

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from noloco_p2p.codec import Codec, chunk_range, get_codec, section_bytes
+from noloco_p2p.codec.base import scratch
 from noloco_p2p.codec.modulo import MODULO8, Grid, ModuloCodec
 from noloco_p2p.gossip.frames import Part, Payload, SectionName
-from noloco_p2p.optim.halves import half_difference
+from noloco_p2p.optim.halves import half_difference_
 from noloco_p2p.spec import CodecSpec
 
 MODULO_CODECS = {MODULO8.name: MODULO8}
@@ -84,21 +86,24 @@ class Coding:
         on_grid = self.modulo(index)
         return (on_grid[0] if on_grid else self.plan.codec).num_bytes(self.num_elements(index))
 
-    def half_difference(self, own: Payload | None, partner: Payload, index: int) -> Tensor:
+    def half_difference(
+        self, own: Payload | None, partner: Payload, index: int, *, out: Tensor | None = None
+    ) -> Tensor:
         """h of chunk `index`, fp32 on the CPU: (Q(partner) - Q(own)) / 2.
 
-        own: None for a chunk that was coded modulo; `partner` then holds the differences of the grid's integers.
+        own: None for a chunk that was coded modulo; `partner` then holds the differences of the grid's integers. The
+        result may be in `out`, which is at least as long as the chunk, or in a new tensor.
         """
-        num_elements = self.num_elements(index)
+        size = self.num_elements(index)
         if own is None:
             on_grid = self.modulo(index)
             assert on_grid, index
             codec, grid = on_grid
-            return codec.half_difference(partner, num_elements=num_elements, grid=grid, chunk_index=index)
-        codec = self.plan.codec
-        return half_difference(
-            codec.decode(own, num_elements=num_elements), codec.decode(partner, num_elements=num_elements)
-        )
+            return codec.half_difference(partner, num_elements=size, grid=grid, chunk_index=index)
+        decode = self.plan.codec.decode
+        mine = decode(own, num_elements=size, out=scratch("own", size, dtype=torch.float32))
+        theirs = decode(partner, num_elements=size, out=None if out is None else out[:size])
+        return half_difference_(mine, theirs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,6 @@ class SectionPair:
     own: list[Payload | None]
     partner: list[Payload]
 
-    def half_difference(self, index: int) -> Tensor:
-        """h of chunk `index`: (Q(partner) - Q(own)) / 2, fp32 on the CPU."""
-        return self.coding.half_difference(self.own[index], self.partner[index], index)
+    def half_difference(self, index: int, *, out: Tensor | None = None) -> Tensor:
+        """h of chunk `index`: (Q(partner) - Q(own)) / 2, fp32 on the CPU, in `out` or in a new tensor."""
+        return self.coding.half_difference(self.own[index], self.partner[index], index, out=out)

@@ -18,17 +18,27 @@ from torch import Tensor
 
 
 def half_difference(own_coded: Tensor, partner_coded: Tensor) -> Tensor:
-    """(partner - own) / 2 as a new fp32 tensor: what `own` must move by to reach the middle.
+    """`half_difference_` as a new tensor; neither vector is changed."""
+    _check(own_coded, partner_coded)
+    return half_difference_(own_coded.clone(), partner_coded.clone())
 
-    `own_coded` is the own vector after encode and decode, not the exact one. The partner's call gives exactly the
-    opposite, element by element (a zero stays a zero): each operand is halved by itself, and rounding a difference to
-    the nearest is symmetric. Halving first also keeps every h of finite vectors finite, which (partner - own) / 2 would
-    not. Not fused into one multiply-add, which would round the two operands of subnormal size differently. Raises
-    ValueError when a dtype is not fp32 or the shapes differ.
+
+def half_difference_(own_coded: Tensor, partner_coded: Tensor) -> Tensor:
+    """(partner - own) / 2, in place of `partner_coded`: what `own` must move by to reach the middle.
+
+    `own_coded` is the own vector after encode and decode, not the exact one; it is overwritten. The partner's call
+    gives exactly the opposite, element by element (a zero stays a zero): each operand is halved by itself, and rounding
+    a difference to the nearest is symmetric. Halving first also keeps every h of finite vectors finite, which
+    (partner - own) / 2 would not. Not fused into one multiply-add, which would round the two operands of subnormal size
+    differently. Raises ValueError when a dtype is not fp32 or the shapes differ.
     """
+    _check(own_coded, partner_coded)
+    return partner_coded.mul_(0.5).sub_(own_coded.mul_(0.5))
+
+
+def _check(own_coded: Tensor, partner_coded: Tensor) -> None:
     for name, tensor in (("own_coded", own_coded), ("partner_coded", partner_coded)):
         if tensor.dtype != torch.float32:
             raise ValueError(f"{name} must be torch.float32, it is {tensor.dtype}")
     if own_coded.shape != partner_coded.shape:
         raise ValueError(f"shapes differ: own {tuple(own_coded.shape)}, partner {tuple(partner_coded.shape)}")
-    return (partner_coded * 0.5).sub_(own_coded * 0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ class FlatParameters:
         self.named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         if not self.named:
             raise ModelError("the model has no trainable parameters")
+        self.device = self.named[0][1].device
         self._offsets: list[int] = []
         offset = 0
         for name, param in self.named:
@@ -45,6 +47,16 @@ class FlatParameters:
         """A new fp32 tensor with elements [start, stop), on the device of the parameters."""
         return torch.cat([piece.values.float() for piece in self._pieces(start, stop)])
 
+    def minus(self, start: int, values: Tensor, *, out: Tensor) -> Tensor:
+        """Parameters less `values` (1-D, any device), for elements [start, start + len): the first elements of `out`.
+
+        `out`: fp32, on the device of the parameters, at least as long as `values`.
+        """
+        for piece in self._pieces(start, start + values.numel()):
+            place = slice(piece.start, piece.stop)
+            torch.sub(piece.values.float(), values[place].to(piece.values.device), out=out[place])
+        return out[: values.numel()]
+
     def write(self, start: int, values: Tensor) -> None:
         """Copy `values` (1-D, any device) over elements [start, start + len)."""
         for piece in self._pieces(start, start + values.numel()):
@@ -56,8 +68,10 @@ class FlatParameters:
             piece.values.add_(values[piece.start : piece.stop].to(piece.values.device))
 
     def _pieces(self, start: int, stop: int) -> Iterator[_Piece]:
-        for (_, param), offset in zip(self.named, self._offsets, strict=True):
-            first, last = max(start, offset), min(stop, offset + param.numel())
-            if first < last:
-                flat = param.detach().view(-1)
+        for index in range(bisect_right(self._offsets, start) - 1, len(self.named)):
+            offset, flat = self._offsets[index], self.named[index][1].detach().view(-1)
+            if offset >= stop:
+                return
+            first, last = max(start, offset), min(stop, offset + flat.numel())
+            if first < last:  # not so for a parameter without elements
                 yield _Piece(flat[first - offset : last - offset], first - start, last - start)

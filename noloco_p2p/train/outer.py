@@ -20,13 +20,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from noloco_p2p.codec import chunk_bounds
+from noloco_p2p.codec import CHUNK_ELEMENTS, chunk_bounds
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.fetch import SavedState, describe_state
 from noloco_p2p.gossip.frames import SectionName, StateManifest
 from noloco_p2p.gossip.outcome import Alone, Correction, Half, Outcome, Received, Swapped
 from noloco_p2p.gossip.round_length import RoundLength
+from noloco_p2p.gossip.sections import SectionPair
 from noloco_p2p.optim.mixing import Mixing, mixing_for
 from noloco_p2p.optim.noloco import outer_step
 from noloco_p2p.spec import RunSpec
@@ -283,10 +284,10 @@ class NoLoCo:
         metrics.lateness_s, metrics.transfer_s = received.lateness_s, received.transfer_s
 
     def _outer_gradient(self) -> Iterator[Tensor]:
-        """fast - slow, chunk by chunk, where the model lies."""
+        """fast - slow, chunk by chunk, where the model lies; each in the memory of the one before."""
+        gradient = torch.empty(CHUNK_ELEMENTS, device=self._parameters.device)
         for start, stop in self._bounds:
-            fast = self._parameters.read(start, stop)
-            yield fast.sub_(self._slow[start:stop].to(fast.device))
+            yield self._parameters.minus(start, self._slow[start:stop], out=gradient)
 
     @torch.no_grad()
     def _outer_step(self, received: Received | None) -> None:
@@ -296,14 +297,15 @@ class NoLoCo:
         gradients = sections.get(SectionName.OUTER_GRADIENT)
         momenta = sections.get(SectionName.OUTER_MOMENTUM)
         weights = sections.get(SectionName.SLOW_WEIGHTS)
+        half, fast = torch.empty(CHUNK_ELEMENTS), torch.empty(CHUNK_ELEMENTS, device=self._parameters.device)
         for index, (start, stop) in enumerate(self._bounds):
             slow, momentum = self._slow[start:stop], self._momentum[start:stop]
-            gradient = self._parameters.read(start, stop).cpu().sub_(slow)
+            gradient = self._parameters.minus(start, slow, out=fast).cpu()
             if gradients:
-                gradient.add_(gradients.half_difference(index))
+                gradient.add_(gradients.half_difference(index, out=half))
             if momenta:
-                momentum.add_(momenta.half_difference(index))
-            offset = weights.half_difference(index) if weights else None
+                momentum.add_(momenta.half_difference(index, out=half))
+            offset = weights.half_difference(index, out=half) if weights else None
             outer_step(slow, momentum, gradient, offset, alpha=mixing.alpha, beta=mixing.beta, gamma=mixing.gamma)
             self._parameters.write(start, slow)
 
@@ -317,10 +319,9 @@ class NoLoCo:
     def _correct(self, correction: Correction) -> None:
         """The partner's gradient came after the boundary: `beta h` goes into slow, fast weights and momentum."""
         beta = self._mixing(correction.agreed_inner_steps).beta  # of its swap: the partner has used the same
-        for index, (start, stop) in enumerate(self._bounds):
-            late = correction.gradient.half_difference(index).mul_(beta)
-            self._slow[start:stop].add_(late)
-            self._momentum[start:stop].add_(late)
+        for start, late in late_steps(correction.gradient, beta=beta):
+            for vector in (self._slow, self._momentum):
+                vector[start : start + len(late)].add_(late)
             self._parameters.add(start, late)
         self._peer.metrics.late += 1
 
@@ -337,6 +338,16 @@ class NoLoCo:
         steps = min(received.agreed_inner_steps, outer.max_inner_steps) if outer.is_auto else self.inner_steps
         one_round = steps / self.spec.train.total_steps
         self.progress += max(-one_round, min(one_round, apart))
+
+
+def late_steps(gradient: SectionPair, *, beta: float) -> Iterator[tuple[int, Tensor]]:
+    """(place of its first element, `beta h`) of each chunk of a partner's gradient that came after the boundary.
+
+    fp32 on the CPU, each in the memory of the one before.
+    """
+    half = torch.empty(CHUNK_ELEMENTS)
+    for index, (start, _) in enumerate(chunk_bounds(gradient.coding.plan.num_elements)):
+        yield start, gradient.half_difference(index, out=half).mul_(beta)
 
 
 def describe_outcome(outcome: Outcome) -> str:

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
 from noloco_p2p.codec import CODEC_NAMES, chunk_bounds, get_codec
-from noloco_p2p.optim.halves import half_difference
+from noloco_p2p.optim.halves import half_difference, half_difference_
 from noloco_p2p.optim.noloco import outer_step
 
 MAX = float(torch.finfo(torch.float32).max)
@@ -124,3 +124,13 @@ def test_the_check_above_would_see_a_coding_error() -> None:
     a, b = torch.randn(2, 5000, generator=generator)
     halves = [(quantized(y, codec_name="int8") - x) / 2 for x, y in ((a, b), (b, a))]
     assert (halves[0] + halves[1]).abs().max() > 1e-3
+
+
+@settings(deadline=None, max_examples=100)
+@given(pair=pairs(finite))
+def test_in_place_it_is_the_same(pair: tuple[Tensor, Tensor]) -> None:
+    own, partner = pair[0].clone(), pair[1].clone()
+    half = half_difference_(own, partner)
+    assert half is partner
+    assert torch.equal(half, pair[1] * 0.5 - pair[0] * 0.5)
+    assert torch.equal(half, half_difference(*pair))
