@@ -40,6 +40,7 @@ from noloco_p2p.gossip.pipeline import Beside, CheckBehind, Staged, code_ahead
 from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.gossip.sections import Coding, SectionPair, SectionPlan, part_bytes
 
+ALIVE_PER_PROGRESS = 4  # signs of life in the time without one that ends a swap
 RECEIVE_TIMEOUT_S = 86_400.0  # `_progress` and the owner of the swap end it long before
 
 
@@ -106,7 +107,6 @@ class Swap:
         self._their_slabs = {name: memory.take(size) for name, size in sizes.items()}
         self._partner_ready: set[Part] = set()
         self._sent = {part: asyncio.Event() for part in Part}
-        self._moving = 0  # sections on their way now, either direction
         self._send_lock = asyncio.Lock()
         self._early_done = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -151,6 +151,7 @@ class Swap:
         """Returns when both parts are committed. Raises PeerError otherwise; the ledger tells how far it came."""
         sender = asyncio.create_task(self._send_parts())
         receiver = asyncio.create_task(self._receive_parts())
+        alive = asyncio.create_task(self._keep_alive())
         try:
             async with self._timer:
                 self._progress()
@@ -170,9 +171,9 @@ class Swap:
         finally:
             # Only now, after the farewell: a read or write that is cancelled may take the whole stream with it.
             self.ledger.has_ended = True
-            for task in (sender, receiver):
+            for task in (sender, receiver, alive):
                 task.cancel()
-            await asyncio.gather(sender, receiver, return_exceptions=True)
+            await asyncio.gather(sender, receiver, alive, return_exceptions=True)
             await self._stream.close()
 
     async def _both_ways(self, sender: asyncio.Task[None], receiver: asyncio.Task[None]) -> None:
@@ -216,7 +217,6 @@ class Swap:
             async for chunk in self._each(batches, coding):
                 if not has_begun:
                     has_begun = True
-                    self._moving += 1
                     self._progress()
                     await self._send(_header(coding, indices))
                 digests.update(chunk.digest)
@@ -225,7 +225,6 @@ class Swap:
                 self._traffic.bytes_sent += len(chunk.payload)
                 self._progress()
         await self._send(End(coding.plan.name, digests.digest()))
-        self._moving -= 1
 
     def _code_ahead(self, coding: Coding, indices: Sequence[int]) -> AsyncGenerator[list[Chunk]]:
         name = coding.plan.name
@@ -319,7 +318,6 @@ class Swap:
             raise CorruptPayload(f"announced {_show(header)}, expected {_show(expected)}", peer=self.partner)
         if plan.part is Part.LATE:
             self.partner_staged_s = self._loop.time()
-        self._moving += 1
         self._progress()
         digests = blake3()
         beside = Beside(self._early_state[plan.name], self._bounds[plan.name]) if plan.modulo else None
@@ -337,7 +335,6 @@ class Swap:
         if await self._receive() != End(plan.name, digests.digest()):
             raise CorruptPayload(f"{plan.name.name.lower()} does not end as it should", peer=self.partner)
         await check.finish()
-        self._moving -= 1
         return check
 
     async def _hear_ready(self, part: Part) -> None:
@@ -376,13 +373,21 @@ class Swap:
     def _plans_of(self, part: Part) -> list[SectionPlan]:
         return [plan for plan in self._plans if plan.part is part]
 
+    async def _keep_alive(self) -> None:
+        """While both sides wait for a boundary nothing moves; Ready is said again, so that a frozen partner is missed.
+
+        gRPC's keepalive would have to be patient enough for a ping that waits behind megabytes on a slow link.
+        """
+        await self._early_done.wait()
+        with contextlib.suppress(Unreachable):  # told to the receiver, too
+            while True:
+                await asyncio.sleep(self._deadlines.progress_s / ALIVE_PER_PROGRESS)
+                await self._send(Ready(Part.EARLY))
+
     def _progress(self) -> None:
-        """Something moved: start the progress timer anew, or stop it while both sides wait for a boundary."""
-        if self.ledger.has_ended or self._timer.expired():
-            return
-        late_pending = Part.LATE in self.ledger.verified and self._sent[Part.LATE].is_set()
-        waiting = Part.EARLY in self.ledger.committed and not self._moving and not late_pending
-        self._timer.reschedule(None if waiting else self._loop.time() + self._deadlines.progress_s)
+        """Something moved: start the progress timer anew."""
+        if not (self.ledger.has_ended or self._timer.expired()):
+            self._timer.reschedule(self._loop.time() + self._deadlines.progress_s)
 
     async def _farewell(self, code: AbortCode, reason: PeerError) -> None:
         self.ledger.has_ended = True
