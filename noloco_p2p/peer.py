@@ -12,12 +12,13 @@ import os
 import random
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from noloco_p2p._version import __version__
 from noloco_p2p.control import ControlServer, FolderLock
 from noloco_p2p.errors import CheckpointError, DirectoryError, SettingsError, SpecError
 from noloco_p2p.gossip.exchange import Exchange
@@ -25,7 +26,9 @@ from noloco_p2p.gossip.fetch import SavedState, StateServer, fetch_spec, fetch_s
 from noloco_p2p.gossip.frames import Hello, StateManifest
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.runner import RoundRunner
+from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.service import PeerService
+from noloco_p2p.gossip.watch import SwapProgress, SwapWatch
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
@@ -39,6 +42,7 @@ from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.reader import find_somebody
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
+from noloco_p2p.telemetry.progress import Progress, Report
 from noloco_p2p.ticket import MAX_ADDRESSES, Ticket, is_ticket
 
 if TYPE_CHECKING:
@@ -75,18 +79,22 @@ class _Network:
     states: StateServer
     server: GrpcServer
     control: ControlServer
+    watch: SwapWatch
+    watching: asyncio.Task[None]
 
 
 class Peer:
     """A running peer. Use `Peer.join(...)` as a context manager; leaving it says good-bye to the swarm."""
 
-    def __init__(self, target: RunSpec | Ticket, settings: PeerSettings) -> None:
+    def __init__(self, target: RunSpec | Ticket, settings: PeerSettings, *, progress: Progress | None = None) -> None:
         self.settings = settings
+        self.progress = progress or Progress()  # what takes long now; `noloco status` tells it
         self.metrics = Metrics()
         self.state = "training"
         self.leave_requested = threading.Event()
         self.spec: RunSpec
         self.exchange: Exchange
+        self._started_at_s = self._state_since_s = time.time()
         self._target = target
         # Name and digest of the run: known before the spec is, when it comes from the swarm.
         self._run = (
@@ -105,14 +113,22 @@ class Peer:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-codec")
 
     @classmethod
-    def join(cls, target: RunSpec | Ticket | Path | str, settings: PeerSettings | None = None, **flags: Any) -> Self:
+    def join(
+        cls,
+        target: RunSpec | Ticket | Path | str,
+        settings: PeerSettings | None = None,
+        *,
+        progress: Progress | None = None,
+        **flags: Any,
+    ) -> Self:
         """Start a peer of the run that `target` (spec, spec file or ticket) names.
 
-        `flags` are fields of PeerSettings, for example `listen="0.0.0.0:0"`. Returns when the peer answers others;
-        for a ticket that includes fetching the spec from a live peer. Raises SpecError, TicketError, SettingsError
-        (port or folder in use), DirectoryError, and Unreachable when nobody of the ticket's run answers.
+        `flags` are fields of PeerSettings, for example `listen="0.0.0.0:0"`. `progress` shows what takes long.
+        Returns when the peer answers others; for a ticket that includes fetching the spec from a live peer. Raises
+        SpecError, TicketError, SettingsError (port or folder in use), DirectoryError, and Unreachable when nobody of
+        the ticket's run answers.
         """
-        peer = cls(resolve(target), settings or PeerSettings.load(flags))
+        peer = cls(resolve(target), settings or PeerSettings.load(flags), progress=progress)
         peer._start()
         return peer
 
@@ -161,6 +177,8 @@ class Peer:
 
     def announce(self, state: str) -> None:
         """Change the state that others see: training, paused, leaving or done. Swaps are offered in training only."""
+        if state != self.state:
+            self._state_since_s = time.time()
         self.state = state
         self._net.runner.state = state
         try:
@@ -171,6 +189,10 @@ class Peer:
     def last_fault(self) -> str:
         """The last thing that went wrong with another peer, in words; empty when nothing did."""
         return self._net.runner.last_fault
+
+    def tell_long_swaps(self, tell: Callable[[SwapProgress], None]) -> None:
+        """Call `tell`, on the network thread, again and again while a swap takes long."""
+        self._net.watch.on_long = tell
 
     def count_traffic(self) -> None:
         """Bring the byte counters in `metrics` up to date."""
@@ -192,12 +214,11 @@ class Peer:
         self._layout = layout
         manifest = None
         if target is not None:
-            fetching = self._fetch_state(layout, num_elements, state_file_bytes(num_elements), target)
-            try:
-                manifest = self._call(fetching, FETCH_STATE_TIMEOUT_S)
-            except OSError as error:
-                raise CheckpointError(f"the state of the swarm cannot be written to {target}: {error}") from None
-        self._entered = True
+            with self.progress.task("looking for live peers"):
+                donors = self._call(self._find_donors(), START_TIMEOUT_S)
+            if donors:
+                manifest = self._fetch_state(donors, layout=layout, num_elements=num_elements, target=target)
+        self._entered, self._state_since_s = True, time.time()
         self.announce("training")
         return manifest
 
@@ -257,7 +278,9 @@ class Peer:
         await ports.try_both(ports.grpc, lambda port: server.start(self.settings.listen_host, port))
         control = ControlServer(self.settings.state_dir, {"status": self.status, "leave": self._on_leave})
         await control.start()
-        self._network = _Network(directory, transport, runner, states, server, control)
+        watch = SwapWatch(runner)
+        watching = asyncio.create_task(watch.run())
+        self._network = _Network(directory, transport, runner, states, server, control, watch, watching)
         announce_host, announce_port = self.settings.announced
         host = announce_host or routable_host(self.settings.listen_host)
         self._announced_address = f"{host}:{announce_port or server.port}"
@@ -290,6 +313,7 @@ class Peer:
 
     async def _stop_network(self) -> None:
         if self._network:
+            self._network.watching.cancel()
             await self._network.control.stop()
             self._network.runner.state = "leaving"
         if self._directory:
@@ -318,26 +342,36 @@ class Peer:
         elif self.settings.bootstrap or self._address_book.addresses():
             await self._net.directory.wait_for_peers(LOOK_AROUND_S)
 
-    async def _fetch_state(self, layout: str, num_elements: int, num_bytes: int, target: Path) -> StateManifest | None:
+    async def _find_donors(self) -> Sequence[Candidate]:
+        """Live peers that may have a state, in any order; none when this peer is the first. Raises Unreachable."""
         await self._look_around()
         donors = [candidate for candidate in self._net.directory.live() if candidate.state in ("training", "done")]
         random.shuffle(donors)
-        if not donors:
-            return None
-        manifest = await fetch_state(
-            self._net.transport,
-            donors,
-            layout=layout,
-            num_elements=num_elements,
-            num_bytes=num_bytes,
-            target=target,
-        )
-        if manifest is None:
-            await asyncio.to_thread(target.unlink)
-            if any(donor.round > 0 for donor in donors):
-                log.warning(
-                    "no live peer has a saved state yet; this peer starts from the initial weights, as they did"
-                )
+        return donors
+
+    def _fetch_state(
+        self, donors: Sequence[Candidate], *, layout: str, num_elements: int, target: Path
+    ) -> StateManifest | None:
+        def fetching(report: Report) -> Coroutine[Any, Any, StateManifest | None]:
+            return fetch_state(
+                self._net.transport,
+                donors,
+                layout=layout,
+                num_elements=num_elements,
+                num_bytes=state_file_bytes(num_elements),
+                target=target,
+                on_progress=report,
+            )
+
+        try:
+            with self.progress.task("fetching the state of the swarm", unit="bytes") as report:
+                manifest = self._call(fetching(report), FETCH_STATE_TIMEOUT_S)
+            if manifest is None:
+                target.unlink()
+        except OSError as error:
+            raise CheckpointError(f"the state of the swarm cannot be written to {target}: {error}") from None
+        if manifest is None and any(donor.round > 0 for donor in donors):
+            log.warning("no live peer has a saved state yet; this peer starts from the initial weights, as they did")
         return manifest
 
     # what others are told
@@ -373,20 +407,34 @@ class Peer:
         )
 
     def status(self) -> dict[str, Any]:
-        """What `noloco status` shows."""
+        """What `noloco status` shows; docs/monitoring.md tells what each key means."""
         self.count_traffic()
+        now_s, net = time.time(), self._net
+        swap = net.watch.now(now_s=time.monotonic())
         return {
             "peer_id": self.peer_id,
             "pid": os.getpid(),
+            "software": __version__,
             "run": self.spec.name,
             "spec_digest": self.spec.digest(),
-            "state": self.state,
+            "state": self.state if self._entered else "entering",
+            "state_since_s": round(now_s - (self._state_since_s if self._entered else self._started_at_s), 1),
+            "running_since_s": round(now_s - self._started_at_s, 1),
+            "doing": self.progress.now(),
+            "swap": asdict(swap) if swap else None,
             "address": self._announced_address,
             "ticket": self.ticket,
             "live_peers": self.live_peers(),
             "last_fault": self.last_fault(),
+            "last_fault_since_s": round(now_s - net.runner.last_fault_at_s, 1) if net.runner.last_fault else None,
+            "last_fault_advice": net.runner.last_fault_advice,
+            "settings": self._settings(),
             **self.metrics.as_dict(),
         }
+
+    def _settings(self) -> dict[str, dict[str, Any]]:
+        values, origins = self.settings.model_dump(mode="json"), self.settings.origins()
+        return {name: {"value": value, "origin": origins[name]} for name, value in values.items()}
 
     def _on_leave(self) -> dict[str, Any]:
         self.request_leave()

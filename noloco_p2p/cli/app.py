@@ -46,10 +46,19 @@ def _options(
 
 def configure_logging(level: int) -> None:
     """Logs go to standard error; those of other libraries only with -vv."""
-    logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stderr, level=logging.WARNING, force=True)
+    handlers: list[logging.Handler] = [_StandardError()]
+    logging.basicConfig(format="%(levelname)s %(message)s", handlers=handlers, level=logging.WARNING, force=True)
     logging.getLogger("noloco_p2p").setLevel(level)
     if level == logging.DEBUG:
         logging.getLogger().setLevel(logging.INFO)
+
+
+class _StandardError(logging.StreamHandler):
+    """Writes to what `sys.stderr` is at that moment: while a bar is drawn, its drawer, which keeps the two apart."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def run(arguments: list[str]) -> int:

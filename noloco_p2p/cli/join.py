@@ -60,12 +60,14 @@ def join(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _say("starting (loading torch and hivemind takes some seconds)")
     from noloco_p2p.peer import Peer
+    from noloco_p2p.telemetry.bars import drawing
+    from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.train.loop import Trainer, choose_device
 
     choose_device(settings.device)
     if ticket:
         _say(f"looking for live peers of the run {ticket.run_name}")
-    with Peer.join(run, settings) as peer:
+    with Peer.join(run, settings, progress=Progress(drawing(_say))) as peer:
         _say(f"peer {peer.peer_id} of run {peer.spec.name} ({peer.spec.digest()[:16]}), reached at {peer.address}")
         for warning in [*peer.spec.outer.warnings(), *unused_data(peer.spec, settings)]:
             log.warning(warning)

@@ -81,7 +81,8 @@ class RoundRunner:
         self.traffic = Traffic()
         self.corrections: deque[Correction] = deque(maxlen=1)
         self.state = "training"
-        self.last_fault = ""
+        self.last_fault = self.last_fault_advice = ""
+        self.last_fault_at_s = 0.0  # Unix time
         self._unreachable: set[str] = set()
         self._hello = hello
         self._transport = transport
@@ -109,6 +110,11 @@ class RoundRunner:
     def phase(self) -> Phase:
         """How far the round of now has come."""
         return self._round.phase
+
+    def swap_now(self) -> tuple[Swap, float] | None:
+        """The swap that runs, or whose late part is still on its way, and when it began (monotonic seconds)."""
+        running = self._running or self._trailing
+        return (running.swap, running.began_s) if running else None
 
     # the beats of a round, called for the main thread
 
@@ -271,7 +277,7 @@ class RoundRunner:
             except PeerError as error:
                 told = candidate.peer_id in self._unreachable  # it stays in the directory until its record expires
                 level = logging.DEBUG if told else logging.WARNING
-                self._fault(f"offer to {_short(candidate.peer_id)} failed: {error}", level=level)
+                self._fault(f"offer to {_short(candidate.peer_id)} failed: {error}", error, level=level)
                 self._unreachable.add(candidate.peer_id)
                 self._pairing.failed(candidate.peer_id, now_s=time.monotonic())
             finally:
@@ -313,7 +319,7 @@ class RoundRunner:
         self._pairing.refused(peer_id, code=code, retry_after_s=error.retry_after_s, now_s=time.monotonic())
         self._reason = f"{_short(peer_id)} refused: {error}"
         if code in (RefuseCode.OTHER_VERSION, RefuseCode.OTHER_SPEC, RefuseCode.OTHER_RUN, RefuseCode.OTHER_MODEL):
-            self._fault(f"{_short(peer_id)} is not of this run: {error}")
+            self._fault(f"{_short(peer_id)} is not of this run: {error}", error)
 
     # swapping
 
@@ -368,7 +374,8 @@ class RoundRunner:
     def _swap_ended(self, round_: Round, running: _Running, error: PeerError) -> None:
         kept = "early part kept" if Part.EARLY in running.swap.ledger.committed else "nothing applied"
         if round_.phase is not Phase.CLOSED or running is self._trailing:
-            self._fault(f"round {round_.index} | swap with {_short(running.swap.partner)} failed: {error} | {kept}")
+            what = f"round {round_.index} | swap with {_short(running.swap.partner)} failed: {error} | {kept}"
+            self._fault(what, error)
         if running is self._trailing:
             self._trailing = None
         if running is self._running and round_ is self._round:
@@ -456,8 +463,8 @@ class RoundRunner:
     def _boundary(self, round_: Round) -> Boundary:
         return self._pace.boundary(round_index=round_.index, progress=round_.progress, now_s=time.monotonic())
 
-    def _fault(self, text: str, *, level: int = logging.WARNING) -> None:
-        self.last_fault = text
+    def _fault(self, text: str, error: PeerError, *, level: int = logging.WARNING) -> None:
+        self.last_fault, self.last_fault_advice, self.last_fault_at_s = text, error.advice, time.time()
         log.log(level, text)
 
     def _notify(self) -> None:

@@ -104,6 +104,11 @@ class Swap:
     def pairs(self) -> dict[SectionName, SectionPair]:
         return {plan.name: self.pair(plan.name) for plan in self._plans if plan.part in self.ledger.committed}
 
+    def bytes_until(self, part: Part) -> int:
+        """Payload bytes each way when `part` is whole, those of the parts before it too."""
+        plans = [plan for plan in self._plans if plan.part in (Part.EARLY, part)]
+        return sum(section_bytes(plan.codec, plan.num_elements) for plan in plans)
+
     def abandon(self, reason: PeerError) -> None:
         """End the swap from outside: nothing more is committed, `run` raises `reason`. Harmless when it has ended."""
         self.ledger.has_ended = True
