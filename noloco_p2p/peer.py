@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +25,7 @@ from noloco_p2p.errors import CheckpointError, DirectoryError, SettingsError, Sp
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.fetch import SavedState, StateServer, fetch_spec, fetch_state, state_file_bytes
 from noloco_p2p.gossip.frames import Hello, StateManifest
+from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.seams import Candidate
@@ -40,13 +42,15 @@ from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import routable_host
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.reader import find_somebody
-from noloco_p2p.swarm.records import PeerRecord
+from noloco_p2p.swarm.records import TTL_S, PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.progress import Progress, Report
 from noloco_p2p.ticket import MAX_ADDRESSES, Ticket, is_ticket
 
 if TYPE_CHECKING:
     from typing import Self
+
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -57,6 +61,7 @@ LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps or peers met be
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0
 POLL_S = 0.05
 OWN_ADDRESSES = 4  # of this peer in its ticket; the rest is room for bootstraps
+SKETCH_EVERY_S = TTL_S / 4  # as often as the record is announced
 SPEC_FILE = "spec.json"
 
 
@@ -77,6 +82,7 @@ class _Network:
     transport: GrpcTransport
     runner: RoundRunner
     states: StateServer
+    service: PeerService
     server: GrpcServer
     control: ControlServer
     watch: SwapWatch
@@ -111,6 +117,10 @@ class Peer:
         self._bytes_before = (0, 0)
         self._announced_address = ""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-codec")
+        self._sketcher = ThreadPoolExecutor(1, thread_name_prefix="noloco-sketch")
+        self._sketching: Future[None] | None = None
+        self._sketched_s = -math.inf
+        self._sketch: tuple[str, float | None] = ("", None)  # packed sketch and norm of the slow weights
 
     @classmethod
     def join(
@@ -226,6 +236,24 @@ class Peer:
         """From now on newcomers get this state."""
         self._net.states.saved = saved
 
+    def sketch(self, slow_weights: Tensor) -> None:
+        """Sketch these weights in the background, for the record of this peer; at most once an announcement.
+
+        Should the round end before it is done, the sketch is a mixture of two states that were a round apart.
+        """
+        now_s = time.monotonic()
+        if now_s - self._sketched_s < SKETCH_EVERY_S or (self._sketching and not self._sketching.done()):
+            return
+        self._sketched_s = now_s
+        self._sketching = self._sketcher.submit(self._make_sketch, slow_weights)
+
+    def _make_sketch(self, slow_weights: Tensor) -> None:
+        from noloco_p2p.codec import sketch
+
+        packed = sketch.pack(sketch.sketch(slow_weights, run=self._run[1]))
+        norm = sketch.norm(slow_weights)
+        self._sketch = (packed, float(f"{norm:.9g}")) if packed else ("", None)
+
     # starting and stopping
 
     def _start(self) -> None:
@@ -254,6 +282,7 @@ class Peer:
             self._thread.stop()
             self._thread = None
         self._executor.shutdown(wait=False, cancel_futures=True)
+        self._sketcher.shutdown(wait=False, cancel_futures=True)
         self._lock.release()
 
     async def _start_network(self) -> None:
@@ -274,13 +303,14 @@ class Peer:
         )
         self.exchange = Exchange(spec=self.spec, loop=asyncio.get_running_loop(), runner=runner, pace=pace)
         states = StateServer(self.spec)
-        server = GrpcServer(PeerService(runner=runner, states=states, status=self._status))
+        service = PeerService(runner=runner, states=states, status=self._status)
+        server = GrpcServer(service)
         await ports.try_both(ports.grpc, lambda port: server.start(self.settings.listen_host, port))
         control = ControlServer(self.settings.state_dir, {"status": self.status, "leave": self._on_leave})
         await control.start()
         watch = SwapWatch(runner)
         watching = asyncio.create_task(watch.run())
-        self._network = _Network(directory, transport, runner, states, server, control, watch, watching)
+        self._network = _Network(directory, transport, runner, states, service, server, control, watch, watching)
         announce_host, announce_port = self.settings.announced
         host = announce_host or routable_host(self.settings.listen_host)
         self._announced_address = f"{host}:{announce_port or server.port}"
@@ -387,7 +417,7 @@ class Peer:
         if not self._entered:
             return None
         self.count_traffic()
-        metrics = self.metrics
+        metrics, (sketch, norm) = self.metrics, self._sketch
         return PeerRecord(
             peer_id=self.peer_id,
             run_name=self.spec.name,
@@ -404,6 +434,14 @@ class Peer:
             last_partner=metrics.last_partner,
             bytes_sent=metrics.bytes_sent,
             bytes_received=metrics.bytes_received,
+            reachability="reached" if self._net.service.was_reached else "unknown",
+            halves=metrics.halves,
+            late=metrics.late,
+            lonely=tuple(getattr(metrics, f"alone_{cause}") for cause in LonelyCause),
+            validation_loss=metrics.validation_loss,
+            blocked_s=round(metrics.blocked_s, 3),
+            sketch=sketch,
+            norm=norm,
         )
 
     def status(self) -> dict[str, Any]:

@@ -35,7 +35,17 @@ from noloco_p2p.gossip.frames import (
     SectionName,
     SwapState,
 )
-from noloco_p2p.gossip.outcome import Alone, Correction, Half, Outcome, Received, SectionPlan, Swapped, Traffic
+from noloco_p2p.gossip.outcome import (
+    Alone,
+    Correction,
+    Half,
+    LonelyCause,
+    Outcome,
+    Received,
+    SectionPlan,
+    Swapped,
+    Traffic,
+)
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.pairing import Pairing
 from noloco_p2p.gossip.pipeline import Staged
@@ -98,7 +108,7 @@ class RoundRunner:
         self._staged: Staged | None = None
         self._running: _Running | None = None
         self._trailing: _Running | None = None  # of the last round, its late part still on the way
-        self._reason = ""
+        self._reason, self._cause = "", LonelyCause.NO_ANSWER
         self._ledgers: OrderedDict[bytes, Ledger] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._seeker: asyncio.Task[None] | None = None
@@ -127,7 +137,7 @@ class RoundRunner:
         self._staged = Staged()
         self._round = Round(opening.round, own_id=self._hello().peer_id, progress=opening.progress)
         self._running = None
-        self._reason = ""
+        self._reason, self._cause = "", LonelyCause.NO_ANSWER
         self._boundary_s = None
         self._pairing.open_round()
         self._seeker = self._own(self._seek(self._round))
@@ -317,7 +327,7 @@ class RoundRunner:
     def _refused(self, peer_id: str, error: Refused) -> None:
         code = RefuseCode[error.code]
         self._pairing.refused(peer_id, code=code, retry_after_s=error.retry_after_s, now_s=time.monotonic())
-        self._reason = f"{_short(peer_id)} refused: {error}"
+        self._reason, self._cause = f"{_short(peer_id)} refused: {error}", LonelyCause.REFUSED
         if code in (RefuseCode.OTHER_VERSION, RefuseCode.OTHER_SPEC, RefuseCode.OTHER_RUN, RefuseCode.OTHER_MODEL):
             self._fault(f"{_short(peer_id)} is not of this run: {error}", error)
 
@@ -382,6 +392,7 @@ class RoundRunner:
             self._pairing.failed(running.swap.partner, now_s=time.monotonic())
             round_.swap_failed()
             self._reason = f"the swap with {_short(running.swap.partner)} failed: {error}"
+            self._cause = LonelyCause.FAILED
         self._notify()
 
     async def _ask(self, partner: str, swap_id: bytes) -> SwapState:
@@ -441,10 +452,10 @@ class RoundRunner:
             partner, self._running = running.swap.partner, None
             running.swap.abandon(Unreachable("the round ended before the early part was committed"))
             self._pairing.failed(partner, now_s=time.monotonic())
-            return Alone(f"the swap with {_short(partner)} was not ready at the boundary")
+            return Alone(f"the swap with {_short(partner)} was not ready at the boundary", LonelyCause.SLOW)
         if not self._directory.live():
-            return Alone("no other live peer")
-        return Alone(self._reason or "no answer to an offer yet")
+            return Alone("no other live peer", LonelyCause.NOBODY)
+        return Alone(self._reason or "no answer to an offer yet", self._cause)
 
     def _drop_trailing(self) -> None:
         if self._trailing:

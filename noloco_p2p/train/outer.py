@@ -58,6 +58,10 @@ class Swarm(Protocol):
 
     def serve_state(self, saved: SavedState) -> None: ...
 
+    def sketch(self, slow_weights: Tensor) -> None:
+        """A round opens: publish a sketch of these weights, soon and in the background, unless one is fresh."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
@@ -208,6 +212,7 @@ class NoLoCo:
             slow_weights=self._slow,
             outer_momentum=self._momentum,
         )
+        self._peer.sketch(self._slow)
 
     def _serve(self, path: Path) -> None:
         self._peer.serve_state(
@@ -254,8 +259,9 @@ class NoLoCo:
             case Half(received):
                 metrics.halves += 1
                 metrics.last_partner = received.partner
-            case Alone():
+            case Alone(cause=cause):
                 metrics.alone += 1
+                metrics.count_lonely(cause)
 
     def _outer_gradient(self) -> Iterator[Tensor]:
         """fast - slow, chunk by chunk, where the model lies."""
