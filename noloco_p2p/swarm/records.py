@@ -158,8 +158,10 @@ def open_envelope(data: bytes) -> dict[str, Any]:
 
 
 def _pack(record: PeerRecord) -> bytes:
-    values = {KEYS.get(f.name, f.name): getattr(record, f.name) for f in fields(record)}
-    values = {key: value for key, value in values.items() if value or key in ("id", "run", "spec", "exp")}  # for size
+    named = {f: getattr(record, f.name) for f in fields(record)}
+    # What is empty and would be read as empty stays out: addresses and a sketch need the room.
+    values = {KEYS.get(f.name, f.name): value for f, value in named.items() if value or value != f.default}
+    values["exp"] = record.expires_at_s
     suffix = f"/p2p/{record.peer_id}"  # the same for all of them, and 57 bytes each
     values["p2p"] = [address.removesuffix(suffix) for address in record.multiaddrs]
     return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
