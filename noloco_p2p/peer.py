@@ -36,7 +36,7 @@ from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.network_thread import STOP_TIMEOUT_S, NetworkThread
 from noloco_p2p.ports import Ports
-from noloco_p2p.settings import PeerSettings
+from noloco_p2p.settings import PeerSettings, split_address
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import routable_host
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     from torch import Tensor
+
+    from noloco_p2p.telemetry.http import HttpServer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -116,6 +118,8 @@ class Peer:
         self._entered = False
         self._bytes_before = (0, 0)
         self._announced_address = ""
+        self.metrics_address = ""  # HOST:PORT of /metrics, when it is served
+        self._metrics_server: HttpServer | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-codec")
         self._sketcher = ThreadPoolExecutor(1, thread_name_prefix="noloco-sketch")
         self._sketching: Future[None] | None = None
@@ -316,6 +320,23 @@ class Peer:
         self._announced_address = f"{host}:{announce_port or server.port}"
         ports.remember(grpc=server.port, libp2p=directory.port)
         self._keep_spec()
+        await self._serve_metrics()
+
+    async def _serve_metrics(self) -> None:
+        if not self.settings.metrics:
+            return
+        from noloco_p2p.telemetry.http import HttpServer, metrics_app
+
+        host, port = split_address(self.settings.metrics)
+        self._metrics_server = HttpServer(metrics_app(self._metrics_page), host=host, port=port)
+        await self._metrics_server.start(flag="--metrics")
+        self.metrics_address = f"{host}:{self._metrics_server.port}"
+
+    def _metrics_page(self) -> bytes:
+        from noloco_p2p.telemetry.prometheus import peer_page
+
+        self.count_traffic()
+        return peer_page(self.metrics, peer_id=self.peer_id, run=self._run[0], live_peers=self.live_peers())
 
     async def _start_directory(self, port: int) -> SwarmDirectory:
         settings, target = self.settings, self._target
@@ -342,6 +363,8 @@ class Peer:
             raise SettingsError(f"{path}: cannot be written: {error.strerror}; use another --state-dir") from None
 
     async def _stop_network(self) -> None:
+        if self._metrics_server:
+            await self._metrics_server.stop()
         if self._network:
             self._network.watching.cancel()
             await self._network.control.stop()

@@ -45,6 +45,7 @@ class PeerSettings(BaseModel):
     max_steps: Annotated[int, Field(gt=0)] | None = None
     data: dict[str, str] = {}
     save_every_rounds: Annotated[int, Field(gt=0)] = 10
+    metrics: str = ""  # HOST:PORT of /metrics for Prometheus; empty = none
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @field_validator("listen")
@@ -67,6 +68,13 @@ class PeerSettings(BaseModel):
         if announce:
             split_address(announce if ":" in announce else f"{announce}:0")
         return announce
+
+    @field_validator("metrics")
+    @classmethod
+    def _metrics_has_host_and_port(cls, metrics: str) -> str:
+        if metrics:
+            split_address(metrics)
+        return metrics
 
     @field_validator("bootstrap")
     @classmethod

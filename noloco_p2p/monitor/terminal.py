@@ -122,13 +122,13 @@ def headline(swarm: dict[str, Any]) -> str:
 
 
 def rounds_line(swarm: dict[str, Any]) -> str:
-    """`rounds: 120 swapped, 3 half, 5 alone (4 refused, 1 slow) | 1.2 GiB sent, 1.2 GiB received`."""
+    """`rounds: 120 swapped, 3 half, 5 alone (4 refused, 1 slow) | 1.2 GiB out, 1.2 GiB in`."""
     totals = swarm["totals"]
     causes = [f"{number} {cause.replace('_', ' ')}" for cause, number in totals["alone_by_cause"].items() if number]
     why = f" ({', '.join(causes)})" if causes else ""
     return (
         f"rounds: {totals['swaps']} swapped, {totals['halves']} half, {totals['alone']} alone{why} | "
-        f"{mib(totals['bytes_sent'])} sent, {mib(totals['bytes_received'])} received"
+        f"{mib(totals['bytes_sent'])} out, {mib(totals['bytes_received'])} in"
     )
 
 

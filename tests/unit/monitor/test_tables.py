@@ -61,7 +61,7 @@ def test_a_peer_has_the_promised_keys() -> None:
 def test_the_headline_counts_peers_and_the_speed_of_those_who_train() -> None:
     assert headline(swarm(A, B)) == "run r: 1 alive, 1 leaving | 1.5k tokens/s | loss 2.500 | 34 % done"
     assert headline(swarm()) == "run r: no peer heard of | 0 tokens/s"
-    assert rounds_line(swarm(A)) == "rounds: 5 swapped, 0 half, 2 alone (2 refused) | 3.0 MiB sent, 0 B received"
+    assert rounds_line(swarm(A)) == "rounds: 5 swapped, 0 half, 2 alone (2 refused) | 3.0 MiB out, 0 B in"
 
 
 def test_plain_lines_are_aligned_one_a_peer() -> None:
