@@ -54,6 +54,7 @@ class HttpServer:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((self._host.strip("[]"), self.port))
+            listening.listen(MAX_CONNECTIONS)  # now: who is told of the address may call at once
         except OSError as error:
             listening.close()
             raise SettingsError(f"{flag} {self._host}:{self.port}: {error.strerror}; choose another") from None
