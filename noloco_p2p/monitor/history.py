@@ -113,9 +113,7 @@ class History:
             "INSERT OR REPLACE INTO sample VALUES (?, ?, ?, ?, ?)",
             ((tick, self._ids[p["peer_id"]], p["round"], p["loss"], p["tokens_per_s"]) for p in living),
         )
-        self._db.executemany(
-            "INSERT INTO meeting VALUES (?, ?, ?)", ((m.at_s, m.peer, m.partner) for m in meetings)
-        )
+        self._db.executemany("INSERT INTO meeting VALUES (?, ?, ?)", ((m.at_s, m.peer, m.partner) for m in meetings))
 
     def _name(self, names: Sequence[str]) -> None:
         for name in names:
@@ -138,6 +136,8 @@ class History:
 
     def _bound(self, table: str, order: str, limit: int) -> None:
         """Drop the oldest rows beyond `limit`."""
-        row = self._db.execute(f"SELECT {order} FROM {table} ORDER BY {order} DESC LIMIT 1 OFFSET ?", (limit,)).fetchone()
+        row = self._db.execute(
+            f"SELECT {order} FROM {table} ORDER BY {order} DESC LIMIT 1 OFFSET ?", (limit,)
+        ).fetchone()
         if row:
             self._db.execute(f"DELETE FROM {table} WHERE {order} <= ?", row)

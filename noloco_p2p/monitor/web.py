@@ -89,7 +89,9 @@ class Feed:
         removed = [name for name in self._rows if name not in rows]
         self._rows = rows
         self._number += 1
-        self._update = _event("update", {**self._head(), "peers": changed, "removed": removed, "meetings": _shown(meetings)})
+        self._update = _event(
+            "update", {**self._head(), "peers": changed, "removed": removed, "meetings": _shown(meetings)}
+        )
         async with self._changed:
             self._changed.notify_all()
 
@@ -159,14 +161,14 @@ def app(feed: Feed) -> Starlette:
         return StreamingResponse(feed.read(), media_type="text/event-stream", headers=headers)
 
     async def metrics(request: Request) -> Response:
-        page = swarm_page(
-            feed.watcher.totals(), healths=list(Health), directory_age_s=feed.watcher.directory_age_s
-        )
+        page = swarm_page(feed.watcher.totals(), healths=list(Health), directory_age_s=feed.watcher.directory_age_s)
         return Response(page, headers={"content-type": CONTENT_TYPE})
 
     async def healthz(request: Request) -> Response:
         is_well = time.monotonic() - feed.looked_at_s < STALE_S
-        return PlainTextResponse("ok\n" if is_well else "the swarm is not looked at\n", status_code=200 if is_well else 503)
+        return PlainTextResponse(
+            "ok\n" if is_well else "the swarm is not looked at\n", status_code=200 if is_well else 503
+        )
 
     routes = [
         *(Route("/", index), Route("/api/status", status), Route("/api/history", history)),

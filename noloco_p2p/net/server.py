@@ -16,6 +16,7 @@ from noloco_p2p.errors import CorruptPayload, PeerError, Refused, SettingsError,
 from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.seams import Service
 from noloco_p2p.net import convert, framing, options
+from noloco_p2p.net.probe import Prober
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -120,13 +121,19 @@ def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
     status = grpc.unary_unary_rpc_method_handler(
         servicer.Status, pb.StatusRequest.FromString, pb.StatusReply.SerializeToString
     )
+    probe = grpc.unary_unary_rpc_method_handler(
+        servicer.Probe, pb.ProbeRequest.FromString, pb.ProbeReply.SerializeToString
+    )
     swap = grpc.stream_stream_rpc_method_handler(servicer.Swap)
-    return grpc.method_handlers_generic_handler(SERVICE, {"Swap": swap, "Fetch": fetch, "Status": status})
+    return grpc.method_handlers_generic_handler(
+        SERVICE, {"Swap": swap, "Fetch": fetch, "Status": status, "Probe": probe}
+    )
 
 
 class _Servicer:
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._prober = Prober()
         self._swaps: set[asyncio.Task[None]] = set()
 
     async def Swap(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802
@@ -158,6 +165,14 @@ class _Servicer:
             return convert.status_to_wire(await self._service.on_status(request.swap_id[:64]))
         except PeerError as error:
             return pb.StatusReply(refuse=_refuse(error))
+
+    async def Probe(self, request: pb.ProbeRequest, context: Any) -> pb.ProbeReply:  # noqa: N802
+        caller: str = context.peer()
+        try:
+            self._service.admit(convert.hello_from_wire(request.hello))
+            return await self._prober.probe(request, caller)
+        except PeerError as error:
+            return pb.ProbeReply(refuse=_refuse(error))
 
     def _own(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)

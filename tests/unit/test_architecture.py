@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "noloco_p2p"
 ORDER = [
     {"__main__"},
     {"cli"},
-    {"demo"},
+    {"demo", "doctor"},
     {"monitor", "simulate", "train", "testing"},
     {"peer"},
     {"ports"},

@@ -11,6 +11,13 @@ function peerColour(id) {
   return `hsl(${hash % 360} 60% ${dark ? 65 : 42}%)`;
 }
 
+// Times of the day, or days when the curve is longer than that.
+function clock(ticks) {
+  const isLong = ticks.length > 1 && ticks[1] - ticks[0] >= 43200;
+  const parts = isLong ? { month: "short", day: "numeric" } : { hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
+  return ticks.map((tick) => new Date(1000 * tick).toLocaleString([], parts));
+}
+
 class Chart {
   constructor(id, format) {
     this.place = document.getElementById(id);
@@ -40,7 +47,7 @@ class Chart {
       ...this.size(),
       cursor: { y: false, points: { show: this.series.length < 8 } },
       legend: { show: false },
-      axes: [axis, { ...axis, size: 58, values: (_, ticks) => ticks.map(this.format) }],
+      axes: [{ ...axis, values: (_, ticks) => clock(ticks), space: 70 }, { ...axis, size: 58, values: (_, ticks) => ticks.map(this.format) }],
       series: [{}, ...this.series.map((one) => ({
         ...one, stroke: one.stroke.startsWith("--") ? colour(one.stroke) : one.stroke, spanGaps: true,
         points: { show: false },

@@ -121,7 +121,7 @@ function rate(times, values, factor) {
   return times.map((time, index) => {
     while (from < index - 1 && time - times[from] > RATE_S) from += 1;
     const seconds = time - times[from];
-    return index && seconds > 0 ? factor * Math.max(0, values[index] - values[from]) / seconds : null;
+    return index && seconds >= RATE_S / 2 ? factor * Math.max(0, values[index] - values[from]) / seconds : null;
   });
 }
 
