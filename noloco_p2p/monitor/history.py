@@ -42,7 +42,7 @@ CREATE TABLE IF NOT EXISTS meeting (at_s REAL, peer TEXT, partner TEXT);
 class History:
     """One file a run. Every method may be called from any one thread at a time. A full disk is told once."""
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, *, max_peer_rows: int = MAX_PEER_ROWS) -> None:
         """Raises SettingsError when the file cannot be used."""
         try:
             if isinstance(path, Path):
@@ -56,6 +56,8 @@ class History:
             raise SettingsError(f"--history {path}: cannot be used: {error}; name another file") from None
         self._last_tick = self._db.execute("SELECT max(tick) FROM swarm").fetchone()[0] or 0
         self._failed = False
+        self._thinned_tick = 0
+        self._max_peer_rows = max_peer_rows
 
     def close(self) -> None:
         self._db.close()
@@ -69,7 +71,7 @@ class History:
         try:
             with self._db:
                 self._insert(tick, summary, meetings)
-                if tick % THIN_EVERY_TICKS == 0:
+                if tick - self._thinned_tick >= THIN_EVERY_TICKS:
                     self._thin(tick)
         except sqlite3.Error as error:
             if not self._failed:
@@ -123,13 +125,14 @@ class History:
                 self._ids[name] = number
 
     def _thin(self, tick: int) -> None:
+        self._thinned_tick = tick
         num_peers = max(1, self._db.execute("SELECT count(DISTINCT peer) FROM sample").fetchone()[0])
-        fine = max(6, min(FINE_TICKS, MAX_PEER_ROWS // (OCTAVES * num_peers)))
+        fine = max(6, min(FINE_TICKS, self._max_peer_rows // (OCTAVES * num_peers)))
         for table, ticks in (("swarm", FINE_TICKS), ("sample", fine)):
             for octave in range(1, 24):
                 older = tick - ticks * 2**octave
                 self._db.execute(f"DELETE FROM {table} WHERE tick <= ? AND tick % ? != 0", (older, 2**octave))
-        self._bound("sample", "tick", MAX_PEER_ROWS)
+        self._bound("sample", "tick", self._max_peer_rows)
         self._bound("meeting", "at_s", MAX_MEETINGS)
         self._db.execute("DELETE FROM peer WHERE id NOT IN (SELECT DISTINCT peer FROM sample)")
         self._ids = {name: number for number, name in self._db.execute("SELECT id, name FROM peer")}

@@ -70,6 +70,7 @@ class Feed:
         self._meetings: deque[Meeting] = deque(maxlen=2_000)
         self._number = 0
         self._update = b""
+        self._is_closed = False
         self._changed = asyncio.Condition()
         for meeting in history.meetings(since_s=time.time() - MEETINGS_SHOWN_S):
             self._meetings.append(meeting)
@@ -95,6 +96,12 @@ class Feed:
         async with self._changed:
             self._changed.notify_all()
 
+    async def close(self) -> None:
+        """End all readers, so that the server can stop."""
+        self._is_closed = True
+        async with self._changed:
+            self._changed.notify_all()
+
     def whole(self) -> bytes:
         """What a new reader is told first."""
         since_s = time.time() - MEETINGS_SHOWN_S
@@ -107,7 +114,7 @@ class Feed:
         self.num_readers += 1
         try:
             number, first = self._number, True
-            while True:
+            while not self._is_closed:
                 if first or self._number > number + 1:
                     number, first = self._number, False
                     yield self.whole()
@@ -215,6 +222,7 @@ async def serve(
         try:
             await _until(stop, lambda: feed.look(lambda: feed.watcher.look(directory)))
         finally:
+            await feed.close()
             await server.stop()
     finally:
         kept.close()

@@ -23,7 +23,8 @@ ORDER = [
     {"optim", "codec"},
     {"control", "presets", "settings", "identity", "ticket"},
     {"spec"},
-    {"telemetry", "errors", "_version"},
+    {"telemetry"},
+    {"errors", "_version"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 PURE = ["optim", "codec", "gossip/pairing.py", "gossip/round.py", "gossip/pace.py"]
