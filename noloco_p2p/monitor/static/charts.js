@@ -3,18 +3,17 @@
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// A colour of its own for each peer, the same after every reload.
-function peerColour(id) {
-  let hash = 0;
-  for (const letter of id) hash = (hash * 31 + letter.charCodeAt(0)) >>> 0;
+// Colours that are far apart for neighbours in a list: steps of the golden angle.
+function listColour(index) {
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  return `hsl(${hash % 360} 60% ${dark ? 65 : 42}%)`;
+  return `hsl(${(210 + 137.5 * index) % 360} 62% ${dark ? 65 : 42}%)`;
 }
 
 // Times of the day, or days when the curve is longer than that.
 function clock(ticks) {
-  const isLong = ticks.length > 1 && ticks[1] - ticks[0] >= 43200;
-  const parts = isLong ? { month: "short", day: "numeric" } : { hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
+  const step = ticks.length > 1 ? ticks[1] - ticks[0] : 60;
+  const time = { hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
+  const parts = step >= 43200 ? { month: "short", day: "numeric" } : step < 60 ? { ...time, second: "2-digit" } : time;
   return ticks.map((tick) => new Date(1000 * tick).toLocaleString([], parts));
 }
 
@@ -47,7 +46,7 @@ class Chart {
       ...this.size(),
       cursor: { y: false, points: { show: this.series.length < 8 } },
       legend: { show: false },
-      axes: [{ ...axis, values: (_, ticks) => clock(ticks), space: 70 }, { ...axis, size: 58, values: (_, ticks) => ticks.map(this.format) }],
+      axes: [{ ...axis, values: (_, ticks) => clock(ticks), space: 70, size: 32 }, { ...axis, size: 58, values: (_, ticks) => ticks.map(this.format) }],
       series: [{}, ...this.series.map((one) => ({
         ...one, stroke: one.stroke.startsWith("--") ? colour(one.stroke) : one.stroke, spanGaps: true,
         points: { show: false },

@@ -133,10 +133,10 @@ function showCharts() {
   charts.rounds.set([line("swapped", "--green"), line("half", "--blue", { dash: [6, 3] }), line("alone", "--red", { dash: [2, 3] })],
     [t, rate(t, h.swaps, 60), rate(t, h.halves, 60), rate(t, h.alone, 60)]);
   charts.bytes.set([line("sent", "--blue")], [t, rate(t, h.bytes_sent, 1 / 1048576)]);
-  const names = [...state.curves.keys()];
+  const names = [...state.curves.keys()].sort();
   const tables = names.map((name) => [state.curves.get(name).time_s, state.curves.get(name).loss]);
   const few = state.peers.size <= MANY_PEERS;
-  const own = names.map((name) => line(short(name), peerColour(name)));
+  const own = names.map((name, index) => line(short(name), listColour(index)));
   const bounds = few ? [] : [line("lowest", "--faint"), line("mean", "--blue", { width: 2 }), line("highest", "--faint")];
   if (!few) tables.unshift([t, h.loss_lowest, h.loss, h.loss_highest]);
   if (tables.length) charts.loss.set([...bounds, ...own], uPlot.join(tables));

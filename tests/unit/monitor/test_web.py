@@ -60,6 +60,7 @@ async def site(num_peers: int = 4) -> AsyncIterator[Site]:
     try:
         yield made
     finally:
+        await feed.close()
         await server.stop()
         history.close()
 
