@@ -14,7 +14,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ class Feed:
         state = {**self._head(), "columns": ROW, "peers": list(self._rows.values()), "meetings": _shown(recent)}
         return _event("whole", state)
 
-    async def read(self) -> AsyncIterator[bytes]:
+    async def read(self) -> AsyncGenerator[bytes]:
         """Server-sent events; a reader that is too slow for an update gets the whole again."""
         self.num_readers += 1
         try:

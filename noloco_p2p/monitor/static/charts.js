@@ -104,6 +104,6 @@ class Graph {
         pen.fillText(peer.id.slice(-6), x + 11 * Math.cos(angle), y + 13 * Math.sin(angle) + 4);
       }
     }
-    this.canvas.setAttribute("aria-label", `Swap graph: ${peers.length} peers, ${meetings.length} swaps in two minutes`);
+    this.canvas.setAttribute("aria-label", `Swap graph: ${peers.length} peers, their last ${meetings.length} swaps`);
   }
 }

@@ -1,7 +1,7 @@
 // The page: what the monitor sends, kept in one map of peers, shown as tiles, curves, a graph and a table.
 "use strict";
 
-const SAMPLE_S = 10, FRESH_HISTORY_S = 600, MANY_PEERS = 40, PAGE = 50, GRAPH_S = 120, RATE_S = 60;
+const SAMPLE_S = 10, FRESH_HISTORY_S = 600, MANY_PEERS = 40, PAGE = 50, GRAPH_S = 120, RATE_S = 60, MAX_CHORDS = 2000;
 const $ = (id) => document.getElementById(id);
 const text = (id, value) => { const node = $(id); if (node.textContent !== value) node.textContent = value; };
 
@@ -63,7 +63,7 @@ function take(news) {
     state.peers.set(peer.peer_id, peer);
   }
   for (const name of news.removed || []) { state.peers.delete(name); state.curves.delete(name); }
-  state.meetings = state.meetings.concat(news.meetings).filter(([at]) => at > news.time_s - GRAPH_S);
+  state.meetings = state.meetings.concat(news.meetings).filter(([at]) => at > news.time_s - GRAPH_S).slice(-MAX_CHORDS);
   $("link").className = "";
   text("link", `${new Date(1000 * news.time_s).toLocaleTimeString()}, live`);
   addPoint(news);
