@@ -30,6 +30,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python proto/generate.py --check
+	$(BIN)/python docs/generate.py --check
 
 types: $(STAMP)
 	$(BIN)/basedpyright

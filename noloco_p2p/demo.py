@@ -18,6 +18,7 @@ from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm import launch
 from noloco_p2p.telemetry.console import count, loss, mib
 from noloco_p2p.telemetry.events import read_events
+from noloco_p2p.telemetry.progress import Progress
 
 TICKET_TIMEOUT_S = 120.0  # the first peer imports torch, reads the corpus and measures itself before it has one
 LEAVE_TIMEOUT_S = 30.0
@@ -141,7 +142,7 @@ class Demo:
         for peer in self.peers:
             peer.wait_gone(until_s)
 
-    def report(self) -> dict[str, Any]:
+    def report(self, *, progress: Progress | None = None) -> dict[str, Any]:
         """Judge the swarm from what the peers that left in order have written: call after `stop`.
 
         Raises NolocoError when none did.
@@ -156,7 +157,8 @@ class Demo:
             raise NolocoError(
                 f"no peer has come to its end; the first one's log ends with: {self.peers[0].last_line()}"
             )
-        verdict = judge(self.spec, [peer.folder / "runs" / self.spec.run_id / "checkpoints" for peer in left])
+        folders = [peer.folder / "runs" / self.spec.run_id / "checkpoints" for peer in left]
+        verdict = judge(self.spec, folders, progress=progress)
         export_dir = export_model(verdict.model, build_tokenizer(self.spec.data), self.plan.folder / "export")
         return {
             "peers": peers,

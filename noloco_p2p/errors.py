@@ -49,6 +49,8 @@ class DirectoryError(NolocoError):
 class PeerError(NolocoError):
     """A fault of one other peer. It never reaches the training loop: a round turns it into an outcome."""
 
+    advice = "training goes on; if it comes again with many peers, run `noloco doctor TICKET`"  # what to do about it
+
     def __init__(self, message: str, *, peer: str = "") -> None:
         super().__init__(message)
         self.peer = peer
@@ -57,13 +59,22 @@ class PeerError(NolocoError):
 class Unreachable(PeerError):
     """No connection to the peer could be made."""
 
+    advice = (
+        "nothing to do when it is one peer: it is gone, or behind a firewall; "
+        "if no peer can be reached, run `noloco doctor TICKET`"
+    )
+
 
 class TimedOut(PeerError):
     """The peer is connected but too slow, or frozen."""
 
+    advice = "nothing to do when it is one peer; if it is all of them, look at this machine's uplink and load"
+
 
 class Refused(PeerError):
     """The peer answered no. `code` is for programs, the message is for people."""
+
+    advice = "if it says that the run, spec or version differs: use the same ticket and the same noloco_p2p everywhere"
 
     def __init__(self, message: str, *, peer: str = "", code: str = "", retry_after_s: float = 0.0) -> None:
         super().__init__(message, peer=peer)
@@ -77,6 +88,11 @@ class Incompatible(PeerError):
 
 class CorruptPayload(PeerError):
     """What the peer sent is damaged, of another size than announced, or not finite."""
+
+    advice = (
+        "nothing of it was applied; if it comes from many peers, test this machine's memory and network; if it says "
+        "that the own gradient is not finite, lower the learning rate"
+    )
 
 
 class CheckpointError(NolocoError):

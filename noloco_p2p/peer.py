@@ -8,43 +8,52 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
 import threading
 import time
-from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from noloco_p2p._version import __version__
 from noloco_p2p.control import ControlServer, FolderLock
 from noloco_p2p.errors import CheckpointError, DirectoryError, SettingsError, SpecError
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.fetch import SavedState, StateServer, fetch_spec, fetch_state, state_file_bytes
 from noloco_p2p.gossip.frames import Hello, StateManifest
-from noloco_p2p.gossip.outcome import Traffic
+from noloco_p2p.gossip.outcome import LonelyCause, Traffic
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.runner import RoundRunner
+from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.service import PeerService
+from noloco_p2p.gossip.watch import SwapProgress, SwapWatch
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.throttle import Limits
 from noloco_p2p.network_thread import STOP_TIMEOUT_S, NetworkThread
 from noloco_p2p.ports import Ports
-from noloco_p2p.settings import PeerSettings
+from noloco_p2p.settings import PeerSettings, split_address
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import routable_host
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.reader import find_somebody
-from noloco_p2p.swarm.records import PeerRecord
+from noloco_p2p.swarm.records import TTL_S, PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
+from noloco_p2p.telemetry.progress import Progress, Report
 from noloco_p2p.ticket import MAX_ADDRESSES, Ticket, is_ticket
 
 if TYPE_CHECKING:
     from typing import Self
+
+    from torch import Tensor
+
+    from noloco_p2p.telemetry.http import HttpServer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -55,6 +64,7 @@ LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps or peers met be
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0
 POLL_S = 0.05
 OWN_ADDRESSES = 4  # of this peer in its ticket; the rest is room for bootstraps
+SKETCH_EVERY_S = TTL_S / 4  # as often as the record is announced
 SPEC_FILE = "spec.json"
 
 
@@ -75,20 +85,25 @@ class _Network:
     transport: GrpcTransport
     runner: RoundRunner
     states: StateServer
+    service: PeerService
     server: GrpcServer
     control: ControlServer
+    watch: SwapWatch
+    watching: asyncio.Task[None]
 
 
 class Peer:
     """A running peer. Use `Peer.join(...)` as a context manager; leaving it says good-bye to the swarm."""
 
-    def __init__(self, target: RunSpec | Ticket, settings: PeerSettings) -> None:
+    def __init__(self, target: RunSpec | Ticket, settings: PeerSettings, *, progress: Progress | None = None) -> None:
         self.settings = settings
+        self.progress = progress or Progress()  # what takes long now; `noloco status` tells it
         self.metrics = Metrics()
         self.state = "training"
         self.leave_requested = threading.Event()
         self.spec: RunSpec
         self.exchange: Exchange
+        self._started_at_s = self._state_since_s = time.time()
         self._target = target
         # Name and digest of the run: known before the spec is, when it comes from the swarm.
         self._run = (
@@ -104,17 +119,31 @@ class Peer:
         self._entered = False
         self._traffic_before = Traffic()  # before a restart
         self._announced_address = ""
+        self.metrics_address = ""  # HOST:PORT of /metrics, when it is served
+        self._metrics_server: HttpServer | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-codec")
+        self._sketcher = ThreadPoolExecutor(1, thread_name_prefix="noloco-sketch")
+        self._sketching: Future[None] | None = None
+        self._sketched_s = -math.inf
+        self._sketch: tuple[str, float | None] = ("", None)  # packed sketch and norm of the slow weights
 
     @classmethod
-    def join(cls, target: RunSpec | Ticket | Path | str, settings: PeerSettings | None = None, **flags: Any) -> Self:
+    def join(
+        cls,
+        target: RunSpec | Ticket | Path | str,
+        settings: PeerSettings | None = None,
+        *,
+        progress: Progress | None = None,
+        **flags: Any,
+    ) -> Self:
         """Start a peer of the run that `target` (spec, spec file or ticket) names.
 
-        `flags` are fields of PeerSettings, for example `listen="0.0.0.0:0"`. Returns when the peer answers others;
-        for a ticket that includes fetching the spec from a live peer. Raises SpecError, TicketError, SettingsError
-        (port or folder in use), DirectoryError, and Unreachable when nobody of the ticket's run answers.
+        `flags` are fields of PeerSettings, for example `listen="0.0.0.0:0"`. `progress` shows what takes long.
+        Returns when the peer answers others; for a ticket that includes fetching the spec from a live peer. Raises
+        SpecError, TicketError, SettingsError (port or folder in use), DirectoryError, and Unreachable when nobody of
+        the ticket's run answers.
         """
-        peer = cls(resolve(target), settings or PeerSettings.load(flags))
+        peer = cls(resolve(target), settings or PeerSettings.load(flags), progress=progress)
         peer._start()
         return peer
 
@@ -163,6 +192,8 @@ class Peer:
 
     def announce(self, state: str) -> None:
         """Change the state that others see: training, paused, leaving or done. Swaps are offered in training only."""
+        if state != self.state:
+            self._state_since_s = time.time()
         self.state = state
         self._net.runner.state = state
         try:
@@ -173,6 +204,10 @@ class Peer:
     def last_fault(self) -> str:
         """The last thing that went wrong with another peer, in words; empty when nothing did."""
         return self._net.runner.last_fault
+
+    def tell_long_swaps(self, tell: Callable[[SwapProgress], None]) -> None:
+        """Call `tell`, on the network thread, again and again while a swap takes long."""
+        self._net.watch.on_long = tell
 
     def count_traffic(self) -> None:
         """Bring the counters of bytes and chunks in `metrics` up to date."""
@@ -194,18 +229,35 @@ class Peer:
         self._layout = layout
         manifest = None
         if target is not None:
-            fetching = self._fetch_state(layout, num_elements, state_file_bytes(num_elements), target)
-            try:
-                manifest = self._call(fetching, FETCH_STATE_TIMEOUT_S)
-            except OSError as error:
-                raise CheckpointError(f"the state of the swarm cannot be written to {target}: {error}") from None
-        self._entered = True
+            with self.progress.task("looking for live peers"):
+                donors = self._call(self._find_donors(), START_TIMEOUT_S)
+            if donors:
+                manifest = self._fetch_state(donors, layout=layout, num_elements=num_elements, target=target)
+        self._entered, self._state_since_s = True, time.time()
         self.announce("training")
         return manifest
 
     def serve_state(self, saved: SavedState) -> None:
         """From now on newcomers get this state."""
         self._net.states.saved = saved
+
+    def sketch(self, slow_weights: Tensor) -> None:
+        """Sketch these weights in the background, for the record of this peer; at most once an announcement.
+
+        Should the round end before it is done, the sketch is a mixture of two states that were a round apart.
+        """
+        now_s = time.monotonic()
+        if now_s - self._sketched_s < SKETCH_EVERY_S or (self._sketching and not self._sketching.done()):
+            return
+        self._sketched_s = now_s
+        self._sketching = self._sketcher.submit(self._make_sketch, slow_weights)
+
+    def _make_sketch(self, slow_weights: Tensor) -> None:
+        from noloco_p2p.codec import sketch
+
+        packed = sketch.pack(sketch.sketch(slow_weights, run=self._run[1]))
+        norm = sketch.norm(slow_weights)
+        self._sketch = (packed, float(f"{norm:.9g}")) if packed else ("", None)
 
     # starting and stopping
 
@@ -235,6 +287,7 @@ class Peer:
             self._thread.stop()
             self._thread = None
         self._executor.shutdown(wait=False, cancel_futures=True)
+        self._sketcher.shutdown(wait=False, cancel_futures=True)
         self._lock.release()
 
     async def _start_network(self) -> None:
@@ -259,16 +312,36 @@ class Peer:
         )
         self.exchange = Exchange(spec=self.spec, loop=asyncio.get_running_loop(), runner=runner, pace=pace)
         states = StateServer(self.spec)
-        server = GrpcServer(PeerService(runner=runner, states=states, status=self._status), limits)
+        service = PeerService(runner=runner, states=states, status=self._status)
+        server = GrpcServer(service, limits)
         await ports.try_both(ports.grpc, lambda port: server.start(self.settings.listen_host, port))
         control = ControlServer(self.settings.state_dir, {"status": self.status, "leave": self._on_leave})
         await control.start()
-        self._network = _Network(directory, transport, runner, states, server, control)
+        watch = SwapWatch(runner)
+        watching = asyncio.create_task(watch.run())
+        self._network = _Network(directory, transport, runner, states, service, server, control, watch, watching)
         announce_host, announce_port = self.settings.announced
         host = announce_host or routable_host(self.settings.listen_host)
         self._announced_address = f"{host}:{announce_port or server.port}"
         ports.remember(grpc=server.port, libp2p=directory.port)
         self._keep_spec()
+        await self._serve_metrics()
+
+    async def _serve_metrics(self) -> None:
+        if not self.settings.metrics:
+            return
+        from noloco_p2p.telemetry.http import HttpServer, metrics_app
+
+        host, port = split_address(self.settings.metrics)
+        self._metrics_server = HttpServer(metrics_app(self._metrics_page), host=host, port=port)
+        await self._metrics_server.start(flag="--metrics")
+        self.metrics_address = f"{host}:{self._metrics_server.port}"
+
+    def _metrics_page(self) -> bytes:
+        from noloco_p2p.telemetry.prometheus import peer_page
+
+        self.count_traffic()
+        return peer_page(self.metrics, peer_id=self.peer_id, run=self._run[0], live_peers=self.live_peers())
 
     async def _start_directory(self, port: int) -> SwarmDirectory:
         settings, target = self.settings, self._target
@@ -295,7 +368,10 @@ class Peer:
             raise SettingsError(f"{path}: cannot be written: {error.strerror}; use another --state-dir") from None
 
     async def _stop_network(self) -> None:
+        if self._metrics_server:
+            await self._metrics_server.stop()
         if self._network:
+            self._network.watching.cancel()
             await self._network.control.stop()
             self._network.runner.state = "leaving"
         if self._directory:
@@ -324,26 +400,36 @@ class Peer:
         elif self.settings.bootstrap or self._address_book.addresses():
             await self._net.directory.wait_for_peers(LOOK_AROUND_S)
 
-    async def _fetch_state(self, layout: str, num_elements: int, num_bytes: int, target: Path) -> StateManifest | None:
+    async def _find_donors(self) -> Sequence[Candidate]:
+        """Live peers that may have a state, in any order; none when this peer is the first. Raises Unreachable."""
         await self._look_around()
         donors = [candidate for candidate in self._net.directory.live() if candidate.state in ("training", "done")]
         random.shuffle(donors)
-        if not donors:
-            return None
-        manifest = await fetch_state(
-            self._net.transport,
-            donors,
-            layout=layout,
-            num_elements=num_elements,
-            num_bytes=num_bytes,
-            target=target,
-        )
-        if manifest is None:
-            await asyncio.to_thread(target.unlink)
-            if any(donor.round > 0 for donor in donors):
-                log.warning(
-                    "no live peer has a saved state yet; this peer starts from the initial weights, as they did"
-                )
+        return donors
+
+    def _fetch_state(
+        self, donors: Sequence[Candidate], *, layout: str, num_elements: int, target: Path
+    ) -> StateManifest | None:
+        def fetching(report: Report) -> Coroutine[Any, Any, StateManifest | None]:
+            return fetch_state(
+                self._net.transport,
+                donors,
+                layout=layout,
+                num_elements=num_elements,
+                num_bytes=state_file_bytes(num_elements),
+                target=target,
+                on_progress=report,
+            )
+
+        try:
+            with self.progress.task("fetching the state of the swarm", unit="bytes") as report:
+                manifest = self._call(fetching(report), FETCH_STATE_TIMEOUT_S)
+            if manifest is None:
+                target.unlink()
+        except OSError as error:
+            raise CheckpointError(f"the state of the swarm cannot be written to {target}: {error}") from None
+        if manifest is None and any(donor.round > 0 for donor in donors):
+            log.warning("no live peer has a saved state yet; this peer starts from the initial weights, as they did")
         return manifest
 
     # what others are told
@@ -359,7 +445,7 @@ class Peer:
         if not self._entered:
             return None
         self.count_traffic()
-        metrics = self.metrics
+        metrics, (sketch, norm) = self.metrics, self._sketch
         return PeerRecord(
             peer_id=self.peer_id,
             run_name=self.spec.name,
@@ -376,23 +462,45 @@ class Peer:
             last_partner=metrics.last_partner,
             bytes_sent=metrics.bytes_sent,
             bytes_received=metrics.bytes_received,
+            reachability="reached" if self._net.service.was_reached else "unknown",
+            halves=metrics.halves,
+            late=metrics.late,
+            lonely=tuple(getattr(metrics, f"alone_{cause}") for cause in LonelyCause),
+            validation_loss=metrics.validation_loss,
+            blocked_s=round(metrics.blocked_s, 3),
+            sketch=sketch,
+            norm=norm,
         )
 
     def status(self) -> dict[str, Any]:
-        """What `noloco status` shows."""
+        """What `noloco status` shows; docs/monitoring.md tells what each key means."""
         self.count_traffic()
+        now_s, net = time.time(), self._net
+        swap = net.watch.now(now_s=time.monotonic())
         return {
             "peer_id": self.peer_id,
             "pid": os.getpid(),
+            "software": __version__,
             "run": self.spec.name,
             "spec_digest": self.spec.digest(),
-            "state": self.state,
+            "state": self.state if self._entered else "entering",
+            "state_since_s": round(now_s - (self._state_since_s if self._entered else self._started_at_s), 1),
+            "running_since_s": round(now_s - self._started_at_s, 1),
+            "doing": self.progress.now(),
+            "swap": asdict(swap) if swap else None,
             "address": self._announced_address,
             "ticket": self.ticket,
             "live_peers": self.live_peers(),
             "last_fault": self.last_fault(),
+            "last_fault_since_s": round(now_s - net.runner.last_fault_at_s, 1) if net.runner.last_fault else None,
+            "last_fault_advice": net.runner.last_fault_advice,
+            "settings": self._settings(),
             **self.metrics.as_dict(),
         }
+
+    def _settings(self) -> dict[str, dict[str, Any]]:
+        values, origins = self.settings.model_dump(mode="json"), self.settings.origins()
+        return {name: {"value": value, "origin": origins[name]} for name, value in values.items()}
 
     def _on_leave(self) -> dict[str, Any]:
         self.request_leave()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.spec import describe
@@ -50,6 +50,8 @@ class PeerSettings(BaseModel):
     save_every_rounds: Annotated[int, Field(gt=0)] = 10
     max_upload: str = ""  # "" = as fast as the link is
     max_download: str = ""
+    metrics: str = ""  # HOST:PORT of /metrics for Prometheus; empty = none
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @field_validator("listen")
     @classmethod
@@ -71,6 +73,13 @@ class PeerSettings(BaseModel):
         if announce:
             split_address(announce if ":" in announce else f"{announce}:0")
         return announce
+
+    @field_validator("metrics")
+    @classmethod
+    def _metrics_has_host_and_port(cls, metrics: str) -> str:
+        if metrics:
+            split_address(metrics)
+        return metrics
 
     @field_validator("bootstrap")
     @classmethod
@@ -103,18 +112,24 @@ class PeerSettings(BaseModel):
     def load(cls, flags: Mapping[str, Any] | None = None) -> PeerSettings:
         """Merge all sources; a flag that is None was not given. Raises SettingsError."""
         given = {name: value for name, value in (flags or {}).items() if value is not None}
-        settings, values = cls(), dict[str, Any]()
-        for origin, found in (
-            (f"{user_file()}: ", _from_file(user_file())),
-            ("environment NOLOCO_*: ", _from_environment(os.environ)),
-            ("", given),
+        settings, values, origins = cls(), dict[str, Any](), dict[str, str]()
+        for origin, prefix, found in (
+            (str(user_file()), f"{user_file()}: ", _from_file(user_file())),
+            ("environment", "environment NOLOCO_*: ", _from_environment(os.environ)),
+            ("flag", "", given),
         ):
             values |= found
+            origins |= dict.fromkeys(found, origin)
             try:
                 settings = cls.model_validate(values)  # after each source, so that a message can name it
             except ValidationError as error:
-                raise SettingsError(f"{origin}{describe(error)}") from None
+                raise SettingsError(f"{prefix}{describe(error)}") from None
+        settings._origins = origins
         return settings
+
+    def origins(self) -> dict[str, str]:
+        """Where the value of each setting came from: "flag", "environment", the path of the user file, or "default"."""
+        return {name: self._origins.get(name, "default") for name in type(self).model_fields}
 
     @property
     def upload_bytes_per_s(self) -> float | None:

@@ -8,7 +8,7 @@ import sys
 import typer
 
 from noloco_p2p._version import __version__
-from noloco_p2p.cli import bootstrap, demo, export, fork, identity, init, join, leave, monitor, status
+from noloco_p2p.cli import bootstrap, demo, doctor, export, fork, identity, init, join, leave, monitor, status
 from noloco_p2p.errors import IdentityError, NolocoError, PeerError, SettingsError, SpecError, TicketError
 
 EXIT_FAILED, EXIT_INVALID, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 3, 4, 130
@@ -25,7 +25,7 @@ app = typer.Typer(
 )
 for verb in (
     *(init.init, join.join, leave.leave, status.status, monitor.monitor),
-    *(bootstrap.bootstrap, fork.fork, export.export, demo.demo),
+    *(doctor.doctor, bootstrap.bootstrap, fork.fork, export.export, demo.demo),
 ):
     app.command()(verb)
 app.command(name="id")(identity.identity)
@@ -46,10 +46,19 @@ def _options(
 
 def configure_logging(level: int) -> None:
     """Logs go to standard error; those of other libraries only with -vv."""
-    logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stderr, level=logging.WARNING, force=True)
+    handlers: list[logging.Handler] = [_StandardError()]
+    logging.basicConfig(format="%(levelname)s %(message)s", handlers=handlers, level=logging.WARNING, force=True)
     logging.getLogger("noloco_p2p").setLevel(level)
     if level == logging.DEBUG:
         logging.getLogger().setLevel(logging.INFO)
+
+
+class _StandardError(logging.StreamHandler):
+    """Writes to what `sys.stderr` is at that moment: while a bar is drawn, its drawer, which keeps the two apart."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def run(arguments: list[str]) -> int:

@@ -41,6 +41,8 @@ def demo(
 ) -> None:
     """Train a small model on a swarm of real peers on this machine, and report."""
     from noloco_p2p.demo import Demo, DemoPlan, failure_lines, report_lines
+    from noloco_p2p.telemetry.bars import drawing
+    from noloco_p2p.telemetry.progress import Progress
 
     if json_file:
         _check_writable(json_file)
@@ -54,7 +56,7 @@ def demo(
         _watch(swarm)
         print("all peers are done: they leave, and their models are merged and judged", flush=True)
         swarm.stop()
-        report = swarm.report()
+        report = swarm.report(progress=Progress(drawing(print)))
     except KeyboardInterrupt:
         print("interrupted: the peers are asked to leave", file=sys.stderr, flush=True)
         swarm.stop()

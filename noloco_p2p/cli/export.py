@@ -29,12 +29,20 @@ def export(
         raise SettingsError("--sample goes with --merge")
     import uvloop
 
+    from noloco_p2p.telemetry.bars import drawing
+    from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.train.export import check_export_folder, export_model
     from noloco_p2p.train.merge import from_checkpoint, from_swarm
     from noloco_p2p.train.model import build_tokenizer
 
     check_export_folder(folder)
-    state = uvloop.run(from_swarm(Ticket.decode(source), sample=sample)) if merge else from_checkpoint(Path(source))
-    export_model(state.fill_model(), build_tokenizer(state.spec.data), folder)
+    progress = Progress(drawing(print))
+    if merge:
+        state = uvloop.run(from_swarm(Ticket.decode(source), sample=sample, progress=progress))
+    else:
+        with progress.task("reading the checkpoint"):
+            state = from_checkpoint(Path(source))
+    with progress.task("writing the model"):
+        export_model(state.fill_model(), build_tokenizer(state.spec.data), folder)
     of = f"the mean of {state.num_peers} peers" if merge else "the checkpoint"
     print(f"wrote {folder}: {of} of run {state.spec.name}")

@@ -42,13 +42,15 @@ def fork(
     import uvloop
 
     from noloco_p2p.presets import render
+    from noloco_p2p.telemetry.bars import drawing
+    from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.train.merge import from_checkpoint, from_swarm
     from noloco_p2p.train.start import save_start
 
     if checkpoint:
         state = from_checkpoint(checkpoint)
     elif isinstance(entry, Ticket):
-        state = uvloop.run(from_swarm(entry, sample=1))
+        state = uvloop.run(from_swarm(entry, sample=1, progress=Progress(drawing(print))))
     else:
         run_folder = folder / "runs" / entry.run_id
         if not run_folder.is_dir():

@@ -40,6 +40,9 @@ def join(
     state_dir: StateDir = None,
     data: Data = None,
     bootstrap: Bootstrap = None,
+    metrics: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Serve /metrics for Prometheus.", show_default=False)
+    ] = None,
 ) -> None:
     """Start or enter a run, and train. The same command again resumes. Ctrl-C leaves politely."""
     from noloco_p2p.settings import PeerSettings, parse_bindings
@@ -57,6 +60,7 @@ def join(
             "state_dir": state_dir,
             "data": parse_bindings(data) if data else None,
             "bootstrap": tuple(bootstrap) if bootstrap else None,
+            "metrics": metrics,
         }
     )
     ticket = _check(run, settings.state_dir)
@@ -64,13 +68,17 @@ def join(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _say("starting (loading torch and hivemind takes some seconds)")
     from noloco_p2p.peer import Peer
+    from noloco_p2p.telemetry.bars import drawing
+    from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.train.loop import Trainer, choose_device
 
     choose_device(settings.device)
     if ticket:
         _say(f"looking for live peers of the run {ticket.run_name}")
-    with Peer.join(run, settings) as peer:
+    with Peer.join(run, settings, progress=Progress(drawing(_say))) as peer:
         _say(f"peer {peer.peer_id} of run {peer.spec.name} ({peer.spec.digest()[:16]}), reached at {peer.address}")
+        if peer.metrics_address:
+            _say(f"metrics at http://{peer.metrics_address}/metrics")
         for warning in [*peer.spec.outer.warnings(), *unused_data(peer.spec, settings)]:
             log.warning(warning)
         trainer = Trainer(peer, say=_say)

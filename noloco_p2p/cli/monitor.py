@@ -4,71 +4,159 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from noloco_p2p.cli.options import Json, print_json
+from noloco_p2p.errors import SettingsError
 
 if TYPE_CHECKING:
+    from noloco_p2p.monitor.terminal import Choice
     from noloco_p2p.ticket import Ticket
+
+DEFAULT_WEB = "127.0.0.1:8080"
 
 
 def monitor(
     ticket: Annotated[str, typer.Argument(help="A ticket of the run.")],
     watch: Annotated[bool, typer.Option("--watch", help="Go on until Ctrl-C.")] = False,
+    web: Annotated[bool, typer.Option("--web", help="Serve a page, /api/status and /metrics until Ctrl-C.")] = False,
+    listen: Annotated[
+        str | None, typer.Option(help="HOST:PORT of --web; port 0 = any.", show_default=DEFAULT_WEB)
+    ] = None,
+    history: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Where --web keeps its curves.  [default: in the state folder]", show_default=False
+        ),
+    ] = None,
     interval_s: Annotated[
         float, typer.Option("--interval", help="Seconds between two looks with --watch.", min=0.1)
     ] = 2.0,
+    sort: Annotated[str, typer.Option(help="Column to sort by, for example loss.")] = "state",
+    descending: Annotated[bool, typer.Option("--descending", help="The largest first.")] = False,
+    words: Annotated[
+        str, typer.Option("--filter", metavar="TEXT", help="Only peers with TEXT in id, state, partner or version.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Show the whole swarm, from the DHT alone."""
     from noloco_p2p.ticket import Ticket
 
     entry = Ticket.decode(ticket)
+    if not web and (listen or history):
+        raise SettingsError("--listen and --history go with --web")
     import uvloop
 
-    from noloco_p2p.monitor import collect
-    from noloco_p2p.monitor.terminal import plain
+    from noloco_p2p.monitor.terminal import Choice, plain, view
 
-    if watch:
-        uvloop.run(_watch(entry, interval_s, as_json=as_json))
+    choice = Choice(sort, words, descending)
+    if web:
+        uvloop.run(_serve(entry, listen or DEFAULT_WEB, history))
         return
+    if watch:
+        uvloop.run(_watch(entry, choice, interval_s, as_json=as_json))
+        return
+    from noloco_p2p.monitor import collect
+
     swarm = uvloop.run(collect.snapshot(entry))
     if as_json:
         print_json(swarm)
     elif sys.stdout.isatty():
-        _print_table(swarm)
+        from rich.console import Console
+
+        console = Console()
+        console.print(view(swarm, choice, width=console.width, height=len(swarm["peers"]) + 20))
     else:
-        print("\n".join(plain(swarm)))
+        print("\n".join(plain(swarm, choice)))
 
 
-def _print_table(swarm: dict[str, Any]) -> None:
+async def _watch(entry: Ticket, choice: Choice, interval_s: float, *, as_json: bool) -> None:
     from rich.console import Console
 
-    from noloco_p2p.monitor.terminal import table
-
-    Console().print(table(swarm))
-
-
-async def _watch(entry: Ticket, interval_s: float, *, as_json: bool) -> None:
-    from rich.console import Console
-    from rich.live import Live
-
-    from noloco_p2p.monitor import collect
-    from noloco_p2p.monitor.terminal import plain, table
+    from noloco_p2p.monitor.collect import Watcher
+    from noloco_p2p.monitor.terminal import plain
     from noloco_p2p.swarm.reader import find_somebody, reader
 
     console = Console()
+    watcher = Watcher(entry)
     async with reader(entry) as directory:
+        if console.is_terminal and not as_json:
+            print(f"looking for live peers of the run {entry.run_name}", flush=True)
         await find_somebody(entry, directory)
-        if as_json or not console.is_terminal:
-            while True:
-                swarm = collect.summary(entry, directory)
-                print(json.dumps(swarm) if as_json else "\n".join(plain(swarm)), flush=True)
-                await asyncio.sleep(interval_s)
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                live.update(table(collect.summary(entry, directory)), refresh=True)
-                await asyncio.sleep(interval_s)
+
+        def look() -> dict[str, Any]:
+            watcher.look(directory)
+            return watcher.summary()
+
+        if console.is_terminal and not as_json:
+            await _draw(console, choice, interval_s, look)
+            return
+        while True:
+            swarm = look()
+            print(json.dumps(swarm) if as_json else "\n".join(plain(swarm, choice)), flush=True)
+            await asyncio.sleep(interval_s)
+
+
+async def _draw(console: Any, choice: Choice, interval_s: float, look: Any) -> None:
+    """A full screen, drawn anew at each look and when the window changes its size; ends with the first signal."""
+    from rich.live import Live
+
+    from noloco_p2p.monitor.terminal import headline, view
+
+    loop = asyncio.get_running_loop()
+    wake, stopped = asyncio.Event(), asyncio.Event()
+    loop.add_signal_handler(signal.SIGWINCH, wake.set)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, lambda: (stopped.set(), wake.set()))
+    swarm = look()
+    with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+        while not stopped.is_set():
+            swarm = look()
+            live.update(view(swarm, choice, width=console.width, height=console.height), refresh=True)
+            wake.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(wake.wait(), interval_s)
+    console.print(headline(swarm), markup=False, highlight=False)
+
+
+async def _serve(entry: Ticket, listen: str, history: Path | None) -> None:
+    from noloco_p2p.monitor.web import serve
+    from noloco_p2p.settings import PeerSettings, split_address
+    from noloco_p2p.swarm.reader import find_somebody, reader
+
+    try:
+        host, port = split_address(listen)
+    except ValueError as error:
+        raise SettingsError(f"--listen: {error}") from None
+    folder = PeerSettings.load().state_dir / "monitor"
+    path = history or folder / f"{entry.run_name}-{entry.spec_digest[:8]}.sqlite"
+    stop = asyncio.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    async with reader(entry) as directory:
+        print(f"looking for live peers of the run {entry.run_name}", flush=True)
+        looking = asyncio.create_task(find_somebody(entry, directory))
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({looking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if stop.is_set():
+                return
+            looking.result()
+            await serve(
+                entry,
+                directory,
+                host=host,
+                port=port,
+                history=path,
+                stop=stop,
+                say=lambda line: print(line, flush=True),
+            )
+        finally:
+            looking.cancel()
+            stopping.cancel()

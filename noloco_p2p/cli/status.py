@@ -7,6 +7,8 @@ from typing import Any
 import typer
 
 from noloco_p2p.cli.options import Json, StateDir, print_json
+from noloco_p2p.telemetry.console import count, duration, loss, mib
+from noloco_p2p.telemetry.progress import line as progress_line
 
 
 def status(state_dir: StateDir = None, as_json: Json = False) -> None:
@@ -32,13 +34,16 @@ def status(state_dir: StateDir = None, as_json: Json = False) -> None:
 
 def lines(reply: dict[str, Any]) -> list[str]:
     """The status of a training peer for people."""
-    from noloco_p2p.telemetry.console import count, loss, mib
+    from noloco_p2p.telemetry.console import mib
 
     others = "1 other live peer" if reply["live_peers"] == 1 else f"{reply['live_peers']} other live peers"
     partner = f", last with ..{reply['last_partner'][-6:]}" if reply["last_partner"] else ""
     return [
-        f"peer      {reply['peer_id']} (process {reply['pid']})",
-        f"run       {reply['run']}, {reply['state']}, {100 * reply['progress']:.1f} % of the schedule",
+        f"peer      {reply['peer_id']} (process {reply['pid']}, noloco_p2p {reply['software']})",
+        f"run       {reply['run']}, {100 * reply['progress']:.1f} % of the schedule",
+        f"state     {reply['state']} for {duration(reply['state_since_s'])}, "
+        f"running for {duration(reply['running_since_s'])}",
+        *([f"now       {progress_line(reply['doing'])}"] if reply["doing"] else []),
         f"swarm     {others}; this one is reached at {reply['address']}",
         f"rounds    {reply['rounds_here']} here: {reply['swaps']} swapped, {reply['halves']} half, "
         f"{reply['alone']} alone{partner}",
@@ -46,10 +51,51 @@ def lines(reply: dict[str, Any]) -> list[str]:
         f"training  loss {loss(reply['loss'])}, validation {loss(reply['validation_loss'])}, "
         f"{count(reply['tokens_per_s'])} tokens/s",
         f"traffic   {mib(reply['bytes_sent'])} out, {mib(reply['bytes_received'])} in",
+        *([f"swap      {swap_line(reply['swap'])}"] if reply["swap"] else []),
         f"last      {reply['last_outcome'] or 'no round yet'}",
-        f"fault     {reply['last_fault'] or 'none'}",
+        *fault_lines(reply),
+        *settings_lines(reply["settings"]),
         f"ticket    {reply['ticket']}",
     ]
+
+
+def swap_line(swap: dict[str, Any]) -> str:
+    """`early part with ..7f3a1c: 12.0 of 40.0 MiB out at 1.2 MiB/s, 11.0 MiB in at 1.1 MiB/s, 26 s left`."""
+    partner, total = f"..{swap['partner'][-6:]}", mib(swap["total_bytes"])
+    if swap["part"] == "waiting":
+        return f"early part with {partner} done ({total} each way); its late part comes after the next boundary"
+    left = "nothing moves" if swap["left_s"] is None else f"{duration(swap['left_s'])} left"
+    return (
+        f"{swap['part']} part with {partner} for {duration(swap['since_s'])}, of {total} each way: "
+        f"{mib(swap['sent_bytes'])} out at {mib(swap['sent_bytes_per_s'])}/s, "
+        f"{mib(swap['received_bytes'])} in at {mib(swap['received_bytes_per_s'])}/s, {left}"
+    )
+
+
+def fault_lines(reply: dict[str, Any]) -> list[str]:
+    """What went wrong last, when, and what to do about it."""
+    if not reply["last_fault"]:
+        return ["fault     none"]
+    return [
+        f"fault     {duration(reply['last_fault_since_s'])} ago: {reply['last_fault']}",
+        f"          what to do: {reply['last_fault_advice']}",
+    ]
+
+
+def settings_lines(settings: dict[str, dict[str, Any]]) -> list[str]:
+    """Every setting and where its value came from."""
+    rows = [(name, _shown(setting["value"]), setting["origin"]) for name, setting in sorted(settings.items())]
+    width = max(len(name) for name, _, _ in rows)
+    lines = [f"{name.ljust(width)}  {value}  ({origin})" for name, value, origin in rows]
+    return [f"{'settings' if index == 0 else '':8}  {line}" for index, line in enumerate(lines)]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value)) or "none"
+    if isinstance(value, dict):
+        return ",".join(f"{name}={bound}" for name, bound in value.items()) or "none"
+    return "none" if value in (None, "") else str(value)
 
 
 def bootstrap_lines(reply: dict[str, Any]) -> list[str]:

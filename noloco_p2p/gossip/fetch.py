@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from noloco_p2p.gossip.frames import (
 )
 from noloco_p2p.gossip.seams import Candidate, Transport
 from noloco_p2p.spec import RunSpec
+from noloco_p2p.telemetry.progress import Report, ignore
 
 log = logging.getLogger(__name__)
 
@@ -138,15 +139,18 @@ async def fetch_state(
     num_elements: int,
     num_bytes: int,
     target: Path,
-    on_progress: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
+    on_progress: Report = ignore,
 ) -> StateManifest | None:
     """Write the state of a live peer to `target`; None when no donor has one that fits.
 
     Chunks that were verified are kept when their donor dies.
 
     `num_bytes` is the size of our own state file: any other is refused before a byte is read. The manifest that is
-    returned is of the donor that gave the last chunk.
+    returned is of the donor that gave the last chunk. `on_progress` is told the verified bytes, those kept of a dead
+    donor too.
     """
+    done_bytes = 0
+    on_progress(done_bytes, num_bytes)
     missing = list(range(-(-num_bytes // STATE_CHUNK_BYTES)))
     with target.open("wb") as file:
         file.truncate(num_bytes)
@@ -161,8 +165,8 @@ async def fetch_state(
                 want = WantChunks(manifest.digest(), tuple(missing))
                 async with aclosing(transport.fetch(donor, want, timeout_s=FETCH_TIMEOUT_S)) as items:
                     async for item in items:
-                        _keep(item, manifest, missing, file.fileno())
-                        on_progress(num_bytes - len(missing) * STATE_CHUNK_BYTES, num_bytes)
+                        done_bytes += _keep(item, manifest, missing, file.fileno())
+                        on_progress(done_bytes, num_bytes)
                 if not missing:
                     os.fsync(file.fileno())
                     return manifest
@@ -179,7 +183,8 @@ async def _manifest(transport: Transport, donor: Candidate) -> StateManifest:
     raise CorruptPayload("it gave no manifest", peer=donor.peer_id)
 
 
-def _keep(item: FetchItem, manifest: StateManifest, missing: list[int], file: int) -> None:
+def _keep(item: FetchItem, manifest: StateManifest, missing: list[int], file: int) -> int:
+    """Write a chunk to its place; gives its bytes. Raises CorruptPayload."""
     if not isinstance(item, StateChunk) or not missing or item.index != missing[0]:
         raise CorruptPayload("a chunk came that was not asked for")
     start, stop = manifest.chunk_range(item.index)
@@ -187,3 +192,4 @@ def _keep(item: FetchItem, manifest: StateManifest, missing: list[int], file: in
         raise CorruptPayload(f"chunk {item.index} of the state is damaged")
     os.pwrite(file, item.payload, start)
     missing.pop(0)
+    return stop - start

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.round_length import LinkMeasure
@@ -45,6 +46,16 @@ class Half:
     reason: str
 
 
+class LonelyCause(StrEnum):
+    """Why a round had no partner, for counting. New ones go to the end: records list the counts in this order."""
+
+    NOBODY = "nobody"  # no other live peer was known
+    REFUSED = "refused"  # who was asked said no: busy, paused, too far from its boundary
+    NO_ANSWER = "no_answer"  # who was asked could not be reached, or had not answered at the boundary
+    FAILED = "failed"  # a swap began and broke before its early part was committed
+    SLOW = "slow"  # a swap was running, its early part not here at the boundary
+
+
 @dataclass(frozen=True, slots=True)
 class Alone:
     """No partner in this round; `reason` is a sentence for people.
@@ -53,7 +64,8 @@ class Alone:
     """
 
     reason: str
-    link: LinkMeasure | None = None
+    cause: LonelyCause = field(default=LonelyCause.NO_ANSWER, compare=False)
+    link: LinkMeasure | None = field(default=None, compare=False)
 
 
 Outcome = Swapped | Half | Alone

@@ -39,7 +39,16 @@ from noloco_p2p.gossip.frames import (
     SwapState,
 )
 from noloco_p2p.gossip.goodput import Goodput
-from noloco_p2p.gossip.outcome import Alone, Correction, Half, Outcome, Received, Swapped, Traffic
+from noloco_p2p.gossip.outcome import (
+    Alone,
+    Correction,
+    Half,
+    LonelyCause,
+    Outcome,
+    Received,
+    Swapped,
+    Traffic,
+)
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.pairing import Pairing
 from noloco_p2p.gossip.payload_memory import PayloadMemory
@@ -86,7 +95,8 @@ class RoundRunner:
         self.memory = PayloadMemory()
         self.corrections: deque[Correction] = deque(maxlen=2)
         self.state = "training"
-        self.last_fault = ""
+        self.last_fault = self.last_fault_advice = ""
+        self.last_fault_at_s = 0.0  # Unix time
         self._unreachable: set[str] = set()
         self._hello = hello
         self._transport = transport
@@ -103,7 +113,7 @@ class RoundRunner:
         self._staged: Staged | None = None
         self._running: Running | None = None
         self._trailing: Running | None = None  # of the last round, its late part still on the way
-        self._reason = ""
+        self._reason, self._cause = "", LonelyCause.NO_ANSWER
         self._failed_link: LinkMeasure | None = None  # of a swap of this round that did not come to its early part
         self._ledgers: OrderedDict[bytes, Ledger] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -118,6 +128,11 @@ class RoundRunner:
     def phase(self) -> Phase:
         """How far the round of now has come."""
         return self._round.phase
+
+    def swap_now(self) -> tuple[Swap, float] | None:
+        """The swap that runs, or whose late part is still on its way, and when it began (monotonic seconds)."""
+        running = self._running or self._trailing
+        return (running.swap, running.began_s) if running else None
 
     # the beats of a round, called for the main thread
 
@@ -134,7 +149,7 @@ class RoundRunner:
         self._staged = Staged()
         self._round = Round(opening.round, own_id=self._hello().peer_id, progress=opening.progress)
         self._running = None
-        self._reason = ""
+        self._reason, self._cause = "", LonelyCause.NO_ANSWER
         self._failed_link = None
         self._boundary_s = None
         self._pairing.open_round()
@@ -304,7 +319,7 @@ class RoundRunner:
             except PeerError as error:
                 told = candidate.peer_id in self._unreachable  # it stays in the directory until its record expires
                 level = logging.DEBUG if told else logging.WARNING
-                self._fault(f"offer to {_short(candidate.peer_id)} failed: {error}", level=level)
+                self._fault(f"offer to {_short(candidate.peer_id)} failed: {error}", error, level=level)
                 self._unreachable.add(candidate.peer_id)
                 self._pairing.failed(candidate.peer_id, now_s=time.monotonic())
             finally:
@@ -357,9 +372,9 @@ class RoundRunner:
     def _refused(self, peer_id: str, error: Refused) -> None:
         code = RefuseCode[error.code]
         self._pairing.refused(peer_id, code=code, retry_after_s=error.retry_after_s, now_s=time.monotonic())
-        self._reason = f"{_short(peer_id)} refused: {error}"
+        self._reason, self._cause = f"{_short(peer_id)} refused: {error}", LonelyCause.REFUSED
         if code in (RefuseCode.OTHER_VERSION, RefuseCode.OTHER_SPEC, RefuseCode.OTHER_RUN, RefuseCode.OTHER_MODEL):
-            self._fault(f"{_short(peer_id)} is not of this run: {error}")
+            self._fault(f"{_short(peer_id)} is not of this run: {error}", error)
 
     # swapping
 
@@ -432,7 +447,8 @@ class RoundRunner:
     def _swap_ended(self, round_: Round, running: Running, error: PeerError) -> None:
         kept = "early part kept" if Part.EARLY in running.swap.ledger.committed else "nothing applied"
         if round_.phase is not Phase.CLOSED or running is self._trailing:
-            self._fault(f"round {round_.index} | swap with {_short(running.swap.partner)} failed: {error} | {kept}")
+            what = f"round {round_.index} | swap with {_short(running.swap.partner)} failed: {error} | {kept}"
+            self._fault(what, error)
         if running is self._trailing:
             self._trailing = None
         if running is self._running and round_ is self._round:
@@ -448,6 +464,7 @@ class RoundRunner:
                 self._failed_link = running.link(now_s)
             round_.swap_failed()
             self._reason = f"the swap with {_short(running.swap.partner)} failed: {error}"
+            self._cause = LonelyCause.FAILED
         self._notify()
 
     async def _ask(self, partner: str, swap_id: bytes) -> SwapState:
@@ -517,10 +534,11 @@ class RoundRunner:
             partner, self._running = running.swap.partner, None
             running.broken_off(now_s, self._goodput)
             running.swap.abandon(Unreachable("the round ended before the early part was committed"))
-            return Alone(f"the swap with {_short(partner)} was not ready at the boundary", running.link(now_s))
+            reason = f"the swap with {_short(partner)} was not ready at the boundary"
+            return Alone(reason, LonelyCause.SLOW, running.link(now_s))
         if not self._directory.live():
-            return Alone("no other live peer")
-        return Alone(self._reason or "no answer to an offer yet", self._failed_link)
+            return Alone("no other live peer", LonelyCause.NOBODY)
+        return Alone(self._reason or "no answer to an offer yet", self._cause, self._failed_link)
 
     def _drop_trailing(self) -> None:
         if self._trailing:
@@ -539,8 +557,8 @@ class RoundRunner:
     def _boundary(self, round_: Round) -> Boundary:
         return self._pace.boundary(round_index=round_.index, progress=round_.progress, now_s=time.monotonic())
 
-    def _fault(self, text: str, *, level: int = logging.WARNING) -> None:
-        self.last_fault = text
+    def _fault(self, text: str, error: PeerError, *, level: int = logging.WARNING) -> None:
+        self.last_fault, self.last_fault_advice, self.last_fault_at_s = text, error.advice, time.time()
         log.log(level, text)
 
     def _notify(self) -> None:

@@ -17,11 +17,14 @@ class PeerService:
         self._runner = runner
         self._states = states
         self._status = status
+        self.was_reached = False  # another peer of the run has called
 
     def admit(self, hello: Hello) -> None:
         self._runner.admit(hello)
+        self.was_reached = True
 
     async def on_swap(self, stream: FrameStream) -> None:
+        self.was_reached = True
         await self._runner.on_swap(stream)
 
     async def on_status(self, swap_id: bytes) -> PeerStatus:

@@ -1,16 +1,97 @@
-"""The swarm from outside: what the DHT tells about every peer of a run, and nothing else."""
+"""The swarm from outside: what the DHT tells about every peer of a run, and nothing else.
+
+`Watcher` keeps what it has heard; `summary` is the JSON that docs/monitoring.md describes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from typing import Any
 
+from noloco_p2p.gossip.outcome import LonelyCause
+from noloco_p2p.monitor.notices import notices
+from noloco_p2p.monitor.roster import Health, Member, Roster, lonely
+from noloco_p2p.monitor.spread import Spread, measure
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.reader import find_somebody, reader
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.ticket import Ticket
 
+SUMMARY_VERSION = 1
 SETTLE_S = 2.0  # after the first record: the others come with the same read, or the next
+
+
+class Watcher:
+    """One run, seen again and again: `look` takes in what the directory has by now."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self.roster = Roster()
+        self.spread: Spread | None = None
+        self.directory_age_s = 0.0
+        self.now_s = time.time()
+
+    def look(self, directory: SwarmDirectory) -> None:
+        self.take(directory.records(), directory_age_s=directory.read_age_s(), now_s=time.time())
+
+    def take(self, records: list[tuple[PeerRecord, float]], *, directory_age_s: float, now_s: float) -> None:
+        self.now_s, self.directory_age_s = now_s, directory_age_s
+        self.roster.take(records, now_s=now_s)
+        self.spread = measure([member.record for member in self.living()])
+
+    def living(self) -> list[Member]:
+        """Members that are alive or silent."""
+        members = self.roster.members.values()
+        return [member for member in members if member.health(self.now_s) in (Health.ALIVE, Health.SILENT)]
+
+    def summary(self) -> dict[str, Any]:
+        """All that is known as JSON values, the peers in the order of their ids."""
+        members = sorted(self.roster.members.items())
+        told = notices(self.roster, spread=self.spread, directory_age_s=self.directory_age_s, now_s=self.now_s)
+        return {
+            "version": SUMMARY_VERSION,
+            "run": self.ticket.run_name,
+            "spec_digest": self.ticket.spec_digest,
+            "time_s": round(self.now_s, 3),
+            "directory_age_s": round(self.directory_age_s, 1),
+            "totals": self.totals(),
+            "notices": [{"level": notice.level, "text": notice.text} for notice in told],
+            "peers": [self.describe(member) for _, member in members],
+        }
+
+    def totals(self) -> dict[str, Any]:
+        """Of the whole swarm. Speed, loss and progress are of living peers that train; counts are of all."""
+        health = Counter(member.health(self.now_s) for member in self.roster.members.values())
+        records = [member.record for member in self.roster.members.values()]
+        living = [member.record for member in self.living()]
+        training = [record for record in living if record.state == "training"]
+        losses = sorted(record.loss for record in living if record.loss is not None)
+        return {
+            **{str(kind): health[kind] for kind in Health},
+            "tokens_per_s": sum(record.tokens_per_s for record in training),
+            "progress": max((record.progress for record in living), default=None),
+            "round": max((record.round for record in living), default=None),
+            "loss": sum(losses) / len(losses) if losses else None,
+            "loss_lowest": losses[0] if losses else None,
+            "loss_highest": losses[-1] if losses else None,
+            "spread": self.spread.of_all if self.spread else None,
+            "spread_peers": self.spread.num_peers if self.spread else 0,
+            **{
+                name: sum(getattr(record, name) for record in records)
+                for name in ("swaps", "halves", "alone", "late", "bytes_sent", "bytes_received")
+            },
+            "alone_by_cause": {
+                str(cause): sum(lonely(record, index) for record in records) for index, cause in enumerate(LonelyCause)
+            },
+            "lately": self.roster.lately(),
+        }
+
+    def describe(self, member: Member) -> dict[str, Any]:
+        distance = self.spread.of_each.get(member.record.peer_id) if self.spread else None
+        health = member.health(self.now_s)
+        return {**describe(member.record, member.age_s(self.now_s)), "health": str(health), "distance": distance}
 
 
 async def snapshot(ticket: Ticket) -> dict[str, Any]:
@@ -18,31 +99,28 @@ async def snapshot(ticket: Ticket) -> dict[str, Any]:
     async with reader(ticket) as directory:
         await find_somebody(ticket, directory)
         await asyncio.sleep(SETTLE_S)
-        return summary(ticket, directory)
-
-
-def summary(ticket: Ticket, directory: SwarmDirectory) -> dict[str, Any]:
-    """All records as JSON values, the peers in a fixed order."""
-    peers = [describe(record, age_s) for record, age_s in directory.records()]
-    return {
-        "run": ticket.run_name,
-        "spec_digest": ticket.spec_digest,
-        "peers": sorted(peers, key=lambda peer: peer["peer_id"]),
-    }
+        watcher = Watcher(ticket)
+        watcher.look(directory)
+        return watcher.summary()
 
 
 def describe(record: PeerRecord, age_s: float) -> dict[str, Any]:
-    """One peer; `age_s` is how long ago it said so."""
+    """One peer in its own words; `age_s` is how long ago it said so."""
     return {
         "peer_id": record.peer_id,
         "state": record.state,
         "round": record.round,
         "progress": record.progress,
         "swaps": record.swaps,
+        "halves": record.halves,
         "alone": record.alone,
+        "alone_by_cause": {str(cause): lonely(record, index) for index, cause in enumerate(LonelyCause)},
+        "late": record.late,
         "loss": record.loss,
+        "validation_loss": record.validation_loss,
         "tokens_per_s": record.tokens_per_s,
         "inner_steps_per_s": record.inner_steps_per_s,
+        "blocked_s": record.blocked_s,
         "last_partner": record.last_partner,
         "bytes_sent": record.bytes_sent,
         "bytes_received": record.bytes_received,

@@ -1,61 +1,187 @@
-"""The swarm as a table: drawn by rich on a terminal, plain lines elsewhere."""
+"""The swarm as a page of text: drawn by rich on a terminal of any size, plain lines elsewhere."""
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.monitor.roster import Health
+from noloco_p2p.telemetry.console import count, duration, loss, mib
 
-from noloco_p2p.telemetry.console import count, loss, mib
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
 
-COLUMNS = ("peer", "state", "round", "swaps", "alone", "loss", "tokens/s", "last with", "out", "in", "reach", "age")
-
-
-def rows(swarm: dict[str, Any]) -> list[tuple[str, ...]]:
-    return [
-        (
-            f"..{peer['peer_id'][-6:]}",
-            peer["state"],
-            str(peer["round"]),
-            str(peer["swaps"]),
-            str(peer["alone"]),
-            loss(peer["loss"]),
-            count(peer["tokens_per_s"]),
-            f"..{peer['last_partner'][-6:]}" if peer["last_partner"] else "-",
-            mib(peer["bytes_sent"]),
-            mib(peer["bytes_received"]),
-            peer["reachability"],
-            f"{peer['age_s']:.0f} s",
-        )
-        for peer in swarm["peers"]
-    ]
+Peer = dict[str, Any]
+STYLES = {"alive": "", "silent": "yellow", "leaving": "cyan", "left": "dim", "gone": "dim"}
+LEVELS = {"bad": "bold red", "warn": "yellow", "info": "dim"}
+MAX_NOTICES = 4
+GAP = 2  # between two columns
 
 
-def title(swarm: dict[str, Any]) -> str:
-    """`run tiny: 3 training, 1 leaving | 12.3k tokens/s`."""
-    states = Counter(peer["state"] for peer in swarm["peers"])
-    counts = ", ".join(f"{number} {state}" for state, number in sorted(states.items(), key=_training_first))
-    speed = sum(peer["tokens_per_s"] for peer in swarm["peers"] if peer["state"] == "training")
-    return f"run {swarm['run']}: {counts or 'no peer heard of'} | {count(speed)} tokens/s"
+@dataclass(frozen=True, slots=True)
+class Column:
+    """`show` is the cell, `key` sorts (None comes last); on a narrow terminal columns go, the highest `rank` first."""
+
+    name: str
+    rank: int
+    show: Callable[[Peer], str]
+    key: Callable[[Peer], Any]
+    is_text: bool = False
 
 
-def _training_first(item: tuple[str, int]) -> tuple[bool, str]:
-    return item[0] != "training", item[0]
+def _short(peer_id: str) -> str:
+    return f"..{peer_id[-6:]}" if peer_id else "-"
 
 
-def table(swarm: dict[str, Any]) -> Table:
-    drawn = Table(title=title(swarm), title_justify="left", box=None, pad_edge=False)
-    for column in COLUMNS:
-        drawn.add_column(column, justify="left" if column in ("peer", "state", "last with", "reach") else "right")
-    for row in rows(swarm):
-        drawn.add_row(*row)
+def _why(peer: Peer) -> str:
+    causes = {cause: number for cause, number in peer["alone_by_cause"].items() if number}
+    return " ".join(f"{cause}:{number}" for cause, number in sorted(causes.items(), key=lambda item: -item[1])) or "-"
+
+
+def state_of(peer: Peer) -> str:
+    """What it said of itself while it is alive, else what became of it."""
+    return peer["state"] if peer["health"] == Health.ALIVE else peer["health"]
+
+
+def _state_key(peer: Peer) -> tuple[int, str, str]:
+    return list(Health).index(Health(peer["health"])), peer["state"], peer["peer_id"]
+
+
+COLUMNS = (
+    Column("peer", 0, lambda p: _short(p["peer_id"]), lambda p: p["peer_id"], is_text=True),
+    Column("state", 0, state_of, _state_key, is_text=True),
+    Column("round", 1, lambda p: str(p["round"]), lambda p: p["round"]),
+    Column("loss", 1, lambda p: loss(p["loss"]), lambda p: p["loss"]),
+    Column("val", 9, lambda p: loss(p["validation_loss"]), lambda p: p["validation_loss"]),
+    Column("tokens/s", 2, lambda p: count(p["tokens_per_s"]), lambda p: p["tokens_per_s"]),
+    Column("last with", 3, lambda p: _short(p["last_partner"]), lambda p: p["last_partner"], is_text=True),
+    Column("swaps", 4, lambda p: str(p["swaps"]), lambda p: p["swaps"]),
+    Column("alone", 4, lambda p: str(p["alone"]), lambda p: p["alone"]),
+    Column("out", 6, lambda p: mib(p["bytes_sent"]), lambda p: p["bytes_sent"]),
+    Column("in", 6, lambda p: mib(p["bytes_received"]), lambda p: p["bytes_received"]),
+    Column("apart", 7, lambda p: percent(p["distance"]), lambda p: p["distance"]),
+    Column("reach", 8, lambda p: p["reachability"], lambda p: p["reachability"], is_text=True),
+    Column("version", 10, lambda p: p["software"], lambda p: p["software"], is_text=True),
+    Column("heard", 0, lambda p: f"{duration(p['age_s'])} ago", lambda p: p["age_s"]),
+    Column("alone as", 11, _why, lambda p: p["alone"], is_text=True),
+)
+BY_NAME = {column.name: column for column in COLUMNS}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to show: sorted by a column, only peers with `words` in their id, state, partner, reach or version."""
+
+    sort: str = "state"
+    words: str = ""
+    descending: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sort not in BY_NAME:
+            raise SettingsError(f"--sort {self.sort!r} must be one of: {', '.join(BY_NAME)}")
+
+    def of(self, peers: Sequence[Peer]) -> list[Peer]:
+        key, words = BY_NAME[self.sort].key, self.words.lower()
+        chosen = [peer for peer in peers if not words or any(words in text.lower() for text in _texts(peer))]
+        known = [peer for peer in chosen if key(peer) is not None]
+        known.sort(key=key, reverse=self.descending)
+        return known + [peer for peer in chosen if key(peer) is None]
+
+
+def _texts(peer: Peer) -> tuple[str, ...]:
+    return (
+        *(peer["peer_id"], state_of(peer), peer["state"], peer["last_partner"]),
+        *(peer["reachability"], peer["software"]),
+    )
+
+
+def percent(share: float | None) -> str:
+    """0.0039 -> '0.39 %'; what is below the noise of the sketches is told so."""
+    if share is None:
+        return "-"
+    return "<0.01 %" if share < 1e-4 else f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
+
+
+def headline(swarm: dict[str, Any]) -> str:
+    """`run tiny: 3 alive, 1 gone | 12.3k tokens/s | loss 1.498 | spread 0.39 % | 34 % done`."""
+    totals = swarm["totals"]
+    counts = ", ".join(f"{totals[kind]} {kind}" for kind in Health if totals[kind]) or "no peer heard of"
+    parts = [f"run {swarm['run']}: {counts}", f"{count(totals['tokens_per_s'])} tokens/s"]
+    if totals["loss"] is not None:
+        parts.append(f"loss {loss(totals['loss'])}")
+    if totals["spread"] is not None:
+        parts.append(f"spread {percent(totals['spread'])}")
+    if totals["progress"] is not None:
+        parts.append(f"{100 * totals['progress']:.0f} % done")
+    return " | ".join(parts)
+
+
+def rounds_line(swarm: dict[str, Any]) -> str:
+    """`rounds: 120 swapped, 3 half, 5 alone (4 refused, 1 slow) | 1.2 GiB out, 1.2 GiB in`."""
+    totals = swarm["totals"]
+    causes = [f"{number} {cause.replace('_', ' ')}" for cause, number in totals["alone_by_cause"].items() if number]
+    why = f" ({', '.join(causes)})" if causes else ""
+    return (
+        f"rounds: {totals['swaps']} swapped, {totals['halves']} half, {totals['alone']} alone{why} | "
+        f"{mib(totals['bytes_sent'])} out, {mib(totals['bytes_received'])} in"
+    )
+
+
+def view(swarm: dict[str, Any], choice: Choice, *, width: int, height: int) -> Group:
+    """A page that fits `width` x `height`: headline, notices, as many peers as there is room for."""
+    from rich.console import Group
+    from rich.text import Text
+
+    peers = choice.of(swarm["peers"])
+    lines: list[Text] = [Text(headline(swarm), style="bold"), Text(rounds_line(swarm), style="dim")]
+    told = swarm["notices"][:MAX_NOTICES] or [{"level": "info", "text": "All is well."}]
+    lines += [Text(notice["text"], style=LEVELS[notice["level"]]) for notice in told]
+    more = "and {} more: --filter, --sort, or a larger window"
+    used = sum(len(textwrap.wrap(line.plain, width)) for line in [*lines, Text(more)])
+    room = max(1, height - used - 3)  # blank, header, and the line that a terminal keeps for the cursor
+    shown = peers[:room]
+    parts: list[Any] = [*lines, Text(""), table(shown, width=width, sort=choice.sort)]
+    if len(shown) < len(peers):
+        parts.append(Text(more.format(len(peers) - len(shown)), style="dim"))
+    elif choice.words:
+        parts.append(Text(f"{len(shown)} of {len(swarm['peers'])} peers match {choice.words!r}", style="dim"))
+    return Group(*parts)
+
+
+def table(peers: Sequence[Peer], *, width: int, sort: str = "state") -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    columns, cells = fitting(peers, width=width)
+    drawn = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+    for column in columns:
+        name = Text(column.name, style="underline" if column.name == sort else "")
+        drawn.add_column(name, justify="left" if column.is_text else "right", no_wrap=True, overflow="ellipsis")
+    for peer, row in zip(peers, cells, strict=True):
+        drawn.add_row(*(Text(cell) for cell in row), style=STYLES[peer["health"]])
     return drawn
 
 
-def plain(swarm: dict[str, Any]) -> list[str]:
-    """One line a peer, columns aligned: for logs and pipes."""
-    cells = [COLUMNS, *rows(swarm)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(COLUMNS))]
+def fitting(peers: Sequence[Peer], *, width: int | None) -> tuple[list[Column], list[tuple[str, ...]]]:
+    """The columns that fit, in their order, and the rows; `width` None = all."""
+    shown = {column.name: [column.show(peer) for peer in peers] for column in COLUMNS}
+    widths = {name: max(map(len, [name, *cells])) for name, cells in shown.items()}
+    columns = list(COLUMNS)
+    while width is not None and len(columns) > 1 and sum(widths[c.name] + GAP for c in columns) - GAP > width:
+        columns.remove(max(columns, key=lambda column: column.rank))
+    return columns, list(zip(*(shown[column.name] for column in columns), strict=True))
+
+
+def plain(swarm: dict[str, Any], choice: Choice | None = None) -> list[str]:
+    """Headline, notices, and one line a peer with aligned columns: for logs and pipes."""
+    peers = (choice or Choice()).of(swarm["peers"])
+    columns, rows = fitting(peers, width=None)
+    cells = [tuple(column.name for column in columns), *rows]
+    widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return [title(swarm), *lines]
+    return [headline(swarm), rounds_line(swarm), *(notice["text"] for notice in swarm["notices"]), *lines]

@@ -19,6 +19,7 @@ from noloco_p2p.gossip.frames import Offer
 from noloco_p2p.gossip.seams import Service
 from noloco_p2p.net import convert, options
 from noloco_p2p.net.lanes import MAX_LANES, Lane, LaneStream, call_cancelled
+from noloco_p2p.net.probe import Prober
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
@@ -146,9 +147,12 @@ def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
     status = grpc.unary_unary_rpc_method_handler(
         servicer.Status, pb.StatusRequest.FromString, pb.StatusReply.SerializeToString
     )
+    probe = grpc.unary_unary_rpc_method_handler(
+        servicer.Probe, pb.ProbeRequest.FromString, pb.ProbeReply.SerializeToString
+    )
     swap = grpc.stream_stream_rpc_method_handler(servicer.Swap)
     lane = grpc.stream_stream_rpc_method_handler(servicer.Lane)
-    methods = {"Swap": swap, "Lane": lane, "Fetch": fetch, "Status": status}
+    methods = {"Swap": swap, "Lane": lane, "Fetch": fetch, "Status": status, "Probe": probe}
     return grpc.method_handlers_generic_handler(SERVICE, methods)
 
 
@@ -156,6 +160,7 @@ class _Servicer:
     def __init__(self, service: Service, limits: Limits) -> None:
         self._service = service
         self._limits = limits
+        self._prober = Prober()
         self._swaps: set[asyncio.Task[None]] = set()
         self._joinable: dict[bytes, ServerStream] = {}  # by swap id
 
@@ -227,6 +232,14 @@ class _Servicer:
             return convert.status_to_wire(await self._service.on_status(request.swap_id[:64]))
         except PeerError as error:
             return pb.StatusReply(refuse=_refuse(error))
+
+    async def Probe(self, request: pb.ProbeRequest, context: Any) -> pb.ProbeReply:  # noqa: N802
+        caller: str = context.peer()
+        try:
+            self._service.admit(convert.hello_from_wire(request.hello))
+            return await self._prober.probe(request, caller)
+        except PeerError as error:
+            return pb.ProbeReply(refuse=_refuse(error))
 
     def _own(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)

@@ -75,7 +75,7 @@ class SwarmDirectory:
         self._timing = timing
         self._plan = DialPlan(identity.peer_id, _by_peer(bootstraps), longest_pause_s=timing.dial_s)
         self._view = View(identity.peer_id)
-        self._started_at_s = time.monotonic()
+        self._started_at_s = self._read_at_s = time.monotonic()
         self._sequence = 0
         self._expires_at_s = 0.0
         self._announcing = asyncio.Lock()
@@ -143,6 +143,10 @@ class SwarmDirectory:
         """(record, age in seconds) of the run's peers, leaving ones too, without this one. Never waits."""
         return self._view.records(now_s=time.monotonic())
 
+    def read_age_s(self) -> float:
+        """Seconds since the directory last answered; since the start when it never did."""
+        return time.monotonic() - self._read_at_s
+
     def multiaddrs(self) -> list[str]:
         """Where this node can be dialled, the announced host first; each ends in /p2p/PEER_ID."""
         return self._node.multiaddrs()
@@ -172,6 +176,8 @@ class SwarmDirectory:
         if self._spec_digest is None:
             return
         entries = await self._node.get(bucket_key(self._spec_digest))
+        if entries or self._node.neighbours():  # with nobody to ask, nothing was found
+            self._read_at_s = time.monotonic()
         news = self._view.merge(self._readable(entries), now_s=time.monotonic(), dht_now_s=time.time())
         for record in news:
             self._address_book.remember(record.peer_id, record.multiaddrs)

@@ -24,6 +24,7 @@ TTL_S = 60.0
 MAX_RECORD_BYTES = 1024
 MAX_TEXT_CHARS = 320  # a host name of 253, and a peer id after it
 MAX_ADDRESSES = 4  # of each kind
+MAX_CAUSES = 16  # of lonely rounds; a newer peer may know more than this one
 SIGNATURE_BYTES = 64
 DOMAIN = b"noloco_p2p record 1\x00"
 STATES = frozenset({"training", "paused", "leaving", "done"})
@@ -58,6 +59,13 @@ class PeerRecord:
     bytes_sent: int = 0
     bytes_received: int = 0
     software: str = __version__
+    halves: int = 0
+    late: int = 0
+    lonely: tuple[int, ...] = ()  # rounds alone by cause, in the order of `gossip.outcome.LonelyCause`
+    validation_loss: float | None = None
+    blocked_s: float = 0.0
+    sketch: str = ""  # of the slow weights at the opening of a round, `codec.sketch`
+    norm: float | None = None  # Euclidean, of the same slow weights
 
 
 KEYS = {
@@ -77,6 +85,10 @@ KEYS = {
     "bytes_sent": "out",
     "bytes_received": "in",
     "software": "sw",
+    "halves": "half",
+    "lonely": "why",
+    "validation_loss": "val",
+    "blocked_s": "wait",
 }
 
 
@@ -97,6 +109,8 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
             record = replace(record, multiaddrs=record.multiaddrs[:-1])
         elif len(record.addresses) > 1:
             record = replace(record, addresses=record.addresses[:-1])
+        elif record.sketch:
+            record = replace(record, sketch="", norm=None)  # to be reached is worth more than to be measured
         else:
             raise RecordError(
                 f"the record has {len(body)} bytes, over {MAX_RECORD_BYTES - SIGNATURE_BYTES}: shorten the host names"
@@ -111,6 +125,7 @@ def decode_record(data: bytes) -> PeerRecord:
     known = {f.name: values[KEYS.get(f.name, f.name)] for f in fields(PeerRecord) if KEYS.get(f.name, f.name) in values}
     for name in ("addresses", "multiaddrs"):
         known[name] = _texts(name, known.get(name, []))
+    known["lonely"] = _counts("lonely", known.get("lonely", []))
     try:
         record = PeerRecord(**known)
     except TypeError:
@@ -143,7 +158,10 @@ def open_envelope(data: bytes) -> dict[str, Any]:
 
 
 def _pack(record: PeerRecord) -> bytes:
-    values = {KEYS.get(f.name, f.name): getattr(record, f.name) for f in fields(record)}
+    named = {f: getattr(record, f.name) for f in fields(record)}
+    # What is empty and would be read as empty stays out: addresses and a sketch need the room.
+    values = {KEYS.get(f.name, f.name): value for f, value in named.items() if value or value != f.default}
+    values["exp"] = record.expires_at_s
     suffix = f"/p2p/{record.peer_id}"  # the same for all of them, and 57 bytes each
     values["p2p"] = [address.removesuffix(suffix) for address in record.multiaddrs]
     return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
@@ -177,6 +195,12 @@ def _count(name: str, value: object) -> int:
     return value
 
 
+def _counts(name: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_CAUSES:
+        raise RecordError(f"{name} in a record is not a short list")
+    return tuple(_count(name, item) for item in value)
+
+
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RecordError(f"{name} in a record is not a number")
@@ -196,6 +220,7 @@ def _refuse_constant(name: str) -> float:
 _CHECKS: dict[str, Callable[[str, object], object]] = {
     "str": _text,
     "tuple[str, ...]": _texts,
+    "tuple[int, ...]": _counts,
     "int": _count,
     "float": _number,
     "float | None": _maybe_number,

@@ -22,6 +22,18 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def duration(seconds: float) -> str:
+    """8.4 -> '8 s', 95 -> '1 min 35 s', 7_300 -> '2 h 1 min', 400_000 -> '4 d 15 h'."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86_400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
+
+
 def loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 

@@ -25,6 +25,8 @@ from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTran
 if TYPE_CHECKING:
     from typing import Self
 
+    from torch import Tensor
+
 
 class MemorySwarm:
     """A network thread with a MemoryNetwork; `peer(...)` adds a peer to it. Use as a context manager."""
@@ -178,3 +180,6 @@ class MemoryPeer:
 
     def serve_state(self, saved: SavedState) -> None:
         self.states.saved = saved
+
+    def sketch(self, slow_weights: Tensor) -> None:
+        """Nobody reads records in memory."""

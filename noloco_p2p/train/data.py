@@ -18,6 +18,7 @@ from torch import Tensor
 
 from noloco_p2p.errors import DataError
 from noloco_p2p.spec import DataSpec
+from noloco_p2p.telemetry.progress import Progress, Report, ignore
 from noloco_p2p.train.corpus import Document, Reader, is_held_out, permutation
 from noloco_p2p.train.sources import has_own_validation, open_source, open_validation
 
@@ -48,8 +49,10 @@ class TokenStream:
         bindings: Mapping[str, str],
         peer_id: str,
         batch_size: int,
+        progress: Progress | None = None,
     ) -> None:
         self._data = data
+        self._progress = progress or Progress()
         self._peer_id = peer_id
         self._batch_size = batch_size
         self._encode = make_encoder(data, tokenizer)
@@ -114,11 +117,12 @@ class TokenStream:
         place = self._reader.place
         self._start = {"epoch": self._epoch, "place": place, "carry": self._carry.tolist(), "block": self._block}
         order = f"{self._peer_id}/{self._epoch}/{self._block}"
-        sequences, self._carry = cut(self._read_tokens(), self._data.sequence_length)
+        with self._progress.task("reading data", unit="tokens") as report:
+            sequences, self._carry = cut(self._read_tokens(report), self._data.sequence_length)
         self._block += 1
         return sequences[permutation(order, len(sequences))]
 
-    def _read_tokens(self) -> list[np.ndarray]:
+    def _read_tokens(self, report: Report = ignore) -> list[np.ndarray]:
         """Documents until the block is full or the epoch ends, but for one sequence at least."""
         arrays, num_tokens = [self._carry], len(self._carry)
         num_before_epoch = -1  # -1: the epoch began in an earlier block, it may have nothing left
@@ -129,6 +133,7 @@ class TokenStream:
                     continue
                 arrays.append(self._encode(document))
                 num_tokens += len(arrays[-1])
+                report(min(num_tokens, BLOCK_TOKENS), BLOCK_TOKENS)
                 continue
             if num_tokens == num_before_epoch:
                 raise DataError(f"data source {self._data.source!r} holds no document to train on")
@@ -151,6 +156,7 @@ def validation_batches(
     bindings: Mapping[str, str],
     num_sequences: int,
     batch_size: int,
+    progress: Progress | None = None,
 ) -> list[Tensor]:
     """Held-out sequences, (batch_size or fewer, sequence_length) each: the same ones for every peer with the same data.
 
@@ -162,12 +168,14 @@ def validation_batches(
     wanted_tokens = VALIDATION_POOL * num_sequences * data.sequence_length
     arrays: list[np.ndarray] = []
     num_tokens = 0
-    for document in source.read():
-        if all_held_out or is_held_out(document, data.holdout):
-            arrays.append(encode(document))
-            num_tokens += len(arrays[-1])
-        if num_tokens >= wanted_tokens:
-            break
+    with (progress or Progress()).task("reading held-out data", unit="tokens") as report:
+        for document in source.read():
+            if all_held_out or is_held_out(document, data.holdout):
+                arrays.append(encode(document))
+                num_tokens += len(arrays[-1])
+                report(min(num_tokens, wanted_tokens), wanted_tokens)
+            if num_tokens >= wanted_tokens:
+                break
     if num_tokens < data.sequence_length:
         raise DataError(
             f"only {num_tokens} held-out tokens in data source {data.source!r}, and one sequence needs "

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from noloco_p2p.telemetry.progress import Progress
 
-def evaluate_loss(model: nn.Module, batches: Sequence[Tensor]) -> float:
+
+def evaluate_loss(model: nn.Module, batches: Sequence[Tensor], *, progress: Progress | None = None) -> float:
     """Mean cross-entropy in nats per predicted token over `batches` of token ids, (batch, sequence) each.
 
     Each token counts once, whatever the size of its batch; the first token of a sequence is not predicted. Draws no
@@ -21,13 +23,17 @@ def evaluate_loss(model: nn.Module, batches: Sequence[Tensor]) -> float:
     device = next(model.parameters()).device
     num_predicted = 0
     losses: list[Tensor] = []
-    with evaluating(model), torch.no_grad():
-        for batch in batches:
+    task = (progress or Progress()).task("evaluating", unit="batches")
+    with evaluating(model), torch.no_grad(), task as report:
+        for index, batch in enumerate(batches):
+            report(index, len(batches))
             logits = model(input_ids=batch.to(device)).logits[:, :-1]
             targets = batch[:, 1:].to(device)
             losses.append(cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"))
             num_predicted += targets.numel()
-    return sum(torch.stack(losses).tolist()) / num_predicted
+        total = sum(torch.stack(losses).tolist())
+        report(len(batches), len(batches))
+    return total / num_predicted
 
 
 def perplexity(loss: float) -> float:

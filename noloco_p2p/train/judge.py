@@ -12,6 +12,7 @@ from torch import Tensor
 
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.spec import RunSpec
+from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.train.data import validation_batches
 from noloco_p2p.train.evaluate import evaluate_loss
 from noloco_p2p.train.flat import FlatParameters
@@ -29,14 +30,22 @@ class Verdict:
     spread: float  # root mean square distance of a replica from the mean, as a share of the norm of the mean
 
 
-def judge(spec: RunSpec, folders: Sequence[Path], *, bindings: dict[str, str] | None = None) -> Verdict:
+def judge(
+    spec: RunSpec,
+    folders: Sequence[Path],
+    *,
+    bindings: dict[str, str] | None = None,
+    progress: Progress | None = None,
+) -> Verdict:
     """`folders`: the checkpoint folder of each peer. Raises CheckpointError when none holds a checkpoint."""
     replicas = []
-    for folder in folders:
-        try:
-            replicas.append(from_checkpoint(folder).slow_weights)
-        except CheckpointError:
-            continue  # a peer that was killed before its first checkpoint
+    with (progress or Progress()).task("merging", unit="checkpoints") as report:
+        for index, folder in enumerate(folders):
+            report(index, len(folders))
+            try:
+                replicas.append(from_checkpoint(folder).slow_weights)
+            except CheckpointError:
+                continue  # a peer that was killed before its first checkpoint
     if not replicas:
         raise CheckpointError("no peer has written a checkpoint")
     mean = torch.stack(replicas).mean(0)
@@ -48,8 +57,9 @@ def judge(spec: RunSpec, folders: Sequence[Path], *, bindings: dict[str, str] | 
         bindings=bindings or {},
         num_sequences=spec.evaluate.num_sequences,
         batch_size=spec.train.batch_size,
+        progress=progress,
     )
-    return Verdict(model, evaluate_loss(model, batches), spread(replicas, mean))
+    return Verdict(model, evaluate_loss(model, batches, progress=progress), spread(replicas, mean))
 
 
 def spread(replicas: Sequence[Tensor], mean: Tensor) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -53,6 +54,7 @@ class Trainer:
             bindings=settings.data,
             peer_id=peer.peer_id,
             batch_size=spec.train.batch_size,
+            progress=peer.progress,
         )
         self.validation = validation_batches(
             spec.data,
@@ -60,10 +62,13 @@ class Trainer:
             bindings=settings.data,
             num_sequences=spec.evaluate.num_sequences,
             batch_size=spec.train.batch_size,
+            progress=peer.progress,
         )
-        self.model = build_model(spec.model, sequence_length=spec.data.sequence_length)
+        with peer.progress.task("building the model"):
+            self.model = build_model(spec.model, sequence_length=spec.data.sequence_length)
         check_vocabulary(self.model, tokenizer)
         self.events = EventLog(peer.run_folder / "events.jsonl")
+        peer.tell_long_swaps(lambda swap: self.events.write("swap", **asdict(swap)))
         self.checkpoints = Checkpoints(peer.run_folder / "checkpoints")
         newest = self.checkpoints.newest()
         has_start = newest is None and load_start(self.model, spec.model.start, state_dir=settings.state_dir)
@@ -163,7 +168,7 @@ class Trainer:
     def _evaluate(self) -> None:
         """Perplexity on the held-out sequences, the same for every peer."""
         metrics = self.peer.metrics
-        loss = metrics.validation_loss = evaluate_loss(self.model, self.validation)
+        loss = metrics.validation_loss = evaluate_loss(self.model, self.validation, progress=self.peer.progress)
         self.events.write("evaluated", step=metrics.step, round=metrics.round, validation_loss=loss)
         self.say(f"round {metrics.round} | validation loss {show_loss(loss)}, perplexity {perplexity(loss):.4g}")
 
@@ -179,7 +184,8 @@ class Trainer:
         }
         files = {"optimizer": flatten_optimizer(self.optimizer, self.trainable)}
         try:
-            folder = self.outer.save(self.checkpoints, files=files, meta=meta)
+            with self.peer.progress.task("writing a checkpoint"):
+                folder = self.outer.save(self.checkpoints, files=files, meta=meta)
         except CheckpointError as error:
             log.error("%s", error)
             return None

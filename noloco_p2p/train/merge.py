@@ -18,6 +18,7 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.reader import find_somebody, reader
+from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.train.flat import FlatParameters
@@ -64,42 +65,51 @@ def from_checkpoint(folder: Path) -> TakenState:
     return TakenState(spec, model, checkpoint.load("outer")["slow_weights"], 1)
 
 
-async def from_swarm(ticket: Ticket, *, sample: int | None) -> TakenState:
+async def from_swarm(ticket: Ticket, *, sample: int | None, progress: Progress | None = None) -> TakenState:
     """The mean over all live peers, or over `sample` of them drawn at random. Holds two fp32 vectors: sum and one peer.
 
     Raises Unreachable when nobody gives a state.
     """
+    progress = progress or Progress()
     async with reader(ticket) as directory:
-        await find_somebody(ticket, directory)
+        with progress.task("looking for live peers"):
+            await find_somebody(ticket, directory)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
         transport = GrpcTransport(lambda: hello)
         peers = list(directory.live())
         spec = await fetch_spec(transport, peers, expected_digest=ticket.spec_digest)
         model = build_model(spec.model, sequence_length=spec.data.sequence_length)
         random.shuffle(peers)
-        total, taken = None, 0
-        for peer in peers:
-            if taken == sample:
-                break
-            state = await _one(transport, peer, FlatParameters(model))
-            if state is None:
-                continue
-            total, taken = state if total is None else total.add_(state), taken + 1
+        total, taken, wanted = None, 0, min(sample or len(peers), len(peers))
+        with progress.task("merging", unit="peers") as report:
+            for peer in peers:
+                report(taken, wanted)
+                if taken == wanted:
+                    break
+                state = await _one(transport, peer, FlatParameters(model), progress)
+                if state is None:
+                    continue
+                total, taken = state if total is None else total.add_(state), taken + 1
+            report(taken, wanted)
     if total is None:
         raise Unreachable(f"none of {len(peers)} live peers of {ticket.run_name} gave its state; try again in a minute")
     return TakenState(spec, model, total.div_(taken), taken)
 
 
-async def _one(transport: GrpcTransport, peer: Candidate, parameters: FlatParameters) -> Tensor | None:
+async def _one(
+    transport: GrpcTransport, peer: Candidate, parameters: FlatParameters, progress: Progress
+) -> Tensor | None:
     """The slow weights of one peer; None when it has no saved state or vanishes."""
     with tempfile.TemporaryDirectory(prefix="noloco-merge-") as folder:
         target = Path(folder) / "state.safetensors"
-        manifest = await fetch_state(
-            transport,
-            [peer],
-            layout=parameters.layout(),
-            num_elements=parameters.num_elements,
-            num_bytes=state_file_bytes(parameters.num_elements),
-            target=target,
-        )
+        with progress.task(f"fetching the state of ..{peer.peer_id[-6:]}", unit="bytes") as report:
+            manifest = await fetch_state(
+                transport,
+                [peer],
+                layout=parameters.layout(),
+                num_elements=parameters.num_elements,
+                num_bytes=state_file_bytes(parameters.num_elements),
+                target=target,
+                on_progress=report,
+            )
         return load_file(target)["slow_weights"] if manifest else None

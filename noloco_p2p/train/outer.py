@@ -62,6 +62,10 @@ class Swarm(Protocol):
 
     def serve_state(self, saved: SavedState) -> None: ...
 
+    def sketch(self, slow_weights: Tensor) -> None:
+        """A round opens: publish a sketch of these weights, soon and in the background, unless one is fresh."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
@@ -228,6 +232,7 @@ class NoLoCo:
             slow_weights=self._slow,
             outer_momentum=self._momentum,
         )
+        self._peer.sketch(self._slow)
 
     def _serve(self, path: Path) -> None:
         self._peer.serve_state(
@@ -276,8 +281,9 @@ class NoLoCo:
                 metrics.swaps += 1
             case Half():
                 metrics.halves += 1
-            case Alone():
+            case Alone(cause=cause):
                 metrics.alone += 1
+                metrics.count_lonely(cause)
                 return
         received = result.outcome.received
         metrics.last_partner = received.partner

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "noloco_p2p"
 ORDER = [
     {"__main__"},
     {"cli"},
-    {"demo"},
+    {"demo", "doctor"},
     {"monitor", "simulate", "train", "testing"},
     {"peer"},
     {"ports"},
@@ -23,7 +23,8 @@ ORDER = [
     {"optim", "codec"},
     {"control", "presets", "settings", "identity", "ticket"},
     {"spec"},
-    {"telemetry", "errors", "_version"},
+    {"telemetry"},
+    {"errors", "_version"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 PURE = ["optim", "codec", "gossip/pairing.py", "gossip/round.py", "gossip/round_length.py", "gossip/pace.py"]

@@ -150,6 +150,17 @@ def test_verified_chunks_are_kept_when_a_donor_dies_and_the_rest_comes_from_anot
     assert [want.indices for want in second_donor.asked if isinstance(want, WantChunks)] == [(2, 3)], "nothing twice"
 
 
+def test_progress_is_the_verified_bytes_and_ends_at_all_of_them(fetching: Fetching) -> None:
+    """Over a dead donor, and with a last chunk that is shorter than the others."""
+    fetching.donor(1, dies_after_two_chunks)
+    fetching.donor(2)
+    told: list[tuple[int, int]] = []
+    asyncio.run(fetching.fetch(on_progress=lambda done, total: told.append((done, total))))
+    assert NUM_BYTES % STATE_CHUNK_BYTES, "the last chunk is a short one"
+    steps = [index * STATE_CHUNK_BYTES for index in range(4)]
+    assert told == [(done, NUM_BYTES) for done in (*steps, NUM_BYTES)]
+
+
 @pytest.mark.parametrize("alter", [damages_the_second_chunk, sends_chunks_backwards, stops_early, sends_nothing])
 def test_what_a_bad_donor_sends_is_not_kept(
     fetching: Fetching, alter: Callable[[AsyncGenerator[FetchItem]], AsyncGenerator[FetchItem]]

@@ -1,43 +1,129 @@
 from __future__ import annotations
 
+import io
+import time
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from rich.console import Console
 
-from noloco_p2p.monitor.collect import describe
-from noloco_p2p.monitor.terminal import COLUMNS, plain, table, title
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.monitor.collect import Watcher, describe
+from noloco_p2p.monitor.terminal import COLUMNS, Choice, headline, percent, plain, rounds_line, view
 from noloco_p2p.swarm.records import PeerRecord
+from noloco_p2p.ticket import Ticket
 
 PROMISED = {"peer_id", "state", "round", "swaps", "alone", "loss", "tokens_per_s", "age_s", "reachability"}
-A = PeerRecord(peer_id="12D3KooWaaaaaa", run_name="r", spec_digest="0" * 64, round=7, swaps=5, alone=2, loss=2.5)
-B = PeerRecord(peer_id="12D3KooWbbbbbb", run_name="r", spec_digest="0" * 64, state="leaving", tokens_per_s=9e9)
+A = PeerRecord(
+    "12D3KooWaaaaaa",
+    "r",
+    "0" * 64,
+    sequence=1,
+    round=7,
+    swaps=5,
+    alone=2,
+    lonely=(0, 2),
+    loss=2.5,
+    tokens_per_s=1500.0,
+    progress=0.34,
+    bytes_sent=3 << 20,
+    last_partner="12D3KooWbbbbbb",
+)
+B = replace(A, peer_id="12D3KooWbbbbbb", state="leaving", tokens_per_s=9e9, loss=None, last_partner="", round=30)
+TICKET = Ticket("r", "0" * 64, ())
 
 
-def swarm(*records: PeerRecord) -> dict[str, Any]:
-    return {"run": "r", "spec_digest": "0" * 64, "peers": [describe(record, 3.14159) for record in records]}
+def swarm(*records: PeerRecord, age_s: float = 3.14159) -> dict[str, Any]:
+    watcher = Watcher(TICKET)
+    watcher.take([(record, age_s) for record in records], directory_age_s=0.5, now_s=1_800_000_000.0)
+    return watcher.summary()
+
+
+def crowd(number: int) -> dict[str, Any]:
+    return swarm(*(replace(A, peer_id=f"12D3KooW{index:06d}", loss=1 + index / 1000) for index in range(number)))
+
+
+def drawn(page: Any, *, width: int, height: int = 24) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
+    console.print(page)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
 
 
 def test_a_peer_has_the_promised_keys() -> None:
     peer = describe(A, 3.14159)
     assert peer.keys() >= PROMISED
     assert (peer["round"], peer["swaps"], peer["alone"], peer["loss"], peer["age_s"]) == (7, 5, 2, 2.5, 3.1)
+    assert peer["alone_by_cause"]["refused"] == 2
 
 
-def test_the_title_counts_states_and_the_speed_of_those_who_train() -> None:
-    assert title(swarm(A, B)) == "run r: 1 training, 1 leaving | 0 tokens/s"
-    assert title(swarm()) == "run r: no peer heard of | 0 tokens/s"
+def test_the_headline_counts_peers_and_the_speed_of_those_who_train() -> None:
+    assert headline(swarm(A, B)) == "run r: 1 alive, 1 leaving | 1.5k tokens/s | loss 2.500 | 34 % done"
+    assert headline(swarm()) == "run r: no peer heard of | 0 tokens/s"
+    assert rounds_line(swarm(A)) == "rounds: 5 swapped, 0 half, 2 alone (2 refused) | 3.0 MiB out, 0 B in"
 
 
 def test_plain_lines_are_aligned_one_a_peer() -> None:
     lines = plain(swarm(A, B))
-    assert len(lines) == 4
-    assert lines[2].split()[:6] == ["..aaaaaa", "training", "7", "5", "2", "2.500"]
-    assert lines[1].index("state") == lines[2].index("training") == lines[3].index("leaving")
+    header = next(index for index, line in enumerate(lines) if line.startswith("peer"))
+    assert lines[header + 1].split()[:4] == ["..aaaaaa", "training", "7", "2.500"]
+    assert lines[header].index("state") == lines[header + 1].index("training") == lines[header + 2].index("leaving")
+    assert len(lines) == header + 3
 
 
-def test_the_table_shows_every_column() -> None:
-    console = Console(width=200, record=True, file=None, quiet=False)
-    with console.capture() as drawn:
-        console.print(table(swarm(A, B)))
-    assert all(column in drawn.get() for column in COLUMNS)
-    assert "..bbbbbb" in drawn.get()
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+def test_a_page_fits_its_terminal(width: int) -> None:
+    lines = drawn(view(crowd(3000), Choice(), width=width, height=24), width=width)
+    assert len(lines) < 24
+    assert max(map(len, lines)) <= width
+    assert any("..000000" in line for line in lines)
+    assert any("more: --filter" in line for line in lines)
+    header = next(line for line in lines if line.startswith("peer"))
+    assert {"state", "heard"} <= set(header.split())
+    if width >= 80:
+        assert {"round", "loss", "tokens/s", "last", "alone"} <= set(header.split())
+    if width == 200:
+        assert all(column.name in header for column in COLUMNS)
+
+
+def test_a_tall_terminal_shows_everybody() -> None:
+    text = "\n".join(drawn(view(crowd(30), Choice(), width=80, height=60), width=80, height=60))
+    assert all(f"..{index:06d}" in text for index in range(30))
+    assert "more" not in text
+
+
+def test_sorting_and_filtering() -> None:
+    peers = swarm(A, B, replace(A, peer_id="12D3KooWcccccc", loss=1.0))["peers"]
+    assert [peer["loss"] for peer in Choice("loss").of(peers)] == [1.0, 2.5, None]
+    assert [peer["loss"] for peer in Choice("loss", descending=True).of(peers)] == [2.5, 1.0, None]
+    assert [peer["peer_id"][-6:] for peer in Choice(words="LEAVING").of(peers)] == ["bbbbbb"]
+    assert [peer["state"] for peer in Choice().of(peers)] == ["training", "training", "leaving"]
+    assert Choice(words="nothing").of(peers) == []
+    with pytest.raises(SettingsError, match=r"--sort 'speed' must be one of: peer, state, .*tokens/s"):
+        Choice("speed")
+
+
+def test_who_is_gone_is_said_to_be_gone_with_the_age_of_the_last_word() -> None:
+    watcher = Watcher(TICKET)
+    watcher.take([(A, 0.0)], directory_age_s=0.5, now_s=1_800_000_000.0)
+    watcher.take([], directory_age_s=0.5, now_s=1_800_000_095.0)
+    lines = plain(watcher.summary())
+    assert lines[-1].split()[:2] == ["..aaaaaa", "gone"]
+    assert "1 min 35 s ago" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(None, "-"), (5e-5, "<0.01 %"), (0.0039, "0.39 %"), (0.021, "2.1 %"), (1.5, "150 %")]
+)
+def test_shares(share: float | None, text: str) -> None:
+    assert percent(share) == text
+
+
+def test_3000_records_are_quick() -> None:
+    watcher = Watcher(TICKET)
+    records = [(replace(A, peer_id=f"12D3KooW{index:06d}", sequence=2), 1.0) for index in range(3000)]
+    began_s = time.process_time()
+    watcher.take(records, directory_age_s=0.5, now_s=1_800_000_000.0)
+    view(watcher.summary(), Choice("loss"), width=120, height=50)
+    assert time.process_time() - began_s < 0.5

@@ -8,13 +8,16 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
+from noloco_p2p.codec.sketch import SKETCH_SIZE, pack
 from noloco_p2p.identity import Identity, peer_id_of
 from noloco_p2p.swarm.records import (
     DOMAIN,
+    KEYS,
     MAX_RECORD_BYTES,
     PeerRecord,
     RecordError,
@@ -130,7 +133,7 @@ def test_wrong_values_are_refused_though_signed(changes: dict[str, Any], words: 
 
 
 def test_missing_and_unknown_fields() -> None:
-    assert decode_record(sealed(sketch="of a later version")) == RECORD
+    assert decode_record(sealed(colour="of a later version")) == RECORD
     body = json.dumps({"id": ME.peer_id, "spec": "ab" * 32, "exp": 1, "run": "demo"}).encode()
     assert decode_record(ME.sign(DOMAIN + body) + body).state == "training"
     body = json.dumps({"id": ME.peer_id, "spec": "ab" * 32, "exp": 1}).encode()
@@ -157,7 +160,36 @@ def test_addresses_are_those_of_the_peer_itself() -> None:
 
 
 def test_wire_names_are_distinct() -> None:
-    assert len(json.loads(encode_record(RECORD, ME)[64:])) == len(fields(PeerRecord))
+    names = [KEYS.get(field.name, field.name) for field in fields(PeerRecord)]
+    assert len(set(names)) == len(names)
+    assert set(json.loads(encode_record(RECORD, ME)[64:])) <= set(names)
+
+
+def test_empty_fields_do_not_travel() -> None:
+    values = json.loads(encode_record(replace(RECORD, alone=0, loss=None, last_partner=""), ME)[64:])
+    assert not {"alone", "loss", "with", "sketch", "why"} & set(values)
+
+
+def test_a_full_record_with_a_sketch_fits_with_four_addresses_of_each_kind() -> None:
+    """Only host names of over a hundred letters push the sketch out, and never an address."""
+    sketch = pack(torch.randn(SKETCH_SIZE, generator=torch.Generator().manual_seed(1)))
+    full = replace(
+        RECORD,
+        addresses=("203.0.113.55:40000",),
+        multiaddrs=tuple(f"/ip4/203.0.113.{n}/tcp/40001/p2p/{ME.peer_id}" for n in range(100, 104)),
+        lonely=(10_000, 10_000, 10_000, 10_000, 10_000),
+        halves=10_000,
+        late=10_000,
+        validation_loss=1.2345678901234567,
+        blocked_s=1.2345678901234567,
+        reachability="reached",
+        sketch=sketch,
+        norm=1234.56789,
+    )
+    assert decode_record(encode_record(full, ME)) == full
+    long = replace(full, addresses=(f"{'a' * 240}.example:40000",))
+    fitted = decode_record(encode_record(long, ME))
+    assert (fitted.sketch, fitted.norm, fitted.addresses) == ("", None, long.addresses)
 
 
 def test_runs_have_keys_of_their_own() -> None:

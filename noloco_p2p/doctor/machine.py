@@ -1,0 +1,121 @@
+"""What can be seen without a swarm: versions, ports, p2pd, disk, memory, accelerator, the speed of the codecs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+import torch
+
+from noloco_p2p._version import __version__
+from noloco_p2p.codec import CHUNK_ELEMENTS, get_codec
+from noloco_p2p.control import ask
+from noloco_p2p.doctor.check import Check
+from noloco_p2p.errors import NolocoError
+from noloco_p2p.identity import Identity
+from noloco_p2p.settings import PeerSettings
+from noloco_p2p.swarm.daemon import Daemon, ListenOn, probe_port
+from noloco_p2p.telemetry.console import mib
+
+PACKAGES = ("torch", "hivemind", "grpcio", "transformers")
+LOW_DISK_BYTES = 5 << 30
+LOW_MEMORY_BYTES = 2 << 30
+SLOW_CODEC_BYTES_PER_S = 200e6  # of fp32; below it a swap over a good link waits for the codec
+CODEC_CHUNKS = 8
+
+
+def versions() -> Check:
+    found = {name: _version(name) for name in PACKAGES}
+    told = ", ".join(f"{name} {number or 'missing'}" for name, number in found.items())
+    told = f"noloco_p2p {__version__}, Python {platform.python_version()}, {told}"
+    missing = [name for name, number in found.items() if number is None]
+    if missing:
+        return Check("versions", "failed", told, f"install what is missing: pip install {' '.join(missing)}")
+    return Check("versions", "ok", told)
+
+
+def ports(settings: PeerSettings) -> Check:
+    """Free, or in the hands of the peer that runs here."""
+    running = ask(settings.state_dir, "status")
+    if running:
+        return Check("ports", "ok", f"the peer that runs here (process {running['pid']}) has them")
+    try:
+        for port in (settings.listen_port, settings.libp2p_port):
+            probe_port(settings.listen_host, port)
+    except NolocoError as error:
+        return Check("ports", "failed", str(error), "end the other program, or choose others: --listen HOST:PORT")
+    chosen = "any two (port 0)" if not settings.listen_port else f"{settings.listen_port} and {settings.libp2p_port}"
+    return Check("ports", "ok", f"{chosen} on {settings.listen_host}: free")
+
+
+async def p2pd() -> Check:
+    """The libp2p daemon comes up, under a passing identity."""
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="noloco-doctor-") as folder:
+        key = Path(folder) / "identity.key"
+        Identity.load_or_create(key)
+        try:
+            daemon = await Daemon.start(key, ListenOn("127.0.0.1", 0, None, 0))
+            await daemon.stop()
+        except NolocoError as error:
+            return Check("p2pd", "failed", str(error), "reinstall hivemind (pip install --force-reinstall hivemind)")
+    return Check("p2pd", "ok", f"starts in {time.monotonic() - began_s:.1f} s")
+
+
+def disk(settings: PeerSettings) -> Check:
+    folder = settings.state_dir
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not os.access(existing, os.W_OK):
+        return Check("disk", "failed", f"{folder} cannot be written", "use another --state-dir, or mend its owner")
+    free = shutil.disk_usage(existing).free
+    if free < LOW_DISK_BYTES:
+        fix = "free some, or use another --state-dir: a checkpoint takes 20 bytes a parameter, three are kept"
+        return Check("disk", "warning", f"{mib(free)} free in {existing}", fix)
+    return Check("disk", "ok", f"{mib(free)} free in {existing}")
+
+
+def memory() -> Check:
+    free = psutil.virtual_memory().available
+    if free < LOW_MEMORY_BYTES:
+        return Check(
+            "memory", "warning", f"{mib(free)} free", "end other programs: loading torch and hivemind needs 1 GiB"
+        )
+    return Check("memory", "ok", f"{mib(free)} free")
+
+
+def accelerator() -> Check:
+    if not torch.cuda.is_available():
+        fix = "nothing, to train on the processor; else install the driver and a torch built for CUDA"
+        return Check("accelerator", "warning", "torch sees no CUDA device", fix)
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    free, total = torch.cuda.mem_get_info()
+    return Check("accelerator", "ok", f"{names}; {mib(free)} of {mib(total)} free on the first")
+
+
+def codec_speed(name: str = "int8") -> Check:
+    """Coding and decoding of one vector, fp32 bytes a second, best of three."""
+    codec, values = get_codec(name), torch.randn(CHUNK_ELEMENTS)
+    seconds = []
+    for _ in range(3):
+        began_s = time.perf_counter()
+        for _ in range(CODEC_CHUNKS):
+            codec.decode(codec.encode(values), num_elements=CHUNK_ELEMENTS)
+        seconds.append(time.perf_counter() - began_s)
+    speed = CODEC_CHUNKS * 4 * CHUNK_ELEMENTS / min(seconds)
+    told = f"{name}: {mib(speed)}/s of fp32, there and back"
+    if speed < SLOW_CODEC_BYTES_PER_S:
+        return Check("codec", "warning", told, "the processor is slow or busy: swaps of large models will wait for it")
+    return Check("codec", "ok", told)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

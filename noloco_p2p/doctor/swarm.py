@@ -1,0 +1,189 @@
+"""What only a run can tell: the way in, the clock, whether this machine is reached, the link, what the model needs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+
+from noloco_p2p._version import __version__
+from noloco_p2p.control import ask
+from noloco_p2p.doctor.check import Check
+from noloco_p2p.errors import NolocoError, PeerError
+from noloco_p2p.gossip.fetch import FETCH_TIMEOUT_S, fetch_spec
+from noloco_p2p.gossip.frames import Hello, StateChunk, StateManifest, WantChunks, WantManifest
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.net import probe
+from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.ports import Ports
+from noloco_p2p.settings import PeerSettings
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.reader import find_somebody, reader
+from noloco_p2p.telemetry.console import count, mib
+from noloco_p2p.ticket import Ticket
+from noloco_p2p.train.needs import estimate
+
+ASKED_PEERS = 3
+PROBE_S = 12.0
+LARGEST_OFFSET_S = 20.0  # a record lives 60 s and is ignored when it seems to end over 120 s from now
+DOWNLOAD_CHUNKS = 16
+DOWNLOAD_S = 10.0
+SLOW_LINK_BYTES_PER_S = 1e6
+
+
+async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
+    """Every check that needs the run; when nobody is found there is one, which failed."""
+    async with reader(ticket) as directory:
+        try:
+            await find_somebody(ticket, directory)
+        except PeerError as error:
+            fix = "get a fresh ticket; if others enter, open outgoing TCP and set this machine's clock"
+            return [Check("way in", "failed", str(error), fix)]
+        peers = list(directory.live())
+        random.shuffle(peers)
+        hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
+        transport = GrpcTransport(lambda: hello)
+        checks = [
+            Check("way in", "ok", f"run {ticket.run_name}: {len(peers)} live peers heard of"),
+            _versions(directory),
+        ]
+        checks += await _dialled_back(peers, hello, settings)
+        manifest, donor, check = await _download(peers, transport)
+        checks.append(check)
+        if manifest and donor:
+            spec = await fetch_spec(transport, peers, expected_digest=ticket.spec_digest)
+            checks.append(needs(spec, manifest.num_elements, settings))
+        return checks
+
+
+def _versions(directory: SwarmDirectory) -> Check:
+    found = Counter(record.software for record, _ in directory.records())
+    told = ", ".join(f"{version} ({number})" for version, number in sorted(found.items()))
+    if __version__ not in found:
+        return Check(
+            "peers run", "warning", f"{told}; this is {__version__}", "install the version that the others have"
+        )
+    return Check("peers run", "ok", told)
+
+
+async def _dialled_back(peers: Sequence[Candidate], hello: Hello, settings: PeerSettings) -> list[Check]:
+    """The clock and the reachability, as the first peers that answer see them."""
+    faults = []
+    async with _listening(settings) as ports:
+        for peer in peers[:ASKED_PEERS]:
+            try:
+                probed = await probe.ask(peer, hello, ports, timeout_s=PROBE_S)
+            except PeerError as error:
+                faults.append(f"..{peer.peer_id[-6:]}: {error}")
+                continue
+            return [clock(probed, peer), reachability(probed, peer)]
+    told = "nobody dialled back: " + "; ".join(faults)
+    return [Check("reached", "warning", told, "ask again later; peers of an older version cannot dial back")]
+
+
+def clock(probed: probe.Probed, peer: Candidate) -> Check:
+    unsure = f"give or take {probed.round_trip_s / 2:.2f} s"
+    told = f"that of ..{peer.peer_id[-6:]} is {probed.clock_offset_s:+.1f} s from this one ({unsure})"
+    if abs(probed.clock_offset_s) - probed.round_trip_s / 2 > LARGEST_OFFSET_S:
+        fix = (
+            "set the clock of this machine (systemctl start systemd-timesyncd, or ntpd); else others ignore its records"
+        )
+        return Check("clock", "failed", told, fix)
+    return Check("clock", "ok", told)
+
+
+def reachability(probed: probe.Probed, peer: Candidate) -> Check:
+    closed = {port: why for port, why in probed.reached.items() if why}
+    seen = f"..{peer.peer_id[-6:]} sees this machine as {probed.observed_host}"
+    if closed:
+        told = "; ".join(f"port {port}: {why}" for port, why in closed.items())
+        ports = " and ".join(str(port) for port in probed.reached)
+        fix = (
+            f"forward TCP {ports} to this machine in the router, open it in the firewall, "
+            f"and join with --announce {probed.observed_host}"
+        )
+        return Check("reached", "failed", f"{seen}; {told}", fix)
+    return Check("reached", "ok", f"{seen}, and reached port {' and '.join(map(str, probed.reached))}")
+
+
+@asynccontextmanager
+async def _listening(settings: PeerSettings) -> AsyncIterator[list[int]]:
+    """The two ports of the peer that runs here, or listeners where it would listen."""
+    own = Ports(settings)
+    if ask(settings.state_dir, "status") and own.grpc and own.libp2p:
+        yield [own.grpc, own.libp2p]
+        return
+    servers: list[asyncio.Server] = []
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    try:
+        for port in (settings.listen_port, settings.libp2p_port):
+            servers.append(await asyncio.start_server(hang_up, settings.listen_host.strip("[]"), port))
+    except OSError:
+        pass  # the check of the ports tells why
+    try:
+        yield [server.sockets[0].getsockname()[1] for server in servers]
+    finally:
+        for server in servers:
+            server.close()
+
+
+async def _download(
+    peers: Sequence[Candidate], transport: GrpcTransport
+) -> tuple[StateManifest | None, Candidate | None, Check]:
+    """A few chunks of the state of the first peer that gives some, thrown away."""
+    faults = []
+    for peer in peers[:ASKED_PEERS]:
+        try:
+            manifest = await _manifest(transport, peer)
+            speed = await _speed(transport, peer, manifest)
+        except (NolocoError, TimeoutError) as error:
+            faults.append(f"..{peer.peer_id[-6:]}: {error or 'too slow'}")
+            continue
+        told = f"{mib(speed)}/s from ..{peer.peer_id[-6:]} (download; a state of {mib(manifest.num_bytes)})"
+        if speed < SLOW_LINK_BYTES_PER_S:
+            fix = "a swap moves the coded model both ways every round: take a smaller model, or more inner steps"
+            return manifest, peer, Check("bandwidth", "warning", told, fix)
+        return manifest, peer, Check("bandwidth", "ok", told)
+    return None, None, Check("bandwidth", "skipped", "no peer gave a piece of its state: " + "; ".join(faults))
+
+
+async def _manifest(transport: GrpcTransport, peer: Candidate) -> StateManifest:
+    async with aclosing(transport.fetch(peer, WantManifest(), timeout_s=FETCH_TIMEOUT_S)) as items:
+        async for item in items:
+            if isinstance(item, StateManifest):
+                return item
+    raise PeerError("it gave no manifest", peer=peer.peer_id)
+
+
+async def _speed(transport: GrpcTransport, peer: Candidate, manifest: StateManifest) -> float:
+    indices = tuple(range(min(DOWNLOAD_CHUNKS, len(manifest.chunk_digests))))
+    num_bytes, began_s = 0, time.monotonic()
+    want = WantChunks(manifest.digest(), indices)
+    async with aclosing(transport.fetch(peer, want, timeout_s=FETCH_TIMEOUT_S)) as items:
+        async for item in items:
+            num_bytes += len(item.payload) if isinstance(item, StateChunk) else 0
+            if time.monotonic() - began_s > DOWNLOAD_S:
+                break
+    return num_bytes / max(time.monotonic() - began_s, 1e-6)
+
+
+def needs(spec: RunSpec, num_parameters: int, settings: PeerSettings) -> Check:
+    """Memory and disk of the run's model against what is free here; activations come on top."""
+    folder = next(parent for parent in (settings.state_dir, *settings.state_dir.parents) if parent.exists())
+    found = estimate(spec, num_parameters=num_parameters, step_s=1.0, folder=folder)
+    told = (
+        f"{count(num_parameters)} parameters: {mib(found.model_bytes)} to train, {mib(found.outer_bytes)} for the "
+        f"outer step, {mib(found.disk_bytes)} of disk, {mib(found.round_bytes)} each way a round"
+    )
+    if warnings := found.warnings():
+        return Check(
+            "the model", "failed", f"{told}; {'; '.join(warnings)}", "join a smaller run, or use a larger machine"
+        )
+    return Check("the model", "ok", told)

@@ -1,0 +1,100 @@
+"""Watches the swap that runs: bytes each way, rate and time left, for `noloco status` and the event log."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from noloco_p2p.gossip.frames import Part
+from noloco_p2p.gossip.runner import RoundRunner
+from noloco_p2p.gossip.swap import Swap
+from noloco_p2p.telemetry.progress import Meter
+
+SAMPLE_S = 0.5
+LONG_S = 10.0  # a swap that takes longer is told, and again so often
+
+
+@dataclass(frozen=True, slots=True)
+class SwapProgress:
+    """Where a swap stands. Bytes are payload; `total_bytes` is what the present part needs each way, from the start.
+
+    `part`: "early", "late", or "waiting": the early part is committed and a boundary has not come yet.
+    """
+
+    partner: str
+    part: str
+    since_s: float
+    sent_bytes: int
+    received_bytes: int
+    total_bytes: int
+    sent_bytes_per_s: float
+    received_bytes_per_s: float
+    left_s: float | None  # of this part, the slower direction; None while nothing moves
+
+
+class SwapWatch:
+    """`run` samples the runner's swap until it is cancelled; `now` tells at any moment, on the loop."""
+
+    def __init__(self, runner: RoundRunner) -> None:
+        self.on_long: Callable[[SwapProgress], None] | None = None
+        self._runner = runner
+        self._swap: Swap | None = None
+        self._began_s = self._told_s = 0.0
+        self._sent = self._received = Meter(now_s=0.0)
+
+    async def run(self) -> None:
+        while True:
+            self.sample(now_s=time.monotonic())
+            await asyncio.sleep(SAMPLE_S)
+
+    def sample(self, *, now_s: float) -> None:
+        running = self._runner.swap_now()
+        swap = running[0] if running else None
+        if swap is not self._swap:
+            self._swap = swap
+            self._began_s = self._told_s = running[1] if running else now_s
+            self._sent, self._received = Meter(now_s=self._began_s), Meter(now_s=self._began_s)
+        if swap is None:
+            return
+        self._sent.add(swap.bytes_sent, now_s=now_s)
+        self._received.add(swap.bytes_received, now_s=now_s)
+        if self.on_long and now_s - self._told_s >= LONG_S:
+            self._told_s = now_s
+            progress = self.now(now_s=now_s)
+            if progress and progress.part != "waiting":
+                self.on_long(progress)
+
+    def now(self, *, now_s: float) -> SwapProgress | None:
+        """None when no swap runs."""
+        swap = self._swap
+        if swap is None:
+            return None
+        early_bytes = swap.num_bytes(Part.EARLY)
+        all_bytes = early_bytes + swap.num_bytes(Part.LATE)
+        if Part.EARLY not in swap.ledger.committed:
+            part, total = "early", early_bytes
+        elif swap.bytes_sent == swap.bytes_received == early_bytes:
+            part, total = "waiting", early_bytes
+        else:
+            part, total = "late", all_bytes
+        left = [meter.left_s(total, now_s=now_s) for meter in (self._sent, self._received) if meter.done < total]
+        return SwapProgress(
+            partner=swap.partner,
+            part=part,
+            since_s=round(now_s - self._began_s, 1),
+            sent_bytes=swap.bytes_sent,
+            received_bytes=swap.bytes_received,
+            total_bytes=total,
+            sent_bytes_per_s=round(self._sent.rate_per_s(now_s=now_s), 1),
+            received_bytes_per_s=round(self._received.rate_per_s(now_s=now_s), 1),
+            left_s=_longest(left),
+        )
+
+
+def _longest(left: list[float | None]) -> float | None:
+    known = [seconds for seconds in left if seconds is not None]
+    if len(known) < len(left):
+        return None
+    return round(max(known, default=0.0), 1)

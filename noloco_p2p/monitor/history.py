@@ -1,0 +1,146 @@
+"""The curves of a swarm in SQLite: fine for what is recent, ever coarser for what is old, bounded in size.
+
+A sample taken at tick k (every SAMPLE_S) is kept at an age of a ticks when k is a multiple of 2^j, the largest power of
+two not above a / fine ticks (1 at least): each doubling of the age costs `fine` rows a series, however long it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.monitor.roster import Health, Meeting
+
+log = logging.getLogger(__name__)
+
+SAMPLE_S = 10.0
+FINE_TICKS = 360  # of the swarm: one hour
+MAX_PEER_ROWS = 400_000  # some 25 MB
+OCTAVES = 12  # of age that are planned for: 360 ticks times 2^12 are half a year
+THIN_EVERY_TICKS = 30
+MAX_MEETINGS = 5_000
+MAX_SERIES = 60  # peers whose curves are given at once
+TOTALS = (
+    *("tokens_per_s", "progress", "loss", "loss_lowest", "loss_highest", "spread"),
+    *("swaps", "halves", "alone", "bytes_sent", "bytes_received"),
+)
+SCHEMA = f"""
+CREATE TABLE IF NOT EXISTS swarm (tick INTEGER PRIMARY KEY, alive INTEGER, {", ".join(f"{n} REAL" for n in TOTALS)});
+CREATE TABLE IF NOT EXISTS peer (id INTEGER PRIMARY KEY, name TEXT UNIQUE);
+CREATE TABLE IF NOT EXISTS sample (
+    tick INTEGER, peer INTEGER, round INTEGER, loss REAL, tokens_per_s REAL, PRIMARY KEY (peer, tick)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS sample_by_tick ON sample (tick);
+CREATE TABLE IF NOT EXISTS meeting (at_s REAL, peer TEXT, partner TEXT);
+"""
+
+
+class History:
+    """One file a run. Every method may be called from any one thread at a time. A full disk is told once."""
+
+    def __init__(self, path: Path | str, *, max_peer_rows: int = MAX_PEER_ROWS) -> None:
+        """Raises SettingsError when the file cannot be used."""
+        try:
+            if isinstance(path, Path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path, check_same_thread=False, timeout=5.0)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.executescript(SCHEMA)
+            self._ids = {name: number for number, name in self._db.execute("SELECT id, name FROM peer")}
+        except (OSError, sqlite3.Error) as error:
+            raise SettingsError(f"--history {path}: cannot be used: {error}; name another file") from None
+        self._last_tick = self._db.execute("SELECT max(tick) FROM swarm").fetchone()[0] or 0
+        self._failed = False
+        self._thinned_tick = 0
+        self._max_peer_rows = max_peer_rows
+
+    def close(self) -> None:
+        self._db.close()
+
+    def add(self, summary: dict[str, Any], meetings: Sequence[Meeting]) -> bool:
+        """Take a sample when one is due; True then."""
+        tick = int(summary["time_s"] // SAMPLE_S)
+        if tick <= self._last_tick:
+            return False
+        self._last_tick = tick
+        try:
+            with self._db:
+                self._insert(tick, summary, meetings)
+                if tick - self._thinned_tick >= THIN_EVERY_TICKS:
+                    self._thin(tick)
+        except sqlite3.Error as error:
+            if not self._failed:
+                log.error("the curves are not written any more: %s", error)
+            self._failed = True
+        return True
+
+    def swarm(self) -> dict[str, list[Any]]:
+        """Column by column: time_s, alive and the totals."""
+        rows = self._db.execute(f"SELECT tick, alive, {', '.join(TOTALS)} FROM swarm ORDER BY tick").fetchall()
+        columns = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(2 + len(TOTALS))]
+        times = [tick * SAMPLE_S for tick in columns[0]]
+        return {"time_s": times, **dict(zip(("alive", *TOTALS), columns[1:], strict=True))}
+
+    def peers(self, names: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
+        """The curves of these peers (the first MAX_SERIES that are known): time_s, loss, tokens_per_s."""
+        found = {}
+        for name in [name for name in names if name in self._ids][:MAX_SERIES]:
+            rows = self._db.execute(
+                "SELECT tick, loss, tokens_per_s FROM sample WHERE peer = ? ORDER BY tick", (self._ids[name],)
+            ).fetchall()
+            ticks, losses, speeds = ([list(column) for column in zip(*rows, strict=True)]) or ([], [], [])
+            found[name] = {"time_s": [tick * SAMPLE_S for tick in ticks], "loss": losses, "tokens_per_s": speeds}
+        return found
+
+    def meetings(self, *, since_s: float) -> list[Meeting]:
+        rows = self._db.execute("SELECT at_s, peer, partner FROM meeting WHERE at_s >= ? ORDER BY at_s", (since_s,))
+        return [Meeting(*row) for row in rows]
+
+    def num_rows(self) -> dict[str, int]:
+        tables = ("swarm", "peer", "sample", "meeting")
+        return {name: self._db.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in tables}
+
+    def _insert(self, tick: int, summary: dict[str, Any], meetings: Sequence[Meeting]) -> None:
+        totals = summary["totals"]
+        values = (tick, totals[Health.ALIVE] + totals[Health.SILENT], *(totals[name] for name in TOTALS))
+        self._db.execute(f"INSERT OR REPLACE INTO swarm VALUES ({', '.join('?' * len(values))})", values)
+        living = [peer for peer in summary["peers"] if peer["health"] in (Health.ALIVE, Health.SILENT)]
+        self._name([peer["peer_id"] for peer in living])
+        self._db.executemany(
+            "INSERT OR REPLACE INTO sample VALUES (?, ?, ?, ?, ?)",
+            ((tick, self._ids[p["peer_id"]], p["round"], p["loss"], p["tokens_per_s"]) for p in living),
+        )
+        self._db.executemany("INSERT INTO meeting VALUES (?, ?, ?)", ((m.at_s, m.peer, m.partner) for m in meetings))
+
+    def _name(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self._ids:
+                number = self._db.execute("INSERT INTO peer (name) VALUES (?)", (name,)).lastrowid
+                assert number is not None
+                self._ids[name] = number
+
+    def _thin(self, tick: int) -> None:
+        self._thinned_tick = tick
+        num_peers = max(1, self._db.execute("SELECT count(DISTINCT peer) FROM sample").fetchone()[0])
+        fine = max(6, min(FINE_TICKS, self._max_peer_rows // (OCTAVES * num_peers)))
+        for table, ticks in (("swarm", FINE_TICKS), ("sample", fine)):
+            for octave in range(1, 24):
+                older = tick - ticks * 2**octave
+                self._db.execute(f"DELETE FROM {table} WHERE tick <= ? AND tick % ? != 0", (older, 2**octave))
+        self._bound("sample", "tick", self._max_peer_rows)
+        self._bound("meeting", "at_s", MAX_MEETINGS)
+        self._db.execute("DELETE FROM peer WHERE id NOT IN (SELECT DISTINCT peer FROM sample)")
+        self._ids = {name: number for number, name in self._db.execute("SELECT id, name FROM peer")}
+
+    def _bound(self, table: str, order: str, limit: int) -> None:
+        """Drop the oldest rows beyond `limit`."""
+        row = self._db.execute(
+            f"SELECT {order} FROM {table} ORDER BY {order} DESC LIMIT 1 OFFSET ?", (limit,)
+        ).fetchone()
+        if row:
+            self._db.execute(f"DELETE FROM {table} WHERE {order} <= ?", row)

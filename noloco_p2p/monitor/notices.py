@@ -1,0 +1,90 @@
+"""What somebody who runs a swarm should look at first, in sentences. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from noloco_p2p.gossip.outcome import LonelyCause
+from noloco_p2p.monitor.roster import WINDOW_S, Health, Roster
+from noloco_p2p.monitor.spread import Spread
+from noloco_p2p.telemetry.console import duration
+
+STALE_AFTER_S = 20.0  # of the directory: it is read every 5 s
+LONELY_SHARE = 0.25
+ENOUGH_ROUNDS = 10
+ASTRAY = 4.0  # times the spread
+UNREACHED_ROUNDS = 10
+
+CAUSES = {
+    LonelyCause.NOBODY: "nobody else was there",
+    LonelyCause.REFUSED: "partners said no",
+    LonelyCause.NO_ANSWER: "partners did not answer",
+    LonelyCause.FAILED: "swaps broke",
+    LonelyCause.SLOW: "swaps were not ready in time",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    level: Literal["bad", "warn", "info"]
+    text: str
+
+
+def notices(roster: Roster, *, spread: Spread | None, directory_age_s: float, now_s: float) -> list[Notice]:
+    """The worst first; none when all is well."""
+    found: list[Notice] = []
+    health = {peer: member.health(now_s) for peer, member in roster.members.items()}
+    alive = [roster.members[peer].record for peer, state in health.items() if state in (Health.ALIVE, Health.SILENT)]
+    if directory_age_s > STALE_AFTER_S:
+        found.append(
+            Notice("bad", f"The directory has not answered for {duration(directory_age_s)}: what is shown is old.")
+        )
+    if not alive:
+        found.append(Notice("bad", "No peer is alive."))
+    found += _lost(roster, health, now_s)
+    silent = sum(state is Health.SILENT for state in health.values())
+    if silent:
+        found.append(Notice("warn", f"{_peers(silent)} missed two announcements and may be gone."))
+    found += _lonely(roster)
+    if spread and spread.num_peers >= 4:
+        far = [peer for peer, own in spread.of_each.items() if own > ASTRAY * _median(list(spread.of_each.values()))]
+        found += [Notice("warn", f"..{peer[-6:]} is far from the other replicas.") for peer in far[:3]]
+    unreached = [r for r in alive if r.reachability == "unknown" and r.swaps + r.alone >= UNREACHED_ROUNDS]
+    if unreached and len(alive) > 1:
+        found.append(Notice("info", f"{_peers(len(unreached))} never reached by another peer: behind a firewall?"))
+    versions = Counter(record.software for record in alive)
+    if len(versions) > 1:
+        told = ", ".join(f"{version} ({number})" for version, number in sorted(versions.items()))
+        found.append(Notice("info", f"Peers run {len(versions)} versions: {told}."))
+    return found
+
+
+def _lost(roster: Roster, health: dict[str, Health], now_s: float) -> list[Notice]:
+    ages = {peer: roster.members[peer].age_s(now_s) for peer, state in health.items() if state is Health.GONE}
+    lately = sorted((age_s, peer) for peer, age_s in ages.items() if age_s <= WINDOW_S)
+    if not lately:
+        return []
+    names = ", ".join(f"..{peer[-6:]}" for _, peer in lately[:3]) + (" and others" if len(lately) > 3 else "")
+    said = f"Lost {_peers(len(lately))} without a good-bye: {names}, last heard {duration(lately[0][0])} ago."
+    return [Notice("warn", said)]
+
+
+def _lonely(roster: Roster) -> list[Notice]:
+    lately = roster.lately()
+    rounds = lately["swaps"] + lately["halves"] + lately["alone"]
+    if rounds < ENOUGH_ROUNDS or lately["alone"] < LONELY_SHARE * rounds:
+        return []
+    cause = max(LonelyCause, key=lambda cause: lately[cause])
+    why = f", mostly as {CAUSES[cause]}" if lately[cause] else ""
+    share = f"{100 * lately['alone'] / rounds:.0f} %"
+    return [Notice("warn", f"{share} of the rounds of the last {duration(WINDOW_S)} were alone{why}.")]
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _peers(number: int) -> str:
+    return f"{number} peer{'' if number == 1 else 's'}"

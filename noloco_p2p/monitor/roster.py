@@ -1,0 +1,117 @@
+"""Everybody a monitor has heard of: who is alive, who fell silent, who left, who is gone, and who met whom. Pure.
+
+A directory forgets a peer when its record expires; somebody who watches wants to know whom he lost, and when.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from noloco_p2p.gossip.outcome import LonelyCause
+from noloco_p2p.swarm.records import TTL_S, PeerRecord
+
+SILENT_AFTER_S = 35.0  # two announcements are missing
+LEAVING_FOR_S = 20.0  # as long as a peer may take to stop
+FORGET_AFTER_S = 3600.0
+MAX_PEERS = 20_000
+MAX_MEETINGS = 5_000
+WINDOW_S = 600.0  # of what "lately" means
+WINDOW_STEP_S = 10.0
+ROUNDS = ("swaps", "halves", "alone", *LonelyCause)  # what is counted over the window
+
+
+class Health(StrEnum):
+    """What the monitor makes of the last words of a peer and their age; the order is that of the view."""
+
+    ALIVE = "alive"
+    SILENT = "silent"  # it should have announced itself twice since
+    LEAVING = "leaving"
+    LEFT = "left"  # it said good-bye
+    GONE = "gone"  # its record has expired without a good-bye
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Two peers swapped; `at_s` is when this one said so first (Unix time)."""
+
+    at_s: float
+    peer: str
+    partner: str
+
+
+@dataclass(slots=True)
+class Member:
+    """A peer, its newest record, and when that was made (in the clock that `Roster.take` is given)."""
+
+    record: PeerRecord
+    made_at_s: float
+
+    def age_s(self, now_s: float) -> float:
+        return max(0.0, now_s - self.made_at_s)
+
+    def health(self, now_s: float) -> Health:
+        age_s = self.age_s(now_s)
+        if self.record.state == "leaving":
+            return Health.LEAVING if age_s <= LEAVING_FOR_S else Health.LEFT
+        if age_s > TTL_S:
+            return Health.GONE
+        return Health.SILENT if age_s > SILENT_AFTER_S else Health.ALIVE
+
+
+@dataclass(slots=True)
+class Roster:
+    """`take` what the directory has, again and again; all times are Unix seconds of this machine."""
+
+    members: dict[str, Member] = field(default_factory=dict)
+    meetings: deque[Meeting] = field(default_factory=lambda: deque(maxlen=MAX_MEETINGS))
+    changed: list[str] = field(default_factory=list)  # peers with news in the last `take`
+    _counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ROUNDS, 0))  # since this roster began
+    _window: deque[tuple[float, dict[str, int]]] = field(default_factory=deque)
+
+    def take(self, records: Iterable[tuple[PeerRecord, float]], *, now_s: float) -> None:
+        """(record, age in seconds) of the directory, those of peers that are known already too."""
+        self.changed = []
+        for record, age_s in records:
+            known = self.members.get(record.peer_id)
+            if known is not None and record.sequence <= known.record.sequence:
+                continue
+            self.changed.append(record.peer_id)
+            if known is not None:
+                self._count(known.record, record, now_s=now_s - age_s)
+            self.members[record.peer_id] = Member(record, now_s - age_s)
+        self._forget(now_s)
+        if not self._window or now_s - self._window[-1][0] >= WINDOW_STEP_S:
+            self._window.append((now_s, dict(self._counts)))
+        while len(self._window) > 1 and now_s - self._window[0][0] > WINDOW_S:
+            self._window.popleft()
+
+    def lately(self) -> dict[str, int]:
+        """Rounds by outcome, and alone by cause, that ended while this roster watched, in the last ten minutes."""
+        begun = self._window[0][1] if self._window else dict.fromkeys(ROUNDS, 0)
+        return {name: self._counts[name] - begun[name] for name in ROUNDS}
+
+    def _count(self, old: PeerRecord, new: PeerRecord, *, now_s: float) -> None:
+        grown = {name: max(0, getattr(new, name) - getattr(old, name)) for name in ("swaps", "halves", "alone")}
+        for index, cause in enumerate(LonelyCause):
+            grown[cause] = max(0, lonely(new, index) - lonely(old, index))
+        for name, number in grown.items():
+            self._counts[name] += number
+        if new.last_partner and (grown["swaps"] or grown["halves"]):
+            self.meetings.append(Meeting(now_s, new.peer_id, new.last_partner))
+
+    def _forget(self, now_s: float) -> None:
+        old = [peer for peer, member in self.members.items() if member.age_s(now_s) > FORGET_AFTER_S]
+        for peer in old:
+            del self.members[peer]
+        if len(self.members) > MAX_PEERS:
+            oldest_first = sorted(self.members, key=lambda peer: self.members[peer].made_at_s)
+            for peer in oldest_first[: len(self.members) - MAX_PEERS]:
+                del self.members[peer]
+
+
+def lonely(record: PeerRecord, index: int) -> int:
+    """Rounds alone by the cause of that index; 0 when an older peer does not tell."""
+    return record.lonely[index] if index < len(record.lonely) else 0

@@ -1,0 +1,264 @@
+// The page: what the monitor sends, kept in one map of peers, shown as tiles, curves, a graph and a table.
+"use strict";
+
+const SAMPLE_S = 10, FRESH_HISTORY_S = 600, MANY_PEERS = 40, PAGE = 50, GRAPH_S = 120, RATE_S = 60, MAX_CHORDS = 2000;
+const $ = (id) => document.getElementById(id);
+const text = (id, value) => { const node = $(id); if (node.textContent !== value) node.textContent = value; };
+
+// Numbers as a person reads them.
+const count = (n) => n >= 1e9 ? (n / 1e9).toPrecision(3) + "B" : n >= 1e6 ? (n / 1e6).toPrecision(3) + "M"
+  : n >= 1e4 ? (n / 1e3).toPrecision(3) + "k" : String(Math.round(n));
+const bytes = (n) => { for (const unit of ["B", "KiB", "MiB", "GiB"]) { if (n < 1024) return `${unit === "B" ? n : n.toFixed(1)} ${unit}`; n /= 1024; } return `${n.toFixed(1)} TiB`; };
+const loss = (n) => n === null ? "–" : n.toFixed(3);
+const share = (n) => n === null ? "–" : n < 1e-4 ? "< 0.01 %" : n < 0.1 ? `${+(100 * n).toPrecision(2)} %` : `${Math.round(100 * n)} %`;
+const span = (s) => s < 60 ? `${Math.round(s)} s` : s < 3600 ? `${Math.floor(s / 60)} min` : s < 86400 ? `${Math.floor(s / 3600)} h ${Math.floor(s % 3600 / 60)} min` : `${Math.floor(s / 86400)} d`;
+const short = (id) => id ? id.slice(-6) : "–";
+
+const state = { peers: new Map(), meetings: [], head: null, history: null, curves: new Map(), offset: 0, sort: "state", down: false, words: "", page: 0 };
+const now = () => Date.now() / 1000 + state.offset;
+const ORDER = ["alive", "silent", "leaving", "left", "gone"];
+const COLUMNS = [
+  { name: "peer", show: (p) => short(p.peer_id), key: (p) => p.peer_id, text: true },
+  { name: "state", show: (p) => p.health === "alive" ? p.state : p.health, key: (p) => ORDER.indexOf(p.health) + p.state + p.peer_id, text: true },
+  { name: "round", show: (p) => p.round, key: (p) => p.round },
+  { name: "loss", show: (p) => loss(p.loss), key: (p) => p.loss },
+  { name: "validation", show: (p) => loss(p.validation_loss), key: (p) => p.validation_loss, wide: true },
+  { name: "tokens/s", show: (p) => count(p.tokens_per_s), key: (p) => p.tokens_per_s },
+  { name: "last with", show: (p) => short(p.last_partner), key: (p) => p.last_partner, text: true, wide: true },
+  { name: "swaps", show: (p) => p.swaps, key: (p) => p.swaps },
+  { name: "alone", show: (p) => p.alone, key: (p) => p.alone },
+  { name: "sent", show: (p) => bytes(p.bytes_sent), key: (p) => p.bytes_sent, wide: true },
+  { name: "received", show: (p) => bytes(p.bytes_received), key: (p) => p.bytes_received, wide: true },
+  { name: "apart", show: (p) => share(p.distance), key: (p) => p.distance },
+  { name: "reach", show: (p) => p.reachability, key: (p) => p.reachability, text: true, wide: true },
+  { name: "version", show: (p) => p.software, key: (p) => p.software, text: true, wide: true },
+  { name: "heard", show: (p) => `${span(Math.max(0, now() - p.made_at_s))} ago`, key: (p) => -p.made_at_s },
+];
+
+let charts, graph;
+
+function listen() {
+  const source = new EventSource("api/events");
+  source.addEventListener("whole", (event) => {
+    const news = JSON.parse(event.data);
+    state.columns = news.columns;
+    state.peers.clear();
+    state.meetings = [];
+    take(news);
+    loadHistory();
+  });
+  source.addEventListener("update", (event) => take(JSON.parse(event.data)));
+  source.onerror = () => {
+    $("link").className = "lost";
+    text("link", `no connection to the monitor; this is from ${new Date(1000 * (state.head ? state.head.time_s : now())).toLocaleTimeString()}`);
+  };
+}
+
+function take(news) {
+  state.head = news;
+  state.offset = news.time_s - Date.now() / 1000;
+  for (const row of news.peers) {
+    const peer = {};
+    state.columns.forEach((name, index) => { peer[name] = row[index]; });
+    state.peers.set(peer.peer_id, peer);
+  }
+  for (const name of news.removed || []) { state.peers.delete(name); state.curves.delete(name); }
+  state.meetings = state.meetings.concat(news.meetings).filter(([at]) => at > news.time_s - GRAPH_S).slice(-MAX_CHORDS);
+  $("link").className = "";
+  text("link", `${new Date(1000 * news.time_s).toLocaleTimeString()}, live`);
+  addPoint(news);
+  showHead();
+  showGraph();
+  showTable();
+  document.body.dataset.updates = Number(document.body.dataset.updates || 0) + 1;
+}
+
+// Curves: loaded once, then grown by what comes; loaded anew now and then, which keeps them small.
+async function loadHistory() {
+  try {
+    const history = await (await fetch("api/history")).json();
+    const names = shownCurves();
+    const query = names.map((name) => `id=${encodeURIComponent(name)}`).join("&");
+    const curves = names.length ? await (await fetch(`api/history/peers?${query}`)).json() : {};
+    state.history = history;
+    state.curves = new Map(Object.entries(curves));
+    state.loadedAt = now();
+    showCharts();
+  } catch (error) {
+    state.history = null;  // asked for again with the next sample
+  }
+}
+
+function shownCurves() {
+  const few = state.peers.size <= MANY_PEERS;
+  return few ? [...state.peers.keys()].sort() : state.words ? chosen().slice(0, MANY_PEERS).map((peer) => peer.peer_id) : [];
+}
+
+function addPoint(news) {
+  const history = state.history;
+  if (!history) { if (state.loadedAt !== undefined) loadHistory(); return; }
+  const last = history.time_s[history.time_s.length - 1] || 0;
+  if (news.time_s - last < SAMPLE_S) return;
+  if (now() - state.loadedAt > FRESH_HISTORY_S) { loadHistory(); return; }
+  const totals = news.totals;
+  for (const name of Object.keys(history)) {
+    history[name].push(name === "time_s" ? news.time_s : name === "alive" ? totals.alive + totals.silent : totals[name]);
+  }
+  for (const name of shownCurves()) {
+    const peer = state.peers.get(name);
+    if (peer.health !== "alive") continue;
+    if (!state.curves.has(name)) state.curves.set(name, { time_s: [], loss: [], tokens_per_s: [] });
+    const curve = state.curves.get(name);
+    curve.time_s.push(news.time_s);
+    curve.loss.push(peer.loss);
+  }
+  showCharts();
+}
+
+// Growth per second of a count over about a minute; a fall (somebody was forgotten) is no growth.
+function rate(times, values, factor) {
+  let from = 0;
+  return times.map((time, index) => {
+    while (from < index - 1 && time - times[from] > RATE_S) from += 1;
+    const seconds = time - times[from];
+    return index && seconds >= RATE_S / 2 ? factor * Math.max(0, values[index] - values[from]) / seconds : null;
+  });
+}
+
+function showCharts() {
+  const h = state.history, t = h.time_s;
+  const line = (label, stroke, more) => ({ label, stroke, width: 1.5, ...more });
+  charts.speed.set([line("tokens/s", "--blue")], [t, h.tokens_per_s]);
+  charts.spread.set([line("spread", "--blue")], [t, h.spread.map((n) => n === null ? null : 100 * n)]);
+  charts.rounds.set([line("swapped", "--green"), line("half", "--blue", { dash: [6, 3] }), line("alone", "--red", { dash: [2, 3] })],
+    [t, rate(t, h.swaps, 60), rate(t, h.halves, 60), rate(t, h.alone, 60)]);
+  charts.bytes.set([line("sent", "--blue")], [t, rate(t, h.bytes_sent, 1 / 1048576)]);
+  const names = [...state.curves.keys()].sort();
+  const tables = names.map((name) => [state.curves.get(name).time_s, state.curves.get(name).loss]);
+  const few = state.peers.size <= MANY_PEERS;
+  const own = names.map((name, index) => line(short(name), listColour(index)));
+  const bounds = few ? [] : [line("lowest", "--faint"), line("mean", "--blue", { width: 2 }), line("highest", "--faint")];
+  if (!few) tables.unshift([t, h.loss_lowest, h.loss, h.loss_highest]);
+  if (tables.length) charts.loss.set([...bounds, ...own], uPlot.join(tables));
+  text("n-loss", few ? `one line for each of ${names.length} peers` : `lowest, mean and highest of ${state.peers.size} peers${names.length ? `, and ${names.length} that match` : "; search for peers to see their lines"}`);
+}
+
+function showHead() {
+  const { totals, notices, run } = state.head;
+  if ($("run").textContent !== run) { text("run", run); document.title = `${run} – noloco swarm`; }
+  const told = notices.length ? notices : [{ level: "well", text: "All is well." }];
+  const key = JSON.stringify(told);
+  if ($("notices").dataset.key !== key) {
+    $("notices").dataset.key = key;
+    $("notices").replaceChildren(...told.map((notice) => {
+      const item = document.createElement("li");
+      item.className = notice.level;
+      item.textContent = notice.text;
+      return item;
+    }));
+  }
+  text("t-alive", String(totals.alive + totals.silent));
+  text("t-alive-sub", ["silent", "leaving", "left", "gone"].filter((name) => totals[name]).map((name) => `${totals[name]} ${name}`).join(", "));
+  text("t-loss", loss(totals.loss));
+  text("t-loss-sub", totals.loss === null ? "" : `${loss(totals.loss_lowest)} to ${loss(totals.loss_highest)}`);
+  text("t-speed", count(totals.tokens_per_s));
+  text("t-speed-sub", `${bytes(totals.bytes_sent)} sent in all`);
+  text("t-progress", totals.progress === null ? "–" : `${(100 * totals.progress).toFixed(1)} %`);
+  text("t-progress-sub", [totals.round === null ? "" : `round ${totals.round}`, left(totals.progress)].filter(Boolean).join(", "));
+  text("t-spread", share(totals.spread));
+  text("t-spread-sub", totals.spread === null ? "needs two sketches" : `estimated, ${totals.spread_peers} peers`);
+  const lately = totals.lately, rounds = lately.swaps + lately.halves + lately.alone;
+  text("t-alone", rounds ? `${Math.round(100 * lately.alone / rounds)} %` : "–");
+  const causes = Object.keys(totals.alone_by_cause).filter((cause) => lately[cause]).sort((a, b) => lately[b] - lately[a]);
+  text("t-alone-sub", causes.map((cause) => `${lately[cause]} ${cause.replace("_", " ")}`).join(", ") || (rounds ? `of ${rounds} rounds` : ""));
+}
+
+// Time left on the schedule at the pace of the last ten minutes.
+function left(progress) {
+  const h = state.history;
+  if (!h || progress === null || progress >= 1) return "";
+  let index = h.time_s.length - 1;
+  while (index > 0 && now() - h.time_s[index] < 600) index -= 1;
+  const grown = index >= 0 ? progress - h.progress[index] : 0, seconds = now() - h.time_s[index];
+  return grown > 0 && seconds > 60 ? `about ${span((1 - progress) * seconds / grown)} left` : "";
+}
+
+function showGraph() {
+  const peers = [...state.peers.values()].map((peer) => ({ id: peer.peer_id, health: peer.health }));
+  peers.sort((a, b) => a.id < b.id ? -1 : 1);
+  graph.draw(peers, state.meetings, now());
+}
+
+function chosen() {
+  const words = state.words.toLowerCase();
+  const matches = (peer) => !words || [peer.peer_id, peer.state, peer.health, peer.software, peer.reachability].some((part) => part.toLowerCase().includes(words));
+  const key = COLUMNS.find((column) => column.name === state.sort).key;
+  const keyed = [...state.peers.values()].filter(matches).map((peer) => [key(peer), peer]);
+  const sign = state.down ? -1 : 1;
+  keyed.sort(([a], [b]) => a === b ? 0 : a === null ? 1 : b === null ? -1 : a < b ? -sign : sign);
+  return keyed.map(([, peer]) => peer);
+}
+
+function showTable() {
+  const peers = chosen(), pages = Math.max(1, Math.ceil(peers.length / PAGE));
+  state.page = Math.min(state.page, pages - 1);
+  const visible = peers.slice(state.page * PAGE, (state.page + 1) * PAGE), body = $("rows");
+  while (body.rows.length > visible.length) body.deleteRow(-1);
+  while (body.rows.length < visible.length) {
+    const row = body.insertRow();
+    for (const column of COLUMNS) row.insertCell().className = [column.text ? "text" : "", column.wide ? "wide" : ""].join(" ").trim();
+  }
+  visible.forEach((peer, index) => {
+    const row = body.rows[index];
+    if (row.dataset.health !== peer.health) row.dataset.health = peer.health;
+    if (row.dataset.peer !== peer.peer_id) { row.dataset.peer = peer.peer_id; row.cells[0].title = peer.peer_id; }
+    COLUMNS.forEach((column, place) => {
+      const value = String(column.show(peer));
+      if (row.cells[place].textContent !== value) row.cells[place].textContent = value;
+    });
+  });
+  text("shown", state.words ? `${peers.length} of ${state.peers.size} match` : `${peers.length} peers`);
+  $("pages").hidden = pages === 1;
+  text("page", `page ${state.page + 1} of ${pages}`);
+  $("previous").disabled = state.page === 0;
+  $("next").disabled = state.page === pages - 1;
+}
+
+function makeHead() {
+  for (const column of COLUMNS) {
+    const cell = document.createElement("th"), button = document.createElement("button");
+    cell.scope = "col";
+    cell.className = [column.text ? "text" : "", column.wide ? "wide" : ""].join(" ").trim();
+    button.type = "button";
+    button.textContent = column.name;
+    button.onclick = () => { state.down = state.sort === column.name && !state.down; state.sort = column.name; markHead(); showTable(); };
+    cell.append(button);
+    $("head").append(cell);
+  }
+  markHead();
+}
+
+function markHead() {
+  COLUMNS.forEach((column, index) => {
+    const cell = $("head").cells[index];
+    if (column.name === state.sort) cell.setAttribute("aria-sort", state.down ? "descending" : "ascending");
+    else cell.removeAttribute("aria-sort");
+  });
+}
+
+const number = (n) => n === 0 ? "0" : Math.abs(n) >= 1000 ? count(n) : String(+n.toPrecision(3));
+charts = Object.fromEntries(["loss", "speed", "spread", "rounds", "bytes"].map((name) => [name, new Chart(`c-${name}`, number)]));
+graph = new Graph("graph");
+makeHead();
+let searching;
+$("search").oninput = (event) => {
+  state.words = event.target.value.trim();
+  state.page = 0;
+  showTable();
+  clearTimeout(searching);
+  if (state.peers.size > MANY_PEERS) searching = setTimeout(loadHistory, 400);
+};
+$("previous").onclick = () => { state.page -= 1; showTable(); };
+$("next").onclick = () => { state.page += 1; showTable(); };
+setInterval(() => { if (state.head) showTable(); }, 5000);  // ages go on when nothing comes
+listen();

@@ -1,0 +1,260 @@
+"""The swarm as a web page: read-only, without secrets or addresses, nothing loaded from elsewhere.
+
+    /                 the page             /api/status          the swarm as JSON (docs/monitoring.md)
+    /api/history      curves of the swarm  /api/history/peers   curves of some peers, ?id=..&id=..
+    /api/events       server-sent events   /metrics, /healthz   for machines
+
+All addresses on the page are relative: a proxy may serve it under any path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from noloco_p2p.monitor.collect import Watcher
+from noloco_p2p.monitor.history import MAX_SERIES, History
+from noloco_p2p.monitor.roster import Health, Meeting
+from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.telemetry.http import HttpServer
+from noloco_p2p.telemetry.prometheus import CONTENT_TYPE, swarm_page
+from noloco_p2p.ticket import Ticket
+
+log = logging.getLogger(__name__)
+
+STATIC = Path(__file__).parent / "static"
+LOOK_S = 2.0
+KEEPALIVE_S = 15.0
+MAX_READERS = 100  # of server-sent events
+MEETINGS_SHOWN_S = 120.0
+STALE_S = 30.0  # without a look: the monitor itself is ill
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+ROW = (  # what the page knows of a peer, in this order; made_at_s instead of an age, so that only news travel
+    *("peer_id", "state", "health", "round", "loss", "validation_loss", "tokens_per_s", "last_partner"),
+    *("swaps", "halves", "alone", "bytes_sent", "bytes_received", "distance", "reachability", "software", "made_at_s"),
+)
+
+
+class Feed:
+    """The newest state of a watcher, and what changed at each look, for any number of readers."""
+
+    def __init__(self, watcher: Watcher, history: History) -> None:
+        self.watcher = watcher
+        self.history = history
+        self.summary: dict[str, Any] = {}
+        self.looked_at_s = time.monotonic()
+        self.num_readers = 0
+        self._rows: dict[str, list[Any]] = {}
+        self._meetings: deque[Meeting] = deque(maxlen=2_000)
+        self._number = 0
+        self._update = b""
+        self._is_closed = False
+        self._changed = asyncio.Condition()
+        for meeting in history.meetings(since_s=time.time() - MEETINGS_SHOWN_S):
+            self._meetings.append(meeting)
+
+    async def look(self, take: Callable[[], None]) -> None:
+        """Take in what is new, keep a sample, and wake the readers."""
+        before = len(self.watcher.roster.meetings)
+        last = self.watcher.roster.meetings[-1] if before else None
+        take()
+        self.looked_at_s = time.monotonic()
+        self.summary = self.watcher.summary()
+        meetings = _after(self.watcher.roster.meetings, last)
+        self._meetings.extend(meetings)
+        await asyncio.to_thread(self.history.add, self.summary, meetings)
+        rows = {peer["peer_id"]: self._row(peer) for peer in self.summary["peers"]}
+        changed = [row for name, row in rows.items() if self._rows.get(name) != row]
+        removed = [name for name in self._rows if name not in rows]
+        self._rows = rows
+        self._number += 1
+        self._update = _event(
+            "update", {**self._head(), "peers": changed, "removed": removed, "meetings": _shown(meetings)}
+        )
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def close(self) -> None:
+        """End all readers, so that the server can stop."""
+        self._is_closed = True
+        async with self._changed:
+            self._changed.notify_all()
+
+    def whole(self) -> bytes:
+        """What a new reader is told first."""
+        since_s = time.time() - MEETINGS_SHOWN_S
+        recent = [meeting for meeting in self._meetings if meeting.at_s >= since_s]
+        state = {**self._head(), "columns": ROW, "peers": list(self._rows.values()), "meetings": _shown(recent)}
+        return _event("whole", state)
+
+    async def read(self) -> AsyncGenerator[bytes]:
+        """Server-sent events; a reader that is too slow for an update gets the whole again."""
+        self.num_readers += 1
+        try:
+            number, first = self._number, True
+            while not self._is_closed:
+                if first or self._number > number + 1:
+                    number, first = self._number, False
+                    yield self.whole()
+                elif self._number == number + 1:
+                    number = self._number
+                    yield self._update
+                else:
+                    try:
+                        async with asyncio.timeout(KEEPALIVE_S), self._changed:
+                            await self._changed.wait()
+                    except TimeoutError:
+                        yield b": still here\n\n"
+        finally:
+            self.num_readers -= 1
+
+    def status(self) -> dict[str, Any]:
+        """/api/status: the summary without addresses, which are nobody's business on the open web."""
+        peers = [{name: value for name, value in peer.items() if name != "addresses"} for peer in self._peers()]
+        return {**self.summary, "peers": peers}
+
+    def _peers(self) -> list[dict[str, Any]]:
+        return self.summary.get("peers", [])
+
+    def _head(self) -> dict[str, Any]:
+        return {name: value for name, value in self.summary.items() if name != "peers"}
+
+    def _row(self, peer: dict[str, Any]) -> list[Any]:
+        member = self.watcher.roster.members[peer["peer_id"]]
+        known = {**peer, "made_at_s": round(member.made_at_s, 1), "distance": _rounded(peer["distance"])}
+        return [known[name] for name in ROW]
+
+
+def app(feed: Feed) -> Starlette:
+    async def index(request: Request) -> Response:
+        return FileResponse(STATIC / "index.html", headers={"cache-control": "no-cache"})
+
+    async def status(request: Request) -> Response:
+        return JSONResponse(feed.status())
+
+    async def history(request: Request) -> Response:
+        return JSONResponse(await asyncio.to_thread(feed.history.swarm))
+
+    async def peers(request: Request) -> Response:
+        names = request.query_params.getlist("id")[:MAX_SERIES]
+        return JSONResponse(await asyncio.to_thread(feed.history.peers, names))
+
+    async def events(request: Request) -> Response:
+        if feed.num_readers >= MAX_READERS:
+            return PlainTextResponse("too many readers; /api/status has the same\n", status_code=503)
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # proxies must not hold events back
+        return StreamingResponse(feed.read(), media_type="text/event-stream", headers=headers)
+
+    async def metrics(request: Request) -> Response:
+        page = swarm_page(feed.watcher.totals(), healths=list(Health), directory_age_s=feed.watcher.directory_age_s)
+        return Response(page, headers={"content-type": CONTENT_TYPE})
+
+    async def healthz(request: Request) -> Response:
+        is_well = time.monotonic() - feed.looked_at_s < STALE_S
+        return PlainTextResponse(
+            "ok\n" if is_well else "the swarm is not looked at\n", status_code=200 if is_well else 503
+        )
+
+    routes = [
+        *(Route("/", index), Route("/api/status", status), Route("/api/history", history)),
+        *(Route("/api/history/peers", peers), Route("/api/events", events)),
+        *(Route("/metrics", metrics), Route("/healthz", healthz)),
+        Mount("/static", StaticFiles(directory=STATIC)),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(_Headers), Middleware(GZipMiddleware, minimum_size=2048)])
+
+
+class _Headers:
+    """Security headers on every answer."""
+
+    def __init__(self, inner: ASGIApp) -> None:
+        self._inner = inner
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        await self._inner(scope, receive, with_headers if scope["type"] == "http" else send)
+
+
+async def serve(
+    ticket: Ticket,
+    directory: SwarmDirectory,
+    *,
+    host: str,
+    port: int,
+    history: Path,
+    stop: asyncio.Event,
+    say: Callable[[str], None],
+) -> None:
+    """Until `stop` is set. Raises SettingsError when address or history file cannot be used."""
+    kept = History(history)
+    try:
+        feed = Feed(Watcher(ticket), kept)
+        server = HttpServer(app(feed), host=host, port=port)
+        await feed.look(lambda: feed.watcher.look(directory))
+        await server.start(flag="--listen")
+        say(f"the swarm is at http://{host}:{server.port}/ (curves kept in {history}); Ctrl-C ends it")
+        try:
+            await _until(stop, lambda: feed.look(lambda: feed.watcher.look(directory)))
+        finally:
+            await feed.close()
+            await server.stop()
+    finally:
+        kept.close()
+
+
+async def _until(stop: asyncio.Event, look: Callable[[], Awaitable[None]]) -> None:
+    while not stop.is_set():
+        try:
+            await look()
+        except Exception:  # a page that shows old numbers, and says so, is better than none
+            log.exception("a look at the swarm failed")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), LOOK_S)
+
+
+def _after(meetings: deque[Meeting], last: Meeting | None) -> list[Meeting]:
+    """The newest ones, behind `last`."""
+    found: list[Meeting] = []
+    for meeting in reversed(meetings):
+        if meeting is last:
+            break
+        found.append(meeting)
+    return found[::-1]
+
+
+def _shown(meetings: list[Meeting]) -> list[list[Any]]:
+    return [[round(meeting.at_s, 1), meeting.peer, meeting.partner] for meeting in meetings]
+
+
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else float(f"{share:.2g}")
+
+
+def _event(name: str, data: dict[str, Any]) -> bytes:
+    return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()

@@ -1,0 +1,110 @@
+"""Dialling back: a peer asks another whether it can be reached from there, and what time it is there.
+
+Nobody can be made to dial a stranger: only the address that the call came from is tried, a few ports, a few times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+import grpc
+import grpc.aio
+
+from noloco_p2p.errors import CorruptPayload, PeerError, Refused
+from noloco_p2p.gossip import frames
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.net import convert, options
+from noloco_p2p.net.client import refused, translate
+from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
+
+MAX_PORTS = 4
+DIAL_S = 4.0
+PER_MINUTE = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What another peer saw of this one. `reached`: port -> "" or why not."""
+
+    observed_host: str
+    reached: dict[int, str]
+    clock_offset_s: float  # its clock minus ours, give or take `round_trip_s` / 2
+    round_trip_s: float
+
+
+class Prober:
+    """The answering side."""
+
+    def __init__(self) -> None:
+        self._asked_s: deque[float] = deque(maxlen=PER_MINUTE)
+
+    async def probe(self, request: pb.ProbeRequest, caller: str) -> pb.ProbeReply:
+        """`caller`: the network address as gRPC names it. Raises Refused when asked too often, CorruptPayload."""
+        now_s = time.monotonic()
+        if len(self._asked_s) == PER_MINUTE and now_s - self._asked_s[0] < 60.0:
+            raise Refused("I dial back a few times a minute", code=frames.RefuseCode.BUSY.name, retry_after_s=60.0)
+        self._asked_s.append(now_s)
+        if len(request.ports) > MAX_PORTS or not all(0 < port < 65_536 for port in request.ports):
+            raise CorruptPayload(f"at most {MAX_PORTS} ports of 1 to 65535 can be asked for")
+        host, told_s = caller_host(caller), time.time()
+        sentences = await asyncio.gather(*(_dial(host, port) for port in request.ports))
+        ports = [
+            pb.PortProbe(port=port, is_reached=not sentence, sentence=sentence)
+            for port, sentence in zip(request.ports, sentences, strict=True)
+        ]
+        return pb.ProbeReply(observed_host=host, ports=ports, time_s=told_s)
+
+
+async def ask(candidate: Candidate, hello: frames.Hello, ports: list[int], *, timeout_s: float) -> Probed:
+    """Ask a peer to dial back. Raises PeerError; Refused with code UNIMPLEMENTED from one that is older than this."""
+    request = pb.ProbeRequest(hello=convert.hello_to_wire(hello), ports=ports)
+    async with grpc.aio.insecure_channel(candidate.address, options=options.CLIENT) as channel:
+        try:
+            await asyncio.wait_for(channel.channel_ready(), timeout_s)
+            began_s, began_wall_s = time.monotonic(), time.time()
+            # Told when it answers, and it answers once it has dialled: an empty request first is for the clock alone.
+            empty = pb.ProbeRequest(hello=convert.hello_to_wire(hello))
+            clock = await PeerStub(channel).Probe(empty, timeout=timeout_s)
+            round_trip_s = time.monotonic() - began_s
+            reply = await PeerStub(channel).Probe(request, timeout=timeout_s)
+        except TimeoutError:
+            raise PeerError(f"{candidate.address} does not answer", peer=candidate.peer_id) from None
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise Refused(
+                    "it is older than this program and cannot dial back", peer=candidate.peer_id, code="UNIMPLEMENTED"
+                ) from None
+            raise translate(error, candidate.peer_id) from None
+    for answer in (clock, reply):
+        if answer.HasField("refuse"):
+            raise refused(answer.refuse, candidate.peer_id)
+    reached = {port.port: "" if port.is_reached else port.sentence[:200] or "no reason given" for port in reply.ports}
+    offset_s = clock.time_s - (began_wall_s + round_trip_s / 2)
+    return Probed(reply.observed_host[:100], reached, offset_s, round_trip_s)
+
+
+def caller_host(caller: str) -> str:
+    """ipv4:1.2.3.4:5 or ipv6:[::1]:5 (or %5B::1%5D) -> the host. Raises CorruptPayload for anything else."""
+    kind, _, rest = unquote(caller).partition(":")
+    host = rest.rpartition(":")[0].strip("[]")
+    if kind not in ("ipv4", "ipv6") or not host:
+        raise CorruptPayload(f"the address {caller!r} cannot be dialled")
+    return host
+
+
+async def _dial(host: str, port: int) -> str:
+    """Empty when a connection could be made, else why not."""
+    try:
+        async with asyncio.timeout(DIAL_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except TimeoutError:
+        return f"no answer within {DIAL_S:.0f} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    writer.close()
+    return ""

@@ -1,0 +1,136 @@
+"""How far long work is: what is done, how fast, how long still. Counting is here; drawing it is for `bars.py`.
+
+`Progress` is handed to whatever may take seconds. Its tasks nest, may be reported from any thread, and what runs now
+can be asked for at any moment: `noloco status` does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from noloco_p2p.telemetry.console import count, duration, mib
+
+WINDOW_S = 15.0  # the rate is that of the last seconds: a link that got slow must show
+SAMPLE_S = 0.25  # apart, at least; a window has some sixty samples
+
+Report = Callable[[int, int], None]  # (done, total) in the unit of the task
+
+
+def ignore(done: int, total: int) -> None:
+    """A Report that nobody reads."""
+
+
+class Meter:
+    """Rate and time left from samples of a rising count. Pure: times are given, in seconds of any one clock."""
+
+    def __init__(self, *, now_s: float) -> None:
+        self.done = 0
+        self._samples: deque[tuple[float, int]] = deque([(now_s, 0)])
+
+    def add(self, done: int, *, now_s: float) -> None:
+        """`done` so far, all in all. A count that falls back, as after a restart, begins a new window."""
+        if done < self.done:
+            self._samples.clear()
+        self.done = done
+        if not self._samples or now_s - self._samples[-1][0] >= SAMPLE_S:
+            self._samples.append((now_s, done))
+        while len(self._samples) > 2 and now_s - self._samples[1][0] >= WINDOW_S:
+            self._samples.popleft()
+
+    def rate_per_s(self, *, now_s: float) -> float:
+        """Over the last WINDOW_S or since the beginning; falls towards 0 while nothing comes."""
+        began_s, begun = self._samples[0] if self._samples else (now_s, self.done)
+        seconds = now_s - began_s
+        return (self.done - begun) / seconds if seconds > 0 else 0.0
+
+    def left_s(self, total: int, *, now_s: float) -> float | None:
+        """Seconds until `total` at the present rate; None when nothing moves."""
+        rate = self.rate_per_s(now_s=now_s)
+        return max(0, total - self.done) / rate if rate > 0 else None
+
+
+class Task:
+    """One piece of work. `unit` is "bytes" or the plural of what is counted; `total` is None until it is known."""
+
+    def __init__(self, what: str, *, unit: str, now_s: float) -> None:
+        self.what = what
+        self.unit = unit
+        self.began_s = now_s
+        self.total: int | None = None
+        self.meter = Meter(now_s=now_s)
+
+    def report(self, done: int, total: int) -> None:
+        """For any thread: two assignments and a sample."""
+        self.total = total
+        self.meter.add(done, now_s=time.monotonic())
+
+    def as_dict(self, *, now_s: float) -> dict[str, Any]:
+        total = self.total
+        return {
+            "what": self.what,
+            "since_s": round(now_s - self.began_s, 1),
+            "unit": self.unit,
+            "done": self.meter.done,
+            "total": total,
+            "rate_per_s": round(self.meter.rate_per_s(now_s=now_s), 1),
+            "left_s": None if total is None else _rounded(self.meter.left_s(total, now_s=now_s)),
+        }
+
+
+class Draw(Protocol):
+    """Shows tasks to a person; called by the thread that does the work."""
+
+    def begin(self, task: Task) -> None: ...
+
+    def end(self, task: Task) -> None: ...
+
+
+class Progress:
+    """The tasks that run now, innermost last. Without `draw` they are only remembered."""
+
+    def __init__(self, draw: Draw | None = None) -> None:
+        self._draw = draw
+        self._tasks: list[Task] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def task(self, what: str, *, unit: str = "") -> Iterator[Report]:
+        """`with progress.task("evaluating", unit="batches") as report: report(1, 20)`; with no unit nothing is told."""
+        task = Task(what, unit=unit, now_s=time.monotonic())
+        with self._lock:
+            self._tasks.append(task)
+        if self._draw:
+            self._draw.begin(task)
+        try:
+            yield task.report
+        finally:
+            with self._lock:
+                self._tasks.remove(task)
+            if self._draw:
+                self._draw.end(task)
+
+    def now(self) -> dict[str, Any] | None:
+        """The innermost task as JSON values; None when nothing long runs."""
+        with self._lock:
+            return self._tasks[-1].as_dict(now_s=time.monotonic()) if self._tasks else None
+
+
+def line(task: dict[str, Any]) -> str:
+    """`fetching the state: 120.0 MiB of 953.7 MiB, 12.3 MiB/s, 68 s left`, from `Task.as_dict`."""
+    show = mib if task["unit"] == "bytes" else count
+    unit = "" if task["unit"] in ("bytes", "") else f" {task['unit']}"
+    if task["total"] is None:
+        return f"{task['what']}: for {duration(task['since_s'])}"
+    left = "nothing moves" if task["left_s"] is None else f"{duration(task['left_s'])} left"
+    rate = f"{show(task['rate_per_s'])}/s" if task["unit"] == "bytes" or task["rate_per_s"] >= 10 else None
+    parts = [f"{task['what']}: {show(task['done'])} of {show(task['total'])}{unit}", rate, left]
+    return ", ".join(part for part in parts if part)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 1)

@@ -1,0 +1,118 @@
+"""The numbers of one peer, and of a whole swarm, for Prometheus. Own registries; the labels are few and bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from noloco_p2p._version import __version__
+from noloco_p2p.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
+
+PREFIX = "noloco"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One name at /metrics; counters get `_total` there. `labels`: the names of its labels."""
+
+    name: str
+    kind: str
+    unit: str
+    meaning: str
+    labels: tuple[str, ...] = ()
+
+    @property
+    def full_name(self) -> str:
+        return self.name + ("_total" if self.kind == "counter" else "")
+
+
+PEER = tuple(
+    Family(f"{PREFIX}_{item.name}", item.metadata["kind"], item.metadata["unit"], item.metadata["meaning"])
+    for item in fields(Metrics)
+    if item.metadata["kind"] != "text"
+)
+PEER_INFO = Family(f"{PREFIX}_peer_info", "gauge", "1", "always 1; who this peer is", ("peer_id", "run", "software"))
+LIVE_PEERS = Family(f"{PREFIX}_live_peers", "gauge", "peers", "other live peers that this one knows")
+SWARM_PREFIX = f"{PREFIX}_swarm"
+SWARM_PEERS = Family(f"{SWARM_PREFIX}_peers", "gauge", "peers", "peers by what the monitor makes of them", ("health",))
+SWARM_ALONE = Family(
+    f"{SWARM_PREFIX}_alone_rounds", "gauge", "rounds", "rounds alone of all peers listed, by cause", ("cause",)
+)
+SWARM = tuple(
+    Family(f"{SWARM_PREFIX}_{name}", "gauge", unit, meaning)
+    for name, unit, meaning in (
+        ("tokens_per_s", "tokens/s", "all living peers that train"),
+        ("loss", "nats/token", "training loss, mean over living peers"),
+        ("loss_lowest", "nats/token", "of one living peer"),
+        ("loss_highest", "nats/token", "of one living peer"),
+        ("progress", "fraction", "place in the schedule, of the foremost living peer"),
+        ("round", "rounds", "of the foremost living peer"),
+        ("spread", "fraction", "root mean square distance of replicas from their mean, as a share of its norm"),
+        ("spread_peers", "peers", "with a sketch from which the spread is estimated"),
+        ("swaps", "rounds", "of all peers listed; falls when one is forgotten, an hour after its last word"),
+        ("halves", "rounds", "as swaps"),
+        ("alone", "rounds", "as swaps"),
+        ("late", "corrections", "as swaps"),
+        ("bytes_sent", "bytes", "as swaps"),
+        ("bytes_received", "bytes", "as swaps"),
+    )
+)
+DIRECTORY_AGE = Family(f"{SWARM_PREFIX}_directory_age_s", "gauge", "s", "since the directory last answered the monitor")
+
+
+def peer_page(metrics: Metrics, *, peer_id: str, run: str, live_peers: int) -> bytes:
+    """What a peer serves at /metrics."""
+
+    def collect() -> Iterator[Metric]:
+        for family in PEER:
+            value = getattr(metrics, family.name.removeprefix(f"{PREFIX}_"))
+            if value is not None:
+                yield _sample(family, [((), value)])
+        yield _sample(PEER_INFO, [((peer_id, run, __version__), 1)])
+        yield _sample(LIVE_PEERS, [((), live_peers)])
+
+    return _page(collect)
+
+
+def swarm_page(totals: dict[str, Any], *, healths: Iterable[str], directory_age_s: float) -> bytes:
+    """What `noloco monitor --web` serves at /metrics, from `monitor.collect.Watcher.totals`."""
+
+    def collect() -> Iterator[Metric]:
+        yield _sample(SWARM_PEERS, [((str(health),), totals[health]) for health in healths])
+        for family in SWARM:
+            value = totals[family.name.removeprefix(f"{SWARM_PREFIX}_")]
+            if value is not None:
+                yield _sample(family, [((), value)])
+        yield _sample(SWARM_ALONE, [((cause,), number) for cause, number in totals["alone_by_cause"].items()])
+        yield _sample(DIRECTORY_AGE, [((), directory_age_s)])
+
+    return _page(collect)
+
+
+def _sample(family: Family, samples: list[tuple[tuple[str, ...], float]]) -> Metric:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    metric = make(family.name, f"{family.meaning} [{family.unit}]", labels=family.labels)
+    for labels, value in samples:
+        metric.add_metric(labels, float(value))
+    return metric
+
+
+class _Collector:
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self.collect = collect
+
+
+def _page(collect: Callable[[], Iterator[Metric]]) -> bytes:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry: CollectorRegistry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(collect))  # pyright: ignore[reportArgumentType] - the seam is `collect()` alone
+    return generate_latest(registry)

@@ -1,0 +1,60 @@
+"""A synthetic swarm of any size, as a directory would tell it: for looks of the monitor at more peers than fit here."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from noloco_p2p.swarm.records import TTL_S, PeerRecord
+
+ROUND_S = 20.0
+DIGEST = "c0" * 32
+
+
+class Crowd:
+    """`records(now_s)` is what a directory holds at that moment (Unix seconds); the same seed tells the same story."""
+
+    def __init__(self, num_peers: int, *, began_s: float, seed: int = 0, sketch: str = "") -> None:
+        self._rng = random.Random(seed)
+        self._began_s = began_s
+        self._gone: dict[int, float] = {}
+        self._sketch = sketch
+        names = [f"12D3KooW{index:06d}{self._rng.randbytes(8).hex()}" for index in range(num_peers)]
+        self.peers = [
+            PeerRecord(name, "crowd", DIGEST, reachability="reached", loss=6.0, norm=1.0 if sketch else None)
+            for name in names
+        ]
+
+    def kill(self, index: int, *, now_s: float) -> None:
+        """From now on it says nothing."""
+        self._gone[index] = now_s
+
+    def records(self, now_s: float) -> list[tuple[PeerRecord, float]]:
+        """(record, age in seconds): each peer has announced itself within the last 15 s."""
+        found = []
+        for index, record in enumerate(self.peers):
+            phase_s = (index * 0.618 % 1) * TTL_S / 4
+            until_s = min(now_s, self._gone.get(index, now_s))
+            made_s = until_s - (until_s - phase_s) % (TTL_S / 4)
+            if now_s - made_s <= TTL_S:
+                found.append((self._tell(index, record, made_s), now_s - made_s))
+        return found
+
+    def _tell(self, index: int, record: PeerRecord, made_s: float) -> PeerRecord:
+        rounds = max(0, int((made_s - self._began_s) / ROUND_S))
+        alone = rounds // 20
+        return replace(
+            record,
+            sequence=int(made_s * 1000),
+            round=rounds,
+            progress=min(1.0, rounds / 2000),
+            swaps=rounds - alone,
+            alone=alone,
+            lonely=(0, alone),
+            loss=2.0 + 4.0 / (1 + rounds / 10) + (index % 17) / 100,
+            tokens_per_s=1000.0 + index % 500,
+            last_partner=self.peers[(index + 1 + rounds * 7) % len(self.peers)].peer_id if rounds else "",
+            bytes_sent=rounds << 22,
+            bytes_received=rounds << 22,
+            sketch=self._sketch,
+        )

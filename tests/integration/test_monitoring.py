@@ -1,0 +1,304 @@
+"""One live swarm of four peers, seen in every way there is: terminal, page, metrics, status, doctor.
+
+The page is driven in a headless Chromium; where none is installed that test is skipped, and says so. .ci/run installs
+one. With NOLOCO_SCREENSHOTS=DIR the pictures of docs/ are written there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyte
+import pytest
+
+from noloco_p2p.swarm.records import TTL_S
+from noloco_p2p.testing.processes import START_S, Command, PeerProcess, noloco, small_spec, until, write_spec
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+NUM_PEERS = 4
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@dataclass(frozen=True)
+class Swarm:
+    peers: list[PeerProcess]
+    folder: Path
+
+    @property
+    def ticket(self) -> str:
+        return self.peers[0].ticket
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
+    folder = tmp_path_factory.mktemp("monitoring")
+    # Longer rounds than in other tests: four peers share the machine with what looks at them.
+    spec = small_spec("watched", outer__inner_steps=60)
+    with ExitStack() as stack:
+        first = stack.enter_context(
+            PeerProcess(write_spec(spec, folder), folder / "peer-0", "--metrics", "127.0.0.1:0")
+        )
+        ticket = first.ticket
+        others = [stack.enter_context(PeerProcess(ticket, folder / f"peer-{n}")) for n in range(1, NUM_PEERS)]
+        peers = [first, *others]
+        for peer in peers:
+            peer.give_way()
+        for peer in peers:
+            peer.round_where(lambda event: event["swaps"] > 0)
+        yield Swarm(peers, folder)
+
+
+class Terminal:
+    """A command in a pseudo-terminal of a given size, and what its screen shows."""
+
+    def __init__(self, *arguments: str, width: int = 80, height: int = 24) -> None:
+        self.screen = pyte.Screen(width, height)
+        self._stream = pyte.ByteStream(self.screen)
+        self._master, slave = pty.openpty()
+        self.resize(width, height, tell=False)
+        environment = {**os.environ, "TERM": "xterm-256color"} | {"COLUMNS": "", "LINES": ""}
+        environment = {name: value for name, value in environment.items() if value and name != "NO_COLOR"}
+        command = [sys.executable, "-m", "noloco_p2p", *arguments]
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
+        )
+        os.close(slave)
+
+    def resize(self, width: int, height: int, *, tell: bool = True) -> None:
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+        self.screen.resize(height, width)
+        if tell:
+            self.process.send_signal(signal.SIGWINCH)
+
+    def lines(self) -> list[str]:
+        """What stands on the screen by now."""
+        while select.select([self._master], [], [], 0.05)[0]:
+            try:
+                data = os.read(self._master, 65_536)
+            except OSError:  # the other end is closed
+                break
+            if not data:
+                break
+            self._stream.feed(data)
+        return [line.rstrip() for line in self.screen.display]
+
+    def wait_for(self, *words: str) -> list[str]:
+        def found() -> list[str] | None:
+            lines = self.lines()
+            return lines if all(any(word in line for line in lines) for word in words) else None
+
+        return until(found, timeout_s=START_S, what=lambda: f"{words} in\n" + "\n".join(self.lines()))
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10.0)
+        os.close(self._master)
+
+
+def peer_lines(terminal: Terminal) -> list[str]:
+    return [line for line in terminal.lines() if line.startswith("..")]
+
+
+def names(swarm: Swarm) -> list[str]:
+    return [f"..{peer.peer_id[-6:]}" for peer in swarm.peers]
+
+
+def test_the_terminal_view_lives_resizes_and_goes_in_order(swarm: Swarm) -> None:
+    terminal = Terminal("monitor", swarm.ticket, "--watch", "--interval", "0.5", "--sort", "loss")
+    try:
+        lines = terminal.wait_for("run watched: 4 alive", "tokens/s", *names(swarm))
+        until(
+            lambda: not any(line.split()[3] == "-" for line in peer_lines(terminal)), timeout_s=START_S, what="losses"
+        )
+        lines = terminal.lines()
+        header = next(line for line in lines if line.startswith("peer"))
+        assert {"state", "round", "loss", "heard"} <= set(header.split())
+        losses = [line.split()[3] for line in lines if line.startswith("..")]
+        assert losses == sorted(losses)
+        assert all(line.split()[1] == "training" for line in lines if line.startswith(".."))
+        terminal.resize(200, 30)
+        wide = terminal.wait_for("version", "reach", "alone as")
+        assert len(next(line for line in wide if line.startswith("peer"))) > 100
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.process.wait(20.0) == 0
+        assert any("run watched: 4 alive" in line for line in terminal.lines()), "the last word stays on the screen"
+    finally:
+        terminal.end()
+
+
+def test_without_a_terminal_there_are_plain_lines(swarm: Swarm) -> None:
+    plain = noloco("monitor", swarm.ticket, "--filter", names(swarm)[1][2:])
+    assert plain.returncode == 0, plain.stderr
+    assert "\x1b" not in plain.stdout
+    shown = {line.split()[0] for line in plain.stdout.splitlines() if line.startswith("..")}
+    assert names(swarm)[1] in shown, "and those whose last partner it was"
+
+
+def test_the_spread_is_measured_from_outside(swarm: Swarm) -> None:
+    def measured() -> dict[str, Any] | None:
+        answer = noloco("monitor", swarm.ticket, "--json")
+        assert answer.returncode == 0, answer.stderr
+        seen = json.loads(answer.stdout)
+        return seen if seen["totals"]["spread_peers"] == NUM_PEERS else None
+
+    seen = until(measured, timeout_s=START_S, what="four sketches")
+    assert 0 < seen["totals"]["spread"] < 1
+    assert {peer["peer_id"] for peer in seen["peers"]} == {peer.peer_id for peer in swarm.peers}
+    assert all(peer["distance"] is not None for peer in seen["peers"])
+    assert any(peer["reachability"] == "reached" for peer in seen["peers"])
+
+
+def test_a_peer_serves_prometheus_and_tells_where_its_settings_came_from(swarm: Swarm) -> None:
+    url = swarm.peers[0].wait_for("metrics at http").split()[-1]
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        page = answer.read().decode()
+    assert "noloco_swaps_total" in page
+    assert f'peer_id="{swarm.peers[0].peer_id}"' in page
+    status = json.loads(noloco("status", "--json", "--state-dir", swarm.peers[0].folder).stdout)
+    assert status["settings"]["metrics"] == {"value": "127.0.0.1:0", "origin": "flag"}
+    assert status["settings"]["save_every_rounds"]["origin"] == "default"
+    assert status["running_since_s"] > 0
+    text = noloco("status", "--state-dir", swarm.peers[0].folder).stdout
+    assert "settings  announce" in text
+    assert "(flag)" in text
+
+
+def test_the_doctor_finds_nothing_wrong_and_is_dialled_back(swarm: Swarm) -> None:
+    flags = ("--listen", "127.0.0.1:0", "--state-dir", swarm.folder / "doctor")
+    found = noloco("doctor", swarm.ticket, "--json", *flags, timeout_s=120.0)
+    checks = {check["name"]: check for check in json.loads(found.stdout)["checks"]}
+    assert found.returncode == 0, checks
+    for name in ("versions", "ports", "p2pd", "way in", "peers run", "clock", "reached", "the model"):
+        assert checks[name]["level"] == "ok", checks[name]
+    assert "sees this machine as 127.0.0.1" in checks["reached"]["found"]
+    assert all(check["fix"] for check in checks.values() if check["level"] in ("warning", "failed"))
+
+
+def test_the_doctor_says_what_is_wrong_and_exits_1(swarm: Swarm) -> None:
+    port = json.loads((swarm.peers[1].folder / "ports.json").read_text())["grpc"]
+    found = noloco("doctor", "--json", "--listen", f"127.0.0.1:{port}", "--state-dir", swarm.folder / "doctor")
+    assert found.returncode == 1
+    ports = next(check for check in json.loads(found.stdout)["checks"] if check["name"] == "ports")
+    assert ports["level"] == "failed"
+    assert str(port) in ports["found"]
+    assert "--listen" in ports["fix"]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="NO CHROMIUM: the page was not driven; apt-get install chromium")
+def test_the_page_shows_the_swarm_keeps_its_curves_and_tells_of_a_killed_peer(swarm: Swarm) -> None:
+    from playwright.sync_api import sync_playwright
+
+    pictures = os.environ.get("NOLOCO_SCREENSHOTS")
+    web = ("monitor", swarm.ticket, "--web", "--listen", "127.0.0.1:0", "--history", swarm.folder / "curves.sqlite")
+    complaints: list[str] = []
+    with ExitStack() as stack:
+        monitor = stack.enter_context(Command(*web, log=swarm.folder / "web.txt"))
+        url = monitor.wait_for("the swarm is at http").split()[4]
+        browser = stack.enter_context(sync_playwright()).chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
+        stack.callback(browser.close)
+        context = browser.new_context(viewport={"width": 1280, "height": 1000})
+        page = context.new_page()
+        page.set_default_timeout(60_000)
+        page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda asked: None if asked.url.startswith((url, "data:")) else complaints.append(asked.url))
+        page.goto(url)
+
+        def told(code: str) -> Any:
+            return page.evaluate(code)
+
+        def wait(code: str, *, timeout_s: float = 60.0) -> None:
+            until(lambda: told(code), timeout_s=timeout_s, what=lambda: f"{code}; {complaints}")
+
+        wait(f"document.querySelectorAll('#rows tr').length === {NUM_PEERS}")
+        wait("[...document.querySelectorAll('#rows tr')].every((row) => row.dataset.health === 'alive')")
+        # Curves: two samples, ten seconds apart, of every peer and of the swarm; and swaps in the graph.
+        wait(f"state.curves.size === {NUM_PEERS} && [...state.curves.values()].every((c) => c.loss.length > 1)")
+        wait("charts.loss.plot !== undefined && state.meetings.length > 0")
+        assert told("charts.loss.plot.series.length") == NUM_PEERS + 1
+        assert "alive" in page.inner_text("#tiles").lower()
+        page.fill("#search", swarm.peers[2].peer_id[-6:])
+        assert page.locator("#rows tr").count() == 1
+        page.fill("#search", "")
+
+        # A reload, and a restart of the monitor, keep the curves.
+        before = told("state.history.time_s.slice()")
+        page.reload()
+        wait("state.history !== null && state.history.time_s.length > 0")
+        assert told("state.history.time_s")[: len(before)] == [10 * int(t // 10) for t in before]
+        if pictures:
+            wait("state.history.time_s.length >= 6", timeout_s=120.0)
+            _take_pictures(browser, url, Path(pictures))
+
+        victim = swarm.peers[-1]
+        victim_id = victim.peer_id
+        grey = told("getComputedStyle(document.documentElement).getPropertyValue('--faint').trim()")
+        victim.send(signal.SIGKILL)
+        killed_s = time.monotonic()
+        gone = f"document.querySelector('tr[data-peer=\"{victim_id}\"]')?.dataset.health === 'gone'"
+        wait(gone, timeout_s=TTL_S + 15.0)
+        assert time.monotonic() - killed_s < TTL_S + 15.0
+        assert "gone" in page.inner_text(f'tr[data-peer="{victim_id}"]')
+        assert told(f"getComputedStyle(document.querySelector('tr[data-peer=\"{victim_id}\"] td')).color") == rgb(grey)
+        assert f"..{victim_id[-6:]}" in page.inner_text("#notices")
+        assert complaints == []
+
+        samples = told("state.history.time_s.length")
+        monitor.send(signal.SIGINT)
+        assert monitor.wait() == 0
+        assert "Traceback" not in monitor.text
+        assert "ERROR" not in monitor.text
+        again = stack.enter_context(Command(*web, log=swarm.folder / "web-again.txt"))
+        url = again.wait_for("the swarm is at http").split()[4]
+        page.goto(url)
+        wait(f"state.history !== null && state.history.time_s.length >= {samples} - 1")
+        for path in ("healthz", "metrics", "api/status"):
+            with urllib.request.urlopen(url + path, timeout=20) as answer:
+                body = answer.read().decode()
+        status = json.loads(body)
+        assert "addresses" not in status["peers"][0], "who trains where is not for the open web"
+        assert swarm.ticket not in body
+
+
+def _take_pictures(browser: Any, url: str, folder: Path) -> None:
+    for name, options in {
+        "page-light": {"viewport": {"width": 1280, "height": 1000}, "color_scheme": "light"},
+        "page-dark": {"viewport": {"width": 1280, "height": 1000}, "color_scheme": "dark"},
+        "page-phone": {"viewport": {"width": 390, "height": 844}, "color_scheme": "light"},
+    }.items():
+        context = browser.new_context(**options)
+        page = context.new_page()
+        page.goto(url)
+        until(
+            lambda page=page: page.evaluate("state.history !== null && state.meetings.length > 1"),
+            timeout_s=60.0,
+            what="curves",
+        )
+        page.screenshot(path=folder / f"{name}.png", full_page=name != "page-phone")
+        context.close()
+
+
+def rgb(hexadecimal: str) -> str:
+    red, green, blue = bytes.fromhex(hexadecimal.removeprefix("#"))
+    return f"rgb({red}, {green}, {blue})"

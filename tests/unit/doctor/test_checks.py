@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from noloco_p2p.doctor import machine
+from noloco_p2p.doctor.check import Check, is_healthy, report
+from noloco_p2p.doctor.swarm import clock, needs, reachability
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.net.probe import Probed
+from noloco_p2p.settings import PeerSettings
+from noloco_p2p.spec import RunSpec
+
+PEER = Candidate("12D3KooWaaaaaa", "192.0.2.1:1")
+
+
+def settings(folder: Path, **changes: str) -> PeerSettings:
+    return PeerSettings.load({"state_dir": folder, "listen": "127.0.0.1:0", **changes})
+
+
+def test_a_warning_is_healthy_a_failure_is_not_and_both_are_told_with_their_fix() -> None:
+    fine, odd, bad = Check("a", "ok", "x"), Check("b", "warning", "y", "do"), Check("c", "failed", "z", "mend")
+    assert is_healthy([fine, odd])
+    assert report([fine, bad]) == {
+        "healthy": False,
+        "checks": [
+            {"name": "a", "level": "ok", "found": "x", "fix": ""},
+            {"name": "c", "level": "failed", "found": "z", "fix": "mend"},
+        ],
+    }
+    assert len(fine.lines()) == 1
+    assert "-> mend" in bad.lines()[1]
+
+
+def test_this_machine_can_be_examined(tmp_path: Path) -> None:
+    own = settings(tmp_path)
+    for check in (machine.versions(), machine.ports(own), machine.disk(own), machine.memory(), machine.codec_speed()):
+        assert check.level in ("ok", "warning"), check
+        assert bool(check.fix) == (check.level != "ok")
+
+
+def test_a_port_in_use_is_a_failure(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        check = machine.ports(settings(tmp_path, listen=f"127.0.0.1:{min(port, 65_534)}"))
+    assert check.level == "failed"
+    assert "--listen" in check.fix
+
+
+def test_a_wrong_clock_and_a_closed_port_are_failures_with_a_way_out() -> None:
+    assert clock(Probed("192.0.2.9", {}, 0.4, 0.2), PEER).level == "ok"
+    assert clock(Probed("192.0.2.9", {}, -45.0, 0.2), PEER).level == "failed"
+    assert reachability(Probed("192.0.2.9", {31337: "", 31338: ""}, 0.0, 0.1), PEER).level == "ok"
+    closed = reachability(Probed("192.0.2.9", {31337: "no answer within 4 s", 31338: ""}, 0.0, 0.1), PEER)
+    assert closed.level == "failed"
+    assert "forward TCP 31337 and 31338" in closed.fix
+    assert "--announce 192.0.2.9" in closed.fix
+
+
+def test_a_model_that_is_too_large_is_a_failure(tmp_path: Path) -> None:
+    assert needs(RunSpec(name="r"), 1_000_000, settings(tmp_path)).level == "ok"
+    assert needs(RunSpec(name="r"), 10**13, settings(tmp_path)).level == "failed"

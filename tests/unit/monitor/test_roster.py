@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from noloco_p2p.gossip.outcome import LonelyCause
+from noloco_p2p.monitor.notices import notices
+from noloco_p2p.monitor.roster import FORGET_AFTER_S, MAX_PEERS, WINDOW_S, Health, Roster
+from noloco_p2p.monitor.spread import Spread
+from noloco_p2p.swarm.records import TTL_S, PeerRecord
+
+A = PeerRecord("12D3KooWaaaaaa", "r", "0" * 64, sequence=1, reachability="reached")
+B = PeerRecord("12D3KooWbbbbbb", "r", "0" * 64, sequence=1, reachability="reached")
+NOW_S = 1_800_000_000.0
+
+
+def roster(*records: PeerRecord, age_s: float = 0.0) -> Roster:
+    made = Roster()
+    made.take([(record, age_s) for record in records], now_s=NOW_S)
+    return made
+
+
+def told(
+    made: Roster, *, after_s: float = 0.0, spread: Spread | None = None, directory_age_s: float = 1.0
+) -> list[str]:
+    found = notices(made, spread=spread, directory_age_s=directory_age_s, now_s=NOW_S + after_s)
+    return [f"{notice.level}: {notice.text}" for notice in found]
+
+
+@pytest.mark.parametrize(
+    ("state", "age_s", "health"),
+    [
+        ("training", 0.0, Health.ALIVE),
+        ("done", 34.0, Health.ALIVE),
+        ("training", 36.0, Health.SILENT),
+        ("training", TTL_S + 1, Health.GONE),
+        ("leaving", 5.0, Health.LEAVING),
+        ("leaving", 25.0, Health.LEFT),
+        ("leaving", 500.0, Health.LEFT),
+    ],
+)
+def test_health_follows_the_last_words_and_their_age(state: str, age_s: float, health: Health) -> None:
+    made = roster(replace(A, state=state))
+    assert made.members[A.peer_id].health(NOW_S + age_s) is health
+
+
+def test_a_peer_that_vanished_is_remembered_with_its_true_age_and_in_the_end_forgotten() -> None:
+    made = roster(A, B)
+    made.take([(replace(B, sequence=2), 0.0)], now_s=NOW_S + 95.0)
+    assert made.members[A.peer_id].age_s(NOW_S + 95.0) == 95.0
+    assert made.changed == [B.peer_id]
+    assert told(made, after_s=95.0) == [
+        "warn: Lost 1 peer without a good-bye: ..aaaaaa, last heard 1 min 35 s ago.",
+    ]
+    made.take([(replace(B, sequence=3), 0.0)], now_s=NOW_S + FORGET_AFTER_S + 1)
+    assert set(made.members) == {B.peer_id}
+
+
+def test_an_old_record_seen_again_makes_nobody_younger() -> None:
+    made = roster(A)
+    made.take([(A, 3.0)], now_s=NOW_S + 50.0)
+    assert made.members[A.peer_id].age_s(NOW_S + 50.0) == 50.0
+    assert made.changed == []
+
+
+def test_a_swap_is_a_meeting_and_rounds_are_counted_from_the_first_look_on() -> None:
+    made = roster(replace(A, swaps=100, alone=7, lonely=(7,)))
+    grown = replace(A, sequence=2, swaps=101, alone=9, lonely=(8, 1), last_partner=B.peer_id)
+    made.take([(grown, 2.0)], now_s=NOW_S + 10.0)
+    assert [(m.at_s, m.peer, m.partner) for m in made.meetings] == [(NOW_S + 8.0, A.peer_id, B.peer_id)]
+    lately = made.lately()
+    assert (lately["swaps"], lately["alone"]) == (1, 2)
+    assert (lately[LonelyCause.NOBODY], lately[LonelyCause.REFUSED]) == (1, 1)
+    made.take([(replace(grown, sequence=3, swaps=3, alone=0, lonely=()), 0.0)], now_s=NOW_S + 20.0)
+    assert made.lately() == lately, "a peer that begins anew takes nothing back"
+    made.take([], now_s=NOW_S + 20.0 + WINDOW_S + 1)
+    made.take([], now_s=NOW_S + 31.0 + WINDOW_S)
+    assert made.lately()["swaps"] == 0, "that was not lately"
+
+
+def test_lonely_rounds_are_told_with_their_main_cause() -> None:
+    made = roster(A)
+    made.take([(replace(A, sequence=2, swaps=6, alone=4, lonely=(0, 3, 1)), 0.0)], now_s=NOW_S + 10.0)
+    assert told(made, after_s=10.0) == [
+        "warn: 40 % of the rounds of the last 10 min 0 s were alone, mostly as partners said no."
+    ]
+
+
+def test_all_is_well() -> None:
+    assert told(roster(A, B)) == []
+
+
+def test_what_is_wrong_is_told_the_worst_first() -> None:
+    old = roster(replace(A, reachability="unknown", swaps=20), replace(B, software="9.9"), age_s=36.0)
+    lines = told(old, directory_age_s=40.0)
+    assert lines[0] == "bad: The directory has not answered for 40 s: what is shown is old."
+    assert lines[1] == "warn: 2 peers missed two announcements and may be gone."
+    assert "1 peer never reached" in lines[2]
+    assert "2 versions" in lines[3]
+    assert told(Roster()) == ["bad: No peer is alive."]
+
+
+def test_one_replica_that_went_astray_is_named() -> None:
+    spread = Spread(0.02, {"a": 0.004, "b": 0.0041, "c": 0.0039, "..stray!": 0.05})
+    assert told(roster(A, B), spread=spread) == ["warn: ..stray! is far from the other replicas."]
+
+
+def test_a_flood_of_peers_is_bounded() -> None:
+    made = Roster()
+    crowd = [(replace(A, peer_id=f"peer-{index}"), 30.0 - 30.0 * index / MAX_PEERS) for index in range(MAX_PEERS + 50)]
+    made.take(crowd, now_s=NOW_S)
+    assert len(made.members) == MAX_PEERS
+    assert "peer-0" not in made.members, "the oldest words go first"

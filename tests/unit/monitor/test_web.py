@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from noloco_p2p.monitor.collect import Watcher
+from noloco_p2p.monitor.history import History
+from noloco_p2p.monitor.web import MAX_READERS, ROW, STATIC, Feed, app
+from noloco_p2p.telemetry.http import HttpServer
+from noloco_p2p.testing.crowd import Crowd
+from noloco_p2p.ticket import Ticket
+
+NOW_S = time.time()
+
+
+class Site:
+    """The page of a synthetic swarm, on a port of its own."""
+
+    def __init__(self, feed: Feed, crowd: Crowd, url: str) -> None:
+        self.feed, self.crowd, self.url = feed, crowd, url
+        self.now_s = NOW_S
+
+    async def look(self, *, after_s: float = 0.0) -> None:
+        self.now_s += after_s
+        records = self.crowd.records(self.now_s)
+        await self.feed.look(lambda: self.feed.watcher.take(records, directory_age_s=0.5, now_s=self.now_s))
+
+    async def get(self, path: str, method: str = "GET") -> tuple[int, bytes, dict[str, str]]:
+        def ask() -> tuple[int, bytes, dict[str, str]]:
+            try:
+                request = urllib.request.Request(self.url + path, method=method)
+                with urllib.request.urlopen(request, timeout=20) as answer:
+                    return answer.status, answer.read(), dict(answer.headers)
+            except urllib.error.HTTPError as error:
+                with error:
+                    return error.code, error.read(), dict(error.headers)
+
+        return await asyncio.to_thread(ask)
+
+
+@asynccontextmanager
+async def site(num_peers: int = 4) -> AsyncIterator[Site]:
+    history = History(":memory:")
+    feed = Feed(Watcher(Ticket("crowd", "c0" * 32, ())), history)
+    server = HttpServer(app(feed), host="127.0.0.1", port=0)
+    made = Site(feed, Crowd(num_peers, began_s=NOW_S - 2000), "")
+    await made.look()
+    await server.start(flag="--listen")
+    made.url = f"http://127.0.0.1:{server.port}/"
+    try:
+        yield made
+    finally:
+        await feed.close()
+        await server.stop()
+        history.close()
+
+
+def on_site(check: Callable[[Site], Any], num_peers: int = 4) -> None:
+    async def main() -> None:
+        async with site(num_peers) as made:
+            await check(made)
+
+    asyncio.run(main())
+
+
+def event(data: bytes) -> tuple[str, dict[str, Any]]:
+    name, _, body = data.decode().strip().partition("\n")
+    return name.removeprefix("event: "), json.loads(body.removeprefix("data: "))
+
+
+def test_every_path_answers_and_nothing_can_be_changed() -> None:
+    async def check(made: Site) -> None:
+        for path in ("", "static/page.js", "static/uPlot.iife.min.js", "static/page.css", "healthz", "api/history"):
+            status, body, headers = await made.get(path)
+            assert status == 200, path
+            assert body
+            assert "default-src 'none'" in headers["content-security-policy"]
+        assert (await made.get("api/status", "POST"))[0] == 405
+        assert (await made.get("static/../web.py"))[0] == 404
+        assert (await made.get("static/..%2fweb.py"))[0] == 404
+        status = json.loads((await made.get("api/status"))[1])
+        assert (status["version"], status["run"], len(status["peers"])) == (1, "crowd", 4)
+        assert "addresses" not in status["peers"][0]
+        name = status["peers"][0]["peer_id"]
+        curves = json.loads((await made.get(f"api/history/peers?id={name}&id=nobody"))[1])
+        assert list(curves) == [name]
+
+    on_site(check)
+
+
+def test_prometheus_gets_few_series_however_large_the_swarm() -> None:
+    async def check(made: Site) -> None:
+        families = text_string_to_metric_families((await made.get("metrics"))[1].decode())
+        samples = [sample for family in families for sample in family.samples]
+        assert len(samples) < 40
+        assert sum(s.value for s in samples if s.name == "noloco_swarm_peers") == 200
+
+    on_site(check, num_peers=200)
+
+
+def test_a_reader_gets_the_whole_and_then_only_what_changed() -> None:
+    async def check(made: Site) -> None:
+        reading = made.feed.read()
+        name, whole = event(await anext(reading))
+        assert (name, len(whole["peers"]), tuple(whole["columns"])) == ("whole", 60, ROW)
+        assert made.feed.num_readers == 1
+        await made.look(after_s=2.0)
+        name, update = event(await anext(reading))
+        assert name == "update"
+        assert 0 < len(update["peers"]) < 20, "of 60 peers that announce themselves every 15 s, some 8 in 2 s"
+        await made.look(after_s=2.0)
+        await made.look(after_s=2.0)
+        assert event(await anext(reading))[0] == "whole", "who missed an update begins anew"
+        await reading.aclose()
+        assert made.feed.num_readers == 0
+
+    on_site(check, num_peers=60)
+
+
+def test_a_killed_peer_is_an_update_once_its_record_has_expired() -> None:
+    async def check(made: Site) -> None:
+        made.crowd.kill(0, now_s=made.now_s)
+        health = []
+        for _ in range(5):
+            await made.look(after_s=18.0)
+            health.append({peer["peer_id"]: peer["health"] for peer in made.feed.summary["peers"]})
+        own = [states[made.crowd.peers[0].peer_id] for states in health]
+        assert own[0] == "alive"
+        assert "silent" in own
+        assert own[-1] == "gone"
+        assert "Lost 1 peer" in made.feed.summary["notices"][0]["text"]
+
+    on_site(check)
+
+
+def test_readers_are_bounded_and_a_blind_monitor_is_not_healthy() -> None:
+    async def check(made: Site) -> None:
+        made.feed.num_readers = MAX_READERS
+        assert (await made.get("api/events"))[0] == 503
+        made.feed.looked_at_s -= 60.0
+        assert (await made.get("healthz"))[0] == 503
+
+    on_site(check)
+
+
+@pytest.mark.parametrize("name", ["index.html", "page.js", "charts.js", "page.css"])
+def test_the_page_names_no_other_host(name: str) -> None:
+    text = (STATIC / name).read_text()
+    assert not re.findall(r"(?:https?:)?//[\w.-]+\.\w+", text.replace("http://www.w3.org/2000/svg", ""))
+    assert 'href="/' not in text
+    assert 'src="/' not in text, "a proxy may serve the page under any path"
+
+
+def test_the_licence_of_what_others_wrote_is_shipped() -> None:
+    assert "MIT" in (STATIC / "uPlot.LICENSE").read_text()

@@ -1,0 +1,102 @@
+"""Dialling back: who asks is dialled, nobody else, and not too often."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from noloco_p2p.errors import CorruptPayload, Refused
+from noloco_p2p.gossip.frames import Hello, RefuseCode
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.net import probe
+from noloco_p2p.net.server import GrpcServer
+
+HELLO = Hello("caller", "r", "0" * 64)
+
+
+class Admits:
+    """As much of a Service as a probe needs."""
+
+    def admit(self, hello: Hello) -> None:
+        if hello.run_name != "r":
+            raise Refused("another run", code=RefuseCode.OTHER_RUN.name)
+
+
+@asynccontextmanager
+async def peer() -> AsyncIterator[Candidate]:
+    service: Any = Admits()
+    server = GrpcServer(service)
+    await server.start("127.0.0.1", 0)
+    try:
+        yield Candidate("answering", f"127.0.0.1:{server.port}")
+    finally:
+        await server.stop(0.1)
+
+
+def test_open_and_closed_ports_are_told_apart_and_clocks_compared() -> None:
+    async def main() -> probe.Probed:
+        async with peer() as candidate:
+            listening = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+            free = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+            ports = [server.sockets[0].getsockname()[1] for server in (listening, free)]
+            free.close()
+            await free.wait_closed()
+            try:
+                found = await probe.ask(candidate, HELLO, ports, timeout_s=20.0)
+            finally:
+                listening.close()
+            assert list(found.reached) == ports
+            return found
+
+    found = asyncio.run(main())
+    assert found.observed_host == "127.0.0.1"
+    assert [bool(why) for why in found.reached.values()] == [False, True]
+    assert abs(found.clock_offset_s) <= found.round_trip_s / 2 + 0.1
+
+
+def test_strangers_get_nothing() -> None:
+    async def main() -> None:
+        async with peer() as candidate:
+            with pytest.raises(Refused, match="another run"):
+                await probe.ask(candidate, Hello("caller", "other", "0" * 64), [9], timeout_s=20.0)
+
+    asyncio.run(main())
+
+
+def test_nobody_is_dialled_again_and_again() -> None:
+    async def main() -> None:
+        async with peer() as candidate:
+            for _ in range(probe.PER_MINUTE // 2):
+                await probe.ask(candidate, HELLO, [], timeout_s=20.0)
+            with pytest.raises(Refused, match="a few times a minute"):
+                await probe.ask(candidate, HELLO, [], timeout_s=20.0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ports", [[1, 2, 3, 4, 5], [0], [70_000]])
+def test_ports_are_bounded(ports: list[int]) -> None:
+    async def main() -> None:
+        async with peer() as candidate:
+            with pytest.raises(Refused, match="at most 4 ports"):
+                await probe.ask(candidate, HELLO, ports, timeout_s=20.0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("caller", "host"),
+    [("ipv4:192.0.2.7:4711", "192.0.2.7"), ("ipv6:[2001:db8::1]:4711", "2001:db8::1"), ("ipv6:%5B::1%5D:5", "::1")],
+)
+def test_the_host_of_a_caller(caller: str, host: str) -> None:
+    assert probe.caller_host(caller) == host
+
+
+@pytest.mark.parametrize("caller", ["unix:/tmp/socket", "", "ipv4:", "nonsense"])
+def test_what_is_no_network_address_is_not_dialled(caller: str) -> None:
+    with pytest.raises(CorruptPayload, match="cannot be dialled"):
+        probe.caller_host(caller)

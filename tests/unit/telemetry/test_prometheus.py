@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.telemetry.http import HttpServer, metrics_app
+from noloco_p2p.telemetry.metrics import Metrics
+from noloco_p2p.telemetry.prometheus import peer_page
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def values(page: bytes) -> dict[str, float]:
+    families = text_string_to_metric_families(page.decode())
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+def test_a_peer_tells_its_numbers_and_leaves_out_what_it_does_not_know() -> None:
+    metrics = Metrics(swaps=7, bytes_sent=1 << 40, loss=2.5, last_partner="12D3Koo")
+    metrics.count_lonely("refused")
+    page = values(peer_page(metrics, peer_id="me", run="r", live_peers=3))
+    assert page["noloco_swaps_total"] == 7
+    assert page["noloco_bytes_sent_total"] == 2.0**40
+    assert page["noloco_alone_refused_total"] == 1
+    assert (page["noloco_loss"], page["noloco_live_peers"], page["noloco_peer_info"]) == (2.5, 3, 1)
+    assert "noloco_validation_loss" not in page
+    assert not any("last_partner" in name for name in page), "its values are without end"
+
+
+def get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read()
+
+
+def test_the_page_is_served_on_a_loop_that_is_there_already() -> None:
+    async def main() -> tuple[bytes, int]:
+        server = HttpServer(metrics_app(lambda: b"noloco_x 1\n"), host="127.0.0.1", port=0)
+        await server.start(flag="--metrics")
+        url = f"http://127.0.0.1:{server.port}/metrics"
+        answer = await asyncio.to_thread(get, url)
+        taken = HttpServer(metrics_app(lambda: b""), host="127.0.0.1", port=server.port)
+        with pytest.raises(SettingsError, match=r"--metrics 127.0.0.1:\d+: Address already in use"):
+            await taken.start(flag="--metrics")
+        await server.stop()
+        return answer, len(asyncio.all_tasks())
+
+    assert asyncio.run(main()) == (b"noloco_x 1\n", 1)
+
+
+def test_the_reference_is_what_the_tables_say() -> None:
+    generator: dict[str, object] = {"__file__": str(ROOT / "docs" / "generate.py"), "__name__": "generate"}
+    exec((ROOT / "docs" / "generate.py").read_text(), generator)
+    render = generator["render"]
+    assert callable(render)
+    assert (ROOT / "docs" / "metrics.md").read_text() == render(), "run python docs/generate.py"
