@@ -96,7 +96,8 @@ class ServerStream:
         if self._gone and self._arrived.empty():
             raise self._gone
         try:
-            frame = await asyncio.wait_for(self._arrived.get(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # unlike wait_for without a task for each frame
+                frame = await self._arrived.get()
         except TimeoutError:
             raise TimedOut(f"nothing came for {timeout_s:.1f} s", peer=self.peer) from None
         if isinstance(frame, PeerError):
