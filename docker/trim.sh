@@ -1,0 +1,17 @@
+#!/bin/sh
+# Removes from an installed prefix what no peer ever runs: tests, compilers, headers, and what only they need.
+# The metadata of each package stays, so that a scanner finds all of them with their versions.
+set -eu
+packages=$(echo "$1"/lib/python3*/site-packages)
+
+find "$packages" -type d -name tests -prune -exec rm -rf {} +
+# torch: C++ headers and build files for extensions, its own test programs, a protobuf compiler
+for path in include share test bin/protoc*; do
+    rm -rf "$packages"/torch/$path
+done
+find "$packages"/torch/bin -type f ! -name torch_shm_manager -delete 2>/dev/null || true
+# pyarrow and numpy: headers and static libraries to link against
+rm -rf "$packages"/pyarrow/include "$packages"/pyarrow/src "$packages"/numpy/_core/include
+find "$packages" \( -name '*.a' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pxi' \) -delete
+# hivemind asks for the protobuf compiler and uses it only to build itself
+rm -rf "$packages"/grpc_tools "$packages"/grpcio_tools-*.dist-info
