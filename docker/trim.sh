@@ -13,5 +13,8 @@ find "$packages"/torch/bin -type f ! -name torch_shm_manager -delete 2>/dev/null
 # pyarrow and numpy: headers and static libraries to link against
 rm -rf "$packages"/pyarrow/include "$packages"/pyarrow/src "$packages"/numpy/_core/include
 find "$packages" \( -name '*.a' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pxi' \) -delete
+# Compiled bytecode makes a start quick, as a read-only root file system can keep none. A run uses one model of hundreds.
+find "$packages"/transformers/models -mindepth 2 -type d -name __pycache__ ! -path '*/auto/*' ! -path '*/llama/*' \
+    -prune -exec rm -rf {} + 2>/dev/null || true
 # hivemind asks for the protobuf compiler and uses it only to build itself
-rm -rf "$packages"/grpc_tools "$packages"/grpcio_tools-*.dist-info
+rm -rf "$packages"/grpc_tools "$packages"/grpcio_tools-*.dist-info "$1"/bin/python-grpc-tools-protoc

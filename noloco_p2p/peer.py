@@ -36,6 +36,7 @@ from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import routable_host
 from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.reach import OUTBOUND_ONLY, Reach, judge
 from noloco_p2p.swarm.reader import find_somebody
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
@@ -73,6 +74,7 @@ class _Network:
     transport: GrpcTransport
     runner: RoundRunner
     states: StateServer
+    service: PeerService
     server: GrpcServer
     control: ControlServer
 
@@ -101,6 +103,8 @@ class Peer:
         self._layout = ""
         self._entered = False
         self._bytes_before = (0, 0)
+        self._rounds_before = 0
+        self._told_outbound_only = False
         self._announced_address = ""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-codec")
 
@@ -172,6 +176,16 @@ class Peer:
         """The last thing that went wrong with another peer, in words; empty when nothing did."""
         return self._net.runner.last_fault
 
+    def reach(self) -> Reach:
+        """Whether other peers can dial this one, as far as it can tell."""
+        return judge(
+            self._announced_address,
+            others=[candidate.address for candidate in self._net.directory.live()],
+            entrances=self._entrances(),
+            num_calls=self._net.service.num_calls,
+            rounds_here=self.metrics.rounds_here - self._rounds_before,
+        )
+
     def count_traffic(self) -> None:
         """Bring the byte counters in `metrics` up to date."""
         traffic = self._net.runner.traffic
@@ -184,6 +198,7 @@ class Peer:
             if name in values:
                 setattr(self.metrics, name, values[name])
         self._bytes_before = (self.metrics.bytes_sent, self.metrics.bytes_received)
+        self._rounds_before = self.metrics.rounds_here
 
     # for the outer step
 
@@ -253,11 +268,12 @@ class Peer:
         )
         self.exchange = Exchange(spec=self.spec, loop=asyncio.get_running_loop(), runner=runner, pace=pace)
         states = StateServer(self.spec)
-        server = GrpcServer(PeerService(runner=runner, states=states, status=self._status))
+        service = PeerService(runner=runner, states=states, status=self._status)
+        server = GrpcServer(service)
         await ports.try_both(ports.grpc, lambda port: server.start(self.settings.listen_host, port))
         control = ControlServer(self.settings.state_dir, {"status": self.status, "leave": self._on_leave})
         await control.start()
-        self._network = _Network(directory, transport, runner, states, server, control)
+        self._network = _Network(directory, transport, runner, states, service, server, control)
         announce_host, announce_port = self.settings.announced
         host = announce_host or routable_host(self.settings.listen_host)
         self._announced_address = f"{host}:{announce_port or server.port}"
@@ -265,7 +281,7 @@ class Peer:
         self._keep_spec()
 
     async def _start_directory(self, port: int) -> SwarmDirectory:
-        settings, target = self.settings, self._target
+        settings = self.settings
         announce_host, announce_port = settings.announced
         return await SwarmDirectory.start(
             identity_path=settings.state_dir / "identity.key",
@@ -274,11 +290,14 @@ class Peer:
             listen_port=port,
             announce_host=announce_host or None,
             announce_port=announce_port + 1 if announce_port else 0,
-            bootstraps=[*settings.bootstrap, *(target.addresses if isinstance(target, Ticket) else ())],
+            bootstraps=self._entrances(),
             address_book=self._address_book,
             spec_digest=self._run[1],
             describe=self._describe,
         )
+
+    def _entrances(self) -> list[str]:
+        return [*self.settings.bootstrap, *(self._target.addresses if isinstance(self._target, Ticket) else ())]
 
     def _keep_spec(self) -> None:
         path = self.run_folder / SPEC_FILE
@@ -353,7 +372,10 @@ class Peer:
         if not self._entered:
             return None
         self.count_traffic()
-        metrics = self.metrics
+        metrics, reach = self.metrics, self.reach()
+        if reach.state == OUTBOUND_ONLY and not self._told_outbound_only:
+            self._told_outbound_only = True
+            log.warning("outbound only: %s", reach.sentence)
         return PeerRecord(
             peer_id=self.peer_id,
             run_name=self.spec.name,
@@ -368,6 +390,7 @@ class Peer:
             tokens_per_s=metrics.tokens_per_s,
             loss=metrics.loss,
             last_partner=metrics.last_partner,
+            reachability=reach.state,
             bytes_sent=metrics.bytes_sent,
             bytes_received=metrics.bytes_received,
         )
@@ -375,6 +398,7 @@ class Peer:
     def status(self) -> dict[str, Any]:
         """What `noloco status` shows."""
         self.count_traffic()
+        reach = self.reach()
         return {
             "peer_id": self.peer_id,
             "pid": os.getpid(),
@@ -382,6 +406,7 @@ class Peer:
             "spec_digest": self.spec.digest(),
             "state": self.state,
             "address": self._announced_address,
+            "reach": {"state": reach.state, "sentence": reach.sentence},
             "ticket": self.ticket,
             "live_peers": self.live_peers(),
             "last_fault": self.last_fault(),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from noloco_p2p.cli.entry import resolve
 from noloco_p2p.cli.options import Json, print_json
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def monitor(
-    ticket: Annotated[str, typer.Argument(help="A ticket of the run.")],
+    ticket: Annotated[str, typer.Argument(help="A ticket of the run, or @FILE with one.")],
     watch: Annotated[bool, typer.Option("--watch", help="Go on until Ctrl-C.")] = False,
     interval_s: Annotated[
         float, typer.Option("--interval", help="Seconds between two looks with --watch.", min=0.1)
@@ -26,7 +27,7 @@ def monitor(
     """Show the whole swarm, from the DHT alone."""
     from noloco_p2p.ticket import Ticket
 
-    entry = Ticket.decode(ticket)
+    entry = Ticket.decode(resolve(ticket))
     import uvloop
 
     from noloco_p2p.monitor import collect

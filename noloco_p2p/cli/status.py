@@ -39,7 +39,8 @@ def lines(reply: dict[str, Any]) -> list[str]:
     return [
         f"peer      {reply['peer_id']} (process {reply['pid']})",
         f"run       {reply['run']}, {reply['state']}, {100 * reply['progress']:.1f} % of the schedule",
-        f"swarm     {others}; this one is reached at {reply['address']}",
+        f"swarm     {others}; this one announces {reply['address']}",
+        f"reach     {reply['reach']['state']}: {reply['reach']['sentence']}",
         f"rounds    {reply['rounds_here']} here: {reply['swaps']} swapped, {reply['halves']} half, "
         f"{reply['alone']} alone{partner}",
         f"training  loss {loss(reply['loss'])}, validation {loss(reply['validation_loss'])}, "
