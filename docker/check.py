@@ -133,7 +133,7 @@ class Container:
     def stop(self) -> float:
         """`docker stop`, and the container away, its volume not. Seconds that it took. Raises Failed when rude."""
         began_s = time.monotonic()
-        self._engine("stop", "--time", str(GRACE_S), self.name)
+        self._engine("stop", "-t", str(GRACE_S), self.name)
         seconds = time.monotonic() - began_s
         code, said = self._inspect("{{.State.ExitCode}}"), self._engine("logs", self.name).splitlines()
         if code != "0" or not said[-1].startswith("left") or seconds > GRACE_S:

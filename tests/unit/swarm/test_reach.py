@@ -45,13 +45,15 @@ def test_one_public_address_is_enough() -> None:
     assert any_public([*private, f"/dns4/peer.example.org/tcp/1/p2p/{PEER}"])
 
 
-@pytest.mark.parametrize("seen", [{"others": (PUBLIC,)}, {"entrances": (f"/ip4/8.8.8.8/tcp/31338/p2p/{PEER}",)}])
-def test_a_private_address_in_a_public_swarm_is_outbound_only(seen: dict[str, tuple[str, ...]]) -> None:
-    found = reach(**seen)
+@pytest.mark.parametrize(("others", "entrances"), [((PUBLIC,), ()), ((), (f"/ip4/8.8.8.8/tcp/31338/p2p/{PEER}",))])
+def test_a_private_address_in_a_public_swarm_is_outbound_only(
+    others: tuple[str, ...], entrances: tuple[str, ...]
+) -> None:
+    found = reach(others=others, entrances=entrances)
     assert found.state == OUTBOUND_ONLY
     assert "172.17.0.2 is a private address" in found.sentence
     assert "--announce" in found.sentence
-    assert reach("8.8.4.4:31337", **seen).state == UNKNOWN
+    assert reach("8.8.4.4:31337", others=others, entrances=entrances).state == UNKNOWN
 
 
 def test_private_addresses_among_each_other_are_fine() -> None:
