@@ -2,7 +2,8 @@
 
 The base image is made from Debian's packages and given the public name, so that the Dockerfile is built as it is.
 Containers run in namespaces of their own for network, mounts and processes: when the check ends, or is killed, the
-kernel removes every process, bridge and firewall rule with them. Images lie in a folder of this check alone, which no second check may use at the same time.
+kernel removes every process, bridge and firewall rule with them. Images lie in a folder of this check alone, which no
+second check may use at the same time.
 """
 
 from __future__ import annotations
