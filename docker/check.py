@@ -278,6 +278,9 @@ def main() -> int:
     except Failed as failure:
         print(f"FAILED: {failure}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; all is tidied up", file=sys.stderr)
+        return 130
     say("passed" if code == 0 else "failed")
     return code
 
