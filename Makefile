@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install demo test format lint types check clean
+.PHONY: install demo test format lint types check docker-check clean
 
 install: $(STAMP)
 
@@ -31,11 +31,17 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python docs/generate.py --check
+	$(BIN)/hadolint docker/Dockerfile
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker/compose.yaml
 
 types: $(STAMP)
 	$(BIN)/basedpyright
 
 check: lint types test
+
+# Minutes, and gigabytes: not a part of `check`. Needs Docker, Podman, or root on Debian.
+docker-check:
+	$(PYTHON) docker/check.py
 
 clean:
 	rm -rf .venv .proto-venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

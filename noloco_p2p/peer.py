@@ -42,6 +42,7 @@ from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import routable_host
 from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.reach import OUTBOUND_ONLY, Reach, judge
 from noloco_p2p.swarm.reader import find_somebody
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
@@ -118,6 +119,8 @@ class Peer:
         self._layout = ""
         self._entered = False
         self._traffic_before = Traffic()  # before a restart
+        self._rounds_before = 0
+        self._told_outbound_only = False
         self._announced_address = ""
         self.metrics_address = ""  # HOST:PORT of /metrics, when it is served
         self._metrics_server: HttpServer | None = None
@@ -209,6 +212,16 @@ class Peer:
         """Call `tell`, on the network thread, again and again while a swap takes long."""
         self._net.watch.on_long = tell
 
+    def reach(self) -> Reach:
+        """Whether other peers can dial this one, as far as it can tell."""
+        return judge(
+            self._announced_address,
+            others=[candidate.address for candidate in self._net.directory.live()],
+            entrances=self._entrances(),
+            num_calls=self._net.service.num_calls,
+            rounds_here=self.metrics.rounds_here - self._rounds_before,
+        )
+
     def count_traffic(self) -> None:
         """Bring the counters of bytes and chunks in `metrics` up to date."""
         for name, number in asdict(self._net.runner.traffic).items():
@@ -221,6 +234,7 @@ class Peer:
                 setattr(self.metrics, name, values[name])
         counted = asdict(self._traffic_before)
         self._traffic_before = Traffic(**{name: getattr(self.metrics, name) for name in counted})
+        self._rounds_before = self.metrics.rounds_here
 
     # for the outer step
 
@@ -344,7 +358,7 @@ class Peer:
         return peer_page(self.metrics, peer_id=self.peer_id, run=self._run[0], live_peers=self.live_peers())
 
     async def _start_directory(self, port: int) -> SwarmDirectory:
-        settings, target = self.settings, self._target
+        settings = self.settings
         announce_host, announce_port = settings.announced
         return await SwarmDirectory.start(
             identity_path=settings.state_dir / "identity.key",
@@ -353,11 +367,14 @@ class Peer:
             listen_port=port,
             announce_host=announce_host or None,
             announce_port=announce_port + 1 if announce_port else 0,
-            bootstraps=[*settings.bootstrap, *(target.addresses if isinstance(target, Ticket) else ())],
+            bootstraps=self._entrances(),
             address_book=self._address_book,
             spec_digest=self._run[1],
             describe=self._describe,
         )
+
+    def _entrances(self) -> list[str]:
+        return [*self.settings.bootstrap, *(self._target.addresses if isinstance(self._target, Ticket) else ())]
 
     def _keep_spec(self) -> None:
         path = self.run_folder / SPEC_FILE
@@ -445,7 +462,10 @@ class Peer:
         if not self._entered:
             return None
         self.count_traffic()
-        metrics, (sketch, norm) = self.metrics, self._sketch
+        metrics, reach, (sketch, norm) = self.metrics, self.reach(), self._sketch
+        if reach.state == OUTBOUND_ONLY and not self._told_outbound_only:
+            self._told_outbound_only = True
+            log.warning("outbound only: %s", reach.sentence)
         return PeerRecord(
             peer_id=self.peer_id,
             run_name=self.spec.name,
@@ -460,9 +480,9 @@ class Peer:
             tokens_per_s=metrics.tokens_per_s,
             loss=metrics.loss,
             last_partner=metrics.last_partner,
+            reachability=reach.state,
             bytes_sent=metrics.bytes_sent,
             bytes_received=metrics.bytes_received,
-            reachability="reached" if self._net.service.was_reached else "unknown",
             halves=metrics.halves,
             late=metrics.late,
             lonely=tuple(getattr(metrics, f"alone_{cause}") for cause in LonelyCause),
@@ -476,7 +496,7 @@ class Peer:
         """What `noloco status` shows; docs/monitoring.md tells what each key means."""
         self.count_traffic()
         now_s, net = time.time(), self._net
-        swap = net.watch.now(now_s=time.monotonic())
+        swap, reach = net.watch.now(now_s=time.monotonic()), self.reach()
         return {
             "peer_id": self.peer_id,
             "pid": os.getpid(),
@@ -489,6 +509,7 @@ class Peer:
             "doing": self.progress.now(),
             "swap": asdict(swap) if swap else None,
             "address": self._announced_address,
+            "reach": {"state": reach.state, "sentence": reach.sentence},
             "ticket": self.ticket,
             "live_peers": self.live_peers(),
             "last_fault": self.last_fault(),

@@ -6,8 +6,12 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from noloco_p2p.cli import entry
 from noloco_p2p.cli.options import Announce, Bootstrap, Listen, StateDir
 from noloco_p2p.errors import DirectoryError, SettingsError
 
@@ -23,6 +27,10 @@ def bootstrap(
     announce: Announce = None,
     state_dir: StateDir = None,
     bootstrap: Bootstrap = None,
+    address_file: Annotated[
+        Path | None,
+        typer.Option(help="Write the address to enter through here, for --bootstrap @FILE.", show_default=False),
+    ] = None,
 ) -> None:
     """Run a DHT-only peer that others can enter through: no model, no data."""
     import uvloop
@@ -33,7 +41,9 @@ def bootstrap(
     from noloco_p2p.swarm.daemon import probe_port
 
     flags = {"listen": listen, "announce": announce, "state_dir": state_dir}
-    settings = PeerSettings.load({**flags, "bootstrap": tuple(bootstrap) if bootstrap else None})
+    addresses = tuple(entry.resolve(address) for address in bootstrap or ())
+    settings = PeerSettings.load({**flags, "bootstrap": addresses or None})
+    entry.check_writable(address_file, flag="--address-file")
     lock = FolderLock(settings.state_dir)
     lock.acquire()
     try:
@@ -43,12 +53,12 @@ def bootstrap(
         raise SettingsError(str(error)) from None
     identity = Identity.load_or_create(settings.state_dir / "identity.key")
     print("starting (loading hivemind takes some seconds)", flush=True)
-    uvloop.run(_serve(settings, identity))
+    uvloop.run(_serve(settings, identity, address_file=address_file))
     lock.release()
     print("left", flush=True)
 
 
-async def _serve(settings: PeerSettings, identity: Identity) -> None:
+async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Path | None) -> None:
     from noloco_p2p.swarm.address_book import AddressBook
     from noloco_p2p.swarm.dht import SwarmDirectory
 
@@ -72,6 +82,7 @@ async def _serve(settings: PeerSettings, identity: Identity) -> None:
         await control.start()
         for multiaddr in directory.multiaddrs():
             print(multiaddr)
+        entry.write(address_file, directory.multiaddrs()[0], flag="--address-file")
         print(f"others enter with: noloco join SPEC.toml --bootstrap {directory.multiaddrs()[0]}", flush=True)
         await stop.wait()
     finally:

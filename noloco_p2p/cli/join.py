@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from noloco_p2p.cli import entry
 from noloco_p2p.cli.options import Announce, Bootstrap, Data, Listen, MaxDownload, MaxUpload, StateDir
 
 if TYPE_CHECKING:
@@ -25,7 +26,10 @@ log = logging.getLogger(__name__)
 
 def join(
     run: Annotated[
-        str, typer.Argument(metavar="SPEC.toml|TICKET", help="A run spec starts a run, a ticket enters one.")
+        str,
+        typer.Argument(
+            metavar="SPEC.toml|TICKET", help="A run spec starts a run, a ticket (or @FILE with one) enters one."
+        ),
     ],
     listen: Listen = None,
     announce: Announce = None,
@@ -43,6 +47,9 @@ def join(
     metrics: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Serve /metrics for Prometheus.", show_default=False)
     ] = None,
+    ticket_file: Annotated[
+        Path | None, typer.Option(help="Write the ticket of this peer here, for join @FILE.", show_default=False)
+    ] = None,
 ) -> None:
     """Start or enter a run, and train. The same command again resumes. Ctrl-C leaves politely."""
     from noloco_p2p.settings import PeerSettings, parse_bindings
@@ -59,24 +66,28 @@ def join(
             "max_download": max_download,
             "state_dir": state_dir,
             "data": parse_bindings(data) if data else None,
-            "bootstrap": tuple(bootstrap) if bootstrap else None,
+            "bootstrap": tuple(entry.resolve(address) for address in bootstrap) if bootstrap else None,
             "metrics": metrics,
         }
     )
+    run = _ticket_in(run) if run.startswith("@") else run
     ticket = _check(run, settings.state_dir)
+    entry.check_writable(ticket_file, flag="--ticket-file")
     # Until it trains there is nothing to keep: SIGTERM then ends the program as Ctrl-C does, in order and at once.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _say("starting (loading torch and hivemind takes some seconds)")
     from noloco_p2p.peer import Peer
+    from noloco_p2p.swarm.addresses import any_public
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
+    from noloco_p2p.ticket import Ticket
     from noloco_p2p.train.loop import Trainer, choose_device
 
     choose_device(settings.device)
     if ticket:
         _say(f"looking for live peers of the run {ticket.run_name}")
     with Peer.join(run, settings, progress=Progress(drawing(_say))) as peer:
-        _say(f"peer {peer.peer_id} of run {peer.spec.name} ({peer.spec.digest()[:16]}), reached at {peer.address}")
+        _say(f"peer {peer.peer_id} of run {peer.spec.name} ({peer.spec.digest()[:16]}), announces {peer.address}")
         if peer.metrics_address:
             _say(f"metrics at http://{peer.metrics_address}/metrics")
         for warning in [*peer.spec.outer.warnings(), *unused_data(peer.spec, settings)]:
@@ -89,6 +100,11 @@ def join(
             log.warning(warning)
         _say("others join with:")
         _say(f"noloco join {peer.ticket}")
+        if not any_public(Ticket.decode(peer.ticket).addresses):
+            _say(
+                "(it holds addresses of a private network alone; for peers elsewhere start with --announce HOST[:PORT])"
+            )
+        entry.write(ticket_file, peer.ticket, flag="--ticket-file")
         _leave_on_signals(peer)
         checkpoint = trainer.train()
         if trainer.finished and not peer.leave_requested.is_set():
@@ -97,6 +113,15 @@ def join(
             peer.leave_requested.wait()
         _say("leaving")
     _say("left; the same command resumes" if checkpoint else "left without a last checkpoint, for the error above")
+
+
+def _ticket_in(at_file: str) -> str:
+    """What `@FILE` holds must be a ticket: a spec is named without the @."""
+    from noloco_p2p.ticket import Ticket
+
+    ticket = entry.resolve(at_file)
+    Ticket.decode(ticket)
+    return ticket
 
 
 def _check(run: str, state_dir: Path) -> Ticket | None:

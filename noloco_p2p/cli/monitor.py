@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from noloco_p2p.cli.entry import resolve
 from noloco_p2p.cli.options import Json, print_json
 from noloco_p2p.errors import SettingsError
 
@@ -23,7 +24,7 @@ DEFAULT_WEB = "127.0.0.1:8080"
 
 
 def monitor(
-    ticket: Annotated[str, typer.Argument(help="A ticket of the run.")],
+    ticket: Annotated[str, typer.Argument(help="A ticket of the run, or @FILE with one.")],
     watch: Annotated[bool, typer.Option("--watch", help="Go on until Ctrl-C.")] = False,
     web: Annotated[bool, typer.Option("--web", help="Serve a page, /api/status and /metrics until Ctrl-C.")] = False,
     listen: Annotated[
@@ -48,7 +49,7 @@ def monitor(
     """Show the whole swarm, from the DHT alone."""
     from noloco_p2p.ticket import Ticket
 
-    entry = Ticket.decode(ticket)
+    entry = Ticket.decode(resolve(ticket))
     if not web and (listen or history):
         raise SettingsError("--listen and --history go with --web")
     import uvloop

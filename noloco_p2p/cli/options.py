@@ -32,7 +32,8 @@ Announce = Annotated[
 Bootstrap = Annotated[
     list[str] | None,
     typer.Option(
-        help="Address of a peer to enter through (/ip4/../tcp/../p2p/..); may be repeated.", show_default=False
+        help="Address of a peer to enter through (/ip4/../tcp/../p2p/.., or @FILE with one); may be repeated.",
+        show_default=False,
     ),
 ]
 MaxUpload = Annotated[

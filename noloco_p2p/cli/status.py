@@ -44,7 +44,8 @@ def lines(reply: dict[str, Any]) -> list[str]:
         f"state     {reply['state']} for {duration(reply['state_since_s'])}, "
         f"running for {duration(reply['running_since_s'])}",
         *([f"now       {progress_line(reply['doing'])}"] if reply["doing"] else []),
-        f"swarm     {others}; this one is reached at {reply['address']}",
+        f"swarm     {others}; this one announces {reply['address']}",
+        f"reach     {reply['reach']['state']}: {reply['reach']['sentence']}",
         f"rounds    {reply['rounds_here']} here: {reply['swaps']} swapped, {reply['halves']} half, "
         f"{reply['alone']} alone{partner}",
         f"round     {reply['inner_steps']} inner steps long",

@@ -17,14 +17,15 @@ class PeerService:
         self._runner = runner
         self._states = states
         self._status = status
-        self.was_reached = False  # another peer of the run has called
+        self.num_calls = 0  # of other peers that got through, whatever the answer was
 
     def admit(self, hello: Hello) -> None:
+        self.num_calls += 1
         self._runner.admit(hello)
         self.was_reached = True
 
     async def on_swap(self, stream: FrameStream) -> None:
-        self.was_reached = True
+        self.num_calls += 1
         await self._runner.on_swap(stream)
 
     async def on_status(self, swap_id: bytes) -> PeerStatus:

@@ -65,7 +65,7 @@ COLUMNS = (
     Column("out", 6, lambda p: mib(p["bytes_sent"]), lambda p: p["bytes_sent"]),
     Column("in", 6, lambda p: mib(p["bytes_received"]), lambda p: p["bytes_received"]),
     Column("apart", 7, lambda p: percent(p["distance"]), lambda p: p["distance"]),
-    Column("reach", 8, lambda p: p["reachability"], lambda p: p["reachability"], is_text=True),
+    Column("reach", 13, lambda p: p["reachability"], lambda p: p["reachability"], is_text=True),
     Column("version", 10, lambda p: p["software"], lambda p: p["software"], is_text=True),
     Column("heard", 0, lambda p: f"{duration(p['age_s'])} ago", lambda p: p["age_s"]),
     Column("alone as", 11, _why, lambda p: p["alone"], is_text=True),

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 from noloco_p2p.errors import DirectoryError
 
+LOCAL_DOMAINS = frozenset({"arpa", "home", "internal", "lan", "local", "localdomain", "localhost", "test"})
+
 
 def listen_multiaddr(host: str, port: int) -> str:
     """/ip4/HOST/tcp/PORT. Raises DirectoryError when HOST is no IP address of the local machine's kind."""
@@ -45,6 +47,21 @@ def routable_host(listen_host: str) -> str:
             return probe.getsockname()[0]
         except OSError:
             return "127.0.0.1"
+
+
+def is_public(host: str) -> bool:
+    """Whether machines of other networks may be able to dial it: a public IP address, or a name that is not local."""
+    try:
+        return ipaddress.ip_address(_plain(host)).is_global
+    except ValueError:
+        labels = host.rstrip(".").lower().split(".")
+        return len(labels) > 1 and labels[-1] not in LOCAL_DOMAINS
+
+
+def any_public(multiaddrs: Iterable[str]) -> bool:
+    """Whether one of these (with peer id or without) leads to a public address or name."""
+    targets = (tcp_target(multiaddr.partition("/p2p/")[0]) for multiaddr in multiaddrs)
+    return any(is_public(target[0]) for target in targets if target)
 
 
 def split_peer_id(multiaddr: str) -> tuple[str, str]:

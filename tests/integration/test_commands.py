@@ -1,7 +1,7 @@
 """The commands as people type them: real processes on loopback, one small swarm for all tests of this file.
 
     bootstrap    noloco bootstrap
-    first        noloco join SPEC --bootstrap ADDRESS
+    first        noloco join SPEC --bootstrap @FILE, which the bootstrap writes
     second       noloco join TICKET, once the first one has written a checkpoint that a newcomer can take
 
 The tests are independent of each other.
@@ -65,14 +65,16 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
     folder = tmp_path_factory.mktemp("swarm")
     spec = small_spec("commands")
     spec_file = write_spec(spec, folder)
-    flags = ("--state-dir", folder / "bootstrap", "--listen", "127.0.0.1:0")
+    entry = folder / "entry"
+    flags = ("--state-dir", folder / "bootstrap", "--listen", "127.0.0.1:0", "--address-file", entry)
     nowhere = Ticket("commands", spec.digest(), (DEAD,)).encode()
     with (
         Command("bootstrap", *flags, log=folder / "bootstrap.txt") as bootstrap,
         Command("monitor", nowhere, log=folder / "lost.txt") as lost,
     ):
         address = bootstrap.wait_for("others enter with:").split()[-1]
-        with PeerProcess(spec_file, folder / "first", "--bootstrap", address) as first:
+        files = ("--bootstrap", f"@{entry}", "--ticket-file", str(folder / "ticket"))
+        with PeerProcess(spec_file, folder / "first", *files) as first:
             first.event("evaluated", round=10)
             until(lambda: len(first.events("saved")) > 1, timeout_s=START_S, what="a second checkpoint")
             with PeerProcess(first.ticket, folder / "second") as second:
@@ -103,6 +105,14 @@ def test_a_newcomer_starts_where_its_donor_stood(swarm: Swarm) -> None:
     assert first_round["progress"] > 10 * 20 / swarm.spec.train.total_steps
 
 
+def test_the_way_in_is_handed_on_in_files(swarm: Swarm) -> None:
+    folder = swarm.spec_file.parent
+    assert (folder / "entry").read_text() == f"{swarm.bootstrap_address}\n"
+    assert (folder / "ticket").read_text() == f"{swarm.first.ticket}\n"
+    done = noloco("monitor", f"@{folder / 'ticket'}")
+    assert (done.returncode, "run commands: 2 training" in done.stdout) == (0, True)
+
+
 def test_the_spec_that_came_from_a_peer_is_kept(swarm: Swarm) -> None:
     kept = swarm.second.folder / "runs" / swarm.spec.run_id / "spec.json"
     assert kept.read_bytes() == swarm.spec.canonical_json()
@@ -113,6 +123,7 @@ def test_status(swarm: Swarm) -> None:
     assert people.returncode == 0
     assert f"peer      {swarm.second.peer_id}" in people.stdout
     assert "1 other live peer;" in people.stdout
+    assert "reach     " in people.stdout
     machines = json.loads(noloco("status", "--state-dir", swarm.second.folder, "--json").stdout)
     assert machines.keys() >= STATUS_KEYS
     assert machines["swaps"] >= 1

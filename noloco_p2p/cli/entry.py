@@ -1,0 +1,61 @@
+"""How one program hands another on the same machine the way into a run: a ticket or an address, as a file."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from pathlib import Path
+
+from noloco_p2p.errors import SettingsError
+
+FILE_TIMEOUT_S = 120.0  # a bootstrap or a first peer that starts at the same moment needs that long at most
+POLL_S = 0.2
+MAX_FILE_BYTES = 64 * 1024
+
+
+def resolve(text: str, *, timeout_s: float = FILE_TIMEOUT_S) -> str:
+    """`@FILE` -> the one line in it, waited for until it is there; anything else as it is. Raises SettingsError."""
+    if not text.startswith("@"):
+        return text
+    path, until_s = Path(text[1:]), time.monotonic() + timeout_s
+    while not (line := _read(path)):
+        if time.monotonic() > until_s:
+            raise SettingsError(
+                f"{text}: the file was not written within {timeout_s:.0f} s; does the peer that writes it run?"
+            )
+        time.sleep(POLL_S)
+    return line
+
+
+def check_writable(path: Path | None, *, flag: str) -> None:
+    """Before seconds of imports. Raises SettingsError."""
+    if path and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+        raise SettingsError(f"{flag} {path}: cannot be written there; name a file in a folder that this user may write")
+
+
+def write(path: Path | None, line: str, *, flag: str) -> None:
+    """Whole or not at all, as others may read at any moment. Raises SettingsError."""
+    if path is None:
+        return
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        draft.write_text(line + "\n", encoding="utf-8")
+        os.replace(draft, path)
+    except OSError as error:
+        raise SettingsError(f"{flag} {path}: cannot be written: {error.strerror}") from None
+
+
+def _read(path: Path) -> str:
+    """Empty while the file is missing or empty. Raises SettingsError for what is not one line of text."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise SettingsError(f"@{path}: {path.stat().st_size} bytes are no ticket and no address")
+        lines = path.read_text(encoding="utf-8").split()
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"@{path}: cannot be read: {error}") from None
+    if len(lines) > 1:
+        raise SettingsError(f"@{path}: must hold one ticket or one address, and nothing else")
+    return lines[0] if lines else ""

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from noloco_p2p.cli.app import run
+from noloco_p2p.cli.entry import MAX_FILE_BYTES, check_writable, resolve, write
+from noloco_p2p.errors import SettingsError
+
+
+def test_what_was_written_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "ticket"
+    write(file, "noloco1abc", flag="--ticket-file")
+    write(file, "noloco1def", flag="--ticket-file")
+    assert resolve(f"@{file}", timeout_s=0) == "noloco1def"
+    assert [path.name for path in tmp_path.iterdir()] == ["ticket"]
+
+
+def test_anything_without_an_at_stays_as_it_is() -> None:
+    assert resolve("run.toml") == "run.toml"
+
+
+def test_a_file_that_comes_later_is_waited_for(tmp_path: Path) -> None:
+    file = tmp_path / "ticket"
+    file.touch()  # made, and not yet written: not the end of the wait either
+    later = threading.Timer(0.3, write, (file, "noloco1abc"), {"flag": "--ticket-file"})
+    later.start()
+    assert resolve(f"@{file}", timeout_s=20) == "noloco1abc"
+    later.join()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("", "was not written within 0 s"), ("two words", "must hold one ticket"), ("a" * (MAX_FILE_BYTES + 1), "bytes")],
+)
+def test_what_is_no_entry_is_told(content: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "ticket"
+    file.write_text(content)
+    with pytest.raises(SettingsError, match=said):
+        resolve(f"@{file}", timeout_s=0)
+
+
+def test_a_place_that_cannot_be_written_is_told_early(tmp_path: Path) -> None:
+    check_writable(None, flag="--ticket-file")
+    check_writable(tmp_path / "ticket", flag="--ticket-file")
+    for wrong in (tmp_path, tmp_path / "missing" / "ticket"):
+        with pytest.raises(SettingsError, match="--ticket-file"):
+            check_writable(wrong, flag="--ticket-file")
+        with pytest.raises(SettingsError, match="cannot be written"):
+            write(wrong, "noloco1abc", flag="--ticket-file")
+
+
+def test_a_spec_is_no_ticket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 3, and not a file named by what the file holds."""
+    file = tmp_path / "ticket"
+    file.write_text(str(tmp_path / "run.toml"))
+    assert run(["join", f"@{file}", "--state-dir", str(tmp_path)]) == 3
+    assert "not a ticket" in capsys.readouterr().err
