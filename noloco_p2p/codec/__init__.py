@@ -7,11 +7,20 @@ number of elements, before a byte is read.
 
 from __future__ import annotations
 
-from noloco_p2p.codec.base import CHUNK_ELEMENTS, Codec
+from noloco_p2p.codec.base import CHUNK_ELEMENTS, Codec, Scratch
 from noloco_p2p.codec.blocks import INT4, INT8
 from noloco_p2p.codec.raw import BF16, FP32
 
-__all__ = ["CHUNK_ELEMENTS", "CODEC_NAMES", "Codec", "chunk_bounds", "get_codec", "num_chunks", "section_bytes"]
+__all__ = [
+    "CHUNK_ELEMENTS",
+    "CODEC_NAMES",
+    "Codec",
+    "Scratch",
+    "chunk_bounds",
+    "get_codec",
+    "num_chunks",
+    "section_bytes",
+]
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (FP32, BF16, INT8, INT4)}
 CODEC_NAMES = tuple(CODECS)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from noloco_p2p.codec import CHUNK_ELEMENTS, Codec, get_codec
-from noloco_p2p.codec.base import scratch
+from noloco_p2p.codec import CHUNK_ELEMENTS, Codec, Scratch, get_codec
 from noloco_p2p.gossip.frames import Part, Payload, SectionName
 from noloco_p2p.optim.halves import half_difference_
 from noloco_p2p.spec import CodecSpec
@@ -43,15 +42,22 @@ class SectionPair:
     own: list[Payload]
     partner: list[Payload]
 
-    def half_difference(self, index: int, *, out: Tensor | None = None) -> Tensor:
-        """h of chunk `index`: (Q(partner) - Q(own)) / 2, fp32 on the CPU: the first elements of `out`, or a new tensor.
+    def half_difference(self, index: int, *, scratch: Scratch | None = None) -> Tensor:
+        """h of chunk `index`: (Q(partner) - Q(own)) / 2, fp32 on the CPU.
 
-        `out`: at least as long as the chunk.
+        In memory of its own; with `scratch` only until the next half-difference that is made with it.
         """
+        scratch = scratch or Scratch()
         size = min(CHUNK_ELEMENTS, self.plan.num_elements - index * CHUNK_ELEMENTS)
-        decode = self.plan.codec.decode
-        own = decode(self.own[index], num_elements=size, out=scratch("own", size, dtype=torch.float32))
-        partner = decode(self.partner[index], num_elements=size, out=None if out is None else out[:size])
+        own, partner = (
+            self.plan.codec.decode(
+                payloads[index],
+                num_elements=size,
+                out=scratch.take(side, size, dtype=torch.float32),
+                scratch=scratch,
+            )
+            for side, payloads in (("own", self.own), ("partner", self.partner))
+        )
         return half_difference_(own, partner)
 
 
