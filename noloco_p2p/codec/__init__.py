@@ -7,7 +7,7 @@ number of elements, before a byte is read.
 
 from __future__ import annotations
 
-from noloco_p2p.codec.base import CHUNK_ELEMENTS, Codec
+from noloco_p2p.codec.base import CHUNK_ELEMENTS, Codec, Scratch
 from noloco_p2p.codec.blocks import INT4, INT8
 from noloco_p2p.codec.raw import BF16, FP32
 
@@ -15,6 +15,7 @@ __all__ = [
     "CHUNK_ELEMENTS",
     "CODEC_NAMES",
     "Codec",
+    "Scratch",
     "chunk_bounds",
     "chunk_range",
     "get_codec",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from typing import Protocol
 
 import torch
@@ -14,9 +13,25 @@ from noloco_p2p.errors import CorruptPayload
 CHUNK_ELEMENTS = 262_144  # 1 MiB of fp32: stays in a core's cache, and every coded chunk is a good gRPC message
 
 CPU = torch.device("cpu")
-_OF_THREAD = threading.local()
 
 assert sys.byteorder == "little", "payloads are little-endian and are read as the machine's own numbers"
+
+
+class Scratch:
+    """Memory for intermediate values that is used again from chunk to chunk, by one thread at a time.
+
+    Memory that is new to the process costs more than the arithmetic in it.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[str, torch.device], Tensor] = {}
+
+    def take(self, name: str, num_elements: int, *, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        """Shape (num_elements,), at most a chunk; the same memory for the same name, so that each use has its own."""
+        key = (name, device)
+        if key not in self._tensors:
+            self._tensors[key] = torch.empty(CHUNK_ELEMENTS, dtype=dtype, device=device)
+        return self._tensors[key][:num_elements]
 
 
 class Codec(Protocol):
@@ -31,7 +46,7 @@ class Codec(Protocol):
         """Exact size of the payload of a chunk; ValueError unless 0 <= num_elements <= CHUNK_ELEMENTS."""
         ...
 
-    def encode_into(self, values: Tensor, out: Tensor) -> None:
+    def encode_into(self, values: Tensor, out: Tensor, *, scratch: Scratch) -> None:
         """Code a chunk: 1-D, contiguous, any floating dtype, any device, at most CHUNK_ELEMENTS.
 
         out: uint8 on the CPU, shape (num_bytes,). The work is done where `values` lies; only coded bytes come to the
@@ -48,7 +63,14 @@ class Codec(Protocol):
         """Raises what `decode` would raise, without making the values: for a chunk that is kept coded."""
         ...
 
-    def decode(self, payload: bytes | memoryview, *, num_elements: int, out: Tensor | None = None) -> Tensor:
+    def decode(
+        self,
+        payload: bytes | memoryview,
+        *,
+        num_elements: int,
+        out: Tensor | None = None,
+        scratch: Scratch | None = None,
+    ) -> Tensor:
         """fp32 on the CPU, shape (num_elements,), every value finite: `out`, or a new tensor.
 
         Raises CorruptPayload for another length and for values that are not finite once decoded; the caller, who
@@ -89,20 +111,8 @@ def payload_bytes(payload: bytes | memoryview, *, codec: Codec, num_elements: in
 def encoded(values: Tensor, *, codec: Codec) -> bytes:
     check_values(values)
     out = torch.empty(codec.num_bytes(values.numel()), dtype=torch.uint8)
-    codec.encode_into(values, out)
+    codec.encode_into(values, out, scratch=Scratch())
     return out.numpy().tobytes()
-
-
-def scratch(name: str, num_elements: int, *, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-    """Memory for intermediate values, shape (num_elements,), at most a chunk; the same at each call of a thread.
-
-    Whoever uses it gives it a name of his own. Memory that is new to the process costs more than the arithmetic in it.
-    """
-    tensors: dict[str, Tensor] = _OF_THREAD.__dict__
-    key = f"{name} {dtype} {device}"
-    if key not in tensors:
-        tensors[key] = torch.empty(CHUNK_ELEMENTS, dtype=dtype, device=device)
-    return tensors[key][:num_elements]
 
 
 def within(values: Tensor, *, lowest: float, highest: float) -> bool:

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from noloco_p2p.codec.base import (
+    Scratch,
     check_num_elements,
     check_values,
     encoded,
     payload_bytes,
     refused_value,
-    scratch,
     within,
 )
 from noloco_p2p.errors import CorruptPayload
@@ -43,7 +43,7 @@ class BlockCodec:
     max_code: int
     codes_a_byte: int
     pack: Callable[[Tensor, Tensor], None]
-    unpack: Callable[[Tensor, Tensor], None]
+    unpack: Callable[[Tensor, Tensor, Scratch], None]
 
     def num_bytes(self, num_elements: int) -> int:
         check_num_elements(num_elements)
@@ -52,11 +52,11 @@ class BlockCodec:
     def encode(self, values: Tensor) -> bytes:
         return encoded(values, codec=self)
 
-    def encode_into(self, values: Tensor, out: Tensor) -> None:
+    def encode_into(self, values: Tensor, out: Tensor, *, scratch: Scratch) -> None:
         check_values(values)
         num_elements = values.numel()
         blocks = self._as_blocks(values.detach().to(torch.float32))
-        workspace = scratch("encode", blocks.numel(), dtype=torch.float32, device=values.device).view_as(blocks)
+        workspace = scratch.take("blocks", blocks.numel(), dtype=torch.float32, device=values.device).view_as(blocks)
         torch.abs(blocks, out=workspace)
         scales = self._scales(workspace.amax(dim=1))
         torch.mul(blocks, scales.reciprocal()[:, None], out=workspace)
@@ -73,10 +73,17 @@ class BlockCodec:
     def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
         self._checked(payload, num_elements=num_elements)  # any code is a number: the scales decide
 
-    def decode(self, payload: bytes | memoryview, *, num_elements: int, out: Tensor | None = None) -> Tensor:
+    def decode(
+        self,
+        payload: bytes | memoryview,
+        *,
+        num_elements: int,
+        out: Tensor | None = None,
+        scratch: Scratch | None = None,
+    ) -> Tensor:
         scales, code_bytes = self._checked(payload, num_elements=num_elements)
         values = torch.empty(num_elements, dtype=torch.float32) if out is None else out
-        self.unpack(code_bytes, values)
+        self.unpack(code_bytes, values, scratch or Scratch())
         whole = num_elements // self.block_elements
         values[: whole * self.block_elements].view(whole, self.block_elements).mul_(scales[:whole, None])
         values[whole * self.block_elements :].mul_(scales[whole:])  # the short last block: one scale, or nothing
@@ -120,7 +127,7 @@ def pack_bytes(codes: Tensor, code_bytes: Tensor) -> None:
     code_bytes.copy_(codes)
 
 
-def unpack_bytes(code_bytes: Tensor, codes: Tensor) -> None:
+def unpack_bytes(code_bytes: Tensor, codes: Tensor, scratch: Scratch) -> None:
     codes.copy_(code_bytes)
 
 
@@ -131,9 +138,9 @@ def pack_nibbles(codes: Tensor, code_bytes: Tensor) -> None:
     code_bytes.copy_(codes[:half])
 
 
-def unpack_nibbles(code_bytes: Tensor, codes: Tensor) -> None:
+def unpack_nibbles(code_bytes: Tensor, codes: Tensor, scratch: Scratch) -> None:
     half = code_bytes.numel()
-    nibbles = scratch("nibbles", half, dtype=torch.int8)
+    nibbles = scratch.take("nibbles", half, dtype=torch.int8)
     torch.bitwise_left_shift(code_bytes, 4, out=nibbles).bitwise_right_shift_(
         4
     )  # extends the sign of the low four bits

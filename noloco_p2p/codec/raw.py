@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from noloco_p2p.codec.base import check_num_elements, check_values, encoded, payload_bytes, refused_value, within
+from noloco_p2p.codec.base import (
+    Scratch,
+    check_num_elements,
+    check_values,
+    encoded,
+    payload_bytes,
+    refused_value,
+    within,
+)
 from noloco_p2p.errors import CorruptPayload
 
 
@@ -25,7 +33,7 @@ class RawCodec:
     def encode(self, values: Tensor) -> bytes:
         return encoded(values, codec=self)
 
-    def encode_into(self, values: Tensor, out: Tensor) -> None:
+    def encode_into(self, values: Tensor, out: Tensor, *, scratch: Scratch) -> None:
         check_values(values)
         values = values.detach()
         # Rounded where it lies, so that a bus carries the fewer bytes; on the CPU straight into its place.
@@ -36,7 +44,14 @@ class RawCodec:
     def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
         self._checked(payload, num_elements=num_elements)
 
-    def decode(self, payload: bytes | memoryview, *, num_elements: int, out: Tensor | None = None) -> Tensor:
+    def decode(
+        self,
+        payload: bytes | memoryview,
+        *,
+        num_elements: int,
+        out: Tensor | None = None,
+        scratch: Scratch | None = None,
+    ) -> Tensor:
         coded = self._checked(payload, num_elements=num_elements)
         return (torch.empty(num_elements) if out is None else out).copy_(coded)
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from noloco_p2p.codec import Codec
+from noloco_p2p.codec import Codec, Scratch
 from noloco_p2p.gossip.frames import Payload
 
 Memory = NDArray[np.uint8]
@@ -47,11 +47,12 @@ class Slab:
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
         self._used = 0
+        self._scratch = Scratch()
 
     def code(self, codec: Codec, values: Tensor) -> memoryview:
         """The payload of a chunk. Raises ValueError as `Codec.encode_into` does."""
         payload = self._cut(codec.num_bytes(values.numel()))
-        codec.encode_into(values, torch.frombuffer(payload, dtype=torch.uint8))
+        codec.encode_into(values, torch.frombuffer(payload, dtype=torch.uint8), scratch=self._scratch)
         return payload
 
     def keep(self, payload: Payload) -> memoryview:

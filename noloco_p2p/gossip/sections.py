@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from noloco_p2p.codec import Codec, chunk_range, get_codec, section_bytes
-from noloco_p2p.codec.base import scratch
+from noloco_p2p.codec import Codec, Scratch, chunk_range, get_codec, section_bytes
 from noloco_p2p.codec.modulo import MODULO8, Grid, ModuloCodec
 from noloco_p2p.gossip.frames import Part, Payload, SectionName
 from noloco_p2p.optim.halves import half_difference_
@@ -87,12 +86,12 @@ class Coding:
         return (on_grid[0] if on_grid else self.plan.codec).num_bytes(self.num_elements(index))
 
     def half_difference(
-        self, own: Payload | None, partner: Payload, index: int, *, out: Tensor | None = None
+        self, own: Payload | None, partner: Payload, index: int, *, scratch: Scratch | None = None
     ) -> Tensor:
         """h of chunk `index`, fp32 on the CPU: (Q(partner) - Q(own)) / 2.
 
-        own: None for a chunk that was coded modulo; `partner` then holds the differences of the grid's integers. The
-        result may be in `out`, which is at least as long as the chunk, or in a new tensor.
+        own: None for a chunk that was coded modulo; `partner` then holds the differences of the grid's integers. In
+        memory of its own; with `scratch` only until the next half-difference that is made with it.
         """
         size = self.num_elements(index)
         if own is None:
@@ -100,9 +99,11 @@ class Coding:
             assert on_grid, index
             codec, grid = on_grid
             return codec.half_difference(partner, num_elements=size, grid=grid, chunk_index=index)
-        decode = self.plan.codec.decode
-        mine = decode(own, num_elements=size, out=scratch("own", size, dtype=torch.float32))
-        theirs = decode(partner, num_elements=size, out=None if out is None else out[:size])
+        scratch, decode = scratch or Scratch(), self.plan.codec.decode
+        mine, theirs = (
+            decode(payload, num_elements=size, out=scratch.take(side, size, dtype=torch.float32), scratch=scratch)
+            for side, payload in (("own", own), ("partner", partner))
+        )
         return half_difference_(mine, theirs)
 
 
@@ -114,6 +115,6 @@ class SectionPair:
     own: list[Payload | None]
     partner: list[Payload]
 
-    def half_difference(self, index: int, *, out: Tensor | None = None) -> Tensor:
-        """h of chunk `index`: (Q(partner) - Q(own)) / 2, fp32 on the CPU, in `out` or in a new tensor."""
-        return self.coding.half_difference(self.own[index], self.partner[index], index, out=out)
+    def half_difference(self, index: int, *, scratch: Scratch | None = None) -> Tensor:
+        """h of chunk `index`, see `Coding.half_difference`."""
+        return self.coding.half_difference(self.own[index], self.partner[index], index, scratch=scratch)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from noloco_p2p.codec import CHUNK_ELEMENTS, chunk_bounds
+from noloco_p2p.codec import CHUNK_ELEMENTS, Scratch, chunk_bounds
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.fetch import SavedState, describe_state
@@ -303,15 +303,15 @@ class NoLoCo:
         gradients = sections.get(SectionName.OUTER_GRADIENT)
         momenta = sections.get(SectionName.OUTER_MOMENTUM)
         weights = sections.get(SectionName.SLOW_WEIGHTS)
-        half, fast = torch.empty(CHUNK_ELEMENTS), torch.empty(CHUNK_ELEMENTS, device=self._parameters.device)
+        scratch, difference = Scratch(), torch.empty(CHUNK_ELEMENTS, device=self._parameters.device)
         for index, (start, stop) in enumerate(self._bounds):
             slow, momentum = self._slow[start:stop], self._momentum[start:stop]
-            gradient = self._parameters.minus(start, slow, out=fast).cpu()
+            gradient = self._parameters.minus(start, slow, out=difference).cpu()
             if gradients:
-                gradient.add_(gradients.half_difference(index, out=half))
+                gradient.add_(gradients.half_difference(index, scratch=scratch))
             if momenta:
-                momentum.add_(momenta.half_difference(index, out=half))
-            offset = weights.half_difference(index, out=half) if weights else None
+                momentum.add_(momenta.half_difference(index, scratch=scratch))
+            offset = weights.half_difference(index, scratch=scratch) if weights else None
             outer_step(slow, momentum, gradient, offset, alpha=mixing.alpha, beta=mixing.beta, gamma=mixing.gamma)
             self._parameters.write(start, slow)
 
@@ -351,9 +351,9 @@ def late_steps(gradient: SectionPair, *, beta: float) -> Iterator[tuple[int, Ten
 
     fp32 on the CPU, each in the memory of the one before.
     """
-    half = torch.empty(CHUNK_ELEMENTS)
+    scratch = Scratch()
     for index, (start, _) in enumerate(chunk_bounds(gradient.coding.plan.num_elements)):
-        yield start, gradient.half_difference(index, out=half).mul_(beta)
+        yield start, gradient.half_difference(index, scratch=scratch).mul_(beta)
 
 
 def describe_outcome(outcome: Outcome) -> str:

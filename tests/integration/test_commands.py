@@ -110,7 +110,7 @@ def test_the_way_in_is_handed_on_in_files(swarm: Swarm) -> None:
     assert (folder / "entry").read_text() == f"{swarm.bootstrap_address}\n"
     assert (folder / "ticket").read_text() == f"{swarm.first.ticket}\n"
     done = noloco("monitor", f"@{folder / 'ticket'}")
-    assert (done.returncode, "run commands: 2 training" in done.stdout) == (0, True)
+    assert (done.returncode, "run commands: 2 alive" in done.stdout) == (0, True), done.stdout
 
 
 def test_the_spec_that_came_from_a_peer_is_kept(swarm: Swarm) -> None:

@@ -28,7 +28,7 @@ ORDER = [
 ]
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 PURE = ["optim", "codec", "gossip/pairing.py", "gossip/round.py", "gossip/round_length.py", "gossip/pace.py"]
-IMPURE = {"asyncio", "grpc", "hivemind", "time", "socket"}
+IMPURE = {"asyncio", "grpc", "hivemind", "time", "socket", "threading"}
 
 
 def imports(path: Path) -> set[str]:

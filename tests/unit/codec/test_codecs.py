@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
-from noloco_p2p.codec import CHUNK_ELEMENTS, CODEC_NAMES, get_codec
+from noloco_p2p.codec import CHUNK_ELEMENTS, CODEC_NAMES, Scratch, get_codec
 
 BLOCKS = {"int8": (256, 127), "int4": (128, 7)}
 BYTES_A_PARAMETER = {"fp32": 4, "bf16": 2, "int8": 1 + 2 / 256, "int4": 0.5 + 2 / 128}
@@ -128,12 +128,18 @@ def test_relative_error_for_a_gaussian(name: str, most: float) -> None:
 @pytest.mark.parametrize("name", CODEC_NAMES)
 @pytest.mark.parametrize("num_elements", [0, 1, 129, 1000, CHUNK_ELEMENTS])
 def test_given_memory_holds_what_new_memory_would(name: str, num_elements: int) -> None:
-    """Also when intermediate values of an earlier chunk lie in the scratch of this thread."""
-    codec, values = get_codec(name), torch.randn(num_elements, generator=torch.Generator().manual_seed(1))
-    codec.decode(codec.encode(torch.full((CHUNK_ELEMENTS,), -7.0)), num_elements=CHUNK_ELEMENTS)
+    """Also when intermediate values of an earlier chunk lie in the scratch."""
+    codec, values, scratch = (
+        get_codec(name),
+        torch.randn(num_elements, generator=torch.Generator().manual_seed(1)),
+        Scratch(),
+    )
+    other = torch.empty(codec.num_bytes(CHUNK_ELEMENTS), dtype=torch.uint8)
+    codec.encode_into(torch.full((CHUNK_ELEMENTS,), -7.0), other, scratch=scratch)
+    codec.decode(other.numpy().data, num_elements=CHUNK_ELEMENTS, scratch=scratch)
     payload = torch.full((codec.num_bytes(num_elements),), 255, dtype=torch.uint8)
-    codec.encode_into(values, payload)
+    codec.encode_into(values, payload, scratch=scratch)
     assert payload.numpy().tobytes() == codec.encode(values)
     out = torch.full((num_elements,), torch.nan)
-    assert codec.decode(payload.numpy().data, num_elements=num_elements, out=out) is out
+    assert codec.decode(payload.numpy().data, num_elements=num_elements, out=out, scratch=scratch) is out
     assert torch.equal(out, codec.decode(payload.numpy().tobytes(), num_elements=num_elements))
