@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import random
 import time
 from collections import OrderedDict, deque
@@ -72,6 +71,8 @@ class _Running:
 
 
 class RoundRunner:
+    """`rng` draws partners and the ids of swaps; `clock` gives seconds, those by which `pace` is fed."""
+
     def __init__(
         self,
         *,
@@ -82,6 +83,7 @@ class RoundRunner:
         executor: Executor,
         rng: random.Random,
         deadlines: Deadlines = INTERNET,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.traffic = Traffic()
         self.corrections: deque[Correction] = deque(maxlen=2)
@@ -94,6 +96,8 @@ class RoundRunner:
         self._pace = pace
         self._executor = executor
         self._deadlines = deadlines
+        self._clock = clock
+        self._rng = rng
         self._pairing = Pairing(rng)
         self._plans: tuple[SectionPlan, ...] = ()
         self._bounds: dict[SectionName, Bounds] = {}
@@ -108,7 +112,7 @@ class RoundRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._seeker: asyncio.Task[None] | None = None
         self._early_s = 0.0  # from the offer to the commit of the early part, in the last swap
-        self._opened_s = 0.0  # when this round was opened, monotonic
+        self._opened_s = 0.0  # when this round was opened, by the clock
         self._boundary_s: float | None = None  # when its boundary came
         self._correcting = False  # the main thread adds a correction to the vectors now
         self._changed = asyncio.Event()
@@ -129,7 +133,7 @@ class RoundRunner:
             sections = [(plan.name, plan.num_elements, plan.modulo) for plan in plans]
             self._bounds = {name: Bounds(size, codec=modulo) for name, size, modulo in sections if modulo}
         self._opening = opening
-        self._opened_s = time.monotonic()
+        self._opened_s = self._clock()
         self._staged = Staged()
         self._round = Round(opening.round, own_id=self._hello().peer_id, progress=opening.progress)
         self._running = None
@@ -145,7 +149,7 @@ class RoundRunner:
         False = no partner can be had in this round, so that nothing needs to be coded.
         """
         self._drop_trailing()
-        self._boundary_s = time.monotonic()
+        self._boundary_s = self._clock()
         self._notify()
         if self._round.phase is Phase.CLOSED:
             return False
@@ -284,7 +288,7 @@ class RoundRunner:
             if not round_.wants_partner or self._trails():
                 await self._wait_for_change(POLL_S)
                 continue
-            now_s = time.monotonic()
+            now_s = self._clock()
             candidate = self._pairing.choose(self._directory.live(), now_s, latest_s=self._latest_offer_s(now_s))
             if candidate is None:
                 # To ask at the next poll, instead of when the drawn peer may be asked, would let peers that refuse each
@@ -301,7 +305,7 @@ class RoundRunner:
                 level = logging.DEBUG if told else logging.WARNING
                 self._fault(f"offer to {_short(candidate.peer_id)} failed: {error}", level=level)
                 self._unreachable.add(candidate.peer_id)
-                self._pairing.failed(candidate.peer_id, now_s=time.monotonic())
+                self._pairing.failed(candidate.peer_id, now_s=self._clock())
             finally:
                 if round_.is_offering_to(candidate.peer_id):
                     round_.offer_failed()
@@ -316,7 +320,7 @@ class RoundRunner:
         if self._correcting:
             return True
         round_s = self._pace.seconds_per_round()
-        is_long = round_s is not None and time.monotonic() - self._opened_s > TRAILING_SHARE * round_s
+        is_long = round_s is not None and self._clock() - self._opened_s > TRAILING_SHARE * round_s
         return not is_long and (self._trailing is not None or bool(self.corrections))
 
     def _latest_offer_s(self, now_s: float) -> float:
@@ -329,7 +333,7 @@ class RoundRunner:
         stream = await self._transport.open_swap(candidate, timeout_s=self._deadlines.dial_s)
         bound = False
         try:
-            swap_id = os.urandom(16)
+            swap_id = self._rng.randbytes(16)
             await self._send(stream, Offer(self._hello(), swap_id, self._boundary(round_)))
             reply = await stream.receive(self._deadlines.offer_s)
             if isinstance(reply, Refuse):
@@ -350,7 +354,7 @@ class RoundRunner:
 
     def _refused(self, peer_id: str, error: Refused) -> None:
         code = RefuseCode[error.code]
-        self._pairing.refused(peer_id, code=code, retry_after_s=error.retry_after_s, now_s=time.monotonic())
+        self._pairing.refused(peer_id, code=code, retry_after_s=error.retry_after_s, now_s=self._clock())
         self._reason = f"{_short(peer_id)} refused: {error}"
         if code in (RefuseCode.OTHER_VERSION, RefuseCode.OTHER_SPEC, RefuseCode.OTHER_RUN, RefuseCode.OTHER_MODEL):
             self._fault(f"{_short(peer_id)} is not of this run: {error}")
@@ -379,7 +383,7 @@ class RoundRunner:
         self._ledgers[swap_id] = swap.ledger
         if len(self._ledgers) > REMEMBERED_SWAPS:
             self._ledgers.popitem(last=False)
-        self._running = _Running(swap, self._round.index, boundary, time.monotonic())
+        self._running = _Running(swap, self._round.index, boundary, self._clock())
         self._notify()
         return self._round, self._running
 
@@ -397,7 +401,7 @@ class RoundRunner:
         if self._running and swap is self._running.swap:
             if part is Part.EARLY:
                 self._round.commit_early()
-                self._early_s = time.monotonic() - self._running.began_s
+                self._early_s = self._clock() - self._running.began_s
                 self._pairing.met(swap.partner)
             else:
                 self._round.commit_late()
@@ -414,7 +418,7 @@ class RoundRunner:
         if running is self._trailing:
             self._trailing = None
         if running is self._running and round_ is self._round:
-            self._pairing.failed(running.swap.partner, now_s=time.monotonic())
+            self._pairing.failed(running.swap.partner, now_s=self._clock())
             round_.swap_failed()
             self._reason = f"the swap with {_short(running.swap.partner)} failed: {error}"
         self._notify()
@@ -448,7 +452,7 @@ class RoundRunner:
     def _hopeless(self, round_: Round) -> bool:
         if round_.phase is not Phase.SEEKING:
             return False
-        now_s = time.monotonic()
+        now_s = self._clock()
         if self._boundary_s is not None and now_s - self._boundary_s > LAST_LOOK_S:
             return True
         return not self._pairing.hopeful(self._directory.live(), now_s)
@@ -463,7 +467,7 @@ class RoundRunner:
                 sections=running.swap.pairs(),
                 bytes_sent=running.swap.bytes_sent,
                 bytes_received=running.swap.bytes_received,
-                seconds=time.monotonic() - running.began_s,
+                seconds=self._clock() - running.began_s,
             )
             self._running = None
             if phase is Phase.DONE:
@@ -475,7 +479,7 @@ class RoundRunner:
         if phase is Phase.SWAPPING and running is not None:
             partner, self._running = running.swap.partner, None
             running.swap.abandon(Unreachable("the round ended before the early part was committed"))
-            self._pairing.failed(partner, now_s=time.monotonic())
+            self._pairing.failed(partner, now_s=self._clock())
             return Alone(f"the swap with {_short(partner)} was not ready at the boundary")
         if not self._directory.live():
             return Alone("no other live peer")
@@ -496,7 +500,7 @@ class RoundRunner:
             raise TimedOut(f"it took no message for {self._deadlines.offer_s:g} s", peer=stream.peer) from None
 
     def _boundary(self, round_: Round) -> Boundary:
-        return self._pace.boundary(round_index=round_.index, progress=round_.progress, now_s=time.monotonic())
+        return self._pace.boundary(round_index=round_.index, progress=round_.progress, now_s=self._clock())
 
     def _fault(self, text: str, *, level: int = logging.WARNING) -> None:
         self.last_fault = text

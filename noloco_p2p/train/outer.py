@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,17 +18,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from noloco_p2p.codec import chunk_bounds
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.fetch import SavedState, describe_state
-from noloco_p2p.gossip.frames import SectionName, StateManifest
-from noloco_p2p.gossip.outcome import Alone, Correction, Half, Outcome, Received, Swapped
-from noloco_p2p.optim.noloco import outer_step
+from noloco_p2p.gossip.frames import StateManifest
+from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
-from noloco_p2p.train.flat import FlatParameters
+from noloco_p2p.train.outer_state import OuterState, met_progress
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +77,7 @@ class NoLoCo:
     end_at: progress at which no other round is opened, as nobody will train it.
     resume: a checkpoint that `save` wrote; the model and the place in the round are then as they were.
 
-    Slow weights and outer momentum are fp32 on the CPU: 8 bytes a parameter.
+    Slow weights and outer momentum (`OuterState`) are fp32 on the CPU: 8 bytes a parameter.
     """
 
     def __init__(
@@ -97,11 +94,7 @@ class NoLoCo:
         self.round = 0
         self._peer = peer
         self._exchange = peer.exchange
-        self._parameters = FlatParameters(model)
-        self._layout = self._parameters.layout()
-        self._bounds = chunk_bounds(self._parameters.num_elements)
-        self._slow = torch.empty(self._parameters.num_elements)
-        self._momentum = torch.zeros(self._parameters.num_elements)
+        self._state = OuterState(model)
         self._steps = 0
         self._save_every_rounds = save_every_rounds
         self._checkpoints = Checkpoints(peer.run_folder / "served", keep=1) if save_every_rounds else None
@@ -134,10 +127,10 @@ class NoLoCo:
         Between two rounds the model equals its slow weights; within a round it is written too. Raises CheckpointError;
         the last good checkpoint is then intact and still served.
         """
-        state = {"round": self.round, "progress": self.progress, "steps": self._steps, "layout": self._layout}
-        tensors = {STATE_FILE: {"slow_weights": self._slow, "outer_momentum": self._momentum}}
+        state = {"round": self.round, "progress": self.progress, "steps": self._steps, "layout": self._state.layout}
+        tensors = {STATE_FILE: self._state.tensors()}
         if self._steps:
-            tensors[FAST_FILE] = {name: param.detach() for name, param in self._parameters.named}
+            tensors[FAST_FILE] = {name: param.detach() for name, param in self._state.parameters.named}
         folder = checkpoints.save(self.round, files={**tensors, **files}, meta={**meta, "outer": state})
         self._serve(folder / f"{STATE_FILE}.safetensors")
         return folder
@@ -146,21 +139,18 @@ class NoLoCo:
 
     def _enter(self, resume: Checkpoint | None) -> None:
         target = None if resume else self._peer.run_folder / "fetched.safetensors"
-        num_elements = self._parameters.num_elements
-        manifest = self._peer.enter(layout=self._layout, num_elements=num_elements, target=target)
+        num_elements = self._state.num_elements
+        manifest = self._peer.enter(layout=self._state.layout, num_elements=num_elements, target=target)
         if resume:
             self._resume(resume)
         elif manifest and target and self._take_fetched(target):
             self.round, self.progress, self.entered = manifest.round, manifest.progress, True
-        else:
-            for start, stop in self._bounds:
-                self._slow[start:stop] = self._parameters.read(start, stop)
         self._peer.metrics.round, self._peer.metrics.progress = self.round, self.progress
 
     def _take_fetched(self, target: Path) -> bool:
         """False, and told, when what a donor gave is no state: its digests only say that it came as it was sent."""
         try:
-            self._take(load_file(target))
+            self._state.take(load_file(target))
         except (CheckpointError, SafetensorError) as error:
             log.error("the state of a peer cannot be used: %s; this peer starts from the initial weights", error)
             return False
@@ -170,27 +160,16 @@ class NoLoCo:
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.meta["outer"]
-        if state["layout"] != self._layout:
+        if state["layout"] != self._state.layout:
             raise CheckpointError(f"{checkpoint.path} is of another model; use another --state-dir, or `noloco fork`")
-        self._take(checkpoint.load(STATE_FILE))
+        self._state.take(checkpoint.load(STATE_FILE))
         self.round, self.progress, self._steps = state["round"], state["progress"], state["steps"]
         if self._steps:
             fast = checkpoint.load(FAST_FILE)
             with torch.no_grad():
-                for name, param in self._parameters.named:
+                for name, param in self._state.parameters.named:
                     param.copy_(fast[name])
         self._serve(checkpoint.file(STATE_FILE))
-
-    def _take(self, tensors: dict[str, Tensor]) -> None:
-        """Slow weights and momentum become those of a file; the model's weights become the slow weights."""
-        for name, own in (("slow_weights", self._slow), ("outer_momentum", self._momentum)):
-            if name not in tensors or tensors[name].shape != own.shape:
-                raise CheckpointError(f"a state without {name} of {own.numel()} numbers: it is of another model")
-            if not bool(torch.isfinite(tensors[name]).all()):
-                raise CheckpointError(f"a state whose {name} is not finite")
-            own.copy_(tensors[name])
-        for start, stop in self._bounds:
-            self._parameters.write(start, self._slow[start:stop])
 
     def _open(self) -> None:
         self._is_open = True
@@ -203,16 +182,16 @@ class NoLoCo:
             self.round,
             steps_done=self._steps,
             progress=self.progress,
-            slow_weights=self._slow,
-            outer_momentum=self._momentum,
+            slow_weights=self._state.slow_weights,
+            outer_momentum=self._state.outer_momentum,
         )
 
     def _serve(self, path: Path) -> None:
         self._peer.serve_state(
             describe_state(
                 path,
-                layout=self._layout,
-                num_elements=self._parameters.num_elements,
+                layout=self._state.layout,
+                num_elements=self._state.num_elements,
                 round_index=self.round,
                 progress=self.progress,
             )
@@ -222,14 +201,16 @@ class NoLoCo:
 
     def _end_round(self) -> RoundResult:
         began_s = time.monotonic()
-        self._exchange.stage(self._outer_gradient)
+        self._exchange.stage(self._state.outer_gradient)
         outcome = self._exchange.collect(self.spec.outer.max_wait_s)
         blocked_s = time.monotonic() - began_s
         received = None if isinstance(outcome, Alone) else outcome.received
         self._apply_late()  # one that waited for the early part of this round
-        self._outer_step(received)
+        outer = self.spec.outer
+        self._state.step(received, alpha=outer.alpha, beta=outer.beta, gamma=outer.gamma)
         if received:
-            self._meet_progress(received)
+            round_progress = outer.inner_steps / self.spec.train.total_steps
+            self.progress = met_progress(self.progress, received.partner_progress, round_progress=round_progress)
             received.sections.clear()  # the payloads are as large as the model, and somebody may keep the result
         result = RoundResult(self.round, outcome, self.progress, blocked_s)
         self.round += 1
@@ -256,53 +237,12 @@ class NoLoCo:
             case Alone():
                 metrics.alone += 1
 
-    def _outer_gradient(self) -> Iterator[Tensor]:
-        """fast - slow, chunk by chunk, where the model lies."""
-        for start, stop in self._bounds:
-            fast = self._parameters.read(start, stop)
-            yield fast.sub_(self._slow[start:stop].to(fast.device))
-
-    @torch.no_grad()
-    def _outer_step(self, received: Received | None) -> None:
-        """Chunk by chunk: own exact vectors plus half-differences, so that coding errors cannot move a pair's mean."""
-        outer = self.spec.outer
-        sections = received.sections if received else {}
-        gradients = sections.get(SectionName.OUTER_GRADIENT)
-        momenta = sections.get(SectionName.OUTER_MOMENTUM)
-        weights = sections.get(SectionName.SLOW_WEIGHTS)
-        for index, (start, stop) in enumerate(self._bounds):
-            slow, momentum = self._slow[start:stop], self._momentum[start:stop]
-            gradient = self._parameters.read(start, stop).cpu().sub_(slow)
-            if gradients:
-                gradient.add_(gradients.half_difference(index))
-            if momenta:
-                momentum.add_(momenta.half_difference(index))
-            offset = weights.half_difference(index) if weights else None
-            outer_step(slow, momentum, gradient, offset, alpha=outer.alpha, beta=outer.beta, gamma=outer.gamma)
-            self._parameters.write(start, slow)
-
     def _apply_late(self) -> None:
         correction = self._exchange.late(self.round)
         if correction:
-            self._correct(correction)
+            self._state.correct(correction, beta=self.spec.outer.beta)
+            self._peer.metrics.late += 1
             self._exchange.corrected()
-
-    @torch.no_grad()
-    def _correct(self, correction: Correction) -> None:
-        """The partner's gradient came after the boundary: `beta h` goes into slow, fast weights and momentum."""
-        for index, (start, stop) in enumerate(self._bounds):
-            late = correction.gradient.half_difference(index).mul_(self.spec.outer.beta)
-            self._slow[start:stop].add_(late)
-            self._momentum[start:stop].add_(late)
-            self._parameters.add(start, late)
-        self._peer.metrics.late += 1
-
-    def _meet_progress(self, received: Received) -> None:
-        """A swap moves partners towards each other on the schedule, by at most one round."""
-        round_progress = self.spec.outer.inner_steps / self.spec.train.total_steps
-        opened_at = self.progress - round_progress
-        apart = (received.partner_progress - opened_at) / 2
-        self.progress += max(-round_progress, min(round_progress, apart))
 
 
 def describe_outcome(outcome: Outcome) -> str:
