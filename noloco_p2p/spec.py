@@ -21,6 +21,10 @@ from noloco_p2p.errors import SpecError
 SPEC_VERSION = 1
 MAX_SPEC_BYTES = 64 * 1024  # a spec that comes from the network is refused above this size
 
+# Younger than the first runs: left out of the canonical form at their default, which therefore never changes. The specs
+# of running runs keep their digests.
+ADDED_LATER = (("train", "inner_optimizer"), ("train", "muon_momentum"))
+
 CodecName = Literal["fp32", "bf16", "int8", "int4"]
 StateCodecName = Literal["fp32", "bf16", "int8", "int4", "modulo8"]  # modulo: for what partners have nearly in common
 Positive = Annotated[int, Field(gt=0)]
@@ -95,7 +99,7 @@ class DataSpec(Section):
 
 
 class TrainSpec(Section):
-    """The inner optimization: AdamW, clipped, warm-up and cosine over the run's progress."""
+    """The inner optimization: AdamW or Muon, clipped, warm-up and cosine over the run's progress."""
 
     total_steps: Positive = 60_000
     batch_size: Positive = 16  # sequences an inner step of one peer
@@ -106,6 +110,8 @@ class TrainSpec(Section):
     clip_norm: PositiveFloat = 1.0
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    inner_optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for hidden matrices, with AdamW for the rest
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> TrainSpec:
@@ -181,8 +187,12 @@ class RunSpec(Section):
     evaluate: EvaluateSpec = EvaluateSpec()
 
     def canonical_json(self) -> bytes:
-        """One byte string for one spec: all fields, defaults too, sorted keys, no spaces."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+        """One byte string for one spec: sorted keys, no spaces; all fields, defaults too, but for ADDED_LATER."""
+        values, defaults = self.model_dump(mode="json"), RunSpec(name=self.name).model_dump(mode="json")
+        for section, key in ADDED_LATER:
+            if values[section][key] == defaults[section][key]:
+                del values[section][key]
+        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     def digest(self) -> str:
         """64 hexadecimal digits (blake3 of the canonical JSON)."""
