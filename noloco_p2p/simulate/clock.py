@@ -10,6 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
+TICK_S = 1e-9  # by which timers are late
+
 
 class VirtualLoop(asyncio.BaseEventLoop):
     """`time()` begins at 0 and moves only when everybody waits: then to where the next of them wakes.
@@ -21,6 +23,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._now_s = 0.0
+        # A timer must not fire early, by however little: who then finds that its moment has not come waits again, and
+        # as nothing else moves the clock, for ever.
+        self._clock_resolution = 0.0
         self._selector = self  # `BaseEventLoop` waits by calling its `select`
 
     def time(self) -> float:
@@ -29,7 +34,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def select(self, timeout: float | None) -> list[Any]:
         if timeout is None:
             raise RuntimeError("all coroutines wait, and nothing is left that could wake one")
-        self._now_s += max(0.0, timeout)
+        if not self._ready:
+            self._now_s += timeout + TICK_S
         return []
 
     def _process_events(self, event_list: list[Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
 
 from noloco_p2p.gossip.fetch import StateServer
 from noloco_p2p.gossip.frames import Hello, SectionName
@@ -88,14 +87,12 @@ class Replica:
         """After the inner step of now."""
         self._is_leaving = True
 
-    async def run(
-        self, *, closing_rounds: int = 0, before_boundary: Callable[[], Awaitable[None]] | None = None
-    ) -> None:
-        """`before_boundary` is awaited before the last inner step of each round."""
+    async def run(self, *, closing_rounds: int = 0) -> None:
+        """`closing_rounds`: rounds of mixing without training, once the schedule is done."""
         self._network.add(self.peer_id, self._service)
         try:
             while self.progress < AT_END and not self._is_leaving:
-                await self._round(before_boundary)
+                await self._round()
             for _ in range(0 if self._is_leaving else closing_rounds):
                 await self._closing_round()
         finally:
@@ -104,7 +101,7 @@ class Replica:
 
     # one round
 
-    async def _round(self, before_boundary: Callable[[], Awaitable[None]] | None) -> None:
+    async def _round(self) -> None:
         is_absent = self._absences.random() < self._absent
         if is_absent:
             self._network.vanish(self.peer_id)
@@ -112,9 +109,7 @@ class Replica:
         if not is_absent:
             self._network.add(self.peer_id, self._service)
             await self._open()
-        for step in range(self._spec.outer.inner_steps):
-            if before_boundary and step == self._spec.outer.inner_steps - 1:
-                await before_boundary()
+        for _ in range(self._spec.outer.inner_steps):
             await self._inner_step()
             if self._is_leaving:
                 return
