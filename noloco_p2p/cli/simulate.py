@@ -38,6 +38,7 @@ def simulate(
     closing: Annotated[int, typer.Option(help="Rounds of mixing without training at the end.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Of pairing, faults and start weights.", min=0)] = 0,
     threads: Annotated[int, typer.Option(help="Threads of torch; the bits depend on it.", min=1)] = 1,
+    device: Annotated[str, typer.Option(help="cpu, cuda:N or auto; same bits each time on a CPU only.")] = "cpu",
     data: Data = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write results as JSON.", show_default=False)
@@ -71,6 +72,7 @@ def simulate(
     from noloco_p2p.simulate.result import table
     from noloco_p2p.simulate.run import check_rules
     from noloco_p2p.simulate.run import simulate as run
+    from noloco_p2p.train.loop import choose_device
 
     check_rules(names, plan)
     if plot:
@@ -78,7 +80,7 @@ def simulate(
     torch.set_num_threads(threads)
     results: list[Result] = []
     began_s = time.monotonic()
-    for result in run(spec, plan, rules=names, bindings=parse_bindings(data or [])):
+    for result in run(spec, plan, rules=names, bindings=parse_bindings(data or []), device=choose_device(device)):
         results.append(result)
         print(f"{result.rule}: done after {time.monotonic() - began_s:.0f} s", flush=True)
         if json_file:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sized
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar
 
@@ -34,9 +34,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def select(self, timeout: float | None) -> list[Any]:
         if timeout is None:
             raise RuntimeError("all coroutines wait, and nothing is left that could wake one")
-        if not self._ready:
+        if timeout > 0 or not self._is_busy():
             self._now_s += timeout + TICK_S
         return []
+
+    def _is_busy(self) -> bool:
+        """Somebody can go on now."""
+        ready: Sized = getattr(self, "_ready")  # noqa: B009 - of BaseEventLoop, which stubs do not show
+        return len(ready) > 0
 
     def _process_events(self, event_list: list[Any]) -> None:
         """There are no sockets, so no events."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -14,6 +15,8 @@ from noloco_p2p.train.evaluate import evaluate_loss
 from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.model import build_model, build_tokenizer, check_vocabulary
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class Material:
@@ -21,9 +24,10 @@ class Material:
     tokenizer: PreTrainedTokenizerBase
     validation: list[Tensor]
     bindings: Mapping[str, str]
+    device: torch.device  # of all models; outer states stay on the CPU, as a peer's do
 
     @classmethod
-    def of(cls, spec: RunSpec, bindings: Mapping[str, str]) -> Material:
+    def of(cls, spec: RunSpec, bindings: Mapping[str, str], *, device: torch.device = CPU) -> Material:
         """Raises DataError and ModelError, as the trainer does."""
         tokenizer = build_tokenizer(spec.data)
         validation = validation_batches(
@@ -33,11 +37,12 @@ class Material:
             num_sequences=spec.evaluate.num_sequences,
             batch_size=spec.train.batch_size,
         )
-        return cls(spec, tokenizer, validation, bindings)
+        return cls(spec, tokenizer, validation, bindings, device)
 
     def model(self) -> PreTrainedModel:
         model = build_model(self.spec.model, sequence_length=self.spec.data.sequence_length)
         check_vocabulary(model, self.tokenizer)
+        torch.nn.Module.to(model, self.device)
         return model
 
     def batches(self, peer_id: str) -> TokenStream:

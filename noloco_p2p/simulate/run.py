@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
+
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.optim.rules import NOLOCO, RULE_NAMES
 from noloco_p2p.simulate.lockstep import simulate_lockstep
-from noloco_p2p.simulate.material import Material
+from noloco_p2p.simulate.material import CPU, Material
 from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.result import Result
 from noloco_p2p.simulate.swarm import simulate_swarm
@@ -24,10 +26,15 @@ def check_rules(rules: Sequence[str], plan: Plan) -> None:
 
 
 def simulate(
-    spec: RunSpec, plan: Plan, *, rules: Sequence[str] = (NOLOCO,), bindings: Mapping[str, str] | None = None
+    spec: RunSpec,
+    plan: Plan,
+    *,
+    rules: Sequence[str] = (NOLOCO,),
+    bindings: Mapping[str, str] | None = None,
+    device: torch.device = CPU,
 ) -> Iterator[Result]:
-    """One Result a rule, as each is done. Same spec, plan and number of threads, same bits."""
-    material = Material.of(seeded(spec, plan.seed), bindings or {})
+    """One Result a rule, as each is done. Same spec, plan and number of threads, same bits (on a CPU)."""
+    material = Material.of(seeded(spec, plan.seed), bindings or {}, device=device)
     for rule in rules:
         yield simulate_swarm(material, plan) if rule == NOLOCO else simulate_lockstep(material, plan, rule=rule)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -34,10 +35,21 @@ SPEC = RunSpec(
 )
 
 
-@functools.cache
 def material(spec: RunSpec = SPEC) -> Material:
+    return _material(spec.canonical_json(), spec.digest())
+
+
+@functools.cache
+def _material(canonical: bytes, digest: str) -> Material:
+    return Material.of(RunSpec.from_json(canonical, expected_digest=digest, origin="test"), {})
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    return Material.of(spec, {})
+    yield
+    torch.set_num_threads(before)
 
 
 def weights_after(spec: RunSpec, plan: Plan) -> tuple[Result, list[Tensor]]:
