@@ -52,7 +52,7 @@ from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.outcome import Alone, Correction, Half
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
-from noloco_p2p.train.outer import late_steps
+from noloco_p2p.train.outer_state import late_steps
 
 RATE_MBIT_S, ROUND_TRIP_MS = 100.0, 50.0
 REST_S, QUICK_REST_S = 2.0, 0.5  # an idle connection starts slowly again, as it would after a real round

@@ -322,7 +322,7 @@ class Peer:
             directory=directory,
             pace=pace,
             executor=self._executor,
-            rng=random.Random(),
+            rng=random.SystemRandom(),  # ids of swaps must not be guessed
         )
         self.exchange = Exchange(spec=self.spec, loop=asyncio.get_running_loop(), runner=runner, pace=pace)
         states = StateServer(self.spec)

@@ -88,7 +88,7 @@ PRESETS: dict[str, RunSpec] = {
 SECTIONS: Mapping[str, str] = {
     "model": "A Llama made from sizes, or any causal language model by name.",
     "data": "What the swarm reads. A spec names data and never holds a path: paths belong to one machine.",
-    "train": "The inner optimization of each peer: AdamW.",
+    "train": "The inner optimization of each peer.",
     "outer": "The NoLoCo outer step (arXiv 2506.10911): mixing with one random live peer after each round.",
     "codec": "How vectors are coded on the wire: fp32, bf16, int8 or int4; slow weights and momentum also modulo8.",
     "evaluate": "Perplexity on held-out sequences, the same ones for every peer.",
@@ -127,6 +127,8 @@ COMMENTS: Mapping[str, str] = {
     "train.clip_norm": "largest norm of a gradient",
     "train.adam_beta1": "decay of the first moment",
     "train.adam_beta2": "decay of the second moment",
+    "train.inner_optimizer": "adamw; muon = Muon for hidden matrices, AdamW for embeddings, head and vectors",
+    "train.muon_momentum": "of Muon alone",
     "outer.inner_steps": 'inner steps a round; fewer mix better and send more; "auto" = as few as the link carries',
     "outer.min_inner_steps": 'bounds of inner_steps = "auto"; alpha, beta and gamma then follow the round length',
     "outer.max_inner_steps": 'the longest round of "auto", however slow the link',

@@ -96,7 +96,7 @@ class DataSpec(Section):
 
 
 class TrainSpec(Section):
-    """The inner optimization: AdamW, clipped, warm-up and cosine over the run's progress."""
+    """The inner optimization: AdamW or Muon, clipped, warm-up and cosine over the run's progress."""
 
     total_steps: Positive = 60_000
     batch_size: Positive = 16  # sequences an inner step of one peer
@@ -107,6 +107,8 @@ class TrainSpec(Section):
     clip_norm: PositiveFloat = 1.0
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    inner_optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for hidden matrices, with AdamW for the rest
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> TrainSpec:

@@ -8,7 +8,20 @@ import sys
 import typer
 
 from noloco_p2p._version import __version__
-from noloco_p2p.cli import bootstrap, demo, doctor, export, fork, identity, init, join, leave, monitor, status
+from noloco_p2p.cli import (
+    bootstrap,
+    demo,
+    doctor,
+    export,
+    fork,
+    identity,
+    init,
+    join,
+    leave,
+    monitor,
+    simulate,
+    status,
+)
 from noloco_p2p.errors import IdentityError, NolocoError, PeerError, SettingsError, SpecError, TicketError
 
 EXIT_FAILED, EXIT_INVALID, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 3, 4, 130
@@ -25,7 +38,7 @@ app = typer.Typer(
 )
 for verb in (
     *(init.init, join.join, leave.leave, status.status, monitor.monitor),
-    *(doctor.doctor, bootstrap.bootstrap, fork.fork, export.export, demo.demo),
+    *(doctor.doctor, bootstrap.bootstrap, fork.fork, export.export, demo.demo, simulate.simulate),
 ):
     app.command()(verb)
 app.command(name="id")(identity.identity)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import random
 import time
 from collections import OrderedDict, deque
@@ -80,6 +79,8 @@ class Opening:
 
 
 class RoundRunner:
+    """`rng` draws partners and the ids of swaps; `clock` gives seconds, those by which `pace` is fed."""
+
     def __init__(
         self,
         *,
@@ -90,6 +91,7 @@ class RoundRunner:
         executor: Executor,
         rng: random.Random,
         deadlines: Deadlines = INTERNET,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.traffic = Traffic()
         self.memory = PayloadMemory()
@@ -104,6 +106,8 @@ class RoundRunner:
         self._pace = pace
         self._executor = executor
         self._deadlines = deadlines
+        self._clock = clock
+        self._rng = rng
         self._pairing = Pairing(rng)
         self._plans: tuple[SectionPlan, ...] = ()
         self._bounds: dict[SectionName, Bounds] = {}
@@ -119,7 +123,7 @@ class RoundRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._seeker: asyncio.Task[None] | None = None
         self._goodput = Goodput()
-        self._opened_s = 0.0  # when this round was opened, monotonic
+        self._opened_s = 0.0  # when this round was opened, by the clock
         self._boundary_s: float | None = None  # when its boundary came
         self._correcting = False  # the main thread adds a correction to the vectors now
         self._changed = asyncio.Event()
@@ -145,7 +149,7 @@ class RoundRunner:
             if plan.modulo and plan.name not in self._bounds:
                 self._bounds[plan.name] = Bounds(plan.num_elements, codec=plan.modulo)
         self._opening = opening
-        self._opened_s = time.monotonic()
+        self._opened_s = self._clock()
         self._staged = Staged()
         self._round = Round(opening.round, own_id=self._hello().peer_id, progress=opening.progress)
         self._running = None
@@ -162,7 +166,7 @@ class RoundRunner:
         False = no partner can be had in this round, so that nothing needs to be coded.
         """
         self._drop_trailing()
-        self._boundary_s = time.monotonic()
+        self._boundary_s = self._clock()
         if self._running:
             self._running.boundary_s = self._boundary_s
         self._notify()
@@ -186,7 +190,7 @@ class RoundRunner:
 
     async def collect(self, wait_s: float) -> Outcome:
         """Ends the round: waits up to `wait_s` while something may still come in that time, then tells what was got."""
-        round_, until_s = self._round, time.monotonic() + wait_s
+        round_, until_s = self._round, self._clock() + wait_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while not self._settled(round_) and self._is_worth_waiting(round_, until_s):
@@ -304,7 +308,7 @@ class RoundRunner:
             if not round_.wants_partner or self._trails():
                 await self._wait_for_change(POLL_S)
                 continue
-            now_s = time.monotonic()
+            now_s = self._clock()
             candidate = self._pairing.choose(self._directory.live(), now_s, latest_s=self._latest_offer_s(now_s))
             if candidate is None:
                 # To ask at the next poll, instead of when the drawn peer may be asked, would let peers that refuse each
@@ -321,7 +325,7 @@ class RoundRunner:
                 level = logging.DEBUG if told else logging.WARNING
                 self._fault(f"offer to {_short(candidate.peer_id)} failed: {error}", error, level=level)
                 self._unreachable.add(candidate.peer_id)
-                self._pairing.failed(candidate.peer_id, now_s=time.monotonic())
+                self._pairing.failed(candidate.peer_id, now_s=self._clock())
             finally:
                 if round_.is_offering_to(candidate.peer_id):
                     round_.offer_failed()
@@ -336,7 +340,7 @@ class RoundRunner:
         if self._correcting:
             return True
         round_s = self._pace.seconds_per_round()
-        is_long = round_s is not None and time.monotonic() - self._opened_s > TRAILING_SHARE * round_s
+        is_long = round_s is not None and self._clock() - self._opened_s > TRAILING_SHARE * round_s
         return not is_long and (self._trailing is not None or bool(self.corrections))
 
     def _latest_offer_s(self, now_s: float) -> float:
@@ -350,7 +354,7 @@ class RoundRunner:
         stream = await self._transport.open_swap(candidate, timeout_s=self._deadlines.dial_s)
         bound = False
         try:
-            swap_id, mine = os.urandom(16), self._boundary(round_)
+            swap_id, mine = self._rng.randbytes(16), self._boundary(round_)
             await self._send(stream, Offer(self._hello(), swap_id, mine))
             reply = await stream.receive(self._deadlines.offer_s)
             if isinstance(reply, Refuse):
@@ -371,7 +375,7 @@ class RoundRunner:
 
     def _refused(self, peer_id: str, error: Refused) -> None:
         code = RefuseCode[error.code]
-        self._pairing.refused(peer_id, code=code, retry_after_s=error.retry_after_s, now_s=time.monotonic())
+        self._pairing.refused(peer_id, code=code, retry_after_s=error.retry_after_s, now_s=self._clock())
         self._reason, self._cause = f"{_short(peer_id)} refused: {error}", LonelyCause.REFUSED
         if code in (RefuseCode.OTHER_VERSION, RefuseCode.OTHER_SPEC, RefuseCode.OTHER_RUN, RefuseCode.OTHER_MODEL):
             self._fault(f"{_short(peer_id)} is not of this run: {error}", error)
@@ -403,7 +407,7 @@ class RoundRunner:
         self._ledgers[swap_id] = swap.ledger
         if len(self._ledgers) > REMEMBERED_SWAPS:
             self._ledgers.popitem(last=False)
-        self._running = Running(swap, self._round.index, mine, theirs, time.monotonic(), self._boundary_s)
+        self._running = Running(swap, self._round.index, mine, theirs, self._clock(), self._boundary_s)
         self._notify()
         return self._round, self._running
 
@@ -423,7 +427,7 @@ class RoundRunner:
         """Gives up an early part that will miss the boundary, while there is time for another partner."""
         while round_.phase is Phase.SWAPPING and running is self._running and self._boundary_s is None:
             await asyncio.sleep(WATCH_S)
-            now_s = time.monotonic()
+            now_s = self._clock()
             left_s = self._pace.seconds_to_boundary(now_s)
             if left_s is not None and running.misses(now_s + left_s, now_s, self._goodput):
                 running.swap.abandon(TimedOut("too slow for this round", peer=running.swap.partner))
@@ -432,7 +436,7 @@ class RoundRunner:
     def _committed(self, swap: Swap, part: Part) -> None:
         """Called by the swap in the moment of the commit: the round moves on, or a late part becomes a correction."""
         if self._running and swap is self._running.swap:
-            self._running.committed(part, time.monotonic(), self._goodput)
+            self._running.committed(part, self._clock(), self._goodput)
             if part is Part.EARLY:
                 self._round.commit_early()
                 self._pairing.met(swap.partner)
@@ -452,7 +456,7 @@ class RoundRunner:
         if running is self._trailing:
             self._trailing = None
         if running is self._running and round_ is self._round:
-            now_s = time.monotonic()
+            now_s = self._clock()
             running.broken_off(now_s, self._goodput)
             if isinstance(error, Ended) and error.code is AbortCode.ABANDONED:
                 # No fault: its boundary came first, and its next round may fit.
@@ -497,18 +501,18 @@ class RoundRunner:
         """False when what is still to come cannot be here by then, by measured rates and the partner's own word."""
         if self._running is None or round_.phase not in (Phase.SWAPPING, Phase.EARLY):
             return True
-        return self._running.expected_s(time.monotonic(), self._goodput) <= until_s
+        return self._running.expected_s(self._clock(), self._goodput) <= until_s
 
     def _hopeless(self, round_: Round) -> bool:
         if round_.phase is not Phase.SEEKING:
             return False
-        now_s = time.monotonic()
+        now_s = self._clock()
         if self._boundary_s is not None and now_s - self._boundary_s > LAST_LOOK_S:
             return True
         return not self._pairing.hopeful(self._directory.live(), now_s)
 
     def _outcome(self, round_: Round) -> Outcome:
-        running, phase, now_s = self._running, round_.phase, time.monotonic()
+        running, phase, now_s = self._running, round_.phase, self._clock()
         if running is not None and round_.early_committed:
             received = Received(
                 partner=running.swap.partner,
@@ -555,7 +559,7 @@ class RoundRunner:
             raise TimedOut(f"it took no message for {self._deadlines.offer_s:g} s", peer=stream.peer) from None
 
     def _boundary(self, round_: Round) -> Boundary:
-        return self._pace.boundary(round_index=round_.index, progress=round_.progress, now_s=time.monotonic())
+        return self._pace.boundary(round_index=round_.index, progress=round_.progress, now_s=self._clock())
 
     def _fault(self, text: str, error: PeerError, *, level: int = logging.WARNING) -> None:
         self.last_fault, self.last_fault_advice, self.last_fault_at_s = text, error.advice, time.time()

@@ -15,6 +15,8 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
+from noloco_p2p.spec import OuterSpec
+
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
@@ -38,6 +40,11 @@ def agreed_inner_steps(one: int, other: int) -> float:
     A product of whole numbers and a square root: both are rounded alike on every machine.
     """
     return math.sqrt(one * other)
+
+
+def strengths(outer: OuterSpec, inner_steps: float) -> Mixing:
+    """Those of the spec, or with "auto" those for rounds of `inner_steps`, on which both partners agree."""
+    return mixing_for(inner_steps) if outer.is_auto else Mixing(outer.alpha, outer.beta, outer.gamma)
 
 
 def mixing_for(inner_steps: float) -> Mixing:

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
-from noloco_p2p.optim.inner import make_inner_optimizer
-from noloco_p2p.optim.schedule import learning_rate
 from noloco_p2p.peer import Peer
 from noloco_p2p.telemetry.console import loss as show_loss
 from noloco_p2p.telemetry.console import round_line
@@ -21,11 +19,12 @@ from noloco_p2p.telemetry.events import EventLog
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.train.data import TokenStream, validation_batches
 from noloco_p2p.train.evaluate import evaluate_loss, perplexity
+from noloco_p2p.train.inner_step import InnerStep
 from noloco_p2p.train.model import build_model, build_tokenizer, check_vocabulary
 from noloco_p2p.train.needs import Needs, estimate, probe_step_s
 from noloco_p2p.train.outer import NoLoCo, RoundResult
 from noloco_p2p.train.start import load_start
-from noloco_p2p.train.state import flatten_optimizer, restore_optimizer
+from noloco_p2p.train.state import flatten_optimizers, restore_optimizers
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +72,7 @@ class Trainer:
         newest = self.checkpoints.newest()
         has_start = newest is None and load_start(self.model, spec.model.start, state_dir=settings.state_dir)
         torch.nn.Module.to(self.model, self.device)  # the type of transformers' own `to` is of no use
-        self.trainable = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
-        self.optimizer = make_inner_optimizer(self.trainable.values(), spec.train)
+        self.inner_step = InnerStep(self.model, spec.train)
         self.outer = NoLoCo(self.model, peer, save_every_rounds=0, resume=newest, end_at=AT_END)
         if newest:
             self._resume(newest)
@@ -91,9 +89,9 @@ class Trainer:
         self.model.train()
         batch = self.validation[0].to(self.device)
         scale = self.spec.train.batch_size / batch.shape[0]
-        step_s = probe_step_s(self._loss, batch) * scale
-        self.optimizer.zero_grad(set_to_none=True)
-        num_parameters = sum(param.numel() for param in self.trainable.values())
+        step_s = probe_step_s(self.inner_step.loss, batch) * scale
+        self.model.zero_grad(set_to_none=True)
+        num_parameters = sum(param.numel() for param in self.inner_step.trainable.values())
         return estimate(self.spec, num_parameters=num_parameters, step_s=step_s, folder=self.peer.settings.state_dir)
 
     def train(self) -> Path | None:
@@ -108,7 +106,7 @@ class Trainer:
         self.model.train()
         self._round_began_s = time.monotonic()
         while not self.finished:
-            loss = self._inner_step(next(self.batches))
+            loss = self.inner_step(next(self.batches), progress=self.outer.progress)
             self._losses.append(loss)
             metrics.step += 1
             result = self.outer.step()
@@ -128,23 +126,6 @@ class Trainer:
     def finished(self) -> bool:
         """The schedule is done and the last round with it."""
         return self.outer.progress >= AT_END and self.outer.is_between_rounds
-
-    # one inner step
-
-    def _inner_step(self, batch: Tensor) -> Tensor:
-        """Forward, backward, clip, AdamW. Returns the loss where it lies: reading it would wait for the accelerator."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.spec.train, self.outer.progress)
-        loss = self._loss(batch.to(self.device, non_blocking=True))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.train.clip_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    def _loss(self, batch: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
-            return self.model(input_ids=batch, labels=batch).loss
 
     # once a round
 
@@ -182,7 +163,7 @@ class Trainer:
             "data": self.batches.state_dict(),
             "metrics": self.peer.metrics.as_dict(),
         }
-        files = {"optimizer": flatten_optimizer(self.optimizer, self.trainable)}
+        files = {"optimizer": flatten_optimizers(self.inner_step.optimizers, self.inner_step.trainable)}
         try:
             with self.peer.progress.task("writing a checkpoint"):
                 folder = self.outer.save(self.checkpoints, files=files, meta=meta)
@@ -194,7 +175,7 @@ class Trainer:
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         meta = checkpoint.meta
-        restore_optimizer(self.optimizer, self.trainable, checkpoint.load("optimizer"))
+        restore_optimizers(self.inner_step.optimizers, self.inner_step.trainable, checkpoint.load("optimizer"))
         self.batches.load_state_dict(meta["data"])
         self.peer.restore_metrics(meta["metrics"])
         self.say(f"resumed from step {self.peer.metrics.step}, round {self.outer.round} ({checkpoint.path})")

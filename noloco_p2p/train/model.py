@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -63,6 +64,17 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
             f"model.vocab_size is {vocab_size}, and the tokenizer has {len(tokenizer)} tokens: "
             f"set model.vocab_size to {len(tokenizer)} or more, or choose another data.tokenizer"
         )
+
+
+def hidden_matrices(model: nn.Module) -> list[Tensor]:
+    """The weights of linear layers but the output head: what Muon is for. Embeddings are no linear layers."""
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return [
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module is not head and id(module.weight) not in embeddings
+    ]
 
 
 @contextmanager

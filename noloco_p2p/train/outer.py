@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,20 +19,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from noloco_p2p.codec import CHUNK_ELEMENTS, Scratch, chunk_bounds
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.fetch import SavedState, describe_state
-from noloco_p2p.gossip.frames import SectionName, StateManifest
-from noloco_p2p.gossip.outcome import Alone, Correction, Half, Outcome, Received, Swapped
+from noloco_p2p.gossip.frames import StateManifest
+from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
 from noloco_p2p.gossip.round_length import RoundLength
-from noloco_p2p.gossip.sections import SectionPair
-from noloco_p2p.optim.mixing import Mixing, mixing_for
-from noloco_p2p.optim.noloco import outer_step
+from noloco_p2p.optim.mixing import strengths
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
-from noloco_p2p.train.flat import FlatParameters
+from noloco_p2p.train.outer_state import OuterState, progress_after
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +84,7 @@ class NoLoCo:
     end_at: progress at which no other round is opened, as nobody will train it.
     resume: a checkpoint that `save` wrote; the model and the place in the round are then as they were.
 
-    Slow weights and outer momentum are fp32 on the CPU: 8 bytes a parameter.
+    Slow weights and outer momentum (`OuterState`) are fp32 on the CPU: 8 bytes a parameter.
     """
 
     def __init__(
@@ -105,11 +101,7 @@ class NoLoCo:
         self.round = 0
         self._peer = peer
         self._exchange = peer.exchange
-        self._parameters = FlatParameters(model)
-        self._layout = self._parameters.layout()
-        self._bounds = chunk_bounds(self._parameters.num_elements)
-        self._slow = torch.empty(self._parameters.num_elements)
-        self._momentum = torch.zeros(self._parameters.num_elements)
+        self._state = OuterState(model)
         self._steps = 0
         self._length = RoundLength(self.spec.outer)
         self._save_every_rounds = save_every_rounds
@@ -153,11 +145,11 @@ class NoLoCo:
             "progress": self.progress,
             "steps": self._steps,
             "inner_steps": self.inner_steps,
-            "layout": self._layout,
+            "layout": self._state.layout,
         }
-        tensors = {STATE_FILE: {"slow_weights": self._slow, "outer_momentum": self._momentum}}
+        tensors = {STATE_FILE: self._state.tensors()}
         if self._steps:
-            tensors[FAST_FILE] = {name: param.detach() for name, param in self._parameters.named}
+            tensors[FAST_FILE] = {name: param.detach() for name, param in self._state.parameters.named}
         folder = checkpoints.save(self.round, files={**tensors, **files}, meta={**meta, "outer": state})
         self._serve(folder / f"{STATE_FILE}.safetensors")
         return folder
@@ -166,21 +158,18 @@ class NoLoCo:
 
     def _enter(self, resume: Checkpoint | None) -> None:
         target = None if resume else self._peer.run_folder / "fetched.safetensors"
-        num_elements = self._parameters.num_elements
-        manifest = self._peer.enter(layout=self._layout, num_elements=num_elements, target=target)
+        num_elements = self._state.num_elements
+        manifest = self._peer.enter(layout=self._state.layout, num_elements=num_elements, target=target)
         if resume:
             self._resume(resume)
         elif manifest and target and self._take_fetched(target):
             self.round, self.progress, self.entered = manifest.round, manifest.progress, True
-        else:
-            for start, stop in self._bounds:
-                self._slow[start:stop] = self._parameters.read(start, stop)
         self._peer.metrics.round, self._peer.metrics.progress = self.round, self.progress
 
     def _take_fetched(self, target: Path) -> bool:
         """False, and told, when what a donor gave is no state: its digests only say that it came as it was sent."""
         try:
-            self._take(load_file(target))
+            self._state.take(load_file(target))
         except (CheckpointError, SafetensorError) as error:
             log.error("the state of a peer cannot be used: %s; this peer starts from the initial weights", error)
             return False
@@ -190,29 +179,18 @@ class NoLoCo:
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.meta["outer"]
-        if state["layout"] != self._layout:
+        if state["layout"] != self._state.layout:
             raise CheckpointError(f"{checkpoint.path} is of another model; use another --state-dir, or `noloco fork`")
-        self._take(checkpoint.load(STATE_FILE))
+        self._state.take(checkpoint.load(STATE_FILE))
         self.round, self.progress, self._steps = state["round"], state["progress"], state["steps"]
         if "inner_steps" in state:  # older ones are of runs with a fixed length
             self._length.resume(state["inner_steps"])
         if self._steps:
             fast = checkpoint.load(FAST_FILE)
             with torch.no_grad():
-                for name, param in self._parameters.named:
+                for name, param in self._state.parameters.named:
                     param.copy_(fast[name])
         self._serve(checkpoint.file(STATE_FILE))
-
-    def _take(self, tensors: dict[str, Tensor]) -> None:
-        """Slow weights and momentum become those of a file; the model's weights become the slow weights."""
-        for name, own in (("slow_weights", self._slow), ("outer_momentum", self._momentum)):
-            if name not in tensors or tensors[name].shape != own.shape:
-                raise CheckpointError(f"a state without {name} of {own.numel()} numbers: it is of another model")
-            if not bool(torch.isfinite(tensors[name]).all()):
-                raise CheckpointError(f"a state whose {name} is not finite")
-            own.copy_(tensors[name])
-        for start, stop in self._bounds:
-            self._parameters.write(start, self._slow[start:stop])
 
     def _open(self) -> None:
         self._is_open = True
@@ -229,17 +207,17 @@ class NoLoCo:
             steps_done=self._steps,
             inner_steps=self.inner_steps,
             progress=self.progress,
-            slow_weights=self._slow,
-            outer_momentum=self._momentum,
+            slow_weights=self._state.slow_weights,
+            outer_momentum=self._state.outer_momentum,
         )
-        self._peer.sketch(self._slow)
+        self._peer.sketch(self._state.slow_weights)
 
     def _serve(self, path: Path) -> None:
         self._peer.serve_state(
             describe_state(
                 path,
-                layout=self._layout,
-                num_elements=self._parameters.num_elements,
+                layout=self._state.layout,
+                num_elements=self._state.num_elements,
                 round_index=self.round,
                 progress=self.progress,
             )
@@ -249,7 +227,7 @@ class NoLoCo:
 
     def _end_round(self) -> RoundResult:
         began_s = time.monotonic()
-        self._exchange.stage(self._outer_gradient)
+        self._exchange.stage(self._state.outer_gradient)
         outcome = self._exchange.collect(self.spec.outer.max_wait_s)
         blocked_s = time.monotonic() - began_s
         received = None if isinstance(outcome, Alone) else outcome.received
@@ -257,9 +235,10 @@ class NoLoCo:
         if link:
             self._length.note(link)
         self._apply_late()  # one that waited for the early part of this round
-        self._outer_step(received)
+        mixing = strengths(self.spec.outer, received.agreed_inner_steps if received else self.inner_steps)
+        self._state.step(received, alpha=mixing.alpha, beta=mixing.beta, gamma=mixing.gamma)
         if received:
-            self._meet_progress(received)
+            self.progress = progress_after(self.progress, received, inner_steps=self.inner_steps, spec=self.spec)
             received.sections.clear()  # the payloads are as large as the model, and somebody may keep the result
         result = RoundResult(self.round, outcome, self.progress, blocked_s)
         self.round += 1
@@ -289,71 +268,13 @@ class NoLoCo:
         metrics.last_partner = received.partner
         metrics.lateness_s, metrics.transfer_s = received.lateness_s, received.transfer_s
 
-    def _outer_gradient(self) -> Iterator[Tensor]:
-        """fast - slow, chunk by chunk, where the model lies; each in the memory of the one before."""
-        gradient = torch.empty(CHUNK_ELEMENTS, device=self._parameters.device)
-        for start, stop in self._bounds:
-            yield self._parameters.minus(start, self._slow[start:stop], out=gradient)
-
-    @torch.no_grad()
-    def _outer_step(self, received: Received | None) -> None:
-        """Chunk by chunk: own exact vectors plus half-differences, so that coding errors cannot move a pair's mean."""
-        mixing = self._mixing(received.agreed_inner_steps if received else self.inner_steps)
-        sections = received.sections if received else {}
-        gradients = sections.get(SectionName.OUTER_GRADIENT)
-        momenta = sections.get(SectionName.OUTER_MOMENTUM)
-        weights = sections.get(SectionName.SLOW_WEIGHTS)
-        scratch, difference = Scratch(), torch.empty(CHUNK_ELEMENTS, device=self._parameters.device)
-        for index, (start, stop) in enumerate(self._bounds):
-            slow, momentum = self._slow[start:stop], self._momentum[start:stop]
-            gradient = self._parameters.minus(start, slow, out=difference).cpu()
-            if gradients:
-                gradient.add_(gradients.half_difference(index, scratch=scratch))
-            if momenta:
-                momentum.add_(momenta.half_difference(index, scratch=scratch))
-            offset = weights.half_difference(index, scratch=scratch) if weights else None
-            outer_step(slow, momentum, gradient, offset, alpha=mixing.alpha, beta=mixing.beta, gamma=mixing.gamma)
-            self._parameters.write(start, slow)
-
     def _apply_late(self) -> None:
         correction = self._exchange.late(self.round)
         if correction:
-            self._correct(correction)
+            # The beta of its swap: the partner has used the same.
+            self._state.correct(correction, beta=strengths(self.spec.outer, correction.agreed_inner_steps).beta)
+            self._peer.metrics.late += 1
             self._exchange.corrected()
-
-    @torch.no_grad()
-    def _correct(self, correction: Correction) -> None:
-        """The partner's gradient came after the boundary: `beta h` goes into slow, fast weights and momentum."""
-        beta = self._mixing(correction.agreed_inner_steps).beta  # of its swap: the partner has used the same
-        for start, late in late_steps(correction.gradient, beta=beta):
-            for vector in (self._slow, self._momentum):
-                vector[start : start + len(late)].add_(late)
-            self._parameters.add(start, late)
-        self._peer.metrics.late += 1
-
-    def _mixing(self, inner_steps: float) -> Mixing:
-        """The strengths of the spec, or with "auto" those for rounds of `inner_steps`, on which both partners agree."""
-        outer = self.spec.outer
-        return mixing_for(inner_steps) if outer.is_auto else Mixing(outer.alpha, outer.beta, outer.gamma)
-
-    def _meet_progress(self, received: Received) -> None:
-        """A swap moves partners towards each other on the schedule, by at most one round: as far as each other."""
-        opened_at = self.progress - self.inner_steps / self.spec.train.total_steps
-        apart = (received.partner_progress - opened_at) / 2
-        outer = self.spec.outer  # and what a partner tells is bounded
-        steps = min(received.agreed_inner_steps, outer.max_inner_steps) if outer.is_auto else self.inner_steps
-        one_round = steps / self.spec.train.total_steps
-        self.progress += max(-one_round, min(one_round, apart))
-
-
-def late_steps(gradient: SectionPair, *, beta: float) -> Iterator[tuple[int, Tensor]]:
-    """(place of its first element, `beta h`) of each chunk of a partner's gradient that came after the boundary.
-
-    fp32 on the CPU, each in the memory of the one before.
-    """
-    scratch = Scratch()
-    for index, (start, _) in enumerate(chunk_bounds(gradient.coding.plan.num_elements)):
-        yield start, gradient.half_difference(index, scratch=scratch).mul_(beta)
 
 
 def describe_outcome(outcome: Outcome) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,22 @@ from torch import Tensor
 from noloco_p2p.errors import CheckpointError
 
 
+def flatten_optimizers(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`flatten_optimizer` of several, each with parameters of its own."""
+    return {key: value for optimizer in optimizers for key, value in flatten_optimizer(optimizer, names).items()}
+
+
+def restore_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], names: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> None:
+    """The inverse of `flatten_optimizers`; each takes what is its parameters'. Raises CheckpointError."""
+    for optimizer in optimizers:
+        restore_optimizer(optimizer, names, tensors)
+
+
 def flatten_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """State of each parameter as `field/parameter name`: for AdamW step, exp_avg and exp_avg_sq; nothing before step 1.
+    """State of each parameter as `field/parameter name`: for AdamW step, exp_avg and exp_avg_sq, for Muon
+    momentum_buffer; nothing before step 1.
 
     `names` maps names to the parameters of the optimizer, as `dict(model.named_parameters())` does: the order of its
     groups then does not matter. The tensors are the optimizer's own, not copies; hyperparameters belong to the spec.

@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "noloco_p2p"
 ORDER = [
     {"__main__"},
     {"cli"},
-    {"demo", "doctor"},
-    {"monitor", "simulate", "train", "testing"},
+    {"demo", "doctor", "simulate"},
+    {"monitor", "train", "testing"},
     {"peer"},
     {"ports"},
     {"net", "swarm", "network_thread"},

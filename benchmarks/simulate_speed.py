@@ -1,0 +1,65 @@
+"""Processor time of a simulated inner step, rounds included, against a plain training loop of the same model.
+
+    python benchmarks/simulate_speed.py [--quick] [--json FILE]
+
+The tiny preset, one thread. Processor time, as other programs on the machine then hardly count; what a run costs beyond
+one of half its length, so that building models, reading text and judging the end do not count either.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import torch
+from claims import Claim, run
+
+from noloco_p2p.presets import PRESETS
+from noloco_p2p.simulate.material import Material
+from noloco_p2p.simulate.plan import Plan
+from noloco_p2p.simulate.swarm import simulate_swarm
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.train.inner_step import InnerStep
+
+MIB = 1 << 20
+
+
+def plain_s(material: Material) -> float:
+    """One model, its batches, and nothing else."""
+    inner, batches = InnerStep(material.model(), material.spec.train), material.batches("replica-0")
+    next(batches)
+    began_s = time.process_time()
+    for step in range(material.spec.train.total_steps):
+        inner(next(batches), progress=step / material.spec.train.total_steps)
+    return time.process_time() - began_s
+
+
+def simulated_s(material: Material, num_replicas: int) -> float:
+    began_s = time.process_time()
+    result = simulate_swarm(material, Plan(num_replicas, evaluations=1))
+    assert result.alone == 0, result
+    return time.process_time() - began_s
+
+
+def of_length(spec: RunSpec, num_steps: int) -> Material:
+    return Material.of(spec.with_changes({"train.total_steps": num_steps, "train.warmup_steps": 1}), {})
+
+
+def measure(quick: bool) -> list[Claim]:
+    torch.set_num_threads(1)
+    num_replicas, num_steps = (2, 20) if quick else (8, 40)
+    shorter, longer = (of_length(PRESETS["tiny"], length) for length in (num_steps, 2 * num_steps))
+    plain = (plain_s(longer) - plain_s(shorter)) / num_steps
+    simulated = (simulated_s(longer, num_replicas) - simulated_s(shorter, num_replicas)) / num_steps / num_replicas
+    ratio = simulated / plain
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
+    return [
+        Claim("inner step of a plain loop", 1e3 * plain, "ms"),
+        Claim(f"inner step of {num_replicas} simulated replicas, each", 1e3 * simulated, "ms"),
+        Claim("simulated against plain", ratio, "times", "<= 1.3", ratio <= 1.3),
+        Claim("memory of the process at its peak, torch and all", peak, "MiB"),
+    ]
+
+
+if __name__ == "__main__":
+    run(measure, doc=__doc__)

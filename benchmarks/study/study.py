@@ -1,0 +1,178 @@
+"""The ablations of docs/results.md at toy scale, on simulated swarms.
+
+    python benchmarks/study/study.py STUDY [--steps 400] [--replicas 8] [--seeds 0,1,2] [--json FILE]
+
+Prints a line a case. With --json the file is written after every case, and cases that it holds are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from noloco_p2p.simulate.plan import Churn, Plan
+from noloco_p2p.simulate.run import simulate
+from noloco_p2p.spec import RunSpec
+
+TOY = Path(__file__).with_name("toy.toml")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`changes` to the toy spec, `plan` to the plan of all cases."""
+
+    name: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    rule: str = "noloco"
+
+
+def codec(slow_weights: str, outer_momentum: str, outer_gradient: str) -> dict[str, Any]:
+    return {
+        "codec.slow_weights": slow_weights,
+        "codec.outer_momentum": outer_momentum,
+        "codec.outer_gradient": outer_gradient,
+    }
+
+
+def outer(inner_steps: int, alpha: float, beta: float, gamma: float, **more: Any) -> dict[str, Any]:
+    named = {"inner_steps": inner_steps, "alpha": alpha, "beta": beta, "gamma": gamma, **more}
+    return {f"outer.{name}": value for name, value in named.items()}
+
+
+PAPER_MOMENTUM = {"outer.swap_momentum": False}
+MODULO = codec("modulo8", "modulo8", "int4")
+MUON = {"train.inner_optimizer": "muon"}
+
+STUDIES: dict[str, list[Case]] = {
+    "rules": [
+        Case("ddp", rule="ddp"),
+        Case("diloco", rule="diloco"),
+        Case("noloco"),
+        Case("gasloc", rule="gasloc"),
+        Case("pairs", rule="pairs"),
+        Case("local", rule="local"),
+    ],
+    "codecs": [
+        Case("fp32"),
+        Case("bf16+int8", codec("bf16", "bf16", "int8")),
+        Case("int8+int4", codec("int8", "int8", "int4")),
+        Case("modulo8+int4", MODULO),
+        Case("fp32, momentum not swapped", PAPER_MOMENTUM),
+        Case("modulo8+int4, momentum not swapped", {**MODULO, **PAPER_MOMENTUM}),
+    ],
+    "rounds": [
+        Case("50: 0.5 0.7 0.7", outer(50, 0.5, 0.7, 0.7)),
+        Case("50: 0 1 1", outer(50, 0.0, 1.0, 1.0)),
+        Case("20: 0.5 0.7 0.7", outer(20, 0.5, 0.7, 0.7)),
+        Case("20: 0.3 0.9 0.9", outer(20, 0.3, 0.9, 0.9)),
+        Case("20: 0 1 1", outer(20, 0.0, 1.0, 1.0)),
+        Case("10: 0.5 0.7 0.7", outer(10, 0.5, 0.7, 0.7)),
+        Case("10: 0.2 1 0.96", outer(10, 0.2, 1.0, 0.96)),
+        Case("10: 0 1 1", outer(10, 0.0, 1.0, 1.0)),
+        Case("5: 0.5 0.7 0.7", outer(5, 0.5, 0.7, 0.7)),
+        Case("5: 0.2 1 0.96", outer(5, 0.2, 1.0, 0.96)),
+        Case("5: 0 1 1", outer(5, 0.0, 1.0, 1.0)),
+    ],
+    "gamma": [
+        Case(f"gamma {gamma:g}", outer(20, 0.5, 0.7, gamma, swap_momentum=False)) for gamma in (0.35, 0.7, 1.0, 1.4)
+    ],
+    "muon": [
+        Case("ddp", MUON, rule="ddp"),
+        Case("diloco 20", MUON, rule="diloco"),
+        Case("20: 0.5 0.7 0.7", MUON),
+        Case("5: 0 1 1", {**MUON, **outer(5, 0.0, 1.0, 1.0)}),
+        Case("5: 0 1 1, modulo8+int4", {**MUON, **outer(5, 0.0, 1.0, 1.0), **MODULO}),
+    ],
+    "waiting": [
+        Case("waiting"),
+        Case("eager, late by a quarter of a round", {"outer.max_wait_s": 0.0}, {"speeds": (1.0,), "link_s": 5.0}),
+        Case("20 % of the rounds absent", plan={"churn": Churn(absent=0.2)}),
+        Case("50 % of the rounds absent", plan={"churn": Churn(absent=0.5)}),
+        Case("half of the calls break", plan={"churn": Churn(lose=0.5)}),
+        Case("speeds 1, 2, 4, waiting at most a step", {"outer.max_wait_s": 1.0}, {"speeds": (1.0, 2.0, 4.0)}),
+    ],
+    "closing": [Case(f"{rounds} closing rounds", plan={"closing_rounds": rounds}) for rounds in (0, 3, 6)],
+}
+
+
+def run_case(case: Case, *, steps: int, replicas: int, seed: int) -> dict[str, Any]:
+    spec = RunSpec.load(TOY).with_changes({"train.total_steps": steps, **case.changes}, origin=case.name)
+    options = dict(case.plan)
+    if link_s := options.pop("link_s", None):
+        options["links"] = (link_of(spec, seconds=link_s),)
+    plan = Plan(replicas, seed=seed, **options)
+    began_s = time.process_time()
+    (result,) = simulate(spec, plan, rules=[case.rule])
+    cpu_s = time.process_time() - began_s
+    return {"case": case.name, "seed": seed, "cpu_s": round(cpu_s, 1), "rule": case.rule, **result.as_dict()}
+
+
+def link_of(spec: RunSpec, *, seconds: float) -> Any:
+    """A link that carries the outer gradient of this spec in so many virtual seconds."""
+    from noloco_p2p.codec import get_codec, section_bytes
+    from noloco_p2p.testing.link_proxy import LinkProfile
+
+    num_bytes = section_bytes(get_codec(spec.codec.outer_gradient), spec.model.num_parameters())
+    rate = num_bytes * 8 / 1e6 / seconds
+    return LinkProfile("study", down_mbit_s=10 * rate, up_mbit_s=rate, delay_ms=10, jitter_ms=0)
+
+
+def show(row: dict[str, Any]) -> str:
+    rounds = f"{row['swapped']}/{row['half']}/{row['alone']} late {row['late']}"
+    chunks = f"{row['modulo_chunks']}/{row['plain_chunks']}/{row['broken_chunks']}"
+    return (
+        f"{row['case']:<40} seed {row['seed']}  loss {row['loss']:.4f}  merged {row['merged_loss']:.4f}  "
+        f"spread {100 * row['spread']:.2f} %  {row['sent_per_parameter_step']:.3f} B/param/step  "
+        f"rounds {rounds}  chunks {chunks}  {row['virtual_s']:.0f} virtual s  {row['cpu_s']:.0f} s"
+    )
+
+
+def missing(cases: list[Case], seeds: list[int], rows: list[dict[str, Any]]) -> Iterator[tuple[Case, int]]:
+    done = {(row["case"], row["seed"]) for row in rows}
+    for seed in seeds:
+        yield from ((case, seed) for case in cases if (case.name, seed) not in done)
+
+
+def machine() -> str:
+    cores = len(os.sched_getaffinity(0))
+    when = f"{datetime.now(UTC):%Y-%m-%d}"
+    return f"{when} | {platform.machine()}, {cores} cores | Python {platform.python_version()} torch {version('torch')}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--replicas", type=int, default=8)
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    report = {"machine": machine(), "steps": args.steps, "replicas": args.replicas, "rows": []}
+    if args.json and args.json.exists():
+        report = json.loads(args.json.read_text(encoding="utf-8"))
+        assert (report["steps"], report["replicas"]) == (args.steps, args.replicas), "the file is of another study"
+    rows = report["rows"]
+    for row in rows:
+        print(show(row), flush=True)
+    for case, seed in missing(STUDIES[args.study], [int(seed) for seed in args.seeds.split(",")], rows):
+        rows.append(run_case(case, steps=args.steps, replicas=args.replicas, seed=seed))
+        print(show(rows[-1]), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

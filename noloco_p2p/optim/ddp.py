@@ -1,0 +1,22 @@
+"""Synchronous data parallel training: gradients are averaged at every step, as DDP and FSDP do. For simulation only."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from noloco_p2p.optim.allreduce import ring_bytes
+
+
+class DataParallel:
+    """Replicas that start equal stay equal, bit for bit: one model trained with the batches of all."""
+
+    is_collective = True
+
+    def mix_gradients(self, gradients: Tensor) -> None:
+        gradients.copy_(gradients.mean(0).expand_as(gradients))
+
+    def outer_step(self, slow_weights: Tensor, fast_weights: Tensor) -> None:
+        slow_weights.copy_(fast_weights)
+
+    def sent_bytes(self, num_elements: int, num_replicas: int) -> tuple[float, float]:
+        return ring_bytes(num_elements, num_replicas), 0.0

@@ -1,0 +1,46 @@
+"""Other outer rules, to measure NoLoCo against. They see all replicas at once: no peer of a swarm could run them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from noloco_p2p.optim.ddp import DataParallel
+from noloco_p2p.optim.diloco import DiLoCo
+from noloco_p2p.optim.gasloc import GASLoC
+from noloco_p2p.optim.local import Local
+from noloco_p2p.optim.pair_averaging import PairAveraging
+from noloco_p2p.spec import OuterSpec
+
+NOLOCO = "noloco"  # no rule of this kind: replicas of it run as peers do
+
+
+class Rule(Protocol):
+    """All tensors are fp32 of shape (replicas, parameters), changed in place."""
+
+    is_collective: bool  # everybody waits for everybody; else for one other
+
+    def mix_gradients(self, gradients: Tensor) -> None:
+        """After each backward, before clipping and the inner optimizer."""
+        ...
+
+    def outer_step(self, slow_weights: Tensor, fast_weights: Tensor) -> None:
+        """At the end of a round; the fast weights then become the slow weights."""
+        ...
+
+    def sent_bytes(self, num_elements: int, num_replicas: int) -> tuple[float, float]:
+        """What one replica sends (an inner step, a round), uncoded fp32."""
+        ...
+
+
+RULES: Mapping[str, Callable[[OuterSpec, random.Random], Rule]] = {
+    "diloco": lambda outer, rng: DiLoCo(alpha=outer.alpha, beta=outer.beta),
+    "ddp": lambda outer, rng: DataParallel(),
+    "local": lambda outer, rng: Local(),
+    "gasloc": lambda outer, rng: GASLoC(rng, outer_rate=outer.beta, momentum=outer.alpha),
+    "pairs": lambda outer, rng: PairAveraging(rng),
+}
+RULE_NAMES = (NOLOCO, *RULES)

@@ -1,0 +1,64 @@
+"""What every replica of a simulation trains with: model, data and held-out text, built as the trainer builds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.train.data import TokenStream, validation_batches
+from noloco_p2p.train.evaluate import evaluate_loss
+from noloco_p2p.train.flat import FlatParameters
+from noloco_p2p.train.model import build_model, build_tokenizer, check_vocabulary
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    spec: RunSpec
+    tokenizer: PreTrainedTokenizerBase
+    validation: list[Tensor]
+    bindings: Mapping[str, str]
+    device: torch.device  # of all models; outer states stay on the CPU, as a peer's do
+
+    @classmethod
+    def of(cls, spec: RunSpec, bindings: Mapping[str, str], *, device: torch.device = CPU) -> Material:
+        """Raises DataError and ModelError, as the trainer does."""
+        tokenizer = build_tokenizer(spec.data)
+        validation = validation_batches(
+            spec.data,
+            tokenizer=tokenizer,
+            bindings=bindings,
+            num_sequences=spec.evaluate.num_sequences,
+            batch_size=spec.train.batch_size,
+        )
+        return cls(spec, tokenizer, validation, bindings, device)
+
+    def model(self) -> PreTrainedModel:
+        model = build_model(self.spec.model, sequence_length=self.spec.data.sequence_length)
+        check_vocabulary(model, self.tokenizer)
+        torch.nn.Module.to(model, self.device)
+        return model
+
+    def batches(self, peer_id: str) -> TokenStream:
+        return TokenStream(
+            self.spec.data,
+            tokenizer=self.tokenizer,
+            bindings=self.bindings,
+            peer_id=peer_id,
+            batch_size=self.spec.train.batch_size,
+        )
+
+    def loss(self, model: PreTrainedModel) -> float:
+        """Validation loss of a model."""
+        return evaluate_loss(model, self.validation)
+
+    def loss_of(self, weights: Tensor, scratch: PreTrainedModel) -> float:
+        """Validation loss of a flat vector; `scratch` then has its weights."""
+        FlatParameters(scratch).write(0, weights)
+        return self.loss(scratch)

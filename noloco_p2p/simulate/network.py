@@ -1,0 +1,212 @@
+"""A network of links with delay and rate, on the clock of the running loop: the simulated twin of `net`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+
+from noloco_p2p.errors import TimedOut, Unreachable
+from noloco_p2p.gossip.frames import Chunk, FetchItem, FetchWant, Frame, Grid, Hello, PeerStatus
+from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.testing.link_proxy import BUFFER_S, PROFILES, LinkProfile, Shape
+from noloco_p2p.testing.memory import MemoryNetwork
+
+FRAME_BYTES = 64  # of a frame beside its payload
+IDEAL = LinkProfile("ideal", down_mbit_s=float("inf"), up_mbit_s=float("inf"), delay_ms=0, jitter_ms=0)
+LINKS = {IDEAL.name: IDEAL, **PROFILES}
+
+
+class Way:
+    """One direction of one peer's link; frames of all its swaps share it."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+
+    def enter(self, num_bytes: int) -> float:
+        """When these bytes, which enter now, have come out."""
+        return self._shape.due_s(asyncio.get_running_loop().time(), num_bytes)
+
+    async def drain(self) -> None:
+        """Until the link takes more, as its sender feels it."""
+        await asyncio.sleep(max(0.0, self._shape.backlog_s(asyncio.get_running_loop().time()) - BUFFER_S))
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A peer's link to everybody: up away from it, down towards it."""
+
+    up: Way
+    down: Way
+    delay_s: float
+
+    @classmethod
+    def of(cls, profile: LinkProfile, *, seed: int) -> Link:
+        delays = {"delay_ms": profile.delay_ms, "jitter_ms": profile.jitter_ms}
+        up = Shape(mbit_s=profile.up_mbit_s, seed=2 * seed, **delays)
+        down = Shape(mbit_s=profile.down_mbit_s, seed=2 * seed + 1, **delays)
+        return cls(Way(up), Way(down), profile.delay_ms / 1e3)
+
+
+class LinkNetwork(MemoryNetwork):
+    """Who can be reached, and over which link.
+
+    lose: share of the calls whose connection breaks, at one of the first `frames_a_swap` frames that the caller sends.
+    """
+
+    def __init__(self, *, lose: float = 0.0, frames_a_swap: int = 8, seed: int = 0) -> None:
+        super().__init__()
+        self.links: dict[str, Link] = {}
+        self._lose = lose
+        self._frames_a_swap = frames_a_swap
+        self._rng = random.Random(f"lost/{seed}")
+        self._streams: dict[str, list[LinkStream]] = {}  # open ones of each peer, both ends
+
+    def connect(self, caller: str, called: str) -> LinkStream:
+        """The caller's end; the called peer is handed the other one when the call has come through."""
+        self.service(called)
+        ours, theirs = self.links[caller], self.links[called]
+        here, there = LinkStream(called, ours.up, ours.down), LinkStream(caller, theirs.up, theirs.down)
+        here.other, there.other = there, here
+        if self._rng.random() < self._lose:
+            here.break_after(self._rng.randrange(1, self._frames_a_swap))
+        for name in (caller, called):
+            still_open = [stream for stream in self._streams.get(name, []) if not stream.has_ended]
+            self._streams[name] = [*still_open, here, there]
+        return here
+
+    def vanish(self, peer_id: str) -> None:
+        """It cannot be reached, and its swaps break."""
+        super().vanish(peer_id)
+        for stream in self._streams.pop(peer_id, []):
+            stream.end()
+
+    def delay_s(self, caller: str, called: str) -> float:
+        return self.links[caller].delay_s + self.links[called].delay_s
+
+
+class LinkTransport:
+    """Calls of one peer over a LinkNetwork."""
+
+    def __init__(self, network: LinkNetwork, hello: Callable[[], Hello]) -> None:
+        self._network = network
+        self._hello = hello
+
+    async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> FrameStream:
+        called = candidate.peer_id
+        own_id = self._hello().peer_id
+        stream = self._network.connect(own_id, called)
+        await asyncio.sleep(2 * self._network.delay_s(own_id, called))  # a handshake
+        assert stream.other is not None
+        self._network.call(called, stream.other)
+        return stream
+
+    async def status(self, candidate: Candidate, *, swap_id: bytes = b"", timeout_s: float) -> PeerStatus:
+        service = self._network.service(candidate.peer_id)
+        service.admit(self._hello())
+        await asyncio.sleep(2 * self._network.delay_s(self._hello().peer_id, candidate.peer_id))
+        return await service.on_status(swap_id)
+
+    async def fetch(self, candidate: Candidate, want: FetchWant, *, timeout_s: float) -> AsyncGenerator[FetchItem]:
+        """Simulated newcomers take their donor's state directly."""
+        raise Unreachable("states are not fetched in a simulation", peer=candidate.peer_id)
+        yield
+
+
+class LinkDirectory:
+    """Everybody on the network but oneself."""
+
+    def __init__(self, network: LinkNetwork, *, own_id: str) -> None:
+        self._network = network
+        self._own_id = own_id
+
+    def live(self) -> Sequence[Candidate]:
+        return [Candidate(peer, address=peer) for peer in self._network.listed if peer != self._own_id]
+
+
+class LinkStream:
+    """One end of a stream. What it sends comes out of its up link, then of the other end's down link, in order."""
+
+    def __init__(self, peer: str, up: Way, down: Way) -> None:
+        self.other: LinkStream | None = None
+        self.has_ended = False
+        self._peer = peer
+        self._up = up
+        self._down = down
+        self._in_up: deque[Frame] = deque()  # in order: of two timers for one moment either may fire first
+        self._in_down: deque[Frame] = deque()
+        self._received: asyncio.Queue[Frame | None] = asyncio.Queue()
+        self._is_drained = False
+        self._frames_left: int | None = None
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    def break_after(self, num_frames: int) -> None:
+        """The connection breaks, for both, after this end has sent so many."""
+        self._frames_left = num_frames
+
+    async def send(self, frame: Frame) -> None:
+        if self._frames_left == 0:
+            self.end()
+        if self.has_ended:
+            raise Unreachable("the stream is closed", peer=self._peer)
+        if self._frames_left is not None:
+            self._frames_left -= 1
+        self._in_up.append(frame)
+        asyncio.get_running_loop().call_at(self._up.enter(_frame_bytes(frame)), self._leave_up)
+        await self._up.drain()
+
+    async def receive(self, timeout_s: float) -> Frame:
+        if self._is_drained:
+            raise Unreachable("the stream is closed", peer=self._peer)
+        try:
+            frame = await asyncio.wait_for(self._received.get(), timeout_s)
+        except TimeoutError:
+            raise TimedOut(f"nothing came for {timeout_s:.1f} s", peer=self._peer) from None
+        if frame is None:
+            self._is_drained = True
+            raise Unreachable("the stream is closed", peer=self._peer)
+        return frame
+
+    async def close(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """For both ends; what is on its way still arrives, as over TCP."""
+        for stream in (self, self._partner):
+            if not stream.has_ended:
+                stream.has_ended = True
+                stream._end_when_drained()
+
+    @property
+    def _partner(self) -> LinkStream:
+        assert self.other is not None
+        return self.other
+
+    def _leave_up(self) -> None:
+        frame = self._in_up.popleft()
+        partner = self._partner
+        partner._in_down.append(frame)
+        asyncio.get_running_loop().call_at(partner._down.enter(_frame_bytes(frame)), partner._arrive)
+
+    def _arrive(self) -> None:
+        self._received.put_nowait(self._in_down.popleft())
+        self._end_when_drained()
+
+    def _end_when_drained(self) -> None:
+        if self.has_ended and not self._in_down and not self._partner._in_up:
+            self._received.put_nowait(None)
+
+
+def _frame_bytes(frame: Frame) -> int:
+    match frame:
+        case Chunk(payload=payload):
+            return FRAME_BYTES + len(payload)
+        case Grid(exponents=exponents):
+            return FRAME_BYTES + len(exponents)
+        case _:
+            return 2 * FRAME_BYTES

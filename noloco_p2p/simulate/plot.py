@@ -1,0 +1,46 @@
+"""Curves of a simulation as a picture. matplotlib is an extra: `pip install noloco_p2p[plot]`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.simulate.result import Result
+
+
+def check(folder: Path) -> None:
+    """Raises SettingsError when there is nothing to draw with, or nowhere to."""
+    if find_spec("matplotlib") is None:
+        raise SettingsError("--plot needs matplotlib: pip install 'noloco_p2p[plot]'")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"--plot {folder}: cannot be made: {error.strerror}") from None
+
+
+def draw(results: Sequence[Result], folder: Path) -> Path:
+    """Validation loss over virtual time, a colour for a rule and a line for a replica; returns the file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for index, result in enumerate(results):
+        for replica in dict.fromkeys(point.replica for point in result.curve):
+            points = [point for point in result.curve if point.replica == replica]
+            axes.plot(
+                [point.virtual_s for point in points],
+                [point.loss for point in points],
+                color=f"C{index}",
+                alpha=0.7,
+                label=result.rule if replica == result.curve[0].replica else None,
+            )
+    axes.set_xlabel("virtual seconds")
+    axes.set_ylabel("validation loss, nats a token")
+    axes.legend()
+    path = folder / "loss.png"
+    figure.savefig(path, dpi=120)
+    return path

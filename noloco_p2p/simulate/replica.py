@@ -1,0 +1,193 @@
+"""One simulated replica: the beats of a peer's life as one coroutine, on the production runner and outer state."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from noloco_p2p.gossip.fetch import StateServer
+from noloco_p2p.gossip.frames import Hello, SectionName
+from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
+from noloco_p2p.gossip.pace import Pace
+from noloco_p2p.gossip.round_length import RoundLength
+from noloco_p2p.gossip.runner import Opening, RoundRunner
+from noloco_p2p.gossip.sections import section_plans
+from noloco_p2p.gossip.service import PeerService
+from noloco_p2p.optim.mixing import strengths
+from noloco_p2p.simulate.clock import InlineExecutor
+from noloco_p2p.simulate.material import Material
+from noloco_p2p.simulate.network import LinkDirectory, LinkNetwork, LinkTransport
+from noloco_p2p.simulate.result import Point
+from noloco_p2p.train.inner_step import InnerStep
+from noloco_p2p.train.loop import AT_END
+from noloco_p2p.train.outer_state import OuterState, progress_after
+
+AT_POINT = 1e-6  # progress is a sum of fractions
+CLOSING_WAIT_S = 600.0  # for a partner's vectors in a closing round: nobody trains, so nobody is kept from it
+
+
+class Replica:
+    """`run` trains until the schedule is done or `leave` is called; the counters can be read at any time."""
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        peer_id: str,
+        material: Material,
+        network: LinkNetwork,
+        step_s: float,
+        absent: float,
+        num_points: int,
+        seed: int,
+    ) -> None:
+        self.number = number
+        self.peer_id = peer_id
+        self.model = material.model()
+        self.state = OuterState(self.model)
+        self.inner = InnerStep(self.model, material.spec.train)
+        self.progress = 0.0
+        self.round = 0
+        self.steps = 0
+        self.swapped = self.half = self.alone = self.late = 0
+        self.curve: list[Point] = []
+        self._material = material
+        self._spec = material.spec
+        self._batches = material.batches(peer_id)
+        self._network = network
+        self._step_s = step_s
+        self._absent = absent
+        self._absences = random.Random(f"absent/{seed}/{peer_id}")
+        self._num_points = num_points
+        self._is_leaving = False
+        self._length = RoundLength(self._spec.outer)
+        self._pace = Pace(self._length.inner_steps)
+        self._hello = Hello(peer_id, self._spec.name, self._spec.digest(), layout=self.state.layout)
+        self._plans = section_plans(
+            self._spec.codec, swap_momentum=self._spec.outer.swap_momentum, num_elements=self.state.num_elements
+        )
+        self.runner = RoundRunner(
+            hello=lambda: self._hello,
+            transport=LinkTransport(network, lambda: self._hello),
+            directory=LinkDirectory(network, own_id=peer_id),
+            pace=self._pace,
+            executor=InlineExecutor(),
+            rng=random.Random(f"pairing/{seed}/{peer_id}"),
+            clock=self._now_s,
+        )
+        self._service = PeerService(
+            runner=self.runner,
+            states=StateServer(self._spec),
+            status=lambda: (self._hello, self.runner.state, self.round, self.progress),
+        )
+
+    def take(self, donor: Replica) -> None:
+        """Begin where another replica stands, as a newcomer does."""
+        self.state.take(donor.state.tensors())
+        self.round, self.progress = donor.round, donor.progress
+
+    def leave(self) -> None:
+        """After the inner step of now."""
+        self._is_leaving = True
+
+    async def run(self, *, closing_rounds: int = 0) -> None:
+        """`closing_rounds`: rounds of mixing without training, once the schedule is done."""
+        self._network.add(self.peer_id, self._service)
+        try:
+            while self.progress < AT_END and not self._is_leaving:
+                await self._round()
+            for _ in range(0 if self._is_leaving else closing_rounds):
+                await self._closing_round()
+        finally:
+            self._network.remove(self.peer_id)
+            await self.runner.stop()
+
+    # one round
+
+    async def _round(self) -> None:
+        is_absent = self._absences.random() < self._absent
+        if is_absent:
+            self._network.vanish(self.peer_id)
+        inner_steps = self._length.next(self._pace.seconds_per_step)
+        self._pace.open_round(self._now_s(), inner_steps=inner_steps)
+        if not is_absent:
+            self._network.add(self.peer_id, self._service)
+            await self._open()
+        for _ in range(inner_steps):
+            await self._inner_step()
+            if self._is_leaving:
+                return
+        outcome = (
+            Alone("this replica cannot be reached") if is_absent else await self._boundary(self._spec.outer.max_wait_s)
+        )
+        self._apply(outcome, inner_steps=inner_steps)
+        self._note_point()
+
+    async def _inner_step(self) -> None:
+        self.inner(next(self._batches), progress=self.progress)
+        await asyncio.sleep(self._step_s)
+        self.steps += 1
+        self.progress += 1 / self._spec.train.total_steps
+        self._pace.step(self._now_s())
+        await self._apply_late()
+
+    async def _open(self) -> None:
+        state = {
+            SectionName.SLOW_WEIGHTS: self.state.slow_weights,
+            SectionName.OUTER_MOMENTUM: self.state.outer_momentum,
+        }
+        await self.runner.open(Opening(self.round, self.progress, state), self._plans)
+
+    async def _boundary(self, wait_s: float) -> Outcome:
+        if await self.runner.begin_stage():
+            codec = self._plans[-1].codec
+            for chunk in self.state.outer_gradient():
+                self.runner.stage(codec.encode(chunk))
+        outcome = await self.runner.collect(wait_s)
+        await self._apply_late()
+        return outcome
+
+    def _apply(self, outcome: Outcome, *, inner_steps: int) -> None:
+        match outcome:
+            case Swapped(received):
+                self.swapped += 1
+            case Half(received):
+                self.half += 1
+            case Alone():
+                self.alone += 1
+                received = None
+        link = outcome.link if isinstance(outcome, Alone) else outcome.received.link
+        if link:
+            self._length.note(link)
+        mixing = strengths(self._spec.outer, received.agreed_inner_steps if received else inner_steps)
+        self.state.step(received, alpha=mixing.alpha, beta=mixing.beta, gamma=mixing.gamma)
+        if received:
+            self.progress = progress_after(self.progress, received, inner_steps=inner_steps, spec=self._spec)
+        self.round += 1
+
+    async def _apply_late(self) -> None:
+        correction = await self.runner.take_correction(self.round)
+        if correction:
+            self.state.correct(correction, beta=strengths(self._spec.outer, correction.agreed_inner_steps).beta)
+            self.runner.corrected()
+            self.late += 1
+
+    async def _closing_round(self) -> None:
+        """Mixing without training, with gamma 1: both partners go to the middle."""
+        self._pace.open_round(self._now_s(), steps_done=self._pace.inner_steps)
+        await self._open()
+        outcome = await self._boundary(CLOSING_WAIT_S)
+        received = None if isinstance(outcome, Alone) else outcome.received
+        self.state.step(received, alpha=0.0, beta=0.0, gamma=1.0)
+        self.round += 1
+
+    # measuring
+
+    def _note_point(self) -> None:
+        """Validation loss, where the schedule passes the next of the points."""
+        if self.progress * self._num_points >= len(self.curve) + 1 - AT_POINT:
+            loss = self._material.loss(self.model)
+            self.curve.append(Point(self.number, self.steps, self._now_s(), loss))
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()

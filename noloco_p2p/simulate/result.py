@@ -1,0 +1,86 @@
+"""What a simulation found, as values, as JSON and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noloco_p2p.simulate.material import Material
+from noloco_p2p.telemetry.console import mib
+from noloco_p2p.train.judge import spread
+
+COLUMNS = (
+    *("rule", "replicas", "loss", "worst", "merged", "spread %", "sent a peer", "bytes/param/step"),
+    *("swapped", "half", "alone", "late", "virtual s"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Of the curve of one replica."""
+
+    replica: int
+    step: int
+    virtual_s: float
+    loss: float  # validation, nats a token
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One rule in one simulation. Losses are validation losses of slow weights at the end, nats a token."""
+
+    rule: str
+    num_replicas: int  # that were there at the end
+    num_parameters: int
+    loss: float  # mean over replicas
+    worst_loss: float
+    merged_loss: float  # of the mean of the weights
+    spread: float  # root mean square distance from the mean, as a share of its norm
+    sent_bytes: float  # payload, mean over replicas
+    sent_per_parameter_step: float  # bytes
+    steps: float  # inner steps, mean over replicas
+    swapped: int  # rounds, of all replicas
+    half: int
+    alone: int
+    late: int  # gradients that came after their boundary, and were applied
+    modulo_chunks: int
+    plain_chunks: int
+    broken_chunks: int
+    virtual_s: float
+    curve: tuple[Point, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def row(self) -> tuple[str, ...]:
+        return (
+            *(self.rule, str(self.num_replicas), f"{self.loss:.4f}", f"{self.worst_loss:.4f}"),
+            *(f"{self.merged_loss:.4f}", f"{100 * self.spread:.3f}", mib(self.sent_bytes)),
+            *(f"{self.sent_per_parameter_step:.4g}", str(self.swapped), str(self.half), str(self.alone)),
+            *(str(self.late), f"{self.virtual_s:.1f}"),
+        )
+
+
+def judge(material: Material, weights: Sequence[Tensor]) -> dict[str, Any]:
+    """The fields of a Result that follow from the flat weights of the replicas."""
+    scratch = material.model()
+    losses = [material.loss_of(each, scratch) for each in weights]
+    mean = torch.stack(list(weights)).mean(0)
+    return {
+        "num_replicas": len(weights),
+        "num_parameters": mean.numel(),
+        "loss": sum(losses) / len(losses),
+        "worst_loss": max(losses),
+        "merged_loss": material.loss_of(mean, scratch),
+        "spread": spread(weights, mean),
+    }
+
+
+def table(results: Sequence[Result]) -> list[str]:
+    rows = [COLUMNS, *(result.row() for result in results)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -1,0 +1,82 @@
+"""A simulation of two replicas ends with the bits of two peers that swap over real gRPC."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from noloco_p2p.gossip.outcome import Swapped
+from noloco_p2p.gossip.round import Phase
+from noloco_p2p.simulate.material import Material
+from noloco_p2p.simulate.plan import Plan
+from noloco_p2p.simulate.replica import Replica
+from noloco_p2p.simulate.swarm import peer_name, simulate_swarm
+from noloco_p2p.spec import CodecSpec, DataSpec, EvaluateSpec, ModelSpec, OuterSpec, RunSpec, TrainSpec
+from noloco_p2p.testing.loopback import LoopbackSwarm
+from noloco_p2p.testing.peers import MemoryPeer
+from noloco_p2p.testing.rounds import together, wait_until
+from noloco_p2p.train.flat import FlatParameters
+from noloco_p2p.train.inner_step import InnerStep
+from noloco_p2p.train.outer import NoLoCo
+
+INNER_STEPS, NUM_ROUNDS = 3, 4
+SPEC = RunSpec(
+    name="twin",
+    model=ModelSpec(hidden_size=32, num_layers=1, num_heads=2, mlp_size=48),
+    data=DataSpec(sequence_length=32),
+    train=TrainSpec(total_steps=INNER_STEPS * NUM_ROUNDS, batch_size=2, warmup_steps=2),
+    outer=OuterSpec(inner_steps=INNER_STEPS, max_wait_s=30.0),
+    codec=CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32"),
+    evaluate=EvaluateSpec(num_sequences=4),
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def train(peer: MemoryPeer, model: PreTrainedModel, material: Material, step_together: Barrier) -> Tensor:
+    """The weights of one real peer at its end; no lonely round: a boundary comes when both have a partner."""
+    torch.set_num_threads(1)
+    inner, batches = InnerStep(model, material.spec.train), material.batches(peer.peer_id)
+    outer = NoLoCo(model, peer, save_every_rounds=0)
+    for step in range(INNER_STEPS * NUM_ROUNDS):
+        inner(next(batches), progress=outer.progress)
+        if (step + 1) % INNER_STEPS == 0:
+            wait_until(lambda: peer.runner.phase is Phase.EARLY)
+            step_together.wait(30.0)
+        result = outer.step()
+        assert result is None or isinstance(result.outcome, Swapped), result
+    flat = FlatParameters(model)
+    return flat.read(0, flat.num_elements)
+
+
+@pytest.mark.parametrize("inner_optimizer", ["adamw", "muon"])
+def test_two_simulated_replicas_are_two_peers_over_grpc(tmp_path: Path, inner_optimizer: str) -> None:
+    spec = SPEC.with_changes({"train.inner_optimizer": inner_optimizer})
+    material = Material.of(spec, {})
+    simulated: list[Replica] = []
+    result = simulate_swarm(material, Plan(2), on_made=simulated.extend)
+    assert (result.swapped, result.half, result.alone) == (2 * NUM_ROUNDS, 0, 0)
+
+    step_together = Barrier(2)
+    with LoopbackSwarm(spec) as swarm:
+        peers = [swarm.peer(peer_name(number), run_folder=tmp_path / str(number)) for number in range(2)]
+        models = [material.model() for _ in peers]  # seeds torch, for one thread at a time
+        pairs = zip(peers, models, strict=True)
+        real = together(*(functools.partial(train, *pair, material, step_together) for pair in pairs))
+    for number, (weights, replica) in enumerate(zip(real, simulated, strict=True)):
+        differ = int((weights != replica.state.slow_weights).sum())
+        assert differ == 0, f"replica {number}: {differ} of {weights.numel()} numbers differ"
+    assert not torch.equal(real[0], FlatParameters(material.model()).read(0, real[0].numel())), "they have trained"

@@ -1,0 +1,74 @@
+"""The outer rules that NoLoCo is measured against, each against arithmetic done by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from noloco_p2p.optim.allreduce import ring_bytes, ring_s
+from noloco_p2p.optim.diloco import DiLoCo
+from noloco_p2p.optim.gasloc import GASLoC
+from noloco_p2p.optim.pair_averaging import average_pairs
+from noloco_p2p.optim.rules import RULE_NAMES, RULES
+from noloco_p2p.spec import OuterSpec
+
+
+def vectors(seed: int, num_replicas: int = 4) -> Tensor:
+    return torch.randn(num_replicas, 6, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", ["ddp", "diloco", "local", "gasloc", "pairs"])
+def test_every_rule_keeps_replicas_that_agree(name: str) -> None:
+    """With one fast vector for all, no rule may pull them apart; and beta 1, alpha 0 makes each the plain step."""
+    assert name in RULE_NAMES
+    rule = RULES[name](OuterSpec(alpha=0.0, beta=1.0), random.Random(0))
+    slow, fast = torch.zeros(4, 6), vectors(1)[:1].expand(4, 6).clone()
+    rule.outer_step(slow, fast)
+    assert torch.allclose(slow, fast)
+
+
+def test_only_data_parallel_mixes_gradients() -> None:
+    for name, make in RULES.items():
+        gradients = vectors(2)
+        make(OuterSpec(), random.Random(0)).mix_gradients(gradients)
+        mixed = vectors(2).mean(0).expand(4, 6) if name == "ddp" else vectors(2)
+        assert torch.equal(gradients, mixed), name
+
+
+def test_diloco_is_momentum_on_the_mean() -> None:
+    rule, slow = DiLoCo(alpha=0.5, beta=0.7), torch.zeros(4, 6)
+    rule.outer_step(slow, vectors(3))
+    first = 0.7 * vectors(3).mean(0)
+    assert torch.allclose(slow, first.expand(4, 6))
+    rule.outer_step(slow, slow + vectors(4))
+    assert torch.allclose(slow, (first + 0.5 * first + 0.7 * vectors(4).mean(0)).expand(4, 6), atol=1e-6)
+
+
+def test_gasloc_adds_the_move_of_its_own_update_to_the_mean_of_the_pair() -> None:
+    rule, slow = GASLoC(random.Random(0), outer_rate=0.5, momentum=0.3), torch.zeros(2, 6)
+    rule.outer_step(slow, vectors(5, 2))
+    update = 0.5 * vectors(5, 2)
+    assert torch.allclose(slow, update.mean(0).expand(2, 6))
+    before = slow.clone()
+    rule.outer_step(slow, slow + vectors(6, 2))
+    again = before + 0.5 * vectors(6, 2)
+    assert torch.allclose(slow, again.mean(0) + 0.3 * (again - update), atol=1e-6)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 5, 8])
+def test_pairs_keep_the_mean_and_come_nearer(num_replicas: int) -> None:
+    mixed = vectors(7, num_replicas)
+    average_pairs(mixed, random.Random(1))
+    assert torch.allclose(mixed.mean(0), vectors(7, num_replicas).mean(0), atol=1e-6)
+    assert mixed.var(0).sum() < vectors(7, num_replicas).var(0).sum()
+    assert len(mixed.unique(dim=0)) == -(-num_replicas // 2)
+
+
+def test_an_all_reduce_of_eight_sends_seven_bytes_a_parameter() -> None:
+    assert ring_bytes(100, 8) == 700
+    assert ring_s(700, 8, bytes_per_s=100, delay_s=0.5) == 7 + 14 * 0.5
+    assert RULES["ddp"](OuterSpec(), random.Random(0)).sent_bytes(100, 8) == (700, 0)
+    assert RULES["diloco"](OuterSpec(), random.Random(0)).sent_bytes(100, 8) == (0, 700)

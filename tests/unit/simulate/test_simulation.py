@@ -1,0 +1,156 @@
+"""Whole simulations of a tiny Llama: the same bits each time, and what faults, links and rules do to rounds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from noloco_p2p.codec import get_codec, section_bytes
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.gossip.sections import section_plans
+from noloco_p2p.simulate.lockstep import simulate_lockstep
+from noloco_p2p.simulate.material import Material
+from noloco_p2p.simulate.network import IDEAL
+from noloco_p2p.simulate.plan import Churn, Event, Plan
+from noloco_p2p.simulate.replica import Replica
+from noloco_p2p.simulate.result import Result, table
+from noloco_p2p.simulate.run import check_rules, seeded
+from noloco_p2p.simulate.swarm import simulate_swarm
+from noloco_p2p.spec import CodecSpec, DataSpec, EvaluateSpec, ModelSpec, OuterSpec, RunSpec, TrainSpec
+from noloco_p2p.testing.link_proxy import LinkProfile
+
+FP32 = CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32")
+SPEC = RunSpec(
+    name="simulated",
+    model=ModelSpec(hidden_size=32, num_layers=1, num_heads=2, mlp_size=48),
+    data=DataSpec(sequence_length=32),
+    train=TrainSpec(total_steps=12, batch_size=2, warmup_steps=2),
+    outer=OuterSpec(inner_steps=3, max_wait_s=100.0),
+    codec=FP32,
+    evaluate=EvaluateSpec(num_sequences=8),
+)
+
+
+def material(spec: RunSpec = SPEC) -> Material:
+    return _material(spec.canonical_json(), spec.digest())
+
+
+@functools.cache
+def _material(canonical: bytes, digest: str) -> Material:
+    return Material.of(RunSpec.from_json(canonical, expected_digest=digest, origin="test"), {})
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def weights_after(spec: RunSpec, plan: Plan) -> tuple[Result, list[Tensor]]:
+    made: list[Replica] = []
+    result = simulate_swarm(material(spec), plan, on_made=made.extend)
+    return result, [replica.state.slow_weights for replica in made]
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_one_does_not() -> None:
+    modulo = SPEC.with_changes({"codec.slow_weights": "modulo8", "codec.outer_gradient": "int4"})
+    links = (LinkProfile("some", down_mbit_s=1, up_mbit_s=1, delay_ms=20, jitter_ms=50),)
+    plans = [Plan(4, seed=seed, links=links, churn=Churn(lose=0.2, absent=0.1)) for seed in (1, 1, 2)]
+    first, again, other = (weights_after(modulo, plan) for plan in plans)
+    assert first[0] == again[0]
+    assert all(torch.equal(one, two) for one, two in zip(first[1], again[1], strict=True))
+    assert first[0] != other[0]
+
+
+def test_a_clean_swarm_learns_and_swaps_every_round() -> None:
+    result, _ = weights_after(SPEC, Plan(4))
+    assert (result.swapped, result.half, result.alone) == (16, 0, 0)
+    assert result.loss < result.curve[0].loss
+    assert result.merged_loss == pytest.approx(result.loss, abs=0.1)
+    assert 0 < result.spread < 0.1
+    plans = section_plans(FP32, swap_momentum=True, num_elements=result.num_parameters)
+    a_round = sum(section_bytes(plan.codec, plan.num_elements) for plan in plans)
+    assert result.sent_bytes == 4 * a_round
+    assert result.sent_per_parameter_step == pytest.approx(12 / 3)
+    assert len(table([result])) == 2
+
+
+def test_two_replicas_of_noloco_are_diloco() -> None:
+    """A pair that starts equal has no distance to mix: the production path must follow the collective rule."""
+    _, ours = weights_after(SPEC, Plan(2))
+    reference = simulate_lockstep(material(), Plan(2), rule="diloco")
+    made = material().model()
+    assert material().loss_of(ours[0], made) == pytest.approx(reference.loss, abs=1e-4)
+    assert torch.allclose(ours[0], ours[1], atol=1e-5)
+
+
+def test_an_eager_swarm_on_a_slow_link_gets_gradients_late() -> None:
+    eager = SPEC.with_changes({"outer.max_wait_s": 0.0, "outer.inner_steps": 6})
+    rate = 8 * section_bytes(get_codec("fp32"), 20_000) / 1e6  # a section in about a second of up link
+    link = LinkProfile("slow", down_mbit_s=10 * rate, up_mbit_s=rate, delay_ms=10, jitter_ms=0)
+    result, _ = weights_after(eager, Plan(2, links=(link,)))
+    assert result.half == 4
+    assert result.late == 2, "those of the first round; nobody trains after the second"
+
+
+def test_absent_replicas_step_alone() -> None:
+    result, _ = weights_after(SPEC, Plan(2, churn=Churn(absent=1.0)))
+    assert (result.swapped, result.half, result.alone, result.sent_bytes) == (0, 0, 8, 0.0)
+
+
+def test_broken_calls_never_stop_anybody() -> None:
+    result, _ = weights_after(SPEC, Plan(4, churn=Churn(lose=0.5)))
+    assert result.swapped + result.half + result.alone == 16
+    assert result.steps == 12
+
+
+def test_who_joins_stands_where_its_donor_stands_and_who_crashes_is_missing() -> None:
+    events = (Event("crash", 0, 5.5), Event("join", 3, 4.5), Event("leave", 2, 8.5))
+    result, _ = weights_after(SPEC, Plan(4, churn=Churn(events)))
+    assert result.num_replicas == 3
+    assert result.steps < 12
+    assert result.spread < 0.2, "the newcomer is near the others"
+
+
+def test_closing_rounds_bring_replicas_together() -> None:
+    spreads = [weights_after(SPEC, Plan(4, closing_rounds=rounds))[0].spread for rounds in (0, 6)]
+    assert spreads[1] < spreads[0] / 5, spreads
+
+
+def test_faster_replicas_take_as_many_steps_in_less_time() -> None:
+    result, _ = weights_after(SPEC.with_changes({"outer.max_wait_s": 0.0}), Plan(2, speeds=(1.0, 2.0)))
+    assert result.steps == pytest.approx(12, abs=3)  # partners meet on the schedule
+    assert result.virtual_s <= 16
+
+
+@pytest.mark.parametrize("rule", ["ddp", "local", "gasloc", "pairs"])
+def test_other_rules_learn(rule: str) -> None:
+    result = simulate_lockstep(material(), Plan(4), rule=rule)
+    assert result.loss < result.curve[0].loss
+    assert (result.spread == 0.0) == (rule == "ddp")
+    assert result.virtual_s == pytest.approx(12.0)
+
+
+def test_collective_rules_pay_for_the_slowest_link() -> None:
+    slow = LinkProfile("slow", down_mbit_s=8, up_mbit_s=0.8, delay_ms=50, jitter_ms=0)
+    result = simulate_lockstep(material(), Plan(4, links=(IDEAL, slow)), rule="diloco")
+    per_round_s = 1.5 * 4 * result.num_parameters / 1e5 + 6 * 0.1
+    assert result.virtual_s == pytest.approx(12 + 4 * per_round_s)
+
+
+def test_a_seed_starts_from_other_weights_and_0_is_the_spec() -> None:
+    assert seeded(SPEC, 0) == SPEC
+    assert seeded(SPEC, 3).model.seed == 3
+
+
+def test_rules_are_checked_before_anything_trains() -> None:
+    with pytest.raises(SettingsError, match="--rules fsdp: must be one of noloco, diloco"):
+        check_rules(["noloco", "fsdp"], Plan(2))
+    with pytest.raises(SettingsError, match="cannot join, leave or crash"):
+        check_rules(["ddp"], Plan(2, churn=Churn((Event("crash", 0, 1.0),))))

@@ -1,0 +1,78 @@
+"""One inner step with either optimizer, and its state through a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from noloco_p2p.optim.inner import make_inner_optimizers
+from noloco_p2p.spec import DataSpec, ModelSpec, RunSpec, TrainSpec
+from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.train.inner_step import InnerStep
+from noloco_p2p.train.model import build_model, hidden_matrices
+from noloco_p2p.train.state import flatten_optimizers, restore_optimizers
+
+MODEL = ModelSpec(hidden_size=32, num_layers=1, num_heads=2, mlp_size=48)
+
+
+def make(inner_optimizer: str) -> InnerStep:
+    spec = RunSpec(name="t", model=MODEL, data=DataSpec(sequence_length=16)).with_changes(
+        {"train.inner_optimizer": inner_optimizer, "train.warmup_steps": 1, "train.total_steps": 50}
+    )
+    return InnerStep(build_model(spec.model, sequence_length=16), spec.train)
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randint(0, 384, (4, 16), generator=torch.Generator().manual_seed(step))
+
+
+def weights(inner: InnerStep) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(inner.trainable.values()).detach()
+
+
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_everything_else() -> None:
+    inner = make("muon")
+    names = {id(param): name for name, param in inner.trainable.items()}
+    muon, adamw = ([names[id(p)] for group in o.param_groups for p in group["params"]] for o in inner.optimizers)
+    assert isinstance(inner.optimizers[0], torch.optim.Muon)
+    assert len(muon) == 7, muon  # four of attention, three of the MLP
+    assert all(name.startswith("model.layers.0") for name in muon)
+    assert sorted([*muon, *adamw]) == sorted(inner.trainable)
+    assert any("embed" in name for name in adamw)
+
+
+def test_an_untied_head_is_no_matter_for_muon() -> None:
+    model = build_model(MODEL.model_copy(update={"tied_embeddings": False}), sequence_length=16)
+    chosen = {id(matrix) for matrix in hidden_matrices(model)}
+    assert len(chosen) == 7
+    head = model.get_output_embeddings()
+    assert head is not None
+    assert id(head.weight) not in chosen
+
+
+def test_a_model_without_a_matrix_is_refused() -> None:
+    with pytest.raises(ValueError, match="inner_optimizer = 'muon'"):
+        make_inner_optimizers(nn.LayerNorm(3).parameters(), TrainSpec(inner_optimizer="muon"), matrices=[])
+
+
+@pytest.mark.parametrize("inner_optimizer", ["adamw", "muon"])
+def test_it_learns_and_goes_on_bit_for_bit_through_a_checkpoint(tmp_path: Path, inner_optimizer: str) -> None:
+    whole = make(inner_optimizer)
+    first = float(whole(batch(0), progress=0.0))
+    for step in range(1, 4):
+        whole(batch(step % 2), progress=step / 50)
+    flat = flatten_optimizers(whole.optimizers, whole.trainable)
+    files = {"optimizer": flat, "model": {name: p.detach() for name, p in whole.trainable.items()}}
+    checkpoint = Checkpoint(Checkpoints(tmp_path).save(0, files=files, meta={}))
+    for step in range(4, 6):
+        whole(batch(step % 2), progress=step / 50)
+    assert float(whole.loss(batch(0)).detach()) < first
+    again = make(inner_optimizer)
+    again.model.load_state_dict(checkpoint.load("model"), strict=False)
+    restore_optimizers(again.optimizers, again.trainable, checkpoint.load("optimizer"))
+    for step in range(4, 6):
+        again(batch(step % 2), progress=step / 50)
+    assert torch.equal(weights(again), weights(whole))

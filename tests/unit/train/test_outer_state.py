@@ -1,0 +1,35 @@
+"""What a replica's outer state takes from others, and where it stands on the schedule afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from noloco_p2p.errors import CheckpointError
+from noloco_p2p.train.outer_state import OuterState, met_progress
+
+
+def test_a_refused_state_changes_nothing() -> None:
+    """A donor's slow weights must not stay behind when its momentum turns out to be useless."""
+    model = nn.Linear(3, 2)
+    state = OuterState(model)
+    before = state.slow_weights.clone()
+    for momentum in (torch.full((8,), torch.nan), torch.zeros(7)):
+        with pytest.raises(CheckpointError):
+            state.take({"slow_weights": torch.ones(8), "outer_momentum": momentum})
+        assert torch.equal(state.slow_weights, before)
+        assert torch.equal(state.parameters.read(0, 8), before)
+
+
+def test_a_taken_state_is_the_models() -> None:
+    state = OuterState(nn.Linear(3, 2))
+    state.take({"slow_weights": torch.arange(8.0), "outer_momentum": torch.ones(8)})
+    assert torch.equal(state.parameters.read(0, 8), torch.arange(8.0))
+    state.step(None, alpha=0.5, beta=0.7, gamma=0.7)
+    assert torch.equal(state.parameters.read(0, 8), torch.arange(8.0) + 0.5)
+
+
+@pytest.mark.parametrize(("partner_opened_at", "met"), [(0.4, 0.5), (0.44, 0.52), (0.9, 0.6), (0.0, 0.4)])
+def test_partners_meet_on_the_schedule_within_one_round(partner_opened_at: float, met: float) -> None:
+    assert met_progress(0.5, partner_opened_at, round_progress=0.1, at_most=0.1) == pytest.approx(met)
