@@ -30,6 +30,11 @@ CHUNK_BYTES = 256 * 1024  # an int8 chunk
 NUM_CHUNKS = 48  # three seconds
 
 
+def is_about(seconds: float, expected_s: float) -> bool:
+    """Never faster than the cap by more than a tenth; on a busy machine somewhat slower."""
+    return 0.9 * expected_s <= seconds <= 1.4 * expected_s
+
+
 class Sink:
     """A Service that takes whatever comes, and notes when."""
 
@@ -113,7 +118,7 @@ def test_an_upload_takes_what_the_cap_says_without_bursts(num_streams: int) -> N
     async def main() -> None:
         sink, limits = Sink(), upload(RATE)
         seconds = await send_all(sink, GrpcServer(sink), [caller(limits)] * num_streams)
-        assert seconds == pytest.approx(NUM_CHUNKS * CHUNK_BYTES / RATE, rel=0.1)
+        assert is_about(seconds, NUM_CHUNKS * CHUNK_BYTES / RATE)
         # A message arrives whole, and two streams may each have one that is late; not more than that comes at once.
         assert largest_burst(sink.arrived, window_s=0.5) <= (0.5 + DEPTH_S) * RATE + (1 + num_streams) * CHUNK_BYTES
 
@@ -135,9 +140,9 @@ def test_a_download_takes_what_the_cap_says_and_slows_the_sender(num_streams: in
         sink = Sink()
         server = GrpcServer(sink, download(RATE))
         seconds = await send_all(sink, server, [caller(Limits()) for _ in range(num_streams)], on_sent)
-        assert seconds == pytest.approx(NUM_CHUNKS * CHUNK_BYTES / RATE, rel=0.1)
-        # Unread in HTTP/2, in the queue of a stream, and one message each in the hands of both sides: under a second.
-        per_stream = READ_AHEAD_S * RATE + (WINDOW_FRAMES + 3) * CHUNK_BYTES
+        assert is_about(seconds, NUM_CHUNKS * CHUNK_BYTES / RATE)
+        # Unread in HTTP/2, in the window of a lane, one in the hands of the receiver and two of the sender: a second.
+        per_stream = READ_AHEAD_S * RATE + (WINDOW_FRAMES + 4) * CHUNK_BYTES
         assert max(ahead) <= num_streams * per_stream
         assert largest_burst(sink.arrived, window_s=0.5) <= (0.5 + DEPTH_S) * RATE + (1 + num_streams) * CHUNK_BYTES
 
@@ -159,10 +164,10 @@ def test_a_swap_of_a_capped_peer_takes_what_the_cap_says_and_the_measured_link_s
         vectors = [Vectors.random(seed, num_elements=num_elements) for seed in (1, 2)]
         began_s = time.monotonic()
         outcomes = one_round(peers, vectors, wait_s=20.0)
-        assert time.monotonic() - began_s == pytest.approx(vectors_bytes / RATE, rel=0.15)  # vectors are coded, too
+        assert is_about(time.monotonic() - began_s, vectors_bytes / RATE)  # vectors are coded, too
     for outcome in outcomes:
         assert isinstance(outcome, Swapped)
-        assert outcome.received.link.swap_s == pytest.approx(vectors_bytes / RATE, rel=0.15)
+        assert is_about(outcome.received.link.swap_s, vectors_bytes / RATE)
         assert outcome.received.link.late_s == pytest.approx(vectors_bytes / 3 / RATE, rel=0.25)
 
 
@@ -185,7 +190,7 @@ def test_a_first_fetch_is_capped_on_either_side(side: str, tmp_path: Path) -> No
             target=tmp_path / "fetched",
         )
         assert manifest is not None
-        assert time.monotonic() - began_s == pytest.approx(num_bytes / RATE, rel=0.1)
+        assert is_about(time.monotonic() - began_s, num_bytes / RATE)
         await server.stop(0.0)
 
     run(main)
