@@ -53,9 +53,8 @@ class Exchange:
         """Begin a round: from now on a partner is sought and the early part travels, in the background.
 
         `steps_done`: inner steps of it that were taken before a restart. `inner_steps`: its length; None = as long as
-        the last one. `slow_weights`, `outer_momentum`: flat fp32
-        vectors on the CPU that do not change until `collect` returns. Sections are coded from them as they are sent.
-        Returns at once.
+        the last one. `slow_weights`, `outer_momentum`: flat fp32 vectors on the CPU that do not change until `collect`
+        returns, but for a correction that `late` gave. Sections are coded from them as they are sent. Returns at once.
         """
         outer = self._spec.outer
         self._plans = section_plans(

@@ -156,6 +156,7 @@ class RoundRunner:
         self._reason, self._cause = "", LonelyCause.NO_ANSWER
         self._failed_link = None
         self._boundary_s = None
+        self._correcting = False  # whoever opens a round is done with correcting, also when he could not say so
         self._pairing.open_round()
         self._seeker = self._own(self._seek(self._round))
         self._notify()

@@ -136,6 +136,12 @@ class Swap:
         return part_bytes(self._plans, part)
 
     @property
+    def waits(self) -> bool:
+        """The early part is committed, and neither side has begun its late part."""
+        has_begun = self.partner_staged_s is not None or bool(self._staged.chunks)
+        return Part.EARLY in self.ledger.committed and not has_begun
+
+    @property
     def bytes_moved(self) -> int:
         """Payload so far, of the direction that is behind."""
         return min(self.bytes_sent, self.bytes_received)
