@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from statistics import median
 
 REMEMBERED = 8  # transfers; a link that has changed is believed after half as many
@@ -27,6 +28,13 @@ class Goodput:
         samples = self._seconds_per_byte
         if not samples:
             return None
-        typical = median(samples)
-        spread = typical if len(samples) < 3 else median(abs(sample - typical) for sample in samples)
-        return num_bytes * (typical + spread)
+        return num_bytes * (2 * median(samples) if len(samples) < 3 else cautious(samples))
+
+
+def cautious(values: Iterable[float]) -> float:
+    """Median plus spread (median absolute deviation): more than most of `values`; 0 when there are none."""
+    known = list(values)
+    if not known:
+        return 0.0
+    middle = median(known)
+    return middle + median(abs(value - middle) for value in known)

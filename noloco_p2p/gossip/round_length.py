@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
+from noloco_p2p.gossip.goodput import cautious
 from noloco_p2p.spec import OuterSpec
 
 WINDOW_SWAPS = 7  # remembered; a change of the link is believed when it has shown in four of them
@@ -138,12 +138,3 @@ class RoundLength:
 
     def _bounded(self, inner_steps: int) -> int:
         return min(max(inner_steps, self._outer.min_inner_steps), self._outer.max_inner_steps)
-
-
-def cautious(values: Iterable[float]) -> float:
-    """Median plus spread (median absolute deviation): more than most of `values`; 0 when there are none."""
-    known = list(values)
-    if not known:
-        return 0.0
-    middle = median(known)
-    return middle + median(abs(value - middle) for value in known)
