@@ -513,8 +513,8 @@ class Peer:
             "ticket": self.ticket,
             "live_peers": self.live_peers(),
             "last_fault": self.last_fault(),
-            "last_fault_since_s": round(now_s - net.runner.last_fault_at_s, 1) if net.runner.last_fault else None,
-            "last_fault_advice": net.runner.last_fault_advice,
+            "last_fault_since_s": round(now_s - net.runner.faults.at_s, 1) if net.runner.last_fault else None,
+            "last_fault_advice": net.runner.faults.advice,
             "settings": self._settings(),
             **self.metrics.as_dict(),
         }

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from noloco_p2p.codec import section_bytes
 from noloco_p2p.gossip.frames import SectionName
+from noloco_p2p.gossip.live_round import Opening
 from noloco_p2p.gossip.outcome import Alone, Correction, Outcome
 from noloco_p2p.gossip.pace import Pace
-from noloco_p2p.gossip.runner import Opening, RoundRunner
+from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.sections import SectionPlan, section_plans
 from noloco_p2p.spec import RunSpec
 
