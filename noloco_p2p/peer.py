@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from noloco_p2p._version import __version__
 from noloco_p2p.control import ControlServer, FolderLock
-from noloco_p2p.errors import CheckpointError, DirectoryError, SettingsError, SpecError
+from noloco_p2p.errors import CheckpointError, DirectoryError, IdentityError, NolocoError, SettingsError, SpecError
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.fetch import SavedState, StateServer, fetch_spec, fetch_state, state_file_bytes
 from noloco_p2p.gossip.frames import Hello, StateManifest
@@ -103,6 +103,7 @@ class Peer:
         self.metrics = Metrics()
         self.state = "training"
         self.leave_requested = threading.Event()
+        self.fault: NolocoError | None = None  # why this peer has to leave, when nobody asked it to
         self.spec: RunSpec
         self.exchange: Exchange
         self._started_at_s = self._state_since_s = time.time()
@@ -374,6 +375,7 @@ class Peer:
             address_book=self._address_book,
             spec_digest=self._run[1],
             describe=self._describe,
+            on_copy=self._on_copy,
         )
 
     def _entrances(self) -> list[str]:
@@ -395,7 +397,8 @@ class Peer:
             await self._network.control.stop()
             self._network.runner.state = "leaving"
         if self._directory:
-            await self._directory.stop(farewell=self._entered)
+            # The last words of a copy would be taken for those of the other.
+            await self._directory.stop(farewell=self._entered and self.fault is None)
         if self._network:
             await self._network.runner.stop()
             await self._network.server.stop(0.5)
@@ -494,6 +497,7 @@ class Peer:
             sketch=sketch,
             norm=norm,
             session_key=self._session.key_text,
+            started_at_ms=self._session.started_at_ms,
         )
 
     def status(self) -> dict[str, Any]:
@@ -530,6 +534,17 @@ class Peer:
     def _on_leave(self) -> dict[str, Any]:
         self.request_leave()
         return {"leaving": True, "pid": os.getpid()}
+
+    def _on_copy(self, other: PeerRecord) -> None:
+        if self.fault is None:
+            where = ", ".join(other.addresses) or "another machine"
+            self.fault = IdentityError(
+                f"the key of this peer is in use at {where}, too, by a peer that started later: this one stops. A key "
+                f"must not be used twice: move {self.settings.state_dir / 'identity.key'} away on one of the two "
+                "machines, and `noloco id` creates a new one there"
+            )
+            log.error("%s", self.fault)
+            self.request_leave()
 
     @property
     def _net(self) -> _Network:
