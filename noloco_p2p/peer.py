@@ -32,6 +32,7 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.gossip.watch import SwapProgress, SwapWatch
 from noloco_p2p.identity import Identity
+from noloco_p2p.net import probe
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.throttle import Limits
@@ -40,9 +41,10 @@ from noloco_p2p.ports import Ports
 from noloco_p2p.settings import PeerSettings, split_address
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.address_book import AddressBook
-from noloco_p2p.swarm.addresses import routable_host
+from noloco_p2p.swarm.addresses import host_of, host_port, is_public, routable_host
 from noloco_p2p.swarm.dht import SwarmDirectory
-from noloco_p2p.swarm.reach import OUTBOUND_ONLY, Reach, judge
+from noloco_p2p.swarm.node import end_tasks
+from noloco_p2p.swarm.reachability import DIRECT, OUTBOUND_ONLY, DialBack, DialBacks, Verdict, is_abroad, judge
 from noloco_p2p.swarm.reader import find_somebody
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
@@ -64,7 +66,9 @@ ENTER_TIMEOUT_S = 30.0  # to hear of a live peer of the run that a ticket names
 LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps or peers met before: nobody need be there
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0
 POLL_S = 0.05
-OWN_ADDRESSES = 4  # of this peer in its ticket; the rest is room for bootstraps
+OWN_ADDRESSES = 4  # of this peer in its ticket; the rest is room for other live peers and bootstraps
+DIAL_BACK_S = 12.0  # for one peer to answer whether it gets through; it tries for 4 s
+FIRST_DIAL_BACK_S = 6.0  # so long a newcomer waits for the first answer before it announces itself
 SKETCH_EVERY_S = TTL_S / 4  # as often as the record is announced
 SPEC_FILE = "spec.json"
 
@@ -90,7 +94,8 @@ class _Network:
     server: GrpcServer
     control: ControlServer
     watch: SwapWatch
-    watching: asyncio.Task[None]
+    dial_backs: DialBacks
+    tasks: list[asyncio.Task[None]]
 
 
 class Peer:
@@ -119,7 +124,6 @@ class Peer:
         self._layout = ""
         self._entered = False
         self._traffic_before = Traffic()  # before a restart
-        self._rounds_before = 0
         self._told_outbound_only = False
         self._announced_address = ""
         self.metrics_address = ""  # HOST:PORT of /metrics, when it is served
@@ -212,15 +216,38 @@ class Peer:
         """Call `tell`, on the network thread, again and again while a swap takes long."""
         self._net.watch.on_long = tell
 
-    def reach(self) -> Reach:
-        """Whether other peers can dial this one, as far as it can tell."""
+    def reach(self) -> Verdict:
+        """Whether other peers can dial this one, as far as they have told."""
+        net = self._net
         return judge(
             self._announced_address,
-            others=[candidate.address for candidate in self._net.directory.live()],
-            entrances=self._entrances(),
-            num_calls=self._net.service.num_calls,
-            rounds_here=self.metrics.rounds_here - self._rounds_before,
+            ports=self._ports_outside(),
+            dial_backs=net.dial_backs.seen(),
+            abroad=self._is_abroad(),
+            num_calls=net.service.num_calls,
         )
+
+    def _ports_outside(self) -> tuple[int, int]:
+        """gRPC and libp2p as others see them: a router may map other ports to ours."""
+        announced_port = self.settings.announced[1]
+        if announced_port:
+            return announced_port, announced_port + 1
+        return self._net.server.port, self._net.directory.port
+
+    def _is_abroad(self) -> bool:
+        """Whether the swarm is on public addresses, where private ones lead nowhere."""
+        if is_public(self.settings.announced[0]):
+            return True
+        return is_abroad(self._entrances(), [candidate.address for candidate in self._net.directory.live()])
+
+    def _addresses(self) -> tuple[str, ...]:
+        """gRPC addresses for the record: a private one leads nowhere in a public swarm."""
+        leads_nowhere = self._is_abroad() and not is_public(host_of(self._announced_address))
+        return () if leads_nowhere else (self._announced_address,)
+
+    async def _ask_to_dial_back(self, candidate: Candidate) -> DialBack:
+        probed = await probe.ask(candidate, self._hello(), [*self._ports_outside()], timeout_s=DIAL_BACK_S)
+        return DialBack(probed.observed_host, probed.reached)
 
     def count_traffic(self) -> None:
         """Bring the counters of bytes and chunks in `metrics` up to date."""
@@ -234,7 +261,6 @@ class Peer:
                 setattr(self.metrics, name, values[name])
         counted = asdict(self._traffic_before)
         self._traffic_before = Traffic(**{name: getattr(self.metrics, name) for name in counted})
-        self._rounds_before = self.metrics.rounds_here
 
     # for the outer step
 
@@ -247,6 +273,7 @@ class Peer:
                 donors = self._call(self._find_donors(), START_TIMEOUT_S)
             if donors:
                 manifest = self._fetch_state(donors, layout=layout, num_elements=num_elements, target=target)
+        self._call(self._net.dial_backs.wait(FIRST_DIAL_BACK_S), START_TIMEOUT_S)
         self._entered, self._state_since_s = True, time.time()
         self.announce("training")
         return manifest
@@ -332,11 +359,17 @@ class Peer:
         control = ControlServer(self.settings.state_dir, {"status": self.status, "leave": self._on_leave})
         await control.start()
         watch = SwapWatch(runner)
-        watching = asyncio.create_task(watch.run())
-        self._network = _Network(directory, transport, runner, states, service, server, control, watch, watching)
+        dial_backs = DialBacks(live=directory.live, ask=self._ask_to_dial_back)
+        tasks: list[asyncio.Task[None]] = []
+        self._network = _Network(
+            directory, transport, runner, states, service, server, control, watch, dial_backs, tasks
+        )
         announce_host, announce_port = self.settings.announced
         host = announce_host or routable_host(self.settings.listen_host)
-        self._announced_address = f"{host}:{announce_port or server.port}"
+        self._announced_address = host_port(host, announce_port or server.port)
+        directory.is_abroad = self._is_abroad
+        tasks.append(asyncio.create_task(watch.run()))
+        tasks.append(asyncio.create_task(dial_backs.run(is_direct=lambda: self.reach().state == DIRECT)))
         ports.remember(grpc=server.port, libp2p=directory.port)
         self._keep_spec()
         await self._serve_metrics()
@@ -388,7 +421,7 @@ class Peer:
         if self._metrics_server:
             await self._metrics_server.stop()
         if self._network:
-            self._network.watching.cancel()
+            await end_tasks(self._network.tasks)
             await self._network.control.stop()
             self._network.runner.state = "leaving"
         if self._directory:
@@ -408,7 +441,8 @@ class Peer:
                 log.warning("the spec is asked for again: %s", error)
         assert self._directory is not None
         await find_somebody(ticket, self._directory, timeout_s=ENTER_TIMEOUT_S)
-        return await fetch_spec(transport, self._directory.live(), expected_digest=ticket.spec_digest)
+        donors = [candidate for candidate in self._directory.live() if candidate.can_be_called]
+        return await fetch_spec(transport, donors, expected_digest=ticket.spec_digest)
 
     async def _look_around(self) -> None:
         """Wait until a live peer is heard of, where there should be one. Raises Unreachable: a ticket, and nobody."""
@@ -420,7 +454,8 @@ class Peer:
     async def _find_donors(self) -> Sequence[Candidate]:
         """Live peers that may have a state, in any order; none when this peer is the first. Raises Unreachable."""
         await self._look_around()
-        donors = [candidate for candidate in self._net.directory.live() if candidate.state in ("training", "done")]
+        live = self._net.directory.live()
+        donors = [peer for peer in live if peer.can_be_called and peer.state in ("training", "done")]
         random.shuffle(donors)
         return donors
 
@@ -470,7 +505,7 @@ class Peer:
             peer_id=self.peer_id,
             run_name=self.spec.name,
             spec_digest=self.spec.digest(),
-            addresses=(self._announced_address,),
+            addresses=self._addresses(),
             state=self.state,
             progress=metrics.progress,
             round=metrics.round,

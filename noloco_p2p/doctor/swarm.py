@@ -43,7 +43,7 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
         except PeerError as error:
             fix = "get a fresh ticket; if others enter, open outgoing TCP and set this machine's clock"
             return [Check("way in", "failed", str(error), fix)]
-        peers = list(directory.live())
+        peers = [peer for peer in directory.live() if peer.can_be_called]
         random.shuffle(peers)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
         transport = GrpcTransport(lambda: hello)

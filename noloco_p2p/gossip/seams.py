@@ -21,6 +21,7 @@ class Candidate:
     state: str = "training"
     round: int = 0
     progress: float = 0.0
+    can_be_called: bool = True  # False: it takes no calls from here, and makes offers itself
 
 
 class FrameStream(Protocol):

@@ -24,7 +24,7 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity, short_id
 from noloco_p2p.swarm.address_book import AddressBook
-from noloco_p2p.swarm.addresses import split_peer_id
+from noloco_p2p.swarm.addresses import only_public, split_peer_id
 from noloco_p2p.swarm.daemon import ListenOn
 from noloco_p2p.swarm.dialing import DialPlan
 from noloco_p2p.swarm.node import SwarmNode, end_tasks
@@ -67,6 +67,7 @@ class SwarmDirectory:
         describe: Callable[[], PeerRecord | None] | None,
         timing: Timing,
     ) -> None:
+        self.is_abroad: Callable[[], bool] = lambda: False
         self._node = node
         self._identity = identity
         self._address_book = address_book
@@ -148,8 +149,11 @@ class SwarmDirectory:
         return time.monotonic() - self._read_at_s
 
     def multiaddrs(self) -> list[str]:
-        """Where this node can be dialled, the announced host first; each ends in /p2p/PEER_ID."""
-        return self._node.multiaddrs()
+        """Where this node can be dialled, the announced host first; each ends in /p2p/PEER_ID.
+
+        In a swarm on public addresses those of private networks are left out.
+        """
+        return only_public(self._node.multiaddrs()) if self.is_abroad() else self._node.multiaddrs()
 
     def neighbours(self) -> set[str]:
         """Ids of DHT nodes that answered lately, whatever run they are of."""
