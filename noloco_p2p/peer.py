@@ -67,7 +67,9 @@ LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps or peers met be
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0
 POLL_S = 0.05
 OWN_ADDRESSES = 4  # of this peer in its ticket; the rest is room for other live peers and bootstraps
+OTHER_DOORS = 6  # live peers in a ticket: it is good while one of them is there
 DIAL_BACK_S = 12.0  # for one peer to answer whether it gets through; it tries for 4 s
+CHECK_CLOCK_S = 6.0  # for those that this peer enters through to be tried once
 FIRST_DIAL_BACK_S = 6.0  # so long a newcomer waits for the first answer before it announces itself
 SKETCH_EVERY_S = TTL_S / 4  # as often as the record is announced
 SPEC_FILE = "spec.json"
@@ -171,10 +173,16 @@ class Peer:
 
     @property
     def ticket(self) -> str:
-        """Hand it on: whoever has it can enter the run through this peer, or through the bootstraps it was given."""
+        """Hand it on: whoever has it can enter the run through this peer, its bootstraps, and others alive now."""
+        return Ticket(self.spec.name, self.spec.digest(), tuple(self._doors())[:MAX_ADDRESSES]).encode()
+
+    def _doors(self) -> list[str]:
+        """Multiaddrs of this peer, of its bootstraps, and of peers met: any of them is enough to enter the run."""
         own = self._net.directory.multiaddrs()[:OWN_ADDRESSES]
-        addresses = dict.fromkeys([*own, *self.settings.bootstrap])
-        return Ticket(self.spec.name, self.spec.digest(), tuple(addresses)[:MAX_ADDRESSES]).encode()
+        alive = {candidate.peer_id for candidate in self._net.directory.live() if candidate.can_be_called}
+        book = self._address_book.addresses().items()
+        others = sorted((peer, addresses[:1]) for peer, addresses in book if peer in alive)[:OTHER_DOORS]
+        return list(dict.fromkeys([*own, *(door for _, doors in others for door in doors), *self._entrances()]))
 
     @property
     def address(self) -> str:
@@ -273,6 +281,7 @@ class Peer:
                 donors = self._call(self._find_donors(), START_TIMEOUT_S)
             if donors:
                 manifest = self._fetch_state(donors, layout=layout, num_elements=num_elements, target=target)
+        self._call(self._net.directory.check_clock(CHECK_CLOCK_S), START_TIMEOUT_S)
         self._call(self._net.dial_backs.wait(FIRST_DIAL_BACK_S), START_TIMEOUT_S)
         self._entered, self._state_since_s = True, time.time()
         self.announce("training")
