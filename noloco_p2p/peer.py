@@ -13,7 +13,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,12 +41,14 @@ from noloco_p2p.ports import Ports
 from noloco_p2p.settings import PeerSettings, split_address
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.address_book import AddressBook
-from noloco_p2p.swarm.addresses import host_of, host_port, is_public, routable_host
+from noloco_p2p.swarm.addresses import host_of, host_port, is_public, routable_host, split_peer_id
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.node import end_tasks
-from noloco_p2p.swarm.reachability import DIRECT, OUTBOUND_ONLY, DialBack, DialBacks, Verdict, is_abroad, judge
+from noloco_p2p.swarm.reachability import DIRECT, OUTBOUND_ONLY, RELAYED, DialBack, DialBacks, Verdict, is_abroad, judge
 from noloco_p2p.swarm.reader import find_somebody
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
+from noloco_p2p.swarm.relay import Places
+from noloco_p2p.swarm.tunnel import Tunnels
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.progress import Progress, Report
 from noloco_p2p.ticket import MAX_ADDRESSES, Ticket, is_ticket
@@ -97,6 +99,8 @@ class _Network:
     control: ControlServer
     watch: SwapWatch
     dial_backs: DialBacks
+    tunnels: Tunnels
+    places: Places
     tasks: list[asyncio.Task[None]]
 
 
@@ -233,7 +237,18 @@ class Peer:
             dial_backs=net.dial_backs.seen(),
             abroad=self._is_abroad(),
             num_calls=net.service.num_calls,
+            relayed=bool(net.places.circuits()),
         )
+
+    def _is_closed(self) -> bool:
+        """Nobody can dial this peer, as far as others have told."""
+        return self._network is not None and self.reach().state in (OUTBOUND_ONLY, RELAYED)
+
+    def _relays(self) -> Mapping[str, Sequence[str]]:
+        """Nodes that may pass calls on: live peers that are reached by others, and those that were entered through."""
+        records = self._net.directory.records()
+        peers = {record.peer_id: record.multiaddrs for record, _ in records if record.reachability == DIRECT}
+        return {split_peer_id(door)[1]: (door,) for door in self._entrances()} | peers
 
     def _ports_outside(self) -> tuple[int, int]:
         """gRPC and libp2p as others see them: a router may map other ports to ours."""
@@ -252,6 +267,11 @@ class Peer:
         """gRPC addresses for the record: a private one leads nowhere in a public swarm."""
         leads_nowhere = self._is_abroad() and not is_public(host_of(self._announced_address))
         return () if leads_nowhere else (self._announced_address,)
+
+    def _ways_in(self) -> tuple[str, ...]:
+        """Multiaddrs for the record; those by relays first, as they are the ones that work then."""
+        circuits = self._net.places.circuits()
+        return (*circuits, *self._net.directory.multiaddrs()) if circuits else ()
 
     async def _ask_to_dial_back(self, candidate: Candidate) -> DialBack:
         probed = await probe.ask(candidate, self._hello(), [*self._ports_outside()], timeout_s=DIAL_BACK_S)
@@ -351,11 +371,18 @@ class Peer:
         )
         transport = GrpcTransport(self._hello, limits)
         self.spec = target if isinstance(target, RunSpec) else await self._find_spec(target, transport)
+        tunnels = Tunnels(
+            directory.node,
+            live=directory.live,
+            multiaddrs=lambda: {record.peer_id: record.multiaddrs for record, _ in directory.records()},
+            wanted=self._is_closed,
+            server=lambda: (routable_host(self.settings.listen_host), self._net.server.port),
+        )
         pace = Pace(self.spec.outer.first_inner_steps)
         runner = RoundRunner(
             hello=self._hello,
             transport=transport,
-            directory=directory,
+            directory=tunnels,
             pace=pace,
             executor=self._executor,
             rng=random.SystemRandom(),  # ids of swaps must not be guessed
@@ -368,16 +395,20 @@ class Peer:
         control = ControlServer(self.settings.state_dir, {"status": self.status, "leave": self._on_leave})
         await control.start()
         watch = SwapWatch(runner)
+        await tunnels.start()
+        server.prober.tunnelled = tunnels.local_ports
         dial_backs = DialBacks(live=directory.live, ask=self._ask_to_dial_back)
+        places = Places(directory.node, doors=self._relays, wanted=self._is_closed)
         tasks: list[asyncio.Task[None]] = []
         self._network = _Network(
-            directory, transport, runner, states, service, server, control, watch, dial_backs, tasks
+            directory, transport, runner, states, service, server, control, watch, dial_backs, tunnels, places, tasks
         )
         announce_host, announce_port = self.settings.announced
         host = announce_host or routable_host(self.settings.listen_host)
         self._announced_address = host_port(host, announce_port or server.port)
         directory.is_abroad = self._is_abroad
         tasks.append(asyncio.create_task(watch.run()))
+        tasks.append(asyncio.create_task(places.run()))
         tasks.append(asyncio.create_task(dial_backs.run(is_direct=lambda: self.reach().state == DIRECT)))
         ports.remember(grpc=server.port, libp2p=directory.port)
         self._keep_spec()
@@ -410,6 +441,7 @@ class Peer:
             announce_host=announce_host or None,
             announce_port=announce_port + 1 if announce_port else 0,
             bootstraps=self._entrances(),
+            relays=not settings.max_upload,
             address_book=self._address_book,
             spec_digest=self._run[1],
             describe=self._describe,
@@ -437,6 +469,7 @@ class Peer:
             await self._directory.stop(farewell=self._entered)
         if self._network:
             await self._network.runner.stop()
+            await self._network.tunnels.stop()
             await self._network.server.stop(0.5)
         self._network = self._directory = None
 
@@ -515,6 +548,7 @@ class Peer:
             run_name=self.spec.name,
             spec_digest=self.spec.digest(),
             addresses=self._addresses(),
+            multiaddrs=self._ways_in(),
             state=self.state,
             progress=metrics.progress,
             round=metrics.round,

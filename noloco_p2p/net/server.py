@@ -37,6 +37,7 @@ class GrpcServer:
     def __init__(self, service: Service, limits: Limits = UNLIMITED) -> None:
         self._server = grpc.aio.server(options=[*options.SERVER, *limits.options()])
         self._servicer = _Servicer(service, limits)
+        self.prober = self._servicer.prober
         self._server.add_generic_rpc_handlers((_handlers(self._servicer),))
         self.port = 0
 
@@ -160,7 +161,7 @@ class _Servicer:
     def __init__(self, service: Service, limits: Limits) -> None:
         self._service = service
         self._limits = limits
-        self._prober = Prober()
+        self.prober = Prober()
         self._swaps: set[asyncio.Task[None]] = set()
         self._joinable: dict[bytes, ServerStream] = {}  # by swap id
 
@@ -237,7 +238,7 @@ class _Servicer:
         caller: str = context.peer()
         try:
             self._service.admit(convert.hello_from_wire(request.hello))
-            return await self._prober.probe(request, caller)
+            return await self.prober.probe(request, caller)
         except PeerError as error:
             return pb.ProbeReply(refuse=_refuse(error))
 

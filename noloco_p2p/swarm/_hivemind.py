@@ -12,7 +12,7 @@ import importlib.util
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from noloco_p2p.errors import DirectoryError
@@ -21,6 +21,10 @@ from noloco_p2p.swarm.clock import CLOCK, Offset
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
     from hivemind.p2p import P2P, PeerID
+
+logger = logging.getLogger(__name__)
+
+StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 WAIT_TIMEOUT_S = 3.0  # hivemind's limit for one call to one other node
 
@@ -78,6 +82,8 @@ async def attach(control_socket: str) -> P2P:
 async def detach(p2p: P2P) -> None:
     """Close a client, dead daemon or not, and see its tasks off: hivemind leaves their exceptions to be logged."""
     tasks = connection_tasks(p2p)
+    if p2p._listen_task is not None:
+        tasks.append(p2p._listen_task)
     await p2p.shutdown()
     await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -121,6 +127,28 @@ async def connect(p2p: P2P, peer_id: str, addresses: Sequence[str]) -> None:
 
     client: Any = p2p._client
     await client.connect(PeerID.from_base58(peer_id), [Multiaddr(address) for address in addresses])
+
+
+async def open_stream(p2p: P2P, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Raw bytes both ways to a peer that libp2p is connected to, or can dial."""
+    from hivemind.p2p import PeerID
+
+    _, reader, writer = await p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), protocol)
+    return reader, writer
+
+
+async def handle_streams(p2p: P2P, protocol: str, handler: StreamHandler) -> None:
+    """From now on `handler` gets (peer id, reader, writer) of each stream of this protocol; it is closed for it."""
+
+    async def on_stream(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await handler(str(info.peer_id), reader, writer)
+        except (OSError, EOFError, RuntimeError) as error:  # TimeoutError is an OSError
+            logger.debug("a stream of %s ended: %s", protocol, error)
+        finally:
+            writer.close()
+
+    await p2p.add_binary_stream_handler(protocol, on_stream)
 
 
 async def greet(dht: DHTNode, peer_id: str) -> Offset | None:

@@ -30,6 +30,7 @@ from noloco_p2p.swarm.daemon import ListenOn
 from noloco_p2p.swarm.dialing import DialPlan
 from noloco_p2p.swarm.node import SwarmNode, end_tasks
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, RecordError, bucket_key, decode_record, encode_record
+from noloco_p2p.swarm.relay import Relay
 from noloco_p2p.swarm.view import View
 
 logger = logging.getLogger(__name__)
@@ -103,8 +104,11 @@ class SwarmDirectory:
         spec_digest: str | None,
         describe: Callable[[], PeerRecord | None] | None = None,
         timing: Timing | None = None,
+        relays: bool = True,
     ) -> SwarmDirectory:
         """Returns when the own node is up (seconds, for the import); peers are dialled in the background.
+
+        `relays`: calls to peers that nobody can dial are passed on, and count as traffic of this machine.
 
         Raises DirectoryError when the port is taken, the daemon cannot run, or a bootstrap is no address.
         """
@@ -114,6 +118,8 @@ class SwarmDirectory:
         is_monitor = spec_digest is not None and describe is None
         listen_on = ListenOn(listen_host, listen_port, announce_host, announce_port)
         node = await SwarmNode.start(identity_path, identity.peer_id, listen_on, is_client=is_monitor)
+        if relays and not is_monitor:
+            await Relay(node).start()
         directory = cls(
             node,
             identity,
@@ -125,6 +131,11 @@ class SwarmDirectory:
         )
         directory._run()
         return directory
+
+    @property
+    def node(self) -> SwarmNode:
+        """For streams of other protocols over the same daemon."""
+        return self._node
 
     @property
     def peer_id(self) -> str:

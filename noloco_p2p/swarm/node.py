@@ -56,6 +56,7 @@ class SwarmNode:
         self._dht: DHTNode | None = None
         self._listening: list[str] = []  # multiaddrs without peer id, as the daemon tells them
         self._watchdog: asyncio.Task[None] | None = None
+        self._handlers: dict[str, _hivemind.StreamHandler] = {}
 
     @classmethod
     async def start(
@@ -119,6 +120,22 @@ class SwarmNode:
             raise DirectoryError(f"{what}: connected, but no DHT node answers there")
         return offset
 
+    async def open_stream(
+        self, peer_id: str, addresses: Sequence[str], protocol: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Raw bytes to a peer, dialled at `addresses` where libp2p is not connected to it. Raises DirectoryError."""
+        what = f"a stream to {short_id(peer_id)}"
+        if addresses:
+            await _guard(_hivemind.connect(self._running_p2p(), peer_id, addresses), CONNECT_S, what)
+        return await _guard(_hivemind.open_stream(self._running_p2p(), peer_id, protocol), CONNECT_S, what)
+
+    async def handle_streams(self, protocol: str, handler: _hivemind.StreamHandler) -> None:
+        """`handler` gets (peer id, reader, writer) of each stream that others open, after a restart too."""
+        self._handlers[protocol] = handler
+        await _guard(
+            _hivemind.handle_streams(self._running_p2p(), protocol, handler), ATTACH_S, "asking p2pd for streams"
+        )
+
     async def store(
         self, key: str, subkey: str, value: bytes, *, expires_at_s: float, timeout_s: float = CALL_S
     ) -> None:
@@ -164,6 +181,8 @@ class SwarmNode:
         self._dht = await _guard(
             _hivemind.create_dht(self._p2p, is_client=self._is_client), ATTACH_S, "starting the DHT"
         )
+        for protocol, handler in self._handlers.items():
+            await self.handle_streams(protocol, handler)
 
     async def _tear_down(self) -> None:
         dht, p2p, daemon = self._dht, self._p2p, self._daemon

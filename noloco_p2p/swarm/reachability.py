@@ -82,7 +82,8 @@ def judge(
         return Verdict(DIRECT, told)
     why = next(reason for seen in dial_backs if (reason := seen.reached.get(ports[0], "not asked")))
     told = f"{len(dial_backs) - len(through)} of {len(dial_backs)} peers could not dial port {ports[0]} ({why})"
-    return Verdict(closed, f"{told}, so this peer makes offers and gets none; {_advice(ports, observed or host)}")
+    effect = "so peers of its kind call it by a relay" if relayed else "so this peer makes offers and gets none"
+    return Verdict(closed, f"{told}, {effect}; {_advice(ports, observed or host)}")
 
 
 def _advice(ports: tuple[int, int], host: str) -> str:
