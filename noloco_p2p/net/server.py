@@ -42,6 +42,7 @@ class GrpcServer:
     def __init__(self, service: Service, limits: Limits = UNLIMITED, *, session: Session | None = None) -> None:
         self._server = grpc.aio.server(options=[*options.SERVER, *limits.options()])
         self._servicer = _Servicer(service, limits, Door(session))
+        self.prober = self._servicer.prober
         self._session = session
         self._server.add_generic_rpc_handlers((_handlers(self._servicer),))
         self.port = 0
@@ -227,7 +228,7 @@ class _Servicer:
         self._service = service
         self._limits = limits
         self._door = door
-        self._prober = Prober()
+        self.prober = Prober()
         self._swaps: set[asyncio.Task[None]] = set()
         self._joinable: dict[bytes, ServerStream] = {}  # by swap id
 
@@ -310,7 +311,7 @@ class _Servicer:
         async with self._door.visit(context) as caller:
             try:
                 self._admitted(request.hello, caller)
-                return await self._prober.probe(request, context.peer())
+                return await self.prober.probe(request, context.peer())
             except PeerError as error:
                 return pb.ProbeReply(refuse=refuse_to_wire(error))
 
