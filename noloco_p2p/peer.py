@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from noloco_p2p._version import __version__
-from noloco_p2p.control import ControlServer, FolderLock
+from noloco_p2p.control import ControlServer, FolderLock, Handler
 from noloco_p2p.errors import CheckpointError, DirectoryError, SettingsError, SpecError
+from noloco_p2p.gossip.donor import SavedState, StateServer, state_file_bytes
 from noloco_p2p.gossip.exchange import Exchange
-from noloco_p2p.gossip.fetch import SavedState, StateServer, fetch_spec, fetch_state, state_file_bytes
-from noloco_p2p.gossip.frames import Hello, StateManifest
+from noloco_p2p.gossip.fetch import GIVING, fetch_from_swarm, fetch_spec
+from noloco_p2p.gossip.frames import Hello, QueuePlace, StateManifest
+from noloco_p2p.gossip.kept_chunks import forget
 from noloco_p2p.gossip.outcome import LonelyCause, Traffic
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.runner import RoundRunner
@@ -45,6 +47,7 @@ from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.reach import OUTBOUND_ONLY, Reach, judge
 from noloco_p2p.swarm.reader import find_somebody
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
+from noloco_p2p.telemetry.console import duration
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.progress import Progress, Report
 from noloco_p2p.ticket import MAX_ADDRESSES, Ticket, is_ticket
@@ -93,6 +96,21 @@ class _Network:
     watching: asyncio.Task[None]
 
 
+class _LineNews:
+    """What a newcomer sees while it fetches, and while it waits for its turn at a donor."""
+
+    def __init__(self) -> None:
+        self._waits = ""
+
+    def note(self, donor: Candidate, place: QueuePlace | None) -> None:
+        """The place in the line of a donor; None = it has its turn."""
+        left = "" if place is None or place.left_s is None else f", about {duration(place.left_s)} to wait"
+        self._waits = f" (place {place.position} in the line of ..{donor.peer_id[-6:]}{left})" if place else ""
+
+    def what(self) -> str:
+        return f"fetching the state of the swarm{self._waits}"
+
+
 class Peer:
     """A running peer. Use `Peer.join(...)` as a context manager; leaving it says good-bye to the swarm."""
 
@@ -102,6 +120,7 @@ class Peer:
         self.metrics = Metrics()
         self.state = "training"
         self.leave_requested = threading.Event()
+        self.pause_requested = threading.Event()  # look after each inner step
         self.spec: RunSpec
         self.exchange: Exchange
         self._started_at_s = self._state_since_s = time.time()
@@ -193,6 +212,17 @@ class Peer:
         """Ask the training loop to end politely; safe in a signal handler and from any thread."""
         self.leave_requested.set()
 
+    def wait_while_paused(self) -> None:
+        """Until `noloco resume`, or until this peer is asked to leave; the swarm is told of both ends.
+
+        Call `NoLoCo.withdraw` before it, so that no partner waits.
+        """
+        self.announce("paused")
+        while self.pause_requested.is_set() and not self.leave_requested.wait(POLL_S):
+            pass
+        if not self.leave_requested.is_set():
+            self.announce("training")
+
     def announce(self, state: str) -> None:
         """Change the state that others see: training, paused, leaving or done. Swaps are offered in training only."""
         if state != self.state:
@@ -239,12 +269,15 @@ class Peer:
     # for the outer step
 
     def enter(self, *, layout: str, num_elements: int, target: Path | None) -> StateManifest | None:
-        """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file."""
+        """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file.
+
+        Raises Left when this peer is asked to leave meanwhile.
+        """
         self._layout = layout
         manifest = None
         if target is not None:
             with self.progress.task("looking for live peers"):
-                donors = self._call(self._find_donors(), START_TIMEOUT_S)
+                donors = self._call(self._find_donors(), START_TIMEOUT_S, leaving=self.leave_requested)
             if donors:
                 manifest = self._fetch_state(donors, layout=layout, num_elements=num_elements, target=target)
         self._entered, self._state_since_s = True, time.time()
@@ -329,7 +362,7 @@ class Peer:
         service = PeerService(runner=runner, states=states, status=self._status)
         server = GrpcServer(service, limits)
         await ports.try_both(ports.grpc, lambda port: server.start(self.settings.listen_host, port))
-        control = ControlServer(self.settings.state_dir, {"status": self.status, "leave": self._on_leave})
+        control = ControlServer(self.settings.state_dir, self._verbs())
         await control.start()
         watch = SwapWatch(runner)
         watching = asyncio.create_task(watch.run())
@@ -420,29 +453,33 @@ class Peer:
     async def _find_donors(self) -> Sequence[Candidate]:
         """Live peers that may have a state, in any order; none when this peer is the first. Raises Unreachable."""
         await self._look_around()
-        donors = [candidate for candidate in self._net.directory.live() if candidate.state in ("training", "done")]
+        donors = [candidate for candidate in self._net.directory.live() if candidate.state in GIVING]
         random.shuffle(donors)
         return donors
 
     def _fetch_state(
         self, donors: Sequence[Candidate], *, layout: str, num_elements: int, target: Path
     ) -> StateManifest | None:
+        line = _LineNews()
+
         def fetching(report: Report) -> Coroutine[Any, Any, StateManifest | None]:
-            return fetch_state(
+            return fetch_from_swarm(
                 self._net.transport,
+                self._net.directory,
                 donors,
                 layout=layout,
                 num_elements=num_elements,
                 num_bytes=state_file_bytes(num_elements),
                 target=target,
                 on_progress=report,
+                on_place=line.note,
             )
 
         try:
-            with self.progress.task("fetching the state of the swarm", unit="bytes") as report:
-                manifest = self._call(fetching(report), FETCH_STATE_TIMEOUT_S)
+            with self.progress.task(line.what, unit="bytes") as report:
+                manifest = self._call(fetching(report), FETCH_STATE_TIMEOUT_S, leaving=self.leave_requested)
             if manifest is None:
-                target.unlink()
+                forget(target)
         except OSError as error:
             raise CheckpointError(f"the state of the swarm cannot be written to {target}: {error}") from None
         if manifest is None and any(donor.round > 0 for donor in donors):
@@ -523,9 +560,31 @@ class Peer:
         values, origins = self.settings.model_dump(mode="json"), self.settings.origins()
         return {name: {"value": value, "origin": origins[name]} for name, value in values.items()}
 
+    def _verbs(self) -> dict[str, Handler]:
+        return {"status": self.status, "leave": self._on_leave, "pause": self._on_pause, "resume": self._on_resume}
+
     def _on_leave(self) -> dict[str, Any]:
         self.request_leave()
         return {"leaving": True, "pid": os.getpid()}
+
+    def _on_pause(self) -> dict[str, Any]:
+        refusal = self._why_no_pause()
+        was_asked = self.pause_requested.is_set()
+        if not refusal:
+            self.pause_requested.set()
+        return {"refusal": refusal, "was_asked": was_asked, "state": self.state, "pid": os.getpid()}
+
+    def _on_resume(self) -> dict[str, Any]:
+        was_asked = self.pause_requested.is_set()
+        self.pause_requested.clear()
+        return {"was_asked": was_asked, "state": self.state, "pid": os.getpid()}
+
+    def _why_no_pause(self) -> str:
+        if self.leave_requested.is_set():
+            return "it is leaving"
+        if not self._entered:
+            return "it has not begun to train yet; try again, or stop it with `noloco leave`"
+        return "the run is done, and it trains no more" if self.state == "done" else ""
 
     @property
     def _net(self) -> _Network:
@@ -533,8 +592,10 @@ class Peer:
             raise SettingsError("this peer is not running")
         return self._network
 
-    def _call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+    def _call(
+        self, coroutine: Coroutine[Any, Any, T], timeout_s: float, *, leaving: threading.Event | None = None
+    ) -> T:
         if self._thread is None:
             coroutine.close()
             raise SettingsError("this peer is not running")
-        return self._thread.call(coroutine, timeout_s)
+        return self._thread.call(coroutine, timeout_s, leaving=leaving)

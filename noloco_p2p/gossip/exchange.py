@@ -87,6 +87,10 @@ class Exchange:
         silent = Alone("the network thread does not answer")
         return self._ask(self._runner.collect(wait_s), silent, wait_s=wait_s)
 
+    def withdraw(self) -> Outcome:
+        """End the round before its boundary, as `collect` does at it; what is not committed by now never will be."""
+        return self._ask(self._runner.withdraw(), Alone("the network thread does not answer"))
+
     def late(self, round_index: int) -> Correction | None:
         """A late part of a round before `round_index` that arrived after its boundary; costs nothing to ask.
 

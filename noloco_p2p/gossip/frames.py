@@ -256,5 +256,13 @@ class StateChunk:
     payload: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class QueuePlace:
+    """A newcomer waits for its turn at a busy donor: 1 = the next one. `left_s` None = nothing is measured yet."""
+
+    position: int
+    left_s: float | None
+
+
 FetchWant = WantSpec | WantManifest | WantChunks
-FetchItem = SpecJson | StateManifest | StateChunk
+FetchItem = SpecJson | StateManifest | StateChunk | QueuePlace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from noloco_p2p.gossip.fetch import StateServer
+from noloco_p2p.gossip.donor import StateServer
 from noloco_p2p.gossip.frames import Hello, SectionName
 from noloco_p2p.gossip.live_round import Opening
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from noloco_p2p.errors import CheckpointError
+from noloco_p2p.gossip.donor import SavedState, describe_state
 from noloco_p2p.gossip.exchange import Exchange
-from noloco_p2p.gossip.fetch import SavedState, describe_state
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
 from noloco_p2p.gossip.round_length import RoundLength
@@ -134,6 +134,21 @@ class NoLoCo:
             return None
         return self._end_round()
 
+    def withdraw(self) -> RoundResult | None:
+        """Before a pause: from now on no partner waits for this peer; the next `step` seeks one again.
+
+        A round that has a partner ends here, with fewer inner steps and without the outer gradients: its result is
+        returned. Any other goes on after the pause.
+        """
+        if not self._is_open:
+            return None
+        outcome = self._exchange.withdraw()
+        self._is_open = False
+        if isinstance(outcome, Alone):
+            return None
+        self._apply_late()
+        return self._finish(outcome, blocked_s=0.0)
+
     def save(self, checkpoints: Checkpoints, *, files: dict[str, dict[str, Tensor]], meta: dict[str, Any]) -> Path:
         """Write a checkpoint with the outer state in it, and serve it to newcomers.
 
@@ -229,24 +244,28 @@ class NoLoCo:
         began_s = time.monotonic()
         self._exchange.stage(self._state.outer_gradient)
         outcome = self._exchange.collect(self.spec.outer.max_wait_s)
-        blocked_s = time.monotonic() - began_s
+        result = self._finish(outcome, blocked_s=time.monotonic() - began_s)
+        if self.progress < self._end_at:
+            self._open()  # now, not at the next step: the early part travels while the caller reads its next batch
+        return result
+
+    def _finish(self, outcome: Outcome, *, blocked_s: float) -> RoundResult:
+        """The outer step with what the round got, after as many inner steps as were taken."""
         received = None if isinstance(outcome, Alone) else outcome.received
         link = outcome.link if isinstance(outcome, Alone) else outcome.received.link
         if link:
             self._length.note(link)
         self._apply_late()  # one that waited for the early part of this round
-        mixing = strengths(self.spec.outer, received.agreed_inner_steps if received else self.inner_steps)
+        mixing = strengths(self.spec.outer, received.agreed_inner_steps if received else self._steps)
         self._state.step(received, alpha=mixing.alpha, beta=mixing.beta, gamma=mixing.gamma)
         if received:
-            self.progress = progress_after(self.progress, received, inner_steps=self.inner_steps, spec=self.spec)
+            self.progress = progress_after(self.progress, received, inner_steps=self._steps, spec=self.spec)
             received.sections.clear()  # the payloads are as large as the model, and somebody may keep the result
         result = RoundResult(self.round, outcome, self.progress, blocked_s)
         self.round += 1
         self._steps = 0
         self._is_open = False
         self._count(result)
-        if self.progress < self._end_at:
-            self._open()  # now, not at the next step: the early part travels while the caller reads its next batch
         return result
 
     def _count(self, result: RoundResult) -> None:

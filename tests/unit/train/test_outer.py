@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from noloco_p2p.gossip.fetch import state_file_bytes
+from noloco_p2p.gossip.donor import state_file_bytes
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.outcome import Alone, Half, Swapped
 from noloco_p2p.gossip.round import Phase
@@ -181,6 +181,50 @@ def wait_for_early(outers: list[NoLoCo]) -> None:
         return all(isinstance(peer, MemoryPeer) and peer.runner.phase in (Phase.EARLY, Phase.DONE) for peer in peers)
 
     wait_until(committed)
+
+
+def test_a_peer_that_pauses_keeps_its_half_of_the_swap_and_its_partner_does_not_wait(tmp_path: Path) -> None:
+    """The round of the one ends after one of four steps; the mean of the pair is what it must be."""
+    with MemorySwarm(make_spec(inner_steps=4)) as swarm:
+        models = [make_model(1), make_model(2)]
+        before = (flat(models[0]).double() + flat(models[1]).double()) / 2
+        peers = [swarm.peer(name, run_folder=tmp_path / name) for name in "ab"]
+        outers = [NoLoCo(model, peer, save_every_rounds=0) for model, peer in zip(models, peers, strict=True)]
+        for outer, model in zip(outers, models, strict=True):
+            nudge(model, 0.1)
+            outer.step()
+        wait_for_early(outers)
+        peers[0].runner.state = "paused"
+        paused, other = outers[0].withdraw(), one_round(outers[1], models[1], 0.1)
+        assert paused is not None
+        assert isinstance(paused.outcome, Half)
+        assert isinstance(other.outcome, Half)
+        assert other.blocked_s < 5.0
+        after = (flat(models[0]).double() + flat(models[1]).double()) / 2
+        assert torch.allclose(after, before + 0.7 * (1 * 0.1 + 4 * 0.1) / 2, atol=2e-6)
+        assert outers[0].is_between_rounds
+
+
+def test_a_peer_that_pauses_alone_goes_on_in_its_round(tmp_path: Path) -> None:
+    ends = []
+    for pause in (False, True):
+        with MemorySwarm(make_spec(inner_steps=4)) as swarm:
+            model = make_model(3)
+            outer = NoLoCo(model, swarm.peer("a", run_folder=tmp_path), save_every_rounds=0)
+            for _ in range(2):
+                nudge(model, 0.1)
+                outer.step()
+            if pause:
+                assert outer.withdraw() is None
+                assert outer.withdraw() is None, "nothing is open any more"
+            nudge(model, 0.1)
+            assert outer.step() is None
+            nudge(model, 0.1)
+            result = outer.step()
+            assert result is not None
+            assert result.round == 0
+            ends.append(flat(model))
+    assert torch.equal(*ends)
 
 
 def test_a_checkpoint_within_a_round_goes_on_with_the_same_bits(tmp_path: Path) -> None:
