@@ -17,11 +17,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from noloco_p2p._version import __version__
 from noloco_p2p.control import ControlServer, FolderLock, Handler
-from noloco_p2p.errors import CheckpointError, DirectoryError, SettingsError, SpecError
+from noloco_p2p.errors import CheckpointError, DirectoryError, Left, SettingsError, SpecError
 from noloco_p2p.gossip.donor import SavedState, StateServer, state_file_bytes
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.fetch import GIVING, fetch_from_swarm, fetch_spec
@@ -32,6 +33,7 @@ from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.service import PeerService
+from noloco_p2p.gossip.staleness import is_left_behind
 from noloco_p2p.gossip.watch import SwapProgress, SwapWatch
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import GrpcTransport
@@ -66,6 +68,7 @@ START_TIMEOUT_S = 120.0  # importing hivemind on a slow disk included
 ENTER_TIMEOUT_S = 30.0  # to hear of a live peer of the run that a ticket names
 LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps or peers met before: nobody need be there
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0
+CATCH_UP_AGAIN_S = 60.0
 POLL_S = 0.05
 OWN_ADDRESSES = 4  # of this peer in its ticket; the rest is room for bootstraps
 SKETCH_EVERY_S = TTL_S / 4  # as often as the record is announced
@@ -135,7 +138,8 @@ class Peer:
         self._thread: NetworkThread | None = None
         self._network: _Network | None = None
         self._directory: SwarmDirectory | None = None
-        self._layout = ""
+        self._layout, self._num_elements = "", 0
+        self._catch_up_again_s = 0.0
         self._entered = False
         self._traffic_before = Traffic()  # before a restart
         self._rounds_before = 0
@@ -273,7 +277,7 @@ class Peer:
 
         Raises Left when this peer is asked to leave meanwhile.
         """
-        self._layout = layout
+        self._layout, self._num_elements = layout, num_elements
         manifest = None
         if target is not None:
             with self.progress.task("looking for live peers"):
@@ -283,6 +287,44 @@ class Peer:
         self._entered, self._state_since_s = True, time.time()
         self.announce("training")
         return manifest
+
+    def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
+        """Fetch the state of a live peer into `target` when most of the swarm is far ahead; None when it is not.
+
+        Costs nothing to ask. None, too, when nobody gives a newer state: it is then tried again after a while.
+        """
+        ahead = self._far_ahead(progress, inner_steps=inner_steps)
+        if not ahead or time.monotonic() < self._catch_up_again_s:
+            return None
+        self._catch_up_again_s = time.monotonic() + CATCH_UP_AGAIN_S
+        log.warning(
+            "this peer stands at %.1f %% of the schedule and most of the swarm at %.1f %% or beyond: it catches up",
+            100 * progress,
+            100 * min(donor.progress for donor in ahead),
+        )
+        try:
+            manifest = self._fetch_state(ahead, layout=self._layout, num_elements=self._num_elements, target=target)
+        except Left:
+            return None
+        except CheckpointError as error:
+            log.error("%s", error)
+            return None
+        if manifest and manifest.progress <= progress:
+            forget(target)
+            return None
+        return manifest
+
+    def _far_ahead(self, progress: float, *, inner_steps: int) -> list[Candidate]:
+        """Peers that stand where the swarm does, shuffled; none while this one stands there, too."""
+        live = self._net.directory.live()
+        training = [each.progress for each in live if each.state == "training"]
+        round_progress = inner_steps / self.spec.train.total_steps
+        if not is_left_behind(progress, training, round_progress=round_progress):
+            return []
+        middle = median(training)
+        ahead = [each for each in live if each.state in GIVING and each.progress >= middle]
+        random.shuffle(ahead)
+        return ahead
 
     def serve_state(self, saved: SavedState) -> None:
         """From now on newcomers get this state."""
@@ -455,7 +497,8 @@ class Peer:
         await self._look_around()
         donors = [candidate for candidate in self._net.directory.live() if candidate.state in GIVING]
         random.shuffle(donors)
-        return donors
+        middle = median(donor.progress for donor in donors) if donors else 0.0
+        return sorted(donors, key=lambda donor: donor.progress < middle)  # who is behind is asked last
 
     def _fetch_state(
         self, donors: Sequence[Candidate], *, layout: str, num_elements: int, target: Path

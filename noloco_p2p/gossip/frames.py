@@ -65,6 +65,7 @@ class RefuseCode(IntEnum):
     OTHER_VERSION = 9
     OTHER_MODEL = 10
     MALFORMED = 11
+    STALE = 12  # our places in the run are too far apart
 
 
 PASSING = frozenset({RefuseCode.BUSY, RefuseCode.BETWEEN_ROUNDS, RefuseCode.CROSSED})

@@ -174,6 +174,11 @@ class RoundRunner:
         self._live.correcting = False
         self._live.notify()
 
+    async def forget(self) -> None:
+        """The vectors of earlier rounds are gone: late parts for them are of no use."""
+        self._live.drop_trailing()
+        self._live.corrections.clear()
+
     async def stop(self) -> None:
         """Abandon what runs and wait until all tasks have ended."""
         live = self._live

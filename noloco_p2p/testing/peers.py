@@ -178,6 +178,10 @@ class MemoryPeer:
         self.layout = layout
         return None
 
+    def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
+        """Nobody is far ahead in memory."""
+        return None
+
     def serve_state(self, saved: SavedState) -> None:
         self.states.saved = saved
 

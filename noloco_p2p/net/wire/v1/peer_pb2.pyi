@@ -33,6 +33,7 @@ class RefuseCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REFUSE_OTHER_VERSION: _ClassVar[RefuseCode]
     REFUSE_OTHER_MODEL: _ClassVar[RefuseCode]
     REFUSE_MALFORMED: _ClassVar[RefuseCode]
+    REFUSE_STALE: _ClassVar[RefuseCode]
 
 class AbortCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -61,6 +62,7 @@ REFUSE_OTHER_SPEC: RefuseCode
 REFUSE_OTHER_VERSION: RefuseCode
 REFUSE_OTHER_MODEL: RefuseCode
 REFUSE_MALFORMED: RefuseCode
+REFUSE_STALE: RefuseCode
 ABORT_UNSPECIFIED: AbortCode
 ABORT_CORRUPT: AbortCode
 ABORT_TIMED_OUT: AbortCode
