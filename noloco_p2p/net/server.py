@@ -359,6 +359,8 @@ def _replies(item: frames.FetchItem) -> list[pb.FetchReply]:
             return [pb.FetchReply(spec_json=data)]
         case frames.StateChunk(index, payload):
             return [pb.FetchReply(chunk=pb.StateChunk(index=index, payload=payload))]
+        case frames.QueuePlace():
+            return [pb.FetchReply(place=convert.place_to_wire(item))]
         case frames.StateManifest(chunk_digests=digests):
             step = MANIFEST_DIGESTS_PER_REPLY
             parts = [digests[start : start + step] for start in range(0, len(digests), step)] or [()]
