@@ -9,6 +9,7 @@ import typer
 
 from noloco_p2p._version import __version__
 from noloco_p2p.cli import (
+    ban,
     bootstrap,
     demo,
     doctor,
@@ -21,6 +22,7 @@ from noloco_p2p.cli import (
     monitor,
     simulate,
     status,
+    ticket,
 )
 from noloco_p2p.errors import IdentityError, NolocoError, PeerError, SettingsError, SpecError, TicketError
 
@@ -39,6 +41,7 @@ app = typer.Typer(
 for verb in (
     *(init.init, join.join, leave.leave, status.status, monitor.monitor),
     *(doctor.doctor, bootstrap.bootstrap, fork.fork, export.export, demo.demo, simulate.simulate),
+    *(ticket.ticket, ban.ban),
 ):
     app.command()(verb)
 app.command(name="id")(identity.identity)

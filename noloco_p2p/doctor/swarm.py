@@ -46,7 +46,7 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
             return [Check("way in", "failed", str(error), fix)]
         peers = list(directory.live())
         random.shuffle(peers)
-        session = Session(directory.identity)
+        session = Session(directory.identity, ticket.invitation)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
         transport = GrpcTransport(lambda: hello, session=session)
         checks = [

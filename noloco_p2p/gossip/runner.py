@@ -79,7 +79,10 @@ class Opening:
 
 
 class RoundRunner:
-    """`rng` draws partners and the ids of swaps; `clock` gives seconds, those by which `pace` is fed."""
+    """`rng` draws partners and the ids of swaps; `clock` gives seconds, those by which `pace` is fed.
+
+    `on_corrupt` is told of a partner that sent what no honest peer sends, and what it was.
+    """
 
     def __init__(
         self,
@@ -92,7 +95,9 @@ class RoundRunner:
         rng: random.Random,
         deadlines: Deadlines = INTERNET,
         clock: Callable[[], float] = time.monotonic,
+        on_corrupt: Callable[[str, str], None] = lambda peer_id, reason: None,
     ) -> None:
+        self._on_corrupt = on_corrupt
         self.traffic = Traffic()
         self.memory = PayloadMemory()
         self.corrections: deque[Correction] = deque(maxlen=2)
@@ -454,6 +459,8 @@ class RoundRunner:
         if round_.phase is not Phase.CLOSED or running is self._trailing:
             what = f"round {round_.index} | swap with {_short(running.swap.partner)} failed: {error} | {kept}"
             self._fault(what, error)
+        if isinstance(error, CorruptPayload) and error.peer == running.swap.partner:
+            self._on_corrupt(running.swap.partner, str(error))
         if running is self._trailing:
             self._trailing = None
         if running is self._running and round_ is self._round:
