@@ -20,6 +20,7 @@ from noloco_p2p.cli import (
     join,
     leave,
     monitor,
+    pause,
     simulate,
     status,
     ticket,
@@ -39,9 +40,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb in (
-    *(init.init, join.join, leave.leave, status.status, monitor.monitor),
+    *(init.init, join.join, leave.leave, pause.pause, pause.resume, status.status, ticket.ticket, monitor.monitor),
     *(doctor.doctor, bootstrap.bootstrap, fork.fork, export.export, demo.demo, simulate.simulate),
-    *(ticket.ticket, ban.ban),
+    ban.ban,
 ):
     app.command()(verb)
 app.command(name="id")(identity.identity)

@@ -26,7 +26,7 @@ def ticket(
         Path | None, typer.Option(help="The key of the private run, to make an invitation.", show_default=False)
     ] = None,
 ) -> None:
-    """Print the ticket of the peer on this machine; with the run key, one with an invitation of its own."""
+    """Print a ticket of the run that the peer on this machine is in, with the doors that are open now."""
     from noloco_p2p.control import ask
     from noloco_p2p.settings import PeerSettings
     from noloco_p2p.ticket import Ticket
@@ -34,7 +34,8 @@ def ticket(
     settings = PeerSettings.load({"state_dir": state_dir, "run_key": run_key})
     reply = ask(settings.state_dir, "status")
     if reply is None or "ticket" not in reply:
-        raise SettingsError(f"no training peer runs in {settings.state_dir}; a ticket holds the address of one")
+        print(f"no peer of a run runs in {settings.state_dir}")
+        raise typer.Exit(1)
     found = Ticket.decode(reply["ticket"])
     if expires or settings.run_key:
         found = _invited(found, settings.run_key, parse_duration(expires or "7d", flag="--expires"))

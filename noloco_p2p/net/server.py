@@ -50,6 +50,7 @@ class GrpcServer:
     ) -> None:
         self._server = grpc.aio.server(options=[*options.SERVER, *limits.options()])
         self._servicer = _Servicer(service, limits, Door(session, why_banned=why_banned))
+        self.prober = self._servicer.prober
         self._session = session
         self._server.add_generic_rpc_handlers((_handlers(self._servicer),))
         self.port = 0
@@ -235,7 +236,7 @@ class _Servicer:
         self._service = service
         self._limits = limits
         self._door = door
-        self._prober = Prober()
+        self.prober = Prober()
         self._swaps: set[asyncio.Task[None]] = set()
         self._joinable: dict[bytes, ServerStream] = {}  # by swap id
 
@@ -318,7 +319,7 @@ class _Servicer:
         async with self._door.visit(context) as caller:
             try:
                 self._admitted(request.hello, caller)
-                return await self._prober.probe(request, context.peer())
+                return await self.prober.probe(request, context.peer())
             except PeerError as error:
                 return pb.ProbeReply(refuse=refuse_to_wire(error))
 
@@ -366,6 +367,8 @@ def _replies(item: frames.FetchItem) -> list[pb.FetchReply]:
             return [pb.FetchReply(spec_json=data)]
         case frames.StateChunk(index, payload):
             return [pb.FetchReply(chunk=pb.StateChunk(index=index, payload=payload))]
+        case frames.QueuePlace():
+            return [pb.FetchReply(place=convert.place_to_wire(item))]
         case frames.StateManifest(chunk_digests=digests):
             step = MANIFEST_DIGESTS_PER_REPLY
             parts = [digests[start : start + step] for start in range(0, len(digests), step)] or [()]
