@@ -48,6 +48,10 @@ def join(
     metrics: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Serve /metrics for Prometheus.", show_default=False)
     ] = None,
+    run_key: Annotated[
+        Path | None,
+        typer.Option(help="The key of a private run, of `noloco init --private`.", show_default=False),
+    ] = None,
     ticket_file: Annotated[
         Path | None, typer.Option(help="Write the ticket of this peer here, for join @FILE.", show_default=False)
     ] = None,
@@ -69,6 +73,7 @@ def join(
             "data": parse_bindings(data) if data else None,
             "bootstrap": tuple(entry.resolve(address) for address in bootstrap) if bootstrap else None,
             "metrics": metrics,
+            "run_key": run_key.absolute() if run_key else None,
         }
     )
     run = _ticket_in(run) if run.startswith("@") else run

@@ -247,7 +247,7 @@ class Swap:
                         own[chunk.index] = None if coding.modulo(chunk.index) else chunk.payload
                     yield chunk
         except ValueError as error:
-            raise CorruptPayload(f"own {name.name.lower()} cannot be sent: {error}", peer=self.partner) from None
+            raise CorruptPayload(f"own {name.name.lower()} cannot be sent: {error}") from None  # nobody else's fault
 
     async def _send(self, frame: Frame) -> None:
         async with self._send_lock:  # sections and Ready come from two tasks; a stream takes one writer
