@@ -22,7 +22,7 @@ from noloco_p2p.train.evaluate import evaluate_loss, perplexity
 from noloco_p2p.train.inner_step import InnerStep
 from noloco_p2p.train.model import build_model, build_tokenizer, check_vocabulary
 from noloco_p2p.train.needs import Needs, estimate, probe_step_s
-from noloco_p2p.train.outer import NoLoCo, RoundResult
+from noloco_p2p.train.outer import LossCheck, NoLoCo, RoundResult
 from noloco_p2p.train.start import load_start
 from noloco_p2p.train.state import flatten_optimizers, restore_optimizers
 
@@ -73,7 +73,9 @@ class Trainer:
         has_start = newest is None and load_start(self.model, spec.model.start, state_dir=settings.state_dir)
         torch.nn.Module.to(self.model, self.device)  # the type of transformers' own `to` is of no use
         self.inner_step = InnerStep(self.model, spec.train)
-        self.outer = NoLoCo(self.model, peer, save_every_rounds=0, resume=newest, end_at=AT_END)
+        rise = settings.max_loss_rise
+        check = LossCheck(self._private_loss, rise) if rise is not None else None
+        self.outer = NoLoCo(self.model, peer, save_every_rounds=0, resume=newest, end_at=AT_END, loss_check=check)
         if newest:
             self._resume(newest)
         elif not (has_start or self.outer.entered):
@@ -82,6 +84,7 @@ class Trainer:
                 "live peer gave its state; join with a ticket of a live peer, or make it again with `noloco fork`"
             )
         self._losses: list[Tensor] = []
+        self._batch = self.validation[0]  # the one of now; its own order of the data is what no partner knows
         self._round_began_s = time.monotonic()
 
     def needs(self) -> Needs:
@@ -106,7 +109,8 @@ class Trainer:
         self.model.train()
         self._round_began_s = time.monotonic()
         while not self.finished:
-            loss = self.inner_step(next(self.batches), progress=self.outer.progress)
+            self._batch = next(self.batches)
+            loss = self.inner_step(self._batch, progress=self.outer.progress)
             self._losses.append(loss)
             metrics.step += 1
             result = self.outer.step()
@@ -145,6 +149,10 @@ class Trainer:
         if metrics.rounds_here == 1 or result.round % every == every - 1:  # the first one early: newcomers need a donor
             self._save()
         self._round_began_s = time.monotonic()
+
+    @torch.no_grad()
+    def _private_loss(self) -> float:
+        return float(self.inner_step.loss(self._batch.to(self.device)))
 
     def _evaluate(self) -> None:
         """Perplexity on the held-out sequences, the same for every peer."""
