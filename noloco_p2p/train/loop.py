@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
+from noloco_p2p.errors import CheckpointError, DataError, ModelError, SettingsError
 from noloco_p2p.peer import Peer
 from noloco_p2p.telemetry.console import loss as show_loss
 from noloco_p2p.telemetry.console import round_line
@@ -109,7 +109,7 @@ class Trainer:
         self.model.train()
         self._round_began_s = time.monotonic()
         while not self.finished:
-            self._batch = next(self.batches)
+            self._batch = draw(self.batches)
             loss = self.inner_step(self._batch, progress=self.outer.progress)
             self._losses.append(loss)
             metrics.step += 1
@@ -187,6 +187,16 @@ class Trainer:
         self.batches.load_state_dict(meta["data"])
         self.peer.restore_metrics(meta["metrics"])
         self.say(f"resumed from step {self.peer.metrics.step}, round {self.outer.round} ({checkpoint.path})")
+
+
+def draw(batches: Iterator[Tensor]) -> Tensor:
+    """The next batch. Raises DataError when there is no memory for it: the others go on, and so does a restart."""
+    try:
+        return next(batches)
+    except MemoryError:
+        raise DataError(
+            "no memory is left for the next batch; the last checkpoint stays: free some, and the same command resumes"
+        ) from None
 
 
 def choose_device(name: str) -> torch.device:

@@ -13,9 +13,9 @@ import time
 
 import pytest
 import torch
-from badboy import FLAGS, Flag
 from torch import nn
 
+from badboy.flags import FLAGS, Flag
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
