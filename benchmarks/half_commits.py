@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Received
-from noloco_p2p.testing.swapped import received
+from noloco_p2p.testing.swapped import EVEN, received
 from noloco_p2p.train.outer_state import OuterState
 
 NUM_REPLICAS, SIZE, SHARE = 8, 1000, 0.1
@@ -76,7 +76,7 @@ def walk(num_rounds: int, *, share: float, seed: int) -> Walk:
                     names = (SLOW, MOMENTUM) if here == loser else names
                 swap = part_of(received(sent[here], sent[there]), names)
                 gradient = swap.sections.get(GRADIENT) if swap else None
-                verdict = states[here].judge(gradient, agreed_inner_steps=50, inner_steps=50)
+                verdict = states[here].judge(gradient, EVEN)
                 states[here].step(swap, alpha=0.5, beta=0.7, gamma=0.7, scales=verdict.scales)
         slow = torch.stack([state.slow_weights for state in states])
         means.append(slow.mean(0))

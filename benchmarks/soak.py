@@ -144,8 +144,11 @@ class Soak:
 
     def _terminate(self, number: int) -> None:
         process, began_s = self._now(number), time.monotonic()
+        had_begun = bool(process.events("started"))
         process.send(signal.SIGTERM)
         code = process.wait(60.0)
+        if not had_begun:  # it had nothing to keep, and ends as for Ctrl-C
+            return
         self.farewells_s.append(time.monotonic() - began_s)
         if code:
             self.broken.append(f"peer {number} left with exit code {code}: {process.text[-300:]}")

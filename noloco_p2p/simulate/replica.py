@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from noloco_p2p.gossip.fetch import StateServer
+from noloco_p2p.gossip.donor import StateServer
 from noloco_p2p.gossip.frames import Hello, SectionName
 from noloco_p2p.gossip.live_round import Opening
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
@@ -18,7 +18,7 @@ from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.optim.gates import LIMITS, GateLimits
-from noloco_p2p.optim.mixing import strengths
+from noloco_p2p.optim.mixing import gradient_weight, late_beta, strengths
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.network import LinkDirectory, LinkNetwork, LinkTransport
@@ -143,7 +143,9 @@ class Replica:
         await self._apply_late()
 
     async def _open(self) -> None:
-        await self.runner.open(Opening(self.round, self.progress, dict(self._sent_state())), self._plans)
+        await self.runner.open(
+            Opening(self.round, self.progress, self._spec.train.total_steps, dict(self._sent_state())), self._plans
+        )
 
     def _sent_state(self) -> Mapping[SectionName, Tensor]:
         return {
@@ -164,7 +166,7 @@ class Replica:
         return outcome
 
     def _apply(self, outcome: Outcome, *, inner_steps: int) -> None:
-        outcome, verdict = admitted(outcome, self.state, inner_steps=inner_steps)
+        outcome, verdict = admitted(outcome, self.state)
         match outcome:
             case Swapped(received):
                 self.swapped += 1
@@ -176,9 +178,15 @@ class Replica:
         link = outcome.link if isinstance(outcome, Alone) else outcome.received.link
         if link:
             self._length.note(link)
-        mixing = strengths(self._spec.outer, received.agreed_inner_steps if received else inner_steps)
+        mixing = strengths(self._spec.outer, received.agreed.inner_steps if received else inner_steps)
+        share = gradient_weight(self._spec.outer, received.agreed) if received else 1.0
         clipped = self.state.step(
-            received, alpha=mixing.alpha, beta=mixing.beta, gamma=mixing.gamma, scales=verdict.scales
+            received,
+            alpha=mixing.alpha,
+            beta=mixing.beta,
+            gamma=mixing.gamma,
+            gradient_weight=share,
+            scales=verdict.scales,
         )
         self.refused += bool(verdict.refusal)
         self.cut_share += clipped.cut_share
@@ -190,12 +198,9 @@ class Replica:
     async def _apply_late(self) -> None:
         correction = await self.runner.take_correction(self.round)
         if correction:
-            agreed = correction.agreed_inner_steps
-            verdict = self.state.judge(
-                correction.gradient, agreed_inner_steps=agreed, inner_steps=self._pace.inner_steps
-            )
+            verdict = self.state.judge(correction.gradient, correction.agreed)
             if not verdict.refusal:
-                beta = strengths(self._spec.outer, agreed).beta
+                beta = late_beta(self._spec.outer, correction.agreed)
                 self.state.correct(correction, beta=beta, scales=verdict.scales)
                 self.late += 1
             self.refused += bool(verdict.refusal)

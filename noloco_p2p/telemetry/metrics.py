@@ -47,6 +47,7 @@ class Metrics:
     )
     gated_offsets: int = _metric("counter", "pieces", "of slow weights and momentum that were looked at", 0)
     late: int = _metric("counter", "corrections", "outer gradients that came after their boundary and were applied", 0)
+    catch_ups: int = _metric("counter", "times", "the swarm was far ahead, and the state of a live peer was taken", 0)
     loss: float | None = _metric("gauge", "nats/token", "training loss, mean of the last round", None)
     validation_loss: float | None = _metric(
         "gauge", "nats/token", "on the held-out sequences, at the last evaluation", None

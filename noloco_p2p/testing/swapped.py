@@ -11,8 +11,10 @@ from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Received
 from noloco_p2p.gossip.round_length import LinkMeasure
 from noloco_p2p.gossip.sections import Coding, SectionPair, section_plans
+from noloco_p2p.optim.mixing import Agreement
 from noloco_p2p.spec import CodecSpec
 
+EVEN = Agreement(50.0)
 FP32 = CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32")
 NO_LINK = LinkMeasure(swap_s=1.0, late_s=0.0, partner_round_s=None, is_whole=True)
 
@@ -22,7 +24,7 @@ def received(
     partner: Mapping[SectionName, Tensor],
     *,
     codec: CodecSpec = FP32,
-    agreed_inner_steps: float = 50.0,
+    agreed: Agreement = EVEN,
 ) -> Received:
     """Of the sections that `own` has, flat fp32 vectors of one size. No codec of theirs may be modulo."""
     num_elements = next(iter(own.values())).numel()
@@ -38,7 +40,7 @@ def received(
         partner="partner",
         partner_round=0,
         partner_progress=0.0,
-        agreed_inner_steps=agreed_inner_steps,
+        agreed=agreed,
         sections=sections,
         link=NO_LINK,
         bytes_sent=0,

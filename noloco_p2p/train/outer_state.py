@@ -13,6 +13,7 @@ from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, LonelyCause, Outcome, Received
 from noloco_p2p.gossip.sections import SectionPair
 from noloco_p2p.optim.gates import LIMITS, GateLimits, GradientScales
+from noloco_p2p.optim.mixing import Agreement
 from noloco_p2p.optim.noloco import outer_step
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.train.flat import FlatParameters
@@ -76,12 +77,12 @@ class OuterState:
         for start, stop in self._bounds:
             yield self.parameters.minus(start, self.slow_weights[start:stop], out=gradient)
 
-    def judge(self, gradient: SectionPair | None, *, agreed_inner_steps: float, inner_steps: int) -> Verdict:
+    def judge(self, gradient: SectionPair | None, agreed: Agreement) -> Verdict:
         """Whether what a partner sent may be applied at all, and its outer gradient how scaled; changes nothing.
 
-        agreed_inner_steps: of the swap; inner_steps: of the own round. None = its gradient has not come.
+        gradient: None = it has not come. agreed: of the swap.
         """
-        return self._gating.judge(gradient, times_longer=(agreed_inner_steps / inner_steps) ** 2)
+        return self._gating.judge(gradient, times_longer=agreed.partner_share / max(1e-6, 1 - agreed.partner_share))
 
     @torch.no_grad()
     def step(
@@ -91,13 +92,16 @@ class OuterState:
         alpha: float,
         beta: float,
         gamma: float,
+        gradient_weight: float = 1.0,
         scales: GradientScales = UNSCALED,
     ) -> Clipped:
         """The outer step; None = alone. The model's weights become the new slow weights.
 
-        scales: of the outer gradients, from `judge`. Own exact vectors plus half-differences, so that coding errors
-        cannot move a pair's mean; offsets are clipped on the way, and what was clipped is told.
+        Own exact vectors plus half-differences, so that coding errors cannot move a pair's mean; `gradient_weight` is
+        of that of the outer gradients, the others have the weight that the swap agreed on. scales: of the outer
+        gradients, from `judge`. Offsets are clipped on the way, and what was clipped is told.
         """
+        weight = received.agreed.weight if received else 1.0
         gated = self._gating.open_step(received, scales)
         difference = torch.empty(CHUNK_ELEMENTS, device=self.parameters.device)
         for index, (start, stop) in enumerate(self._bounds):
@@ -105,11 +109,11 @@ class OuterState:
             gradient = self.parameters.minus(start, slow, out=difference).cpu()
             gated.own_gradient(index, gradient)
             if (apart := gated.gradient(index)) is not None:
-                gradient.add_(apart)
+                gradient.add_(apart, alpha=gradient_weight)
             if (apart := gated.offset(SectionName.OUTER_MOMENTUM, index)) is not None:
-                momentum.add_(apart)
+                momentum.add_(apart, alpha=weight)
             offset = gated.offset(SectionName.SLOW_WEIGHTS, index)
-            outer_step(slow, momentum, gradient, offset, alpha=alpha, beta=beta, gamma=gamma)
+            outer_step(slow, momentum, gradient, offset, alpha=alpha, beta=beta, gamma=gamma * weight)
             self.parameters.write(start, slow)
         return gated.close()
 
@@ -134,16 +138,12 @@ def late_steps(
         yield start, scaled_half_difference(gradient, index, scales, scratch=scratch).mul_(beta)
 
 
-def admitted(outcome: Outcome, state: OuterState, *, inner_steps: int) -> tuple[Outcome, Verdict]:
+def admitted(outcome: Outcome, state: OuterState) -> tuple[Outcome, Verdict]:
     """What is left of an outcome behind the gates that may refuse a whole swap: the round is then a lonely one."""
     if isinstance(outcome, Alone):
         return outcome, Verdict()
     received = outcome.received
-    verdict = state.judge(
-        received.sections.get(SectionName.OUTER_GRADIENT),
-        agreed_inner_steps=received.agreed_inner_steps,
-        inner_steps=inner_steps,
-    )
+    verdict = state.judge(received.sections.get(SectionName.OUTER_GRADIENT), received.agreed)
     if not verdict.refusal:
         return outcome, verdict
     return refused(received, verdict.refusal), verdict
@@ -158,11 +158,13 @@ def progress_after(progress: float, received: Received, *, inner_steps: int, spe
     """Where a peer stands on the schedule after a swap.
 
     progress: own, at the end of a round of `inner_steps`. The two move as far as each other: by at most one round of
-    the length that both agreed on. What a partner told is bounded by the spec.
+    the length that both agreed on, and less where the partner's vectors have less weight. What a partner told is
+    bounded by the spec.
     """
     outer, total = spec.outer, spec.train.total_steps
-    agreed = min(received.agreed_inner_steps, outer.max_inner_steps) if outer.is_auto else inner_steps
-    return met_progress(progress, received.partner_progress, round_progress=inner_steps / total, at_most=agreed / total)
+    agreed = min(received.agreed.inner_steps, outer.max_inner_steps) if outer.is_auto else inner_steps
+    at_most = received.agreed.weight * agreed / total
+    return met_progress(progress, received.partner_progress, round_progress=inner_steps / total, at_most=at_most)
 
 
 def met_progress(progress: float, partner_progress: float, *, round_progress: float, at_most: float) -> float:

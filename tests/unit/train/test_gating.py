@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, LonelyCause, Swapped
-from noloco_p2p.testing.swapped import received
+from noloco_p2p.testing.swapped import EVEN, received
 from noloco_p2p.train.outer_state import OuterState, admitted
 
 SLOW, MOMENTUM, GRADIENT = SectionName
@@ -44,7 +44,7 @@ def fingerprint(state: OuterState) -> str:
 
 def take(state: OuterState, theirs: Mapping[SectionName, Tensor]) -> Swapped | Alone:
     """One outer step as a peer takes it."""
-    outcome, verdict = admitted(Swapped(received(sections(state), theirs)), state, inner_steps=50)
+    outcome, verdict = admitted(Swapped(received(sections(state), theirs)), state)
     state.step(
         None if isinstance(outcome, Alone) else outcome.received, alpha=0.5, beta=0.7, gamma=0.7, scales=verdict.scales
     )
@@ -71,7 +71,7 @@ def test_a_gradient_of_ten_times_the_usual_length_refuses_the_swap_and_the_round
     theirs = sections(make_state(2))
     theirs[GRADIENT] = (theirs[GRADIENT] * scale).clamp(-3e38, 3e38)
     before = fingerprint(here)
-    outcome, _ = admitted(Swapped(received(sections(here), theirs)), here, inner_steps=50)
+    outcome, _ = admitted(Swapped(received(sections(here), theirs)), here)
     assert fingerprint(here) == before, "judging changes nothing"
     assert isinstance(outcome, Alone)
     assert outcome.cause is LonelyCause.REFUSED_STATE
@@ -87,9 +87,9 @@ def test_half_a_swap_that_is_refused_late_leaves_all_as_it_was() -> None:
     theirs = sections(state)
     theirs[GRADIENT] = theirs[GRADIENT] * 1000
     pair = received(sections(state), theirs).sections[GRADIENT]
-    verdict = state.judge(pair, agreed_inner_steps=50, inner_steps=50)
+    verdict = state.judge(pair, EVEN)
     assert verdict.refusal
-    correction = Correction(pair, "partner", 0, 50.0)
+    correction = Correction(pair, "partner", 0, EVEN)
     before = fingerprint(state)
     assert correction.gradient is pair
     assert fingerprint(state) == before
