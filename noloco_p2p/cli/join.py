@@ -42,6 +42,14 @@ def join(
     ] = None,
     max_upload: MaxUpload = None,
     max_download: MaxDownload = None,
+    max_loss_rise: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NATS",
+            help="Undo a swap that raises the loss on a batch of one's own by more; costs two forward passes a round.",
+            show_default="no check",
+        ),
+    ] = None,
     state_dir: StateDir = None,
     data: Data = None,
     bootstrap: Bootstrap = None,
@@ -69,6 +77,7 @@ def join(
             "save_every_rounds": save_every_rounds,
             "max_upload": max_upload,
             "max_download": max_download,
+            "max_loss_rise": max_loss_rise,
             "state_dir": state_dir,
             "data": parse_bindings(data) if data else None,
             "bootstrap": tuple(entry.resolve(address) for address in bootstrap) if bootstrap else None,
