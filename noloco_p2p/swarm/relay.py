@@ -181,9 +181,15 @@ class Places:
             writer.write(b".")
             await writer.drain()
             async with asyncio.timeout(SILENT_S):
-                if not await reader.read(64):
-                    raise DirectoryError("it is gone")
-            await asyncio.sleep(BEAT_S)
+                _expect(await reader.read(64))
+            with suppress(TimeoutError):  # silence until the next beat; the end of the stream is told at once
+                async with asyncio.timeout(BEAT_S):
+                    _expect(await reader.read(64))
+
+
+def _expect(data: bytes) -> None:
+    if not data:
+        raise DirectoryError("it is gone")
 
 
 def relays_of(multiaddrs: Sequence[str]) -> dict[str, str]:
