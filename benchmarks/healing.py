@@ -11,7 +11,7 @@ entrance    the founder, the only bootstrap of all, is killed; a newcomer enters
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import signal
 import sys
 import tempfile
@@ -23,6 +23,8 @@ from typing import Any
 from claims import Claim, run
 from netlab import LabError, NetLab, home
 
+from noloco_p2p.control import ask
+from noloco_p2p.errors import SettingsError
 from noloco_p2p.testing.processes import PeerProcess, noloco, small_spec, write_spec
 
 NUM_PEERS = 4
@@ -33,8 +35,8 @@ POLL_S = 0.5
 def status(peer: PeerProcess) -> dict[str, Any]:
     """What `noloco status --json` tells; empty while it cannot be asked."""
     try:
-        return json.loads(noloco("status", "--state-dir", peer.folder, "--json").stdout)
-    except ValueError:
+        return ask(peer.folder, "status") or {}
+    except SettingsError:
         return {}
 
 
@@ -71,7 +73,7 @@ def longest_round_s(peers: Sequence[PeerProcess], since_s: float) -> float:
     longest_s = 0.0
     for peer in peers:
         times_s = [event["time_s"] for event in peer.events("round") if event["time_s"] >= since_s]
-        longest_s = max([longest_s, *(later - sooner for sooner, later in zip(times_s, times_s[1:], strict=False))])
+        longest_s = max([longest_s, *(later - sooner for sooner, later in itertools.pairwise(times_s))])
     return longest_s
 
 

@@ -4,7 +4,6 @@ namespaces of their own. The founder is the only entrance, and the only relay.""
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import sys
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from noloco_p2p.testing.processes import PeerProcess, noloco, small_spec, until, write_spec
+from noloco_p2p.control import ask
+from noloco_p2p.testing.processes import PeerProcess, small_spec, until, write_spec
 
 
 def load_netlab() -> ModuleType:
@@ -39,7 +39,7 @@ def why_not() -> str:
 
 
 def reach(peer: PeerProcess) -> dict[str, Any]:
-    return json.loads(noloco("status", "--state-dir", peer.folder, "--json").stdout).get("reach", {})
+    return (ask(peer.folder, "status") or {}).get("reach", {})
 
 
 @pytest.mark.timeout(240)
