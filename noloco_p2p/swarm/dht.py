@@ -138,6 +138,10 @@ class SwarmDirectory:
         return self._node
 
     @property
+    def identity(self) -> Identity:
+        return self._identity
+
+    @property
     def peer_id(self) -> str:
         return self._identity.peer_id
 

@@ -5,6 +5,7 @@ Two clocks come in: a monotonic one, which measures ages, and DHT time, in which
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -60,11 +61,16 @@ class View:
 
 def _candidate(record: PeerRecord) -> Candidate:
     address = record.addresses[0] if record.addresses else ""
+    try:
+        key = b64decode(record.session_key, validate=True)
+    except ValueError:  # whoever dials it is told
+        key = b""
     return Candidate(
         record.peer_id,
         address,
         record.state,
         record.round,
         record.progress,
+        key,
         can_be_called=bool(address) and record.reachability not in (OUTBOUND_ONLY, RELAYED),
     )
