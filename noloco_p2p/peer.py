@@ -17,19 +17,31 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from noloco_p2p._version import __version__
-from noloco_p2p.control import ControlServer, FolderLock
-from noloco_p2p.errors import CheckpointError, DirectoryError, SettingsError, SpecError
+from noloco_p2p.control import ControlServer, FolderLock, Handler
+from noloco_p2p.errors import (
+    CheckpointError,
+    DirectoryError,
+    IdentityError,
+    Left,
+    NolocoError,
+    SettingsError,
+    SpecError,
+)
+from noloco_p2p.gossip.donor import SavedState, StateServer, state_file_bytes
 from noloco_p2p.gossip.exchange import Exchange
-from noloco_p2p.gossip.fetch import SavedState, StateServer, fetch_spec, fetch_state, state_file_bytes
-from noloco_p2p.gossip.frames import Hello, StateManifest
+from noloco_p2p.gossip.fetch import GIVING, fetch_from_swarm, fetch_spec
+from noloco_p2p.gossip.frames import Hello, QueuePlace, StateManifest
+from noloco_p2p.gossip.kept_chunks import forget
 from noloco_p2p.gossip.outcome import LonelyCause, Traffic
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.service import PeerService
+from noloco_p2p.gossip.staleness import is_left_behind
 from noloco_p2p.gossip.watch import SwapProgress, SwapWatch
 from noloco_p2p.identity import Identity
 from noloco_p2p.net import probe
@@ -48,6 +60,7 @@ from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.reachability import OUTBOUND_ONLY, DialBack, Verdict
 from noloco_p2p.swarm.reader import find_somebody
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
+from noloco_p2p.telemetry.console import duration
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.progress import Progress, Report
 from noloco_p2p.ticket import MAX_ADDRESSES, Ticket, is_ticket
@@ -66,6 +79,7 @@ START_TIMEOUT_S = 120.0  # importing hivemind on a slow disk included
 ENTER_TIMEOUT_S = 30.0  # to hear of a live peer of the run that a ticket names
 LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps or peers met before: nobody need be there
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0
+CATCH_UP_AGAIN_S = 60.0
 POLL_S = 0.05
 DIAL_BACK_S = 12.0  # for one peer to answer whether it gets through; it tries for 4 s
 CHECK_CLOCK_S = 6.0  # for those that this peer enters through to be tried once
@@ -98,6 +112,21 @@ class _Network:
     watching: asyncio.Task[None]
 
 
+class _LineNews:
+    """What a newcomer sees while it fetches, and while it waits for its turn at a donor."""
+
+    def __init__(self) -> None:
+        self._waits = ""
+
+    def note(self, donor: Candidate, place: QueuePlace | None) -> None:
+        """The place in the line of a donor; None = it has its turn."""
+        left = "" if place is None or place.left_s is None else f", about {duration(place.left_s)} to wait"
+        self._waits = f" (place {place.position} in the line of ..{donor.peer_id[-6:]}{left})" if place else ""
+
+    def what(self) -> str:
+        return f"fetching the state of the swarm{self._waits}"
+
+
 class Peer:
     """A running peer. Use `Peer.join(...)` as a context manager; leaving it says good-bye to the swarm."""
 
@@ -107,6 +136,8 @@ class Peer:
         self.metrics = Metrics()
         self.state = "training"
         self.leave_requested = threading.Event()
+        self.fault: NolocoError | None = None  # why this peer has to leave, when nobody asked it to
+        self.pause_requested = threading.Event()  # look after each inner step
         self.spec: RunSpec
         self.exchange: Exchange
         self._started_at_s = self._state_since_s = time.time()
@@ -122,7 +153,9 @@ class Peer:
         self._thread: NetworkThread | None = None
         self._network: _Network | None = None
         self._directory: SwarmDirectory | None = None
-        self._layout = ""
+        self._outside: Outside | None = None
+        self._layout, self._num_elements = "", 0
+        self._catch_up_again_s = 0.0
         self._entered = False
         self._traffic_before = Traffic()  # before a restart
         self._told_outbound_only = False
@@ -196,6 +229,17 @@ class Peer:
         """Ask the training loop to end politely; safe in a signal handler and from any thread."""
         self.leave_requested.set()
 
+    def wait_while_paused(self) -> None:
+        """Until `noloco resume`, or until this peer is asked to leave; the swarm is told of both ends.
+
+        Call `NoLoCo.withdraw` before it, so that no partner waits.
+        """
+        self.announce("paused")
+        while self.pause_requested.is_set() and not self.leave_requested.wait(POLL_S):
+            pass
+        if not self.leave_requested.is_set():
+            self.announce("training")
+
     def announce(self, state: str) -> None:
         """Change the state that others see: training, paused, leaving or done. Swaps are offered in training only."""
         if state != self.state:
@@ -239,12 +283,15 @@ class Peer:
     # for the outer step
 
     def enter(self, *, layout: str, num_elements: int, target: Path | None) -> StateManifest | None:
-        """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file."""
-        self._layout = layout
+        """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file.
+
+        Raises Left when this peer is asked to leave meanwhile.
+        """
+        self._layout, self._num_elements = layout, num_elements
         manifest = None
         if target is not None:
             with self.progress.task("looking for live peers"):
-                donors = self._call(self._find_donors(), START_TIMEOUT_S)
+                donors = self._call(self._find_donors(), START_TIMEOUT_S, leaving=self.leave_requested)
             if donors:
                 manifest = self._fetch_state(donors, layout=layout, num_elements=num_elements, target=target)
         self._call(self._net.directory.check_clock(CHECK_CLOCK_S), START_TIMEOUT_S)
@@ -252,6 +299,44 @@ class Peer:
         self._entered, self._state_since_s = True, time.time()
         self.announce("training")
         return manifest
+
+    def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
+        """Fetch the state of a live peer into `target` when most of the swarm is far ahead; None when it is not.
+
+        Costs nothing to ask. None, too, when nobody gives a newer state: it is then tried again after a while.
+        """
+        ahead = self._far_ahead(progress, inner_steps=inner_steps)
+        if not ahead or time.monotonic() < self._catch_up_again_s:
+            return None
+        self._catch_up_again_s = time.monotonic() + CATCH_UP_AGAIN_S
+        log.warning(
+            "this peer stands at %.1f %% of the schedule and most of the swarm at %.1f %% or beyond: it catches up",
+            100 * progress,
+            100 * min(donor.progress for donor in ahead),
+        )
+        try:
+            manifest = self._fetch_state(ahead, layout=self._layout, num_elements=self._num_elements, target=target)
+        except Left:
+            return None
+        except CheckpointError as error:
+            log.error("%s", error)
+            return None
+        if manifest and manifest.progress <= progress:
+            forget(target)
+            return None
+        return manifest
+
+    def _far_ahead(self, progress: float, *, inner_steps: int) -> list[Candidate]:
+        """Peers that stand where the swarm does, shuffled; none while this one stands there, too."""
+        live = self._net.outside.live()
+        training = [each.progress for each in live if each.state == "training"]
+        round_progress = inner_steps / self.spec.train.total_steps
+        if not is_left_behind(progress, training, round_progress=round_progress):
+            return []
+        middle = median(training)
+        ahead = [each for each in live if each.can_be_called and each.state in GIVING and each.progress >= middle]
+        random.shuffle(ahead)
+        return ahead
 
     def serve_state(self, saved: SavedState) -> None:
         """From now on newcomers get this state."""
@@ -318,7 +403,9 @@ class Peer:
         )
         transport = GrpcTransport(self._hello, limits, session=self._session)
         entrances = self._entrances()
-        outside = Outside(directory, self.settings, self._address_book, entrances=entrances, ask=self._ask_to_dial_back)
+        self._outside = outside = Outside(
+            directory, self.settings, self._address_book, entrances=entrances, ask=self._ask_to_dial_back
+        )
         self.spec = target if isinstance(target, RunSpec) else await self._find_spec(target, transport, outside)
         pace = Pace(self.spec.outer.first_inner_steps)
         runner = RoundRunner(
@@ -334,7 +421,7 @@ class Peer:
         service = PeerService(runner=runner, states=states, status=self._status)
         server = GrpcServer(service, limits, session=self._session)
         await ports.try_both(ports.grpc, lambda port: server.start(self.settings.listen_host, port))
-        control = ControlServer(self.settings.state_dir, {"status": self.status, "leave": self._on_leave})
+        control = ControlServer(self.settings.state_dir, self._verbs())
         await control.start()
         watch = SwapWatch(runner)
         self._network = _Network(
@@ -385,6 +472,7 @@ class Peer:
             address_book=self._address_book,
             spec_digest=self._run[1],
             describe=self._describe,
+            on_copy=self._on_copy,
         )
 
     def _entrances(self) -> list[str]:
@@ -403,15 +491,17 @@ class Peer:
             await self._metrics_server.stop()
         if self._network:
             await end_tasks([self._network.watching])
-            await self._network.outside.stop()
             await self._network.control.stop()
             self._network.runner.state = "leaving"
+        if self._outside:
+            await self._outside.stop()
         if self._directory:
-            await self._directory.stop(farewell=self._entered)
+            # The last words of a copy would be taken for those of the other.
+            await self._directory.stop(farewell=self._entered and self.fault is None)
         if self._network:
             await self._network.runner.stop()
             await self._network.server.stop(0.5)
-        self._network = self._directory = None
+        self._network = self._directory = self._outside = None
 
     async def _find_spec(self, ticket: Ticket, transport: GrpcTransport, outside: Outside) -> RunSpec:
         """The spec that this machine has kept, or that a live peer gives."""
@@ -437,29 +527,34 @@ class Peer:
         """Live peers that may have a state, in any order; none when this peer is the first. Raises Unreachable."""
         await self._look_around()
         live = self._net.outside.live()
-        donors = [peer for peer in live if peer.can_be_called and peer.state in ("training", "done")]
+        donors = [peer for peer in live if peer.can_be_called and peer.state in GIVING]
         random.shuffle(donors)
-        return donors
+        middle = median(donor.progress for donor in donors) if donors else 0.0
+        return sorted(donors, key=lambda donor: donor.progress < middle)  # who is behind is asked last
 
     def _fetch_state(
         self, donors: Sequence[Candidate], *, layout: str, num_elements: int, target: Path
     ) -> StateManifest | None:
+        line = _LineNews()
+
         def fetching(report: Report) -> Coroutine[Any, Any, StateManifest | None]:
-            return fetch_state(
+            return fetch_from_swarm(
                 self._net.transport,
+                self._net.outside,
                 donors,
                 layout=layout,
                 num_elements=num_elements,
                 num_bytes=state_file_bytes(num_elements),
                 target=target,
                 on_progress=report,
+                on_place=line.note,
             )
 
         try:
-            with self.progress.task("fetching the state of the swarm", unit="bytes") as report:
-                manifest = self._call(fetching(report), FETCH_STATE_TIMEOUT_S)
+            with self.progress.task(line.what, unit="bytes") as report:
+                manifest = self._call(fetching(report), FETCH_STATE_TIMEOUT_S, leaving=self.leave_requested)
             if manifest is None:
-                target.unlink()
+                forget(target)
         except OSError as error:
             raise CheckpointError(f"the state of the swarm cannot be written to {target}: {error}") from None
         if manifest is None and any(donor.round > 0 for donor in donors):
@@ -509,6 +604,7 @@ class Peer:
             sketch=sketch,
             norm=norm,
             session_key=self._session.key_text,
+            started_at_ms=self._session.started_at_ms,
         )
 
     def status(self) -> dict[str, Any]:
@@ -542,9 +638,42 @@ class Peer:
         values, origins = self.settings.model_dump(mode="json"), self.settings.origins()
         return {name: {"value": value, "origin": origins[name]} for name, value in values.items()}
 
+    def _verbs(self) -> dict[str, Handler]:
+        return {"status": self.status, "leave": self._on_leave, "pause": self._on_pause, "resume": self._on_resume}
+
     def _on_leave(self) -> dict[str, Any]:
         self.request_leave()
         return {"leaving": True, "pid": os.getpid()}
+
+    def _on_copy(self, other: PeerRecord) -> None:
+        if self.fault is None:
+            where = ", ".join(other.addresses) or "another machine"
+            self.fault = IdentityError(
+                f"the key of this peer is in use at {where}, too, by a peer that started later: this one stops. A key "
+                f"must not be used twice: move {self.settings.state_dir / 'identity.key'} away on one of the two "
+                "machines, and `noloco id` creates a new one there"
+            )
+            log.error("%s", self.fault)
+            self.request_leave()
+
+    def _on_pause(self) -> dict[str, Any]:
+        refusal = self._why_no_pause()
+        was_asked = self.pause_requested.is_set()
+        if not refusal:
+            self.pause_requested.set()
+        return {"refusal": refusal, "was_asked": was_asked, "state": self.state, "pid": os.getpid()}
+
+    def _on_resume(self) -> dict[str, Any]:
+        was_asked = self.pause_requested.is_set()
+        self.pause_requested.clear()
+        return {"was_asked": was_asked, "state": self.state, "pid": os.getpid()}
+
+    def _why_no_pause(self) -> str:
+        if self.leave_requested.is_set():
+            return "it is leaving"
+        if not self._entered:
+            return "it has not begun to train yet; try again, or stop it with `noloco leave`"
+        return "the run is done, and it trains no more" if self.state == "done" else ""
 
     @property
     def _net(self) -> _Network:
@@ -552,8 +681,10 @@ class Peer:
             raise SettingsError("this peer is not running")
         return self._network
 
-    def _call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+    def _call(
+        self, coroutine: Coroutine[Any, Any, T], timeout_s: float, *, leaving: threading.Event | None = None
+    ) -> T:
         if self._thread is None:
             coroutine.close()
             raise SettingsError("this peer is not running")
-        return self._thread.call(coroutine, timeout_s)
+        return self._thread.call(coroutine, timeout_s, leaving=leaving)

@@ -127,6 +127,7 @@ class OuterSpec(Section):
     beta: PositiveFloat = 0.7
     gamma: PositiveFloat = 0.7
     swap_momentum: bool = True
+    weigh_tokens: bool = False  # the mean of two outer gradients counts each by the tokens behind it; paper: false
     max_wait_s: NonNegative = 60.0
 
     @property

@@ -105,9 +105,10 @@ async def create_dht(p2p: P2P, *, is_client: bool) -> DHTNode:
     from hivemind.dht.node import DHTNode
     from hivemind.dht.routing import DHTID
 
+    from noloco_p2p.swarm.storage import NewestStorage
     from noloco_p2p.swarm.validator import RecordValidator
 
-    return await DHTNode.create(
+    node = await DHTNode.create(
         p2p,
         node_id=DHTID.generate(source=str(p2p.peer_id)),
         client_mode=is_client,
@@ -118,6 +119,8 @@ async def create_dht(p2p: P2P, *, is_client: bool) -> DHTNode:
         cache_nearest=0,
         reuse_get_requests=False,
     )
+    node.protocol.storage = NewestStorage()
+    return node
 
 
 async def connect(p2p: P2P, peer_id: str, addresses: Sequence[str]) -> None:

@@ -4,6 +4,7 @@
     view        read all records of the run, every 5 s; every second at first and while nobody is there
     dial        bootstraps and peers met before, again and again while they are missing
     freshen     ask for a random key every 30 s, which keeps routing tables alive
+    copies      read what is stored under the own peer id, before every heartbeat: a copied key is noticed
 
 Nothing here stops the peer: without any other node the directory is up, and empty.
 """
@@ -26,6 +27,7 @@ from noloco_p2p.identity import Identity, short_id
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import only_public, split_peer_id
 from noloco_p2p.swarm.clock import CLOCK, Offset, check_clock
+from noloco_p2p.swarm.copies import CopyWatch
 from noloco_p2p.swarm.daemon import ListenOn
 from noloco_p2p.swarm.dialing import DialPlan
 from noloco_p2p.swarm.node import SwarmNode, end_tasks
@@ -68,6 +70,7 @@ class SwarmDirectory:
         spec_digest: str | None,
         describe: Callable[[], PeerRecord | None] | None,
         timing: Timing,
+        on_copy: Callable[[PeerRecord], None],
     ) -> None:
         self.is_abroad: Callable[[], bool] = lambda: False
         self._node = node
@@ -76,6 +79,8 @@ class SwarmDirectory:
         self._spec_digest = spec_digest
         self._describe = describe
         self._timing = timing
+        self._on_copy = on_copy
+        self._copies = CopyWatch()
         self._plan = DialPlan(identity.peer_id, _by_peer(bootstraps), longest_pause_s=timing.dial_s)
         self._view = View(identity.peer_id)
         self._started_at_s = self._read_at_s = time.monotonic()
@@ -104,10 +109,12 @@ class SwarmDirectory:
         spec_digest: str | None,
         describe: Callable[[], PeerRecord | None] | None = None,
         timing: Timing | None = None,
+        on_copy: Callable[[PeerRecord], None] = lambda record: None,
         relays: bool = True,
     ) -> SwarmDirectory:
         """Returns when the own node is up (seconds, for the import); peers are dialled in the background.
 
+        `on_copy` is called, perhaps again and again, when a later start with the same key announces itself.
         `relays`: calls to peers that nobody can dial are passed on, and count as traffic of this machine.
 
         Raises DirectoryError when the port is taken, the daemon cannot run, or a bootstrap is no address.
@@ -128,18 +135,19 @@ class SwarmDirectory:
             spec_digest=spec_digest,
             describe=describe,
             timing=timing or Timing(),
+            on_copy=on_copy,
         )
         directory._run()
         return directory
 
     @property
+    def identity(self) -> Identity:
+        return self._identity
+
+    @property
     def node(self) -> SwarmNode:
         """For streams of other protocols over the same daemon."""
         return self._node
-
-    @property
-    def identity(self) -> Identity:
-        return self._identity
 
     @property
     def peer_id(self) -> str:
@@ -246,8 +254,20 @@ class SwarmDirectory:
         self._dial_now.set()
 
     async def _beat(self) -> float:
+        with suppress(DirectoryError):
+            await self._look_for_copies()
         await self._announce(None, timeout_s=self._timing.heartbeat_s)
         return self._timing.heartbeat_s
+
+    async def _look_for_copies(self) -> None:
+        """What is stored under the own peer id must be the own word."""
+        own = self._describe() if self._describe else None
+        if own is None or self._spec_digest is None:
+            return
+        entries = await self._node.get(bucket_key(self._spec_digest), timeout_s=self._timing.heartbeat_s)
+        for found in self._readable({k: v for k, v in entries.items() if k == self.peer_id}):
+            if self._copies.must_stop(own, found):
+                self._on_copy(found)
 
     async def _look(self) -> float:
         await self.refresh_now()

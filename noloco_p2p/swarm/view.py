@@ -60,17 +60,17 @@ class View:
 
 
 def _candidate(record: PeerRecord) -> Candidate:
-    address = record.addresses[0] if record.addresses else ""
     try:
         key = b64decode(record.session_key, validate=True)
     except ValueError:  # whoever dials it is told
         key = b""
+    address = record.addresses[0] if record.addresses else ""
     return Candidate(
         record.peer_id,
         address,
         record.state,
         record.round,
         record.progress,
-        key,
+        session_key=key,
         can_be_called=bool(address) and record.reachability not in (OUTBOUND_ONLY, RELAYED),
     )

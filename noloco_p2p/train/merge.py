@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from noloco_p2p.errors import CheckpointError, Unreachable
-from noloco_p2p.gossip.fetch import fetch_spec, fetch_state, state_file_bytes
+from noloco_p2p.gossip.donor import state_file_bytes
+from noloco_p2p.gossip.fetch import fetch_spec, fetch_state
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.client import GrpcTransport

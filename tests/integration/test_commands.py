@@ -155,6 +155,28 @@ def test_a_bootstrap_is_small(swarm: Swarm) -> None:
     assert sum(process.memory_info().rss for process in processes) < MAX_BOOTSTRAP_BYTES
 
 
+def test_a_paused_peer_keeps_its_place_and_goes_on(swarm: Swarm, capsys: pytest.CaptureFixture[str]) -> None:
+    def say(verb: str) -> tuple[int, str]:
+        code = run([verb, "--state-dir", str(swarm.second.folder)])
+        return code, capsys.readouterr().out.strip()
+
+    assert say("resume") == (0, "the peer is not paused: it is training")
+    assert say("pause") == (0, "the peer is paused: it trains and swaps no more until `noloco resume`")
+    try:
+        assert say("pause") == (0, "the peer is paused already; `noloco resume` goes on")
+        paused = swarm.second.event("paused")
+        rounds, first_rounds = len(swarm.second.events("round")), len(swarm.first.events("round"))
+        lonely = swarm.first.round_where(lambda event: "alone" in event["last_outcome"], after=first_rounds + 1)
+        assert lonely["blocked_s"] < 1.0, "nobody waits for who is paused"
+        assert len(swarm.second.events("round")) == rounds
+        assert say("status")[1].splitlines()[2].startswith("state     paused for ")
+    finally:
+        assert say("resume") == (0, "the peer trains again")
+    resumed = swarm.second.event("resumed")
+    assert resumed["step"] == paused["step"]
+    swarm.second.swap_with(swarm.first, after=rounds)
+
+
 def test_monitor_sees_all_peers(swarm: Swarm) -> None:
     done = noloco("monitor", swarm.second.ticket, "--json")
     assert (done.returncode, done.stderr) == (0, "")

@@ -40,6 +40,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
         ("status {}", 1),
         ("ticket {}", 1),
         ("leave {}", 0),
+        ("pause {}", 1),
     ],
 )
 def test_light_verbs_load_nothing_heavy(verb: str, exit_code: int, tmp_path: Path) -> None:
