@@ -30,6 +30,7 @@ from noloco_p2p.errors import (
     NolocoError,
     SettingsError,
     SpecError,
+    Unreachable,
 )
 from noloco_p2p.gossip.donor import SavedState, StateServer, state_file_bytes
 from noloco_p2p.gossip.exchange import Exchange
@@ -78,6 +79,7 @@ T = TypeVar("T")
 START_TIMEOUT_S = 120.0  # importing hivemind on a slow disk included
 ENTER_TIMEOUT_S = 30.0  # to hear of a live peer of the run that a ticket names
 LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps or peers met before: nobody need be there
+ASK_AGAIN_S = 1.0  # for the spec
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0
 CATCH_UP_AGAIN_S = 60.0
 POLL_S = 0.05
@@ -513,8 +515,15 @@ class Peer:
                 log.warning("the spec is asked for again: %s", error)
         assert self._directory is not None
         await find_somebody(ticket, self._directory, timeout_s=ENTER_TIMEOUT_S)
-        donors = [candidate for candidate in outside.live() if candidate.can_be_called]
-        return await fetch_spec(transport, donors, expected_digest=ticket.spec_digest)
+        until_s = time.monotonic() + ENTER_TIMEOUT_S
+        while True:  # a relay for those who are here may be found in a moment
+            donors = [candidate for candidate in outside.live() if candidate.can_be_called]
+            try:
+                return await fetch_spec(transport, donors, expected_digest=ticket.spec_digest)
+            except Unreachable:
+                if time.monotonic() > until_s:
+                    raise
+                await asyncio.sleep(ASK_AGAIN_S)
 
     async def _look_around(self) -> None:
         """Wait until a live peer is heard of, where there should be one. Raises Unreachable: a ticket, and nobody."""
