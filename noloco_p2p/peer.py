@@ -13,7 +13,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from noloco_p2p.errors import (
     SettingsError,
     SpecError,
     TicketError,
+    Unreachable,
 )
 from noloco_p2p.gossip.donor import SavedState, StateServer, state_file_bytes
 from noloco_p2p.gossip.exchange import Exchange
@@ -53,18 +54,16 @@ from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import Limits
 from noloco_p2p.network_thread import STOP_TIMEOUT_S, NetworkThread
+from noloco_p2p.outside import Outside
 from noloco_p2p.ports import Ports
 from noloco_p2p.settings import PeerSettings, split_address
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.address_book import AddressBook
-from noloco_p2p.swarm.addresses import host_of, host_port, is_public, routable_host, split_peer_id
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.node import end_tasks
-from noloco_p2p.swarm.reachability import DIRECT, OUTBOUND_ONLY, RELAYED, DialBack, DialBacks, Verdict, is_abroad, judge
+from noloco_p2p.swarm.reachability import OUTBOUND_ONLY, DialBack, Verdict
 from noloco_p2p.swarm.reader import find_somebody, stranger_to
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
-from noloco_p2p.swarm.relay import Places
-from noloco_p2p.swarm.tunnel import Tunnels
 from noloco_p2p.telemetry.console import duration
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.progress import Progress, Report
@@ -83,14 +82,12 @@ T = TypeVar("T")
 START_TIMEOUT_S = 120.0  # importing hivemind on a slow disk included
 ENTER_TIMEOUT_S = 30.0  # to hear of a live peer of the run that a ticket names
 LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps or peers met before: nobody need be there
+ASK_AGAIN_S = 1.0  # for the spec
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0
 CATCH_UP_AGAIN_S = 60.0
 POLL_S = 0.05
-OWN_ADDRESSES = 4  # of this peer in its ticket; the rest is room for other live peers and bootstraps
-OTHER_DOORS = 6  # live peers in a ticket: it is good while one of them is there
 DIAL_BACK_S = 12.0  # for one peer to answer whether it gets through; it tries for 4 s
 CHECK_CLOCK_S = 6.0  # for those that this peer enters through to be tried once
-FIRST_DIAL_BACK_S = 6.0  # so long a newcomer waits for the first answer before it announces itself
 SKETCH_EVERY_S = TTL_S / 4  # as often as the record is announced
 SPEC_FILE = "spec.json"
 INVITATION_FILE = "invitation"  # a secret
@@ -118,10 +115,8 @@ class _Network:
     server: GrpcServer
     control: ControlServer
     watch: SwapWatch
-    dial_backs: DialBacks
-    tunnels: Tunnels
-    places: Places
-    tasks: list[asyncio.Task[None]]
+    outside: Outside
+    watching: asyncio.Task[None]
 
 
 class _LineNews:
@@ -167,12 +162,12 @@ class Peer:
         self._thread: NetworkThread | None = None
         self._network: _Network | None = None
         self._directory: SwarmDirectory | None = None
+        self._outside: Outside | None = None
         self._layout, self._num_elements = "", 0
         self._catch_up_again_s = 0.0
         self._entered = False
         self._traffic_before = Traffic()  # before a restart
         self._told_outbound_only = False
-        self._announced_address = ""
         self.metrics_address = ""  # HOST:PORT of /metrics, when it is served
         self._metrics_server: HttpServer | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-codec")
@@ -219,21 +214,13 @@ class Peer:
     @property
     def ticket(self) -> str:
         """Hand it on: whoever has it can enter the run through this peer, its bootstraps, and others alive now."""
-        doors = tuple(self._doors())[:MAX_ADDRESSES]
+        doors = tuple(self._net.outside.doors()[:MAX_ADDRESSES])
         return Ticket(self.spec.name, self.spec.digest(), doors, self._invitation).encode()
-
-    def _doors(self) -> list[str]:
-        """Multiaddrs of this peer, of its bootstraps, and of peers met: any of them is enough to enter the run."""
-        own = self._net.directory.multiaddrs()[:OWN_ADDRESSES]
-        alive = {candidate.peer_id for candidate in self._net.directory.live() if candidate.can_be_called}
-        book = self._address_book.addresses().items()
-        others = sorted((peer, addresses[:1]) for peer, addresses in book if peer in alive)[:OTHER_DOORS]
-        return list(dict.fromkeys([*own, *(door for _, doors in others for door in doors), *self._entrances()]))
 
     @property
     def address(self) -> str:
         """HOST:PORT that others dial."""
-        return self._announced_address
+        return self._net.outside.address
 
     def live_peers(self) -> int:
         """How many other peers are alive, as far as this one has heard."""
@@ -283,52 +270,10 @@ class Peer:
 
     def reach(self) -> Verdict:
         """Whether other peers can dial this one, as far as they have told."""
-        net = self._net
-        return judge(
-            self._announced_address,
-            ports=self._ports_outside(),
-            dial_backs=net.dial_backs.seen(),
-            abroad=self._is_abroad(),
-            num_calls=net.service.num_calls,
-            relayed=bool(net.places.circuits()),
-        )
+        return self._net.outside.verdict()
 
-    def _is_closed(self) -> bool:
-        """Nobody can dial this peer, as far as others have told."""
-        return self._network is not None and self.reach().state in (OUTBOUND_ONLY, RELAYED)
-
-    def _relays(self) -> Mapping[str, Sequence[str]]:
-        """Nodes that may pass calls on: live peers that are reached by others, and those that were entered through."""
-        records = self._net.directory.records()
-        peers = {record.peer_id: record.multiaddrs for record, _ in records if record.reachability == DIRECT}
-        return {split_peer_id(door)[1]: (door,) for door in self._entrances()} | peers
-
-    def _ports_outside(self) -> tuple[int, int]:
-        """gRPC and libp2p as others see them: a router may map other ports to ours."""
-        announced_port = self.settings.announced[1]
-        if announced_port:
-            return announced_port, announced_port + 1
-        return self._net.server.port, self._net.directory.port
-
-    def _is_abroad(self) -> bool:
-        """Whether the swarm is on public addresses, where private ones lead nowhere."""
-        if is_public(self.settings.announced[0]):
-            return True
-        return is_abroad(self._entrances(), [candidate.address for candidate in self._net.directory.live()])
-
-    def _addresses(self) -> tuple[str, ...]:
-        """gRPC addresses for the record: a private one leads nowhere in a public swarm."""
-        leads_nowhere = self._is_abroad() and not is_public(host_of(self._announced_address))
-        return () if leads_nowhere else (self._announced_address,)
-
-    def _ways_in(self) -> tuple[str, ...]:
-        """Multiaddrs for the record; those by relays first, as they are the ones that work then."""
-        circuits = self._net.places.circuits()
-        return (*circuits, *self._net.directory.multiaddrs()) if circuits else ()
-
-    async def _ask_to_dial_back(self, candidate: Candidate) -> DialBack:
-        ports = [*self._ports_outside()]
-        probed = await probe.ask(candidate, self._hello(), ports, timeout_s=DIAL_BACK_S, session=self._session)
+    async def _ask_to_dial_back(self, candidate: Candidate, ports: Sequence[int]) -> DialBack:
+        probed = await probe.ask(candidate, self._hello(), [*ports], timeout_s=DIAL_BACK_S, session=self._session)
         return DialBack(probed.observed_host, probed.reached)
 
     def count_traffic(self) -> None:
@@ -359,7 +304,7 @@ class Peer:
             if donors:
                 manifest = self._fetch_state(donors, layout=layout, num_elements=num_elements, target=target)
         self._call(self._net.directory.check_clock(CHECK_CLOCK_S), START_TIMEOUT_S)
-        self._call(self._net.dial_backs.wait(FIRST_DIAL_BACK_S), START_TIMEOUT_S)
+        self._call(self._net.outside.wait_for_dial_back(), START_TIMEOUT_S)
         self._entered, self._state_since_s = True, time.time()
         self.announce("training")
         return manifest
@@ -392,13 +337,13 @@ class Peer:
 
     def _far_ahead(self, progress: float, *, inner_steps: int) -> list[Candidate]:
         """Peers that stand where the swarm does, shuffled; none while this one stands there, too."""
-        live = self._net.directory.live()
+        live = self._net.outside.live()
         training = [each.progress for each in live if each.state == "training"]
         round_progress = inner_steps / self.spec.train.total_steps
         if not is_left_behind(progress, training, round_progress=round_progress):
             return []
         middle = median(training)
-        ahead = [each for each in live if each.state in GIVING and each.progress >= middle]
+        ahead = [each for each in live if each.can_be_called and each.state in GIVING and each.progress >= middle]
         random.shuffle(ahead)
         return ahead
 
@@ -467,21 +412,18 @@ class Peer:
             download_bytes_per_s=self.settings.download_bytes_per_s,
         )
         transport = GrpcTransport(self._hello, limits, session=self._session, why_banned=self.bans.why)
-        self.spec = target if isinstance(target, RunSpec) else await self._find_spec(target, transport)
+        entrances = self._entrances()
+        self._outside = outside = Outside(
+            directory, self.settings, self._address_book, entrances=entrances, ask=self._ask_to_dial_back
+        )
+        self.spec = target if isinstance(target, RunSpec) else await self._find_spec(target, transport, outside)
         if self.spec.run_key != (self._invitation.run_key if self._invitation else ""):
             raise TicketError("the run is private, and the ticket holds no invitation to it: ask for a new ticket")
-        tunnels = Tunnels(
-            directory.node,
-            live=directory.live,
-            multiaddrs=lambda: {record.peer_id: record.multiaddrs for record, _ in directory.records()},
-            wanted=self._is_closed,
-            server=lambda: (routable_host(self.settings.listen_host), self._net.server.port),
-        )
         pace = Pace(self.spec.outer.first_inner_steps)
         runner = RoundRunner(
             hello=self._hello,
             transport=transport,
-            directory=tunnels,
+            directory=outside,
             pace=pace,
             executor=self._executor,
             rng=random.SystemRandom(),  # ids of swaps must not be guessed
@@ -495,21 +437,19 @@ class Peer:
         control = ControlServer(self.settings.state_dir, self._verbs())
         await control.start()
         watch = SwapWatch(runner)
-        await tunnels.start()
-        server.prober.tunnelled = tunnels.local_ports
-        dial_backs = DialBacks(live=directory.live, ask=self._ask_to_dial_back)
-        places = Places(directory.node, doors=self._relays, wanted=self._is_closed)
-        tasks: list[asyncio.Task[None]] = []
         self._network = _Network(
-            directory, transport, runner, states, service, server, control, watch, dial_backs, tunnels, places, tasks
+            directory,
+            transport,
+            runner,
+            states,
+            service,
+            server,
+            control,
+            watch,
+            outside,
+            asyncio.create_task(watch.run()),
         )
-        announce_host, announce_port = self.settings.announced
-        host = announce_host or routable_host(self.settings.listen_host)
-        self._announced_address = host_port(host, announce_port or server.port)
-        directory.is_abroad = self._is_abroad
-        tasks.append(asyncio.create_task(watch.run()))
-        tasks.append(asyncio.create_task(places.run()))
-        tasks.append(asyncio.create_task(dial_backs.run(is_direct=lambda: self.reach().state == DIRECT)))
+        await outside.start(server, num_calls=lambda: service.num_calls)
         ports.remember(grpc=server.port, libp2p=directory.port)
         self._keep_spec()
         await self._serve_metrics()
@@ -601,19 +541,20 @@ class Peer:
         if self._metrics_server:
             await self._metrics_server.stop()
         if self._network:
-            await end_tasks(self._network.tasks)
+            await end_tasks([self._network.watching])
             await self._network.control.stop()
             self._network.runner.state = "leaving"
+        if self._outside:
+            await self._outside.stop()
         if self._directory:
             # The last words of a copy would be taken for those of the other.
             await self._directory.stop(farewell=self._entered and self.fault is None)
         if self._network:
             await self._network.runner.stop()
-            await self._network.tunnels.stop()
             await self._network.server.stop(0.5)
-        self._network = self._directory = None
+        self._network = self._directory = self._outside = None
 
-    async def _find_spec(self, ticket: Ticket, transport: GrpcTransport) -> RunSpec:
+    async def _find_spec(self, ticket: Ticket, transport: GrpcTransport, outside: Outside) -> RunSpec:
         """The spec that this machine has kept, or that a live peer gives."""
         kept = self.settings.state_dir / "runs" / f"{ticket.run_name}-{ticket.spec_digest[:8]}" / SPEC_FILE
         if kept.exists():
@@ -623,8 +564,15 @@ class Peer:
                 log.warning("the spec is asked for again: %s", error)
         assert self._directory is not None
         await find_somebody(ticket, self._directory, timeout_s=ENTER_TIMEOUT_S)
-        donors = [candidate for candidate in self._directory.live() if candidate.can_be_called]
-        return await fetch_spec(transport, donors, expected_digest=ticket.spec_digest)
+        until_s = time.monotonic() + ENTER_TIMEOUT_S
+        while True:  # a relay for those who are here may be found in a moment
+            donors = [candidate for candidate in outside.live() if candidate.can_be_called]
+            try:
+                return await fetch_spec(transport, donors, expected_digest=ticket.spec_digest)
+            except Unreachable:
+                if time.monotonic() > until_s:
+                    raise
+                await asyncio.sleep(ASK_AGAIN_S)
 
     async def _look_around(self) -> None:
         """Wait until a live peer is heard of, where there should be one. Raises Unreachable: a ticket, and nobody."""
@@ -636,7 +584,7 @@ class Peer:
     async def _find_donors(self) -> Sequence[Candidate]:
         """Live peers that may have a state, in any order; none when this peer is the first. Raises Unreachable."""
         await self._look_around()
-        live = self._net.directory.live()
+        live = self._net.outside.live()
         donors = [peer for peer in live if peer.can_be_called and peer.state in GIVING]
         random.shuffle(donors)
         middle = median(donor.progress for donor in donors) if donors else 0.0
@@ -650,7 +598,7 @@ class Peer:
         def fetching(report: Report) -> Coroutine[Any, Any, StateManifest | None]:
             return fetch_from_swarm(
                 self._net.transport,
-                self._net.directory,
+                self._net.outside,
                 donors,
                 layout=layout,
                 num_elements=num_elements,
@@ -692,8 +640,8 @@ class Peer:
             peer_id=self.peer_id,
             run_name=self.spec.name,
             spec_digest=self.spec.digest(),
-            addresses=self._addresses(),
-            multiaddrs=self._ways_in(),
+            addresses=self._net.outside.addresses(),
+            multiaddrs=self._net.outside.ways_in(),
             state=self.state,
             progress=metrics.progress,
             round=metrics.round,
@@ -734,7 +682,7 @@ class Peer:
             "running_since_s": round(now_s - self._started_at_s, 1),
             "doing": self.progress.now(),
             "swap": asdict(swap) if swap else None,
-            "address": self._announced_address,
+            "address": self.address,
             "reach": {"state": reach.state, "sentence": reach.sentence},
             "ticket": self.ticket,
             "live_peers": self.live_peers(),

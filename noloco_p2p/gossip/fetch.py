@@ -120,7 +120,11 @@ async def fetch_from_swarm(
         if manifest:
             return manifest
         asked |= {donor.peer_id for donor in donors}
-        donors = [donor for donor in directory.live() if donor.peer_id not in asked and donor.state in GIVING]
+        donors = [
+            donor
+            for donor in directory.live()
+            if donor.can_be_called and donor.peer_id not in asked and donor.state in GIVING
+        ]
     return None
 
 

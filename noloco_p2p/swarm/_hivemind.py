@@ -140,6 +140,11 @@ async def open_stream(p2p: P2P, peer_id: str, protocol: str) -> tuple[asyncio.St
     return reader, writer
 
 
+async def remote_addresses(p2p: P2P) -> list[tuple[str, str]]:
+    """(peer id, multiaddr) of every connection."""
+    return [(str(peer.peer_id), str(address)) for peer in await p2p.list_peers() for address in peer.addrs]
+
+
 async def handle_streams(p2p: P2P, protocol: str, handler: StreamHandler) -> None:
     """From now on `handler` gets (peer id, reader, writer) of each stream of this protocol; it is closed for it."""
 

@@ -110,7 +110,7 @@ class SwarmNode:
         to five minutes, in which a bootstrap that is back would not be found.
         """
         what = f"dialling {short_id(peer_id)} at {', '.join(addresses)}"
-        answers = await asyncio.gather(*(_knock(address) for address in addresses))
+        answers = await asyncio.gather(*(knock(address) for address in addresses))
         answering = [address for address, fault in zip(addresses, answers, strict=True) if not fault]
         if not answering:
             raise DirectoryError(f"{what}: {answers[0] if answers else 'no address'}")
@@ -128,6 +128,11 @@ class SwarmNode:
         if addresses:
             await _guard(_hivemind.connect(self._running_p2p(), peer_id, addresses), CONNECT_S, what)
         return await _guard(_hivemind.open_stream(self._running_p2p(), peer_id, protocol), CONNECT_S, what)
+
+    async def remote_address(self, peer_id: str) -> str:
+        """The multiaddr that a connected peer comes from, without its id; empty when it is not connected directly."""
+        found = await _guard(_hivemind.remote_addresses(self._running_p2p()), ATTACH_S, "asking p2pd for its peers")
+        return next((address for peer, address in found if peer == peer_id and tcp_target(address)), "")
 
     async def handle_streams(self, protocol: str, handler: _hivemind.StreamHandler) -> None:
         """`handler` gets (peer id, reader, writer) of each stream that others open, after a restart too."""
@@ -251,7 +256,7 @@ def _port_of(multiaddrs: Sequence[str]) -> int:
     raise DirectoryError(f"p2pd listens nowhere that others could dial ({', '.join(multiaddrs) or 'no address'})")
 
 
-async def _knock(address: str) -> str:
+async def knock(address: str) -> str:
     """Why nobody listens at a TCP address; empty when somebody does, or when it is another kind of address."""
     target = tcp_target(address)
     if target is None:

@@ -7,22 +7,24 @@ spliced, so the traffic is that of this node; what passes is gRPC, and a relay c
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import short_id
 from noloco_p2p.swarm.address_book import CIRCUIT
-from noloco_p2p.swarm.addresses import split_peer_id
-from noloco_p2p.swarm.node import SwarmNode, end_tasks
+from noloco_p2p.swarm.addresses import listen_multiaddr, split_peer_id, tcp_target
+from noloco_p2p.swarm.node import SwarmNode, end_tasks, knock
+from noloco_p2p.swarm.reachability import DialBack
 
 logger = logging.getLogger(__name__)
 
-PLACE, CALL, TUNNEL = (f"/noloco_p2p/{name}/1" for name in ("place", "call", "tunnel"))
+PLACE, CALL, TUNNEL, DIAL = (f"/noloco_p2p/{name}/1" for name in ("place", "call", "tunnel", "dial"))
 YES, NO = b"yes\n", b"no\n"
 BEAT_S = 5.0  # of one who keeps a place
 SILENT_S = 15.0
@@ -32,6 +34,8 @@ MAX_CALLS = 32
 MAX_CALLS_OF_ONE = 9  # a swap has up to eight lanes
 MAX_CALL_BYTES = 4 << 30  # each way; a tunnel goes on over another call
 MAX_CALL_S = 1800.0
+MAX_PORTS = 4
+DIALS_A_MINUTE = 24
 NUM_PLACES = 2  # that one peer keeps: when one relay dies, the other is there
 RETRY_S = 30.0  # a relay that said no or could not be reached
 LOOK_S = 1.0
@@ -46,10 +50,12 @@ class Relay:
         self._node = node
         self._places: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
+        self._dialled_s: deque[float] = deque(maxlen=DIALS_A_MINUTE)
 
     async def start(self) -> None:
         await self._node.handle_streams(PLACE, self._on_place)
         await self._node.handle_streams(CALL, self._on_call)
+        await self._node.handle_streams(DIAL, self._on_dial)
 
     async def _on_place(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if peer not in self._places and len(self._places) >= MAX_PLACES:
@@ -85,6 +91,38 @@ class Relay:
             logger.debug("a call of %s to %s ended: %s", short_id(caller), short_id(wanted), error)
         finally:
             _count_down(self._calls, caller)
+
+    async def _on_dial(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Dials back the address that the stream came from, as net/probe.py does for peers; for who is none yet."""
+        async with asyncio.timeout(ANSWER_S):
+            ports = [int(port) for port in (await reader.readline()).split()][:MAX_PORTS]
+        now_s = time.monotonic()
+        is_often = len(self._dialled_s) == DIALS_A_MINUTE and now_s - self._dialled_s[0] < 60.0
+        target = tcp_target(await self._node.remote_address(peer))
+        if target is None or is_often or not all(0 < port < 65_536 for port in ports):
+            writer.write(NO)
+            return
+        self._dialled_s.append(now_s)
+        host = target[0]
+        answers = await asyncio.gather(*(knock(listen_multiaddr(host, port)) for port in ports))
+        writer.write(json.dumps([host, dict(zip(map(str, ports), answers, strict=True))]).encode() + b"\n")
+        await writer.drain()
+
+
+async def ask_to_dial(node: SwarmNode, peer: str, ports: Sequence[int]) -> DialBack:
+    """What a node that need not be a peer sees of our ports. Raises DirectoryError."""
+    try:
+        reader, writer = await node.open_stream(peer, (), DIAL)
+        try:
+            writer.write(" ".join(map(str, ports)).encode() + b"\n")
+            async with asyncio.timeout(ANSWER_S):
+                line = await reader.readline()
+        finally:
+            writer.close()
+        host, reached = json.loads(line)
+        return DialBack(str(host)[:100], {int(port): str(why)[:200] for port, why in reached.items()})
+    except (OSError, EOFError, ValueError, RuntimeError, TypeError, AttributeError) as error:
+        raise DirectoryError(f"{short_id(peer)} does not dial back: {error}") from None
 
 
 async def splice(
@@ -181,9 +219,15 @@ class Places:
             writer.write(b".")
             await writer.drain()
             async with asyncio.timeout(SILENT_S):
-                if not await reader.read(64):
-                    raise DirectoryError("it is gone")
-            await asyncio.sleep(BEAT_S)
+                _expect(await reader.read(64))
+            with suppress(TimeoutError):  # silence until the next beat; the end of the stream is told at once
+                async with asyncio.timeout(BEAT_S):
+                    _expect(await reader.read(64))
+
+
+def _expect(data: bytes) -> None:
+    if not data:
+        raise DirectoryError("it is gone")
 
 
 def relays_of(multiaddrs: Sequence[str]) -> dict[str, str]:

@@ -171,6 +171,11 @@ class Tunnels:
                 await session.pipe.carry(reader, writer, peer_received=received)
             except FAULTS as error:
                 logger.debug("a tunnel by %s broke: %s", short_id(relay), error)
+        if session.writer is writer:
+            self._own(self._end(session_id, session, writer))
+
+    async def _end(self, session_id: bytes, session: _Session, writer: asyncio.StreamWriter) -> None:
+        """At once when it is through, else when no other path came in time."""
         if not session.pipe.is_done:
             await asyncio.sleep(RESUME_S)
         if session.writer is writer and self._sessions.pop(session_id, None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -35,6 +35,15 @@ async def node(folder: Path, name: str) -> AsyncIterator[SwarmNode]:
         yield started
     finally:
         await started.stop()
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = asyncio.get_running_loop().time() + PATIENCE_S
+    while True:
+        if condition():
+            return
+        assert asyncio.get_running_loop().time() < deadline_s, f"waited {PATIENCE_S} s: {what}"
+        await asyncio.sleep(0.05)
 
 
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -85,10 +94,7 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
             stack.push_async_callback(tunnels.stop)
         keeping = asyncio.create_task(made.places.run())
         stack.push_async_callback(end_tasks, [keeping])
-        until_s = asyncio.get_running_loop().time() + PATIENCE_S
-        while len(made.places.circuits()) < NUM_PLACES:
-            assert asyncio.get_running_loop().time() < until_s, "no places were had"
-            await asyncio.sleep(0.05)
+        await until(lambda: len(made.places.circuits()) == NUM_PLACES, "a place at both relays")
         yield made
         server.close()
 
@@ -118,7 +124,7 @@ def test_a_connection_outlives_its_relay(tmp_path: Path) -> None:
             assert await reader.read() == b""
             await saying
             writer.close()
-            assert in_use.peer_id not in relays_of(made.places.circuits())
+            await until(lambda: in_use.peer_id not in relays_of(made.places.circuits()), "the place is lost")
 
     run(main())
 

@@ -17,7 +17,7 @@ ORDER = [
     {"demo", "doctor", "simulate"},
     {"monitor", "train", "testing"},
     {"peer"},
-    {"ports"},
+    {"ports", "outside"},
     {"net", "swarm", "network_thread"},
     {"gossip"},
     {"optim", "codec"},
