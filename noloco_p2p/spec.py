@@ -22,6 +22,9 @@ from noloco_p2p.errors import SpecError
 SPEC_VERSION = 1
 MAX_SPEC_BYTES = 64 * 1024  # a spec that comes from the network is refused above this size
 
+# Fields that came after the first runs: left out of the canonical form at their default, so that older digests hold.
+YOUNG = (("outer", "weigh_tokens"),)
+
 CodecName = Literal["fp32", "bf16", "int8", "int4"]
 StateCodecName = Literal["fp32", "bf16", "int8", "int4", "modulo8"]  # modulo: for what partners have nearly in common
 Positive = Annotated[int, Field(gt=0)]
@@ -136,6 +139,11 @@ class OuterSpec(Section):
         return self.inner_steps == "auto"
 
     @property
+    def sends_momentum(self) -> bool:
+        """Outer momentum is a section of every swap. With alpha 0 it is made anew each round: nothing to send."""
+        return self.swap_momentum and (self.is_auto or self.alpha > 0)
+
+    @property
     def first_inner_steps(self) -> int:
         """Length of a peer's first round, before anything is measured: with "auto" the middle of its bounds."""
         if self.inner_steps == "auto":
@@ -221,8 +229,12 @@ class RunSpec(Section):
     evaluate: EvaluateSpec = EvaluateSpec()
 
     def canonical_json(self) -> bytes:
-        """One byte string for one spec: all fields, defaults too, sorted keys, no spaces."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+        """One byte string for one spec: all fields, defaults too but for YOUNG ones, sorted keys, no spaces."""
+        values = self.model_dump(mode="json")
+        for section, name in YOUNG:
+            if values[section][name] == type(getattr(self, section)).model_fields[name].default:
+                del values[section][name]
+        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     def digest(self) -> str:
         """64 hexadecimal digits (blake3 of the canonical JSON)."""

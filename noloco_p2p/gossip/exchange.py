@@ -59,7 +59,7 @@ class Exchange:
         """
         outer = self._spec.outer
         self._plans = section_plans(
-            self._spec.codec, swap_momentum=outer.swap_momentum, num_elements=slow_weights.numel()
+            self._spec.codec, swap_momentum=outer.sends_momentum, num_elements=slow_weights.numel()
         )
         early_state = {SectionName.SLOW_WEIGHTS: slow_weights, SectionName.OUTER_MOMENTUM: outer_momentum}
         self.pace.open_round(time.monotonic(), steps_done=steps_done, inner_steps=inner_steps)

@@ -65,7 +65,7 @@ class Replica:
         self._pace = Pace(self._length.inner_steps)
         self._hello = Hello(peer_id, self._spec.name, self._spec.digest(), layout=self.state.layout)
         self._plans = section_plans(
-            self._spec.codec, swap_momentum=self._spec.outer.swap_momentum, num_elements=self.state.num_elements
+            self._spec.codec, swap_momentum=self._spec.outer.sends_momentum, num_elements=self.state.num_elements
         )
         self.runner = RoundRunner(
             hello=lambda: self._hello,
