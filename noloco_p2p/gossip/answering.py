@@ -66,6 +66,7 @@ class Answering:
         if live.round.wants_partner and live.trails():
             return Refuse(RefuseCode.BUSY, "the late part of my last round is on its way", TRAILING_RETRY_S)
         mine = live.boundary()
+        live.pace.hear(offer.hello.peer_id, offer.boundary, now_s=live.clock())
         refuse = live.round.answer(offer, mine=mine)
         if refuse is None and live.opening is not None:
             refuse = refuse_stale(mine, offer.boundary, total_steps=live.opening.total_steps)
