@@ -22,6 +22,7 @@ from noloco_p2p.cli import (
     pause,
     simulate,
     status,
+    ticket,
 )
 from noloco_p2p.errors import IdentityError, NolocoError, PeerError, SettingsError, SpecError, TicketError
 
@@ -38,7 +39,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb in (
-    *(init.init, join.join, leave.leave, pause.pause, pause.resume, status.status, monitor.monitor),
+    *(init.init, join.join, leave.leave, pause.pause, pause.resume, status.status, ticket.ticket, monitor.monitor),
     *(doctor.doctor, bootstrap.bootstrap, fork.fork, export.export, demo.demo, simulate.simulate),
 ):
     app.command()(verb)

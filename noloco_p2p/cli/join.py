@@ -122,6 +122,8 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None) -> None:
             peer.announce("done")
             _say("the run is done; this peer serves its state to late joiners until Ctrl-C or `noloco leave`")
             peer.leave_requested.wait()
+        if peer.fault:
+            raise peer.fault
         _say("leaving")
     _say("left; the same command resumes" if checkpoint else "left without a last checkpoint, for the error above")
 

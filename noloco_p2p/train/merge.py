@@ -79,7 +79,7 @@ async def from_swarm(ticket: Ticket, *, sample: int | None, progress: Progress |
         session = Session(directory.identity)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
         transport = GrpcTransport(lambda: hello, session=session)
-        peers = list(directory.live())
+        peers = [peer for peer in directory.live() if peer.can_be_called]
         spec = await fetch_spec(transport, peers, expected_digest=ticket.spec_digest)
         model = build_model(spec.model, sequence_length=spec.data.sequence_length)
         random.shuffle(peers)

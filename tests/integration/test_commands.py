@@ -128,7 +128,19 @@ def test_status(swarm: Swarm) -> None:
     assert machines.keys() >= STATUS_KEYS
     assert machines["swaps"] >= 1
     assert machines["last_partner"] == swarm.first.peer_id
-    assert machines["ticket"] == swarm.second.ticket
+    doors = Ticket.decode(machines["ticket"]).addresses
+    assert {door.rpartition("/")[2] for door in doors} >= {swarm.first.peer_id, swarm.second.peer_id}
+    assert machines["reach"]["state"] == "direct"
+    assert machines["reach"]["sentence"].startswith("1 of 1 peers that dialled back got through")
+
+
+def test_the_ticket_of_a_founder_holds_the_peers_that_came_later(swarm: Swarm) -> None:
+    printed = noloco("ticket", "--state-dir", swarm.first.folder)
+    doors = Ticket.decode(printed.stdout.strip()).addresses
+    peers = [door.rpartition("/")[2] for door in doors]
+    assert peers[0] == swarm.first.peer_id
+    assert swarm.second.peer_id in peers
+    assert swarm.bootstrap_address in doors
 
 
 def test_status_of_a_bootstrap(swarm: Swarm) -> None:

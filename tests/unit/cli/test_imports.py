@@ -38,6 +38,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
         ("init {}/run.toml", 0),
         ("id {}", 0),
         ("status {}", 1),
+        ("ticket {}", 1),
         ("leave {}", 0),
         ("pause {}", 1),
     ],
