@@ -61,12 +61,12 @@ class Answering:
             return Refuse(RefuseCode[error.code], str(error))
         if offer.hello.peer_id == live.hello().peer_id:
             return Refuse(RefuseCode.MALFORMED, "this is my own peer id: a key must not be used on two machines")
+        live.pace.hear(offer.hello.peer_id, offer.boundary, now_s=live.clock())  # also of those that are refused
         if self.state != "training":
             return Refuse(RefuseCode.NOT_TRAINING, f"I am {self.state}", NOT_TRAINING_RETRY_S)
         if live.round.wants_partner and live.trails():
             return Refuse(RefuseCode.BUSY, "the late part of my last round is on its way", TRAILING_RETRY_S)
         mine = live.boundary()
-        live.pace.hear(offer.hello.peer_id, offer.boundary, now_s=live.clock())
         refuse = live.round.answer(offer, mine=mine)
         if refuse is None and live.opening is not None:
             refuse = refuse_stale(mine, offer.boundary, total_steps=live.opening.total_steps)

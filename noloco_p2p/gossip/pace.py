@@ -9,7 +9,7 @@ from statistics import median
 from noloco_p2p.gossip.frames import Boundary
 
 WINDOW_STEPS = 32
-HEARD_FOR_ROUNDS = 10  # what a peer told so many own rounds ago is forgotten: it may be gone
+HEARD_FOR_ROUNDS = 20  # what a peer told so many own rounds ago is forgotten: it may be gone
 HEARD_PEERS = 64
 
 
