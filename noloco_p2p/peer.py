@@ -36,7 +36,7 @@ from noloco_p2p.errors import (
 )
 from noloco_p2p.gossip.donor import SavedState, StateServer, state_file_bytes
 from noloco_p2p.gossip.exchange import Exchange
-from noloco_p2p.gossip.fetch import GIVING, fetch_from_swarm, fetch_spec
+from noloco_p2p.gossip.fetch import can_give, fetch_from_swarm, fetch_spec
 from noloco_p2p.gossip.frames import Hello, QueuePlace, StateManifest
 from noloco_p2p.gossip.kept_chunks import forget
 from noloco_p2p.gossip.outcome import LonelyCause, Traffic
@@ -343,7 +343,7 @@ class Peer:
         if not is_left_behind(progress, training, round_progress=round_progress):
             return []
         middle = median(training)
-        ahead = [each for each in live if each.can_be_called and each.state in GIVING and each.progress >= middle]
+        ahead = [each for each in live if can_give(each) and each.progress >= middle]
         random.shuffle(ahead)
         return ahead
 
@@ -585,7 +585,7 @@ class Peer:
         """Live peers that may have a state, in any order; none when this peer is the first. Raises Unreachable."""
         await self._look_around()
         live = self._net.outside.live()
-        donors = [peer for peer in live if peer.can_be_called and peer.state in GIVING]
+        donors = [peer for peer in live if can_give(peer)]
         random.shuffle(donors)
         middle = median(donor.progress for donor in donors) if donors else 0.0
         return sorted(donors, key=lambda donor: donor.progress < middle)  # who is behind is asked last

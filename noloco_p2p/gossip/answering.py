@@ -61,6 +61,7 @@ class Answering:
             return Refuse(RefuseCode[error.code], str(error))
         if offer.hello.peer_id == live.hello().peer_id:
             return Refuse(RefuseCode.MALFORMED, "this is my own peer id: a key must not be used on two machines")
+        live.pace.hear(offer.hello.peer_id, offer.boundary, now_s=live.clock())  # also of those that are refused
         if self.state != "training":
             return Refuse(RefuseCode.NOT_TRAINING, f"I am {self.state}", NOT_TRAINING_RETRY_S)
         if live.round.wants_partner and live.trails():

@@ -120,12 +120,13 @@ async def fetch_from_swarm(
         if manifest:
             return manifest
         asked |= {donor.peer_id for donor in donors}
-        donors = [
-            donor
-            for donor in directory.live()
-            if donor.can_be_called and donor.peer_id not in asked and donor.state in GIVING
-        ]
+        donors = [donor for donor in directory.live() if donor.peer_id not in asked and can_give(donor)]
     return None
+
+
+def can_give(peer: Candidate) -> bool:
+    """May have a state to give, and can be asked for it."""
+    return peer.can_be_called and peer.state in GIVING
 
 
 class _Fetching:

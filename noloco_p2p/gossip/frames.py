@@ -116,6 +116,7 @@ class Boundary:
     seconds_per_round: float | None
     progress: float  # fraction of the run's schedule at the opening of the round
     inner_steps: int = 0  # length of this round; both sides' make the strengths of the swap (0 = not told)
+    shortest_round_s: float | None = None  # that the peer can keep up with; None = not measured, or of fixed length
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,6 @@ class Running:
             moved_bytes=self.swap.bytes_moved if self.early_s is None else early_bytes,
             elapsed_s=(now_s if self.early_s is None else self.early_s) - self.began_s,
             late_s=None if self.late_s is None else self.transfer_s(now_s),
-            partner_round_s=self.partner.seconds_per_round,
             is_whole=self.early_s is not None,
         )
 

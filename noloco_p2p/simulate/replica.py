@@ -61,6 +61,7 @@ class Replica:
         self.cut_share = 0.0  # sum over swaps, of `Clipped`
         self.refused = self.clipped = 0  # rounds in which a gate refused or shortened what a partner sent
         self.curve: list[Point] = []
+        self.rounds_s: list[float] = []  # virtual, waiting included
         self._material = material
         self._spec = material.spec
         self._batches = material.batches(peer_id)
@@ -116,11 +117,13 @@ class Replica:
     # one round
 
     async def _round(self) -> None:
+        began_s = self._now_s()
         is_absent = self._absences.random() < self._absent
         if is_absent:
             self._network.vanish(self.peer_id)
-        inner_steps = self._length.next(self._pace.seconds_per_step)
-        self._pace.open_round(self._now_s(), inner_steps=inner_steps)
+        step_s = self._pace.seconds_per_step
+        inner_steps = self._length.next(step_s, others_s=self._pace.others_s(self._now_s()))
+        self._pace.open_round(self._now_s(), inner_steps=inner_steps, shortest_round_s=self._length.told_s(step_s))
         if not is_absent:
             self._network.add(self.peer_id, self._service, wrap=self._wrap)
             await self._open()
@@ -132,6 +135,7 @@ class Replica:
             Alone("this replica cannot be reached") if is_absent else await self._boundary(self._spec.outer.max_wait_s)
         )
         self._apply(outcome, inner_steps=inner_steps)
+        self.rounds_s.append(self._now_s() - began_s)
         self._note_point()
 
     async def _inner_step(self) -> None:

@@ -55,6 +55,7 @@ class Result:
     broken_chunks: int
     virtual_s: float
     curve: tuple[Point, ...]
+    rounds_s: tuple[float, ...] = ()  # virtual seconds of a round, for each replica the median of its second half
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from statistics import median
 from typing import Any
 
 from noloco_p2p.codec import num_chunks
@@ -32,6 +33,11 @@ def simulate_swarm(material: Material, plan: Plan, *, on_made: Callable[[list[Re
 def peer_name(replica: int) -> str:
     """It orders the data of the replica, too."""
     return f"replica-{replica}"
+
+
+def _late_median(values: Sequence[float]) -> float:
+    """Of the second half, when lengths have settled; 0 where there is none."""
+    return median(values[len(values) // 2 :]) if values else 0.0
 
 
 class _Swarm:
@@ -152,4 +158,5 @@ class _Swarm:
             broken_chunks=sum(each.broken_chunks for each in traffic),
             virtual_s=asyncio.get_running_loop().time(),
             curve=tuple(point for replica in everybody for point in replica.curve),
+            rounds_s=tuple(_late_median(replica.rounds_s) for replica in everybody),
         )

@@ -123,6 +123,8 @@ class Churn:
         with self._stack:
             self._begin(0, write_spec(self._spec, self._folder))
             until(lambda: self._training() or None, timeout_s=2 * START_S, what="the first peer to train")
+            for number in range(1, self._plan.min_living):
+                self._begin(number, self._lives[0].process.ticket)
             until_s = time.monotonic() + self._plan.seconds
             event_s = time.monotonic()
             while time.monotonic() < until_s:

@@ -16,7 +16,7 @@ from noloco_p2p.spec import CodecSpec
 
 EVEN = Agreement(50.0)
 FP32 = CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32")
-NO_LINK = LinkMeasure(swap_s=1.0, late_s=0.0, partner_round_s=None, is_whole=True)
+NO_LINK = LinkMeasure(swap_s=1.0, late_s=0.0, is_whole=True)
 
 
 def received(

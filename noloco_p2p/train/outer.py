@@ -248,7 +248,8 @@ class NoLoCo:
         self._catch_up()
         self._is_open = True
         if not self._steps:  # a round that was begun before a restart keeps its length
-            self._length.next(self._exchange.pace.seconds_per_step)
+            pace = self._exchange.pace
+            self._length.next(pace.seconds_per_step, others_s=pace.others_s(time.monotonic()))
         self._peer.metrics.inner_steps = self.inner_steps
         if self._checkpoints and self.round % self._save_every_rounds == 0:
             try:
@@ -259,6 +260,7 @@ class NoLoCo:
             self.round,
             steps_done=self._steps,
             inner_steps=self.inner_steps,
+            shortest_round_s=self._length.told_s(self._exchange.pace.seconds_per_step),
             progress=self.progress,
             slow_weights=self._state.slow_weights,
             outer_momentum=self._state.outer_momentum,

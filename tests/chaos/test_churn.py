@@ -21,8 +21,7 @@ def test_whoever_lives_goes_on_swapping_while_others_come_go_and_die(tmp_path: P
     spec = small_spec("churn", outer__max_wait_s=MAX_WAIT_S, outer__inner_steps=40)
     report = Churn(spec, PLAN, tmp_path).run()
     assert report.living >= PLAN.min_living
-    assert report.kills >= 2
-    assert report.leaves > report.living
+    assert report.kills + report.leaves > report.living, "somebody went before the end"
     assert len(report.longest_alone) < 5, f"a swap in any 5 rounds: {report}"
     assert report.longest_blocked_s <= MAX_WAIT_S + NETWORK_ANSWER_S
     assert report.longest_exit_s < LEAVE_S

@@ -123,18 +123,20 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[str] = ..., run_name: _Optional[str] = ..., spec_digest: _Optional[str] = ..., peer_id: _Optional[str] = ..., layout: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Boundary(_message.Message):
-    __slots__ = ("round", "seconds_to_boundary", "seconds_per_round", "progress", "inner_steps")
+    __slots__ = ("round", "seconds_to_boundary", "seconds_per_round", "progress", "inner_steps", "shortest_round_s")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     SECONDS_TO_BOUNDARY_FIELD_NUMBER: _ClassVar[int]
     SECONDS_PER_ROUND_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    SHORTEST_ROUND_S_FIELD_NUMBER: _ClassVar[int]
     round: int
     seconds_to_boundary: float
     seconds_per_round: float
     progress: float
     inner_steps: int
-    def __init__(self, round: _Optional[int] = ..., seconds_to_boundary: _Optional[float] = ..., seconds_per_round: _Optional[float] = ..., progress: _Optional[float] = ..., inner_steps: _Optional[int] = ...) -> None: ...
+    shortest_round_s: float
+    def __init__(self, round: _Optional[int] = ..., seconds_to_boundary: _Optional[float] = ..., seconds_per_round: _Optional[float] = ..., progress: _Optional[float] = ..., inner_steps: _Optional[int] = ..., shortest_round_s: _Optional[float] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("hello", "swap_id", "boundary")
