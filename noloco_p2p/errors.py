@@ -15,6 +15,7 @@ NolocoError
  +-- CheckpointError      a checkpoint cannot be written or read
  +-- ModelError           the model named by the spec cannot be built or loaded
  +-- DataError            the data named by the spec is missing or unusable
+ +-- RankError            another process of this peer, one a GPU, is gone
 
 Each message says what happened, with whom, and what to do next.
 """
@@ -105,3 +106,7 @@ class ModelError(NolocoError):
 
 class DataError(NolocoError):
     """The data named by the spec is missing or unusable."""
+
+
+class RankError(NolocoError):
+    """Another process of this peer, of those that share its model, has ended or hangs."""

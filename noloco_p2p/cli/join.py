@@ -36,6 +36,19 @@ def join(
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda:N.", show_default="auto")] = None,
     threads: Annotated[int | None, typer.Option(help="Torch threads.", show_default="torch decides")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Leave after so many inner steps.", show_default=False)] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs that share the model of this peer.", show_default="1")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="auto, bf16 or fp32, of forward and backward.", show_default="auto")
+    ] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Sequences at a time.", show_default="as many as fit")] = None,
+    compile: Annotated[bool | None, typer.Option("--compile", help="Compile the model (torch.compile).")] = None,
+    activation_checkpointing: Annotated[
+        bool | None, typer.Option("--activation-checkpointing", help="Less memory for a third more computing.")
+    ] = None,
+    offload_optimizer: Annotated[
+        bool | None, typer.Option("--offload-optimizer", help="Moments in main memory, for small cards.")
+    ] = None,
+    keep_checkpoints: Annotated[int | None, typer.Option(help="Checkpoints kept.", show_default="2")] = None,
     save_every_rounds: Annotated[
         int | None, typer.Option(help="Rounds between checkpoints.", show_default="10")
     ] = None,
@@ -61,7 +74,14 @@ def join(
             "device": device,
             "threads": threads,
             "max_steps": max_steps,
+            "gpus": gpus,
+            "precision": precision,
+            "micro_batch": micro_batch,
+            "compile": compile,
+            "activation_checkpointing": activation_checkpointing,
+            "offload_optimizer": offload_optimizer,
             "save_every_rounds": save_every_rounds,
+            "keep_checkpoints": keep_checkpoints,
             "max_upload": max_upload,
             "max_download": max_download,
             "state_dir": state_dir,

@@ -9,14 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
 from torch import Tensor
 
 from noloco_p2p.gossip.frames import Part
 from noloco_p2p.gossip.sections import part_bytes, section_plans
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.console import count, mib
+from noloco_p2p.train.memory import free_memory
 
 TRAINING_BYTES = 16  # a parameter: fp32 weights, gradients and the two moments of AdamW
 OUTER_BYTES = 8  # a parameter: slow weights and outer momentum, fp32, on the CPU
@@ -78,30 +77,17 @@ def estimate(spec: RunSpec, *, num_parameters: int, step_s: float, folder: Path)
         hour_bytes=int(round_bytes * rounds_per_hour),
         has_fixed_rounds=not spec.outer.is_auto,
         step_s=step_s,
-        memory_free_bytes=_free_memory(),
+        memory_free_bytes=free_memory(),
         disk_free_bytes=shutil.disk_usage(folder).free,
     )
 
 
-def probe_step_s(compute: Callable[[Tensor], Tensor], batch: Tensor) -> float:
-    """Seconds of forward and backward of one batch, scaled up from a few sequences; the caller zeroes gradients."""
+def probe_step_s(backward: Callable[[Tensor], Tensor], batch: Tensor) -> float:
+    """Seconds of forward and backward of one batch, scaled up from a few sequences; `backward` gives their loss."""
     sample = batch[: max(1, PROBE_TOKENS // batch.shape[1])]
     durations_s = []
     for _ in range(1 + PROBE_STEPS):  # the first one warms up
         began_s = time.monotonic()
-        compute(sample).backward()
-        if batch.is_cuda:
-            torch.cuda.synchronize()
+        float(backward(sample))  # waits for an accelerator
         durations_s.append(time.monotonic() - began_s)
     return min(durations_s[1:]) * batch.shape[0] / sample.shape[0]
-
-
-def _free_memory() -> int:
-    """Free memory of the machine, or of the container where that is less."""
-    free = psutil.virtual_memory().available
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - used))

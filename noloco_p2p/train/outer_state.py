@@ -15,6 +15,7 @@ from noloco_p2p.gossip.sections import SectionPair
 from noloco_p2p.optim.noloco import outer_step
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.train.flat import FlatParameters
+from noloco_p2p.train.staging import Staging, pin
 
 SLOW_WEIGHTS, OUTER_MOMENTUM = "slow_weights", "outer_momentum"
 
@@ -26,8 +27,8 @@ class OuterState:
     steps go chunk by chunk: there is never a second vector of the model's size.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = FlatParameters(model)
+    def __init__(self, model: nn.Module | FlatParameters) -> None:
+        self.parameters = model if isinstance(model, FlatParameters) else FlatParameters(model)
         self.layout = self.parameters.layout()
         self.num_elements = self.parameters.num_elements
         self.slow_weights = torch.empty(self.num_elements)
@@ -35,6 +36,10 @@ class OuterState:
         self._bounds = chunk_bounds(self.num_elements)
         for start, stop in self._bounds:
             self.slow_weights[start:stop] = self.parameters.read(start, stop)
+        self.parameters.flush()
+        self._staging = Staging(self.parameters.device)
+        for vector in (self.slow_weights, self.outer_momentum):
+            pin(vector, self.parameters.device)
 
     def tensors(self) -> dict[str, Tensor]:
         """What a newcomer takes (`take`): the vectors themselves, not copies."""
@@ -54,34 +59,40 @@ class OuterState:
             own.copy_(tensors[name])
         for start, stop in self._bounds:
             self.parameters.write(start, self.slow_weights[start:stop])
+        self.parameters.flush()
 
     def outer_gradient(self) -> Iterator[Tensor]:
         """fast - slow, chunk by chunk, where the model lies; each in the memory of the one before."""
         gradient = torch.empty(CHUNK_ELEMENTS, device=self.parameters.device)
         for start, stop in self._bounds:
             yield self.parameters.minus(start, self.slow_weights[start:stop], out=gradient)
+        self.parameters.flush()
 
     @torch.no_grad()
     def step(self, received: Received | None, *, alpha: float, beta: float, gamma: float) -> None:
         """The outer step; None = alone. The model's weights become the new slow weights.
 
-        Own exact vectors plus half-differences, so that coding errors cannot move a pair's mean.
+        Own exact vectors plus half-differences, so that coding errors cannot move a pair's mean. On an accelerator the
+        next chunk comes and the last one goes back while the CPU works on this one.
         """
         sections = received.sections if received else {}
         gradients = sections.get(SectionName.OUTER_GRADIENT)
         momenta = sections.get(SectionName.OUTER_MOMENTUM)
         weights = sections.get(SectionName.SLOW_WEIGHTS)
-        scratch, difference = Scratch(), torch.empty(CHUNK_ELEMENTS, device=self.parameters.device)
-        for index, (start, stop) in enumerate(self._bounds):
+        scratch = Scratch()
+        self._staging.begin()
+        gradients_here = self._staging.chunks(self._gradient, [stop - start for start, stop in self._bounds])
+        for index, ((start, stop), gradient) in enumerate(zip(self._bounds, gradients_here, strict=True)):
             slow, momentum = self.slow_weights[start:stop], self.outer_momentum[start:stop]
-            gradient = self.parameters.minus(start, slow, out=difference).cpu()
             if gradients:
                 gradient.add_(gradients.half_difference(index, scratch=scratch))
             if momenta:
                 momentum.add_(momenta.half_difference(index, scratch=scratch))
             offset = weights.half_difference(index, scratch=scratch) if weights else None
             outer_step(slow, momentum, gradient, offset, alpha=alpha, beta=beta, gamma=gamma)
-            self.parameters.write(start, slow)
+            with self._staging.going_up():
+                self.parameters.write(start, slow)
+        self.parameters.flush()
 
     @torch.no_grad()
     def correct(self, correction: Correction, *, beta: float) -> None:
@@ -90,6 +101,11 @@ class OuterState:
             for vector in (self.slow_weights, self.outer_momentum):
                 vector[start : start + len(late)].add_(late)
             self.parameters.add(start, late)
+        self.parameters.flush()
+
+    def _gradient(self, index: int, memory: Tensor) -> Tensor:
+        start, stop = self._bounds[index]
+        return self.parameters.minus(start, self.slow_weights[start:stop], out=memory)
 
 
 def late_steps(gradient: SectionPair, *, beta: float) -> Iterator[tuple[int, Tensor]]:
