@@ -5,17 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from noloco_p2p.cli import entry
+from noloco_p2p.cli import gpus as gpus_of_peer
 from noloco_p2p.cli.options import Announce, Bootstrap, Data, Listen, MaxDownload, MaxUpload, StateDir
+from noloco_p2p.errors import RankError
 
 if TYPE_CHECKING:
     from types import FrameType
 
+    from noloco_p2p.cli.gpus import Place
     from noloco_p2p.peer import Peer
     from noloco_p2p.settings import PeerSettings
     from noloco_p2p.spec import RunSpec
@@ -90,9 +95,14 @@ def join(
             "metrics": metrics,
         }
     )
+    place = gpus_of_peer.place()
+    if place and place.rank:
+        return _follow(place, settings)
     run = _ticket_in(run) if run.startswith("@") else run
     ticket = _check(run, settings.state_dir)
     entry.check_writable(ticket_file, flag="--ticket-file")
+    if settings.gpus > 1 and place is None:
+        raise typer.Exit(gpus_of_peer.launch(sys.argv[1:], settings.gpus))
     # Until it trains there is nothing to keep: SIGTERM then ends the program as Ctrl-C does, in order and at once.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _say("starting (loading torch and hivemind takes some seconds)")
@@ -101,18 +111,24 @@ def join(
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.ticket import Ticket
-    from noloco_p2p.train.loop import Trainer, choose_device
+    from noloco_p2p.train.compute import choose_device
+    from noloco_p2p.train.loop import Trainer
+    from noloco_p2p.train.ranks import Ranks, told
 
-    choose_device(settings.device)
+    here = choose_device(settings.device, place.gpu if place else None)
     if ticket:
         _say(f"looking for live peers of the run {ticket.run_name}")
-    with Peer.join(run, settings, progress=Progress(drawing(_say))) as peer:
+    with (
+        told(),
+        Ranks(place.rank, place.num_ranks, here) if place else nullcontext() as ranks,
+        Peer.join(run, settings, progress=Progress(drawing(_say))) as peer,
+    ):
         _say(f"peer {peer.peer_id} of run {peer.spec.name} ({peer.spec.digest()[:16]}), announces {peer.address}")
         if peer.metrics_address:
             _say(f"metrics at http://{peer.metrics_address}/metrics")
         for warning in [*peer.spec.outer.warnings(), *unused_data(peer.spec, settings)]:
             log.warning(warning)
-        trainer = Trainer(peer, say=_say)
+        trainer = Trainer(peer, say=_say, ranks=ranks)
         needs = trainer.needs()
         for line in needs.lines():
             _say(line)
@@ -127,12 +143,30 @@ def join(
         entry.write(ticket_file, peer.ticket, flag="--ticket-file")
         _leave_on_signals(peer)
         checkpoint = trainer.train()
+        if ranks:
+            ranks.stop()
         if trainer.finished and not peer.leave_requested.is_set():
             peer.announce("done")
             _say("the run is done; this peer serves its state to late joiners until Ctrl-C or `noloco leave`")
             peer.leave_requested.wait()
         _say("leaving")
     _say("left; the same command resumes" if checkpoint else "left without a last checkpoint, for the error above")
+
+
+def _follow(place: Place, settings: PeerSettings) -> None:
+    """All processes of a peer but rank 0. Signals are for rank 0; without it there is nothing to do."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    from noloco_p2p.train.compute import choose_device
+    from noloco_p2p.train.follower import follow
+    from noloco_p2p.train.ranks import Ranks, told
+
+    try:
+        with told(), Ranks(place.rank, place.num_ranks, choose_device(settings.device, place.gpu)) as ranks:
+            follow(ranks, settings)
+    except RankError as error:
+        log.info("rank %d: %s", place.rank, error)
+        raise typer.Exit(gpus_of_peer.FAILED) from None
 
 
 def _ticket_in(at_file: str) -> str:

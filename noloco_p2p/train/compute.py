@@ -15,6 +15,25 @@ from noloco_p2p.errors import SettingsError
 from noloco_p2p.settings import PeerSettings
 
 
+def choose_device(name: str, gpu: int | None = None) -> torch.device:
+    """auto | cpu | cuda:N -> device; `gpu`: the one of this process, of several that share a model.
+
+    Raises SettingsError when there is no such accelerator.
+    """
+    if name == "auto" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    if name != "cpu" and gpu is not None:
+        if name not in ("auto", "cuda"):
+            raise SettingsError(f"--device {name} is one GPU; with several processes give auto or cpu")
+        name = f"cuda:{gpu}"
+    device = torch.device("cuda" if name == "auto" else name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise SettingsError(
+            f"--device {name}: torch finds {torch.cuda.device_count()} CUDA devices here; use --device cpu or auto"
+        )
+    return device
+
+
 @dataclass(frozen=True, slots=True)
 class Compute:
     """Machine settings of the inner step; the defaults are the plain step.

@@ -100,7 +100,9 @@ class LeadingStep(InnerStep):
 
 
 def follow(ranks: Ranks, settings: PeerSettings) -> None:
-    """The life of every rank but the first: does what it is told until it is told to stop. Raises RankError."""
+    """The life of every rank but the first: does what it is told until it is told to stop."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
     inner: InnerStep | None = None
     while (order := ranks.receive()).verb is not Verb.STOP:
         if order.verb is Verb.BUILD:

@@ -13,13 +13,13 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
+from noloco_p2p.errors import CheckpointError, ModelError
 from noloco_p2p.peer import Peer
 from noloco_p2p.telemetry.console import loss as show_loss
 from noloco_p2p.telemetry.console import round_line
 from noloco_p2p.telemetry.events import EventLog
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
-from noloco_p2p.train.compute import Compute, switch_on
+from noloco_p2p.train.compute import Compute, choose_device, switch_on
 from noloco_p2p.train.data import TokenStream, validation_batches
 from noloco_p2p.train.evaluate import evaluate_loss, perplexity
 from noloco_p2p.train.flat import FlatParameters
@@ -77,6 +77,7 @@ class Trainer:
         self.events = EventLog(peer.run_folder / "events.jsonl")
         peer.tell_long_swaps(lambda swap: self.events.write("swap", **asdict(swap)))
         self.checkpoints = Checkpoints(peer.run_folder / "checkpoints", keep=settings.keep_checkpoints)
+        self._losses: list[Tensor] = []
         newest = self.checkpoints.newest()
         has_start = newest is None and load_start(self.model, spec.model.start, state_dir=settings.state_dir)
         self.inner_step, parameters = self._place_model(ranks)
@@ -88,7 +89,6 @@ class Trainer:
                 f"the run {spec.name} starts from the state {spec.model.start}, which is not on this machine, and no "
                 "live peer gave its state; join with a ticket of a live peer, or make it again with `noloco fork`"
             )
-        self._losses: list[Tensor] = []
         self._round_began_s = time.monotonic()
 
     def _place_model(self, ranks: Ranks | None) -> tuple[InnerStep, FlatParameters]:
@@ -112,8 +112,9 @@ class Trainer:
         batch_size, batch = self.spec.train.batch_size, self.validation[0]
         whole = batch.repeat(-(-batch_size // len(batch)), 1)[:batch_size]
         at_once = self.inner_step.fit(whole)
-        if at_once < batch_size:
-            self.say(f"{at_once} of the {batch_size} sequences of a step fit into memory at a time")
+        per_gpu = -(-batch_size // self.inner_step.compute.num_ranks)
+        if at_once < per_gpu:
+            self.say(f"micro-batches of {at_once}: a step has {per_gpu} sequences a GPU")
         step_s = probe_step_s(self.inner_step.backward, whole)
         self.inner_step.forget()
         num_parameters = sum(param.numel() for param in self.inner_step.trainable.values())
@@ -207,6 +208,7 @@ class Trainer:
             "peer_id": self.peer.peer_id,
             "data": self.batches.state_dict(),
             "metrics": self.peer.metrics.as_dict(),
+            "losses": [float(loss) for loss in self._losses],  # of the round so far
         }
         return {"optimizer": self.inner_step.state()}, meta
 
@@ -215,21 +217,10 @@ class Trainer:
         self.inner_step.restore(checkpoint.load("optimizer"))
         self.batches.load_state_dict(meta["data"])
         self.peer.restore_metrics(meta["metrics"])
+        self._losses += [torch.tensor(loss, device=self.device) for loss in meta.get("losses", [])]
         self.say(f"resumed from step {self.peer.metrics.step}, round {self.outer.round} ({checkpoint.path})")
 
 
 def step_seed(peer_id: str, step: int) -> int:
     """For what a model draws in a step (dropout): of its own for each peer and step, the same after a restart."""
     return int.from_bytes(blake3(f"{peer_id}/{step}".encode()).digest(length=SEED_BYTES), "little")
-
-
-def choose_device(name: str) -> torch.device:
-    """auto | cpu | cuda:N -> device. Raises SettingsError when there is no such accelerator."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise SettingsError(
-            f"--device {name}: torch finds {torch.cuda.device_count()} CUDA devices here; use --device cpu or auto"
-        )
-    return device

@@ -9,17 +9,23 @@ what they do together. Both are a RankError.
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, distributed
 
 from noloco_p2p.errors import RankError
+
+if TYPE_CHECKING:
+    from typing import Self
+
+log = logging.getLogger(__name__)
 
 WORK_TIMEOUT_S = 300.0  # for what all ranks do together: a micro-batch, the move of a window
 ORDER_TIMEOUT_S = 7 * 24 * 3600.0  # rank 0 may fetch a state for hours; that it died is noticed at once all the same
@@ -64,6 +70,7 @@ class Ranks:
             orders = distributed.new_group(backend="gloo", timeout=timedelta(seconds=ORDER_TIMEOUT_S))
         assert isinstance(orders, distributed.ProcessGroup)
         self._orders = orders
+        self._is_over = False
 
     def order(self, verb: Verb, *numbers: float, payload: Tensor | None = None) -> None:
         """For rank 0: what all do next."""
@@ -87,19 +94,23 @@ class Ranks:
             distributed.broadcast(payload, 0, group=self._orders)
         return Order(Verb(int(verb)), (numbers[0], numbers[1], numbers[2]), payload)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
     def stop(self) -> None:
-        """For rank 0: the others end. Safe when some are gone."""
+        """Rank 0 tells the others to end; all others just end. Safe to call twice, and when some are gone."""
+        if self._is_over:
+            return
+        self._is_over = True
         try:
-            self.order(Verb.STOP)
-        except RuntimeError:
-            return  # they have noticed
-        distributed.destroy_process_group()
-
-
-def from_environment() -> tuple[int, int, int] | None:
-    """(rank, number of ranks, GPU of this rank), where `torchrun` or `noloco join --gpus` started this process."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    return (int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_RANK", "0"))) if size > 1 else None
+            if self.rank == 0:
+                self.order(Verb.STOP)
+            distributed.destroy_process_group()
+        except RuntimeError as error:
+            log.debug("the ranks could not end in order: %s", error)
 
 
 def text_payload(text: bytes) -> Tensor:
