@@ -118,7 +118,15 @@ class Trainer:
         step_s = probe_step_s(self.inner_step.backward, whole)
         self.inner_step.forget()
         num_parameters = sum(param.numel() for param in self.inner_step.trainable.values())
-        return estimate(self.spec, num_parameters=num_parameters, step_s=step_s, folder=self.peer.settings.state_dir)
+        settings = self.peer.settings
+        return estimate(
+            self.spec,
+            num_parameters=num_parameters,
+            step_s=step_s,
+            folder=settings.state_dir,
+            compute=self.inner_step.compute,
+            keep_checkpoints=settings.keep_checkpoints,
+        )
 
     def train(self) -> Path | None:
         """Run until the schedule is done, `max_steps` are taken, or somebody asked to leave.
