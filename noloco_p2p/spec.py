@@ -127,12 +127,18 @@ class OuterSpec(Section):
     beta: PositiveFloat = 0.7
     gamma: PositiveFloat = 0.7
     swap_momentum: bool = True
+    weigh_tokens: bool = False  # the mean of two outer gradients counts each by the tokens behind it; paper: false
     max_wait_s: NonNegative = 60.0
 
     @property
     def is_auto(self) -> bool:
         """Round lengths, and alpha, beta and gamma with them, are chosen while training (`optim/mixing.py`)."""
         return self.inner_steps == "auto"
+
+    @property
+    def sends_momentum(self) -> bool:
+        """Outer momentum is a section of every swap. With alpha 0 it is made anew each round: nothing to send."""
+        return self.swap_momentum and (self.is_auto or self.alpha > 0)
 
     @property
     def first_inner_steps(self) -> int:

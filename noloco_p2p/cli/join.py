@@ -15,7 +15,7 @@ import typer
 from noloco_p2p.cli import entry
 from noloco_p2p.cli import gpus as gpus_of_peer
 from noloco_p2p.cli.options import Announce, Bootstrap, Data, Listen, MaxDownload, MaxUpload, StateDir
-from noloco_p2p.errors import RankError
+from noloco_p2p.errors import Left, RankError
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -106,6 +106,19 @@ def join(
     # Until it trains there is nothing to keep: SIGTERM then ends the program as Ctrl-C does, in order and at once.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _say("starting (loading torch and hivemind takes some seconds)")
+    from noloco_p2p.train.compute import choose_device
+
+    choose_device(settings.device, place.gpu if place else None)
+    if ticket:
+        _say(f"looking for live peers of the run {ticket.run_name}")
+    try:
+        _train(run, settings, ticket_file, place)
+    except Left:
+        _say("left before it began to train; the same command goes on with what was fetched")
+
+
+def _train(run: str, settings: PeerSettings, ticket_file: Path | None, place: Place | None) -> None:
+    """Raises Left when somebody asks the peer to leave while it enters."""
     from noloco_p2p.peer import Peer
     from noloco_p2p.swarm.addresses import any_public
     from noloco_p2p.telemetry.bars import drawing
@@ -116,8 +129,6 @@ def join(
     from noloco_p2p.train.ranks import Ranks, told
 
     here = choose_device(settings.device, place.gpu if place else None)
-    if ticket:
-        _say(f"looking for live peers of the run {ticket.run_name}")
     with (
         told(),
         Ranks(place.rank, place.num_ranks, here) if place else nullcontext() as ranks,
@@ -149,6 +160,8 @@ def join(
             peer.announce("done")
             _say("the run is done; this peer serves its state to late joiners until Ctrl-C or `noloco leave`")
             peer.leave_requested.wait()
+        if peer.fault:
+            raise peer.fault
         _say("leaving")
     _say("left; the same command resumes" if checkpoint else "left without a last checkpoint, for the error above")
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from noloco_p2p.codec import section_bytes
 from noloco_p2p.gossip.frames import SectionName
+from noloco_p2p.gossip.live_round import Opening
 from noloco_p2p.gossip.outcome import Alone, Correction, Outcome
 from noloco_p2p.gossip.pace import Pace
-from noloco_p2p.gossip.runner import Opening, RoundRunner
+from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.sections import SectionPlan, section_plans
 from noloco_p2p.spec import RunSpec
 
@@ -58,11 +59,12 @@ class Exchange:
         """
         outer = self._spec.outer
         self._plans = section_plans(
-            self._spec.codec, swap_momentum=outer.swap_momentum, num_elements=slow_weights.numel()
+            self._spec.codec, swap_momentum=outer.sends_momentum, num_elements=slow_weights.numel()
         )
         early_state = {SectionName.SLOW_WEIGHTS: slow_weights, SectionName.OUTER_MOMENTUM: outer_momentum}
         self.pace.open_round(time.monotonic(), steps_done=steps_done, inner_steps=inner_steps)
-        self._ask(self._runner.open(Opening(round_index, progress, early_state), self._plans), None)
+        opening = Opening(round_index, progress, self._spec.train.total_steps, early_state)
+        self._ask(self._runner.open(opening, self._plans), None)
 
     def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
         """At the boundary: code the outer gradient chunk by chunk where it lies, and hand it over.
@@ -86,6 +88,10 @@ class Exchange:
         silent = Alone("the network thread does not answer")
         return self._ask(self._runner.collect(wait_s), silent, wait_s=wait_s)
 
+    def withdraw(self) -> Outcome:
+        """End the round before its boundary, as `collect` does at it; what is not committed by now never will be."""
+        return self._ask(self._runner.withdraw(), Alone("the network thread does not answer"))
+
     def late(self, round_index: int) -> Correction | None:
         """A late part of a round before `round_index` that arrived after its boundary; costs nothing to ask.
 
@@ -96,6 +102,10 @@ class Exchange:
     def corrected(self) -> None:
         """The correction that `late` gave is in the vectors: they may be sent again."""
         self._tell(self._runner.corrected)
+
+    def forget(self) -> None:
+        """Between rounds: the vectors were replaced. What still comes for those before is not applied any more."""
+        self._ask(self._runner.forget(), None)
 
     def _tell(self, function: Callable[[*As], None], *arguments: *As) -> None:
         """Call on the network thread, without waiting for it."""

@@ -66,6 +66,8 @@ class PeerRecord:
     blocked_s: float = 0.0
     sketch: str = ""  # of the slow weights at the opening of a round, `codec.sketch`
     norm: float | None = None  # Euclidean, of the same slow weights
+    session_key: str = ""  # by which its gRPC server is known, base64; a new one at every start
+    started_at_ms: int = 0  # Unix, by its own clock: tells two starts of one key apart
 
 
 KEYS = {
@@ -89,6 +91,8 @@ KEYS = {
     "lonely": "why",
     "validation_loss": "val",
     "blocked_s": "wait",
+    "session_key": "key",
+    "started_at_ms": "up",
 }
 
 

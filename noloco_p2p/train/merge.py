@@ -12,10 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from noloco_p2p.errors import CheckpointError, Unreachable
-from noloco_p2p.gossip.fetch import fetch_spec, fetch_state, state_file_bytes
+from noloco_p2p.gossip.donor import state_file_bytes
+from noloco_p2p.gossip.fetch import fetch_spec, fetch_state
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.session import Session
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.reader import find_somebody, reader
 from noloco_p2p.telemetry.progress import Progress
@@ -74,9 +76,10 @@ async def from_swarm(ticket: Ticket, *, sample: int | None, progress: Progress |
     async with reader(ticket) as directory:
         with progress.task("looking for live peers"):
             await find_somebody(ticket, directory)
+        session = Session(directory.identity)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
-        transport = GrpcTransport(lambda: hello)
-        peers = list(directory.live())
+        transport = GrpcTransport(lambda: hello, session=session)
+        peers = [peer for peer in directory.live() if peer.can_be_called]
         spec = await fetch_spec(transport, peers, expected_digest=ticket.spec_digest)
         model = build_model(spec.model, sequence_length=spec.data.sequence_length)
         random.shuffle(peers)

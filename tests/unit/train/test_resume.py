@@ -32,7 +32,7 @@ class TrainingPeer(MemoryPeer):
     def begin(self, settings: PeerSettings) -> Peer:
         self.settings = settings
         self.progress = Progress()
-        self.leave_requested = threading.Event()
+        self.leave_requested, self.pause_requested = threading.Event(), threading.Event()
         self.run_folder.mkdir(parents=True, exist_ok=True)
         return cast("Peer", self)
 
