@@ -16,6 +16,7 @@ NolocoError
  +-- CheckpointError      a checkpoint cannot be written or read
  +-- ModelError           the model named by the spec cannot be built or loaded
  +-- DataError            the data named by the spec is missing or unusable
+ +-- RankError            another process of this peer, one a GPU, is gone
  +-- Left                 no fault: this peer was asked to leave before it began to train
 
 Each message says what happened, with whom, and what to do next.
@@ -111,6 +112,10 @@ class ModelError(NolocoError):
 
 class DataError(NolocoError):
     """The data named by the spec is missing or unusable."""
+
+
+class RankError(NolocoError):
+    """Another process of this peer, of those that share its model, has ended or hangs."""
 
 
 class Left(NolocoError):

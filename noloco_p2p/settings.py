@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
@@ -47,7 +47,14 @@ class PeerSettings(BaseModel):
     threads: Annotated[int, Field(ge=0)] = 0  # torch threads; 0 = torch decides
     max_steps: Annotated[int, Field(gt=0)] | None = None
     data: dict[str, str] = {}
+    gpus: Annotated[int, Field(gt=0)] = 1  # processes that share the model of this peer, one a GPU
+    precision: Literal["auto", "bf16", "fp32"] = "auto"  # of forward and backward; auto: bf16 on an accelerator
+    micro_batch: Annotated[int, Field(ge=0)] = 0  # sequences at a time; 0 = as many as fit
+    compile: bool = False
+    activation_checkpointing: bool = False
+    offload_optimizer: bool = False  # moments in main memory
     save_every_rounds: Annotated[int, Field(gt=0)] = 10
+    keep_checkpoints: Annotated[int, Field(gt=0)] = 2
     max_upload: str = ""  # "" = as fast as the link is
     max_download: str = ""
     run_key: Path | None = None  # of a private run: this peer invites itself and others

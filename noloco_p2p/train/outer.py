@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -30,8 +29,10 @@ from noloco_p2p.optim.mixing import gradient_weight, late_beta, strengths
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.gating import Verdict
 from noloco_p2p.train.outer_state import OuterState, admitted, progress_after, refused
+from noloco_p2p.train.saver import Saver
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class NoLoCo:
     end_at: progress at which no other round is opened, as nobody will train it.
     loss_check: None = off.
     resume: a checkpoint that `save` wrote; the model and the place in the round are then as they were.
+    parameters: how to read and write the model's parameters, when it is not whole on one device.
 
     Slow weights and outer momentum (`OuterState`) are fp32 on the CPU: 8 bytes a parameter.
     """
@@ -118,16 +120,18 @@ class NoLoCo:
         resume: Checkpoint | None = None,
         end_at: float = math.inf,
         loss_check: LossCheck | None = None,
+        parameters: FlatParameters | None = None,
     ) -> None:
         self.spec = peer.spec
         self.progress = 0.0  # fraction of the run's schedule; the learning rate follows it
         self.round = 0
         self._peer = peer
         self._exchange = peer.exchange
-        self._state = OuterState(model)
+        self._state = OuterState(parameters or model)
         self._steps = 0
         self._length = RoundLength(self.spec.outer)
         self._save_every_rounds = save_every_rounds
+        self._saver = Saver()
         self._checkpoints = Checkpoints(peer.run_folder / "served", keep=1) if save_every_rounds else None
         self.entered = False  # took the state of a live peer
         self._end_at = end_at
@@ -179,19 +183,50 @@ class NoLoCo:
         Between two rounds the model equals its slow weights; within a round it is written too. Raises CheckpointError;
         the last good checkpoint is then intact and still served.
         """
-        state = {
+        self._saver.wait()  # there is one writer
+        files, meta = self._content(files, meta)
+        folder = checkpoints.save(self.round, files=files, meta=meta)
+        self._serve(folder, meta["outer"])
+        return folder
+
+    def save_in_background(
+        self,
+        checkpoints: Checkpoints,
+        *,
+        content: Callable[[], tuple[dict[str, dict[str, Tensor]], dict[str, Any]]] = lambda: ({}, {}),
+        done: Callable[[Path], None] = lambda folder: None,
+    ) -> bool:
+        """As `save`, of the state of now, while training goes on; False when the last one is not written yet.
+
+        `content()` gives files and meta; it is not called then. `done` gets the folder, on the thread that wrote it. A
+        failure is logged.
+        """
+        state = self._place()
+
+        def written(folder: Path) -> None:
+            self._serve(folder, state)
+            done(folder)
+
+        return self._saver.begin(checkpoints, self.round, content=lambda: self._content(*content()), done=written)
+
+    def _place(self) -> dict[str, Any]:
+        """Where this peer stands, as JSON values."""
+        return {
             "round": self.round,
             "progress": self.progress,
             "steps": self._steps,
             "inner_steps": self.inner_steps,
             "layout": self._state.layout,
         }
+
+    def _content(
+        self, files: dict[str, dict[str, Tensor]], meta: dict[str, Any]
+    ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """What a checkpoint holds: the outer state beside what the caller gives."""
         tensors = {STATE_FILE: self._state.tensors()}
         if self._steps:
-            tensors[FAST_FILE] = {name: param.detach() for name, param in self._state.parameters.named}
-        folder = checkpoints.save(self.round, files={**tensors, **files}, meta={**meta, "outer": state})
-        self._serve(folder / f"{STATE_FILE}.safetensors")
-        return folder
+            tensors[FAST_FILE] = self._state.parameters.named_values()
+        return {**tensors, **files}, {**meta, "outer": self._place()}
 
     # entering
 
@@ -238,11 +273,8 @@ class NoLoCo:
         if "inner_steps" in state:  # older ones are of runs with a fixed length
             self._length.resume(state["inner_steps"])
         if self._steps:
-            fast = checkpoint.load(FAST_FILE)
-            with torch.no_grad():
-                for name, param in self._state.parameters.named:
-                    param.copy_(fast[name])
-        self._serve(checkpoint.file(STATE_FILE))
+            self._state.parameters.take(checkpoint.load(FAST_FILE))
+        self._serve(checkpoint.path, state)
 
     def _open(self) -> None:
         self._catch_up()
@@ -252,10 +284,7 @@ class NoLoCo:
             self._length.next(pace.seconds_per_step, others_s=pace.others_s(time.monotonic()))
         self._peer.metrics.inner_steps = self.inner_steps
         if self._checkpoints and self.round % self._save_every_rounds == 0:
-            try:
-                self.save(self._checkpoints, files={}, meta={})
-            except CheckpointError as error:
-                log.error("newcomers cannot fetch the newest state from here: %s", error)
+            self.save_in_background(self._checkpoints)
         self._exchange.open(
             self.round,
             steps_done=self._steps,
@@ -267,14 +296,15 @@ class NoLoCo:
         )
         self._peer.sketch(self._state.slow_weights)
 
-    def _serve(self, path: Path) -> None:
+    def _serve(self, folder: Path, state: dict[str, Any]) -> None:
+        """Newcomers get the checkpoint in `folder`, of which `state` tells the place in the run."""
         self._peer.serve_state(
             describe_state(
-                path,
+                folder / f"{STATE_FILE}.safetensors",
                 layout=self._state.layout,
                 num_elements=self._state.num_elements,
-                round_index=self.round,
-                progress=self.progress,
+                round_index=state["round"],
+                progress=state["progress"],
             )
         )
 

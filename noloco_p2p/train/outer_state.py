@@ -18,6 +18,7 @@ from noloco_p2p.optim.noloco import outer_step
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.gating import UNSCALED, Clipped, Gating, Verdict, scaled_half_difference
+from noloco_p2p.train.staging import Staging, pin
 
 SLOW_WEIGHTS, OUTER_MOMENTUM = "slow_weights", "outer_momentum"
 
@@ -29,8 +30,8 @@ class OuterState:
     steps go chunk by chunk: there is never a second vector of the model's size.
     """
 
-    def __init__(self, model: nn.Module, *, limits: GateLimits = LIMITS) -> None:
-        self.parameters = FlatParameters(model)
+    def __init__(self, model: nn.Module | FlatParameters, *, limits: GateLimits = LIMITS) -> None:
+        self.parameters = model if isinstance(model, FlatParameters) else FlatParameters(model)
         self.layout = self.parameters.layout()
         self.num_elements = self.parameters.num_elements
         self.slow_weights = torch.empty(self.num_elements)
@@ -39,6 +40,10 @@ class OuterState:
         self._gating = Gating([param.numel() for _, param in self.parameters.named], limits)
         for start, stop in self._bounds:
             self.slow_weights[start:stop] = self.parameters.read(start, stop)
+        self.parameters.flush()
+        self._staging = Staging(self.parameters.device)
+        for vector in (self.slow_weights, self.outer_momentum):
+            pin(vector, self.parameters.device)
 
     def tensors(self) -> dict[str, Tensor]:
         """What a newcomer takes (`take`): the vectors themselves, not copies."""
@@ -58,6 +63,7 @@ class OuterState:
             own.copy_(tensors[name])
         for start, stop in self._bounds:
             self.parameters.write(start, self.slow_weights[start:stop])
+        self.parameters.flush()
 
     def copy(self) -> tuple[Tensor, Tensor, Tensor]:
         """Slow weights, momentum and the model's weights as they are: 12 bytes a parameter."""
@@ -69,13 +75,16 @@ class OuterState:
         slow_weights, outer_momentum, fast_weights = copy
         self.slow_weights.copy_(slow_weights)
         self.outer_momentum.copy_(outer_momentum)
-        self.parameters.write(0, fast_weights)
+        for start, stop in self._bounds:
+            self.parameters.write(start, fast_weights[start:stop])
+        self.parameters.flush()
 
     def outer_gradient(self) -> Iterator[Tensor]:
         """fast - slow, chunk by chunk, where the model lies; each in the memory of the one before."""
         gradient = torch.empty(CHUNK_ELEMENTS, device=self.parameters.device)
         for start, stop in self._bounds:
             yield self.parameters.minus(start, self.slow_weights[start:stop], out=gradient)
+        self.parameters.flush()
 
     def judge(self, gradient: SectionPair | None, agreed: Agreement) -> Verdict:
         """Whether what a partner sent may be applied at all, and its outer gradient how scaled; changes nothing.
@@ -99,14 +108,15 @@ class OuterState:
 
         Own exact vectors plus half-differences, so that coding errors cannot move a pair's mean; `gradient_weight` is
         of that of the outer gradients, the others have the weight that the swap agreed on. scales: of the outer
-        gradients, from `judge`. Offsets are clipped on the way, and what was clipped is told.
+        gradients, from `judge`. Offsets are clipped on the way, and what was clipped is told. On an accelerator the
+        next chunk comes and the last one goes back while the CPU works on this one.
         """
         weight = received.agreed.weight if received else 1.0
         gated = self._gating.open_step(received, scales)
-        difference = torch.empty(CHUNK_ELEMENTS, device=self.parameters.device)
-        for index, (start, stop) in enumerate(self._bounds):
+        self._staging.begin()
+        gradients_here = self._staging.chunks(self._gradient, [stop - start for start, stop in self._bounds])
+        for index, ((start, stop), gradient) in enumerate(zip(self._bounds, gradients_here, strict=True)):
             slow, momentum = self.slow_weights[start:stop], self.outer_momentum[start:stop]
-            gradient = self.parameters.minus(start, slow, out=difference).cpu()
             gated.own_gradient(index, gradient)
             if (apart := gated.gradient(index)) is not None:
                 gradient.add_(apart, alpha=gradient_weight)
@@ -114,7 +124,9 @@ class OuterState:
                 momentum.add_(apart, alpha=weight)
             offset = gated.offset(SectionName.SLOW_WEIGHTS, index)
             outer_step(slow, momentum, gradient, offset, alpha=alpha, beta=beta, gamma=gamma * weight)
-            self.parameters.write(start, slow)
+            with self._staging.going_up():
+                self.parameters.write(start, slow)
+        self.parameters.flush()
         return gated.close()
 
     @torch.no_grad()
@@ -124,6 +136,11 @@ class OuterState:
             for vector in (self.slow_weights, self.outer_momentum):
                 vector[start : start + len(late)].add_(late)
             self.parameters.add(start, late)
+        self.parameters.flush()
+
+    def _gradient(self, index: int, memory: Tensor) -> Tensor:
+        start, stop = self._bounds[index]
+        return self.parameters.minus(start, self.slow_weights[start:stop], out=memory)
 
 
 def late_steps(
