@@ -103,8 +103,8 @@ class Dialer:
         """TLS does not tell why it failed."""
         if self._session is None:
             return ""
-        invited = ", or one of the two is not invited to this private run" if self._session.invitation else ""
-        return f", or another session key than its record names{invited}"
+        private = "one of the two is not invited to this private run" if self._session.invitation else "it is private"
+        return f", or another session key than its record names, or {private}"
 
     async def _greet(self, channel: grpc.aio.Channel, candidate: Candidate) -> Metadata:
         if self._session is None:
