@@ -12,6 +12,7 @@ NolocoError
  |    +-- Refused         it answered no: `code`, a sentence, `retry_after_s`
  |    +-- Incompatible    another run, spec, protocol version or model
  |    +-- CorruptPayload  what it sent is damaged, of another size or not finite
+ |         +-- NotFinite  it is whole, and holds NaN or infinity
  +-- CheckpointError      a checkpoint cannot be written or read
  +-- ModelError           the model named by the spec cannot be built or loaded
  +-- DataError            the data named by the spec is missing or unusable
@@ -94,6 +95,10 @@ class CorruptPayload(PeerError):
         "nothing of it was applied; if it comes from many peers, test this machine's memory and network; if it says "
         "that the own gradient is not finite, lower the learning rate"
     )
+
+
+class NotFinite(CorruptPayload):
+    """What the peer sent came as it was sent, and holds NaN, infinity, or what would overflow once decoded."""
 
 
 class CheckpointError(NolocoError):

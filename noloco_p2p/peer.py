@@ -21,6 +21,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from noloco_p2p._version import __version__
+from noloco_p2p.bans import BanList
 from noloco_p2p.control import ControlServer, FolderLock, Handler
 from noloco_p2p.errors import (
     CheckpointError,
@@ -30,6 +31,7 @@ from noloco_p2p.errors import (
     NolocoError,
     SettingsError,
     SpecError,
+    TicketError,
     Unreachable,
 )
 from noloco_p2p.gossip.donor import SavedState, StateServer, state_file_bytes
@@ -45,6 +47,7 @@ from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.gossip.staleness import is_left_behind
 from noloco_p2p.gossip.watch import SwapProgress, SwapWatch
 from noloco_p2p.identity import Identity
+from noloco_p2p.invitation import Invitation, invite
 from noloco_p2p.net import probe
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
@@ -59,7 +62,7 @@ from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.reachability import OUTBOUND_ONLY, DialBack, Verdict
-from noloco_p2p.swarm.reader import find_somebody
+from noloco_p2p.swarm.reader import find_somebody, stranger_to
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 from noloco_p2p.telemetry.console import duration
 from noloco_p2p.telemetry.metrics import Metrics
@@ -87,6 +90,8 @@ DIAL_BACK_S = 12.0  # for one peer to answer whether it gets through; it tries f
 CHECK_CLOCK_S = 6.0  # for those that this peer enters through to be tried once
 SKETCH_EVERY_S = TTL_S / 4  # as often as the record is announced
 SPEC_FILE = "spec.json"
+INVITATION_FILE = "invitation"  # a secret
+OWN_INVITATION_S = 365 * 86400.0  # that the holder of the run key gives itself, at every start anew
 
 
 def resolve(target: RunSpec | Ticket | Path | str) -> RunSpec | Ticket:
@@ -151,7 +156,9 @@ class Peer:
         self._lock = FolderLock(settings.state_dir)
         self._address_book = AddressBook(settings.state_dir / "address_book.json")
         self._identity: Identity
+        self._invitation: Invitation | None = None
         self._session: Session
+        self.bans = BanList(settings.state_dir / "bans.json")
         self._thread: NetworkThread | None = None
         self._network: _Network | None = None
         self._directory: SwarmDirectory | None = None
@@ -207,8 +214,8 @@ class Peer:
     @property
     def ticket(self) -> str:
         """Hand it on: whoever has it can enter the run through this peer, its bootstraps, and others alive now."""
-        doors = self._net.outside.doors()[:MAX_ADDRESSES]
-        return Ticket(self.spec.name, self.spec.digest(), tuple(doors)).encode()
+        doors = tuple(self._net.outside.doors())[:MAX_ADDRESSES]
+        return Ticket(self.spec.name, self.spec.digest(), doors, self._invitation).encode()
 
     @property
     def address(self) -> str:
@@ -368,7 +375,8 @@ class Peer:
         try:
             self._lock.acquire()
             self._identity = Identity.load_or_create(self.settings.state_dir / "identity.key")
-            self._session = Session(self._identity)
+            self._invitation = self._find_invitation()
+            self._session = Session(self._identity, self._invitation)
             self._thread = NetworkThread()
             self._call(self._start_network(), START_TIMEOUT_S + ENTER_TIMEOUT_S)
         except TimeoutError:
@@ -403,12 +411,14 @@ class Peer:
             upload_bytes_per_s=self.settings.upload_bytes_per_s,
             download_bytes_per_s=self.settings.download_bytes_per_s,
         )
-        transport = GrpcTransport(self._hello, limits, session=self._session)
+        transport = GrpcTransport(self._hello, limits, session=self._session, why_banned=self.bans.why)
         entrances = self._entrances()
         self._outside = outside = Outside(
             directory, self.settings, self._address_book, entrances=entrances, ask=self._ask_to_dial_back
         )
         self.spec = target if isinstance(target, RunSpec) else await self._find_spec(target, transport, outside)
+        if self.spec.run_key != (self._invitation.run_key if self._invitation else ""):
+            raise TicketError("the run is private, and the ticket holds no invitation to it: ask for a new ticket")
         pace = Pace(self.spec.outer.first_inner_steps)
         runner = RoundRunner(
             hello=self._hello,
@@ -417,11 +427,12 @@ class Peer:
             pace=pace,
             executor=self._executor,
             rng=random.SystemRandom(),  # ids of swaps must not be guessed
+            on_corrupt=self.bans.strike,
         )
         self.exchange = Exchange(spec=self.spec, loop=asyncio.get_running_loop(), runner=runner, pace=pace)
         states = StateServer(self.spec)
         service = PeerService(runner=runner, states=states, status=self._status)
-        server = GrpcServer(service, limits, session=self._session)
+        server = GrpcServer(service, limits, session=self._session, why_banned=self.bans.why)
         await ports.try_both(ports.grpc, lambda port: server.start(self.settings.listen_host, port))
         control = ControlServer(self.settings.state_dir, self._verbs())
         await control.start()
@@ -475,7 +486,40 @@ class Peer:
             spec_digest=self._run[1],
             describe=self._describe,
             on_copy=self._on_copy,
+            ignores=self._ignores,
         )
+
+    def _ignores(self, record: PeerRecord) -> bool:
+        return stranger_to(self._invitation)(record) or bool(self.bans.why(record.peer_id))
+
+    def _find_invitation(self) -> Invitation | None:
+        """Into a private run: the ticket's, one made with the run key, or the one kept at an earlier start.
+
+        Raises SettingsError, TicketError, IdentityError.
+        """
+        if isinstance(self._target, Ticket):
+            found = self._target.invitation
+        elif not self._target.run_key:
+            found = None
+        elif self.settings.run_key:
+            key = Identity.load(self.settings.run_key)
+            if key.peer_id != self._target.run_key:
+                raise SettingsError(f"--run-key {self.settings.run_key}: it is not the key that the run spec names")
+            found = invite(key, expires_at_s=time.time() + OWN_INVITATION_S, seed=os.urandom(32))
+        else:
+            found = self._kept_invitation(self._target)
+        if found:
+            found.check_time(time.time())
+        return found
+
+    def _kept_invitation(self, spec: RunSpec) -> Invitation:
+        path = self.settings.state_dir / "runs" / spec.run_id / INVITATION_FILE
+        try:
+            return Invitation.decode(path.read_bytes())
+        except OSError:
+            raise SettingsError(
+                f"the run {spec.name} is private: join with a ticket, or with --run-key FILE if you have its key"
+            ) from None
 
     def _entrances(self) -> list[str]:
         return [*self.settings.bootstrap, *(self._target.addresses if isinstance(self._target, Ticket) else ())]
@@ -485,6 +529,11 @@ class Peer:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(self.spec.canonical_json())
+            if self._invitation:
+                with open(
+                    path.with_name(INVITATION_FILE), "wb", opener=lambda name, flags: os.open(name, flags, 0o600)
+                ) as file:
+                    file.write(self._invitation.encode())
         except OSError as error:
             raise SettingsError(f"{path}: cannot be written: {error.strerror}; use another --state-dir") from None
 
@@ -614,6 +663,7 @@ class Peer:
             norm=norm,
             session_key=self._session.key_text,
             started_at_ms=self._session.started_at_ms,
+            mark=self._invitation.mark(self.peer_id) if self._invitation else "",
         )
 
     def status(self) -> dict[str, Any]:

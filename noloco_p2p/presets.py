@@ -97,6 +97,7 @@ SECTIONS: Mapping[str, str] = {
 COMMENTS: Mapping[str, str] = {
     "version": "format of this file",
     "name": "letters, digits, . _ -; the run is known by this name and a digest of all settings",
+    "run_key": 'signs the invitations to a private run; `noloco init --private` makes it; "" = everybody may enter',
     "model.pretrained": 'hub name of a model to start from, "" = random weights of the sizes below',
     "model.revision": "commit or tag of `pretrained`; name one, so that all peers start equal",
     "model.vocab_size": "tokens the model knows; at least those of data.tokenizer (bytes: 384)",

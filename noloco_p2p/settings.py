@@ -50,6 +50,8 @@ class PeerSettings(BaseModel):
     save_every_rounds: Annotated[int, Field(gt=0)] = 10
     max_upload: str = ""  # "" = as fast as the link is
     max_download: str = ""
+    run_key: Path | None = None  # of a private run: this peer invites itself and others
+    max_loss_rise: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # nats a token; None = no check
     metrics: str = ""  # HOST:PORT of /metrics for Prometheus; empty = none
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 

@@ -218,6 +218,7 @@ class RunSpec(Section):
 
     version: Literal[1] = SPEC_VERSION
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    run_key: Annotated[str, Field(pattern=r"^(12D3KooW[1-9A-HJ-NP-Za-km-z]{44})?$")] = ""  # of a private run
     model: ModelSpec = ModelSpec()
     data: DataSpec = DataSpec()
     train: TrainSpec = TrainSpec()
@@ -226,8 +227,9 @@ class RunSpec(Section):
     evaluate: EvaluateSpec = EvaluateSpec()
 
     def canonical_json(self) -> bytes:
-        """One byte string for one spec: all fields, defaults too, sorted keys, no spaces."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+        """One byte string for one spec: all fields, defaults too, sorted keys, no spaces. Of an open run no run key."""
+        values = self.model_dump(mode="json", exclude=None if self.run_key else {"run_key"})
+        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     def digest(self) -> str:
         """64 hexadecimal digits (blake3 of the canonical JSON)."""

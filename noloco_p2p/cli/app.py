@@ -9,6 +9,7 @@ import typer
 
 from noloco_p2p._version import __version__
 from noloco_p2p.cli import (
+    ban,
     bootstrap,
     demo,
     doctor,
@@ -41,6 +42,7 @@ app = typer.Typer(
 for verb in (
     *(init.init, join.join, leave.leave, pause.pause, pause.resume, status.status, ticket.ticket, monitor.monitor),
     *(doctor.doctor, bootstrap.bootstrap, fork.fork, export.export, demo.demo, simulate.simulate),
+    ban.ban,
 ):
     app.command()(verb)
 app.command(name="id")(identity.identity)

@@ -42,11 +42,23 @@ def join(
     ] = None,
     max_upload: MaxUpload = None,
     max_download: MaxDownload = None,
+    max_loss_rise: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NATS",
+            help="Undo a swap that raises the loss on a batch of one's own by more; costs two forward passes a round.",
+            show_default="no check",
+        ),
+    ] = None,
     state_dir: StateDir = None,
     data: Data = None,
     bootstrap: Bootstrap = None,
     metrics: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Serve /metrics for Prometheus.", show_default=False)
+    ] = None,
+    run_key: Annotated[
+        Path | None,
+        typer.Option(help="The key of a private run, of `noloco init --private`.", show_default=False),
     ] = None,
     ticket_file: Annotated[
         Path | None, typer.Option(help="Write the ticket of this peer here, for join @FILE.", show_default=False)
@@ -65,10 +77,12 @@ def join(
             "save_every_rounds": save_every_rounds,
             "max_upload": max_upload,
             "max_download": max_download,
+            "max_loss_rise": max_loss_rise,
             "state_dir": state_dir,
             "data": parse_bindings(data) if data else None,
             "bootstrap": tuple(entry.resolve(address) for address in bootstrap) if bootstrap else None,
             "metrics": metrics,
+            "run_key": run_key.absolute() if run_key else None,
         }
     )
     run = _ticket_in(run) if run.startswith("@") else run

@@ -48,7 +48,7 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
             return [Check("way in", "failed", str(error), fix)]
         peers = [peer for peer in directory.live() if peer.can_be_called]
         random.shuffle(peers)
-        session = Session(directory.identity)
+        session = Session(directory.identity, ticket.invitation)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
         transport = GrpcTransport(lambda: hello, session=session)
         checks = [

@@ -55,6 +55,7 @@ class LonelyCause(StrEnum):
     NO_ANSWER = "no_answer"  # who was asked could not be reached, or had not answered at the boundary
     FAILED = "failed"  # a swap began and broke before its early part was committed
     SLOW = "slow"  # a swap was running, its early part not here at the boundary
+    REFUSED_STATE = "refused_state"  # what a partner sent came whole, and a gate refused to apply it
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +92,4 @@ class Traffic:
     modulo_chunks: int = 0
     plain_chunks: int = 0
     broken_chunks: int = 0
+    refused_not_finite: int = 0

@@ -38,7 +38,10 @@ FAREWELL_S = 2.0  # for the last words of swaps that are broken off
 
 
 class RoundRunner:
-    """`rng` draws partners and the ids of swaps; `clock` gives seconds, those by which `pace` is fed."""
+    """`rng` draws partners and the ids of swaps; `clock` gives seconds, those by which `pace` is fed.
+
+    `on_corrupt` is told of a partner that sent what no honest peer sends, and what it was.
+    """
 
     def __init__(
         self,
@@ -51,10 +54,12 @@ class RoundRunner:
         rng: random.Random,
         deadlines: Deadlines = INTERNET,
         clock: Callable[[], float] = time.monotonic,
+        on_corrupt: Callable[[str, str], None] = lambda peer_id, reason: None,
     ) -> None:
         self._tasks = OwnedTasks()
         self._live = live = LiveRound(hello=hello, directory=directory, pace=pace, pairing=Pairing(rng), clock=clock)
         self._swapping = Swapping(live, self._tasks, transport=transport, executor=executor, deadlines=deadlines)
+        self._swapping.on_corrupt = on_corrupt
         self._answering = Answering(live, self._swapping, deadlines=deadlines)
         self._seeking = Seeking(live, self._swapping, self._tasks, transport=transport, rng=rng, deadlines=deadlines)
         self._seeker: asyncio.Task[None] | None = None

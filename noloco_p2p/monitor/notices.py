@@ -23,6 +23,7 @@ CAUSES = {
     LonelyCause.NO_ANSWER: "partners did not answer",
     LonelyCause.FAILED: "swaps broke",
     LonelyCause.SLOW: "swaps were not ready in time",
+    LonelyCause.REFUSED_STATE: "what partners sent was refused",
 }
 
 

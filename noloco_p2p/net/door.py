@@ -22,7 +22,7 @@ from noloco_p2p.errors import CorruptPayload, PeerError, Refused
 from noloco_p2p.gossip import frames
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert
-from noloco_p2p.net.connection import REFUSE_KEY
+from noloco_p2p.net.connection import REFUSE_KEY, nobody_is_banned
 from noloco_p2p.net.handshake import PROOF_KEY, Challenges
 from noloco_p2p.net.lanes import MAX_LANES
 from noloco_p2p.net.probe import caller_host
@@ -40,7 +40,14 @@ TELL_EVERY_S = 60.0
 class Door:
     """Without a session everybody may enter, under any name: for measurements and tests on one machine."""
 
-    def __init__(self, session: Session | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        session: Session | None = None,
+        *,
+        why_banned: Callable[[str], str] = nobody_is_banned,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._why_banned = why_banned
         self._challenges = Challenges(session, clock=clock) if session else None
         self._greetings = Greetings(clock)
         self._open = Counter[str]()
@@ -60,6 +67,8 @@ class Door:
         """For the time of one call: the proven peer id of its caller. Ends the call when it may not go on."""
         try:
             caller = self._proven(context)
+            if why := self._why_banned(caller):
+                raise Refused(f"you are {why}", code=frames.RefuseCode.BANNED.name, retry_after_s=60.0, peer=caller)
             if caller and self._open[caller] >= MAX_CALLS_PER_PEER:
                 raise Refused(
                     f"you have {MAX_CALLS_PER_PEER} calls open here",

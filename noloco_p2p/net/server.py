@@ -19,6 +19,7 @@ from noloco_p2p.gossip.frames import Frame, Offer
 from noloco_p2p.gossip.seams import Service
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert, options
+from noloco_p2p.net.connection import nobody_is_banned
 from noloco_p2p.net.door import Door, refuse_to_wire
 from noloco_p2p.net.lanes import MAX_LANES, Lane, LaneStream, call_cancelled
 from noloco_p2p.net.probe import Prober
@@ -39,9 +40,16 @@ MAX_CHUNKS_PER_REQUEST = 65_536
 class GrpcServer:
     """`port` is the real port once `start` has returned."""
 
-    def __init__(self, service: Service, limits: Limits = UNLIMITED, *, session: Session | None = None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        limits: Limits = UNLIMITED,
+        *,
+        session: Session | None = None,
+        why_banned: Callable[[str], str] = nobody_is_banned,
+    ) -> None:
         self._server = grpc.aio.server(options=[*options.SERVER, *limits.options()])
-        self._servicer = _Servicer(service, limits, Door(session))
+        self._servicer = _Servicer(service, limits, Door(session, why_banned=why_banned))
         self.prober = self._servicer.prober
         self._session = session
         self._server.add_generic_rpc_handlers((_handlers(self._servicer),))

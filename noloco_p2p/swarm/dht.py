@@ -71,6 +71,7 @@ class SwarmDirectory:
         describe: Callable[[], PeerRecord | None] | None,
         timing: Timing,
         on_copy: Callable[[PeerRecord], None],
+        ignores: Callable[[PeerRecord], bool],
     ) -> None:
         self.is_abroad: Callable[[], bool] = lambda: False
         self._node = node
@@ -80,6 +81,7 @@ class SwarmDirectory:
         self._describe = describe
         self._timing = timing
         self._on_copy = on_copy
+        self._ignores = ignores
         self._copies = CopyWatch()
         self._plan = DialPlan(identity.peer_id, _by_peer(bootstraps), longest_pause_s=timing.dial_s)
         self._view = View(identity.peer_id)
@@ -110,11 +112,13 @@ class SwarmDirectory:
         describe: Callable[[], PeerRecord | None] | None = None,
         timing: Timing | None = None,
         on_copy: Callable[[PeerRecord], None] = lambda record: None,
+        ignores: Callable[[PeerRecord], bool] = lambda record: False,
         relays: bool = True,
     ) -> SwarmDirectory:
         """Returns when the own node is up (seconds, for the import); peers are dialled in the background.
 
-        `on_copy` is called, perhaps again and again, when a later start with the same key announces itself.
+        `on_copy` is called, perhaps again and again, when a later start with the same key announces itself. Records
+        for which `ignores` is true are never seen: of peers that are not invited, or banned.
         `relays`: calls to peers that nobody can dial are passed on, and count as traffic of this machine.
 
         Raises DirectoryError when the port is taken, the daemon cannot run, or a bootstrap is no address.
@@ -136,6 +140,7 @@ class SwarmDirectory:
             describe=describe,
             timing=timing or Timing(),
             on_copy=on_copy,
+            ignores=ignores,
         )
         directory._run()
         return directory
@@ -367,7 +372,8 @@ class SwarmDirectory:
                 logger.debug("ignored what is stored for %s: %s", short_id(subkey), error)
                 continue
             is_own_word = record.peer_id == subkey and record.spec_digest == self._spec_digest
-            if is_own_word and abs(record.expires_at_s - expires_at_s) <= EXPIRY_SLACK_S:
+            is_in_time = abs(record.expires_at_s - expires_at_s) <= EXPIRY_SLACK_S
+            if is_own_word and is_in_time and not self._ignores(record):
                 records.append(record)
         return records
 

@@ -68,6 +68,7 @@ class PeerRecord:
     norm: float | None = None  # Euclidean, of the same slow weights
     session_key: str = ""  # by which its gRPC server is known, base64; a new one at every start
     started_at_ms: int = 0  # Unix, by its own clock: tells two starts of one key apart
+    mark: str = ""  # of a private run: that an invited peer wrote it
 
 
 KEYS = {

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
+from noloco_p2p.errors import CheckpointError, DataError, ModelError, SettingsError
 from noloco_p2p.peer import Peer
 from noloco_p2p.telemetry.console import loss as show_loss
 from noloco_p2p.telemetry.console import round_line
@@ -22,7 +22,7 @@ from noloco_p2p.train.evaluate import evaluate_loss, perplexity
 from noloco_p2p.train.inner_step import InnerStep
 from noloco_p2p.train.model import build_model, build_tokenizer, check_vocabulary
 from noloco_p2p.train.needs import Needs, estimate, probe_step_s
-from noloco_p2p.train.outer import NoLoCo, RoundResult
+from noloco_p2p.train.outer import LossCheck, NoLoCo, RoundResult
 from noloco_p2p.train.start import load_start
 from noloco_p2p.train.state import flatten_optimizers, restore_optimizers
 
@@ -73,7 +73,9 @@ class Trainer:
         has_start = newest is None and load_start(self.model, spec.model.start, state_dir=settings.state_dir)
         torch.nn.Module.to(self.model, self.device)  # the type of transformers' own `to` is of no use
         self.inner_step = InnerStep(self.model, spec.train)
-        self.outer = NoLoCo(self.model, peer, save_every_rounds=0, resume=newest, end_at=AT_END)
+        rise = settings.max_loss_rise
+        check = LossCheck(self._private_loss, rise) if rise is not None else None
+        self.outer = NoLoCo(self.model, peer, save_every_rounds=0, resume=newest, end_at=AT_END, loss_check=check)
         if newest:
             self._resume(newest)
         elif not (has_start or self.outer.entered):
@@ -82,6 +84,7 @@ class Trainer:
                 "live peer gave its state; join with a ticket of a live peer, or make it again with `noloco fork`"
             )
         self._losses: list[Tensor] = []
+        self._batch = self.validation[0]  # the one of now; its own order of the data is what no partner knows
         self._round_began_s = time.monotonic()
 
     def needs(self) -> Needs:
@@ -107,7 +110,8 @@ class Trainer:
         self.model.train()
         self._round_began_s = time.monotonic()
         while not self.finished:
-            loss = self.inner_step(next(self.batches), progress=self.outer.progress)
+            self._batch = draw(self.batches)
+            loss = self.inner_step(self._batch, progress=self.outer.progress)
             self._losses.append(loss)
             metrics.step += 1
             result = self.outer.step()
@@ -164,6 +168,10 @@ class Trainer:
             self._save()
         self._round_began_s = time.monotonic()
 
+    @torch.no_grad()
+    def _private_loss(self) -> float:
+        return float(self.inner_step.loss(self._batch.to(self.device)))
+
     def _evaluate(self) -> None:
         """Perplexity on the held-out sequences, the same for every peer."""
         metrics = self.peer.metrics
@@ -197,6 +205,16 @@ class Trainer:
         self.batches.load_state_dict(meta["data"])
         self.peer.restore_metrics(meta["metrics"])
         self.say(f"resumed from step {self.peer.metrics.step}, round {self.outer.round} ({checkpoint.path})")
+
+
+def draw(batches: Iterator[Tensor]) -> Tensor:
+    """The next batch. Raises DataError when there is no memory for it: the others go on, and so does a restart."""
+    try:
+        return next(batches)
+    except MemoryError:
+        raise DataError(
+            "no memory is left for the next batch; the last checkpoint stays: free some, and the same command resumes"
+        ) from None
 
 
 def choose_device(name: str) -> torch.device:

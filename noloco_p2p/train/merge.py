@@ -76,7 +76,7 @@ async def from_swarm(ticket: Ticket, *, sample: int | None, progress: Progress |
     async with reader(ticket) as directory:
         with progress.task("looking for live peers"):
             await find_somebody(ticket, directory)
-        session = Session(directory.identity)
+        session = Session(directory.identity, ticket.invitation)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
         transport = GrpcTransport(lambda: hello, session=session)
         peers = [peer for peer in directory.live() if peer.can_be_called]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,13 +24,14 @@ from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.donor import SavedState, describe_state
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import StateManifest
-from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
+from noloco_p2p.gossip.outcome import Alone, Correction, Half, LonelyCause, Outcome, Swapped
 from noloco_p2p.gossip.round_length import RoundLength
 from noloco_p2p.optim.mixing import gradient_weight, late_beta, strengths
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
-from noloco_p2p.train.outer_state import OuterState, progress_after
+from noloco_p2p.train.gating import Verdict
+from noloco_p2p.train.outer_state import OuterState, admitted, progress_after, refused
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +81,19 @@ class RoundResult:
     blocked_s: float  # the training thread waited for the network so long
 
 
+@dataclass(frozen=True, slots=True)
+class LossCheck:
+    """The gate that asks the model itself: a swap that raises the loss on a private batch too much is undone.
+
+    measure: the loss of the model as it is, nats a token, on a batch that no partner knows; called twice a swap.
+    max_rise: what a swap may add to it. While a step is checked, slow weights, momentum and the model's weights are
+    held twice: 12 bytes a parameter. A gradient that comes after its boundary is not checked.
+    """
+
+    measure: Callable[[], float]
+    max_rise: float
+
+
 class NoLoCo:
     """The outer optimizer of one peer.
 
@@ -88,6 +103,7 @@ class NoLoCo:
         model's own weights are the start. Peers that start apart must start equal: seed the model.
     save_every_rounds: how often the state that newcomers fetch is written; 0 = the caller does it (`save`).
     end_at: progress at which no other round is opened, as nobody will train it.
+    loss_check: None = off.
     resume: a checkpoint that `save` wrote; the model and the place in the round are then as they were.
 
     Slow weights and outer momentum (`OuterState`) are fp32 on the CPU: 8 bytes a parameter.
@@ -101,6 +117,7 @@ class NoLoCo:
         save_every_rounds: int = 10,
         resume: Checkpoint | None = None,
         end_at: float = math.inf,
+        loss_check: LossCheck | None = None,
     ) -> None:
         self.spec = peer.spec
         self.progress = 0.0  # fraction of the run's schedule; the learning rate follows it
@@ -114,6 +131,7 @@ class NoLoCo:
         self._checkpoints = Checkpoints(peer.run_folder / "served", keep=1) if save_every_rounds else None
         self.entered = False  # took the state of a live peer
         self._end_at = end_at
+        self._loss_check = loss_check
         self._is_open = False
         self._enter(resume)
 
@@ -271,14 +289,12 @@ class NoLoCo:
 
     def _finish(self, outcome: Outcome, *, blocked_s: float) -> RoundResult:
         """The outer step with what the round got, after as many inner steps as were taken."""
-        received = None if isinstance(outcome, Alone) else outcome.received
         link = outcome.link if isinstance(outcome, Alone) else outcome.received.link
         if link:
             self._length.note(link)
         self._apply_late()  # one that waited for the early part of this round
-        mixing = strengths(self.spec.outer, received.agreed.inner_steps if received else self._steps)
-        share = gradient_weight(self.spec.outer, received.agreed) if received else 1.0
-        self._state.step(received, alpha=mixing.alpha, beta=mixing.beta, gamma=mixing.gamma, gradient_weight=share)
+        outcome = self._mix(outcome)
+        received = None if isinstance(outcome, Alone) else outcome.received
         if received:
             self.progress = progress_after(self.progress, received, inner_steps=self._steps, spec=self.spec)
             received.sections.clear()  # the payloads are as large as the model, and somebody may keep the result
@@ -288,6 +304,43 @@ class NoLoCo:
         self._is_open = False
         self._count(result)
         return result
+
+    def _mix(self, outcome: Outcome) -> Outcome:
+        """The outer step with what the gates let through, and what is then left of the outcome."""
+        metrics = self._peer.metrics
+        admitted_outcome, verdict = admitted(outcome, self._state)
+        if verdict.refusal:
+            metrics.refused_gradients += 1
+        if isinstance(admitted_outcome, Alone) or not self._loss_check:
+            self._step(admitted_outcome, verdict)
+            return admitted_outcome
+        before = self._state.copy()
+        loss = self._loss_check.measure()
+        self._step(admitted_outcome, verdict)
+        rise = self._loss_check.measure() - loss
+        if rise <= self._loss_check.max_rise:  # not so for NaN
+            return admitted_outcome
+        self._state.restore(before)
+        metrics.refused_losses += 1
+        alone = refused(admitted_outcome.received, f"it raised the loss on a private batch by {rise:.3g} nats a token")
+        self._step(alone, Verdict())
+        return alone
+
+    def _step(self, outcome: Outcome, verdict: Verdict) -> None:
+        metrics, received = self._peer.metrics, None if isinstance(outcome, Alone) else outcome.received
+        mixing = strengths(self.spec.outer, received.agreed.inner_steps if received else self._steps)
+        share = gradient_weight(self.spec.outer, received.agreed) if received else 1.0
+        clipped = self._state.step(
+            received,
+            alpha=mixing.alpha,
+            beta=mixing.beta,
+            gamma=mixing.gamma,
+            gradient_weight=share,
+            scales=verdict.scales,
+        )
+        metrics.clipped_gradients += verdict.scales.partner < 1
+        metrics.clipped_offsets += clipped.num_clipped
+        metrics.gated_offsets += clipped.num_pieces
 
     def _count(self, result: RoundResult) -> None:
         metrics = self._peer.metrics
@@ -300,9 +353,11 @@ class NoLoCo:
                 metrics.swaps += 1
             case Half():
                 metrics.halves += 1
-            case Alone(cause=cause):
+            case Alone(reason, cause):
                 metrics.alone += 1
                 metrics.count_lonely(cause)
+                if cause is LonelyCause.REFUSED_STATE:
+                    log.warning("round %d | %s | own weights kept", result.round, reason)
                 return
         received = result.outcome.received
         metrics.last_partner = received.partner
@@ -311,9 +366,20 @@ class NoLoCo:
     def _apply_late(self) -> None:
         correction = self._exchange.late(self.round)
         if correction:
-            self._state.correct(correction, beta=late_beta(self.spec.outer, correction.agreed))
-            self._peer.metrics.late += 1
+            self._correct(correction)
             self._exchange.corrected()
+
+    def _correct(self, correction: Correction) -> None:
+        metrics, verdict = self._peer.metrics, self._state.judge(correction.gradient, correction.agreed)
+        if verdict.refusal:
+            metrics.refused_gradients += 1
+            what = "the late part of ..%s was refused: %s | early part kept"
+            log.warning(f"round %d | {what}", correction.round, correction.partner[-6:], verdict.refusal)
+            return
+        beta = late_beta(self.spec.outer, correction.agreed)
+        self._state.correct(correction, beta=beta, scales=verdict.scales)
+        metrics.clipped_gradients += verdict.scales.partner < 1
+        metrics.late += 1
 
 
 def describe_outcome(outcome: Outcome) -> str:
