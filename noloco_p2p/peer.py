@@ -214,7 +214,7 @@ class Peer:
     @property
     def ticket(self) -> str:
         """Hand it on: whoever has it can enter the run through this peer, its bootstraps, and others alive now."""
-        doors = tuple(self._net.outside.doors()[:MAX_ADDRESSES])
+        doors = tuple(self._net.outside.doors())[:MAX_ADDRESSES]
         return Ticket(self.spec.name, self.spec.digest(), doors, self._invitation).encode()
 
     @property
