@@ -21,10 +21,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from noloco_p2p._version import __version__
 from noloco_p2p.control import ControlServer, FolderLock
-from noloco_p2p.errors import CheckpointError, DirectoryError, SettingsError, SpecError
+from noloco_p2p.errors import CheckpointError, DirectoryError, ModelError, SettingsError, SpecError
 from noloco_p2p.gossip.exchange import Exchange
-from noloco_p2p.gossip.fetch import SavedState, StateServer, fetch_spec, fetch_state, state_file_bytes
+from noloco_p2p.gossip.fetch import (
+    SavedState,
+    StateServer,
+    fetch_spec,
+    fetch_state,
+    find_difference,
+    state_file_bytes,
+)
 from noloco_p2p.gossip.frames import Hello, StateManifest
+from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import LonelyCause, Traffic
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.runner import RoundRunner
@@ -63,6 +71,7 @@ START_TIMEOUT_S = 120.0  # importing hivemind on a slow disk included
 ENTER_TIMEOUT_S = 30.0  # to hear of a live peer of the run that a ticket names
 LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps or peers met before: nobody need be there
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0
+DONORS_ASKED = 3  # for their tensors, when none of them had a state that fits
 POLL_S = 0.05
 OWN_ADDRESSES = 4  # of this peer in its ticket; the rest is room for bootstraps
 SKETCH_EVERY_S = TTL_S / 4  # as often as the record is announced
@@ -238,9 +247,13 @@ class Peer:
 
     # for the outer step
 
-    def enter(self, *, layout: str, num_elements: int, target: Path | None) -> StateManifest | None:
-        """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file."""
-        self._layout = layout
+    def enter(self, *, layout: ModelLayout, num_elements: int, target: Path | None) -> StateManifest | None:
+        """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file.
+
+        Raises ModelError, with the first tensor that differs, when live peers train another model.
+        """
+        self._layout = layout.digest()
+        self._net.runner.layout = self._net.states.layout = layout
         manifest = None
         if target is not None:
             with self.progress.task("looking for live peers"):
@@ -425,13 +438,13 @@ class Peer:
         return donors
 
     def _fetch_state(
-        self, donors: Sequence[Candidate], *, layout: str, num_elements: int, target: Path
+        self, donors: Sequence[Candidate], *, layout: ModelLayout, num_elements: int, target: Path
     ) -> StateManifest | None:
         def fetching(report: Report) -> Coroutine[Any, Any, StateManifest | None]:
             return fetch_state(
                 self._net.transport,
                 donors,
-                layout=layout,
+                layout=self._layout,
                 num_elements=num_elements,
                 num_bytes=state_file_bytes(num_elements),
                 target=target,
@@ -445,9 +458,21 @@ class Peer:
                 target.unlink()
         except OSError as error:
             raise CheckpointError(f"the state of the swarm cannot be written to {target}: {error}") from None
+        if manifest is None:
+            self._check_model(donors, layout)
         if manifest is None and any(donor.round > 0 for donor in donors):
             log.warning("no live peer has a saved state yet; this peer starts from the initial weights, as they did")
         return manifest
+
+    def _check_model(self, donors: Sequence[Candidate], layout: ModelLayout) -> None:
+        """Raises ModelError when the swarm trains another model than the one here: it would be refused for ever."""
+        for donor in donors[:DONORS_ASKED]:
+            difference = self._call(find_difference(self._net.transport, donor, layout), START_TIMEOUT_S)
+            if difference:
+                raise ModelError(
+                    f"this model is not the one that the swarm trains, ..{donor.peer_id[-6:]} says: {difference}. "
+                    "Use the same revision, folder and versions of torch and transformers as the others"
+                )
 
     # what others are told
 

@@ -10,8 +10,10 @@ import typer
 from noloco_p2p._version import __version__
 from noloco_p2p.cli import (
     bootstrap,
+    data,
     demo,
     doctor,
+    evaluate,
     export,
     fork,
     identity,
@@ -38,9 +40,11 @@ app = typer.Typer(
 )
 for verb in (
     *(init.init, join.join, leave.leave, status.status, monitor.monitor),
-    *(doctor.doctor, bootstrap.bootstrap, fork.fork, export.export, demo.demo, simulate.simulate),
+    *(doctor.doctor, bootstrap.bootstrap, fork.fork, evaluate.evaluate, export.export),
+    *(demo.demo, simulate.simulate),
 ):
     app.command()(verb)
+app.add_typer(data.app, name="data")
 app.command(name="id")(identity.identity)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from noloco_p2p.cli import entry
-from noloco_p2p.cli.options import Announce, Bootstrap, Data, Listen, MaxDownload, MaxUpload, StateDir
+from noloco_p2p.cli.options import Announce, Bootstrap, Data, Listen, MaxDownload, MaxUpload, Model, StateDir
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -43,6 +43,13 @@ def join(
     max_download: MaxDownload = None,
     state_dir: StateDir = None,
     data: Data = None,
+    model: Model = None,
+    tracker: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="tensorboard or wandb, beside the JSONL that is always written; may be repeated.", show_default=False
+        ),
+    ] = None,
     bootstrap: Bootstrap = None,
     metrics: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Serve /metrics for Prometheus.", show_default=False)
@@ -52,7 +59,7 @@ def join(
     ] = None,
 ) -> None:
     """Start or enter a run, and train. The same command again resumes. Ctrl-C leaves politely."""
-    from noloco_p2p.settings import PeerSettings, parse_bindings
+    from noloco_p2p.settings import PeerSettings, parse_bindings, parse_folders
 
     settings = PeerSettings.load(
         {
@@ -66,6 +73,8 @@ def join(
             "max_download": max_download,
             "state_dir": state_dir,
             "data": parse_bindings(data) if data else None,
+            "models": parse_folders(model) if model else None,
+            "trackers": tuple(tracker) if tracker else None,
             "bootstrap": tuple(entry.resolve(address) for address in bootstrap) if bootstrap else None,
             "metrics": metrics,
         }
@@ -139,8 +148,10 @@ def _check(run: str, state_dir: Path) -> Ticket | None:
 
 def unused_data(spec: RunSpec, settings: PeerSettings) -> list[str]:
     """Bindings that are ignored, as the run reads other data."""
-    unused = [name for name in settings.data if name != spec.data.source]
-    return [f"--data {name}=.. is ignored: the run reads {spec.data.source}" for name in unused]
+    from noloco_p2p.train.sources import unused_bindings
+
+    reads = ", ".join(part.source for part, _ in spec.data.parts())
+    return [f"--data {name}=.. is ignored: the run reads {reads}" for name in unused_bindings(spec.data, settings.data)]
 
 
 def _leave_on_signals(peer: Peer) -> None:

@@ -21,14 +21,18 @@ from noloco_p2p.errors import CorruptPayload, PeerError, Refused, Unreachable
 from noloco_p2p.gossip.frames import (
     STATE_CHUNK_BYTES,
     FetchItem,
+    FetchWant,
+    LayoutJson,
     RefuseCode,
     SpecJson,
     StateChunk,
     StateManifest,
     WantChunks,
+    WantLayout,
     WantManifest,
     WantSpec,
 )
+from noloco_p2p.gossip.layout import MAX_LAYOUT_BYTES, ModelLayout
 from noloco_p2p.gossip.seams import Candidate, Transport
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.progress import Report, ignore
@@ -60,16 +64,19 @@ class StateServer:
 
     def __init__(self, spec: RunSpec) -> None:
         self.saved: SavedState | None = None
+        self.layout: ModelLayout | None = None  # of the model that trains here
         self._spec_json = spec.canonical_json()
         self._uploads = 0
 
-    async def serve(self, want: WantSpec | WantManifest | WantChunks) -> AsyncGenerator[FetchItem]:
+    async def serve(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         """Close it when the caller goes away: only then its upload ends. Raises PeerError."""
         match want:
             case WantSpec():
                 yield SpecJson(self._spec_json)
             case WantManifest():
                 yield self._saved().manifest
+            case WantLayout():
+                yield self._layout_json()
             case WantChunks(manifest_digest, indices):
                 saved = self._saved()
                 if saved.manifest.digest() != manifest_digest:
@@ -77,6 +84,13 @@ class StateServer:
                 async with aclosing(self._chunks(saved, indices)) as chunks:
                     async for chunk in chunks:
                         yield chunk
+
+    def _layout_json(self) -> LayoutJson:
+        data = self.layout.as_json() if self.layout else b""
+        if not 0 < len(data) <= MAX_LAYOUT_BYTES:
+            why = "my list of tensors is too long" if data else "I have no model yet"
+            raise Refused(why, code=RefuseCode.BETWEEN_ROUNDS.name)
+        return LayoutJson(data)
 
     def _saved(self) -> SavedState:
         if self.saved is None:
@@ -129,6 +143,18 @@ async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expec
         except (PeerError, ValueError) as error:
             reasons.append(f"{donor.address}: {error}")
     raise Unreachable("no live peer gave the run spec: " + ("; ".join(reasons) or "nobody is there"))
+
+
+async def find_difference(transport: Transport, peer: Candidate, ours: ModelLayout) -> str:
+    """The first tensor that is another one in the model of `peer`, for people; "" when it has the same or is silent."""
+    try:
+        async with aclosing(transport.fetch(peer, WantLayout(), timeout_s=FETCH_TIMEOUT_S)) as items:
+            async for item in items:
+                if isinstance(item, LayoutJson):
+                    return ours.first_difference(ModelLayout.from_json(item.data))
+    except (PeerError, ValueError) as error:
+        log.debug("%s does not tell its tensors: %s", peer.address, error)
+    return ""
 
 
 async def fetch_state(

@@ -91,7 +91,7 @@ class AbortCode(IntEnum):
 class Hello:
     """Who speaks, and of which run.
 
-    `layout` digests names and shapes of the trainable parameters ("" = not known yet).
+    `layout` digests the parameters of the model, as `gossip.layout` tells ("" = not known yet).
     """
 
     peer_id: str
@@ -238,6 +238,11 @@ class WantManifest:
 
 
 @dataclass(frozen=True, slots=True)
+class WantLayout:
+    """Asks which tensors the model of the peer has: the digests of two layouts differ."""
+
+
+@dataclass(frozen=True, slots=True)
 class WantChunks:
     """Asks for chunks of the state that `manifest_digest` names."""
 
@@ -251,10 +256,15 @@ class SpecJson:
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutJson:
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class StateChunk:
     index: int
     payload: bytes
 
 
-FetchWant = WantSpec | WantManifest | WantChunks
-FetchItem = SpecJson | StateManifest | StateChunk
+FetchWant = WantSpec | WantManifest | WantChunks | WantLayout
+FetchItem = SpecJson | StateManifest | StateChunk | LayoutJson

@@ -22,6 +22,7 @@ from torch import Tensor
 from noloco_p2p.codec.modulo import Bounds
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
+from noloco_p2p.gossip.fetch import find_difference
 from noloco_p2p.gossip.frames import (
     PROTOCOL_VERSION,
     AbortCode,
@@ -38,6 +39,7 @@ from noloco_p2p.gossip.frames import (
     SwapState,
 )
 from noloco_p2p.gossip.goodput import Goodput
+from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import (
     Alone,
     Correction,
@@ -97,6 +99,7 @@ class RoundRunner:
         self.memory = PayloadMemory()
         self.corrections: deque[Correction] = deque(maxlen=2)
         self.state = "training"
+        self.layout: ModelLayout | None = None  # of the model that trains here, once it is known
         self.last_fault = self.last_fault_advice = ""
         self.last_fault_at_s = 0.0  # Unix time
         self._unreachable: set[str] = set()
@@ -320,7 +323,7 @@ class RoundRunner:
             try:
                 await self._offer(round_, candidate)
             except Refused as error:
-                self._refused(candidate.peer_id, error)
+                self._refused(candidate, error)
             except PeerError as error:
                 told = candidate.peer_id in self._unreachable  # it stays in the directory until its record expires
                 level = logging.DEBUG if told else logging.WARNING
@@ -374,12 +377,19 @@ class RoundRunner:
             if not bound:
                 await stream.close()
 
-    def _refused(self, peer_id: str, error: Refused) -> None:
-        code = RefuseCode[error.code]
+    def _refused(self, candidate: Candidate, error: Refused) -> None:
+        peer_id, code = candidate.peer_id, RefuseCode[error.code]
         self._pairing.refused(peer_id, code=code, retry_after_s=error.retry_after_s, now_s=self._clock())
         self._reason, self._cause = f"{_short(peer_id)} refused: {error}", LonelyCause.REFUSED
         if code in (RefuseCode.OTHER_VERSION, RefuseCode.OTHER_SPEC, RefuseCode.OTHER_RUN, RefuseCode.OTHER_MODEL):
             self._fault(f"{_short(peer_id)} is not of this run: {error}", error)
+        if code is RefuseCode.OTHER_MODEL and self.layout:
+            self._own(self._tell_difference(candidate, self.layout, error))
+
+    async def _tell_difference(self, candidate: Candidate, layout: ModelLayout, error: Refused) -> None:
+        difference = await find_difference(self._transport, candidate, layout)
+        if difference:
+            self._fault(f"{_short(candidate.peer_id)} has another model than this peer: {difference}", error)
 
     # swapping
 

@@ -65,6 +65,8 @@ class GrpcTransport:
     ) -> AsyncGenerator[frames.FetchItem]:
         request = _fetch_request(want)
         request.hello.CopyFrom(convert.hello_to_wire(self._hello()))
+        if isinstance(want, frames.WantLayout):
+            request.hello.layout = ""  # a peer of another layout would refuse
         async with grpc.aio.insecure_channel(candidate.address, options=self._options) as channel:
             call = PeerStub(channel).Fetch(request)
             manifest: list[pb.Manifest] = []
@@ -80,6 +82,8 @@ class GrpcTransport:
                             raise refused(reply.refuse, candidate.peer_id)
                         case "spec_json":
                             yield frames.SpecJson(reply.spec_json)
+                        case "layout_json":
+                            yield frames.LayoutJson(reply.layout_json)
                         case "chunk":
                             yield frames.StateChunk(reply.chunk.index, reply.chunk.payload)
                         case "manifest":
@@ -112,6 +116,8 @@ def _fetch_request(want: frames.FetchWant) -> pb.FetchRequest:
             return pb.FetchRequest(spec=pb.SpecRequest())
         case frames.WantManifest():
             return pb.FetchRequest(manifest=pb.ManifestRequest())
+        case frames.WantLayout():
+            return pb.FetchRequest(layout=pb.LayoutRequest())
         case frames.WantChunks(manifest_digest, indices):
             return pb.FetchRequest(chunks=pb.ChunksRequest(manifest_digest=manifest_digest, indices=indices))
 

@@ -19,12 +19,16 @@ from noloco_p2p.telemetry.events import EventLog
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.train.data import TokenStream, validation_batches
 from noloco_p2p.train.evaluate import evaluate_loss, perplexity
+from noloco_p2p.train.faults import Fault, Faults
+from noloco_p2p.train.gauges import Gauges
 from noloco_p2p.train.inner_step import InnerStep
 from noloco_p2p.train.model import build_model, build_tokenizer, check_vocabulary
 from noloco_p2p.train.needs import Needs, estimate, probe_step_s
 from noloco_p2p.train.outer import NoLoCo, RoundResult
+from noloco_p2p.train.prefetch import Prefetcher
 from noloco_p2p.train.start import load_start
 from noloco_p2p.train.state import flatten_optimizers, restore_optimizers
+from noloco_p2p.train.trackers import Trackers
 
 log = logging.getLogger(__name__)
 
@@ -46,15 +50,18 @@ class Trainer:
         self.device = choose_device(settings.device)
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        tokenizer = build_tokenizer(spec.data)
-        self.batches = TokenStream(
+        self.events = EventLog(peer.run_folder / "events.jsonl")
+        tokenizer = build_tokenizer(spec.data, folders=settings.models)
+        stream = TokenStream(
             spec.data,
             tokenizer=tokenizer,
             bindings=settings.data,
             peer_id=peer.peer_id,
             batch_size=spec.train.batch_size,
             progress=peer.progress,
+            faults=Faults(self._data_fault),
         )
+        self.batches = Prefetcher(stream, pin_memory=self.device.type == "cuda")
         self.validation = validation_batches(
             spec.data,
             tokenizer=tokenizer,
@@ -62,11 +69,11 @@ class Trainer:
             num_sequences=spec.evaluate.num_sequences,
             batch_size=spec.train.batch_size,
             progress=peer.progress,
+            faults=Faults(self._data_fault),
         )
         with peer.progress.task("building the model"):
-            self.model = build_model(spec.model, sequence_length=spec.data.sequence_length)
+            self.model = build_model(spec.model, sequence_length=spec.data.sequence_length, folders=settings.models)
         check_vocabulary(self.model, tokenizer)
-        self.events = EventLog(peer.run_folder / "events.jsonl")
         peer.tell_long_swaps(lambda swap: self.events.write("swap", **asdict(swap)))
         self.checkpoints = Checkpoints(peer.run_folder / "checkpoints")
         newest = self.checkpoints.newest()
@@ -81,6 +88,14 @@ class Trainer:
                 f"the run {spec.name} starts from the state {spec.model.start}, which is not on this machine, and no "
                 "live peer gave its state; join with a ticket of a live peer, or make it again with `noloco fork`"
             )
+        self.gauges = Gauges(self.model, self.device, sequence_length=spec.data.sequence_length)
+        self.trackers = Trackers.of(
+            settings.trackers,
+            folder=peer.run_folder,
+            run=spec.run_id,
+            peer_id=peer.peer_id,
+            config=spec.model_dump(mode="json"),
+        )
         self._losses: list[Tensor] = []
         self._round_began_s = time.monotonic()
 
@@ -92,7 +107,13 @@ class Trainer:
         step_s = probe_step_s(self.inner_step.loss, batch) * scale
         self.model.zero_grad(set_to_none=True)
         num_parameters = sum(param.numel() for param in self.inner_step.trainable.values())
-        return estimate(self.spec, num_parameters=num_parameters, step_s=step_s, folder=self.peer.settings.state_dir)
+        return estimate(
+            self.spec,
+            num_parameters=num_parameters,
+            frozen_bytes=sum(param.nbytes for param in self.model.parameters() if not param.requires_grad),
+            step_s=step_s,
+            folder=self.peer.settings.state_dir,
+        )
 
     def train(self) -> Path | None:
         """Run until the schedule is done, `max_steps` are taken, or somebody asked to leave.
@@ -106,7 +127,10 @@ class Trainer:
         self.model.train()
         self._round_began_s = time.monotonic()
         while not self.finished:
-            loss = self.inner_step(next(self.batches), progress=self.outer.progress)
+            batch = self._next_batch()
+            if batch is None:
+                break
+            loss = self.inner_step(batch, progress=self.outer.progress)
             self._losses.append(loss)
             metrics.step += 1
             result = self.outer.step()
@@ -114,9 +138,11 @@ class Trainer:
                 self._round_done(result)
             if self.peer.leave_requested.is_set() or metrics.step == last_step:
                 break
+        self.batches.close()
         if not self.peer.leave_requested.is_set():  # who asked to leave waits: no evaluation before the checkpoint
             self._evaluate()
         folder = self._save()
+        self.trackers.close()
         self.events.write("finished" if self.finished else "stopped", **metrics.as_dict())
         if folder:
             self.say(f"step {metrics.step} | checkpoint {folder}")
@@ -127,6 +153,15 @@ class Trainer:
         """The schedule is done and the last round with it."""
         return self.outer.progress >= AT_END and self.outer.is_between_rounds
 
+    def _next_batch(self) -> Tensor | None:
+        """None when somebody asked to leave while the data was waited for."""
+        return self.batches.get(until=self.peer.leave_requested.is_set)
+
+    def _data_fault(self, fault: Fault) -> None:
+        """Called by the thread that reads."""
+        self.peer.metrics.data_faults += 1
+        self.events.write("data_fault", **asdict(fault))
+
     # once a round
 
     def _round_done(self, result: RoundResult) -> None:
@@ -135,7 +170,9 @@ class Trainer:
         metrics.loss = float(torch.stack(self._losses).mean())  # waits for the accelerator, once a round
         metrics.inner_steps_per_s = steps / seconds
         metrics.tokens_per_s = steps * self.spec.train.batch_size * self.spec.data.sequence_length / seconds
+        self.gauges.take(metrics, gradient_norm=self.inner_step.gradient_norm, waited_s=self.batches.waited_s)
         self.peer.count_traffic()
+        self.trackers.log(metrics.as_dict())
         self.events.write("round", **metrics.as_dict(), live_peers=self.peer.live_peers())
         self.say(round_line(metrics, num_live=self.peer.live_peers()))
         self._losses.clear()
@@ -150,6 +187,7 @@ class Trainer:
         """Perplexity on the held-out sequences, the same for every peer."""
         metrics = self.peer.metrics
         loss = metrics.validation_loss = evaluate_loss(self.model, self.validation, progress=self.peer.progress)
+        self.trackers.log(metrics.as_dict())
         self.events.write("evaluated", step=metrics.step, round=metrics.round, validation_loss=loss)
         self.say(f"round {metrics.round} | validation loss {show_loss(loss)}, perplexity {perplexity(loss):.4g}")
 

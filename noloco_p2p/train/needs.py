@@ -43,7 +43,7 @@ class Needs:
         """For people."""
         about = "about" if self.has_fixed_rounds else "as the link carries it, at most"
         return [
-            f"model: {count(self.num_parameters)} parameters, {self.step_s:.2f} s an inner step on this machine",
+            f"model: {count(self.num_parameters)} trainable parameters, {self.step_s:.2f} s an inner step here",
             f"needs: {mib(self.model_bytes)} to train (activations on top), {mib(self.outer_bytes)} for the outer step,"
             f" {mib(self.disk_bytes)} of disk",
             f"sends and receives: {mib(self.round_bytes)} a round, {about} {mib(self.hour_bytes)} an hour, each way",
@@ -62,8 +62,8 @@ class Needs:
         return asdict(self)
 
 
-def estimate(spec: RunSpec, *, num_parameters: int, step_s: float, folder: Path) -> Needs:
-    """`step_s`: seconds of one inner step, measured here."""
+def estimate(spec: RunSpec, *, num_parameters: int, frozen_bytes: int = 0, step_s: float, folder: Path) -> Needs:
+    """`num_parameters`: trainable ones; `frozen_bytes`: of the others; `step_s`: seconds of one inner step here."""
     plans = section_plans(spec.codec, swap_momentum=spec.outer.swap_momentum, num_elements=num_parameters)
     round_bytes = sum(part_bytes(plans, part) for part in Part)
     inner_steps = spec.outer.inner_steps
@@ -71,7 +71,7 @@ def estimate(spec: RunSpec, *, num_parameters: int, step_s: float, folder: Path)
     rounds_per_hour = 3600 / max(step_s * shortest, 1e-6)
     return Needs(
         num_parameters=num_parameters,
-        model_bytes=TRAINING_BYTES * num_parameters,
+        model_bytes=TRAINING_BYTES * num_parameters + frozen_bytes,
         outer_bytes=OUTER_BYTES * num_parameters + 2 * round_bytes,
         disk_bytes=KEPT_CHECKPOINTS * CHECKPOINT_BYTES * num_parameters,
         round_bytes=round_bytes,

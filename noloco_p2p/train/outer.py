@@ -23,11 +23,13 @@ from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.fetch import SavedState, describe_state
 from noloco_p2p.gossip.frames import StateManifest
+from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
 from noloco_p2p.gossip.round_length import RoundLength
 from noloco_p2p.optim.mixing import strengths
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.metrics import Metrics
+from noloco_p2p.train.buffers import persistent_buffers, restore_buffers
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.train.outer_state import OuterState, progress_after
 
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 
 STATE_FILE = "outer"  # stem of the file with slow weights and outer momentum in a checkpoint
 FAST_FILE = "fast"  # stem of the file with the model's weights, when a checkpoint is taken within a round
+BUFFERS_FILE = "buffers"  # stem of the file with running statistics and the like, where a model has some
 
 
 class Swarm(Protocol):
@@ -52,7 +55,7 @@ class Swarm(Protocol):
     @property
     def metrics(self) -> Metrics: ...
 
-    def enter(self, *, layout: str, num_elements: int, target: Path | None) -> StateManifest | None:
+    def enter(self, *, layout: ModelLayout, num_elements: int, target: Path | None) -> StateManifest | None:
         """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file."""
         ...
 
@@ -77,7 +80,8 @@ class NoLoCo:
     """The outer optimizer of one peer.
 
     model: its trainable parameters are one flat vector, in the order of `named_parameters()`; they may be on any one
-        device and of any floating dtype.
+        device and of any floating dtype. Frozen parameters must be the same on all peers (their content is compared),
+        and never travel. Buffers stay each peer's own; a checkpoint keeps the persistent ones.
     peer: a running `Peer`. When it enters a swarm that already trains, the model takes the swarm's state; otherwise the
         model's own weights are the start. Peers that start apart must start equal: seed the model.
     save_every_rounds: how often the state that newcomers fetch is written; 0 = the caller does it (`save`).
@@ -101,6 +105,7 @@ class NoLoCo:
         self.round = 0
         self._peer = peer
         self._exchange = peer.exchange
+        self._model = model
         self._state = OuterState(model)
         self._steps = 0
         self._length = RoundLength(self.spec.outer)
@@ -146,8 +151,11 @@ class NoLoCo:
             "steps": self._steps,
             "inner_steps": self.inner_steps,
             "layout": self._state.layout,
+            "tensors": self._state.parameters.model_layout.as_json().decode(),
         }
         tensors = {STATE_FILE: self._state.tensors()}
+        if buffers := persistent_buffers(self._model):
+            tensors[BUFFERS_FILE] = buffers
         if self._steps:
             tensors[FAST_FILE] = {name: param.detach() for name, param in self._state.parameters.named}
         folder = checkpoints.save(self.round, files={**tensors, **files}, meta={**meta, "outer": state})
@@ -159,7 +167,8 @@ class NoLoCo:
     def _enter(self, resume: Checkpoint | None) -> None:
         target = None if resume else self._peer.run_folder / "fetched.safetensors"
         num_elements = self._state.num_elements
-        manifest = self._peer.enter(layout=self._state.layout, num_elements=num_elements, target=target)
+        layout = self._state.parameters.model_layout
+        manifest = self._peer.enter(layout=layout, num_elements=num_elements, target=target)
         if resume:
             self._resume(resume)
         elif manifest and target and self._take_fetched(target):
@@ -179,8 +188,7 @@ class NoLoCo:
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.meta["outer"]
-        if state["layout"] != self._state.layout:
-            raise CheckpointError(f"{checkpoint.path} is of another model; use another --state-dir, or `noloco fork`")
+        check_layout(checkpoint, self._state.parameters.model_layout)
         self._state.take(checkpoint.load(STATE_FILE))
         self.round, self.progress, self._steps = state["round"], state["progress"], state["steps"]
         if "inner_steps" in state:  # older ones are of runs with a fixed length
@@ -190,6 +198,8 @@ class NoLoCo:
             with torch.no_grad():
                 for name, param in self._state.parameters.named:
                     param.copy_(fast[name])
+        if buffers := persistent_buffers(self._model):
+            restore_buffers(buffers, checkpoint.load(BUFFERS_FILE))
         self._serve(checkpoint.file(STATE_FILE))
 
     def _open(self) -> None:
@@ -265,6 +275,8 @@ class NoLoCo:
                 metrics.count_lonely(cause)
                 return
         received = result.outcome.received
+        metrics.swap_hidden_s = max(0.0, received.seconds - result.blocked_s)
+        metrics.spread = self._state.spread
         metrics.last_partner = received.partner
         metrics.lateness_s, metrics.transfer_s = received.lateness_s, received.transfer_s
 
@@ -275,6 +287,20 @@ class NoLoCo:
             self._state.correct(correction, beta=strengths(self.spec.outer, correction.agreed_inner_steps).beta)
             self._peer.metrics.late += 1
             self._exchange.corrected()
+
+
+def check_layout(checkpoint: Checkpoint, layout: ModelLayout) -> None:
+    """Raises CheckpointError, with the first tensor that differs, when a checkpoint is of another model."""
+    state = checkpoint.meta["outer"]
+    if state["layout"] == layout.digest():
+        return
+    try:
+        difference = layout.first_difference(ModelLayout.from_json(state["tensors"]))
+    except (KeyError, ValueError):
+        difference = "it does not say which"
+    raise CheckpointError(
+        f"{checkpoint.path} is of another model: {difference}; use another --state-dir, or `noloco fork`"
+    )
 
 
 def describe_outcome(outcome: Outcome) -> str:

@@ -17,6 +17,7 @@ from noloco_p2p.spec import RunSpec
 from noloco_p2p.train.flat import FlatParameters
 
 SLOW_WEIGHTS, OUTER_MOMENTUM = "slow_weights", "outer_momentum"
+SPREAD_CHUNKS = 16  # of the slow weights, or twice as many: an estimate takes milliseconds, and all of them would not
 
 
 class OuterState:
@@ -32,6 +33,7 @@ class OuterState:
         self.num_elements = self.parameters.num_elements
         self.slow_weights = torch.empty(self.num_elements)
         self.outer_momentum = torch.zeros(self.num_elements)
+        self.spread: float | None = None  # distance to the last partner over 2^0.5, as a share of the own norm
         self._bounds = chunk_bounds(self.num_elements)
         for start, stop in self._bounds:
             self.slow_weights[start:stop] = self.parameters.read(start, stop)
@@ -72,6 +74,7 @@ class OuterState:
         momenta = sections.get(SectionName.OUTER_MOMENTUM)
         weights = sections.get(SectionName.SLOW_WEIGHTS)
         scratch, difference = Scratch(), torch.empty(CHUNK_ELEMENTS, device=self.parameters.device)
+        apart, length, sampled = 0.0, 0.0, max(1, len(self._bounds) // SPREAD_CHUNKS)
         for index, (start, stop) in enumerate(self._bounds):
             slow, momentum = self.slow_weights[start:stop], self.outer_momentum[start:stop]
             gradient = self.parameters.minus(start, slow, out=difference).cpu()
@@ -80,8 +83,13 @@ class OuterState:
             if momenta:
                 momentum.add_(momenta.half_difference(index, scratch=scratch))
             offset = weights.half_difference(index, scratch=scratch) if weights else None
+            if offset is not None and index % sampled == 0:
+                apart, length = apart + float(offset.square().sum()), length + float(slow.square().sum())
             outer_step(slow, momentum, gradient, offset, alpha=alpha, beta=beta, gamma=gamma)
             self.parameters.write(start, slow)
+        if weights:
+            # With replicas scattered by s around their mean, two of them are 2^0.5 s apart, and `offset` is half that.
+            self.spread = (2 * apart / max(length, 1e-30)) ** 0.5
 
     @torch.no_grad()
     def correct(self, correction: Correction, *, beta: float) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from noloco_p2p.gossip.fetch import state_file_bytes
 from noloco_p2p.gossip.frames import StateManifest
+from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import Alone, Half, Swapped
 from noloco_p2p.gossip.round import Phase
 from noloco_p2p.optim.mixing import mixing_for
@@ -342,7 +343,7 @@ def test_the_size_of_a_state_file_is_known_before_it_comes(tmp_path: Path, num_h
 class Liar(MemoryPeer):
     """Gives a newcomer a file of the right size that is no state, or one whose numbers are not finite."""
 
-    def enter(self, *, layout: str, num_elements: int, target: Path | None) -> StateManifest | None:
+    def enter(self, *, layout: ModelLayout, num_elements: int, target: Path | None) -> StateManifest | None:
         assert target is not None
         if self.peer_id == "garbage":
             target.write_bytes(b"\xff" * state_file_bytes(num_elements))
@@ -350,7 +351,7 @@ class Liar(MemoryPeer):
             save_file(
                 {"slow_weights": torch.full((num_elements,), torch.nan), "outer_momentum": torch.zeros(1)}, target
             )
-        return StateManifest(layout, num_elements, 7, 0.5, state_file_bytes(num_elements), ())
+        return StateManifest(layout.digest(), num_elements, 7, 0.5, state_file_bytes(num_elements), ())
 
 
 @pytest.mark.parametrize("name", ["garbage", "nan"])
