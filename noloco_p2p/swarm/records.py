@@ -66,6 +66,7 @@ class PeerRecord:
     blocked_s: float = 0.0
     sketch: str = ""  # of the slow weights at the opening of a round, `codec.sketch`
     norm: float | None = None  # Euclidean, of the same slow weights
+    session_key: str = ""  # by which its gRPC server is known, base64; a new one at every start
 
 
 KEYS = {
@@ -89,6 +90,7 @@ KEYS = {
     "lonely": "why",
     "validation_loss": "val",
     "blocked_s": "wait",
+    "session_key": "key",
 }
 
 

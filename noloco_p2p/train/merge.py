@@ -17,6 +17,7 @@ from noloco_p2p.gossip.fetch import fetch_spec, fetch_state, state_file_bytes
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.session import Session
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.reader import find_somebody, reader
 from noloco_p2p.telemetry.progress import Progress
@@ -84,8 +85,9 @@ async def from_swarm(
     async with reader(ticket) as directory:
         with progress.task("looking for live peers"):
             await find_somebody(ticket, directory)
+        session = Session(directory.identity)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
-        transport = GrpcTransport(lambda: hello)
+        transport = GrpcTransport(lambda: hello, session=session)
         peers = list(directory.live())
         spec = await fetch_spec(transport, peers, expected_digest=ticket.spec_digest)
         model = build_model(spec.model, sequence_length=spec.data.sequence_length, folders=folders)

@@ -1,0 +1,110 @@
+"""Answers the offers of other peers, and carries the swap out when one is accepted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from noloco_p2p.errors import PeerError, Refused, TimedOut
+from noloco_p2p.gossip.deadlines import Deadlines
+from noloco_p2p.gossip.frames import PROTOCOL_VERSION, Accept, Frame, Hello, Offer, Refuse, RefuseCode
+from noloco_p2p.gossip.live_round import LiveRound
+from noloco_p2p.gossip.seams import FrameStream
+from noloco_p2p.gossip.swapping import Swapping
+
+log = logging.getLogger(__name__)
+
+TRAILING_RETRY_S = 1.0
+NOT_TRAINING_RETRY_S = 60.0
+
+
+class Answering:
+    """`state` is what the swarm is told of this peer; offers are accepted in training only."""
+
+    def __init__(self, live: LiveRound, swapping: Swapping, *, deadlines: Deadlines) -> None:
+        self.state = "training"
+        self._live = live
+        self._swapping = swapping
+        self._deadlines = deadlines
+
+    async def on_swap(self, stream: FrameStream) -> None:
+        """Answer one offer; returns when its swap has ended."""
+        live = self._live
+        try:
+            offer = await stream.receive(self._deadlines.offer_s)
+            if not isinstance(offer, Offer) or len(offer.swap_id) != 16 or not offer.hello.peer_id:
+                await self._send(stream, Refuse(RefuseCode.MALFORMED, "a swap begins with an offer"))
+                return
+            refuse = self._answer(offer)
+            if refuse:
+                await self._send(stream, refuse)
+                return
+            mine = live.boundary()
+            round_, running = self._swapping.bind(stream, offer.swap_id, offer.hello.peer_id, mine, offer.boundary)
+            try:
+                await self._send(stream, Accept(live.hello(), mine))
+            except PeerError as error:
+                self._swapping.ended(round_, running, error)
+                return
+            await self._swapping.run(round_, running)
+        except PeerError as error:
+            log.debug("an offer from %s came to nothing: %s", stream.peer, error)
+        finally:
+            await stream.close()
+
+    def _answer(self, offer: Offer) -> Refuse | None:
+        live = self._live
+        try:
+            check_hello(live.hello(), offer.hello)
+        except Refused as error:
+            return Refuse(RefuseCode[error.code], str(error))
+        if offer.hello.peer_id == live.hello().peer_id:
+            return Refuse(RefuseCode.MALFORMED, "this is my own peer id: a key must not be used on two machines")
+        if self.state != "training":
+            return Refuse(RefuseCode.NOT_TRAINING, f"I am {self.state}", NOT_TRAINING_RETRY_S)
+        if live.round.wants_partner and live.trails():
+            return Refuse(RefuseCode.BUSY, "the late part of my last round is on its way", TRAILING_RETRY_S)
+        return live.round.answer(offer, mine=live.boundary())
+
+    async def _send(self, stream: FrameStream, frame: Frame) -> None:
+        await send_small(stream, frame, timeout_s=self._deadlines.offer_s)
+
+
+async def send_small(stream: FrameStream, frame: Frame, *, timeout_s: float) -> None:
+    """An offer or its answer: one small frame, which only a frozen peer does not take. Raises TimedOut, Unreachable."""
+    try:
+        await asyncio.wait_for(stream.send(frame), timeout_s)
+    except TimeoutError:
+        raise TimedOut(f"it took no message for {timeout_s:g} s", peer=stream.peer) from None
+
+
+def check_hello(ours: Hello, theirs: Hello) -> None:
+    """Raises Refused when the other peer is of another protocol version, run, spec or model."""
+    for code, mine, other, what in (
+        (
+            RefuseCode.OTHER_VERSION,
+            ours.protocol_version.split(".")[0],
+            theirs.protocol_version.split(".")[0],
+            f"protocol version {PROTOCOL_VERSION} here, {theirs.protocol_version or 'none'} there",
+        ),
+        (
+            RefuseCode.OTHER_RUN,
+            ours.run_name,
+            theirs.run_name,
+            f"run {ours.run_name} here, {theirs.run_name!r} there",
+        ),
+        (
+            RefuseCode.OTHER_SPEC,
+            ours.spec_digest,
+            theirs.spec_digest,
+            f"spec digest {ours.spec_digest[:16]}.. here, {theirs.spec_digest[:16] or 'none'}.. there",
+        ),
+        (
+            RefuseCode.OTHER_MODEL,
+            ours.layout if theirs.layout else "",
+            theirs.layout if ours.layout else "",
+            f"model layout {ours.layout[:16]}.. here, {theirs.layout[:16]}.. there",
+        ),
+    ):
+        if mine != other:
+            raise Refused(what, peer=theirs.peer_id, code=code.name)
