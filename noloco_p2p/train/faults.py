@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 log = logging.getLogger(__name__)
 
+REMEMBERED = 100_000  # places; of faults beyond them some are counted once an epoch
 TOLD_OF_A_FILE = 5  # each by itself; then every tenfold number of them
 
 
@@ -27,18 +28,24 @@ class Fault:
 
 
 class Faults:
-    """Counts and tells. `on_fault` is called for each, on the thread that reads."""
+    """Counts and tells each fault once. `on_fault` is called for it, on the thread that reads."""
 
     def __init__(self, on_fault: Callable[[Fault], None] | None = None) -> None:
         self.on_fault = on_fault
         self.last: Fault | None = None
         self._of_file: Counter[str] = Counter()
+        self._seen: set[tuple[str, int | None]] = set()
 
     @property
     def count(self) -> int:
         return self._of_file.total()
 
     def note(self, fault: Fault) -> None:
+        place = (fault.file, fault.line)
+        if place in self._seen:  # an epoch comes by again
+            return
+        if len(self._seen) < REMEMBERED:
+            self._seen.add(place)
         self.last = fault
         self._of_file[fault.file] += 1
         number = self._of_file[fault.file]

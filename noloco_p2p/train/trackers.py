@@ -5,6 +5,7 @@ Names are those of `telemetry/metrics.py`. A tracker that fails is told once and
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,7 +42,8 @@ class Trackers:
                 if name == "tensorboard":
                     made[name] = TensorBoard(folder / "tensorboard")
                 else:
-                    made[name] = WeightsAndBiases(folder, run=run, peer_id=peer_id, config=config)
+                    wandb = importlib.import_module("wandb")
+                    made[name] = WeightsAndBiases(wandb, folder, run=run, peer_id=peer_id, config=config)
             except ImportError:
                 raise SettingsError(
                     f"--tracker {name} needs a package that is not here: pip install 'noloco_p2p[{name}]'"
@@ -87,9 +89,8 @@ class TensorBoard:
 class WeightsAndBiases:
     """One W&B run a peer, all peers of a run in one group; the environment (WANDB_PROJECT, WANDB_MODE, ..) counts."""
 
-    def __init__(self, folder: Path, *, run: str, peer_id: str, config: Mapping[str, Any]) -> None:
-        import wandb  # pyright: ignore[reportMissingImports] - an extra
-
+    def __init__(self, wandb: Any, folder: Path, *, run: str, peer_id: str, config: Mapping[str, Any]) -> None:
+        """`wandb`: the library."""
         self._run = wandb.init(
             dir=str(folder),
             id=f"{run}-{peer_id[-12:]}",

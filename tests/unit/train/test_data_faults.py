@@ -146,13 +146,17 @@ def make_stream(pattern: str, *, faults: Faults | None = None, **options: object
     )
 
 
-def test_training_goes_on_beside_bad_files_and_counts_them_once_an_epoch(tmp_path: Path) -> None:
+def test_training_goes_on_beside_bad_files_and_counts_them_once(tmp_path: Path) -> None:
     (tmp_path / "good.jsonl").write_text("".join(f'{{"text": "document {n}"}}\n' for n in range(100)))
     (tmp_path / "half.jsonl").write_text('{"text": "x"}\noops\n' * 50)
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
     faults = Faults()
     stream = make_stream(f"{tmp_path}/*", faults=faults)
     next(stream)
+    assert faults.count == 51
+    state = stream.state_dict()
+    while stream.state_dict()["feeds"][0]["epoch"] == state["feeds"][0]["epoch"]:
+        next(stream)
     assert faults.count == 51
 
 
