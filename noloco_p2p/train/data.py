@@ -76,6 +76,11 @@ class TokenStream:
         self._position = 0
 
     @property
+    def epoch(self) -> int:
+        """Of the source that was read most often."""
+        return max(feed.epoch for feed in self._feeds)
+
+    @property
     def sequence_length(self) -> int:
         return self._data.sequence_length
 

@@ -73,10 +73,10 @@ def check_data(
     for part, _ in data.parts():
         report.sources.append(_look(part, open_source(part, bindings), faults, full=full, progress=progress))
     stream = TokenStream(
-        data, tokenizer=tokenizer, bindings=bindings, peer_id="check", batch_size=8, progress=progress, faults=faults
+        data, tokenizer=tokenizer, bindings=bindings, peer_id="check", batch_size=1, progress=progress, faults=faults
     )
     began_s = time.monotonic()
-    while report.num_tokens < READ_TOKENS and time.monotonic() - began_s < READ_S:
+    while report.num_tokens < READ_TOKENS and stream.epoch == 0 and time.monotonic() - began_s < READ_S:
         batch = next(stream)
         report.num_tokens += batch.numel()
         report.samples.extend(str(tokenizer.decode(row)) for row in batch[: SAMPLES - len(report.samples)])
