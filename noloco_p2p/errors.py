@@ -15,6 +15,7 @@ NolocoError
  +-- CheckpointError      a checkpoint cannot be written or read
  +-- ModelError           the model named by the spec cannot be built or loaded
  +-- DataError            the data named by the spec is missing or unusable
+ +-- Left                 no fault: this peer was asked to leave before it began to train
 
 Each message says what happened, with whom, and what to do next.
 """
@@ -105,3 +106,7 @@ class ModelError(NolocoError):
 
 class DataError(NolocoError):
     """The data named by the spec is missing or unusable."""
+
+
+class Left(NolocoError):
+    """This peer was asked to leave before it began to train. What was fetched so far is kept."""

@@ -13,33 +13,40 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from noloco_p2p._version import __version__
-from noloco_p2p.control import ControlServer, FolderLock
-from noloco_p2p.errors import CheckpointError, DirectoryError, ModelError, SettingsError, SpecError
-from noloco_p2p.gossip.exchange import Exchange
-from noloco_p2p.gossip.fetch import (
-    SavedState,
-    StateServer,
-    fetch_spec,
-    fetch_state,
-    find_difference,
-    state_file_bytes,
+from noloco_p2p.control import ControlServer, FolderLock, Handler
+from noloco_p2p.errors import (
+    CheckpointError,
+    DirectoryError,
+    IdentityError,
+    Left,
+    ModelError,
+    NolocoError,
+    SettingsError,
+    SpecError,
 )
-from noloco_p2p.gossip.frames import Hello, StateManifest
+from noloco_p2p.gossip.donor import SavedState, StateServer, state_file_bytes
+from noloco_p2p.gossip.exchange import Exchange
+from noloco_p2p.gossip.fetch import GIVING, fetch_from_swarm, fetch_spec, find_difference
+from noloco_p2p.gossip.frames import Hello, QueuePlace, StateManifest
+from noloco_p2p.gossip.kept_chunks import forget
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import LonelyCause, Traffic
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.service import PeerService
+from noloco_p2p.gossip.staleness import is_left_behind
 from noloco_p2p.gossip.watch import SwapProgress, SwapWatch
 from noloco_p2p.identity import Identity
+from noloco_p2p.net import probe
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
@@ -49,11 +56,15 @@ from noloco_p2p.ports import Ports
 from noloco_p2p.settings import PeerSettings, split_address
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.address_book import AddressBook
-from noloco_p2p.swarm.addresses import routable_host
+from noloco_p2p.swarm.addresses import host_of, host_port, is_public, routable_host, split_peer_id
 from noloco_p2p.swarm.dht import SwarmDirectory
-from noloco_p2p.swarm.reach import OUTBOUND_ONLY, Reach, judge
+from noloco_p2p.swarm.node import end_tasks
+from noloco_p2p.swarm.reachability import DIRECT, OUTBOUND_ONLY, RELAYED, DialBack, DialBacks, Verdict, is_abroad, judge
 from noloco_p2p.swarm.reader import find_somebody
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
+from noloco_p2p.swarm.relay import Places
+from noloco_p2p.swarm.tunnel import Tunnels
+from noloco_p2p.telemetry.console import duration
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.progress import Progress, Report
 from noloco_p2p.ticket import MAX_ADDRESSES, Ticket, is_ticket
@@ -72,9 +83,14 @@ START_TIMEOUT_S = 120.0  # importing hivemind on a slow disk included
 ENTER_TIMEOUT_S = 30.0  # to hear of a live peer of the run that a ticket names
 LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps or peers met before: nobody need be there
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0
+CATCH_UP_AGAIN_S = 60.0
 DONORS_ASKED = 3  # for their tensors, when none of them had a state that fits
 POLL_S = 0.05
-OWN_ADDRESSES = 4  # of this peer in its ticket; the rest is room for bootstraps
+OWN_ADDRESSES = 4  # of this peer in its ticket; the rest is room for other live peers and bootstraps
+OTHER_DOORS = 6  # live peers in a ticket: it is good while one of them is there
+DIAL_BACK_S = 12.0  # for one peer to answer whether it gets through; it tries for 4 s
+CHECK_CLOCK_S = 6.0  # for those that this peer enters through to be tried once
+FIRST_DIAL_BACK_S = 6.0  # so long a newcomer waits for the first answer before it announces itself
 SKETCH_EVERY_S = TTL_S / 4  # as often as the record is announced
 SPEC_FILE = "spec.json"
 
@@ -100,7 +116,25 @@ class _Network:
     server: GrpcServer
     control: ControlServer
     watch: SwapWatch
-    watching: asyncio.Task[None]
+    dial_backs: DialBacks
+    tunnels: Tunnels
+    places: Places
+    tasks: list[asyncio.Task[None]]
+
+
+class _LineNews:
+    """What a newcomer sees while it fetches, and while it waits for its turn at a donor."""
+
+    def __init__(self) -> None:
+        self._waits = ""
+
+    def note(self, donor: Candidate, place: QueuePlace | None) -> None:
+        """The place in the line of a donor; None = it has its turn."""
+        left = "" if place is None or place.left_s is None else f", about {duration(place.left_s)} to wait"
+        self._waits = f" (place {place.position} in the line of ..{donor.peer_id[-6:]}{left})" if place else ""
+
+    def what(self) -> str:
+        return f"fetching the state of the swarm{self._waits}"
 
 
 class Peer:
@@ -112,6 +146,8 @@ class Peer:
         self.metrics = Metrics()
         self.state = "training"
         self.leave_requested = threading.Event()
+        self.fault: NolocoError | None = None  # why this peer has to leave, when nobody asked it to
+        self.pause_requested = threading.Event()  # look after each inner step
         self.spec: RunSpec
         self.exchange: Exchange
         self._started_at_s = self._state_since_s = time.time()
@@ -127,10 +163,10 @@ class Peer:
         self._thread: NetworkThread | None = None
         self._network: _Network | None = None
         self._directory: SwarmDirectory | None = None
-        self._layout = ""
+        self._layout, self._num_elements = "", 0
+        self._catch_up_again_s = 0.0
         self._entered = False
         self._traffic_before = Traffic()  # before a restart
-        self._rounds_before = 0
         self._told_outbound_only = False
         self._announced_address = ""
         self.metrics_address = ""  # HOST:PORT of /metrics, when it is served
@@ -178,10 +214,16 @@ class Peer:
 
     @property
     def ticket(self) -> str:
-        """Hand it on: whoever has it can enter the run through this peer, or through the bootstraps it was given."""
+        """Hand it on: whoever has it can enter the run through this peer, its bootstraps, and others alive now."""
+        return Ticket(self.spec.name, self.spec.digest(), tuple(self._doors())[:MAX_ADDRESSES]).encode()
+
+    def _doors(self) -> list[str]:
+        """Multiaddrs of this peer, of its bootstraps, and of peers met: any of them is enough to enter the run."""
         own = self._net.directory.multiaddrs()[:OWN_ADDRESSES]
-        addresses = dict.fromkeys([*own, *self.settings.bootstrap])
-        return Ticket(self.spec.name, self.spec.digest(), tuple(addresses)[:MAX_ADDRESSES]).encode()
+        alive = {candidate.peer_id for candidate in self._net.directory.live() if candidate.can_be_called}
+        book = self._address_book.addresses().items()
+        others = sorted((peer, addresses[:1]) for peer, addresses in book if peer in alive)[:OTHER_DOORS]
+        return list(dict.fromkeys([*own, *(door for _, doors in others for door in doors), *self._entrances()]))
 
     @property
     def address(self) -> str:
@@ -204,6 +246,17 @@ class Peer:
         """Ask the training loop to end politely; safe in a signal handler and from any thread."""
         self.leave_requested.set()
 
+    def wait_while_paused(self) -> None:
+        """Until `noloco resume`, or until this peer is asked to leave; the swarm is told of both ends.
+
+        Call `NoLoCo.withdraw` before it, so that no partner waits.
+        """
+        self.announce("paused")
+        while self.pause_requested.is_set() and not self.leave_requested.wait(POLL_S):
+            pass
+        if not self.leave_requested.is_set():
+            self.announce("training")
+
     def announce(self, state: str) -> None:
         """Change the state that others see: training, paused, leaving or done. Swaps are offered in training only."""
         if state != self.state:
@@ -223,15 +276,55 @@ class Peer:
         """Call `tell`, on the network thread, again and again while a swap takes long."""
         self._net.watch.on_long = tell
 
-    def reach(self) -> Reach:
-        """Whether other peers can dial this one, as far as it can tell."""
+    def reach(self) -> Verdict:
+        """Whether other peers can dial this one, as far as they have told."""
+        net = self._net
         return judge(
             self._announced_address,
-            others=[candidate.address for candidate in self._net.directory.live()],
-            entrances=self._entrances(),
-            num_calls=self._net.service.num_calls,
-            rounds_here=self.metrics.rounds_here - self._rounds_before,
+            ports=self._ports_outside(),
+            dial_backs=net.dial_backs.seen(),
+            abroad=self._is_abroad(),
+            num_calls=net.service.num_calls,
+            relayed=bool(net.places.circuits()),
         )
+
+    def _is_closed(self) -> bool:
+        """Nobody can dial this peer, as far as others have told."""
+        return self._network is not None and self.reach().state in (OUTBOUND_ONLY, RELAYED)
+
+    def _relays(self) -> Mapping[str, Sequence[str]]:
+        """Nodes that may pass calls on: live peers that are reached by others, and those that were entered through."""
+        records = self._net.directory.records()
+        peers = {record.peer_id: record.multiaddrs for record, _ in records if record.reachability == DIRECT}
+        return {split_peer_id(door)[1]: (door,) for door in self._entrances()} | peers
+
+    def _ports_outside(self) -> tuple[int, int]:
+        """gRPC and libp2p as others see them: a router may map other ports to ours."""
+        announced_port = self.settings.announced[1]
+        if announced_port:
+            return announced_port, announced_port + 1
+        return self._net.server.port, self._net.directory.port
+
+    def _is_abroad(self) -> bool:
+        """Whether the swarm is on public addresses, where private ones lead nowhere."""
+        if is_public(self.settings.announced[0]):
+            return True
+        return is_abroad(self._entrances(), [candidate.address for candidate in self._net.directory.live()])
+
+    def _addresses(self) -> tuple[str, ...]:
+        """gRPC addresses for the record: a private one leads nowhere in a public swarm."""
+        leads_nowhere = self._is_abroad() and not is_public(host_of(self._announced_address))
+        return () if leads_nowhere else (self._announced_address,)
+
+    def _ways_in(self) -> tuple[str, ...]:
+        """Multiaddrs for the record; those by relays first, as they are the ones that work then."""
+        circuits = self._net.places.circuits()
+        return (*circuits, *self._net.directory.multiaddrs()) if circuits else ()
+
+    async def _ask_to_dial_back(self, candidate: Candidate) -> DialBack:
+        ports = [*self._ports_outside()]
+        probed = await probe.ask(candidate, self._hello(), ports, timeout_s=DIAL_BACK_S, session=self._session)
+        return DialBack(probed.observed_host, probed.reached)
 
     def count_traffic(self) -> None:
         """Bring the counters of bytes and chunks in `metrics` up to date."""
@@ -245,26 +338,68 @@ class Peer:
                 setattr(self.metrics, name, values[name])
         counted = asdict(self._traffic_before)
         self._traffic_before = Traffic(**{name: getattr(self.metrics, name) for name in counted})
-        self._rounds_before = self.metrics.rounds_here
 
     # for the outer step
 
     def enter(self, *, layout: ModelLayout, num_elements: int, target: Path | None) -> StateManifest | None:
         """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file.
 
-        Raises ModelError, with the first tensor that differs, when live peers train another model.
+        Raises Left when this peer is asked to leave meanwhile, and ModelError, with the first tensor that differs, when
+        live peers train another model.
         """
-        self._layout = layout.digest()
+        self._layout, self._num_elements = layout.digest(), num_elements
         self._net.runner.layout = self._net.states.layout = layout
         manifest = None
         if target is not None:
             with self.progress.task("looking for live peers"):
-                donors = self._call(self._find_donors(), START_TIMEOUT_S)
+                donors = self._call(self._find_donors(), START_TIMEOUT_S, leaving=self.leave_requested)
             if donors:
-                manifest = self._fetch_state(donors, layout=layout, num_elements=num_elements, target=target)
+                manifest = self._fetch_state(donors, target=target)
+            if manifest is None:
+                self._check_model(donors, layout)
+        self._call(self._net.directory.check_clock(CHECK_CLOCK_S), START_TIMEOUT_S)
+        self._call(self._net.dial_backs.wait(FIRST_DIAL_BACK_S), START_TIMEOUT_S)
         self._entered, self._state_since_s = True, time.time()
         self.announce("training")
         return manifest
+
+    def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
+        """Fetch the state of a live peer into `target` when most of the swarm is far ahead; None when it is not.
+
+        Costs nothing to ask. None, too, when nobody gives a newer state: it is then tried again after a while.
+        """
+        ahead = self._far_ahead(progress, inner_steps=inner_steps)
+        if not ahead or time.monotonic() < self._catch_up_again_s:
+            return None
+        self._catch_up_again_s = time.monotonic() + CATCH_UP_AGAIN_S
+        log.warning(
+            "this peer stands at %.1f %% of the schedule and most of the swarm at %.1f %% or beyond: it catches up",
+            100 * progress,
+            100 * min(donor.progress for donor in ahead),
+        )
+        try:
+            manifest = self._fetch_state(ahead, target=target)
+        except Left:
+            return None
+        except CheckpointError as error:
+            log.error("%s", error)
+            return None
+        if manifest and manifest.progress <= progress:
+            forget(target)
+            return None
+        return manifest
+
+    def _far_ahead(self, progress: float, *, inner_steps: int) -> list[Candidate]:
+        """Peers that stand where the swarm does, shuffled; none while this one stands there, too."""
+        live = self._net.directory.live()
+        training = [each.progress for each in live if each.state == "training"]
+        round_progress = inner_steps / self.spec.train.total_steps
+        if not is_left_behind(progress, training, round_progress=round_progress):
+            return []
+        middle = median(training)
+        ahead = [each for each in live if each.state in GIVING and each.progress >= middle]
+        random.shuffle(ahead)
+        return ahead
 
     def serve_state(self, saved: SavedState) -> None:
         """From now on newcomers get this state."""
@@ -331,11 +466,18 @@ class Peer:
         )
         transport = GrpcTransport(self._hello, limits, session=self._session)
         self.spec = target if isinstance(target, RunSpec) else await self._find_spec(target, transport)
+        tunnels = Tunnels(
+            directory.node,
+            live=directory.live,
+            multiaddrs=lambda: {record.peer_id: record.multiaddrs for record, _ in directory.records()},
+            wanted=self._is_closed,
+            server=lambda: (routable_host(self.settings.listen_host), self._net.server.port),
+        )
         pace = Pace(self.spec.outer.first_inner_steps)
         runner = RoundRunner(
             hello=self._hello,
             transport=transport,
-            directory=directory,
+            directory=tunnels,
             pace=pace,
             executor=self._executor,
             rng=random.SystemRandom(),  # ids of swaps must not be guessed
@@ -345,14 +487,24 @@ class Peer:
         service = PeerService(runner=runner, states=states, status=self._status)
         server = GrpcServer(service, limits, session=self._session)
         await ports.try_both(ports.grpc, lambda port: server.start(self.settings.listen_host, port))
-        control = ControlServer(self.settings.state_dir, {"status": self.status, "leave": self._on_leave})
+        control = ControlServer(self.settings.state_dir, self._verbs())
         await control.start()
         watch = SwapWatch(runner)
-        watching = asyncio.create_task(watch.run())
-        self._network = _Network(directory, transport, runner, states, service, server, control, watch, watching)
+        await tunnels.start()
+        server.prober.tunnelled = tunnels.local_ports
+        dial_backs = DialBacks(live=directory.live, ask=self._ask_to_dial_back)
+        places = Places(directory.node, doors=self._relays, wanted=self._is_closed)
+        tasks: list[asyncio.Task[None]] = []
+        self._network = _Network(
+            directory, transport, runner, states, service, server, control, watch, dial_backs, tunnels, places, tasks
+        )
         announce_host, announce_port = self.settings.announced
         host = announce_host or routable_host(self.settings.listen_host)
-        self._announced_address = f"{host}:{announce_port or server.port}"
+        self._announced_address = host_port(host, announce_port or server.port)
+        directory.is_abroad = self._is_abroad
+        tasks.append(asyncio.create_task(watch.run()))
+        tasks.append(asyncio.create_task(places.run()))
+        tasks.append(asyncio.create_task(dial_backs.run(is_direct=lambda: self.reach().state == DIRECT)))
         ports.remember(grpc=server.port, libp2p=directory.port)
         self._keep_spec()
         await self._serve_metrics()
@@ -384,9 +536,11 @@ class Peer:
             announce_host=announce_host or None,
             announce_port=announce_port + 1 if announce_port else 0,
             bootstraps=self._entrances(),
+            relays=not settings.max_upload,
             address_book=self._address_book,
             spec_digest=self._run[1],
             describe=self._describe,
+            on_copy=self._on_copy,
         )
 
     def _entrances(self) -> list[str]:
@@ -404,13 +558,15 @@ class Peer:
         if self._metrics_server:
             await self._metrics_server.stop()
         if self._network:
-            self._network.watching.cancel()
+            await end_tasks(self._network.tasks)
             await self._network.control.stop()
             self._network.runner.state = "leaving"
         if self._directory:
-            await self._directory.stop(farewell=self._entered)
+            # The last words of a copy would be taken for those of the other.
+            await self._directory.stop(farewell=self._entered and self.fault is None)
         if self._network:
             await self._network.runner.stop()
+            await self._network.tunnels.stop()
             await self._network.server.stop(0.5)
         self._network = self._directory = None
 
@@ -424,7 +580,8 @@ class Peer:
                 log.warning("the spec is asked for again: %s", error)
         assert self._directory is not None
         await find_somebody(ticket, self._directory, timeout_s=ENTER_TIMEOUT_S)
-        return await fetch_spec(transport, self._directory.live(), expected_digest=ticket.spec_digest)
+        donors = [candidate for candidate in self._directory.live() if candidate.can_be_called]
+        return await fetch_spec(transport, donors, expected_digest=ticket.spec_digest)
 
     async def _look_around(self) -> None:
         """Wait until a live peer is heard of, where there should be one. Raises Unreachable: a ticket, and nobody."""
@@ -436,33 +593,35 @@ class Peer:
     async def _find_donors(self) -> Sequence[Candidate]:
         """Live peers that may have a state, in any order; none when this peer is the first. Raises Unreachable."""
         await self._look_around()
-        donors = [candidate for candidate in self._net.directory.live() if candidate.state in ("training", "done")]
+        live = self._net.directory.live()
+        donors = [peer for peer in live if peer.can_be_called and peer.state in GIVING]
         random.shuffle(donors)
-        return donors
+        middle = median(donor.progress for donor in donors) if donors else 0.0
+        return sorted(donors, key=lambda donor: donor.progress < middle)  # who is behind is asked last
 
-    def _fetch_state(
-        self, donors: Sequence[Candidate], *, layout: ModelLayout, num_elements: int, target: Path
-    ) -> StateManifest | None:
+    def _fetch_state(self, donors: Sequence[Candidate], *, target: Path) -> StateManifest | None:
+        line, num_elements = _LineNews(), self._num_elements
+
         def fetching(report: Report) -> Coroutine[Any, Any, StateManifest | None]:
-            return fetch_state(
+            return fetch_from_swarm(
                 self._net.transport,
+                self._net.directory,
                 donors,
                 layout=self._layout,
                 num_elements=num_elements,
                 num_bytes=state_file_bytes(num_elements),
                 target=target,
                 on_progress=report,
+                on_place=line.note,
             )
 
         try:
-            with self.progress.task("fetching the state of the swarm", unit="bytes") as report:
-                manifest = self._call(fetching(report), FETCH_STATE_TIMEOUT_S)
+            with self.progress.task(line.what, unit="bytes") as report:
+                manifest = self._call(fetching(report), FETCH_STATE_TIMEOUT_S, leaving=self.leave_requested)
             if manifest is None:
-                target.unlink()
+                forget(target)
         except OSError as error:
             raise CheckpointError(f"the state of the swarm cannot be written to {target}: {error}") from None
-        if manifest is None:
-            self._check_model(donors, layout)
         if manifest is None and any(donor.round > 0 for donor in donors):
             log.warning("no live peer has a saved state yet; this peer starts from the initial weights, as they did")
         return manifest
@@ -498,7 +657,8 @@ class Peer:
             peer_id=self.peer_id,
             run_name=self.spec.name,
             spec_digest=self.spec.digest(),
-            addresses=(self._announced_address,),
+            addresses=self._addresses(),
+            multiaddrs=self._ways_in(),
             state=self.state,
             progress=metrics.progress,
             round=metrics.round,
@@ -519,6 +679,7 @@ class Peer:
             sketch=sketch,
             norm=norm,
             session_key=self._session.key_text,
+            started_at_ms=self._session.started_at_ms,
         )
 
     def status(self) -> dict[str, Any]:
@@ -552,9 +713,42 @@ class Peer:
         values, origins = self.settings.model_dump(mode="json"), self.settings.origins()
         return {name: {"value": value, "origin": origins[name]} for name, value in values.items()}
 
+    def _verbs(self) -> dict[str, Handler]:
+        return {"status": self.status, "leave": self._on_leave, "pause": self._on_pause, "resume": self._on_resume}
+
     def _on_leave(self) -> dict[str, Any]:
         self.request_leave()
         return {"leaving": True, "pid": os.getpid()}
+
+    def _on_copy(self, other: PeerRecord) -> None:
+        if self.fault is None:
+            where = ", ".join(other.addresses) or "another machine"
+            self.fault = IdentityError(
+                f"the key of this peer is in use at {where}, too, by a peer that started later: this one stops. A key "
+                f"must not be used twice: move {self.settings.state_dir / 'identity.key'} away on one of the two "
+                "machines, and `noloco id` creates a new one there"
+            )
+            log.error("%s", self.fault)
+            self.request_leave()
+
+    def _on_pause(self) -> dict[str, Any]:
+        refusal = self._why_no_pause()
+        was_asked = self.pause_requested.is_set()
+        if not refusal:
+            self.pause_requested.set()
+        return {"refusal": refusal, "was_asked": was_asked, "state": self.state, "pid": os.getpid()}
+
+    def _on_resume(self) -> dict[str, Any]:
+        was_asked = self.pause_requested.is_set()
+        self.pause_requested.clear()
+        return {"was_asked": was_asked, "state": self.state, "pid": os.getpid()}
+
+    def _why_no_pause(self) -> str:
+        if self.leave_requested.is_set():
+            return "it is leaving"
+        if not self._entered:
+            return "it has not begun to train yet; try again, or stop it with `noloco leave`"
+        return "the run is done, and it trains no more" if self.state == "done" else ""
 
     @property
     def _net(self) -> _Network:
@@ -562,8 +756,10 @@ class Peer:
             raise SettingsError("this peer is not running")
         return self._network
 
-    def _call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+    def _call(
+        self, coroutine: Coroutine[Any, Any, T], timeout_s: float, *, leaving: threading.Event | None = None
+    ) -> T:
         if self._thread is None:
             coroutine.close()
             raise SettingsError("this peer is not running")
-        return self._thread.call(coroutine, timeout_s)
+        return self._thread.call(coroutine, timeout_s, leaving=leaving)

@@ -143,6 +143,7 @@ COMMENTS: Mapping[str, str] = {
     "outer.alpha": "outer momentum kept from round to round; at most 0.5 recommended",
     "outer.beta": "strength of the outer gradient",
     "outer.gamma": "pull towards the partner's weights; about 1 - alpha^2, and bounded (checked)",
+    "outer.weigh_tokens": "true = each of two outer gradients counts by the tokens behind it; paper: false",
     "outer.swap_momentum": "average outer momentum too; false = the paper's exact rule",
     "outer.max_wait_s": "seconds to wait for a partner's gradient at the end of a round, before going on without it",
     "codec.slow_weights": "int8 or better; modulo8 takes as many bytes as int8 and is far more exact",

@@ -73,7 +73,7 @@ class PeerSettings(BaseModel):
     @classmethod
     def _announce_has_host(cls, announce: str) -> str:
         if announce:
-            split_address(announce if ":" in announce else f"{announce}:0")
+            split_address(announce if _has_port(announce) else f"{announce}:0")
         return announce
 
     @field_validator("metrics")
@@ -160,9 +160,9 @@ class PeerSettings(BaseModel):
     @property
     def announced(self) -> tuple[str, int]:
         """Host and gRPC port of `announce`; "" = not set, port 0 = the one listened on."""
-        if ":" not in self.announce:
-            return self.announce, 0
-        return split_address(self.announce)
+        if _has_port(self.announce):
+            return split_address(self.announce)
+        return self.announce.strip("[]"), 0
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -171,6 +171,11 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not port.isdigit() or int(port) > LAST_PORT:
         raise ValueError(f"{address!r} must be HOST:PORT, for example 0.0.0.0:{DEFAULT_PORT}")
     return host, int(port)
+
+
+def _has_port(address: str) -> bool:
+    """HOST:PORT or [IPV6]:PORT; an IPv6 address without brackets has none."""
+    return address.count(":") == 1 or "]:" in address
 
 
 def parse_rate(rate: str) -> float:

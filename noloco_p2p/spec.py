@@ -30,7 +30,7 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 # Fields younger than version 1: at their default they are left out, so that runs without them keep their digest.
-YOUNG = ("model.random_weights", "model.lora", "data.mix")
+YOUNG = ("model.random_weights", "model.lora", "data.mix", "outer.weigh_tokens")
 MIXTURE = "mix"  # the source of a DataSpec that mixes several
 
 
@@ -192,6 +192,7 @@ class OuterSpec(Section):
     beta: PositiveFloat = 0.7
     gamma: PositiveFloat = 0.7
     swap_momentum: bool = True
+    weigh_tokens: bool = False  # the mean of two outer gradients counts each by the tokens behind it; paper: false
     max_wait_s: NonNegative = 60.0
 
     @property

@@ -21,8 +21,10 @@ from noloco_p2p.cli import (
     join,
     leave,
     monitor,
+    pause,
     simulate,
     status,
+    ticket,
 )
 from noloco_p2p.errors import IdentityError, NolocoError, PeerError, SettingsError, SpecError, TicketError
 
@@ -39,7 +41,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb in (
-    *(init.init, join.join, leave.leave, status.status, monitor.monitor),
+    *(init.init, join.join, leave.leave, pause.pause, pause.resume, status.status, ticket.ticket, monitor.monitor),
     *(doctor.doctor, bootstrap.bootstrap, fork.fork, evaluate.evaluate, export.export),
     *(demo.demo, simulate.simulate),
 ):

@@ -12,6 +12,7 @@ import typer
 
 from noloco_p2p.cli import entry
 from noloco_p2p.cli.options import Announce, Bootstrap, Data, Listen, MaxDownload, MaxUpload, Model, StateDir
+from noloco_p2p.errors import Left
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -85,16 +86,26 @@ def join(
     # Until it trains there is nothing to keep: SIGTERM then ends the program as Ctrl-C does, in order and at once.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _say("starting (loading torch and hivemind takes some seconds)")
+    from noloco_p2p.train.loop import choose_device
+
+    choose_device(settings.device)
+    if ticket:
+        _say(f"looking for live peers of the run {ticket.run_name}")
+    try:
+        _train(run, settings, ticket_file)
+    except Left:
+        _say("left before it began to train; the same command goes on with what was fetched")
+
+
+def _train(run: str, settings: PeerSettings, ticket_file: Path | None) -> None:
+    """Raises Left when somebody asks the peer to leave while it enters."""
     from noloco_p2p.peer import Peer
     from noloco_p2p.swarm.addresses import any_public
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.ticket import Ticket
-    from noloco_p2p.train.loop import Trainer, choose_device
+    from noloco_p2p.train.loop import Trainer
 
-    choose_device(settings.device)
-    if ticket:
-        _say(f"looking for live peers of the run {ticket.run_name}")
     with Peer.join(run, settings, progress=Progress(drawing(_say))) as peer:
         _say(f"peer {peer.peer_id} of run {peer.spec.name} ({peer.spec.digest()[:16]}), announces {peer.address}")
         if peer.metrics_address:
@@ -120,6 +131,8 @@ def join(
             peer.announce("done")
             _say("the run is done; this peer serves its state to late joiners until Ctrl-C or `noloco leave`")
             peer.leave_requested.wait()
+        if peer.fault:
+            raise peer.fault
         _say("leaving")
     _say("left; the same command resumes" if checkpoint else "left without a last checkpoint, for the error above")
 

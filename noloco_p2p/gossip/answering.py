@@ -10,6 +10,7 @@ from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import PROTOCOL_VERSION, Accept, Frame, Hello, Offer, Refuse, RefuseCode
 from noloco_p2p.gossip.live_round import LiveRound
 from noloco_p2p.gossip.seams import FrameStream
+from noloco_p2p.gossip.staleness import refuse_stale
 from noloco_p2p.gossip.swapping import Swapping
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,11 @@ class Answering:
             return Refuse(RefuseCode.NOT_TRAINING, f"I am {self.state}", NOT_TRAINING_RETRY_S)
         if live.round.wants_partner and live.trails():
             return Refuse(RefuseCode.BUSY, "the late part of my last round is on its way", TRAILING_RETRY_S)
-        return live.round.answer(offer, mine=live.boundary())
+        mine = live.boundary()
+        refuse = live.round.answer(offer, mine=mine)
+        if refuse is None and live.opening is not None:
+            refuse = refuse_stale(mine, offer.boundary, total_steps=live.opening.total_steps)
+        return refuse
 
     async def _send(self, stream: FrameStream, frame: Frame) -> None:
         await send_small(stream, frame, timeout_s=self._deadlines.offer_s)

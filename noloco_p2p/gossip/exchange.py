@@ -63,7 +63,8 @@ class Exchange:
         )
         early_state = {SectionName.SLOW_WEIGHTS: slow_weights, SectionName.OUTER_MOMENTUM: outer_momentum}
         self.pace.open_round(time.monotonic(), steps_done=steps_done, inner_steps=inner_steps)
-        self._ask(self._runner.open(Opening(round_index, progress, early_state), self._plans), None)
+        opening = Opening(round_index, progress, self._spec.train.total_steps, early_state)
+        self._ask(self._runner.open(opening, self._plans), None)
 
     def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
         """At the boundary: code the outer gradient chunk by chunk where it lies, and hand it over.
@@ -87,6 +88,10 @@ class Exchange:
         silent = Alone("the network thread does not answer")
         return self._ask(self._runner.collect(wait_s), silent, wait_s=wait_s)
 
+    def withdraw(self) -> Outcome:
+        """End the round before its boundary, as `collect` does at it; what is not committed by now never will be."""
+        return self._ask(self._runner.withdraw(), Alone("the network thread does not answer"))
+
     def late(self, round_index: int) -> Correction | None:
         """A late part of a round before `round_index` that arrived after its boundary; costs nothing to ask.
 
@@ -97,6 +102,10 @@ class Exchange:
     def corrected(self) -> None:
         """The correction that `late` gave is in the vectors: they may be sent again."""
         self._tell(self._runner.corrected)
+
+    def forget(self) -> None:
+        """Between rounds: the vectors were replaced. What still comes for those before is not applied any more."""
+        self._ask(self._runner.forget(), None)
 
     def _tell(self, function: Callable[[*As], None], *arguments: *As) -> None:
         """Call on the network thread, without waiting for it."""

@@ -68,6 +68,7 @@ class RefuseCode(IntEnum):
     NOT_PROVEN = 12  # the caller has not shown that it is the peer it says
     NOT_INVITED = 13  # to a private run
     BANNED = 14  # here, for a time
+    STALE = 15  # our places in the run are too far apart
 
 
 PASSING = frozenset({RefuseCode.BUSY, RefuseCode.BETWEEN_ROUNDS, RefuseCode.CROSSED})
@@ -270,5 +271,13 @@ class StateChunk:
     payload: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class QueuePlace:
+    """A newcomer waits for its turn at a busy donor: 1 = the next one. `left_s` None = nothing is measured yet."""
+
+    position: int
+    left_s: float | None
+
+
 FetchWant = WantSpec | WantManifest | WantChunks | WantLayout
-FetchItem = SpecJson | StateManifest | StateChunk | LayoutJson
+FetchItem = SpecJson | StateManifest | StateChunk | QueuePlace | LayoutJson

@@ -8,6 +8,7 @@ from enum import StrEnum
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.round_length import LinkMeasure
 from noloco_p2p.gossip.sections import SectionPair
+from noloco_p2p.optim.mixing import Agreement
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Received:
     partner: str
     partner_round: int
     partner_progress: float
-    agreed_inner_steps: float  # the round length that both sides mix by, from what they told each other
+    agreed: Agreement  # what both sides mix by, from what they told each other
     sections: dict[SectionName, SectionPair]
     link: LinkMeasure
     bytes_sent: int
@@ -78,7 +79,7 @@ class Correction:
     gradient: SectionPair
     partner: str
     round: int  # which it belongs to
-    agreed_inner_steps: float  # of its swap
+    agreed: Agreement  # of its swap
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.frames import Hello, Payload, SwapState
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.live_round import Faults, LiveRound, Opening, OwnedTasks
-from noloco_p2p.gossip.outcome import Correction, Outcome, Traffic
+from noloco_p2p.gossip.outcome import Alone, Correction, Outcome, Traffic
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.pairing import Pairing
 from noloco_p2p.gossip.payload_memory import PayloadMemory
@@ -159,6 +159,16 @@ class RoundRunner:
         await ending.wait_for_partner(self._live, wait_s)
         return self._conclude(round_)
 
+    async def withdraw(self) -> Outcome:
+        """Ends the round now, before its boundary: no partner waits for this peer. Its outer gradient is never sent."""
+        live = self._live
+        if live.round.early_committed:
+            live.drop_trailing()
+        outcome = self._conclude(live.round)
+        if not isinstance(outcome, Alone):
+            live.drop_trailing()  # the swap of this round, whose late part will not come
+        return outcome
+
     async def take_correction(self, before: int) -> Correction | None:
         """A late part of a round before `before`, to be applied at once; `corrected` tells that it was.
 
@@ -173,6 +183,11 @@ class RoundRunner:
     def corrected(self) -> None:
         self._live.correcting = False
         self._live.notify()
+
+    async def forget(self) -> None:
+        """The vectors of earlier rounds are gone: late parts for them are of no use."""
+        self._live.drop_trailing()
+        self._live.corrections.clear()
 
     async def stop(self) -> None:
         """Abandon what runs and wait until all tasks have ended."""

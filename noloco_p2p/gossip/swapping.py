@@ -65,7 +65,9 @@ class Swapping:
         self._ledgers[swap_id] = swap.ledger
         if len(self._ledgers) > REMEMBERED_SWAPS:
             self._ledgers.popitem(last=False)
-        live.running = Running(swap, live.round.index, mine, theirs, live.clock(), live.boundary_s)
+        live.running = Running(
+            swap, live.round.index, live.opening.total_steps, mine, theirs, live.clock(), live.boundary_s
+        )
         live.notify()
         return live.round, live.running
 
@@ -129,7 +131,7 @@ class Swapping:
                 live.round.commit_late()
         elif live.trailing and swap is live.trailing.swap:
             gradient, trailing = swap.pair(SectionName.OUTER_GRADIENT), live.trailing
-            live.corrections.append(Correction(gradient, swap.partner, trailing.round, trailing.agreed_inner_steps))
+            live.corrections.append(Correction(gradient, swap.partner, trailing.round, trailing.agreed))
             live.trailing = None
         live.notify()
 

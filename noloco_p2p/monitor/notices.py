@@ -51,7 +51,7 @@ def notices(roster: Roster, *, spread: Spread | None, directory_age_s: float, no
     if spread and spread.num_peers >= 4:
         far = [peer for peer, own in spread.of_each.items() if own > ASTRAY * _median(list(spread.of_each.values()))]
         found += [Notice("warn", f"..{peer[-6:]} is far from the other replicas.") for peer in far[:3]]
-    unreached = [r for r in alive if r.reachability != "reached" and r.swaps + r.alone >= UNREACHED_ROUNDS]
+    unreached = [r for r in alive if r.reachability != "direct" and r.swaps + r.alone >= UNREACHED_ROUNDS]
     if unreached and len(alive) > 1:
         found.append(Notice("info", f"{_peers(len(unreached))} never reached by another peer: behind a firewall?"))
     versions = Counter(record.software for record in alive)

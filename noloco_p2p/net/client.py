@@ -100,6 +100,8 @@ class GrpcTransport:
                             yield frames.LayoutJson(reply.layout_json)
                         case "chunk":
                             yield frames.StateChunk(reply.chunk.index, reply.chunk.payload)
+                        case "place":
+                            yield convert.place_from_wire(reply.place)
                         case "manifest":
                             manifest.append(reply.manifest)
                             if sum(len(part.chunk_digests) for part in manifest) > MAX_MANIFEST_CHUNKS:

@@ -72,6 +72,14 @@ def manifest_to_wire(manifest: frames.StateManifest, digests: tuple[bytes, ...])
     )
 
 
+def place_to_wire(place: frames.QueuePlace) -> pb.QueuePlace:
+    return pb.QueuePlace(position=place.position, left_s=place.left_s)
+
+
+def place_from_wire(message: pb.QueuePlace) -> frames.QueuePlace:
+    return frames.QueuePlace(message.position, max(0.0, finite(message.left_s)) if message.HasField("left_s") else None)
+
+
 def status_to_wire(status: frames.PeerStatus) -> pb.StatusReply:
     return pb.StatusReply(
         hello=hello_to_wire(status.hello),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from noloco_p2p.gossip.fetch import StateServer
+from noloco_p2p.gossip.donor import StateServer
 from noloco_p2p.gossip.frames import Hello, SectionName
 from noloco_p2p.gossip.live_round import Opening
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
@@ -14,7 +14,7 @@ from noloco_p2p.gossip.round_length import RoundLength
 from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.gossip.service import PeerService
-from noloco_p2p.optim.mixing import strengths
+from noloco_p2p.optim.mixing import gradient_weight, late_beta, strengths
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.network import LinkDirectory, LinkNetwork, LinkTransport
@@ -137,7 +137,7 @@ class Replica:
             SectionName.SLOW_WEIGHTS: self.state.slow_weights,
             SectionName.OUTER_MOMENTUM: self.state.outer_momentum,
         }
-        await self.runner.open(Opening(self.round, self.progress, state), self._plans)
+        await self.runner.open(Opening(self.round, self.progress, self._spec.train.total_steps, state), self._plans)
 
     async def _boundary(self, wait_s: float) -> Outcome:
         if await self.runner.begin_stage():
@@ -160,8 +160,9 @@ class Replica:
         link = outcome.link if isinstance(outcome, Alone) else outcome.received.link
         if link:
             self._length.note(link)
-        mixing = strengths(self._spec.outer, received.agreed_inner_steps if received else inner_steps)
-        self.state.step(received, alpha=mixing.alpha, beta=mixing.beta, gamma=mixing.gamma)
+        mixing = strengths(self._spec.outer, received.agreed.inner_steps if received else inner_steps)
+        share = gradient_weight(self._spec.outer, received.agreed) if received else 1.0
+        self.state.step(received, alpha=mixing.alpha, beta=mixing.beta, gamma=mixing.gamma, gradient_weight=share)
         if received:
             self.progress = progress_after(self.progress, received, inner_steps=inner_steps, spec=self._spec)
         self.round += 1
@@ -169,7 +170,7 @@ class Replica:
     async def _apply_late(self) -> None:
         correction = await self.runner.take_correction(self.round)
         if correction:
-            self.state.correct(correction, beta=strengths(self._spec.outer, correction.agreed_inner_steps).beta)
+            self.state.correct(correction, beta=late_beta(self._spec.outer, correction.agreed))
             self.runner.corrected()
             self.late += 1
 

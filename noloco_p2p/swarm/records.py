@@ -67,6 +67,7 @@ class PeerRecord:
     sketch: str = ""  # of the slow weights at the opening of a round, `codec.sketch`
     norm: float | None = None  # Euclidean, of the same slow weights
     session_key: str = ""  # by which its gRPC server is known, base64; a new one at every start
+    started_at_ms: int = 0  # Unix, by its own clock: tells two starts of one key apart
 
 
 KEYS = {
@@ -91,6 +92,7 @@ KEYS = {
     "validation_loss": "val",
     "blocked_s": "wait",
     "session_key": "key",
+    "started_at_ms": "up",
 }
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from hivemind.dht.crypto import DHTRecord, RecordValidatorBase
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
-from hivemind.utils.timed_storage import get_dht_time
 
+from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.records import MAX_RECORD_BYTES, TTL_S, RecordError, bucket_key, open_envelope
 
 EXPIRY_SLACK_S = 1e-3
@@ -31,7 +31,7 @@ class RecordValidator(RecordValidatorBase):
 
 def _is_valid(record: DHTRecord) -> bool:
     values = open_envelope(_unpack(record.value))
-    remaining_s = record.expiration_time - get_dht_time()
+    remaining_s = record.expiration_time - CLOCK.now()
     return (
         record.subkey == DHTProtocol.serializer.dumps(values["id"])
         and record.key == DHTID.generate(bucket_key(values["spec"])).to_bytes()

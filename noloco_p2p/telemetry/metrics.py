@@ -33,6 +33,7 @@ class Metrics:
     alone_failed: int = _metric("counter", "rounds", "alone: a swap began and broke before anything was committed", 0)
     alone_slow: int = _metric("counter", "rounds", "alone: a swap was running, and not ready at the boundary", 0)
     late: int = _metric("counter", "corrections", "outer gradients that came after their boundary and were applied", 0)
+    catch_ups: int = _metric("counter", "times", "the swarm was far ahead, and the state of a live peer was taken", 0)
     loss: float | None = _metric("gauge", "nats/token", "training loss, mean of the last round", None)
     validation_loss: float | None = _metric(
         "gauge", "nats/token", "on the held-out sequences, at the last evaluation", None

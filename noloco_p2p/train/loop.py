@@ -123,7 +123,8 @@ class Trainer:
         metrics, max_steps = self.peer.metrics, self.peer.settings.max_steps
         last_step = None if max_steps is None else metrics.step + max_steps
         self.events.write("started", peer_id=self.peer.peer_id, address=self.peer.address, resumed_at=metrics.step)
-        self._evaluate()
+        if not self.peer.leave_requested.is_set():
+            self._evaluate()
         self.model.train()
         self._round_began_s = time.monotonic()
         while not self.finished:
@@ -136,6 +137,8 @@ class Trainer:
             result = self.outer.step()
             if result:
                 self._round_done(result)
+            if self.peer.pause_requested.is_set():
+                self._pause()
             if self.peer.leave_requested.is_set() or metrics.step == last_step:
                 break
         self.batches.close()
@@ -162,12 +165,27 @@ class Trainer:
         self.peer.metrics.data_faults += 1
         self.events.write("data_fault", **asdict(fault))
 
+    def _pause(self) -> None:
+        """Until it is resumed or asked to leave. What the machine holds is on disk, too, should it be switched off."""
+        result = self.outer.withdraw()
+        if result:
+            self._round_done(result)
+        self._save()
+        self.say("paused; `noloco resume` goes on, `noloco leave` ends it")
+        self.events.write("paused", step=self.peer.metrics.step)
+        began_s = time.monotonic()
+        self.peer.wait_while_paused()
+        self._round_began_s += time.monotonic() - began_s
+        self.say("resumed" if not self.peer.leave_requested.is_set() else "asked to leave")
+        self.events.write("resumed", step=self.peer.metrics.step)
+
     # once a round
 
     def _round_done(self, result: RoundResult) -> None:
         metrics, steps = self.peer.metrics, len(self._losses)
         seconds = time.monotonic() - self._round_began_s
-        metrics.loss = float(torch.stack(self._losses).mean())  # waits for the accelerator, once a round
+        if self._losses:  # a pause may end a round before its first step
+            metrics.loss = float(torch.stack(self._losses).mean())  # waits for the accelerator, once a round
         metrics.inner_steps_per_s = steps / seconds
         metrics.tokens_per_s = steps * self.spec.train.batch_size * self.spec.data.sequence_length / seconds
         self.gauges.take(metrics, gradient_norm=self.inner_step.gradient_norm, waited_s=self.batches.waited_s)

@@ -20,13 +20,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from noloco_p2p.errors import CheckpointError
+from noloco_p2p.gossip.donor import SavedState, describe_state
 from noloco_p2p.gossip.exchange import Exchange
-from noloco_p2p.gossip.fetch import SavedState, describe_state
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
 from noloco_p2p.gossip.round_length import RoundLength
-from noloco_p2p.optim.mixing import strengths
+from noloco_p2p.optim.mixing import gradient_weight, late_beta, strengths
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.train.buffers import persistent_buffers, restore_buffers
@@ -36,6 +36,7 @@ from noloco_p2p.train.outer_state import OuterState, progress_after
 log = logging.getLogger(__name__)
 
 STATE_FILE = "outer"  # stem of the file with slow weights and outer momentum in a checkpoint
+FETCHED_FILE = "fetched.safetensors"  # the state of a live peer, until it is in memory
 FAST_FILE = "fast"  # stem of the file with the model's weights, when a checkpoint is taken within a round
 BUFFERS_FILE = "buffers"  # stem of the file with running statistics and the like, where a model has some
 
@@ -57,6 +58,11 @@ class Swarm(Protocol):
 
     def enter(self, *, layout: ModelLayout, num_elements: int, target: Path | None) -> StateManifest | None:
         """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file."""
+        ...
+
+    def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
+        """Fetch the state of a live peer into that file when most of the swarm is far ahead of `progress`; rounds of
+        this peer have `inner_steps`. None when it is not, or nobody gives a newer state."""
         ...
 
     def serve_state(self, saved: SavedState) -> None: ...
@@ -139,6 +145,21 @@ class NoLoCo:
             return None
         return self._end_round()
 
+    def withdraw(self) -> RoundResult | None:
+        """Before a pause: from now on no partner waits for this peer; the next `step` seeks one again.
+
+        A round that has a partner ends here, with fewer inner steps and without the outer gradients: its result is
+        returned. Any other goes on after the pause.
+        """
+        if not self._is_open:
+            return None
+        outcome = self._exchange.withdraw()
+        self._is_open = False
+        if isinstance(outcome, Alone):
+            return None
+        self._apply_late()
+        return self._finish(outcome, blocked_s=0.0)
+
     def save(self, checkpoints: Checkpoints, *, files: dict[str, dict[str, Tensor]], meta: dict[str, Any]) -> Path:
         """Write a checkpoint with the outer state in it, and serve it to newcomers.
 
@@ -165,7 +186,7 @@ class NoLoCo:
     # entering
 
     def _enter(self, resume: Checkpoint | None) -> None:
-        target = None if resume else self._peer.run_folder / "fetched.safetensors"
+        target = None if resume else self._peer.run_folder / FETCHED_FILE
         num_elements = self._state.num_elements
         layout = self._state.parameters.model_layout
         manifest = self._peer.enter(layout=layout, num_elements=num_elements, target=target)
@@ -175,12 +196,25 @@ class NoLoCo:
             self.round, self.progress, self.entered = manifest.round, manifest.progress, True
         self._peer.metrics.round, self._peer.metrics.progress = self.round, self.progress
 
+    def _catch_up(self) -> None:
+        """A peer that stood still, or loaded an old checkpoint, would drag its partners back: it goes where they are.
+
+        The steps of a round that was begun are given up with it. The inner optimizer keeps its moments.
+        """
+        target = self._peer.run_folder / FETCHED_FILE
+        manifest = self._peer.catch_up(progress=self.progress, inner_steps=self.inner_steps, target=target)
+        if manifest and self._take_fetched(target):
+            self._exchange.forget()
+            self.round, self.progress, self._steps = manifest.round, manifest.progress, 0
+            self._peer.metrics.round, self._peer.metrics.progress = self.round, self.progress
+            self._peer.metrics.catch_ups += 1
+
     def _take_fetched(self, target: Path) -> bool:
         """False, and told, when what a donor gave is no state: its digests only say that it came as it was sent."""
         try:
             self._state.take(load_file(target))
         except (CheckpointError, SafetensorError) as error:
-            log.error("the state of a peer cannot be used: %s; this peer starts from the initial weights", error)
+            log.error("the state of a peer cannot be used: %s; this peer goes on with what it has", error)
             return False
         finally:
             target.unlink()
@@ -203,6 +237,7 @@ class NoLoCo:
         self._serve(checkpoint.file(STATE_FILE))
 
     def _open(self) -> None:
+        self._catch_up()
         self._is_open = True
         if not self._steps:  # a round that was begun before a restart keeps its length
             self._length.next(self._exchange.pace.seconds_per_step)
@@ -239,24 +274,29 @@ class NoLoCo:
         began_s = time.monotonic()
         self._exchange.stage(self._state.outer_gradient)
         outcome = self._exchange.collect(self.spec.outer.max_wait_s)
-        blocked_s = time.monotonic() - began_s
+        result = self._finish(outcome, blocked_s=time.monotonic() - began_s)
+        if self.progress < self._end_at:
+            self._open()  # now, not at the next step: the early part travels while the caller reads its next batch
+        return result
+
+    def _finish(self, outcome: Outcome, *, blocked_s: float) -> RoundResult:
+        """The outer step with what the round got, after as many inner steps as were taken."""
         received = None if isinstance(outcome, Alone) else outcome.received
         link = outcome.link if isinstance(outcome, Alone) else outcome.received.link
         if link:
             self._length.note(link)
         self._apply_late()  # one that waited for the early part of this round
-        mixing = strengths(self.spec.outer, received.agreed_inner_steps if received else self.inner_steps)
-        self._state.step(received, alpha=mixing.alpha, beta=mixing.beta, gamma=mixing.gamma)
+        mixing = strengths(self.spec.outer, received.agreed.inner_steps if received else self._steps)
+        share = gradient_weight(self.spec.outer, received.agreed) if received else 1.0
+        self._state.step(received, alpha=mixing.alpha, beta=mixing.beta, gamma=mixing.gamma, gradient_weight=share)
         if received:
-            self.progress = progress_after(self.progress, received, inner_steps=self.inner_steps, spec=self.spec)
+            self.progress = progress_after(self.progress, received, inner_steps=self._steps, spec=self.spec)
             received.sections.clear()  # the payloads are as large as the model, and somebody may keep the result
         result = RoundResult(self.round, outcome, self.progress, blocked_s)
         self.round += 1
         self._steps = 0
         self._is_open = False
         self._count(result)
-        if self.progress < self._end_at:
-            self._open()  # now, not at the next step: the early part travels while the caller reads its next batch
         return result
 
     def _count(self, result: RoundResult) -> None:
@@ -283,8 +323,7 @@ class NoLoCo:
     def _apply_late(self) -> None:
         correction = self._exchange.late(self.round)
         if correction:
-            # The beta of its swap: the partner has used the same.
-            self._state.correct(correction, beta=strengths(self.spec.outer, correction.agreed_inner_steps).beta)
+            self._state.correct(correction, beta=late_beta(self.spec.outer, correction.agreed))
             self._peer.metrics.late += 1
             self._exchange.corrected()
 

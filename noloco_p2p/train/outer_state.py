@@ -64,11 +64,15 @@ class OuterState:
             yield self.parameters.minus(start, self.slow_weights[start:stop], out=gradient)
 
     @torch.no_grad()
-    def step(self, received: Received | None, *, alpha: float, beta: float, gamma: float) -> None:
+    def step(
+        self, received: Received | None, *, alpha: float, beta: float, gamma: float, gradient_weight: float = 1.0
+    ) -> None:
         """The outer step; None = alone. The model's weights become the new slow weights.
 
-        Own exact vectors plus half-differences, so that coding errors cannot move a pair's mean.
+        Own exact vectors plus half-differences, so that coding errors cannot move a pair's mean; `gradient_weight` is
+        of that of the outer gradients, the others have the weight that the swap agreed on.
         """
+        weight = received.agreed.weight if received else 1.0
         sections = received.sections if received else {}
         gradients = sections.get(SectionName.OUTER_GRADIENT)
         momenta = sections.get(SectionName.OUTER_MOMENTUM)
@@ -79,13 +83,13 @@ class OuterState:
             slow, momentum = self.slow_weights[start:stop], self.outer_momentum[start:stop]
             gradient = self.parameters.minus(start, slow, out=difference).cpu()
             if gradients:
-                gradient.add_(gradients.half_difference(index, scratch=scratch))
+                gradient.add_(gradients.half_difference(index, scratch=scratch), alpha=gradient_weight)
             if momenta:
-                momentum.add_(momenta.half_difference(index, scratch=scratch))
+                momentum.add_(momenta.half_difference(index, scratch=scratch), alpha=weight)
             offset = weights.half_difference(index, scratch=scratch) if weights else None
             if offset is not None and index % sampled == 0:
                 apart, length = apart + float(offset.square().sum()), length + float(slow.square().sum())
-            outer_step(slow, momentum, gradient, offset, alpha=alpha, beta=beta, gamma=gamma)
+            outer_step(slow, momentum, gradient, offset, alpha=alpha, beta=beta, gamma=gamma * weight)
             self.parameters.write(start, slow)
         if weights:
             # With replicas scattered by s around their mean, two of them are 2^0.5 s apart, and `offset` is half that.
@@ -114,11 +118,13 @@ def progress_after(progress: float, received: Received, *, inner_steps: int, spe
     """Where a peer stands on the schedule after a swap.
 
     progress: own, at the end of a round of `inner_steps`. The two move as far as each other: by at most one round of
-    the length that both agreed on. What a partner told is bounded by the spec.
+    the length that both agreed on, and less where the partner's vectors have less weight. What a partner told is
+    bounded by the spec.
     """
     outer, total = spec.outer, spec.train.total_steps
-    agreed = min(received.agreed_inner_steps, outer.max_inner_steps) if outer.is_auto else inner_steps
-    return met_progress(progress, received.partner_progress, round_progress=inner_steps / total, at_most=agreed / total)
+    agreed = min(received.agreed.inner_steps, outer.max_inner_steps) if outer.is_auto else inner_steps
+    at_most = received.agreed.weight * agreed / total
+    return met_progress(progress, received.partner_progress, round_progress=inner_steps / total, at_most=at_most)
 
 
 def met_progress(progress: float, partner_progress: float, *, round_progress: float, at_most: float) -> float:

@@ -54,8 +54,10 @@ def test_a_hugging_face_trainer(run: Callable[..., str]) -> None:
 
 def test_a_lora_fine_tune(run: Callable[..., str], tmp_path: Path) -> None:
     torch.manual_seed(1)
-    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).save_pretrained(tmp_path / "model")
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     out = run("lora.py", str(tmp_path / "model"), "--steps", "60", "--save", str(tmp_path / "adapters"))
     rounds = losses(out)
     assert len(rounds) == 3

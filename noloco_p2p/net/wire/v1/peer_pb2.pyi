@@ -36,6 +36,7 @@ class RefuseCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REFUSE_NOT_PROVEN: _ClassVar[RefuseCode]
     REFUSE_NOT_INVITED: _ClassVar[RefuseCode]
     REFUSE_BANNED: _ClassVar[RefuseCode]
+    REFUSE_STALE: _ClassVar[RefuseCode]
 
 class AbortCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -67,6 +68,7 @@ REFUSE_MALFORMED: RefuseCode
 REFUSE_NOT_PROVEN: RefuseCode
 REFUSE_NOT_INVITED: RefuseCode
 REFUSE_BANNED: RefuseCode
+REFUSE_STALE: RefuseCode
 ABORT_UNSPECIFIED: AbortCode
 ABORT_CORRUPT: AbortCode
 ABORT_TIMED_OUT: AbortCode
@@ -293,18 +295,28 @@ class ChunksRequest(_message.Message):
     def __init__(self, manifest_digest: _Optional[bytes] = ..., indices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FetchReply(_message.Message):
-    __slots__ = ("spec_json", "manifest", "chunk", "refuse", "layout_json")
+    __slots__ = ("spec_json", "manifest", "chunk", "refuse", "place", "layout_json")
     SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     REFUSE_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_JSON_FIELD_NUMBER: _ClassVar[int]
     spec_json: bytes
     manifest: Manifest
     chunk: StateChunk
     refuse: Refuse
+    place: QueuePlace
     layout_json: bytes
-    def __init__(self, spec_json: _Optional[bytes] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., layout_json: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, spec_json: _Optional[bytes] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., place: _Optional[_Union[QueuePlace, _Mapping]] = ..., layout_json: _Optional[bytes] = ...) -> None: ...
+
+class QueuePlace(_message.Message):
+    __slots__ = ("position", "left_s")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    left_s: float
+    def __init__(self, position: _Optional[int] = ..., left_s: _Optional[float] = ...) -> None: ...
 
 class Manifest(_message.Message):
     __slots__ = ("layout", "num_elements", "round", "progress", "num_bytes", "chunk_digests")
