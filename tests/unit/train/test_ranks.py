@@ -41,7 +41,6 @@ SPEC = RunSpec(
 )
 CPU = torch.device("cpu")
 WINDOW_ELEMENTS = 1000  # the model has several of them
-OUTER = {"alpha": 0.5, "beta": 0.7, "gamma": 0.7}
 START_S = 180.0  # importing torch and transformers, on a machine with other work
 
 pytestmark = pytest.mark.timeout(240)
@@ -61,7 +60,7 @@ def train(inner: InnerStep, state: OuterState, steps: range) -> list[float]:
             with inner.together():
                 losses.append(evaluate_loss(inner.model, [batch(90), batch(91)]))
             list(state.outer_gradient())
-            state.step(None, **OUTER)
+            state.step(None, alpha=0.5, beta=0.7, gamma=0.7)
     return losses
 
 
@@ -86,8 +85,9 @@ def lead(ranks: Ranks, spec: RunSpec = SPEC) -> tuple[LeadingStep, OuterState]:
     ranks.order(Verb.BUILD, payload=text_payload(spec.canonical_json()))
     model = build_model(SPEC.model, sequence_length=16)
     compute = Compute(micro_batch=1, num_ranks=ranks.size)
+    layout = FlatParameters(model).model_layout
     shard(model, ranks, compute)
-    parameters = ShardedParameters(model, ranks, window_elements=WINDOW_ELEMENTS)
+    parameters = ShardedParameters(model, ranks, layout=layout, window_elements=WINDOW_ELEMENTS)
     return LeadingStep(model, spec.train, compute, ranks), OuterState(parameters)
 
 
