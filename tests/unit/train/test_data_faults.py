@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -130,6 +131,7 @@ def test_reading_a_damaged_group_from_any_row_gives_the_same_rows(tmp_path: Path
 
 
 def test_faults_are_told_at_the_first_and_then_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="noloco_p2p.train.faults")  # `noloco data check` turns it down
     faults = Faults()
     for number in range(1, 1201):
         faults.note(Fault("f.jsonl", number, "not JSON"))
