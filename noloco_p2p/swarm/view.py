@@ -5,7 +5,7 @@ Two clocks come in: a monotonic one, which measures ages, and DHT time, in which
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from noloco_p2p.gossip.seams import Candidate
@@ -47,12 +47,12 @@ class View:
         self._sightings = sightings
         return news
 
-    def live(self, *, now_s: float) -> list[Candidate]:
-        """Peers that were heard of within the TTL, can be dialled, and are not leaving."""
+    def live(self, *, now_s: float, among: Container[str] | None = None) -> list[Candidate]:
+        """Peers that were heard of within the TTL, can be dialled, and are not leaving; only those in `among`."""
         return [
             Candidate(record.peer_id, record.addresses[0], record.state, record.round, record.progress)
             for record, age_s in self.records(now_s=now_s)
-            if record.state != "leaving" and record.addresses
+            if record.state != "leaving" and record.addresses and (among is None or record.peer_id in among)
         ]
 
     def records(self, *, now_s: float) -> list[tuple[PeerRecord, float]]:

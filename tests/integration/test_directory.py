@@ -23,9 +23,10 @@ import uvloop
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import Identity
 from noloco_p2p.swarm.address_book import AddressBook
+from noloco_p2p.swarm.buckets import ROOT
 from noloco_p2p.swarm.daemon import probe_port
 from noloco_p2p.swarm.dht import SwarmDirectory, Timing
-from noloco_p2p.swarm.records import PeerRecord, bucket_key, encode_record
+from noloco_p2p.swarm.records import PeerRecord, encode_record
 
 RUN = "ab" * 32
 QUICK = Timing(heartbeat_s=2.0, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshen_s=1.0)
@@ -178,7 +179,7 @@ def test_nobody_can_speak_for_another(tmp_path: Path) -> None:
             expires_at_s = time.time() + 50
             forged = replace(record_of(forger), sequence=1, expires_at_s=expires_at_s)
             swapped = encode_record(forged, forger).replace(forger.peer_id.encode(), victim.peer_id.encode())
-            key = bucket_key(RUN)
+            key = ROOT.key(RUN)
             for value in (encode_record(forged, forger), swapped, b"junk"):
                 await evil._node.store(key, victim.peer_id, value, expires_at_s=expires_at_s)
             genuine = encode_record(replace(forged, peer_id=victim.peer_id), victim)
