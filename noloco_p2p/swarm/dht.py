@@ -47,7 +47,8 @@ logger = logging.getLogger(__name__)
 
 FAREWELL_S = 4.0  # longer than hivemind waits for one dead neighbour
 EXPIRY_SLACK_S = 1e-3
-READS_AT_ONCE = 8
+READS_AT_ONCE = 16
+WHOLE_POLL_S = 0.1
 LONGEST_SURVEY_PAUSE_S = 30.0
 
 Read = tuple[Bucket, list[PeerRecord], float]  # a bucket, the records found there, and their share of all of it
@@ -103,7 +104,8 @@ class SwarmDirectory:
         self._view = View(identity.peer_id)
         rng = random.SystemRandom()
         self._rng, self._census, self._draw = rng, Census(rng), Draw(rng)
-        self._reads_all, self._has_read_all = spec_digest is not None and describe is None, False
+        self._reads_all = spec_digest is not None and describe is None
+        self._whole_depth: int | None = None  # at which all buckets were read
         self._survey_at_s, self._survey_pause_s = 0.0, timing.quick_view_s
         self._started_at_s = self._read_at_s = time.monotonic()
         self._sequence = 0
@@ -188,7 +190,7 @@ class SwarmDirectory:
     def headcount(self) -> Headcount:
         """How many other peers are alive. Never waits; for any thread."""
         num_known = len(self.live())
-        if self._census.depth == 0 or (self._reads_all and self._has_read_all):
+        if self._census.depth == 0 or (self._reads_all and self._whole_depth == self._census.depth):
             return Headcount(num_known, is_estimate=False)
         return Headcount(max(num_known, round(self._census.size) - (self._describe is not None)), is_estimate=True)
 
@@ -220,6 +222,15 @@ class SwarmDirectory:
             return False
         return True
 
+    async def wait_until_whole(self, timeout_s: float) -> bool:
+        """For one that only reads: wait until it has read all buckets of the run; False when it has not."""
+        until_s = time.monotonic() + timeout_s
+        while self._whole_depth != self._census.depth:
+            if time.monotonic() > until_s:
+                return False
+            await asyncio.sleep(WHOLE_POLL_S)
+        return True
+
     async def announce_now(self) -> None:
         """Store the own record now, after a change of state. Raises DirectoryError; the next heartbeat tries again."""
         await self._announce(None, timeout_s=self._timing.heartbeat_s)
@@ -234,10 +245,9 @@ class SwarmDirectory:
         for start in range(0, len(buckets), READS_AT_ONCE):
             for bucket, records, share in await self._read(buckets[start : start + READS_AT_ONCE]):
                 self._count(bucket, records, share)
-            if self._census.depth != depth:  # the buckets of a sweep are not those that are in use
-                self._has_read_all = False
-                return
-        self._has_read_all = True
+            if self._census.depth != depth:
+                return  # other buckets are in use
+        self._whole_depth = depth if self._reads_all else None
 
     async def _read(self, buckets: Iterable[Bucket], *, timeout_s: float = CALL_S) -> list[Read]:
         """Read buckets at once, and take what they hold into the view. Empty when there is nobody to ask."""

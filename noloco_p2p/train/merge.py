@@ -17,7 +17,7 @@ from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.swarm.reader import find_somebody, reader
+from noloco_p2p.swarm.reader import WHOLE_S, find_somebody, reader
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
@@ -74,6 +74,7 @@ async def from_swarm(ticket: Ticket, *, sample: int | None, progress: Progress |
     async with reader(ticket) as directory:
         with progress.task("looking for live peers"):
             await find_somebody(ticket, directory)
+            await directory.wait_until_whole(WHOLE_S)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
         transport = GrpcTransport(lambda: hello)
         peers = list(directory.live())
