@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import random
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,9 +27,11 @@ from noloco_p2p.gossip.round import Phase
 from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.service import PeerService
+from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import LANES, GrpcTransport
 from noloco_p2p.net.climb import LanePolicy
 from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.net.session import Session
 from noloco_p2p.spec import RunSpec
 
 T = TypeVar("T")
@@ -55,14 +59,22 @@ class BarePeer:
     """
 
     def __init__(
-        self, name: str, spec: RunSpec, num_elements: int, *, host: str = "127.0.0.1", lanes: LanePolicy = LANES
+        self,
+        name: str,
+        spec: RunSpec,
+        num_elements: int,
+        *,
+        host: str = "127.0.0.1",
+        lanes: LanePolicy = LANES,
+        session: Session | None = None,
     ) -> None:
         torch.set_num_threads(1)
+        self.session = session
         self.name, self.spec, self.num_elements = name, spec, num_elements
         self.loop = start_loop()
         self.pace = Pace(spec.outer.first_inner_steps)
         self.directory = Told()
-        self.transport = GrpcTransport(self._hello, lanes=lanes)
+        self.transport = GrpcTransport(self._hello, lanes=lanes, session=session)
         self.runner, self.server = self.on_loop(self._build(host))
         self.exchange = Exchange(spec=spec, loop=self.loop, runner=self.runner, pace=self.pace)
         own = torch.Generator().manual_seed(int.from_bytes(name.encode(), "little"))
@@ -103,7 +115,8 @@ class BarePeer:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
 
     def _hello(self) -> Hello:
-        return Hello(self.name, self.spec.name, self.spec.digest())
+        peer_id = self.session.identity.peer_id if self.session else self.name
+        return Hello(peer_id, self.spec.name, self.spec.digest())
 
     async def _build(self, host: str) -> tuple[RoundRunner, GrpcServer]:
         runner = RoundRunner(
@@ -116,20 +129,22 @@ class BarePeer:
         )
         states = StateServer(self.spec)
         service = PeerService(runner=runner, states=states, status=lambda: (self._hello(), "training", 0, 0.0))
-        server = GrpcServer(service)
+        server = GrpcServer(service, session=self.session)
         await server.start(host, 0)
         return runner, server
 
 
 class Side(BarePeer):
-    """One of two peers, each in a process; both know the other."""
+    """One of two peers, each in a process; both know the other. They talk over TLS, as peers do."""
 
     def __init__(self, name: str, pipe: Connection, spec: RunSpec, num_elements: int, **options: Any) -> None:
-        super().__init__(name, spec, num_elements, **options)
+        with tempfile.TemporaryDirectory() as folder:
+            session = Session(Identity.load_or_create(Path(folder) / "key"))
+        super().__init__(name, spec, num_elements, session=session, **options)
         self.pipe = pipe
-        pipe.send(self.server.port)
-        other, address = pipe.recv()
-        self.directory.others = [Candidate(other, address)]
+        pipe.send((self.server.port, session.identity.peer_id, session.key))
+        _, address, peer_id, key = pipe.recv()
+        self.directory.others = [Candidate(peer_id, address, session_key=key)]
 
 
 def start_loop() -> asyncio.AbstractEventLoop:
@@ -147,7 +162,8 @@ def run_pair(
 ) -> list[tuple[Any, Any]]:
     """Run `side(name, pipe, *args, repeats)` in two processes and collect what both send at each repeat.
 
-    A side sends its port, receives (name, address) of the other, and then per repeat receives a go and sends a result.
+    A side sends its port (or a tuple that begins with it), receives (name, address, rest of the tuple) of the other,
+    and then per repeat receives a go and sends a result.
     `between(port)` gives the port to dial instead, for example that of a link proxy; `hosts` are a's and b's.
     """
     context = multiprocessing.get_context("spawn")
@@ -158,9 +174,10 @@ def run_pair(
         process = context.Process(target=side, args=(name, theirs, *args, repeats), daemon=True)
         process.start()
         processes.append(process)
-    ports = {name: between(pipes[name].recv()) for name in "ab"}
+    told = {name: pipes[name].recv() for name in "ab"}
     for name, other, host in (("a", "b", hosts[1]), ("b", "a", hosts[0])):
-        pipes[name].send((other, f"{host}:{ports[other]}"))
+        port, *rest = told[other] if isinstance(told[other], tuple) else (told[other],)
+        pipes[name].send((other, f"{host}:{between(port)}", *rest))
     results = []
     for _ in range(repeats):
         for pipe in pipes.values():

@@ -286,7 +286,7 @@ class Peer:
         self._round += 1
         peer.wait_for_early()
         early_s = time.monotonic() - opened_s
-        turns_before, turns_after = self._turns(table.meet(int(peer.runner._round.partner)), by_turns=by_turns)
+        turns_before, turns_after = self._turns(table.meet(int(peer.runner.partner)), by_turns=by_turns)
         for _ in range(turns_before + 1):
             table.meet()
 

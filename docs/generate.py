@@ -1,4 +1,4 @@
-"""Write docs/metrics.md from the tables of the package, or with --check tell whether it is what they say.
+"""Write the pages of docs/ that follow from the code, or with --check tell whether they are what it says.
 
 python docs/generate.py [--check]
 """
@@ -6,26 +6,35 @@ python docs/generate.py [--check]
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
+from pydantic import BaseModel
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from noloco_p2p.presets import COMMENTS, PRESETS, SECTIONS
+from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry import prometheus
 from noloco_p2p.telemetry.metrics import Metrics
 
-TARGET = Path(__file__).resolve().parent / "metrics.md"
-HEAD = """# Metrics
-
-Written by `docs/generate.py` from `telemetry/metrics.py` and `telemetry/prometheus.py`: change those, not this page.
-
-Counters only rise, over restarts too. A loss that is not known yet is left out.
-"""
+DOCS = Path(__file__).resolve().parent
 
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:
     head, *body = rows
     return [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in body), ""]
+
+
+# metrics.md
+
+METRICS_HEAD = """# Metrics
+
+Written by `docs/generate.py` from `telemetry/metrics.py` and `telemetry/prometheus.py`: change those, not this page.
+
+Counters only rise, over restarts too. A loss that is not known yet is left out.
+"""
 
 
 def families(families: tuple[prometheus.Family, ...]) -> list[str]:
@@ -37,13 +46,13 @@ def _labels(family: prometheus.Family) -> str:
     return f" {{{', '.join(family.labels)}}}" if family.labels else ""
 
 
-def render() -> str:
+def metrics_page() -> list[str]:
     own = (*prometheus.PEER, prometheus.LIVE_PEERS, prometheus.PEER_INFO)
     swarm = (prometheus.SWARM_PEERS, *prometheus.SWARM, prometheus.SWARM_ALONE, prometheus.DIRECTORY_AGE)
     texts = [item for item in fields(Metrics) if item.metadata["kind"] == "text"]
     rows = [(f"`{item.name}`", item.metadata["unit"], item.metadata["meaning"]) for item in texts]
-    lines = [
-        HEAD,
+    return [
+        METRICS_HEAD,
         "## One peer",
         "",
         "`noloco join --metrics HOST:PORT` serves these at `/metrics`. Without the prefix `noloco_` and the ending",
@@ -60,17 +69,114 @@ def render() -> str:
         "",
         *families(swarm),
     ]
-    return "\n".join(lines).rstrip() + "\n"
+
+
+# spec.md
+
+SPEC_HEAD = """# The run spec
+
+Written by `docs/generate.py` from `spec.py` and `presets.py`: change those, not this page.
+
+What all peers of a run share: a TOML file, `noloco init run.toml` writes one with these comments. It is frozen: any
+change makes another run, with another digest, and `noloco fork` carries the weights over. What belongs to one machine
+(device, ports, caps, where data lies) is no part of it: `noloco join --help`.
+"""
+
+
+def spec_page() -> list[str]:
+    lines = [SPEC_HEAD]
+    top = [name for name, value in RunSpec.model_fields.items() if not _is_section(value.annotation)]
+    lines += table([("field", "default", "meaning"), *(_row("", RunSpec, name) for name in top)])
+    for section, about in SECTIONS.items():
+        model = RunSpec.model_fields[section].annotation
+        assert _is_section(model)
+        rows = [_row(f"{section}.", model, name) for name in model.model_fields]
+        lines += [f"## [{section}]", "", about, "", *table([("field", "default", "meaning"), *rows])]
+    return lines
+
+
+def _is_section(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _row(prefix: str, model: type[BaseModel], name: str) -> tuple[str, str, str]:
+    field = model.model_fields[name]
+    default = "required" if field.is_required() else f"`{field.default!r}`" if field.default is not None else "unset"
+    return f"`{prefix}{name}`", default, COMMENTS.get(f"{prefix}{name}", "")
+
+
+# bandwidth.md
+
+BANDWIDTH_HEAD = """# What a run sends
+
+Written by `docs/generate.py` from the presets and the sizes of the codecs: change those, not this page.
+
+A peer sends this much in each round with a partner, and receives as much. Frames and digests add less than 0.1 %;
+`modulo8` up to a tenth, for chunks whose bound broke and that are sent again. "No momentum" is `outer.alpha = 0`, where
+none is kept, or `outer.swap_momentum = false`. A round should last at least three times as long as its swap takes:
+`outer.inner_steps = "auto"` sees to it.
+"""
+CODECS = {
+    "fp32": ("fp32", "fp32", "fp32"),
+    "bf16 + int8": ("bf16", "bf16", "int8"),
+    "modulo8 + int4": ("modulo8", "modulo8", "int4"),
+}
+SIZES = ("small", "medium", "large")
+ROUND_MINUTES = (5, 30)
+LINKS_MBIT_S = (20, 100)
+
+
+def bandwidth_page() -> list[str]:
+    heads = (
+        *("model", "parameters", "weights, momentum + gradient", "MB a round"),
+        *(f"minutes at {rate} Mbit/s" for rate in LINKS_MBIT_S),
+        *(f"MB an hour, rounds of {minutes} min" for minutes in ROUND_MINUTES),
+    )
+    rows = [
+        _bandwidth_row(size, codecs, sends_momentum=sends_momentum)
+        for size in SIZES
+        for codecs in CODECS
+        for sends_momentum in (True, False)
+    ]
+    return [BANDWIDTH_HEAD, *table([heads, *rows])]
+
+
+def _bandwidth_row(size: str, codecs: str, *, sends_momentum: bool) -> tuple[str, ...]:
+    from noloco_p2p.gossip.frames import Part
+    from noloco_p2p.gossip.sections import part_bytes, section_plans
+
+    names = ("codec.slow_weights", "codec.outer_momentum", "codec.outer_gradient")
+    spec = PRESETS[size].with_changes(dict(zip(names, CODECS[codecs], strict=True)))
+    num_parameters = spec.model.num_parameters()
+    plans = section_plans(spec.codec, swap_momentum=sends_momentum, num_elements=num_parameters)
+    megabytes = sum(part_bytes(plans, part) for part in Part) / 1e6
+    return (
+        *(size, f"{num_parameters / 1e6:,.0f}M", f"{codecs}{'' if sends_momentum else ', no momentum'}"),
+        f"{megabytes:,.0f}",
+        *(f"{megabytes * 8 / rate / 60:,.1f}" for rate in LINKS_MBIT_S),
+        *(f"{megabytes * 60 / minutes:,.0f}" for minutes in ROUND_MINUTES),
+    )
+
+
+PAGES: dict[str, Callable[[], list[str]]] = {
+    "metrics.md": metrics_page,
+    "spec.md": spec_page,
+    "bandwidth.md": bandwidth_page,
+}
 
 
 def main() -> int:
-    if "--check" not in sys.argv[1:]:
-        TARGET.write_text(render(), encoding="utf-8")
-        return 0
-    if TARGET.exists() and TARGET.read_text(encoding="utf-8") == render():
-        return 0
-    print(f"{TARGET} is not what the tables say: run python docs/generate.py")
-    return 1
+    stale = []
+    for name, page in PAGES.items():
+        text = "\n".join(page()).rstrip() + "\n"
+        path = DOCS / name
+        if "--check" not in sys.argv[1:]:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(str(path))
+    if stale:
+        print(f"not what the code says: {', '.join(stale)}; run python docs/generate.py")
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

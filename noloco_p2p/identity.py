@@ -78,7 +78,8 @@ def public_key_of(peer_id: str) -> bytes:
     """The 32 bytes inside an Ed25519 peer id. Raises ValueError when it is none."""
     raw = base58.b58decode(peer_id)
     prefix = MULTIHASH_PREFIX + PUBLIC_PREFIX
-    if len(raw) != len(prefix) + KEY_BYTES or not raw.startswith(prefix):
+    # The decoder forgives blanks: a peer would have many names.
+    if len(raw) != len(prefix) + KEY_BYTES or not raw.startswith(prefix) or base58.b58encode(raw).decode() != peer_id:
         raise ValueError(f"{peer_id!r} is not an Ed25519 peer id")
     return raw[len(prefix) :]
 

@@ -34,6 +34,7 @@ from noloco_p2p.gossip.watch import SwapProgress, SwapWatch
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import Limits
 from noloco_p2p.network_thread import STOP_TIMEOUT_S, NetworkThread
 from noloco_p2p.ports import Ports
@@ -113,6 +114,7 @@ class Peer:
         self._lock = FolderLock(settings.state_dir)
         self._address_book = AddressBook(settings.state_dir / "address_book.json")
         self._identity: Identity
+        self._session: Session
         self._thread: NetworkThread | None = None
         self._network: _Network | None = None
         self._directory: SwarmDirectory | None = None
@@ -279,6 +281,7 @@ class Peer:
         try:
             self._lock.acquire()
             self._identity = Identity.load_or_create(self.settings.state_dir / "identity.key")
+            self._session = Session(self._identity)
             self._thread = NetworkThread()
             self._call(self._start_network(), START_TIMEOUT_S + ENTER_TIMEOUT_S)
         except TimeoutError:
@@ -313,7 +316,7 @@ class Peer:
             upload_bytes_per_s=self.settings.upload_bytes_per_s,
             download_bytes_per_s=self.settings.download_bytes_per_s,
         )
-        transport = GrpcTransport(self._hello, limits)
+        transport = GrpcTransport(self._hello, limits, session=self._session)
         self.spec = target if isinstance(target, RunSpec) else await self._find_spec(target, transport)
         pace = Pace(self.spec.outer.first_inner_steps)
         runner = RoundRunner(
@@ -327,7 +330,7 @@ class Peer:
         self.exchange = Exchange(spec=self.spec, loop=asyncio.get_running_loop(), runner=runner, pace=pace)
         states = StateServer(self.spec)
         service = PeerService(runner=runner, states=states, status=self._status)
-        server = GrpcServer(service, limits)
+        server = GrpcServer(service, limits, session=self._session)
         await ports.try_both(ports.grpc, lambda port: server.start(self.settings.listen_host, port))
         control = ControlServer(self.settings.state_dir, {"status": self.status, "leave": self._on_leave})
         await control.start()
@@ -490,6 +493,7 @@ class Peer:
             blocked_s=round(metrics.blocked_s, 3),
             sketch=sketch,
             norm=norm,
+            session_key=self._session.key_text,
         )
 
     def status(self) -> dict[str, Any]:
@@ -515,8 +519,8 @@ class Peer:
             "live_peers": headcount.others,
             "live_peers_is_estimate": headcount.is_estimate,
             "last_fault": self.last_fault(),
-            "last_fault_since_s": round(now_s - net.runner.last_fault_at_s, 1) if net.runner.last_fault else None,
-            "last_fault_advice": net.runner.last_fault_advice,
+            "last_fault_since_s": round(now_s - net.runner.faults.at_s, 1) if net.runner.last_fault else None,
+            "last_fault_advice": net.runner.faults.advice,
             "settings": self._settings(),
             **self.metrics.as_dict(),
         }

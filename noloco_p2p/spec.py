@@ -135,6 +135,11 @@ class OuterSpec(Section):
         return self.inner_steps == "auto"
 
     @property
+    def sends_momentum(self) -> bool:
+        """Outer momentum is a section of every swap. With alpha 0 it is made anew each round: nothing to send."""
+        return self.swap_momentum and (self.is_auto or self.alpha > 0)
+
+    @property
     def first_inner_steps(self) -> int:
         """Length of a peer's first round, before anything is measured: with "auto" the middle of its bounds."""
         if self.inner_steps == "auto":

@@ -18,6 +18,7 @@ from noloco_p2p.gossip.frames import Hello, StateChunk, StateManifest, WantChunk
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import probe
 from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.session import Session
 from noloco_p2p.ports import Ports
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import RunSpec
@@ -45,13 +46,14 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
             return [Check("way in", "failed", str(error), fix)]
         peers = list(directory.live())
         random.shuffle(peers)
+        session = Session(directory.identity)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
-        transport = GrpcTransport(lambda: hello)
+        transport = GrpcTransport(lambda: hello, session=session)
         checks = [
             Check("way in", "ok", f"run {ticket.run_name}: {len(peers)} live peers heard of"),
             _versions(directory),
         ]
-        checks += await _dialled_back(peers, hello, settings)
+        checks += await _dialled_back(peers, hello, session, settings)
         manifest, donor, check = await _download(peers, transport)
         checks.append(check)
         if manifest and donor:
@@ -70,13 +72,15 @@ def _versions(directory: SwarmDirectory) -> Check:
     return Check("peers run", "ok", told)
 
 
-async def _dialled_back(peers: Sequence[Candidate], hello: Hello, settings: PeerSettings) -> list[Check]:
+async def _dialled_back(
+    peers: Sequence[Candidate], hello: Hello, session: Session, settings: PeerSettings
+) -> list[Check]:
     """The clock and the reachability, as the first peers that answer see them."""
     faults = []
     async with _listening(settings) as ports:
         for peer in peers[:ASKED_PEERS]:
             try:
-                probed = await probe.ask(peer, hello, ports, timeout_s=PROBE_S)
+                probed = await probe.ask(peer, hello, ports, timeout_s=PROBE_S, session=session)
             except PeerError as error:
                 faults.append(f"..{peer.peer_id[-6:]}: {error}")
                 continue

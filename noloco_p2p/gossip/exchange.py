@@ -17,9 +17,10 @@ from torch import Tensor
 
 from noloco_p2p.codec import section_bytes
 from noloco_p2p.gossip.frames import SectionName
+from noloco_p2p.gossip.live_round import Opening
 from noloco_p2p.gossip.outcome import Alone, Correction, Outcome
 from noloco_p2p.gossip.pace import Pace
-from noloco_p2p.gossip.runner import Opening, RoundRunner
+from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.sections import SectionPlan, section_plans
 from noloco_p2p.spec import RunSpec
 
@@ -58,7 +59,7 @@ class Exchange:
         """
         outer = self._spec.outer
         self._plans = section_plans(
-            self._spec.codec, swap_momentum=outer.swap_momentum, num_elements=slow_weights.numel()
+            self._spec.codec, swap_momentum=outer.sends_momentum, num_elements=slow_weights.numel()
         )
         early_state = {SectionName.SLOW_WEIGHTS: slow_weights, SectionName.OUTER_MOMENTUM: outer_momentum}
         self.pace.open_round(time.monotonic(), steps_done=steps_done, inner_steps=inner_steps)

@@ -65,6 +65,9 @@ class RefuseCode(IntEnum):
     OTHER_VERSION = 9
     OTHER_MODEL = 10
     MALFORMED = 11
+    NOT_PROVEN = 12  # the caller has not shown that it is the peer it says
+    NOT_INVITED = 13  # to a private run
+    BANNED = 14  # here, for a time
 
 
 PASSING = frozenset({RefuseCode.BUSY, RefuseCode.BETWEEN_ROUNDS, RefuseCode.CROSSED})
@@ -75,6 +78,7 @@ FINAL = frozenset(
         RefuseCode.OTHER_VERSION,
         RefuseCode.OTHER_MODEL,
         RefuseCode.MALFORMED,
+        RefuseCode.NOT_INVITED,
     }
 )
 

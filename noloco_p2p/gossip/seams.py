@@ -21,6 +21,7 @@ class Candidate:
     state: str = "training"
     round: int = 0
     progress: float = 0.0
+    session_key: bytes = b""  # by which its gRPC server is known, from its signed record
 
 
 class FrameStream(Protocol):

@@ -14,11 +14,12 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - missing in the stubs
 
-from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
+from noloco_p2p.errors import CorruptPayload, PeerError, Unreachable
 from noloco_p2p.gossip.frames import Chunk, End, Frame, Header, Hello, Offer
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.net import convert, options
+from noloco_p2p.net import convert
 from noloco_p2p.net.climb import Climb, Direction, LaneMemory
+from noloco_p2p.net.connection import Dialer, refused, translate
 from noloco_p2p.net.lanes import LEAVE, Lane, LaneStream, call_cancelled
 from noloco_p2p.net.throttle import Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
@@ -88,12 +89,14 @@ class CallerStream(LaneStream):
         candidate: Candidate,
         first: CallerWire,
         *,
+        dialer: Dialer,
         hello: Callable[[], Hello],
         memory: LaneMemory,
         settle_s: float,
         limits: Limits,
     ) -> None:
         self._candidate = candidate
+        self._dialer = dialer
         self._hello = hello
         self._memory = memory
         self._limits = limits
@@ -129,7 +132,7 @@ class CallerStream(LaneStream):
     async def _open_lane(self, offer: Offer) -> None:
         """The swap goes on as before when it cannot be had."""
         try:
-            wire = await connect(self._candidate, LANE_METHOD, timeout_s=OPEN_LANE_S, limits=self._limits)
+            wire = await connect(self._dialer, self._candidate, LANE_METHOD, timeout_s=OPEN_LANE_S, limits=self._limits)
             try:
                 await asyncio.wait_for(self._join(wire, offer), OPEN_LANE_S)
             except BaseException:
@@ -179,43 +182,8 @@ class CallerStream(LaneStream):
         await super()._end()
 
 
-async def connect(candidate: Candidate, method: str, *, timeout_s: float, limits: Limits) -> CallerWire:
-    """A call of `method` on a new connection. Raises Unreachable; a refused connection is told at once."""
-    channel = grpc.aio.insecure_channel(candidate.address, options=[*options.CLIENT, *limits.options()])
-    try:
-        await asyncio.wait_for(_connected(channel, candidate), timeout_s)
-    except TimeoutError:
-        await channel.close()
-        raise Unreachable(
-            f"{candidate.address} does not answer within {timeout_s:.1f} s", peer=candidate.peer_id
-        ) from None
-    except BaseException:
-        await channel.close()
-        raise
-    return CallerWire(candidate.peer_id, channel, channel.stream_stream(method)(), limits)
-
-
-async def _connected(channel: grpc.aio.Channel, candidate: Candidate) -> None:
-    """Until the channel is connected. A refused connection is told at once: another candidate may be there."""
-    ready, failing = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE
-    state = channel.get_state(try_to_connect=True)
-    while state is not ready:
-        if state is failing:
-            raise Unreachable(f"{candidate.address} cannot be connected to", peer=candidate.peer_id)
-        await channel.wait_for_state_change(state)
-        state = channel.get_state(try_to_connect=True)
-
-
-def translate(error: grpc.aio.AioRpcError, peer: str) -> PeerError:
-    """A gRPC status in words of this project."""
-    details = convert.text(error.details() or error.code().name)
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED or "ping timeout" in details:
-        return TimedOut(f"no answer in time: {details}", peer=peer)
-    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return CorruptPayload(f"a message is too large: {details}", peer=peer)
-    return Unreachable(f"no connection: {details}", peer=peer)
-
-
-def refused(message: pb.Refuse, peer: str) -> Refused:
-    refuse = convert.refuse_from_wire(message)
-    return Refused(refuse.sentence, peer=peer, code=refuse.code.name, retry_after_s=refuse.retry_after_s)
+async def connect(dialer: Dialer, candidate: Candidate, method: str, *, timeout_s: float, limits: Limits) -> CallerWire:
+    """A call of `method` on a new connection. Raises PeerError; a refused connection is told at once."""
+    connection = await dialer.dial(candidate, timeout_s=timeout_s)
+    call = connection.channel.stream_stream(method)(metadata=connection.metadata)
+    return CallerWire(candidate.peer_id, connection.channel, call, limits)

@@ -12,9 +12,11 @@ from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - missin
 from noloco_p2p.errors import CorruptPayload, TimedOut
 from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.net import convert, options
-from noloco_p2p.net.caller import SWAP_METHOD, CallerStream, connect, refused, translate
+from noloco_p2p.net import convert
+from noloco_p2p.net.caller import SWAP_METHOD, CallerStream, connect
 from noloco_p2p.net.climb import LaneMemory, LanePolicy
+from noloco_p2p.net.connection import Dialer, refused, translate
+from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
@@ -30,29 +32,41 @@ class GrpcTransport:
     """
 
     def __init__(
-        self, hello: Callable[[], frames.Hello], limits: Limits = UNLIMITED, *, lanes: LanePolicy = LANES
+        self,
+        hello: Callable[[], frames.Hello],
+        limits: Limits = UNLIMITED,
+        *,
+        lanes: LanePolicy = LANES,
+        session: Session | None = None,
     ) -> None:
         self._hello = hello
         self._limits = limits
-        self._options = [*options.CLIENT, *limits.options()]
+        self._dialer = Dialer(session, limits)
         self._lanes = lanes
         self.memory = LaneMemory(lanes)
 
     async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> CallerStream:
         """Connect, and open a swap stream. Raises Unreachable or TimedOut."""
         began_s = time.monotonic()
-        wire = await connect(candidate, SWAP_METHOD, timeout_s=timeout_s, limits=self._limits)
-        # To connect takes two round trips or three; a new TCP stream finds its rate in some twenty.
+        wire = await connect(self._dialer, candidate, SWAP_METHOD, timeout_s=timeout_s, limits=self._limits)
+        # To connect takes three round trips or four; a new TCP stream finds its rate in some twenty.
         settle_s = max(self._lanes.window_s / 2, 10 * (time.monotonic() - began_s))
         return CallerStream(
-            candidate, wire, hello=self._hello, memory=self.memory, settle_s=settle_s, limits=self._limits
+            candidate,
+            wire,
+            dialer=self._dialer,
+            hello=self._hello,
+            memory=self.memory,
+            settle_s=settle_s,
+            limits=self._limits,
         )
 
     async def status(self, candidate: Candidate, *, swap_id: bytes = b"", timeout_s: float) -> frames.PeerStatus:
         request = pb.StatusRequest(hello=convert.hello_to_wire(self._hello()), swap_id=swap_id)
-        async with grpc.aio.insecure_channel(candidate.address, options=self._options) as channel:
+        async with self._dialer.dialled(candidate, timeout_s=timeout_s) as connection:
             try:
-                reply = await PeerStub(channel).Status(request, timeout=timeout_s)
+                call = PeerStub(connection.channel).Status(request, timeout=timeout_s, metadata=connection.metadata)
+                reply = await call
             except grpc.aio.AioRpcError as error:
                 raise translate(error, candidate.peer_id) from None
         _check_parsed(reply, candidate.peer_id)
@@ -65,8 +79,8 @@ class GrpcTransport:
     ) -> AsyncGenerator[frames.FetchItem]:
         request = _fetch_request(want)
         request.hello.CopyFrom(convert.hello_to_wire(self._hello()))
-        async with grpc.aio.insecure_channel(candidate.address, options=self._options) as channel:
-            call = PeerStub(channel).Fetch(request)
+        async with self._dialer.dialled(candidate, timeout_s=timeout_s) as connection:
+            call = PeerStub(connection.channel).Fetch(request, metadata=connection.metadata)
             manifest: list[pb.Manifest] = []
             try:
                 while True:

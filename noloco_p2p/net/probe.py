@@ -14,11 +14,12 @@ from urllib.parse import unquote
 import grpc
 import grpc.aio
 
-from noloco_p2p.errors import CorruptPayload, PeerError, Refused
+from noloco_p2p.errors import CorruptPayload, Refused
 from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.net import convert, options
-from noloco_p2p.net.client import refused, translate
+from noloco_p2p.net import convert
+from noloco_p2p.net.connection import Dialer, refused, translate
+from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 
@@ -60,32 +61,40 @@ class Prober:
         return pb.ProbeReply(observed_host=host, ports=ports, time_s=told_s)
 
 
-async def ask(candidate: Candidate, hello: frames.Hello, ports: list[int], *, timeout_s: float) -> Probed:
+async def ask(
+    candidate: Candidate, hello: frames.Hello, ports: list[int], *, timeout_s: float, session: Session | None = None
+) -> Probed:
     """Ask a peer to dial back. Raises PeerError; Refused with code UNIMPLEMENTED from one that is older than this."""
     request = pb.ProbeRequest(hello=convert.hello_to_wire(hello), ports=ports)
-    async with grpc.aio.insecure_channel(candidate.address, options=options.CLIENT) as channel:
-        try:
-            await asyncio.wait_for(channel.channel_ready(), timeout_s)
-            began_s, began_wall_s = time.monotonic(), time.time()
-            # Told when it answers, and it answers once it has dialled: an empty request first is for the clock alone.
-            empty = pb.ProbeRequest(hello=convert.hello_to_wire(hello))
-            clock = await PeerStub(channel).Probe(empty, timeout=timeout_s)
-            round_trip_s = time.monotonic() - began_s
-            reply = await PeerStub(channel).Probe(request, timeout=timeout_s)
-        except TimeoutError:
-            raise PeerError(f"{candidate.address} does not answer", peer=candidate.peer_id) from None
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise Refused(
-                    "it is older than this program and cannot dial back", peer=candidate.peer_id, code="UNIMPLEMENTED"
-                ) from None
-            raise translate(error, candidate.peer_id) from None
+    # Told when it answers, and it answers once it has dialled: an empty request first is for the clock alone.
+    empty = pb.ProbeRequest(hello=convert.hello_to_wire(hello))
+    dialer = Dialer(session)
+    clock, began_wall_s, round_trip_s = await _asked(dialer, candidate, empty, timeout_s)
+    reply, _, _ = await _asked(dialer, candidate, request, timeout_s)
     for answer in (clock, reply):
         if answer.HasField("refuse"):
             raise refused(answer.refuse, candidate.peer_id)
     reached = {port.port: "" if port.is_reached else port.sentence[:200] or "no reason given" for port in reply.ports}
     offset_s = clock.time_s - (began_wall_s + round_trip_s / 2)
     return Probed(reply.observed_host[:100], reached, offset_s, round_trip_s)
+
+
+async def _asked(
+    dialer: Dialer, candidate: Candidate, request: pb.ProbeRequest, timeout_s: float
+) -> tuple[pb.ProbeReply, float, float]:
+    """(the answer, when it was asked for, and how long it took); a proof serves for one call, and so each has its own
+    connection."""
+    async with dialer.dialled(candidate, timeout_s=timeout_s) as connection:
+        began_s, began_wall_s = time.monotonic(), time.time()
+        try:
+            reply = await PeerStub(connection.channel).Probe(request, timeout=timeout_s, metadata=connection.metadata)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise Refused(
+                    "it is older than this program and cannot dial back", peer=candidate.peer_id, code="UNIMPLEMENTED"
+                ) from None
+            raise translate(error, candidate.peer_id) from None
+    return reply, began_wall_s, time.monotonic() - began_s
 
 
 def caller_host(caller: str) -> str:

@@ -15,11 +15,14 @@ from google.protobuf.message import DecodeError
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, SettingsError, Unreachable
 from noloco_p2p.gossip import frames
-from noloco_p2p.gossip.frames import Offer
+from noloco_p2p.gossip.frames import Frame, Offer
 from noloco_p2p.gossip.seams import Service
+from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert, options
+from noloco_p2p.net.door import Door, refuse_to_wire
 from noloco_p2p.net.lanes import MAX_LANES, Lane, LaneStream, call_cancelled
 from noloco_p2p.net.probe import Prober
+from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
@@ -34,16 +37,21 @@ MAX_CHUNKS_PER_REQUEST = 65_536
 class GrpcServer:
     """`port` is the real port once `start` has returned."""
 
-    def __init__(self, service: Service, limits: Limits = UNLIMITED) -> None:
+    def __init__(self, service: Service, limits: Limits = UNLIMITED, *, session: Session | None = None) -> None:
         self._server = grpc.aio.server(options=[*options.SERVER, *limits.options()])
-        self._servicer = _Servicer(service, limits)
+        self._servicer = _Servicer(service, limits, Door(session))
+        self._session = session
         self._server.add_generic_rpc_handlers((_handlers(self._servicer),))
         self.port = 0
 
     async def start(self, host: str, port: int) -> None:
         """Raises SettingsError when the port is taken."""
         try:
-            self.port = self._server.add_insecure_port(f"{host}:{port}")
+            address = f"{host}:{port}"
+            if self._session:
+                self.port = self._server.add_secure_port(address, self._session.server_credentials())
+            else:
+                self.port = self._server.add_insecure_port(address)
         except RuntimeError:
             raise SettingsError(
                 f"cannot listen on {host}:{port}: the port is in use or not allowed; "
@@ -82,7 +90,7 @@ class ServerWire:
     async def read(self) -> bytes | None:
         try:
             message = await anext(self._requests, None)
-        except grpc.RpcError as error:
+        except (grpc.RpcError, grpc.aio.BaseError) as error:
             raise Unreachable(f"the connection was lost: {error}", peer=self.peer) from None
         except asyncio.CancelledError:
             raise call_cancelled(self.peer) from None
@@ -103,8 +111,9 @@ class ServerWire:
 class ServerStream(LaneStream):
     """The acceptor's side of a swap. Once it has accepted, its caller may join further lanes."""
 
-    def __init__(self, first: ServerWire, running: dict[bytes, ServerStream]) -> None:
+    def __init__(self, first: ServerWire, running: dict[bytes, ServerStream], *, proven: str = "") -> None:
         self._running = running
+        self._proven = proven
         self._swap_id = b""
         self.caller = ""  # peer id; empty until the swap takes lanes
         super().__init__(first.peer, first)
@@ -113,6 +122,11 @@ class ServerStream(LaneStream):
         if offer.swap_id not in self._running:
             self._swap_id, self.caller = offer.swap_id, offer.hello.peer_id
             self._running[offer.swap_id] = self
+
+    async def _put(self, lane: Lane, frame: Frame, sequence: int) -> None:
+        if isinstance(frame, Offer):
+            check_name(self._proven, frame.hello)
+        await super()._put(lane, frame, sequence)
 
     def join(self, wire: ServerWire, answer: bytes) -> None:
         """Raises Refused when the swap has as many lanes as it may have."""
@@ -135,6 +149,12 @@ class ServerStream(LaneStream):
             raise Unreachable("a lane of the swap was lost", peer=self._peer)
 
 
+def check_name(proven: str, hello: frames.Hello) -> None:
+    """Raises CorruptPayload when a caller names another peer than the one whose key it has."""
+    if proven and hello.peer_id != proven:
+        raise CorruptPayload(f"the caller is ..{short_id(proven)} and says that it is another peer", peer=proven)
+
+
 def _no_lane(sentence: str) -> Refused:
     return Refused(sentence, code=frames.RefuseCode.MALFORMED.name)
 
@@ -150,32 +170,40 @@ def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
     probe = grpc.unary_unary_rpc_method_handler(
         servicer.Probe, pb.ProbeRequest.FromString, pb.ProbeReply.SerializeToString
     )
+    greet = grpc.unary_unary_rpc_method_handler(
+        servicer.Greet, pb.GreetRequest.FromString, pb.GreetReply.SerializeToString
+    )
     swap = grpc.stream_stream_rpc_method_handler(servicer.Swap)
     lane = grpc.stream_stream_rpc_method_handler(servicer.Lane)
-    methods = {"Swap": swap, "Lane": lane, "Fetch": fetch, "Status": status, "Probe": probe}
+    methods = {"Greet": greet, "Swap": swap, "Lane": lane, "Fetch": fetch, "Status": status, "Probe": probe}
     return grpc.method_handlers_generic_handler(SERVICE, methods)
 
 
 class _Servicer:
-    def __init__(self, service: Service, limits: Limits) -> None:
+    def __init__(self, service: Service, limits: Limits, door: Door) -> None:
         self._service = service
         self._limits = limits
+        self._door = door
         self._prober = Prober()
         self._swaps: set[asyncio.Task[None]] = set()
         self._joinable: dict[bytes, ServerStream] = {}  # by swap id
 
+    async def Greet(self, request: pb.GreetRequest, context: Any) -> pb.GreetReply:  # noqa: N802
+        return await self._door.greet(request, context)
+
     async def Swap(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802
-        wire = ServerWire(request_iterator, context, self._limits)
-        stream = ServerStream(wire, self._joinable)
-        swap = self._own(self._swap(stream))
-        closed = asyncio.create_task(wire.closed())
-        try:
-            # gRPC cancels this handler when the caller is gone; the swap is told so and ends by its own rules.
-            await asyncio.wait({swap, closed}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            closed.cancel()
-            if not wire.is_closed:
-                stream.lose(Unreachable("the connection was lost", peer=stream.peer))
+        async with self._door.visit(context) as caller:
+            wire = ServerWire(request_iterator, context, self._limits)
+            stream = ServerStream(wire, self._joinable, proven=caller)
+            swap = self._own(self._swap(stream))
+            closed = asyncio.create_task(wire.closed())
+            try:
+                # gRPC cancels this handler when the caller is gone; the swap is told so and ends by its own rules.
+                await asyncio.wait({swap, closed}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                closed.cancel()
+                if not wire.is_closed:
+                    stream.lose(Unreachable("the connection was lost", peer=stream.peer))
 
     async def _swap(self, stream: ServerStream) -> None:
         try:
@@ -184,23 +212,24 @@ class _Servicer:
             await stream.close()
 
     async def Lane(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802
-        wire = ServerWire(request_iterator, context, self._limits)
-        try:
-            async with asyncio.timeout(JOIN_S):
-                stream = self._joined(await wire.read() or b"")
-            stream.join(wire, pb.Frame(join=pb.Join()).SerializeToString())
-        except (PeerError, TimeoutError) as error:
-            refuse = _refuse(error) if isinstance(error, PeerError) else _refuse(_no_lane("no Join came"))
-            with contextlib.suppress(PeerError):  # it did not wait for the answer
-                await wire.write(pb.Frame(refuse=refuse).SerializeToString())
-            return
-        try:
-            await wire.closed()
-        finally:
-            if not wire.is_closed:  # the caller is gone, and with it what this lane held
-                stream.lose(Unreachable("a lane of the swap was lost", peer=stream.peer))
+        async with self._door.visit(context) as caller:
+            wire = ServerWire(request_iterator, context, self._limits)
+            try:
+                async with asyncio.timeout(JOIN_S):
+                    stream = self._joined(await wire.read() or b"", caller)
+                stream.join(wire, pb.Frame(join=pb.Join()).SerializeToString())
+            except (PeerError, TimeoutError) as error:
+                refuse = refuse_to_wire(error if isinstance(error, PeerError) else _no_lane("no Join came"))
+                with contextlib.suppress(PeerError):  # it did not wait for the answer
+                    await wire.write(pb.Frame(refuse=refuse).SerializeToString())
+                return
+            try:
+                await wire.closed()
+            finally:
+                if not wire.is_closed:  # the caller is gone, and with it what this lane held
+                    stream.lose(Unreachable("a lane of the swap was lost", peer=stream.peer))
 
-    def _joined(self, data: bytes) -> ServerStream:
+    def _joined(self, data: bytes, caller: str) -> ServerStream:
         """The swap that a lane is for. Raises PeerError when there is none that the caller may join."""
         try:
             message = pb.Frame.FromString(data)
@@ -208,38 +237,46 @@ class _Servicer:
             raise CorruptPayload("what came is no message of this protocol") from None
         if not message.HasField("join"):
             raise CorruptPayload("a lane begins with a Join")
-        hello = convert.hello_from_wire(message.join.hello)
-        self._service.admit(hello)
+        hello = self._admitted(message.join.hello, caller)
         stream = self._joinable.get(message.join.swap_id)
         if stream is None or stream.caller != hello.peer_id:
             raise _no_lane("no swap with this id runs here with you")
         return stream
 
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> AsyncGenerator[pb.FetchReply]:  # noqa: N802
-        try:
-            self._service.admit(convert.hello_from_wire(request.hello))
-            async with aclosing(self._service.on_fetch(_want(request))) as items:
-                async for item in items:
-                    for reply in _replies(item):
-                        await self._limits.sending(reply.ByteSize())
-                        yield reply
-        except PeerError as error:
-            yield pb.FetchReply(refuse=_refuse(error))
+        async with self._door.visit(context) as caller:
+            try:
+                self._admitted(request.hello, caller)
+                async with aclosing(self._service.on_fetch(_want(request))) as items:
+                    async for item in items:
+                        for reply in _replies(item):
+                            await self._limits.sending(reply.ByteSize())
+                            yield reply
+            except PeerError as error:
+                yield pb.FetchReply(refuse=refuse_to_wire(error))
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:  # noqa: N802
-        try:
-            self._service.admit(convert.hello_from_wire(request.hello))
-            return convert.status_to_wire(await self._service.on_status(request.swap_id[:64]))
-        except PeerError as error:
-            return pb.StatusReply(refuse=_refuse(error))
+        async with self._door.visit(context) as caller:
+            try:
+                self._admitted(request.hello, caller)
+                return convert.status_to_wire(await self._service.on_status(request.swap_id[:64]))
+            except PeerError as error:
+                return pb.StatusReply(refuse=refuse_to_wire(error))
 
     async def Probe(self, request: pb.ProbeRequest, context: Any) -> pb.ProbeReply:  # noqa: N802
-        caller: str = context.peer()
-        try:
-            self._service.admit(convert.hello_from_wire(request.hello))
-            return await self._prober.probe(request, caller)
-        except PeerError as error:
-            return pb.ProbeReply(refuse=_refuse(error))
+        async with self._door.visit(context) as caller:
+            try:
+                self._admitted(request.hello, caller)
+                return await self._prober.probe(request, context.peer())
+            except PeerError as error:
+                return pb.ProbeReply(refuse=refuse_to_wire(error))
+
+    def _admitted(self, message: pb.Hello, caller: str) -> frames.Hello:
+        """Raises PeerError when the caller is another one than it says, or of another run."""
+        hello = convert.hello_from_wire(message)
+        check_name(caller, hello)
+        self._service.admit(hello)
+        return hello
 
     def _own(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
@@ -256,13 +293,6 @@ class _Servicer:
         for task in self._swaps:
             task.cancel()
         await asyncio.gather(*self._swaps, return_exceptions=True)
-
-
-def _refuse(error: PeerError) -> pb.Refuse:
-    code, retry_after_s = frames.RefuseCode.MALFORMED, 0.0
-    if isinstance(error, Refused):
-        code, retry_after_s = frames.RefuseCode[error.code], error.retry_after_s
-    return convert.refuse_to_wire(frames.Refuse(code, str(error), retry_after_s))
 
 
 def _want(request: pb.FetchRequest) -> frames.FetchWant:

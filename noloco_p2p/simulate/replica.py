@@ -7,10 +7,11 @@ import random
 
 from noloco_p2p.gossip.fetch import StateServer
 from noloco_p2p.gossip.frames import Hello, SectionName
+from noloco_p2p.gossip.live_round import Opening
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.round_length import RoundLength
-from noloco_p2p.gossip.runner import Opening, RoundRunner
+from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.optim.mixing import strengths
@@ -64,7 +65,7 @@ class Replica:
         self._pace = Pace(self._length.inner_steps)
         self._hello = Hello(peer_id, self._spec.name, self._spec.digest(), layout=self.state.layout)
         self._plans = section_plans(
-            self._spec.codec, swap_momentum=self._spec.outer.swap_momentum, num_elements=self.state.num_elements
+            self._spec.codec, swap_momentum=self._spec.outer.sends_momentum, num_elements=self.state.num_elements
         )
         self.runner = RoundRunner(
             hello=lambda: self._hello,

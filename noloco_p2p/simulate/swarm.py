@@ -39,7 +39,7 @@ class _Swarm:
         self.rng = random.Random(f"swarm/{plan.seed}")
         num_elements = FlatParameters(material.model()).num_elements
         plans = section_plans(
-            material.spec.codec, swap_momentum=material.spec.outer.swap_momentum, num_elements=num_elements
+            material.spec.codec, swap_momentum=material.spec.outer.sends_momentum, num_elements=num_elements
         )
         self.state_bytes = STATE_BYTES * num_elements
         frames_a_swap = 1 + len(plans) * (3 + num_chunks(num_elements)) + 2

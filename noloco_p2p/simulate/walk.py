@@ -16,9 +16,10 @@ from torch import Tensor
 
 from noloco_p2p.gossip.fetch import StateServer
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, SectionName
+from noloco_p2p.gossip.live_round import Opening
 from noloco_p2p.gossip.outcome import Alone
 from noloco_p2p.gossip.pace import Pace
-from noloco_p2p.gossip.runner import Opening, RoundRunner
+from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream
 from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.gossip.service import PeerService
@@ -69,20 +70,20 @@ class WalkResult:
     rounds: list[Walked]
     vectors: list[tuple[float, Tensor]]  # (virtual seconds, one row a peer), about once a round of speed 1
 
-    def torn(self) -> list[Walked]:
-        """Rounds whose partner does not tell of the same swap: none, if nobody is in two swaps of one round."""
+    def in_two_swaps(self) -> list[Walked]:
+        """Rounds whose partner tells of a swap with somebody else in that round of its: none may be."""
         by_round = {(each.peer, each.round): each for each in self.rounds}
-        torn = []
-        for each in self.rounds:
-            other = by_round.get((each.partner, each.partner_round))
-            if each.partner and other and (other.partner, other.partner_round) != (each.peer, each.round):
-                torn.append(each)
-        return torn
+        pairs = ((each, by_round.get((each.partner, each.partner_round))) for each in self.rounds if each.partner)
+        return [each for each, other in pairs if other and other.partner not in ("", each.peer)]
 
 
 def walk(plan: Walk) -> WalkResult:
     """Run it; the same plan gives the same result."""
-    return run_virtual(_Walkers(plan).run())
+
+    async def run() -> WalkResult:
+        return await _Walkers(plan).run()  # made where its clock runs
+
+    return run_virtual(run())
 
 
 class _Walkers:

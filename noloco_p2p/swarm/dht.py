@@ -154,6 +154,10 @@ class SwarmDirectory:
         return directory
 
     @property
+    def identity(self) -> Identity:
+        return self._identity
+
+    @property
     def peer_id(self) -> str:
         return self._identity.peer_id
 

@@ -67,6 +67,7 @@ class PeerRecord:
     sketch: str = ""  # of the slow weights at the opening of a round, `codec.sketch`
     norm: float | None = None  # Euclidean, of the same slow weights
     depths: tuple[int, ...] = ()  # of its buckets, `swarm.buckets`: where it reads, then where else it is; () = (0,)
+    session_key: str = ""  # by which its gRPC server is known, base64; a new one at every start
 
 
 KEYS = {
@@ -91,6 +92,7 @@ KEYS = {
     "validation_loss": "val",
     "blocked_s": "wait",
     "depths": "at",
+    "session_key": "key",
 }
 
 

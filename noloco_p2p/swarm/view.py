@@ -5,6 +5,7 @@ Two clocks come in: a monotonic one, which measures ages, and DHT time, in which
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
@@ -50,7 +51,7 @@ class View:
     def live(self, *, now_s: float, among: Container[str] | None = None) -> list[Candidate]:
         """Peers that were heard of within the TTL, can be dialled, and are not leaving; only those in `among`."""
         return [
-            Candidate(record.peer_id, record.addresses[0], record.state, record.round, record.progress)
+            _candidate(record)
             for record, age_s in self.records(now_s=now_s)
             if record.state != "leaving" and record.addresses and (among is None or record.peer_id in among)
         ]
@@ -59,3 +60,11 @@ class View:
         """(record, age in seconds) of every other peer heard of within the TTL, leaving ones too."""
         aged = [(sighting.record, max(0.0, now_s - sighting.made_at_s)) for sighting in self._sightings.values()]
         return [(record, age_s) for record, age_s in aged if age_s <= TTL_S]
+
+
+def _candidate(record: PeerRecord) -> Candidate:
+    try:
+        key = b64decode(record.session_key, validate=True)
+    except ValueError:  # whoever dials it is told
+        key = b""
+    return Candidate(record.peer_id, record.addresses[0], record.state, record.round, record.progress, key)

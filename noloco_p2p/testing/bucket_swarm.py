@@ -10,7 +10,7 @@ import random
 from collections import defaultdict
 from dataclasses import dataclass
 
-from noloco_p2p.swarm.buckets import MAX_DEPTH, Bucket, Census, Draw, bucket_of, random_bucket
+from noloco_p2p.swarm.buckets import LINGER_S, MAX_DEPTH, Bucket, Census, Draw, best_depth, bucket_of, random_bucket
 from noloco_p2p.swarm.records import TTL_S
 
 HEARTBEAT_S, VIEW_S, BUCKET_VIEW_S, QUICK_S, QUICK_FOR_S, FRESHEN_S = TTL_S / 4, 5.0, 10.0, 1.0, 30.0, 30.0
@@ -38,6 +38,7 @@ class BucketSwarm:
     def __init__(self, seed: int = 0) -> None:
         self.now_s = 0.0
         self.members: dict[str, Member] = {}
+        self.bystanders: list[str] = []
         self.reads = self.records_read = self.stores = 0
         self._seed = seed
         self._rng = random.Random(seed)
@@ -57,6 +58,28 @@ class BucketSwarm:
             self._at(at_s, "look", peer_id)
             self._at(at_s, "beat", peer_id)
             self._at(at_s + FRESHEN_S, "freshen", peer_id)
+
+    def settle(self, number: int) -> None:
+        """Bystanders: peers that have been there for long, are announced where they should be, and read nothing."""
+        depth, alike = best_depth(number), Census(random.Random(0))
+        while alike.depth != depth or self.now_s < LINGER_S:
+            alike.note(number / 2.0**alike.depth, now_s=self.now_s)
+            self.now_s += VIEW_S
+        announced = Stored(alike.depths(self.now_s), float("inf"))
+        self.bystanders = [f"bystander-{self._seed}-{index}" for index in range(number)]
+        for peer_id in self.bystanders:
+            for depth in announced.depths:
+                self._stored[0, bucket_of(peer_id, depth)][peer_id] = announced
+
+    def silence(self, number: int) -> set[str]:
+        """So many bystanders die now; each was announced within the last heartbeat."""
+        dead = set(self._rng.sample(self.bystanders, number))
+        for peer_id in dead:
+            expires_at_s = self.now_s + TTL_S - self._rng.uniform(0.0, HEARTBEAT_S)
+            for records in [self._stored[0, bucket_of(peer_id, depth)] for depth in range(MAX_DEPTH + 1)]:
+                if peer_id in records:
+                    records[peer_id] = Stored(records[peer_id].depths, expires_at_s)
+        return dead
 
     def kill(self, number: int) -> None:
         """They say nothing any more; their records expire."""

@@ -16,6 +16,7 @@ from noloco_p2p.gossip.fetch import fetch_spec, fetch_state, state_file_bytes
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.session import Session
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.reader import WHOLE_S, find_somebody, reader
 from noloco_p2p.telemetry.progress import Progress
@@ -75,8 +76,9 @@ async def from_swarm(ticket: Ticket, *, sample: int | None, progress: Progress |
         with progress.task("looking for live peers"):
             await find_somebody(ticket, directory)
             await directory.wait_until_whole(WHOLE_S)
+        session = Session(directory.identity)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
-        transport = GrpcTransport(lambda: hello)
+        transport = GrpcTransport(lambda: hello, session=session)
         peers = list(directory.live())
         spec = await fetch_spec(transport, peers, expected_digest=ticket.spec_digest)
         model = build_model(spec.model, sequence_length=spec.data.sequence_length)

@@ -64,7 +64,7 @@ class Needs:
 
 def estimate(spec: RunSpec, *, num_parameters: int, step_s: float, folder: Path) -> Needs:
     """`step_s`: seconds of one inner step, measured here."""
-    plans = section_plans(spec.codec, swap_momentum=spec.outer.swap_momentum, num_elements=num_parameters)
+    plans = section_plans(spec.codec, swap_momentum=spec.outer.sends_momentum, num_elements=num_parameters)
     round_bytes = sum(part_bytes(plans, part) for part in Part)
     inner_steps = spec.outer.inner_steps
     shortest = spec.outer.min_inner_steps if inner_steps == "auto" else inner_steps

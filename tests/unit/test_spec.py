@@ -128,3 +128,10 @@ def test_the_first_round_is_of_the_fixed_length_or_between_the_bounds() -> None:
 
 def test_a_library_run_needs_no_model_and_no_data() -> None:
     assert RunSpec(name="mine", outer=OuterSpec(inner_steps=50)).outer.inner_steps == 50
+
+
+def test_momentum_that_alpha_0_forgets_is_not_sent() -> None:
+    assert OuterSpec(alpha=0.5).sends_momentum
+    assert not OuterSpec(alpha=0.0).sends_momentum
+    assert OuterSpec(alpha=0.0, inner_steps="auto").sends_momentum  # alpha follows the round length
+    assert not OuterSpec(alpha=0.5, swap_momentum=False).sends_momentum

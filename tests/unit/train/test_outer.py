@@ -178,7 +178,7 @@ def can_be_corrected(peer: MemoryPeer) -> bool:
 def wait_for_early(outers: list[NoLoCo]) -> None:
     def committed() -> bool:
         peers = [outer._peer for outer in outers]
-        return all(isinstance(peer, MemoryPeer) and peer.runner._round.early_committed for peer in peers)
+        return all(isinstance(peer, MemoryPeer) and peer.runner.phase in (Phase.EARLY, Phase.DONE) for peer in peers)
 
     wait_until(committed)
 

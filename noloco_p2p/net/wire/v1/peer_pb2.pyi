@@ -33,6 +33,9 @@ class RefuseCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REFUSE_OTHER_VERSION: _ClassVar[RefuseCode]
     REFUSE_OTHER_MODEL: _ClassVar[RefuseCode]
     REFUSE_MALFORMED: _ClassVar[RefuseCode]
+    REFUSE_NOT_PROVEN: _ClassVar[RefuseCode]
+    REFUSE_NOT_INVITED: _ClassVar[RefuseCode]
+    REFUSE_BANNED: _ClassVar[RefuseCode]
 
 class AbortCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -61,12 +64,45 @@ REFUSE_OTHER_SPEC: RefuseCode
 REFUSE_OTHER_VERSION: RefuseCode
 REFUSE_OTHER_MODEL: RefuseCode
 REFUSE_MALFORMED: RefuseCode
+REFUSE_NOT_PROVEN: RefuseCode
+REFUSE_NOT_INVITED: RefuseCode
+REFUSE_BANNED: RefuseCode
 ABORT_UNSPECIFIED: AbortCode
 ABORT_CORRUPT: AbortCode
 ABORT_TIMED_OUT: AbortCode
 ABORT_ABANDONED: AbortCode
 ABORT_LEAVING: AbortCode
 ABORT_INTERNAL: AbortCode
+
+class GreetRequest(_message.Message):
+    __slots__ = ("nonce",)
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    nonce: bytes
+    def __init__(self, nonce: _Optional[bytes] = ...) -> None: ...
+
+class GreetReply(_message.Message):
+    __slots__ = ("challenge", "signature", "membership")
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
+    challenge: bytes
+    signature: bytes
+    membership: bytes
+    def __init__(self, challenge: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., membership: _Optional[bytes] = ...) -> None: ...
+
+class Proof(_message.Message):
+    __slots__ = ("peer_id", "nonce", "challenge", "signature", "membership")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    nonce: bytes
+    challenge: bytes
+    signature: bytes
+    membership: bytes
+    def __init__(self, peer_id: _Optional[str] = ..., nonce: _Optional[bytes] = ..., challenge: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., membership: _Optional[bytes] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol_version", "run_name", "spec_digest", "peer_id", "layout", "features")

@@ -34,6 +34,11 @@ class PeerStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.Greet = channel.unary_unary(
+                '/noloco_p2p.wire.v1.Peer/Greet',
+                request_serializer=peer__pb2.GreetRequest.SerializeToString,
+                response_deserializer=peer__pb2.GreetReply.FromString,
+                _registered_method=True)
         self.Swap = channel.stream_stream(
                 '/noloco_p2p.wire.v1.Peer/Swap',
                 request_serializer=peer__pb2.Frame.SerializeToString,
@@ -63,6 +68,14 @@ class PeerStub(object):
 
 class PeerServicer(object):
     """Missing associated documentation comment in .proto file."""
+
+    def Greet(self, request, context):
+        """The first call on every connection: gives the challenge that the proof of the next call answers. The proof travels
+        in the metadata "noloco-proof-bin"; a refusal of either comes back in "noloco-refuse-bin" (a Refuse).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Swap(self, request_iterator, context):
         """Offer one swap and carry it out.
@@ -103,6 +116,11 @@ class PeerServicer(object):
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Greet': grpc.unary_unary_rpc_method_handler(
+                    servicer.Greet,
+                    request_deserializer=peer__pb2.GreetRequest.FromString,
+                    response_serializer=peer__pb2.GreetReply.SerializeToString,
+            ),
             'Swap': grpc.stream_stream_rpc_method_handler(
                     servicer.Swap,
                     request_deserializer=peer__pb2.Frame.FromString,
@@ -138,6 +156,33 @@ def add_PeerServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Peer(object):
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Greet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/noloco_p2p.wire.v1.Peer/Greet',
+            peer__pb2.GreetRequest.SerializeToString,
+            peer__pb2.GreetReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Swap(request_iterator,

@@ -1,0 +1,128 @@
+"""How long an exchange takes when it is with one peer, and when it is with all: pair swap against tree all-reduce.
+
+    python benchmarks/latency.py [--quick] [--json FILE] [--plot FILE.png]
+
+Sends take log-normal times with a median of 1, and nothing else takes time. A pair is done when both sends are. In a
+tree all-reduce every peer waits for its (up to) two children, adds, and sends to its parent; the sum comes back the
+same way. Formulas: E[max of two sends] = (1 + erf(sigma / 2)) exp(sigma^2 / 2) for a pair, and as often as the tree is
+deep, up and down, for the tree. In a large tree the slowest of many paths counts: longer than the formula says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from claims import machine
+
+SIGMAS = (0.1, 0.5, 1.0)
+SIZES = tuple(2**power for power in range(1, 13))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Means in medians of a send."""
+
+    num_peers: int
+    sigma: float
+    pair: float
+    pair_formula: float
+    tree: float
+    tree_formula: float
+
+    @property
+    def ratio(self) -> float:
+        return self.tree / self.pair
+
+
+def pair_formula(sigma: float) -> float:
+    return (1 + math.erf(sigma / 2)) * math.exp(sigma**2 / 2)
+
+
+def tree_depth(num_peers: int) -> int:
+    """Of a binary tree in which every node is a peer; a heap of `num_peers`."""
+    return num_peers.bit_length() - 1
+
+
+def simulate_pair(rng: np.random.Generator, sigma: float, trials: int) -> float:
+    return float(rng.lognormal(0.0, sigma, (trials, 2)).max(axis=1).mean())
+
+
+def simulate_tree(rng: np.random.Generator, num_peers: int, sigma: float, trials: int) -> float:
+    """Peers are numbered as a heap: the parent of k is (k - 1) // 2."""
+    parents = (np.arange(1, num_peers) - 1) // 2
+    total = 0.0
+    for _ in range(trials):
+        up, down = rng.lognormal(0.0, sigma, (2, num_peers))
+        ready = np.zeros(num_peers)
+        for level in reversed(range(1, tree_depth(num_peers) + 1)):  # deepest first; a level is a slice of the heap
+            nodes = np.arange(2**level - 1, min(2 ** (level + 1) - 1, num_peers))
+            np.maximum.at(ready, parents[nodes - 1], ready[nodes] + up[nodes])
+        told = np.full(num_peers, ready[0])
+        for level in range(1, tree_depth(num_peers) + 1):
+            nodes = np.arange(2**level - 1, min(2 ** (level + 1) - 1, num_peers))
+            told[nodes] = told[parents[nodes - 1]] + down[nodes]
+        total += told.max()
+    return total / trials
+
+
+def measure(quick: bool) -> list[Row]:
+    rng = np.random.default_rng(0)
+    trials = 50 if quick else 1000
+    rows = []
+    for sigma in SIGMAS:
+        expected = pair_formula(sigma)
+        for num_peers in SIZES:
+            tree = simulate_tree(rng, num_peers, sigma, trials)
+            pair = simulate_pair(rng, sigma, 100 * trials)
+            rows.append(Row(num_peers, sigma, pair, expected, tree, 2 * tree_depth(num_peers) * expected))
+    return rows
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for index, sigma in enumerate(SIGMAS):
+        mine = [row for row in rows if row.sigma == sigma]
+        sizes = [row.num_peers for row in mine]
+        axes.plot(sizes, [row.tree for row in mine], f"C{index}o-", label=f"tree all-reduce, sigma {sigma:g}")
+        axes.plot(sizes, [row.tree_formula for row in mine], f"C{index}:")
+        axes.plot(sizes, [row.pair for row in mine], f"C{index}s--", label=f"pair, sigma {sigma:g}", markersize=4)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("peers")
+    axes.set_ylabel("medians of one send (dotted: formula of the tree)")
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer trials")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png")
+    args = parser.parse_args()
+    rows = measure(args.quick)
+    print(machine())
+    print("peers  sigma    pair  formula     tree  formula   tree / pair")
+    for row in rows:
+        print(
+            f"{row.num_peers:>5}  {row.sigma:>5g}  {row.pair:>6.2f}  {row.pair_formula:>7.2f}  {row.tree:>7.2f}  "
+            f"{row.tree_formula:>7.2f}  {row.ratio:>12.1f}"
+        )
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    if args.plot:
+        draw(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""A newcomer that fetched half of its state from one donor and half from another: what that costs in loss.
+
+    python benchmarks/mixed_donors.py [--quick] [--json FILE]
+
+Eight simulated replicas of the study's toy (benchmarks/study/toy.toml) train with the learning rate at its peak, where
+they are as far apart as they ever are. Then for pairs of them: validation loss of both, of the state whose first half
+is the one's and whose second half is the other's, and of each after 20 more inner steps on the same text.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from statistics import mean
+
+import torch
+from claims import Claim, run
+
+from noloco_p2p.simulate.material import Material
+from noloco_p2p.simulate.plan import Plan
+from noloco_p2p.simulate.replica import Replica
+from noloco_p2p.simulate.swarm import simulate_swarm
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.train.inner_step import InnerStep
+
+TOY = Path(__file__).parent / "study" / "toy.toml"
+MORE_STEPS = 20
+
+
+def spec(steps: int) -> RunSpec:
+    """At its peak to the end: `min_learning_rate` is a share of it."""
+    changes = {"train.total_steps": steps, "train.min_learning_rate": 1.0}
+    return RunSpec.load(TOY).with_changes(changes, origin="mixed donors")
+
+
+def after(material: Material, weights: torch.Tensor) -> tuple[float, float]:
+    """Validation loss of these weights, and after some more steps from there."""
+    model = material.model()
+    at_once = material.loss_of(weights, model)
+    inner, batches = InnerStep(model, material.spec.train), material.batches("newcomer")
+    for _ in range(MORE_STEPS):
+        inner(next(batches), progress=0.5)
+    return at_once, material.loss(model)
+
+
+def half_and_half(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    middle = len(one) // 2
+    return torch.cat([one[:middle], other[middle:]])
+
+
+def measure(quick: bool) -> list[Claim]:
+    torch.set_num_threads(1)
+    material = Material.of(spec(100 if quick else 400), {})
+    made: list[Replica] = []
+    result = simulate_swarm(material, Plan(8), on_made=made.extend)
+    pairs = list(itertools.combinations([replica.state.slow_weights for replica in made], 2))[:: 14 if quick else 4]
+    donors = [after(material, each) for pair in pairs for each in pair]
+    mixed = [after(material, half_and_half(*pair)) for pair in pairs]
+    in_middle = [after(material, (one + other) / 2) for one, other in pairs]
+    rows = [("one donor", donors), ("half and half", mixed), ("their mean, for comparison", in_middle)]
+    claims = [Claim("spread of the donors", 100 * result.spread, "%")]
+    for name, losses in rows:
+        claims.append(Claim(f"{name}: validation loss at once", mean(loss for loss, _ in losses), "nats a token"))
+        claims.append(
+            Claim(f"{name}: after {MORE_STEPS} steps alone", mean(later for _, later in losses), "nats a token")
+        )
+    for index, when in enumerate(("at once", f"after {MORE_STEPS} steps")):
+        cost = mean(losses[index] for losses in mixed) / mean(losses[index] for losses in donors) - 1
+        claims.append(Claim(f"half and half against one donor, {when}", 100 * cost, "% of loss"))
+    return claims
+
+
+if __name__ == "__main__":
+    run(measure, doc=__doc__)

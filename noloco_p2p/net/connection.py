@@ -1,0 +1,127 @@
+"""The caller's connections: dialled, known to lead to the right peer, and what their failures mean in words."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.net import convert, options
+from noloco_p2p.net.handshake import Greeting, Metadata
+from noloco_p2p.net.session import SERVER_NAME, Session
+from noloco_p2p.net.throttle import UNLIMITED, Limits
+from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
+
+REFUSE_KEY = "noloco-refuse-bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """`metadata` goes with the one call that is made on it."""
+
+    channel: grpc.aio.Channel
+    metadata: Metadata = ()
+
+
+class Dialer:
+    """Makes connections, each for one call. Without a session they are plain and prove nothing: for measurements and
+    tests on one machine."""
+
+    def __init__(self, session: Session | None = None, limits: Limits = UNLIMITED) -> None:
+        self._session = session
+        self._options = [*options.CLIENT, *limits.options()]
+
+    async def dial(self, candidate: Candidate, *, timeout_s: float) -> Connection:
+        """Connect, and greet. Whoever gets the connection closes its channel. Raises PeerError."""
+        channel = self._channel(candidate)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await _connected(channel, candidate)
+                return Connection(channel, await self._greet(channel, candidate))
+        except TimeoutError:
+            await channel.close()
+            raise Unreachable(
+                f"{candidate.address} does not answer within {timeout_s:.1f} s", peer=candidate.peer_id
+            ) from None
+        except BaseException:
+            await channel.close()
+            raise
+
+    @contextlib.asynccontextmanager
+    async def dialled(self, candidate: Candidate, *, timeout_s: float) -> AsyncIterator[Connection]:
+        """`dial`, with the channel closed in the end."""
+        connection = await self.dial(candidate, timeout_s=timeout_s)
+        try:
+            yield connection
+        finally:
+            await connection.channel.close()
+
+    def _channel(self, candidate: Candidate) -> grpc.aio.Channel:
+        if self._session is None:
+            return grpc.aio.insecure_channel(candidate.address, options=self._options)
+        return grpc.aio.secure_channel(
+            candidate.address,
+            self._session.channel_credentials(candidate),
+            options=[*self._options, ("grpc.ssl_target_name_override", SERVER_NAME)],
+        )
+
+    async def _greet(self, channel: grpc.aio.Channel, candidate: Candidate) -> Metadata:
+        if self._session is None:
+            return ()
+        greeting = Greeting.to(candidate.peer_id, candidate.session_key)
+        try:
+            reply = await PeerStub(channel).Greet(greeting.request())
+        except grpc.aio.AioRpcError as error:
+            raise translate(error, candidate.peer_id) from None
+        if reply is None:
+            raise CorruptPayload("what answers a greeting is no message of this protocol", peer=candidate.peer_id)
+        return greeting.prove(reply, self._session)
+
+
+async def _connected(channel: grpc.aio.Channel, candidate: Candidate) -> None:
+    """Until the channel is connected. A refused connection is told at once: another candidate may be there."""
+    ready, failing = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE
+    state = channel.get_state(try_to_connect=True)
+    while state is not ready:
+        if state is failing:
+            keyed = ", or another session key than its record names" if candidate.session_key else ""
+            raise Unreachable(
+                f"{candidate.address} cannot be connected to: nobody is there{keyed}", peer=candidate.peer_id
+            )
+        await channel.wait_for_state_change(state)
+        state = channel.get_state(try_to_connect=True)
+
+
+def translate(error: grpc.aio.AioRpcError, peer: str) -> PeerError:
+    """A gRPC status in words of this project."""
+    for key, value in error.trailing_metadata() or ():
+        if key == REFUSE_KEY and isinstance(value, bytes):
+            return _refused_in(value, peer)
+    details = convert.text(error.details() or error.code().name)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED or "ping timeout" in details:
+        return TimedOut(f"no answer in time: {details}", peer=peer)
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return CorruptPayload(f"a message is too large: {details}", peer=peer)
+    return Unreachable(f"no connection: {details}", peer=peer)
+
+
+def refused(message: pb.Refuse, peer: str) -> Refused:
+    refuse = convert.refuse_from_wire(message)
+    return Refused(refuse.sentence, peer=peer, code=refuse.code.name, retry_after_s=refuse.retry_after_s)
+
+
+def _refused_in(value: bytes, peer: str) -> PeerError:
+    try:
+        return refused(pb.Refuse.FromString(value), peer)
+    except DecodeError:
+        return CorruptPayload("its refusal is no message of this protocol", peer=peer)
+    except CorruptPayload as error:
+        return error

@@ -1,0 +1,119 @@
+"""Who calls, and who answers: both sides sign what only this call, on this connection, to this session can hold.
+
+    caller   -> Greet(nonce)
+    answerer -> challenge, signature over (ANSWERER, nonce, challenge, session key, answerer)
+    caller   -> the call; in its metadata a Proof: signature over (CALLER, nonce, challenge, session key, both ids)
+
+A proof serves for one call: the challenge is bound to the network address of the connection, is taken once, and ages
+by the monotonic clock of who gave it. As the session key of the answerer is signed, whoever is called cannot pass the
+proof on to another peer and be taken for the caller. What is said after it is protected by TLS.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from noloco_p2p.errors import CorruptPayload, PeerError, Refused
+from noloco_p2p.gossip.frames import RefuseCode
+from noloco_p2p.identity import short_id, verify
+from noloco_p2p.net.session import Session
+from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+
+PROOF_KEY = "noloco-proof-bin"
+NONCE_BYTES = 16
+CHALLENGE_S = 10.0
+CHALLENGE_BYTES = 8 + NONCE_BYTES + 16  # when it was given, in ms; random; and that it was given here
+CALLER, ANSWERER = b"noloco_p2p caller 1\x00", b"noloco_p2p answerer 1\x00"
+
+Metadata = tuple[tuple[str, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What the caller keeps between Greet and its call."""
+
+    nonce: bytes
+    peer_id: str  # of the peer that is called
+    session_key: bytes
+
+    @classmethod
+    def to(cls, peer_id: str, session_key: bytes) -> Greeting:
+        return cls(secrets.token_bytes(NONCE_BYTES), peer_id, session_key)
+
+    def request(self) -> pb.GreetRequest:
+        return pb.GreetRequest(nonce=self.nonce)
+
+    def prove(self, reply: pb.GreetReply, session: Session) -> Metadata:
+        """What goes with the call. Raises PeerError when it is not the right peer that answered."""
+        if len(reply.challenge) != CHALLENGE_BYTES:
+            raise CorruptPayload("its greeting holds no challenge", peer=self.peer_id)
+        words = _words(ANSWERER, self.nonce, reply.challenge, self.session_key, self.peer_id)
+        if not verify(self.peer_id, words, reply.signature):
+            raise PeerError("who answers is not that peer: its signature is wrong", peer=self.peer_id)
+        own_id = session.identity.peer_id
+        words = _words(CALLER, self.nonce, reply.challenge, self.session_key, self.peer_id + own_id)
+        proof = pb.Proof(
+            peer_id=own_id, nonce=self.nonce, challenge=reply.challenge, signature=session.identity.sign(words)
+        )
+        return ((PROOF_KEY, proof.SerializeToString()),)
+
+
+class Challenges:
+    """The answering side. Keeps nothing about a caller but the challenges that were taken, for as long as they live."""
+
+    def __init__(self, session: Session, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._session = session
+        self._clock = clock
+        self._secret = secrets.token_bytes(32)
+        self._taken: dict[bytes, float] = {}  # challenge -> when it was taken; in that order
+
+    def answer(self, request: pb.GreetRequest, address: str) -> pb.GreetReply:
+        """`address`: of the connection, as gRPC names it. Raises CorruptPayload."""
+        if len(request.nonce) != NONCE_BYTES:
+            raise CorruptPayload(f"a greeting holds {NONCE_BYTES} random bytes")
+        given = int(self._clock() * 1000).to_bytes(8, "big") + secrets.token_bytes(NONCE_BYTES)
+        challenge = given + self._mark(given, request.nonce, address)
+        identity = self._session.identity
+        words = _words(ANSWERER, request.nonce, challenge, self._session.key, identity.peer_id)
+        return pb.GreetReply(challenge=challenge, signature=identity.sign(words))
+
+    def check(self, proof: pb.Proof, address: str) -> str:
+        """The peer id of the caller. Raises Refused when it is not proven."""
+        challenge, now_s = proof.challenge, self._clock()
+        given, mark = challenge[:-16], challenge[-16:]
+        if len(challenge) != CHALLENGE_BYTES or not secrets.compare_digest(
+            mark, self._mark(given, proof.nonce, address)
+        ):
+            raise _not_proven("the challenge was not given here, on this connection")
+        if now_s - int.from_bytes(given[:8], "big") / 1000 > CHALLENGE_S:
+            raise _not_proven(f"the challenge is older than {CHALLENGE_S:g} s")
+        if challenge in self._taken:
+            raise _not_proven("the challenge was taken before: a proof serves for one call")
+        own = self._session
+        words = _words(CALLER, proof.nonce, challenge, own.key, own.identity.peer_id + proof.peer_id)
+        if not verify(proof.peer_id, words, proof.signature):
+            raise _not_proven(f"the signature is not that of ..{short_id(proof.peer_id)}, made for this peer")
+        self._take(challenge, now_s)
+        return proof.peer_id
+
+    def _take(self, challenge: bytes, now_s: float) -> None:
+        while self._taken and now_s - next(iter(self._taken.values())) > CHALLENGE_S:
+            del self._taken[next(iter(self._taken))]
+        self._taken[challenge] = now_s
+
+    def _mark(self, given: bytes, nonce: bytes, address: str) -> bytes:
+        return blake3(given + nonce + address.encode(), key=self._secret).digest(16)
+
+
+def _words(role: bytes, nonce: bytes, challenge: bytes, session_key: bytes, ids: str) -> bytes:
+    """Each part but the last is of fixed length (peer ids are too), so no two meanings share a string of bytes."""
+    return role + nonce + challenge + session_key + ids.encode()
+
+
+def _not_proven(sentence: str) -> Refused:
+    return Refused(f"who calls is not proven: {sentence}", code=RefuseCode.NOT_PROVEN.name, retry_after_s=1.0)

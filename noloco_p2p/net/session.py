@@ -1,0 +1,107 @@
+"""The TLS side of a peer: a P-256 session key, fresh at every start, that its signed directory record names.
+
+gRPC's TLS takes no Ed25519 certificates and knows no check of fingerprints in Python. So the caller makes the only
+certificate authority that it trusts in a call: one with the session key of the record. The server's certificate is
+issued by its own session key, and no other can stand there: pinned in the handshake, without asking for it first.
+"""
+
+from __future__ import annotations
+
+import time
+from base64 import b64encode
+from datetime import datetime
+from functools import lru_cache
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from noloco_p2p.errors import Unreachable
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.identity import Identity
+
+KEY_BYTES = 33  # a compressed point of P-256
+SERVER_NAME = "noloco"  # in every certificate: who a peer is, its key tells
+# Certificates say nothing about time: a session key lives as long as its process, and clocks of strangers differ.
+FROM, UNTIL = datetime(2020, 1, 1), datetime(2120, 1, 1)
+
+_CURVE = ec.SECP256R1()
+_anyone = ec.generate_private_key(_CURVE)  # nobody checks the signature of a certificate that is trusted as it is
+
+
+class Session:
+    """The keys of one start of a peer. `key`: 33 bytes, public, what the record names."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.started_at_ms = int(time.time() * 1000)
+        self._private_key = ec.generate_private_key(_CURVE)
+        self.key = _point(self._private_key.public_key())
+        self._certificate = _certificate(
+            SERVER_NAME, _issuer(self.key), self._private_key.public_key(), self._private_key
+        )
+
+    @property
+    def key_text(self) -> str:
+        """The key as the record holds it."""
+        return b64encode(self.key).decode()
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        return grpc.ssl_server_credentials([(self._private_pem(), self._certificate)])
+
+    def channel_credentials(self, candidate: Candidate) -> grpc.ChannelCredentials:
+        """For a connection that none but the holder of the candidate's session key can answer. Raises Unreachable."""
+        try:
+            return grpc.ssl_channel_credentials(authority(candidate.session_key))
+        except ValueError:
+            raise Unreachable("its record names no session key to know it by", peer=candidate.peer_id) from None
+
+    def _private_pem(self) -> bytes:
+        return self._private_key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+
+
+@lru_cache(maxsize=1024)
+def authority(key: bytes) -> bytes:
+    """The certificate (PEM) of an authority with this session key. 0.7 ms. Raises ValueError for what is no key."""
+    public_key = ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, key)
+    return _certificate(_issuer(key), _issuer(key), public_key, _anyone, is_authority=True)
+
+
+def _certificate(
+    subject: str,
+    issuer: str,
+    public_key: ec.EllipticCurvePublicKey,
+    signed_by: ec.EllipticCurvePrivateKey,
+    *,
+    is_authority: bool = False,
+) -> bytes:
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(_named(subject))
+        .issuer_name(_named(issuer))
+        .public_key(public_key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(FROM)
+        .not_valid_after(UNTIL)
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]), critical=False)
+        .sign(signed_by, hashes.SHA256())
+    )
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _issuer(key: bytes) -> str:
+    """Each key has a name of its own: among many authorities only the right one is tried."""
+    return f"{SERVER_NAME} {key[:20].hex()}"
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _point(key: ec.EllipticCurvePublicKey) -> bytes:
+    return key.public_bytes(serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint)

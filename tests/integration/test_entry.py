@@ -1,0 +1,201 @@
+"""Over real gRPC and TLS on loopback: a call reaches the peer that the record names, or nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import grpc
+import grpc.aio
+import pytest
+import uvloop
+
+from noloco_p2p.errors import CorruptPayload, PeerError, Refused, Unreachable
+from noloco_p2p.gossip.frames import (
+    Accept,
+    Boundary,
+    FetchItem,
+    FetchWant,
+    Frame,
+    Hello,
+    Offer,
+    PeerStatus,
+    SpecJson,
+    SwapState,
+    WantSpec,
+)
+from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.net import probe
+from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.connection import Dialer, translate
+from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.net.session import Session
+from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.testing.identities import identity_of
+
+SPEC = RunSpec(name="entry")
+BOUNDARY = Boundary(0, None, None, 0.0)
+CALLER = Session(identity_of("caller"))
+PATIENCE_S = 10.0
+
+
+class Answering:
+    """A Service that says yes to everything, and notes who came."""
+
+    def __init__(self) -> None:
+        self.admitted: list[str] = []
+        self.frames: list[Frame | PeerError] = []
+
+    def admit(self, hello: Hello) -> None:
+        self.admitted.append(hello.peer_id)
+
+    async def on_swap(self, stream: FrameStream) -> None:
+        try:
+            offer = await stream.receive(PATIENCE_S)
+            self.frames.append(offer)
+            await stream.send(Accept(hello_of("answerer"), BOUNDARY))
+            while True:
+                self.frames.append(await stream.receive(PATIENCE_S))
+        except PeerError as error:
+            self.frames.append(error)
+
+    async def on_status(self, swap_id: bytes) -> PeerStatus:
+        return PeerStatus(hello_of("answerer"), "training", 41, 0.5, SwapState())
+
+    async def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
+        yield SpecJson(SPEC.canonical_json())
+
+
+def hello_of(name: str) -> Hello:
+    return Hello(identity_of(name).peer_id, SPEC.name, SPEC.digest())
+
+
+@asynccontextmanager
+async def answering() -> AsyncGenerator[tuple[Answering, Candidate]]:
+    service, session = Answering(), Session(identity_of("answerer"))
+    server = GrpcServer(service, session=session)
+    await server.start("127.0.0.1", 0)
+    try:
+        yield service, Candidate(session.identity.peer_id, f"127.0.0.1:{server.port}", session_key=session.key)
+    finally:
+        await server.stop(0.0)
+
+
+def transport(session: Session | None = CALLER, *, name: str = "caller") -> GrpcTransport:
+    return GrpcTransport(lambda: hello_of(name), session=session)
+
+
+def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(main(), 60.0))
+
+
+async def first_item(transport: GrpcTransport, there: Candidate) -> FetchItem:
+    return await anext(transport.fetch(there, WantSpec(), timeout_s=PATIENCE_S))
+
+
+def test_every_call_goes_over_tls_and_names_its_caller() -> None:
+    async def main() -> None:
+        async with answering() as (service, there):
+            assert (await transport().status(there, timeout_s=PATIENCE_S)).round == 41
+            assert await first_item(transport(), there) == SpecJson(SPEC.canonical_json())
+            found = await probe.ask(there, hello_of("caller"), [], timeout_s=PATIENCE_S, session=CALLER)
+            assert found.observed_host == "127.0.0.1"
+            stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
+            await stream.send(Offer(hello_of("caller"), bytes(16), BOUNDARY))
+            assert isinstance(await stream.receive(PATIENCE_S), Accept)
+            await stream.close()
+            assert set(service.admitted) == {CALLER.identity.peer_id}
+
+    run(main)
+
+
+def test_another_session_key_is_not_talked_to() -> None:
+    """As after a restart, or when somebody else listens at the address by now."""
+
+    async def main() -> None:
+        async with answering() as (service, there):
+            began_s = time.monotonic()
+            for key in (Session(identity_of("answerer")).key, b"", bytes(33), b"\x02" + bytes(32)):
+                with pytest.raises(Unreachable, match="session key"):
+                    await transport().status(replace(there, session_key=key), timeout_s=PATIENCE_S)
+            assert time.monotonic() - began_s < 5.0
+            assert not service.admitted
+
+    run(main)
+
+
+def test_a_record_that_claims_the_session_of_another_leads_nowhere() -> None:
+    async def main() -> None:
+        async with answering() as (service, there):
+            thief = replace(there, peer_id=identity_of("thief").peer_id)
+            with pytest.raises(PeerError, match="not that peer"):
+                await transport().status(thief, timeout_s=PATIENCE_S)
+            assert not service.admitted
+
+    run(main)
+
+
+@pytest.mark.parametrize("session", [None, CALLER])
+def test_plain_and_tls_do_not_mix(session: Session | None) -> None:
+    async def main() -> None:
+        server = GrpcServer(Answering(), session=None if session else Session(identity_of("answerer")))
+        await server.start("127.0.0.1", 0)
+        there = Candidate("x", f"127.0.0.1:{server.port}", session_key=CALLER.key)
+        with pytest.raises(PeerError):
+            await transport(session).status(there, timeout_s=2.0)
+        await server.stop(0.0)
+
+    run(main)
+
+
+def test_a_hello_in_the_name_of_another_is_refused() -> None:
+    async def main() -> None:
+        async with answering() as (service, there):
+            liar = transport(name="somebody else")
+            with pytest.raises(Refused, match="says that it is another peer"):
+                await liar.status(there, timeout_s=PATIENCE_S)
+            with pytest.raises(Refused, match="says that it is another peer"):
+                await first_item(liar, there)
+            stream = await liar.open_swap(there, timeout_s=PATIENCE_S)
+            await stream.send(Offer(hello_of("somebody else"), bytes(16), BOUNDARY))
+            with pytest.raises(PeerError):
+                await stream.receive(PATIENCE_S)
+            await stream.close()
+            [fault] = service.frames
+            assert isinstance(fault, CorruptPayload)
+            assert not service.admitted
+
+    run(main)
+
+
+def test_no_proof_and_a_proof_used_before_are_told_in_words() -> None:
+    async def main() -> None:
+        async with (
+            answering() as (service, there),
+            Dialer(CALLER).dialled(there, timeout_s=PATIENCE_S) as connection,
+        ):
+            stub = PeerStub(connection.channel)
+            request = pb.StatusRequest(hello=pb.Hello(peer_id=CALLER.identity.peer_id))
+            for metadata, words in (
+                ((), "greet first"),
+                (connection.metadata, ""),
+                (connection.metadata, "a proof serves for one call"),
+                ((("noloco-proof-bin", b"\xff"),), "no message of this protocol"),
+            ):
+                try:
+                    reply = await stub.Status(request, metadata=metadata)
+                    assert (reply.round, words) == (41, "")
+                except grpc.aio.AioRpcError as error:
+                    fault = translate(error, there.peer_id)
+                    assert isinstance(fault, Refused)
+                    assert words
+                    assert words in str(fault)
+            assert len(service.admitted) == 1
+
+    run(main)
