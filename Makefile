@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install demo test format lint types check docker-check clean
+.PHONY: install demo test chaos format lint types check docker-check clean
 
 install: $(STAMP)
 
@@ -21,6 +21,11 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# Ten minutes of real peers that are killed, frozen and asked to leave, from a seed; not a part of `test`.
+chaos: $(STAMP)
+	$(BIN)/python -m pytest tests/badboy tests/chaos
+	$(BIN)/python benchmarks/soak.py --minutes 10 --mtbf 15 --seed 2506
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -26,8 +26,8 @@ from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.result import Result, table
 from noloco_p2p.simulate.run import simulate
 from noloco_p2p.spec import RunSpec
+from noloco_p2p.train.compute import choose_device
 from noloco_p2p.train.inner_step import InnerStep
-from noloco_p2p.train.loop import choose_device
 
 PLAIN = {"outer.alpha": 0.0, "outer.beta": 1.0, "outer.gamma": 1.0}
 MODULO = {"codec.slow_weights": "modulo8", "codec.outer_momentum": "modulo8", "codec.outer_gradient": "int4"}

@@ -3,8 +3,9 @@
     python benchmarks/goodput.py [--quick] [--json FILE]
 
 Two processes, one for each side, as in real life. The swap is the production one: coding, digests, checks, commit. The
-bare stream sends messages of the same sizes and does nothing with them. All three are measured one after the other,
-several times, and the best of each counts: the machine is shared. Bytes are of payloads, both directions added up.
+bare stream sends messages of the same sizes and does nothing with them. Both are over TLS, as between peers; the bare
+stream is measured without it, too. All are measured one after the other, several times, and the best of each counts:
+the machine is shared. Bytes are of payloads, both directions added up.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from pair import Side, run_pair, start_loop
 
 from noloco_p2p.codec import CHUNK_ELEMENTS, chunk_bounds, get_codec
 from noloco_p2p.gossip.outcome import Swapped
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.identity import Identity
 from noloco_p2p.net import options
+from noloco_p2p.net.session import SERVER_NAME, Session
 from noloco_p2p.spec import OuterSpec, RunSpec
 
 SPEC = RunSpec(name="goodput", outer=OuterSpec(inner_steps=1, max_wait_s=120.0))
@@ -50,8 +54,10 @@ def on(loop: asyncio.AbstractEventLoop, coroutine: Any) -> Any:
     return asyncio.run_coroutine_threadsafe(coroutine, loop).result(300)
 
 
-def bare_side(name: str, pipe: Connection, num_elements: int, repeats: int) -> None:
-    """The same messages over a bidirectional stream of bytes, without coding them or looking at them."""
+def bare_side(name: str, pipe: Connection, num_elements: int, is_plain: bool, repeats: int) -> None:
+    """The same messages over a bidirectional stream of bytes, without coding them or looking at them; with TLS or
+    without."""
+    session = Session(Identity.from_seed(bytes(32)))
     loop = start_loop()
     sizes = [get_codec(codec).num_bytes(stop - start) for codec in CODECS for start, stop in chunk_bounds(num_elements)]
     payloads = {size: bytes(size) for size in set(sizes)}
@@ -76,24 +82,36 @@ def bare_side(name: str, pipe: Connection, num_elements: int, repeats: int) -> N
         server = grpc.aio.server(options=options.SERVER)
         method = grpc.stream_stream_rpc_method_handler(answer)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare.Bare", {"Stream": method}),))
-        port = server.add_insecure_port("127.0.0.1:0")
+        address = "127.0.0.1:0"
+        port = (
+            server.add_insecure_port(address)
+            if is_plain
+            else server.add_secure_port(address, session.server_credentials())
+        )
         await server.start()
         return server, port
 
-    async def call(address: str) -> None:
-        async with grpc.aio.insecure_channel(address, options=options.CLIENT) as channel:
+    def channel_to(address: str, key: bytes) -> grpc.aio.Channel:
+        if is_plain:
+            return grpc.aio.insecure_channel(address, options=options.CLIENT)
+        credentials = session.channel_credentials(Candidate("", address, session_key=key))
+        named = ("grpc.ssl_target_name_override", SERVER_NAME)
+        return grpc.aio.secure_channel(address, credentials, options=[*options.CLIENT, named])
+
+    async def call(address: str, key: bytes) -> None:
+        async with channel_to(address, key) as channel:
             stream = channel.stream_stream("/bare.Bare/Stream")(messages())
             async for _ in stream:
                 pass
 
     server, port = on(loop, serve())
-    pipe.send(port)
-    _, address = pipe.recv()
+    pipe.send((port, session.key))
+    _, address, key = pipe.recv()
     for _ in range(repeats):
         pipe.recv()
         began_s = time.monotonic()
         if name == "a":
-            on(loop, call(address))
+            on(loop, call(address, key))
         else:
             assert served.wait(300)
             served.clear()
@@ -129,9 +147,9 @@ def tcp_side(name: str, pipe: Connection, num_elements: int, repeats: int) -> No
         pipe.send((time.monotonic() - began_s, total))
 
 
-def rates(side: Callable[..., None], num_elements: int, repeats: int) -> list[float]:
+def rates(side: Callable[..., None], num_elements: int, *args: bool, repeats: int) -> list[float]:
     """MB/s of each repeat, both directions added up."""
-    results = run_pair(side, num_elements, repeats=repeats)
+    results = run_pair(side, num_elements, *args, repeats=repeats)
     return [(a_bytes + b_bytes) / max(a_s, b_s) / 1e6 for (a_s, a_bytes), (b_s, b_bytes) in results]
 
 
@@ -154,11 +172,13 @@ def codec_speed(name: str) -> tuple[float, float]:
 
 def measure(quick: bool) -> list[Claim]:
     num_elements, repeats = (12_500_000, 5) if quick else (125_000_000, 4)
-    bare = max(rates(bare_side, num_elements, repeats))
-    swap = max(rates(swap_side, num_elements, repeats))
-    tcp = max(rates(tcp_side, num_elements, repeats))
+    plain = max(rates(bare_side, num_elements, True, repeats=repeats))
+    bare = max(rates(bare_side, num_elements, False, repeats=repeats))
+    swap = max(rates(swap_side, num_elements, repeats=repeats))
+    tcp = max(rates(tcp_side, num_elements, repeats=repeats))
     claims = [
         Claim("raw TCP, both ways", tcp, "MB/s"),
+        Claim("bare gRPC stream without TLS, both ways", plain, "MB/s"),
         Claim("bare gRPC stream, both ways", bare, "MB/s"),
         Claim("swap, both ways", swap, "MB/s"),
         Claim("swap / bare gRPC stream", swap / bare, "ratio", ">= 0.8", swap / bare >= 0.8),

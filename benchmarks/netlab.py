@@ -128,6 +128,9 @@ class Fabric:
     rng: random.Random
     counters: list[Counters] = field(init=False)
     groups: list[int] = field(init=False)  # nodes of different groups do not hear each other
+    blocked: set[tuple[int, int]] = field(init=False, default_factory=set)  # (source, destination): this way only
+    closed: set[int] = field(init=False, default_factory=set)  # nodes that let connections out and none in
+    _flows: set[tuple[int, bytes]] = field(init=False, default_factory=set)  # what closed nodes have sent out
     _free_up_s: list[float] = field(init=False)  # when the line has sent all that is in its queue
     _free_down_s: list[float] = field(init=False)
     _last_s: dict[tuple[int, int], float] = field(init=False, default_factory=dict)
@@ -146,7 +149,9 @@ class Fabric:
         access, counters = self.accesses[source], self.counters[source]
         up = access.up
         counters.sent_bytes += num_bytes
-        if self.groups[source] != self.groups[destination]:
+        if source in self.closed:
+            self._flows.add((source, flow(frame)))
+        if not self._passes(frame, source, destination):
             counters.lost_packets += 1
             return
         free_s = max(now_s, self._free_up_s[source])
@@ -164,6 +169,12 @@ class Fabric:
         way = source, destination
         arrives_s = self._last_s[way] = max(arrives_s, self._last_s.get(way, 0.0))
         self._push(arrives_s, _Packet(source, destination, num_bytes, frame))
+
+    def _passes(self, frame: bytes, source: int, destination: int) -> bool:
+        """The cuts, and the firewall of a closed node: in comes what answers something that went out."""
+        if self.groups[source] != self.groups[destination] or (source, destination) in self.blocked:
+            return False
+        return destination not in self.closed or (destination, flow(frame, reverse=True)) in self._flows
 
     def deliver(self, now_s: float) -> Iterator[tuple[int, bytes]]:
         """(node, frame) of each packet that is through by `now_s`, in order."""
@@ -222,6 +233,17 @@ def destination_address(frame: bytes) -> bytes | None:
     if len(frame) < start + 20 or frame[start] >> 4 != 4:
         return None
     return frame[start + 16 : start + 20]
+
+
+def flow(frame: bytes, *, reverse: bool = False) -> bytes:
+    """Protocol, addresses and ports of an IPv4 packet; `reverse`: as its answer has them."""
+    start = OFFLOAD_HEADER.size
+    packet = frame[start:]
+    header_bytes = 4 * (packet[0] & 15)
+    source, destination = packet[12:16], packet[16:20]
+    near, far = packet[header_bytes : header_bytes + 2], packet[header_bytes + 2 : header_bytes + 4]
+    ends = (source + near, destination + far)
+    return packet[9:10] + b"".join(reversed(ends) if reverse else ends)
 
 
 def node_address(index: int) -> str:
@@ -318,8 +340,16 @@ class NetLab:
         self._ask(groups=numbers)
 
     def heal(self) -> None:
-        """Everybody hears everybody again."""
-        self._ask(groups=[0] * len(self.nodes))
+        """Everybody hears everybody again; nodes that let no connection in stay so."""
+        self._ask(groups=[0] * len(self.nodes), blocked=[])
+
+    def block(self, *ways: tuple[int, int]) -> None:
+        """What (source, destination) sends is lost, the other way is open; replaces earlier ones."""
+        self._ask(blocked=ways)
+
+    def let_nothing_in(self, *nodes: int) -> None:
+        """From now on these let connections out and none in, as a router at home does; the others are open."""
+        self._ask(closed=nodes)
 
     def counters(self) -> list[Counters]:
         """Of each node, since the lab was made."""
@@ -448,6 +478,10 @@ def _obey(request: dict[str, Any], fabric: Fabric) -> None:
         fabric.accesses[request["node"]] = _access(request["access"])
     if "groups" in request:
         fabric.groups = request["groups"]
+    if "blocked" in request:
+        fabric.blocked = {(source, destination) for source, destination in request["blocked"]}
+    if "closed" in request:
+        fabric.closed = set(request["closed"])
     _say(counters=[asdict(counters) for counters in fabric.counters])
 
 

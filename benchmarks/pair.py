@@ -18,8 +18,8 @@ import torch
 import uvloop
 
 from noloco_p2p.codec import chunk_bounds
+from noloco_p2p.gossip.donor import StateServer
 from noloco_p2p.gossip.exchange import Exchange
-from noloco_p2p.gossip.fetch import StateServer
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.outcome import Correction
 from noloco_p2p.gossip.pace import Pace

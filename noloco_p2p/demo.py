@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ TICKET_TIMEOUT_S = 120.0  # the first peer imports torch, reads the corpus and m
 LEAVE_TIMEOUT_S = 30.0
 POLL_S = 0.5
 TICKET_LINE = "noloco join noloco1"
+KILL_EVERY_S = (8.0, 20.0)  # with --chaos: between two kills, by chance
+BACK_AFTER_S = (1.0, 5.0)
 COLUMNS = ("peer", "state", "round", "loss", "tokens/s", "last swap with", "out", "in", "alone")
 
 
@@ -36,6 +39,7 @@ class DemoPlan:
     num_steps: int = 720
     port_base: int = 0  # peer i listens on port_base + 2 i; 0 = free ports
     changes: Mapping[str, Any] = field(default_factory=dict)  # dotted fields of the spec
+    chaos_seed: int | None = None  # peers are killed and come back, when and which by this seed
 
     def spec(self) -> RunSpec:
         """The preset `tiny` with a shorter schedule: the learning rate comes down within the demo."""
@@ -49,16 +53,21 @@ class DemoPeer:
 
     def __init__(self, index: int, *, plan: DemoPlan, target: str) -> None:
         self.index = index
+        self.kills = 0
         self.folder = plan.folder / f"peer-{index}"
         self.folder.mkdir()
+        self._port = plan.port_base + 2 * index if plan.port_base else 0
         self.log = self.folder / "log.txt"
-        port = plan.port_base + 2 * index if plan.port_base else 0
-        join = [sys.executable, "-m", "noloco_p2p", "join", target, "--listen", f"127.0.0.1:{port}"]
+        self.start(target)
+
+    def start(self, target: str) -> None:
+        """Also again, after a kill: it goes on from its last checkpoint."""
+        join = [sys.executable, "-m", "noloco_p2p", "join", target, "--listen", f"127.0.0.1:{self._port}"]
         join += ["--state-dir", str(self.folder), "--threads", "1", "--device", "cpu"]
         # The launcher ties the peer's life to ours: a killed demo leaves nobody behind.
         command = [sys.executable, "-I", "-S", str(launch.__file__), str(os.getpid()), *join]
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-        with self.log.open("wb") as log:
+        with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
@@ -78,6 +87,16 @@ class DemoPeer:
 
     def is_done(self) -> bool:
         return self.process.poll() is not None or any(event["event"] == "finished" for event in self.events())
+
+    def is_back(self) -> bool:
+        """Since its last kill it has begun to train again."""
+        return sum(event["event"] == "started" for event in self.events()) > self.kills
+
+    def kill(self) -> None:
+        """As a machine that loses its power: nobody is told."""
+        self.kills += 1
+        self.process.kill()
+        self.process.wait()
 
     def ask_to_leave(self) -> None:
         if self.process.poll() is None:
@@ -112,7 +131,10 @@ class Demo:
             yield self.rows()
             time.sleep(POLL_S)
         self.peers += [DemoPeer(index, plan=self.plan, target=ticket) for index in range(1, self.plan.num_peers)]
-        while not all(peer.is_done() for peer in self.peers):
+        chaos = None if self.plan.chaos_seed is None else Chaos(self.peers, ticket=ticket, seed=self.plan.chaos_seed)
+        while not all(peer.is_done() for peer in self.peers) or (chaos and chaos.somebody_is_dead):
+            if chaos:
+                chaos.step(time.monotonic())
             yield self.rows()
             time.sleep(POLL_S)
         yield self.rows()
@@ -170,6 +192,34 @@ class Demo:
         }
 
 
+class Chaos:
+    """Kills a peer now and then, and starts it again: which and when follow from the seed."""
+
+    def __init__(self, peers: list[DemoPeer], *, ticket: str, seed: int) -> None:
+        self._peers = peers
+        self._ticket = ticket
+        self._rng = random.Random(seed)
+        self._next_s = time.monotonic() + self._rng.uniform(*KILL_EVERY_S)
+        self._dead: tuple[DemoPeer, float] | None = None  # and when it comes back
+
+    @property
+    def somebody_is_dead(self) -> bool:
+        return self._dead is not None
+
+    def step(self, now_s: float) -> None:
+        """Call often. One peer at most is dead at a time, and one that is not back yet is not killed again."""
+        if self._dead and now_s >= self._dead[1]:
+            self._dead[0].start(self._ticket)
+            self._dead = None
+            self._next_s = now_s + self._rng.uniform(*KILL_EVERY_S)
+        elif self._dead is None and now_s >= self._next_s:
+            victim = self._rng.choice(self._peers)
+            if victim.is_done() or not victim.is_back():
+                return  # drawn again at the next step
+            victim.kill()
+            self._dead = victim, now_s + self._rng.uniform(*BACK_AFTER_S)
+
+
 def report_lines(report: dict[str, Any]) -> list[str]:
     """The report for people."""
     header = ("peer", "id", "rounds", "swapped", "half", "alone", "validation loss", "sent", "received")
@@ -194,7 +244,14 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         f"spread of the weights: {100 * report['spread']:.2f} % of their norm",
         f"exported for transformers: {report['export_dir']}",
         f"wall time: {report['wall_s']:.0f} s",
+        *_kill_lines(report["peers"]),
     ]
+
+
+def _kill_lines(peers: list[dict[str, Any]]) -> list[str]:
+    killed = [f"peer {index} {peer['kills']}" for index, peer in enumerate(peers) if peer["kills"]]
+    total = sum(peer["kills"] for peer in peers)
+    return [f"killed and back again: {total} times ({', '.join(killed)})"] if killed else []
 
 
 def aligned(rows: list[tuple[str, ...]]) -> list[str]:
@@ -205,7 +262,11 @@ def aligned(rows: list[tuple[str, ...]]) -> list[str]:
 def _row(peer: DemoPeer, names: dict[str, str]) -> tuple[str, ...]:
     events = peer.events()
     rounds = [event for event in events if event["event"] == "round"]
-    state = "done" if any(event["event"] == "finished" for event in events) else "training" if events else "starting"
+    state = "training" if events else "starting"
+    if any(event["event"] == "finished" for event in events):
+        state = "done"
+    elif peer.kills and not peer.is_back():
+        state = "coming back"
     if peer.process.poll() is not None:
         code = peer.process.returncode
         state = "gone" if code == 0 else f"killed ({-code})" if code < 0 else f"failed ({code})"
@@ -243,6 +304,7 @@ def _result(peer: DemoPeer) -> dict[str, Any]:
         "bytes_sent": last.get("bytes_sent", 0),
         "bytes_received": last.get("bytes_received", 0),
         "exit_code": peer.process.returncode,
+        "kills": peer.kills,
     }
 
 

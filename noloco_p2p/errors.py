@@ -12,9 +12,12 @@ NolocoError
  |    +-- Refused         it answered no: `code`, a sentence, `retry_after_s`
  |    +-- Incompatible    another run, spec, protocol version or model
  |    +-- CorruptPayload  what it sent is damaged, of another size or not finite
+ |         +-- NotFinite  it is whole, and holds NaN or infinity
  +-- CheckpointError      a checkpoint cannot be written or read
  +-- ModelError           the model named by the spec cannot be built or loaded
  +-- DataError            the data named by the spec is missing or unusable
+ +-- RankError            another process of this peer, one a GPU, is gone
+ +-- Left                 no fault: this peer was asked to leave before it began to train
 
 Each message says what happened, with whom, and what to do next.
 """
@@ -95,6 +98,10 @@ class CorruptPayload(PeerError):
     )
 
 
+class NotFinite(CorruptPayload):
+    """What the peer sent came as it was sent, and holds NaN, infinity, or what would overflow once decoded."""
+
+
 class CheckpointError(NolocoError):
     """A checkpoint cannot be written or read."""
 
@@ -105,3 +112,11 @@ class ModelError(NolocoError):
 
 class DataError(NolocoError):
     """The data named by the spec is missing or unusable."""
+
+
+class RankError(NolocoError):
+    """Another process of this peer, of those that share its model, has ended or hangs."""
+
+
+class Left(NolocoError):
+    """This peer was asked to leave before it began to train. What was fetched so far is kept."""

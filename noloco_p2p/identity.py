@@ -40,6 +40,13 @@ class Identity:
         return self._private_key.sign(data)
 
     @classmethod
+    def from_seed(cls, seed: bytes) -> Identity:
+        """The same 32 bytes give the same key."""
+        private_key = Ed25519PrivateKey.from_private_bytes(seed)
+        public_key = private_key.public_key().public_bytes_raw()
+        return cls(peer_id_of(public_key), public_key, private_key)
+
+    @classmethod
     def load(cls, path: Path) -> Identity:
         """Read a key file. Raises IdentityError when it is missing, unreadable, damaged or of another key type."""
         try:

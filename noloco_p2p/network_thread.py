@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import uvloop
 
+from noloco_p2p.errors import Left
+
 T = TypeVar("T")
 
 STOP_TIMEOUT_S = 20.0
+LOOK_S = 0.1  # how often a call that may be long looks whether this peer is to leave
 
 
 class NetworkThread:
@@ -25,15 +29,19 @@ class NetworkThread:
         self._thread.start()
         self._started.wait()
 
-    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Raises what the coroutine raises, and TimeoutError."""
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, *, leaving: threading.Event | None = None) -> T:
+        """Raises what the coroutine raises, TimeoutError, and Left soon after `leaving` was set."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        until_s = time.monotonic() + timeout_s
         try:
-            return future.result(timeout_s)
-        except concurrent.futures.TimeoutError:
-            future.cancel()
-            raise
-        except KeyboardInterrupt:
+            while leaving and time.monotonic() + LOOK_S < until_s:
+                if leaving.is_set():
+                    raise Left("asked to leave before it began to train")
+                concurrent.futures.wait([future], LOOK_S)
+                if future.done():
+                    break
+            return future.result(max(0.0, until_s - time.monotonic()))
+        except (concurrent.futures.TimeoutError, KeyboardInterrupt, Left):
             future.cancel()
             raise
 

@@ -17,35 +17,54 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from noloco_p2p._version import __version__
-from noloco_p2p.control import ControlServer, FolderLock
-from noloco_p2p.errors import CheckpointError, DirectoryError, SettingsError, SpecError
+from noloco_p2p.bans import BanList
+from noloco_p2p.control import ControlServer, FolderLock, Handler
+from noloco_p2p.errors import (
+    CheckpointError,
+    DirectoryError,
+    IdentityError,
+    Left,
+    NolocoError,
+    SettingsError,
+    SpecError,
+    TicketError,
+    Unreachable,
+)
+from noloco_p2p.gossip.donor import SavedState, StateServer, state_file_bytes
 from noloco_p2p.gossip.exchange import Exchange
-from noloco_p2p.gossip.fetch import SavedState, StateServer, fetch_spec, fetch_state, state_file_bytes
-from noloco_p2p.gossip.frames import Hello, StateManifest
+from noloco_p2p.gossip.fetch import can_give, fetch_from_swarm, fetch_spec
+from noloco_p2p.gossip.frames import Hello, QueuePlace, StateManifest
+from noloco_p2p.gossip.kept_chunks import forget
 from noloco_p2p.gossip.outcome import LonelyCause, Traffic
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.service import PeerService
+from noloco_p2p.gossip.staleness import is_left_behind
 from noloco_p2p.gossip.watch import SwapProgress, SwapWatch
 from noloco_p2p.identity import Identity
+from noloco_p2p.invitation import Invitation, invite
+from noloco_p2p.net import probe
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import Limits
 from noloco_p2p.network_thread import STOP_TIMEOUT_S, NetworkThread
+from noloco_p2p.outside import Outside
 from noloco_p2p.ports import Ports
 from noloco_p2p.settings import PeerSettings, split_address
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.address_book import AddressBook
-from noloco_p2p.swarm.addresses import routable_host
 from noloco_p2p.swarm.dht import SwarmDirectory
-from noloco_p2p.swarm.reach import OUTBOUND_ONLY, Reach, judge
-from noloco_p2p.swarm.reader import find_somebody
+from noloco_p2p.swarm.node import end_tasks
+from noloco_p2p.swarm.reachability import OUTBOUND_ONLY, DialBack, Verdict
+from noloco_p2p.swarm.reader import find_somebody, stranger_to
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
+from noloco_p2p.telemetry.console import duration
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.progress import Progress, Report
 from noloco_p2p.ticket import MAX_ADDRESSES, Ticket, is_ticket
@@ -63,11 +82,16 @@ T = TypeVar("T")
 START_TIMEOUT_S = 120.0  # importing hivemind on a slow disk included
 ENTER_TIMEOUT_S = 30.0  # to hear of a live peer of the run that a ticket names
 LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps or peers met before: nobody need be there
+ASK_AGAIN_S = 1.0  # for the spec
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0
+CATCH_UP_AGAIN_S = 60.0
 POLL_S = 0.05
-OWN_ADDRESSES = 4  # of this peer in its ticket; the rest is room for bootstraps
+DIAL_BACK_S = 12.0  # for one peer to answer whether it gets through; it tries for 4 s
+CHECK_CLOCK_S = 6.0  # for those that this peer enters through to be tried once
 SKETCH_EVERY_S = TTL_S / 4  # as often as the record is announced
 SPEC_FILE = "spec.json"
+INVITATION_FILE = "invitation"  # a secret
+OWN_INVITATION_S = 365 * 86400.0  # that the holder of the run key gives itself, at every start anew
 
 
 def resolve(target: RunSpec | Ticket | Path | str) -> RunSpec | Ticket:
@@ -91,7 +115,23 @@ class _Network:
     server: GrpcServer
     control: ControlServer
     watch: SwapWatch
+    outside: Outside
     watching: asyncio.Task[None]
+
+
+class _LineNews:
+    """What a newcomer sees while it fetches, and while it waits for its turn at a donor."""
+
+    def __init__(self) -> None:
+        self._waits = ""
+
+    def note(self, donor: Candidate, place: QueuePlace | None) -> None:
+        """The place in the line of a donor; None = it has its turn."""
+        left = "" if place is None or place.left_s is None else f", about {duration(place.left_s)} to wait"
+        self._waits = f" (place {place.position} in the line of ..{donor.peer_id[-6:]}{left})" if place else ""
+
+    def what(self) -> str:
+        return f"fetching the state of the swarm{self._waits}"
 
 
 class Peer:
@@ -103,6 +143,8 @@ class Peer:
         self.metrics = Metrics()
         self.state = "training"
         self.leave_requested = threading.Event()
+        self.fault: NolocoError | None = None  # why this peer has to leave, when nobody asked it to
+        self.pause_requested = threading.Event()  # look after each inner step
         self.spec: RunSpec
         self.exchange: Exchange
         self._started_at_s = self._state_since_s = time.time()
@@ -114,16 +156,18 @@ class Peer:
         self._lock = FolderLock(settings.state_dir)
         self._address_book = AddressBook(settings.state_dir / "address_book.json")
         self._identity: Identity
+        self._invitation: Invitation | None = None
         self._session: Session
+        self.bans = BanList(settings.state_dir / "bans.json")
         self._thread: NetworkThread | None = None
         self._network: _Network | None = None
         self._directory: SwarmDirectory | None = None
-        self._layout = ""
+        self._outside: Outside | None = None
+        self._layout, self._num_elements = "", 0
+        self._catch_up_again_s = 0.0
         self._entered = False
         self._traffic_before = Traffic()  # before a restart
-        self._rounds_before = 0
         self._told_outbound_only = False
-        self._announced_address = ""
         self.metrics_address = ""  # HOST:PORT of /metrics, when it is served
         self._metrics_server: HttpServer | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-codec")
@@ -169,15 +213,14 @@ class Peer:
 
     @property
     def ticket(self) -> str:
-        """Hand it on: whoever has it can enter the run through this peer, or through the bootstraps it was given."""
-        own = self._net.directory.multiaddrs()[:OWN_ADDRESSES]
-        addresses = dict.fromkeys([*own, *self.settings.bootstrap])
-        return Ticket(self.spec.name, self.spec.digest(), tuple(addresses)[:MAX_ADDRESSES]).encode()
+        """Hand it on: whoever has it can enter the run through this peer, its bootstraps, and others alive now."""
+        doors = tuple(self._net.outside.doors())[:MAX_ADDRESSES]
+        return Ticket(self.spec.name, self.spec.digest(), doors, self._invitation).encode()
 
     @property
     def address(self) -> str:
         """HOST:PORT that others dial."""
-        return self._announced_address
+        return self._net.outside.address
 
     def live_peers(self) -> int:
         """How many other peers are alive, as far as this one has heard: an estimate in a swarm of more than 48."""
@@ -194,6 +237,17 @@ class Peer:
     def request_leave(self) -> None:
         """Ask the training loop to end politely; safe in a signal handler and from any thread."""
         self.leave_requested.set()
+
+    def wait_while_paused(self) -> None:
+        """Until `noloco resume`, or until this peer is asked to leave; the swarm is told of both ends.
+
+        Call `NoLoCo.withdraw` before it, so that no partner waits.
+        """
+        self.announce("paused")
+        while self.pause_requested.is_set() and not self.leave_requested.wait(POLL_S):
+            pass
+        if not self.leave_requested.is_set():
+            self.announce("training")
 
     def announce(self, state: str) -> None:
         """Change the state that others see: training, paused, leaving or done. Swaps are offered in training only."""
@@ -214,15 +268,13 @@ class Peer:
         """Call `tell`, on the network thread, again and again while a swap takes long."""
         self._net.watch.on_long = tell
 
-    def reach(self) -> Reach:
-        """Whether other peers can dial this one, as far as it can tell."""
-        return judge(
-            self._announced_address,
-            others=[candidate.address for candidate in self._net.directory.live()],
-            entrances=self._entrances(),
-            num_calls=self._net.service.num_calls,
-            rounds_here=self.metrics.rounds_here - self._rounds_before,
-        )
+    def reach(self) -> Verdict:
+        """Whether other peers can dial this one, as far as they have told."""
+        return self._net.outside.verdict()
+
+    async def _ask_to_dial_back(self, candidate: Candidate, ports: Sequence[int]) -> DialBack:
+        probed = await probe.ask(candidate, self._hello(), [*ports], timeout_s=DIAL_BACK_S, session=self._session)
+        return DialBack(probed.observed_host, probed.reached)
 
     def count_traffic(self) -> None:
         """Bring the counters of bytes and chunks in `metrics` up to date."""
@@ -236,22 +288,64 @@ class Peer:
                 setattr(self.metrics, name, values[name])
         counted = asdict(self._traffic_before)
         self._traffic_before = Traffic(**{name: getattr(self.metrics, name) for name in counted})
-        self._rounds_before = self.metrics.rounds_here
 
     # for the outer step
 
     def enter(self, *, layout: str, num_elements: int, target: Path | None) -> StateManifest | None:
-        """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file."""
-        self._layout = layout
+        """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file.
+
+        Raises Left when this peer is asked to leave meanwhile.
+        """
+        self._layout, self._num_elements = layout, num_elements
         manifest = None
         if target is not None:
             with self.progress.task("looking for live peers"):
-                donors = self._call(self._find_donors(), START_TIMEOUT_S)
+                donors = self._call(self._find_donors(), START_TIMEOUT_S, leaving=self.leave_requested)
             if donors:
                 manifest = self._fetch_state(donors, layout=layout, num_elements=num_elements, target=target)
+        self._call(self._net.directory.check_clock(CHECK_CLOCK_S), START_TIMEOUT_S)
+        self._call(self._net.outside.wait_for_dial_back(), START_TIMEOUT_S)
         self._entered, self._state_since_s = True, time.time()
         self.announce("training")
         return manifest
+
+    def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
+        """Fetch the state of a live peer into `target` when most of the swarm is far ahead; None when it is not.
+
+        Costs nothing to ask. None, too, when nobody gives a newer state: it is then tried again after a while.
+        """
+        ahead = self._far_ahead(progress, inner_steps=inner_steps)
+        if not ahead or time.monotonic() < self._catch_up_again_s:
+            return None
+        self._catch_up_again_s = time.monotonic() + CATCH_UP_AGAIN_S
+        log.warning(
+            "this peer stands at %.1f %% of the schedule and most of the swarm at %.1f %% or beyond: it catches up",
+            100 * progress,
+            100 * min(donor.progress for donor in ahead),
+        )
+        try:
+            manifest = self._fetch_state(ahead, layout=self._layout, num_elements=self._num_elements, target=target)
+        except Left:
+            return None
+        except CheckpointError as error:
+            log.error("%s", error)
+            return None
+        if manifest and manifest.progress <= progress:
+            forget(target)
+            return None
+        return manifest
+
+    def _far_ahead(self, progress: float, *, inner_steps: int) -> list[Candidate]:
+        """Peers that stand where the swarm does, shuffled; none while this one stands there, too."""
+        live = self._net.outside.live()
+        training = [each.progress for each in live if each.state == "training"]
+        round_progress = inner_steps / self.spec.train.total_steps
+        if not is_left_behind(progress, training, round_progress=round_progress):
+            return []
+        middle = median(training)
+        ahead = [each for each in live if can_give(each) and each.progress >= middle]
+        random.shuffle(ahead)
+        return ahead
 
     def serve_state(self, saved: SavedState) -> None:
         """From now on newcomers get this state."""
@@ -281,7 +375,8 @@ class Peer:
         try:
             self._lock.acquire()
             self._identity = Identity.load_or_create(self.settings.state_dir / "identity.key")
-            self._session = Session(self._identity)
+            self._invitation = self._find_invitation()
+            self._session = Session(self._identity, self._invitation)
             self._thread = NetworkThread()
             self._call(self._start_network(), START_TIMEOUT_S + ENTER_TIMEOUT_S)
         except TimeoutError:
@@ -316,30 +411,45 @@ class Peer:
             upload_bytes_per_s=self.settings.upload_bytes_per_s,
             download_bytes_per_s=self.settings.download_bytes_per_s,
         )
-        transport = GrpcTransport(self._hello, limits, session=self._session)
-        self.spec = target if isinstance(target, RunSpec) else await self._find_spec(target, transport)
+        transport = GrpcTransport(self._hello, limits, session=self._session, why_banned=self.bans.why)
+        entrances = self._entrances()
+        self._outside = outside = Outside(
+            directory, self.settings, self._address_book, entrances=entrances, ask=self._ask_to_dial_back
+        )
+        self.spec = target if isinstance(target, RunSpec) else await self._find_spec(target, transport, outside)
+        if self.spec.run_key != (self._invitation.run_key if self._invitation else ""):
+            raise TicketError("the run is private, and the ticket holds no invitation to it: ask for a new ticket")
         pace = Pace(self.spec.outer.first_inner_steps)
         runner = RoundRunner(
             hello=self._hello,
             transport=transport,
-            directory=directory,
+            directory=outside,
             pace=pace,
             executor=self._executor,
             rng=random.SystemRandom(),  # ids of swaps must not be guessed
+            on_corrupt=self.bans.strike,
         )
         self.exchange = Exchange(spec=self.spec, loop=asyncio.get_running_loop(), runner=runner, pace=pace)
         states = StateServer(self.spec)
         service = PeerService(runner=runner, states=states, status=self._status)
-        server = GrpcServer(service, limits, session=self._session)
+        server = GrpcServer(service, limits, session=self._session, why_banned=self.bans.why)
         await ports.try_both(ports.grpc, lambda port: server.start(self.settings.listen_host, port))
-        control = ControlServer(self.settings.state_dir, {"status": self.status, "leave": self._on_leave})
+        control = ControlServer(self.settings.state_dir, self._verbs())
         await control.start()
         watch = SwapWatch(runner)
-        watching = asyncio.create_task(watch.run())
-        self._network = _Network(directory, transport, runner, states, service, server, control, watch, watching)
-        announce_host, announce_port = self.settings.announced
-        host = announce_host or routable_host(self.settings.listen_host)
-        self._announced_address = f"{host}:{announce_port or server.port}"
+        self._network = _Network(
+            directory,
+            transport,
+            runner,
+            states,
+            service,
+            server,
+            control,
+            watch,
+            outside,
+            asyncio.create_task(watch.run()),
+        )
+        await outside.start(server, num_calls=lambda: service.num_calls)
         ports.remember(grpc=server.port, libp2p=directory.port)
         self._keep_spec()
         await self._serve_metrics()
@@ -371,10 +481,45 @@ class Peer:
             announce_host=announce_host or None,
             announce_port=announce_port + 1 if announce_port else 0,
             bootstraps=self._entrances(),
+            relays=not settings.max_upload,
             address_book=self._address_book,
             spec_digest=self._run[1],
             describe=self._describe,
+            on_copy=self._on_copy,
+            ignores=self._ignores,
         )
+
+    def _ignores(self, record: PeerRecord) -> bool:
+        return stranger_to(self._invitation)(record) or bool(self.bans.why(record.peer_id))
+
+    def _find_invitation(self) -> Invitation | None:
+        """Into a private run: the ticket's, one made with the run key, or the one kept at an earlier start.
+
+        Raises SettingsError, TicketError, IdentityError.
+        """
+        if isinstance(self._target, Ticket):
+            found = self._target.invitation
+        elif not self._target.run_key:
+            found = None
+        elif self.settings.run_key:
+            key = Identity.load(self.settings.run_key)
+            if key.peer_id != self._target.run_key:
+                raise SettingsError(f"--run-key {self.settings.run_key}: it is not the key that the run spec names")
+            found = invite(key, expires_at_s=time.time() + OWN_INVITATION_S, seed=os.urandom(32))
+        else:
+            found = self._kept_invitation(self._target)
+        if found:
+            found.check_time(time.time())
+        return found
+
+    def _kept_invitation(self, spec: RunSpec) -> Invitation:
+        path = self.settings.state_dir / "runs" / spec.run_id / INVITATION_FILE
+        try:
+            return Invitation.decode(path.read_bytes())
+        except OSError:
+            raise SettingsError(
+                f"the run {spec.name} is private: join with a ticket, or with --run-key FILE if you have its key"
+            ) from None
 
     def _entrances(self) -> list[str]:
         return [*self.settings.bootstrap, *(self._target.addresses if isinstance(self._target, Ticket) else ())]
@@ -384,6 +529,11 @@ class Peer:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(self.spec.canonical_json())
+            if self._invitation:
+                with open(
+                    path.with_name(INVITATION_FILE), "wb", opener=lambda name, flags: os.open(name, flags, 0o600)
+                ) as file:
+                    file.write(self._invitation.encode())
         except OSError as error:
             raise SettingsError(f"{path}: cannot be written: {error.strerror}; use another --state-dir") from None
 
@@ -391,17 +541,20 @@ class Peer:
         if self._metrics_server:
             await self._metrics_server.stop()
         if self._network:
-            self._network.watching.cancel()
+            await end_tasks([self._network.watching])
             await self._network.control.stop()
             self._network.runner.state = "leaving"
+        if self._outside:
+            await self._outside.stop()
         if self._directory:
-            await self._directory.stop(farewell=self._entered)
+            # The last words of a copy would be taken for those of the other.
+            await self._directory.stop(farewell=self._entered and self.fault is None)
         if self._network:
             await self._network.runner.stop()
             await self._network.server.stop(0.5)
-        self._network = self._directory = None
+        self._network = self._directory = self._outside = None
 
-    async def _find_spec(self, ticket: Ticket, transport: GrpcTransport) -> RunSpec:
+    async def _find_spec(self, ticket: Ticket, transport: GrpcTransport, outside: Outside) -> RunSpec:
         """The spec that this machine has kept, or that a live peer gives."""
         kept = self.settings.state_dir / "runs" / f"{ticket.run_name}-{ticket.spec_digest[:8]}" / SPEC_FILE
         if kept.exists():
@@ -411,7 +564,15 @@ class Peer:
                 log.warning("the spec is asked for again: %s", error)
         assert self._directory is not None
         await find_somebody(ticket, self._directory, timeout_s=ENTER_TIMEOUT_S)
-        return await fetch_spec(transport, self._directory.live(), expected_digest=ticket.spec_digest)
+        until_s = time.monotonic() + ENTER_TIMEOUT_S
+        while True:  # a relay for those who are here may be found in a moment
+            donors = [candidate for candidate in outside.live() if candidate.can_be_called]
+            try:
+                return await fetch_spec(transport, donors, expected_digest=ticket.spec_digest)
+            except Unreachable:
+                if time.monotonic() > until_s:
+                    raise
+                await asyncio.sleep(ASK_AGAIN_S)
 
     async def _look_around(self) -> None:
         """Wait until a live peer is heard of, where there should be one. Raises Unreachable: a ticket, and nobody."""
@@ -423,29 +584,35 @@ class Peer:
     async def _find_donors(self) -> Sequence[Candidate]:
         """Live peers that may have a state, in any order; none when this peer is the first. Raises Unreachable."""
         await self._look_around()
-        donors = [candidate for candidate in self._net.directory.live() if candidate.state in ("training", "done")]
+        live = self._net.outside.live()
+        donors = [peer for peer in live if can_give(peer)]
         random.shuffle(donors)
-        return donors
+        middle = median(donor.progress for donor in donors) if donors else 0.0
+        return sorted(donors, key=lambda donor: donor.progress < middle)  # who is behind is asked last
 
     def _fetch_state(
         self, donors: Sequence[Candidate], *, layout: str, num_elements: int, target: Path
     ) -> StateManifest | None:
+        line = _LineNews()
+
         def fetching(report: Report) -> Coroutine[Any, Any, StateManifest | None]:
-            return fetch_state(
+            return fetch_from_swarm(
                 self._net.transport,
+                self._net.outside,
                 donors,
                 layout=layout,
                 num_elements=num_elements,
                 num_bytes=state_file_bytes(num_elements),
                 target=target,
                 on_progress=report,
+                on_place=line.note,
             )
 
         try:
-            with self.progress.task("fetching the state of the swarm", unit="bytes") as report:
-                manifest = self._call(fetching(report), FETCH_STATE_TIMEOUT_S)
+            with self.progress.task(line.what, unit="bytes") as report:
+                manifest = self._call(fetching(report), FETCH_STATE_TIMEOUT_S, leaving=self.leave_requested)
             if manifest is None:
-                target.unlink()
+                forget(target)
         except OSError as error:
             raise CheckpointError(f"the state of the swarm cannot be written to {target}: {error}") from None
         if manifest is None and any(donor.round > 0 for donor in donors):
@@ -473,7 +640,8 @@ class Peer:
             peer_id=self.peer_id,
             run_name=self.spec.name,
             spec_digest=self.spec.digest(),
-            addresses=(self._announced_address,),
+            addresses=self._net.outside.addresses(),
+            multiaddrs=self._net.outside.ways_in(),
             state=self.state,
             progress=metrics.progress,
             round=metrics.round,
@@ -494,6 +662,8 @@ class Peer:
             sketch=sketch,
             norm=norm,
             session_key=self._session.key_text,
+            started_at_ms=self._session.started_at_ms,
+            mark=self._invitation.mark(self.peer_id) if self._invitation else "",
         )
 
     def status(self) -> dict[str, Any]:
@@ -513,7 +683,7 @@ class Peer:
             "running_since_s": round(now_s - self._started_at_s, 1),
             "doing": self.progress.now(),
             "swap": asdict(swap) if swap else None,
-            "address": self._announced_address,
+            "address": self.address,
             "reach": {"state": reach.state, "sentence": reach.sentence},
             "ticket": self.ticket,
             "live_peers": headcount.others,
@@ -529,9 +699,42 @@ class Peer:
         values, origins = self.settings.model_dump(mode="json"), self.settings.origins()
         return {name: {"value": value, "origin": origins[name]} for name, value in values.items()}
 
+    def _verbs(self) -> dict[str, Handler]:
+        return {"status": self.status, "leave": self._on_leave, "pause": self._on_pause, "resume": self._on_resume}
+
     def _on_leave(self) -> dict[str, Any]:
         self.request_leave()
         return {"leaving": True, "pid": os.getpid()}
+
+    def _on_copy(self, other: PeerRecord) -> None:
+        if self.fault is None:
+            where = ", ".join(other.addresses) or "another machine"
+            self.fault = IdentityError(
+                f"the key of this peer is in use at {where}, too, by a peer that started later: this one stops. A key "
+                f"must not be used twice: move {self.settings.state_dir / 'identity.key'} away on one of the two "
+                "machines, and `noloco id` creates a new one there"
+            )
+            log.error("%s", self.fault)
+            self.request_leave()
+
+    def _on_pause(self) -> dict[str, Any]:
+        refusal = self._why_no_pause()
+        was_asked = self.pause_requested.is_set()
+        if not refusal:
+            self.pause_requested.set()
+        return {"refusal": refusal, "was_asked": was_asked, "state": self.state, "pid": os.getpid()}
+
+    def _on_resume(self) -> dict[str, Any]:
+        was_asked = self.pause_requested.is_set()
+        self.pause_requested.clear()
+        return {"was_asked": was_asked, "state": self.state, "pid": os.getpid()}
+
+    def _why_no_pause(self) -> str:
+        if self.leave_requested.is_set():
+            return "it is leaving"
+        if not self._entered:
+            return "it has not begun to train yet; try again, or stop it with `noloco leave`"
+        return "the run is done, and it trains no more" if self.state == "done" else ""
 
     @property
     def _net(self) -> _Network:
@@ -539,8 +742,10 @@ class Peer:
             raise SettingsError("this peer is not running")
         return self._network
 
-    def _call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+    def _call(
+        self, coroutine: Coroutine[Any, Any, T], timeout_s: float, *, leaving: threading.Event | None = None
+    ) -> T:
         if self._thread is None:
             coroutine.close()
             raise SettingsError("this peer is not running")
-        return self._thread.call(coroutine, timeout_s)
+        return self._thread.call(coroutine, timeout_s, leaving=leaving)

@@ -97,6 +97,7 @@ SECTIONS: Mapping[str, str] = {
 COMMENTS: Mapping[str, str] = {
     "version": "format of this file",
     "name": "letters, digits, . _ -; the run is known by this name and a digest of all settings",
+    "run_key": 'signs the invitations to a private run; `noloco init --private` makes it; "" = everybody may enter',
     "model.pretrained": 'hub name of a model to start from, "" = random weights of the sizes below',
     "model.revision": "commit or tag of `pretrained`; name one, so that all peers start equal",
     "model.vocab_size": "tokens the model knows; at least those of data.tokenizer (bytes: 384)",
@@ -135,6 +136,7 @@ COMMENTS: Mapping[str, str] = {
     "outer.alpha": "outer momentum kept from round to round; at most 0.5 recommended",
     "outer.beta": "strength of the outer gradient",
     "outer.gamma": "pull towards the partner's weights; about 1 - alpha^2, and bounded (checked)",
+    "outer.weigh_tokens": "true = each of two outer gradients counts by the tokens behind it; paper: false",
     "outer.swap_momentum": "average outer momentum too; false = the paper's exact rule",
     "outer.max_wait_s": "seconds to wait for a partner's gradient at the end of a round, before going on without it",
     "codec.slow_weights": "int8 or better; modulo8 takes as many bytes as int8 and is far more exact",

@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
@@ -47,9 +47,18 @@ class PeerSettings(BaseModel):
     threads: Annotated[int, Field(ge=0)] = 0  # torch threads; 0 = torch decides
     max_steps: Annotated[int, Field(gt=0)] | None = None
     data: dict[str, str] = {}
+    gpus: Annotated[int, Field(gt=0)] = 1  # processes that share the model of this peer, one a GPU
+    precision: Literal["auto", "bf16", "fp32"] = "auto"  # of forward and backward; auto: bf16 on an accelerator
+    micro_batch: Annotated[int, Field(ge=0)] = 0  # sequences at a time; 0 = as many as fit
+    compile: bool = False
+    activation_checkpointing: bool = False
+    offload_optimizer: bool = False  # moments in main memory
     save_every_rounds: Annotated[int, Field(gt=0)] = 10
+    keep_checkpoints: Annotated[int, Field(gt=0)] = 2
     max_upload: str = ""  # "" = as fast as the link is
     max_download: str = ""
+    run_key: Path | None = None  # of a private run: this peer invites itself and others
+    max_loss_rise: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # nats a token; None = no check
     metrics: str = ""  # HOST:PORT of /metrics for Prometheus; empty = none
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -71,7 +80,7 @@ class PeerSettings(BaseModel):
     @classmethod
     def _announce_has_host(cls, announce: str) -> str:
         if announce:
-            split_address(announce if ":" in announce else f"{announce}:0")
+            split_address(announce if _has_port(announce) else f"{announce}:0")
         return announce
 
     @field_validator("metrics")
@@ -158,9 +167,9 @@ class PeerSettings(BaseModel):
     @property
     def announced(self) -> tuple[str, int]:
         """Host and gRPC port of `announce`; "" = not set, port 0 = the one listened on."""
-        if ":" not in self.announce:
-            return self.announce, 0
-        return split_address(self.announce)
+        if _has_port(self.announce):
+            return split_address(self.announce)
+        return self.announce.strip("[]"), 0
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -169,6 +178,11 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not port.isdigit() or int(port) > LAST_PORT:
         raise ValueError(f"{address!r} must be HOST:PORT, for example 0.0.0.0:{DEFAULT_PORT}")
     return host, int(port)
+
+
+def _has_port(address: str) -> bool:
+    """HOST:PORT or [IPV6]:PORT; an IPv6 address without brackets has none."""
+    return address.count(":") == 1 or "]:" in address
 
 
 def parse_rate(rate: str) -> float:

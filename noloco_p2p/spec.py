@@ -22,6 +22,9 @@ from noloco_p2p.errors import SpecError
 SPEC_VERSION = 1
 MAX_SPEC_BYTES = 64 * 1024  # a spec that comes from the network is refused above this size
 
+# Fields that came after the first runs: left out of the canonical form at their default, so that older digests hold.
+YOUNG = (("outer", "weigh_tokens"),)
+
 CodecName = Literal["fp32", "bf16", "int8", "int4"]
 StateCodecName = Literal["fp32", "bf16", "int8", "int4", "modulo8"]  # modulo: for what partners have nearly in common
 Positive = Annotated[int, Field(gt=0)]
@@ -127,6 +130,7 @@ class OuterSpec(Section):
     beta: PositiveFloat = 0.7
     gamma: PositiveFloat = 0.7
     swap_momentum: bool = True
+    weigh_tokens: bool = False  # the mean of two outer gradients counts each by the tokens behind it; paper: false
     max_wait_s: NonNegative = 60.0
 
     @property
@@ -217,6 +221,7 @@ class RunSpec(Section):
 
     version: Literal[1] = SPEC_VERSION
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    run_key: Annotated[str, Field(pattern=r"^(12D3KooW[1-9A-HJ-NP-Za-km-z]{44})?$")] = ""  # of a private run
     model: ModelSpec = ModelSpec()
     data: DataSpec = DataSpec()
     train: TrainSpec = TrainSpec()
@@ -225,8 +230,13 @@ class RunSpec(Section):
     evaluate: EvaluateSpec = EvaluateSpec()
 
     def canonical_json(self) -> bytes:
-        """One byte string for one spec: all fields, defaults too, sorted keys, no spaces."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+        """One byte string for one spec: sorted keys, no spaces; all fields, defaults too, but for YOUNG ones and, in an
+        open run, the run key."""
+        values = self.model_dump(mode="json", exclude=None if self.run_key else {"run_key"})
+        for section, name in YOUNG:
+            if values[section][name] == type(getattr(self, section)).model_fields[name].default:
+                del values[section][name]
+        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     def digest(self) -> str:
         """64 hexadecimal digits (blake3 of the canonical JSON)."""

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from noloco_p2p.errors import TicketError
+from noloco_p2p.invitation import Invitation
 
 PREFIX = "noloco1"
 MAX_TICKET_CHARS = 4096
 MAX_ADDRESSES = 16
 LENGTH_BYTES = 2
 CHECKSUM_BYTES = 4
-RUN_NAME, SPEC_DIGEST, ADDRESS = 1, 2, 3
+RUN_NAME, SPEC_DIGEST, ADDRESS, INVITATION = 1, 2, 3, 4
 
 _LOOKS_LIKE = re.compile(r"noloco[1-9][a-z0-9]{16,}", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -34,11 +35,15 @@ _ALPHABET = frozenset(string.ascii_lowercase + "234567")
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """`addresses` are libp2p multiaddrs of peers to dial first, each ending in /p2p/PEER_ID."""
+    """`addresses` are libp2p multiaddrs of peers to dial first, each ending in /p2p/PEER_ID.
+
+    With an `invitation` (to a private run) the ticket is a secret.
+    """
 
     run_name: str
     spec_digest: str  # 64 hexadecimal digits
     addresses: tuple[str, ...] = ()
+    invitation: Invitation | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.run_name):
@@ -57,6 +62,8 @@ class Ticket:
         """The ticket as one line. Raises TicketError when it would be longer than 4 KiB."""
         fields = _field(RUN_NAME, self.run_name.encode()) + _field(SPEC_DIGEST, bytes.fromhex(self.spec_digest))
         fields += b"".join(_field(ADDRESS, address.encode()) for address in self.addresses)
+        if self.invitation:
+            fields += _field(INVITATION, self.invitation.encode())
         data = len(fields).to_bytes(LENGTH_BYTES, "big") + fields + _checksum(fields)
         text = PREFIX + base64.b32encode(data).decode().rstrip("=").lower()
         if len(text) > MAX_TICKET_CHARS:
@@ -69,7 +76,7 @@ class Ticket:
     def decode(cls, text: str) -> Ticket:
         """Read a ticket. Raises TicketError in words: not a ticket, newer, cut off, mistyped."""
         fields = _open(_unarmour(text.strip().lower()))
-        name, digest, addresses = "", "", []
+        name, digest, addresses, invitation = "", "", [], None
         for number, value in _split(fields):
             if number == RUN_NAME:
                 name = value.decode(errors="replace")
@@ -77,7 +84,9 @@ class Ticket:
                 digest = value.hex()
             elif number == ADDRESS:
                 addresses.append(value.decode(errors="replace"))
-        return cls(name, digest, tuple(addresses))
+            elif number == INVITATION:
+                invitation = Invitation.decode(value)
+        return cls(name, digest, tuple(addresses), invitation)
 
 
 def is_ticket(text: str) -> bool:

@@ -9,6 +9,7 @@ import typer
 
 from noloco_p2p._version import __version__
 from noloco_p2p.cli import (
+    ban,
     bootstrap,
     demo,
     doctor,
@@ -19,8 +20,10 @@ from noloco_p2p.cli import (
     join,
     leave,
     monitor,
+    pause,
     simulate,
     status,
+    ticket,
 )
 from noloco_p2p.errors import IdentityError, NolocoError, PeerError, SettingsError, SpecError, TicketError
 
@@ -37,8 +40,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb in (
-    *(init.init, join.join, leave.leave, status.status, monitor.monitor),
+    *(init.init, join.join, leave.leave, pause.pause, pause.resume, status.status, ticket.ticket, monitor.monitor),
     *(doctor.doctor, bootstrap.bootstrap, fork.fork, export.export, demo.demo, simulate.simulate),
+    ban.ban,
 ):
     app.command()(verb)
 app.command(name="id")(identity.identity)

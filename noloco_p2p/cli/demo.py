@@ -31,6 +31,15 @@ def demo(
     port_base: Annotated[
         int, typer.Option(help="Peer i listens on PORT_BASE + 2 i; 0 = free ports.", min=0, max=65000)
     ] = 0,
+    chaos: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SEED",
+            help="Kill peers and start them again while you watch; the seed says which and when.",
+            show_default=False,
+            min=0,
+        ),
+    ] = None,
     keep: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Put everything here, and keep it: logs, checkpoints.", show_default=False),
@@ -48,7 +57,10 @@ def demo(
         _check_writable(json_file)
     values = parse_changes(changes)
     folder = keep or Path(tempfile.mkdtemp(prefix="noloco-demo-"))
-    swarm = Demo(DemoPlan(folder.absolute(), num_peers=peers, num_steps=steps, port_base=port_base, changes=values))
+    plan = DemoPlan(
+        folder.absolute(), num_peers=peers, num_steps=steps, port_base=port_base, changes=values, chaos_seed=chaos
+    )
+    swarm = Demo(plan)
     noun = "peer" if peers == 1 else "peers"
     print(f"{peers} {noun} on this machine, {steps} inner steps each; logs: {folder}/peer-*/log.txt", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the demo, and the demo its peers

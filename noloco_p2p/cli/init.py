@@ -14,6 +14,9 @@ def init(
     file: Annotated[Path, typer.Argument(help="Where to write the run spec.")] = Path("run.toml"),
     preset: Annotated[str, typer.Option(help="tiny, or a size of the paper: small, medium, large.")] = "tiny",
     name: Annotated[str | None, typer.Option(help="Name of the run.", show_default="the preset")] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Only who is invited may enter; writes the run key beside the spec.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a commented run spec."""
@@ -26,8 +29,22 @@ def init(
     spec = PRESETS[preset]
     if name:
         spec = spec.with_changes({"name": name}, origin="--name")
+    key_file = file.with_suffix(".key")
+    if private:
+        spec = spec.with_changes({"run_key": _run_key(key_file)}, origin="--private")
     try:
         file.write_text(render(spec), encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"{file}: cannot be written: {error}") from None
-    print(f"wrote {file}: {spec.model.num_parameters():,} parameters; start the run with: noloco join {file}")
+    how = f"{file} --run-key {key_file}" if private else file
+    print(f"wrote {file}: {spec.model.num_parameters():,} parameters; start the run with: noloco join {how}")
+    if private:
+        print(f"{key_file} is the run key: whoever has it can invite. Back it up, and keep it to yourself.")
+        print("tickets are invitations: `noloco ticket --run-key FILE --expires 7d` makes one that ends")
+
+
+def _run_key(key_file: Path) -> str:
+    """The public half of the key in the file, which is made when it is missing. Raises IdentityError."""
+    from noloco_p2p.identity import Identity
+
+    return Identity.load_or_create(key_file).peer_id

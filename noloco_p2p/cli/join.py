@@ -5,17 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from noloco_p2p.cli import entry
+from noloco_p2p.cli import gpus as gpus_of_peer
 from noloco_p2p.cli.options import Announce, Bootstrap, Data, Listen, MaxDownload, MaxUpload, StateDir
+from noloco_p2p.errors import Left, RankError
 
 if TYPE_CHECKING:
     from types import FrameType
 
+    from noloco_p2p.cli.gpus import Place
     from noloco_p2p.peer import Peer
     from noloco_p2p.settings import PeerSettings
     from noloco_p2p.spec import RunSpec
@@ -36,16 +41,41 @@ def join(
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda:N.", show_default="auto")] = None,
     threads: Annotated[int | None, typer.Option(help="Torch threads.", show_default="torch decides")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Leave after so many inner steps.", show_default=False)] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs that share the model of this peer.", show_default="1")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="auto, bf16 or fp32, of forward and backward.", show_default="auto")
+    ] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Sequences at a time.", show_default="as many as fit")] = None,
+    compile: Annotated[bool | None, typer.Option("--compile", help="Compile the model (torch.compile).")] = None,
+    activation_checkpointing: Annotated[
+        bool | None, typer.Option("--activation-checkpointing", help="Less memory for a third more computing.")
+    ] = None,
+    offload_optimizer: Annotated[
+        bool | None, typer.Option("--offload-optimizer", help="Moments in main memory, for small cards.")
+    ] = None,
+    keep_checkpoints: Annotated[int | None, typer.Option(help="Checkpoints kept.", show_default="2")] = None,
     save_every_rounds: Annotated[
         int | None, typer.Option(help="Rounds between checkpoints.", show_default="10")
     ] = None,
     max_upload: MaxUpload = None,
     max_download: MaxDownload = None,
+    max_loss_rise: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NATS",
+            help="Undo a swap that raises the loss on a batch of one's own by more; costs two forward passes a round.",
+            show_default="no check",
+        ),
+    ] = None,
     state_dir: StateDir = None,
     data: Data = None,
     bootstrap: Bootstrap = None,
     metrics: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Serve /metrics for Prometheus.", show_default=False)
+    ] = None,
+    run_key: Annotated[
+        Path | None,
+        typer.Option(help="The key of a private run, of `noloco init --private`.", show_default=False),
     ] = None,
     ticket_file: Annotated[
         Path | None, typer.Option(help="Write the ticket of this peer here, for join @FILE.", show_default=False)
@@ -61,38 +91,69 @@ def join(
             "device": device,
             "threads": threads,
             "max_steps": max_steps,
+            "gpus": gpus,
+            "precision": precision,
+            "micro_batch": micro_batch,
+            "compile": compile,
+            "activation_checkpointing": activation_checkpointing,
+            "offload_optimizer": offload_optimizer,
             "save_every_rounds": save_every_rounds,
+            "keep_checkpoints": keep_checkpoints,
             "max_upload": max_upload,
             "max_download": max_download,
+            "max_loss_rise": max_loss_rise,
             "state_dir": state_dir,
             "data": parse_bindings(data) if data else None,
             "bootstrap": tuple(entry.resolve(address) for address in bootstrap) if bootstrap else None,
             "metrics": metrics,
+            "run_key": run_key.absolute() if run_key else None,
         }
     )
+    place = gpus_of_peer.place()
+    if place and place.rank:
+        return _follow(place, settings)
     run = _ticket_in(run) if run.startswith("@") else run
     ticket = _check(run, settings.state_dir)
     entry.check_writable(ticket_file, flag="--ticket-file")
+    if settings.gpus > 1 and place is None:
+        raise typer.Exit(gpus_of_peer.launch(sys.argv[1:], settings.gpus))
     # Until it trains there is nothing to keep: SIGTERM then ends the program as Ctrl-C does, in order and at once.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _say("starting (loading torch and hivemind takes some seconds)")
+    from noloco_p2p.train.compute import choose_device
+
+    choose_device(settings.device, place.gpu if place else None)
+    if ticket:
+        _say(f"looking for live peers of the run {ticket.run_name}")
+    try:
+        _train(run, settings, ticket_file, place)
+    except Left:
+        _say("left before it began to train; the same command goes on with what was fetched")
+
+
+def _train(run: str, settings: PeerSettings, ticket_file: Path | None, place: Place | None) -> None:
+    """Raises Left when somebody asks the peer to leave while it enters."""
     from noloco_p2p.peer import Peer
     from noloco_p2p.swarm.addresses import any_public
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.ticket import Ticket
-    from noloco_p2p.train.loop import Trainer, choose_device
+    from noloco_p2p.train.compute import choose_device
+    from noloco_p2p.train.loop import Trainer
+    from noloco_p2p.train.ranks import Ranks, told
 
-    choose_device(settings.device)
-    if ticket:
-        _say(f"looking for live peers of the run {ticket.run_name}")
-    with Peer.join(run, settings, progress=Progress(drawing(_say))) as peer:
+    here = choose_device(settings.device, place.gpu if place else None)
+    with (
+        told(),
+        Ranks(place.rank, place.num_ranks, here) if place else nullcontext() as ranks,
+        Peer.join(run, settings, progress=Progress(drawing(_say))) as peer,
+    ):
         _say(f"peer {peer.peer_id} of run {peer.spec.name} ({peer.spec.digest()[:16]}), announces {peer.address}")
         if peer.metrics_address:
             _say(f"metrics at http://{peer.metrics_address}/metrics")
         for warning in [*peer.spec.outer.warnings(), *unused_data(peer.spec, settings)]:
             log.warning(warning)
-        trainer = Trainer(peer, say=_say)
+        trainer = Trainer(peer, say=_say, ranks=ranks)
         needs = trainer.needs()
         for line in needs.lines():
             _say(line)
@@ -107,12 +168,32 @@ def join(
         entry.write(ticket_file, peer.ticket, flag="--ticket-file")
         _leave_on_signals(peer)
         checkpoint = trainer.train()
+        if ranks:
+            ranks.stop()
         if trainer.finished and not peer.leave_requested.is_set():
             peer.announce("done")
             _say("the run is done; this peer serves its state to late joiners until Ctrl-C or `noloco leave`")
             peer.leave_requested.wait()
+        if peer.fault:
+            raise peer.fault
         _say("leaving")
     _say("left; the same command resumes" if checkpoint else "left without a last checkpoint, for the error above")
+
+
+def _follow(place: Place, settings: PeerSettings) -> None:
+    """All processes of a peer but rank 0. Signals are for rank 0; without it there is nothing to do."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    from noloco_p2p.train.compute import choose_device
+    from noloco_p2p.train.follower import follow
+    from noloco_p2p.train.ranks import Ranks, told
+
+    try:
+        with told(), Ranks(place.rank, place.num_ranks, choose_device(settings.device, place.gpu)) as ranks:
+            follow(ranks, settings)
+    except RankError as error:
+        log.info("rank %d: %s", place.rank, error)
+        raise typer.Exit(gpus_of_peer.FAILED) from None
 
 
 def _ticket_in(at_file: str) -> str:

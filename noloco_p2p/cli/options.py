@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,6 +51,14 @@ Data = Annotated[
 Changes = Annotated[
     list[str] | None, typer.Option("--set", help="KEY=VALUE, for example outer.alpha=0.3; may be repeated.")
 ]
+
+
+def parse_duration(text: str, *, flag: str) -> float:
+    """90s, 30min, 12h, 7d -> seconds. Raises SettingsError."""
+    match = re.fullmatch(r"(\d{1,6})(s|min|h|d)", text)
+    if not match:
+        raise SettingsError(f"{flag} {text!r} must be a time such as 30min, 12h or 7d")
+    return int(match[1]) * {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}[match[2]]
 
 
 def parse_changes(changes: list[str] | None) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def simulate(
     from noloco_p2p.simulate.result import table
     from noloco_p2p.simulate.run import check_rules
     from noloco_p2p.simulate.run import simulate as run
-    from noloco_p2p.train.loop import choose_device
+    from noloco_p2p.train.compute import choose_device
 
     check_rules(names, plan)
     if plot:

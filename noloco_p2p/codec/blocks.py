@@ -28,7 +28,7 @@ from noloco_p2p.codec.base import (
     refused_value,
     within,
 )
-from noloco_p2p.errors import CorruptPayload
+from noloco_p2p.errors import NotFinite
 
 FLOAT32 = torch.finfo(torch.float32)
 SCALE_BYTES = 2
@@ -93,7 +93,7 @@ class BlockCodec:
         coded = payload_bytes(payload, codec=self, num_elements=num_elements)
         scales, code_bytes = self._parts(coded, num_elements=num_elements)
         if not self._scales_valid(scales):
-            raise CorruptPayload(
+            raise NotFinite(
                 f"{self.name} chunk of {num_elements} elements has a scale that is not a positive number or overflows; "
                 "discard the part"
             )

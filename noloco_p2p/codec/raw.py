@@ -16,7 +16,7 @@ from noloco_p2p.codec.base import (
     refused_value,
     within,
 )
-from noloco_p2p.errors import CorruptPayload
+from noloco_p2p.errors import NotFinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,7 @@ class RawCodec:
     def _checked(self, payload: bytes | memoryview, *, num_elements: int) -> Tensor:
         coded = payload_bytes(payload, codec=self, num_elements=num_elements).view(self.dtype)
         if not self._all_finite(coded):
-            raise CorruptPayload(
-                f"{self.name} chunk of {num_elements} elements holds NaN or infinity; discard the part"
-            )
+            raise NotFinite(f"{self.name} chunk of {num_elements} elements holds NaN or infinity; discard the part")
         return coded
 
     def _all_finite(self, coded: Tensor) -> bool:

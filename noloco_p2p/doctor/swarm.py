@@ -12,7 +12,7 @@ from contextlib import aclosing, asynccontextmanager
 from noloco_p2p._version import __version__
 from noloco_p2p.control import ask
 from noloco_p2p.doctor.check import Check
-from noloco_p2p.errors import NolocoError, PeerError
+from noloco_p2p.errors import DirectoryError, NolocoError, PeerError
 from noloco_p2p.gossip.fetch import FETCH_TIMEOUT_S, fetch_spec
 from noloco_p2p.gossip.frames import Hello, StateChunk, StateManifest, WantChunks, WantManifest
 from noloco_p2p.gossip.seams import Candidate
@@ -22,6 +22,7 @@ from noloco_p2p.net.session import Session
 from noloco_p2p.ports import Ports
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import RunSpec
+from noloco_p2p.swarm.clock import MAX_OFFSET_S
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.reader import find_somebody, reader
 from noloco_p2p.telemetry.console import count, mib
@@ -30,7 +31,6 @@ from noloco_p2p.train.needs import estimate
 
 ASKED_PEERS = 3
 PROBE_S = 12.0
-LARGEST_OFFSET_S = 20.0  # a record lives 60 s and is ignored when it seems to end over 120 s from now
 DOWNLOAD_CHUNKS = 16
 DOWNLOAD_S = 10.0
 SLOW_LINK_BYTES_PER_S = 1e6
@@ -41,12 +41,14 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
     async with reader(ticket) as directory:
         try:
             await find_somebody(ticket, directory)
+        except DirectoryError as error:
+            return [Check("clock", "failed", str(error), "set it as it says; then ask again")]
         except PeerError as error:
             fix = "get a fresh ticket; if others enter, open outgoing TCP and set this machine's clock"
             return [Check("way in", "failed", str(error), fix)]
-        peers = list(directory.live())
+        peers = [peer for peer in directory.live() if peer.can_be_called]
         random.shuffle(peers)
-        session = Session(directory.identity)
+        session = Session(directory.identity, ticket.invitation)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
         transport = GrpcTransport(lambda: hello, session=session)
         checks = [
@@ -92,10 +94,8 @@ async def _dialled_back(
 def clock(probed: probe.Probed, peer: Candidate) -> Check:
     unsure = f"give or take {probed.round_trip_s / 2:.2f} s"
     told = f"that of ..{peer.peer_id[-6:]} is {probed.clock_offset_s:+.1f} s from this one ({unsure})"
-    if abs(probed.clock_offset_s) - probed.round_trip_s / 2 > LARGEST_OFFSET_S:
-        fix = (
-            "set the clock of this machine (systemctl start systemd-timesyncd, or ntpd); else others ignore its records"
-        )
+    if abs(probed.clock_offset_s) - probed.round_trip_s / 2 > MAX_OFFSET_S:
+        fix = "set the clock of this machine (systemctl start systemd-timesyncd, or ntpd); else it cannot enter a run"
         return Check("clock", "failed", told, fix)
     return Check("clock", "ok", told)
 

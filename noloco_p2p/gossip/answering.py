@@ -14,6 +14,7 @@ from noloco_p2p.gossip.live_round import LiveRound
 from noloco_p2p.gossip.round import Phase, Round
 from noloco_p2p.gossip.running import Running
 from noloco_p2p.gossip.seams import FrameStream
+from noloco_p2p.gossip.staleness import refuse_stale
 from noloco_p2p.gossip.swapping import Swapping
 
 log = logging.getLogger(__name__)
@@ -105,15 +106,19 @@ class Answering:
             return Refuse(RefuseCode[error.code], str(error))
         if offer.hello.peer_id == live.hello().peer_id:
             return Refuse(RefuseCode.MALFORMED, "this is my own peer id: a key must not be used on two machines")
+        live.pace.hear(offer.hello.peer_id, offer.boundary, now_s=live.clock())  # also of those that are refused
         if self.state != "training":
             return Refuse(RefuseCode.NOT_TRAINING, f"I am {self.state}", NOT_TRAINING_RETRY_S)
         if live.round.wants_partner and live.trails():
             return Refuse(RefuseCode.BUSY, "the late part of my last round is on its way", live.trails_for_s())
-        refuse = live.round.answer(offer, mine=live.boundary())
+        mine = live.boundary()
+        refuse = live.round.answer(offer, mine=mine)
         if refuse and refuse.code is RefuseCode.TAKEN and live.running:
             # At its boundary a peer may have to wait for its partner: its next round begins when that is over.
             left_s = live.running.expected_s(live.clock(), live.goodput) - live.clock()
             refuse = replace(refuse, retry_after_s=max(refuse.retry_after_s, left_s))
+        if refuse is None and live.opening is not None:
+            refuse = refuse_stale(mine, offer.boundary, total_steps=live.opening.total_steps)
         return refuse
 
     async def _send(self, stream: FrameStream, frame: Frame) -> None:

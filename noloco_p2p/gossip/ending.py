@@ -66,7 +66,7 @@ def _received(running: Running, now_s: float) -> Received:
         partner=running.swap.partner,
         partner_round=running.partner.round,
         partner_progress=running.partner.progress,
-        agreed_inner_steps=running.agreed_inner_steps,
+        agreed=running.agreed,
         sections=running.swap.pairs(),
         link=running.link(now_s),
         bytes_sent=running.swap.bytes_sent,

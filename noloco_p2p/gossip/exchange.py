@@ -50,20 +50,25 @@ class Exchange:
         outer_momentum: Tensor,
         steps_done: int = 0,
         inner_steps: int | None = None,
+        shortest_round_s: float | None = None,
     ) -> None:
         """Begin a round: from now on a partner is sought and the early part travels, in the background.
 
         `steps_done`: inner steps of it that were taken before a restart. `inner_steps`: its length; None = as long as
-        the last one. `slow_weights`, `outer_momentum`: flat fp32 vectors on the CPU that do not change until `collect`
-        returns, but for a correction that `late` gave. Sections are coded from them as they are sent. Returns at once.
+        the last one. `shortest_round_s`: that this peer can keep up with, for others to know. `slow_weights`,
+        `outer_momentum`: flat fp32 vectors on the CPU that do not change until `collect` returns, but for a correction
+        that `late` gave. Sections are coded from them as they are sent. Returns at once.
         """
         outer = self._spec.outer
         self._plans = section_plans(
             self._spec.codec, swap_momentum=outer.sends_momentum, num_elements=slow_weights.numel()
         )
         early_state = {SectionName.SLOW_WEIGHTS: slow_weights, SectionName.OUTER_MOMENTUM: outer_momentum}
-        self.pace.open_round(time.monotonic(), steps_done=steps_done, inner_steps=inner_steps)
-        self._ask(self._runner.open(Opening(round_index, progress, early_state), self._plans), None)
+        self.pace.open_round(
+            time.monotonic(), steps_done=steps_done, inner_steps=inner_steps, shortest_round_s=shortest_round_s
+        )
+        opening = Opening(round_index, progress, self._spec.train.total_steps, early_state)
+        self._ask(self._runner.open(opening, self._plans), None)
 
     def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
         """At the boundary: code the outer gradient chunk by chunk where it lies, and hand it over.
@@ -87,6 +92,10 @@ class Exchange:
         silent = Alone("the network thread does not answer")
         return self._ask(self._runner.collect(wait_s), silent, wait_s=wait_s)
 
+    def withdraw(self) -> Outcome:
+        """End the round before its boundary, as `collect` does at it; what is not committed by now never will be."""
+        return self._ask(self._runner.withdraw(), Alone("the network thread does not answer"))
+
     def late(self, round_index: int) -> Correction | None:
         """A late part of a round before `round_index` that arrived after its boundary; costs nothing to ask.
 
@@ -97,6 +106,10 @@ class Exchange:
     def corrected(self) -> None:
         """The correction that `late` gave is in the vectors: they may be sent again."""
         self._tell(self._runner.corrected)
+
+    def forget(self) -> None:
+        """Between rounds: the vectors were replaced. What still comes for those before is not applied any more."""
+        self._ask(self._runner.forget(), None)
 
     def _tell(self, function: Callable[[*As], None], *arguments: *As) -> None:
         """Call on the network thread, without waiting for it."""

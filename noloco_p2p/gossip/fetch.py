@@ -1,18 +1,15 @@
-"""The first fetch: the newest saved state of a live peer, chunk by chunk, from as many donors as it takes.
+"""The first fetch: run spec and newest saved state of a live peer, chunk by chunk, from as many donors as it takes.
 
-The donor serves a file (never live tensors). Every chunk has a digest in the donor's manifest. When a donor dies the
-verified chunks are kept and the rest comes from another one: the result is then a point between two replicas.
+Every chunk has a digest in the donor's manifest. When a donor dies, or this program does, the verified chunks are kept
+and the rest comes from another donor: the result is then a point between two replicas.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
-import os
-from collections.abc import AsyncGenerator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
@@ -21,6 +18,7 @@ from noloco_p2p.errors import CorruptPayload, PeerError, Refused, Unreachable
 from noloco_p2p.gossip.frames import (
     STATE_CHUNK_BYTES,
     FetchItem,
+    QueuePlace,
     RefuseCode,
     SpecJson,
     StateChunk,
@@ -29,91 +27,15 @@ from noloco_p2p.gossip.frames import (
     WantManifest,
     WantSpec,
 )
-from noloco_p2p.gossip.seams import Candidate, Transport
+from noloco_p2p.gossip.kept_chunks import KeptChunks
+from noloco_p2p.gossip.seams import Candidate, Directory, Transport
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.progress import Report, ignore
 
 log = logging.getLogger(__name__)
 
-FETCH_TIMEOUT_S = 15.0  # for one chunk or one manifest
-MAX_UPLOADS = 2  # at once; a third newcomer is told to come back, or asks another donor
-
-
-@dataclass(frozen=True, slots=True)
-class SavedState:
-    """A state file that can be served, and where its owner stood when it was written."""
-
-    path: Path
-    manifest: StateManifest
-
-
-def describe_state(path: Path, *, layout: str, num_elements: int, round_index: int, progress: float) -> SavedState:
-    """Digest a state file chunk by chunk (4 GB/s). Raises OSError when it cannot be read."""
-    with path.open("rb") as file:
-        digests = tuple(blake3(chunk).digest() for chunk in iter(lambda: file.read(STATE_CHUNK_BYTES), b""))
-    num_bytes = path.stat().st_size
-    return SavedState(path, StateManifest(layout, num_elements, round_index, progress, num_bytes, digests))
-
-
-class StateServer:
-    """Serves the newest saved state and the spec. `saved` is replaced whenever a newer one was written."""
-
-    def __init__(self, spec: RunSpec) -> None:
-        self.saved: SavedState | None = None
-        self._spec_json = spec.canonical_json()
-        self._uploads = 0
-
-    async def serve(self, want: WantSpec | WantManifest | WantChunks) -> AsyncGenerator[FetchItem]:
-        """Close it when the caller goes away: only then its upload ends. Raises PeerError."""
-        match want:
-            case WantSpec():
-                yield SpecJson(self._spec_json)
-            case WantManifest():
-                yield self._saved().manifest
-            case WantChunks(manifest_digest, indices):
-                saved = self._saved()
-                if saved.manifest.digest() != manifest_digest:
-                    raise Refused("I have a newer state by now: ask for its manifest", code=RefuseCode.BUSY.name)
-                async with aclosing(self._chunks(saved, indices)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
-
-    def _saved(self) -> SavedState:
-        if self.saved is None:
-            raise Refused("I have no saved state yet", code=RefuseCode.BETWEEN_ROUNDS.name, retry_after_s=10.0)
-        return self.saved
-
-    async def _chunks(self, saved: SavedState, indices: Sequence[int]) -> AsyncGenerator[FetchItem]:
-        if self._uploads >= MAX_UPLOADS:
-            raise Refused(f"{MAX_UPLOADS} uploads are running here", code=RefuseCode.BUSY.name, retry_after_s=5.0)
-        self._uploads += 1
-        try:
-            with saved.path.open("rb") as file:  # stays readable when a newer checkpoint removes the file
-                for index in indices:
-                    if index >= len(saved.manifest.chunk_digests):
-                        raise CorruptPayload(f"chunk {index} does not exist")
-                    start, stop = saved.manifest.chunk_range(index)
-                    payload = await asyncio.to_thread(os.pread, file.fileno(), stop - start, start)
-                    yield StateChunk(index, payload)
-        except OSError as error:
-            raise Unreachable(f"the state file cannot be read: {error}") from None
-        finally:
-            self._uploads -= 1
-
-
-def state_file_bytes(num_elements: int) -> int:
-    """Size of a state file: two fp32 vectors and the header that safetensors gives them (a test holds that)."""
-    names = ("outer_momentum", "slow_weights")
-    header = {
-        name: {
-            "dtype": "F32",
-            "shape": [num_elements],
-            "data_offsets": [index * 4 * num_elements, (index + 1) * 4 * num_elements],
-        }
-        for index, name in enumerate(names)
-    }
-    text = json.dumps(header, separators=(",", ":"))
-    return 8 + -(-len(text) // 8) * 8 + 8 * num_elements
+GIVING = ("training", "paused", "done")  # states of peers that may have a state to give
+FETCH_TIMEOUT_S = 15.0  # for one chunk, one manifest, or the next word from the line
 
 
 async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expected_digest: str) -> RunSpec:
@@ -131,6 +53,10 @@ async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expec
     raise Unreachable("no live peer gave the run spec: " + ("; ".join(reasons) or "nobody is there"))
 
 
+def nobody_waits(donor: Candidate, place: QueuePlace | None) -> None:
+    """An `on_place` that nobody reads."""
+
+
 async def fetch_state(
     transport: Transport,
     donors: Sequence[Candidate],
@@ -140,56 +66,148 @@ async def fetch_state(
     num_bytes: int,
     target: Path,
     on_progress: Report = ignore,
+    on_place: Callable[[Candidate, QueuePlace | None], None] = nobody_waits,
 ) -> StateManifest | None:
     """Write the state of a live peer to `target`; None when no donor has one that fits.
 
-    Chunks that were verified are kept when their donor dies.
+    Each donor is asked in turn; those with a line of newcomers come last, and are waited for, the shortest first.
+    Verified chunks are kept when their donor dies, and in `target` for an hour when this program does.
 
     `num_bytes` is the size of our own state file: any other is refused before a byte is read. The manifest that is
     returned is of the donor that gave the last chunk. `on_progress` is told the verified bytes, those kept of a dead
-    donor too.
+    donor too; `on_place` the place in a donor's line, and None when the turn has come. Raises OSError.
     """
-    done_bytes = 0
-    on_progress(done_bytes, num_bytes)
-    missing = list(range(-(-num_bytes // STATE_CHUNK_BYTES)))
-    with target.open("wb") as file:
-        file.truncate(num_bytes)
+    with KeptChunks(target, num_bytes=num_bytes) as kept:
+        on_progress(kept.done_bytes, num_bytes)
+        fetching = _Fetching(transport, kept, layout, num_elements, num_bytes, on_progress, on_place)
+        lines: dict[str, float] = {}  # seconds to wait, by peer id
         for donor in donors:
-            try:
-                manifest = await _manifest(transport, donor)
-                if (manifest.layout, manifest.num_elements, manifest.num_bytes, len(manifest.chunk_digests)) != (
-                    *(layout, num_elements, num_bytes),
-                    -(-num_bytes // STATE_CHUNK_BYTES),
-                ):
-                    raise CorruptPayload("its state is of another model or size", peer=donor.peer_id)
-                want = WantChunks(manifest.digest(), tuple(missing))
-                async with aclosing(transport.fetch(donor, want, timeout_s=FETCH_TIMEOUT_S)) as items:
-                    async for item in items:
-                        done_bytes += _keep(item, manifest, missing, file.fileno())
-                        on_progress(done_bytes, num_bytes)
-                if not missing:
-                    os.fsync(file.fileno())
-                    return manifest
-            except PeerError as error:
-                log.info("no state from %s: %s; %d chunks are still missing", donor.address, error, len(missing))
+            manifest = await fetching.try_donor(donor, lines, may_wait=False)
+            if manifest:
+                return manifest
+        for donor in sorted((donor for donor in donors if donor.peer_id in lines), key=lambda d: lines[d.peer_id]):
+            manifest = await fetching.try_donor(donor, lines, may_wait=True)
+            if manifest:
+                return manifest
     return None
 
 
-async def _manifest(transport: Transport, donor: Candidate) -> StateManifest:
-    async with aclosing(transport.fetch(donor, WantManifest(), timeout_s=FETCH_TIMEOUT_S)) as items:
-        async for item in items:
-            if isinstance(item, StateManifest):
-                return item
-    raise CorruptPayload("it gave no manifest", peer=donor.peer_id)
+async def fetch_from_swarm(
+    transport: Transport,
+    directory: Directory,
+    donors: Sequence[Candidate],
+    *,
+    layout: str,
+    num_elements: int,
+    num_bytes: int,
+    target: Path,
+    on_progress: Report = ignore,
+    on_place: Callable[[Candidate, QueuePlace | None], None] = nobody_waits,
+) -> StateManifest | None:
+    """As `fetch_state`; when none of `donors` has given all, those that came to the swarm meanwhile are asked, too."""
+    asked: set[str] = set()
+    while donors:
+        manifest = await fetch_state(
+            transport,
+            donors,
+            layout=layout,
+            num_elements=num_elements,
+            num_bytes=num_bytes,
+            target=target,
+            on_progress=on_progress,
+            on_place=on_place,
+        )
+        if manifest:
+            return manifest
+        asked |= {donor.peer_id for donor in donors}
+        donors = [donor for donor in directory.live() if donor.peer_id not in asked and can_give(donor)]
+    return None
 
 
-def _keep(item: FetchItem, manifest: StateManifest, missing: list[int], file: int) -> int:
-    """Write a chunk to its place; gives its bytes. Raises CorruptPayload."""
-    if not isinstance(item, StateChunk) or not missing or item.index != missing[0]:
-        raise CorruptPayload("a chunk came that was not asked for")
-    start, stop = manifest.chunk_range(item.index)
-    if len(item.payload) != stop - start or blake3(item.payload).digest() != manifest.chunk_digests[item.index]:
-        raise CorruptPayload(f"chunk {item.index} of the state is damaged")
-    os.pwrite(file, item.payload, start)
-    missing.pop(0)
-    return stop - start
+def can_give(peer: Candidate) -> bool:
+    """May have a state to give, and can be asked for it."""
+    return peer.can_be_called and peer.state in GIVING
+
+
+class _Fetching:
+    """One fetch over its donors."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        kept: KeptChunks,
+        layout: str,
+        num_elements: int,
+        num_bytes: int,
+        on_progress: Report,
+        on_place: Callable[[Candidate, QueuePlace | None], None],
+    ) -> None:
+        self._transport = transport
+        self._kept = kept
+        self._shape = (layout, num_elements, num_bytes, -(-num_bytes // STATE_CHUNK_BYTES))
+        self._num_bytes = num_bytes
+        self._on_progress = on_progress
+        self._on_place = on_place
+
+    async def try_donor(self, donor: Candidate, lines: dict[str, float], *, may_wait: bool) -> StateManifest | None:
+        """Its manifest when all chunks are here now. Notes in `lines` how long a donor that is not waited for takes."""
+        try:
+            manifest = await self._manifest(donor)
+            await self._chunks(donor, manifest, may_wait=may_wait)
+        except _InLine as error:
+            lines[donor.peer_id] = math.inf if error.place.left_s is None else error.place.left_s
+        except PeerError as error:
+            if isinstance(error, Refused) and error.code == RefuseCode.BUSY.name:
+                lines[donor.peer_id] = error.retry_after_s
+            num_missing = len(self._kept.missing)
+            log.info("no state from %s: %s; %d chunks are still missing", donor.address, error, num_missing)
+        else:
+            if not self._kept.missing:
+                self._kept.finish()
+                return manifest
+        return None
+
+    async def _manifest(self, donor: Candidate) -> StateManifest:
+        async with aclosing(self._transport.fetch(donor, WantManifest(), timeout_s=FETCH_TIMEOUT_S)) as items:
+            async for item in items:
+                if isinstance(item, StateManifest):
+                    shape = (item.layout, item.num_elements, item.num_bytes, len(item.chunk_digests))
+                    if shape != self._shape:
+                        raise CorruptPayload("its state is of another model or size", peer=donor.peer_id)
+                    return item
+        raise CorruptPayload("it gave no manifest", peer=donor.peer_id)
+
+    async def _chunks(self, donor: Candidate, manifest: StateManifest, *, may_wait: bool) -> None:
+        want = WantChunks(manifest.digest(), tuple(self._kept.missing))
+        waits = False
+        async with aclosing(self._transport.fetch(donor, want, timeout_s=FETCH_TIMEOUT_S)) as items:
+            async for item in items:
+                if isinstance(item, QueuePlace):
+                    if not may_wait:
+                        raise _InLine(item)
+                    waits = True
+                    self._on_place(donor, item)
+                    continue
+                if waits:
+                    waits = False
+                    self._on_place(donor, None)
+                self._keep(item, manifest)
+                self._on_progress(self._kept.done_bytes, self._num_bytes)
+
+    def _keep(self, item: FetchItem, manifest: StateManifest) -> None:
+        """Raises CorruptPayload for what was not asked for next, or is damaged."""
+        kept = self._kept
+        if not isinstance(item, StateChunk) or not kept.missing or item.index != kept.missing[0]:
+            raise CorruptPayload("a chunk came that was not asked for")
+        digest = manifest.chunk_digests[item.index]
+        if len(item.payload) != kept.size(item.index) or blake3(item.payload).digest() != digest:
+            raise CorruptPayload(f"chunk {item.index} of the state is damaged")
+        kept.put(item.index, item.payload, digest)
+
+
+class _InLine(Exception):
+    """The donor is busy; `place` is that of this newcomer in its line."""
+
+    def __init__(self, place: QueuePlace) -> None:
+        super().__init__(f"place {place.position}")
+        self.place = place

@@ -68,6 +68,7 @@ class RefuseCode(IntEnum):
     NOT_PROVEN = 12  # the caller has not shown that it is the peer it says
     NOT_INVITED = 13  # to a private run
     BANNED = 14  # here, for a time
+    STALE = 15  # our places in the run are too far apart
 
 
 PASSING = frozenset({RefuseCode.BUSY, RefuseCode.BETWEEN_ROUNDS, RefuseCode.CROSSED})
@@ -115,6 +116,7 @@ class Boundary:
     seconds_per_round: float | None
     progress: float  # fraction of the run's schedule at the opening of the round
     inner_steps: int = 0  # length of this round; both sides' make the strengths of the swap (0 = not told)
+    shortest_round_s: float | None = None  # that the peer can keep up with; None = not measured, or of fixed length
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,5 +262,13 @@ class StateChunk:
     payload: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class QueuePlace:
+    """A newcomer waits for its turn at a busy donor: 1 = the next one. `left_s` None = nothing is measured yet."""
+
+    position: int
+    left_s: float | None
+
+
 FetchWant = WantSpec | WantManifest | WantChunks
-FetchItem = SpecJson | StateManifest | StateChunk
+FetchItem = SpecJson | StateManifest | StateChunk | QueuePlace

@@ -44,6 +44,7 @@ class Opening:
 
     round: int
     progress: float
+    total_steps: int  # of the run: what progress is a share of
     early_state: dict[SectionName, Tensor]  # flat, fp32, on the CPU
 
 

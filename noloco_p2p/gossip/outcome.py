@@ -8,6 +8,7 @@ from enum import StrEnum
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.round_length import LinkMeasure
 from noloco_p2p.gossip.sections import SectionPair
+from noloco_p2p.optim.mixing import Agreement
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Received:
     partner: str
     partner_round: int
     partner_progress: float
-    agreed_inner_steps: float  # the round length that both sides mix by, from what they told each other
+    agreed: Agreement  # what both sides mix by, from what they told each other
     sections: dict[SectionName, SectionPair]
     link: LinkMeasure
     bytes_sent: int
@@ -54,6 +55,7 @@ class LonelyCause(StrEnum):
     NO_ANSWER = "no_answer"  # who was asked could not be reached, or had not answered at the boundary
     FAILED = "failed"  # a swap began and broke before its early part was committed
     SLOW = "slow"  # a swap was running, its early part not here at the boundary
+    REFUSED_STATE = "refused_state"  # what a partner sent came whole, and a gate refused to apply it
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class Correction:
     gradient: SectionPair
     partner: str
     round: int  # which it belongs to
-    agreed_inner_steps: float  # of its swap
+    agreed: Agreement  # of its swap
 
 
 @dataclass(slots=True)
@@ -90,3 +92,4 @@ class Traffic:
     modulo_chunks: int = 0
     plain_chunks: int = 0
     broken_chunks: int = 0
+    refused_not_finite: int = 0

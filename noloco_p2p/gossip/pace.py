@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 
 from noloco_p2p.gossip.frames import Boundary
 
 WINDOW_STEPS = 32
+HEARD_FOR_ROUNDS = 20  # what a peer told so many own rounds ago is forgotten: it may be gone
+HEARD_PEERS = 64
 
 
 class Pace:
@@ -22,8 +25,31 @@ class Pace:
         self._last_step_s: float | None = None
         self._steps_left = inner_steps
         self.seconds_per_step: float | None = None
+        self.shortest_round_s: float | None = None  # that this peer can keep up with, as it tells others
+        self._heard: dict[str, tuple[float, float]] = {}  # oldest first: what was told, and when
 
-    def open_round(self, now_s: float, *, steps_done: int = 0, inner_steps: int | None = None) -> None:
+    def hear(self, peer_id: str, boundary: Boundary, *, now_s: float) -> None:
+        """What another peer told, whether a swap came of it or not. Called by the network thread."""
+        if boundary.shortest_round_s is not None:
+            self._heard.pop(peer_id, None)
+            self._heard[peer_id] = (boundary.shortest_round_s, now_s)
+            if len(self._heard) > HEARD_PEERS:
+                del self._heard[next(iter(self._heard))]
+
+    def others_s(self, now_s: float) -> list[float]:
+        """The shortest rounds of the peers heard of lately."""
+        long_s = HEARD_FOR_ROUNDS * (self.seconds_per_round() or math.inf)
+        return [shortest_s for shortest_s, heard_s in list(self._heard.values()) if now_s - heard_s <= long_s]
+
+    def open_round(
+        self,
+        now_s: float,
+        *,
+        steps_done: int = 0,
+        inner_steps: int | None = None,
+        shortest_round_s: float | None = None,
+    ) -> None:
+        self.shortest_round_s = shortest_round_s
         self.inner_steps = inner_steps or self.inner_steps
         self._steps_left = self.inner_steps - steps_done
         self._last_step_s = now_s
@@ -46,5 +72,10 @@ class Pace:
 
     def boundary(self, *, round_index: int, progress: float, now_s: float) -> Boundary:
         return Boundary(
-            round_index, self.seconds_to_boundary(now_s), self.seconds_per_round(), progress, self.inner_steps
+            round_index,
+            self.seconds_to_boundary(now_s),
+            self.seconds_per_round(),
+            progress,
+            self.inner_steps,
+            self.shortest_round_s,
         )

@@ -113,7 +113,7 @@ class Pairing:
         self._memory[peer_id] = _Memory(_Answer.NONE, now_s + FAILED_RETRY_S)
 
     def _eligible(self, candidate: Candidate) -> bool:
-        return candidate.state == "training" and candidate.peer_id not in self._incompatible
+        return candidate.state == "training" and candidate.can_be_called and candidate.peer_id not in self._incompatible
 
     def _may_ask(self, candidate: Candidate, now_s: float) -> bool:
         memory = self._memory.get(candidate.peer_id)

@@ -2,15 +2,17 @@
 
 Pure: no clock, no network. It is told what each round measured and how long an inner step takes. Short rounds come
 nearest to synchronous training, and a swap in the background costs the accelerator nothing, so a peer swaps as often as
-the swap of a round fits into the round, with room to spare.
+the swap of a round fits into the round, with room to spare. Rounds of all peers come to last about as long: each tells
+its partners the shortest that it can keep up with, and a faster one takes more steps.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 
 from noloco_p2p.gossip.goodput import cautious
 from noloco_p2p.spec import OuterSpec
@@ -28,21 +30,22 @@ BLOCKED_SHARE = 0.05
 MAX_CHANGE = 1.5  # factor from one round to the next
 STILL = 1.25  # a smaller factor is not worth a change: noise alone must not move the length
 
-# Where partners wait for each other, rounds that differ by a quarter cost the shorter one a quarter. There a peer
-# follows its partners closely, and all together become shorter by this factor, until somebody's link carries no less.
-SHRINK_WAITING = 0.95
-STILL_WAITING = 1.04
+STILL_WAITING = 1.04  # where partners wait for each other, rounds that differ by a quarter cost the shorter a quarter
+
+# All peers go by the slowest that is not far slower than the others: peers whose rounds last about as long find each
+# other, and need not wait. One that is far slower drags nobody; two peers, or a third of all, are nobody's exception.
+SLOWEST = 4.0  # times the median
+MAJORITY = 2 / 3
 
 GIVEN_UP_FACTOR = 2.0  # a swap that moved nothing until it was given up would have taken at least so many times longer
 
 
 @dataclass(frozen=True, slots=True)
 class LinkMeasure:
-    """What the swap of one round told about the link and about the partner."""
+    """What the swap of one round told about the link."""
 
     swap_s: float  # for all bytes of a round, at the rate at which they moved
     late_s: float  # for the late part of them, once both sides were sending it
-    partner_round_s: float | None  # how long the partner's rounds last; None = it has not measured it yet
     is_whole: bool  # False: the boundary came before the early part was committed
 
 
@@ -53,7 +56,6 @@ def measure_link(
     moved_bytes: int,
     elapsed_s: float,
     late_s: float | None,
-    partner_round_s: float | None,
     is_whole: bool,
 ) -> LinkMeasure:
     """From counters to seconds.
@@ -65,7 +67,7 @@ def measure_link(
     swap_s = elapsed_s * (round_bytes / moved_bytes if moved_bytes else GIVEN_UP_FACTOR)
     if late_s is None:
         late_s = swap_s * late_bytes / round_bytes
-    return LinkMeasure(swap_s, late_s, partner_round_s, is_whole)
+    return LinkMeasure(swap_s, late_s, is_whole)
 
 
 class RoundLength:
@@ -76,7 +78,6 @@ class RoundLength:
         self._outer = outer
         self._swaps_s: deque[float] = deque(maxlen=WINDOW_SWAPS)
         self._blocked_s: deque[float] = deque(maxlen=WINDOW_SWAPS)
-        self._partners_s: deque[float] = deque(maxlen=WINDOW_SWAPS)
         self._given_up_s: deque[float] = deque(maxlen=2)  # without a whole one since
 
     def resume(self, inner_steps: int) -> None:
@@ -86,8 +87,6 @@ class RoundLength:
 
     def note(self, link: LinkMeasure) -> None:
         """A round ended. What a swap that was given up early seems to say tells only how long it takes at least."""
-        if link.partner_round_s is not None and link.partner_round_s > 0:
-            self._partners_s.append(link.partner_round_s)
         if link.is_whole:
             self._given_up_s.clear()
         if link.is_whole or link.swap_s > cautious(self._swaps_s):
@@ -96,14 +95,27 @@ class RoundLength:
             if not link.is_whole:
                 self._given_up_s.append(link.swap_s)
 
-    def next(self, seconds_per_step: float | None) -> int:
-        """The length of the round that begins now; that of the last one while nothing is measured."""
-        if self._outer.is_auto and seconds_per_step and self._swaps_s:
-            wanted = self._bounded(math.ceil(self._target_s(seconds_per_step) / seconds_per_step))
+    def next(self, seconds_per_step: float | None, *, others_s: Sequence[float] = ()) -> int:
+        """The length of the round that begins now; that of the last one while nothing is measured.
+
+        others_s: the shortest rounds of other peers, as they told them (their `shortest_s`).
+        """
+        if self._outer.is_auto and seconds_per_step and (self._swaps_s or others_s):
+            own_s = self.shortest_s(seconds_per_step)
+            target_s = max(own_s, usual_s([own_s, *(each for each in others_s if each > 0)]))
+            wanted = self._bounded(math.ceil(min(target_s / seconds_per_step, self._outer.max_inner_steps)))
             still = STILL_WAITING if self._outer.max_wait_s else STILL
             if not 1 / still <= wanted / self.inner_steps <= still:
                 self.inner_steps = self._nearer_to(wanted)
         return self.inner_steps
+
+    def told_s(self, seconds_per_step: float | None) -> float | None:
+        """What other peers are told; None while it is not measured, and where rounds have a fixed length."""
+        return self.shortest_s(seconds_per_step) if self._outer.is_auto and seconds_per_step else None
+
+    def shortest_s(self, seconds_per_step: float) -> float:
+        """The shortest round that this peer can keep up with: its link's, and its speed's."""
+        return max(self.needed_s(), self._outer.min_inner_steps * seconds_per_step)
 
     def needed_s(self) -> float:
         """The shortest round that the own link carries; 0 while nothing is measured.
@@ -114,21 +126,6 @@ class RoundLength:
         swap_s = max(cautious(self._swaps_s), min(self._given_up_s) if is_too_short else 0.0)
         return max(swap_s / FILL, cautious(self._blocked_s) * (1 - BLOCKED_SHARE) / BLOCKED_SHARE)
 
-    def _target_s(self, seconds_per_step: float) -> float:
-        """Towards the rounds of the partners, half way on a scale of factors; never below what the own link needs.
-
-        Peers whose rounds last about as long find each other more easily. Half way from what the own link needs: all
-        of them alike come to that, and a round that is too long for everybody does not keep itself alive. Where
-        partners wait for each other, half way from the round of now, which comes closer each time.
-        """
-        needed_s = self.needed_s()
-        if not self._partners_s:
-            return needed_s
-        if self._outer.max_wait_s:
-            last_s = median(list(self._partners_s)[-3:])  # few: what is old would make two peers pass each other
-            return max(needed_s, SHRINK_WAITING * math.sqrt(self.inner_steps * seconds_per_step) * math.sqrt(last_s))
-        return max(needed_s, math.sqrt(needed_s) * math.sqrt(median(self._partners_s)))
-
     def _nearer_to(self, wanted: int) -> int:
         """At most MAX_CHANGE away from now, but at least one step."""
         now = self.inner_steps
@@ -138,3 +135,13 @@ class RoundLength:
 
     def _bounded(self, inner_steps: int) -> int:
         return min(max(inner_steps, self._outer.min_inner_steps), self._outer.max_inner_steps)
+
+
+def usual_s(shortest_s: Sequence[float]) -> float:
+    """How long rounds should last in a swarm whose peers, this one too, can keep up with these at the shortest.
+
+    Nobody's own rounds enter, so that rounds which are too long for everybody do not keep themselves alive.
+    """
+    ordered = sorted(shortest_s)
+    most = ordered[math.ceil(MAJORITY * len(ordered)) - 1]
+    return max(most, *(each for each in ordered if each <= SLOWEST * median_low(ordered)))

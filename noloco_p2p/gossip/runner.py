@@ -23,7 +23,7 @@ from noloco_p2p.gossip.answering import Answering, check_hello
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.frames import Hello, Payload, SwapState
 from noloco_p2p.gossip.live_round import Faults, LiveRound, Opening, OwnedTasks
-from noloco_p2p.gossip.outcome import Correction, Outcome, Traffic
+from noloco_p2p.gossip.outcome import Alone, Correction, Outcome, Traffic
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.pairing import Pairing
 from noloco_p2p.gossip.payload_memory import PayloadMemory
@@ -38,7 +38,10 @@ FAREWELL_S = 2.0  # for the last words of swaps that are broken off
 
 
 class RoundRunner:
-    """`rng` draws partners and the ids of swaps; `clock` gives seconds, those by which `pace` is fed."""
+    """`rng` draws partners and the ids of swaps; `clock` gives seconds, those by which `pace` is fed.
+
+    `on_corrupt` is told of a partner that sent what no honest peer sends, and what it was.
+    """
 
     def __init__(
         self,
@@ -51,10 +54,12 @@ class RoundRunner:
         rng: random.Random,
         deadlines: Deadlines = INTERNET,
         clock: Callable[[], float] = time.monotonic,
+        on_corrupt: Callable[[str, str], None] = lambda peer_id, reason: None,
     ) -> None:
         self._tasks = OwnedTasks()
         self._live = live = LiveRound(hello=hello, directory=directory, pace=pace, pairing=Pairing(rng), clock=clock)
         self._swapping = Swapping(live, self._tasks, transport=transport, executor=executor, deadlines=deadlines)
+        self._swapping.on_corrupt = on_corrupt
         self._answering = Answering(live, self._swapping, deadlines=deadlines)
         self._seeking = Seeking(live, self._swapping, self._tasks, transport=transport, rng=rng, deadlines=deadlines)
         self._seeker: asyncio.Task[None] | None = None
@@ -149,6 +154,16 @@ class RoundRunner:
         await ending.wait_for_partner(self._live, wait_s)
         return self._conclude(round_)
 
+    async def withdraw(self) -> Outcome:
+        """Ends the round now, before its boundary: no partner waits for this peer. Its outer gradient is never sent."""
+        live = self._live
+        if live.round.early_committed:
+            live.drop_trailing()
+        outcome = self._conclude(live.round)
+        if not isinstance(outcome, Alone):
+            live.drop_trailing()  # the swap of this round, whose late part will not come
+        return outcome
+
     async def take_correction(self, before: int) -> Correction | None:
         """A late part of a round before `before`, to be applied at once; `corrected` tells that it was.
 
@@ -163,6 +178,11 @@ class RoundRunner:
     def corrected(self) -> None:
         self._live.correcting = False
         self._live.notify()
+
+    async def forget(self) -> None:
+        """The vectors of earlier rounds are gone: late parts for them are of no use."""
+        self._live.drop_trailing()
+        self._live.corrections.clear()
 
     async def stop(self) -> None:
         """Abandon what runs and wait until all tasks have ended."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from noloco_p2p.gossip.frames import Boundary, Part
 from noloco_p2p.gossip.goodput import Goodput
 from noloco_p2p.gossip.round_length import LinkMeasure, measure_link
+from noloco_p2p.gossip.staleness import age_weight, rounds_apart
 from noloco_p2p.gossip.swap import Swap
-from noloco_p2p.optim.mixing import agreed_inner_steps
+from noloco_p2p.optim.mixing import Agreement, agreed_inner_steps
 
 
 @dataclass(slots=True)
@@ -20,6 +21,7 @@ class Running:
 
     swap: Swap
     round: int
+    total_steps: int  # of the run
     mine: Boundary  # as it was told to the partner
     partner: Boundary
     began_s: float
@@ -28,9 +30,13 @@ class Running:
     late_s: float | None = None
 
     @property
-    def agreed_inner_steps(self) -> float:
-        """The same number for both sides."""
-        return agreed_inner_steps(self.mine.inner_steps, self.partner.inner_steps)
+    def agreed(self) -> Agreement:
+        own, other = self.mine.inner_steps, self.partner.inner_steps
+        return Agreement(
+            agreed_inner_steps(own, other),
+            weight=age_weight(rounds_apart(self.mine, self.partner, total_steps=self.total_steps)),
+            partner_share=other / (own + other) if own + other else 0.5,
+        )
 
     def committed(self, part: Part, now_s: float, goodput: Goodput) -> None:
         if part is Part.EARLY:
@@ -53,7 +59,6 @@ class Running:
             moved_bytes=self.swap.bytes_moved if self.early_s is None else early_bytes,
             elapsed_s=(now_s if self.early_s is None else self.early_s) - self.began_s,
             late_s=None if self.late_s is None else self.transfer_s(now_s),
-            partner_round_s=self.partner.seconds_per_round,
             is_whole=self.early_s is not None,
         )
 

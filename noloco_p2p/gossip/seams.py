@@ -22,6 +22,7 @@ class Candidate:
     round: int = 0
     progress: float = 0.0
     session_key: bytes = b""  # by which its gRPC server is known, from its signed record
+    can_be_called: bool = True  # False: it takes no calls from here, and makes offers itself
 
 
 class FrameStream(Protocol):

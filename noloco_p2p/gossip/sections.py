@@ -99,12 +99,16 @@ class Coding:
             assert on_grid, index
             codec, grid = on_grid
             return codec.half_difference(partner, num_elements=size, grid=grid, chunk_index=index)
-        scratch, decode = scratch or Scratch(), self.plan.codec.decode
+        return half_difference_(*self.decoded(own, partner, index, scratch=scratch or Scratch()))
+
+    def decoded(self, own: Payload, partner: Payload, index: int, *, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        """Q(own), Q(partner) of a chunk that was not coded modulo, fp32 on the CPU, until `scratch` is used again."""
+        size, decode = self.num_elements(index), self.plan.codec.decode
         mine, theirs = (
             decode(payload, num_elements=size, out=scratch.take(side, size, dtype=torch.float32), scratch=scratch)
             for side, payload in (("own", own), ("partner", partner))
         )
-        return half_difference_(mine, theirs)
+        return mine, theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +122,9 @@ class SectionPair:
     def half_difference(self, index: int, *, scratch: Scratch | None = None) -> Tensor:
         """h of chunk `index`, see `Coding.half_difference`."""
         return self.coding.half_difference(self.own[index], self.partner[index], index, scratch=scratch)
+
+    def decoded(self, index: int, *, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        """Both sides' vectors of chunk `index`, see `Coding.decoded`."""
+        own = self.own[index]
+        assert own is not None, "coded modulo"
+        return self.coding.decoded(own, self.partner[index], index, scratch=scratch)

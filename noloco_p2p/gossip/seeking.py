@@ -88,6 +88,7 @@ class Seeking:
             if not isinstance(reply, Accept) or reply.hello.peer_id != candidate.peer_id:
                 raise CorruptPayload("the answer to an offer was neither yes nor no", peer=candidate.peer_id)
             check_hello(self._live.hello(), reply.hello)
+            self._live.pace.hear(candidate.peer_id, reply.boundary, now_s=self._live.clock())
             if not round_.is_offering_to(candidate.peer_id):
                 return  # overtaken while the answer was on its way
             _, running = self._swapping.bind(stream, swap_id, candidate.peer_id, mine, reply.boundary)

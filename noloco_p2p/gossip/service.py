@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 
-from noloco_p2p.gossip.fetch import StateServer
+from noloco_p2p.gossip.donor import StateServer
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus
 from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.seams import FrameStream

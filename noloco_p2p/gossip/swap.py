@@ -18,7 +18,7 @@ from noloco_p2p.codec import num_chunks, section_bytes
 from noloco_p2p.codec.dither import dither_seed
 from noloco_p2p.codec.modulo import Bounds, agree
 from noloco_p2p.codec.modulo import Grid as AgreedGrid
-from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
+from noloco_p2p.errors import CorruptPayload, NotFinite, PeerError, TimedOut, Unreachable
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import (
     Abort,
@@ -169,6 +169,7 @@ class Swap:
             await self._farewell(AbortCode.TIMED_OUT, fault)
             raise fault from None
         except CorruptPayload as error:
+            self._traffic.refused_not_finite += isinstance(error, NotFinite)
             await self._farewell(AbortCode.CORRUPT, error)
             raise
         except _Abandoned as error:
@@ -247,7 +248,7 @@ class Swap:
                         own[chunk.index] = None if coding.modulo(chunk.index) else chunk.payload
                     yield chunk
         except ValueError as error:
-            raise CorruptPayload(f"own {name.name.lower()} cannot be sent: {error}", peer=self.partner) from None
+            raise CorruptPayload(f"own {name.name.lower()} cannot be sent: {error}") from None  # nobody else's fault
 
     async def _send(self, frame: Frame) -> None:
         async with self._send_lock:  # sections and Ready come from two tasks; a stream takes one writer

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Executor
 
 from noloco_p2p.codec.modulo import Bounds
-from noloco_p2p.errors import PeerError, TimedOut, Unreachable
+from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import AbortCode, Boundary, Part, RefuseCode, SectionName, SwapState
 from noloco_p2p.gossip.live_round import POLL_S, LiveRound, OwnedTasks, named
@@ -31,6 +32,7 @@ class Swapping:
         self.traffic = Traffic()
         self.memory = PayloadMemory()
         self.unreachable: set[str] = set()  # told once, until a swap with it begins
+        self.on_corrupt: Callable[[str, str], None] = lambda peer_id, reason: None
         self._live = live
         self._tasks = tasks
         self._transport = transport
@@ -65,7 +67,9 @@ class Swapping:
         self._ledgers[swap_id] = swap.ledger
         if len(self._ledgers) > REMEMBERED_SWAPS:
             self._ledgers.popitem(last=False)
-        live.running = Running(swap, live.round.index, mine, theirs, live.clock(), live.boundary_s)
+        live.running = Running(
+            swap, live.round.index, live.opening.total_steps, mine, theirs, live.clock(), live.boundary_s
+        )
         live.notify()
         return live.round, live.running
 
@@ -88,6 +92,8 @@ class Swapping:
         if round_.phase is not Phase.CLOSED or running is live.trailing:
             what = f"round {round_.index} | swap with {named(running.swap.partner)} failed: {error} | {kept}"
             live.faults.tell(what, error)
+        if isinstance(error, CorruptPayload) and error.peer == running.swap.partner:
+            self.on_corrupt(running.swap.partner, str(error))
         if running is live.trailing:
             live.trailing = None
         if running is live.running and round_ is live.round:
@@ -129,7 +135,7 @@ class Swapping:
                 live.round.commit_late()
         elif live.trailing and swap is live.trailing.swap:
             gradient, trailing = swap.pair(SectionName.OUTER_GRADIENT), live.trailing
-            live.corrections.append(Correction(gradient, swap.partner, trailing.round, trailing.agreed_inner_steps))
+            live.corrections.append(Correction(gradient, swap.partner, trailing.round, trailing.agreed))
             live.trailing = None
         live.notify()
 

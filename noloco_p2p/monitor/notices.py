@@ -23,6 +23,7 @@ CAUSES = {
     LonelyCause.NO_ANSWER: "partners did not answer",
     LonelyCause.FAILED: "swaps broke",
     LonelyCause.SLOW: "swaps were not ready in time",
+    LonelyCause.REFUSED_STATE: "what partners sent was refused",
 }
 
 
@@ -58,7 +59,7 @@ def notices(
     if spread and spread.num_peers >= 4:
         far = [peer for peer, own in spread.of_each.items() if own > ASTRAY * _median(list(spread.of_each.values()))]
         found += [Notice("warn", f"..{peer[-6:]} is far from the other replicas.") for peer in far[:3]]
-    unreached = [r for r in alive if r.reachability != "reached" and r.swaps + r.alone >= UNREACHED_ROUNDS]
+    unreached = [r for r in alive if r.reachability != "direct" and r.swaps + r.alone >= UNREACHED_ROUNDS]
     if unreached and len(alive) > 1:
         found.append(Notice("info", f"{_peers(len(unreached))} never reached by another peer: behind a firewall?"))
     if num_estimated is not None:

@@ -15,7 +15,7 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import convert
 from noloco_p2p.net.caller import SWAP_METHOD, CallerStream, connect
 from noloco_p2p.net.climb import LaneMemory, LanePolicy
-from noloco_p2p.net.connection import Dialer, refused, translate
+from noloco_p2p.net.connection import Dialer, nobody_is_banned, refused, translate
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
@@ -38,10 +38,11 @@ class GrpcTransport:
         *,
         lanes: LanePolicy = LANES,
         session: Session | None = None,
+        why_banned: Callable[[str], str] = nobody_is_banned,
     ) -> None:
         self._hello = hello
         self._limits = limits
-        self._dialer = Dialer(session, limits)
+        self._dialer = Dialer(session, limits, why_banned=why_banned)
         self._lanes = lanes
         self.memory = LaneMemory(lanes)
 
@@ -96,6 +97,8 @@ class GrpcTransport:
                             yield frames.SpecJson(reply.spec_json)
                         case "chunk":
                             yield frames.StateChunk(reply.chunk.index, reply.chunk.payload)
+                        case "place":
+                            yield convert.place_from_wire(reply.place)
                         case "manifest":
                             manifest.append(reply.manifest)
                             if sum(len(part.chunk_digests) for part in manifest) > MAX_MANIFEST_CHUNKS:

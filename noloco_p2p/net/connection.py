@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import grpc
@@ -12,6 +12,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
+from noloco_p2p.gossip.frames import RefuseCode
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import convert, options
 from noloco_p2p.net.handshake import Greeting, Metadata
@@ -21,6 +22,10 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 
 REFUSE_KEY = "noloco-refuse-bin"
+
+
+def nobody_is_banned(peer_id: str) -> str:
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +40,26 @@ class Dialer:
     """Makes connections, each for one call. Without a session they are plain and prove nothing: for measurements and
     tests on one machine."""
 
-    def __init__(self, session: Session | None = None, limits: Limits = UNLIMITED) -> None:
+    def __init__(
+        self,
+        session: Session | None = None,
+        limits: Limits = UNLIMITED,
+        *,
+        why_banned: Callable[[str], str] = nobody_is_banned,
+    ) -> None:
         self._session = session
+        self._why_banned = why_banned
         self._options = [*options.CLIENT, *limits.options()]
 
     async def dial(self, candidate: Candidate, *, timeout_s: float) -> Connection:
         """Connect, and greet. Whoever gets the connection closes its channel. Raises PeerError."""
+        if why := self._why_banned(candidate.peer_id):
+            code = RefuseCode.BANNED.name
+            raise Refused(f"it is {why}", peer=candidate.peer_id, code=code, retry_after_s=60.0)
         channel = self._channel(candidate)
         try:
             async with asyncio.timeout(timeout_s):
-                await _connected(channel, candidate)
+                await self._connected(channel, candidate)
                 return Connection(channel, await self._greet(channel, candidate))
         except TimeoutError:
             await channel.close()
@@ -73,6 +88,24 @@ class Dialer:
             options=[*self._options, ("grpc.ssl_target_name_override", SERVER_NAME)],
         )
 
+    async def _connected(self, channel: grpc.aio.Channel, candidate: Candidate) -> None:
+        """Until the channel is connected. A refused connection is told at once: another candidate may be there."""
+        ready, failing = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE
+        state = channel.get_state(try_to_connect=True)
+        while state is not ready:
+            if state is failing:
+                sentence = f"{candidate.address} cannot be connected to: nobody is there{self._perhaps()}"
+                raise Unreachable(sentence, peer=candidate.peer_id)
+            await channel.wait_for_state_change(state)
+            state = channel.get_state(try_to_connect=True)
+
+    def _perhaps(self) -> str:
+        """TLS does not tell why it failed."""
+        if self._session is None:
+            return ""
+        private = "one of the two is not invited to this private run" if self._session.invitation else "it is private"
+        return f", or another session key than its record names, or {private}"
+
     async def _greet(self, channel: grpc.aio.Channel, candidate: Candidate) -> Metadata:
         if self._session is None:
             return ()
@@ -80,24 +113,13 @@ class Dialer:
         try:
             reply = await PeerStub(channel).Greet(greeting.request())
         except grpc.aio.AioRpcError as error:
-            raise translate(error, candidate.peer_id) from None
+            fault = translate(error, candidate.peer_id)
+            if isinstance(fault, Unreachable):  # all that TLS 1.3 tells of a certificate that is not taken
+                fault = Unreachable(f"{fault}{self._perhaps()}", peer=fault.peer)
+            raise fault from None
         if reply is None:
             raise CorruptPayload("what answers a greeting is no message of this protocol", peer=candidate.peer_id)
         return greeting.prove(reply, self._session)
-
-
-async def _connected(channel: grpc.aio.Channel, candidate: Candidate) -> None:
-    """Until the channel is connected. A refused connection is told at once: another candidate may be there."""
-    ready, failing = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE
-    state = channel.get_state(try_to_connect=True)
-    while state is not ready:
-        if state is failing:
-            keyed = ", or another session key than its record names" if candidate.session_key else ""
-            raise Unreachable(
-                f"{candidate.address} cannot be connected to: nobody is there{keyed}", peer=candidate.peer_id
-            )
-        await channel.wait_for_state_change(state)
-        state = channel.get_state(try_to_connect=True)
 
 
 def translate(error: grpc.aio.AioRpcError, peer: str) -> PeerError:

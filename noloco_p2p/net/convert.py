@@ -72,6 +72,14 @@ def manifest_to_wire(manifest: frames.StateManifest, digests: tuple[bytes, ...])
     )
 
 
+def place_to_wire(place: frames.QueuePlace) -> pb.QueuePlace:
+    return pb.QueuePlace(position=place.position, left_s=place.left_s)
+
+
+def place_from_wire(message: pb.QueuePlace) -> frames.QueuePlace:
+    return frames.QueuePlace(message.position, max(0.0, finite(message.left_s)) if message.HasField("left_s") else None)
+
+
 def status_to_wire(status: frames.PeerStatus) -> pb.StatusReply:
     return pb.StatusReply(
         hello=hello_to_wire(status.hello),
@@ -127,13 +135,17 @@ def _boundary_to_wire(boundary: frames.Boundary) -> pb.Boundary:
         seconds_per_round=boundary.seconds_per_round,
         progress=boundary.progress,
         inner_steps=boundary.inner_steps or None,
+        shortest_round_s=boundary.shortest_round_s,
     )
 
 
 def _boundary_from_wire(message: pb.Boundary) -> frames.Boundary:
     to_boundary_s = finite(message.seconds_to_boundary) if message.HasField("seconds_to_boundary") else None
     per_round_s = finite(message.seconds_per_round) if message.HasField("seconds_per_round") else None
-    return frames.Boundary(message.round, to_boundary_s, per_round_s, finite(message.progress), message.inner_steps)
+    shortest_s = finite(message.shortest_round_s) if message.HasField("shortest_round_s") else None
+    return frames.Boundary(
+        message.round, to_boundary_s, per_round_s, finite(message.progress), message.inner_steps, shortest_s
+    )
 
 
 _TO_WIRE: Mapping[type, tuple[str, Callable[[Any], Any]]] = {

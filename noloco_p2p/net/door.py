@@ -1,10 +1,18 @@
-"""The server's door: who makes a call, whether the call may go on, and how many of them at once."""
+"""The server's door: who makes a call, whether the call may go on, and how many of them at once.
+
+Before a caller is proven it costs at most one of the server's connections, for seconds (`options.py`), and a signature
+for each greeting; those are counted by the network they come from. What a proven peer may have open is counted by its
+id. Sizes of messages are bounded by `options.py`, and how many are held by the lanes of an accepted swap.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NoReturn
 
 import grpc
@@ -12,37 +20,70 @@ from google.protobuf.message import DecodeError
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused
 from noloco_p2p.gossip import frames
+from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert
-from noloco_p2p.net.connection import REFUSE_KEY
+from noloco_p2p.net.connection import REFUSE_KEY, nobody_is_banned
 from noloco_p2p.net.handshake import PROOF_KEY, Challenges
+from noloco_p2p.net.lanes import MAX_LANES
+from noloco_p2p.net.probe import caller_host
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+MAX_CALLS_PER_PEER = MAX_LANES + 4  # a swap; an offer, a question, a fetch and one more beside it
+GREETINGS_PER_S, GREETINGS_AT_ONCE = 20.0, 60.0  # of one network: a /24 of IPv4, a /48 of IPv6
+MAX_NETWORKS = 4096
+TELL_EVERY_S = 60.0
+
 
 class Door:
     """Without a session everybody may enter, under any name: for measurements and tests on one machine."""
 
-    def __init__(self, session: Session | None = None) -> None:
-        self._challenges = Challenges(session) if session else None
+    def __init__(
+        self,
+        session: Session | None = None,
+        *,
+        why_banned: Callable[[str], str] = nobody_is_banned,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._why_banned = why_banned
+        self._challenges = Challenges(session, clock=clock) if session else None
+        self._greetings = Greetings(clock)
+        self._open = Counter[str]()
+        self._turned_away = TurnedAway(clock)
 
     async def greet(self, request: pb.GreetRequest, context: Any) -> pb.GreetReply:
         try:
             if self._challenges is None:
                 raise Refused("nobody is greeted here", code=frames.RefuseCode.NOT_PROVEN.name)
+            self._greetings.take(caller_host(context.peer()))
             return self._challenges.answer(request, context.peer())
         except PeerError as error:
-            await turn_away(context, error)
+            await self._turn_away(context, error)
 
     @contextlib.asynccontextmanager
     async def visit(self, context: Any) -> AsyncIterator[str]:
         """For the time of one call: the proven peer id of its caller. Ends the call when it may not go on."""
         try:
             caller = self._proven(context)
+            if why := self._why_banned(caller):
+                raise Refused(f"you are {why}", code=frames.RefuseCode.BANNED.name, retry_after_s=60.0, peer=caller)
+            if caller and self._open[caller] >= MAX_CALLS_PER_PEER:
+                raise Refused(
+                    f"you have {MAX_CALLS_PER_PEER} calls open here",
+                    code=frames.RefuseCode.BUSY.name,
+                    retry_after_s=5.0,
+                )
         except PeerError as error:
-            await turn_away(context, error)
-        yield caller
+            await self._turn_away(context, error)
+        self._open[caller] += 1
+        try:
+            yield caller
+        finally:
+            self._open[caller] -= 1
+            if not self._open[caller]:
+                del self._open[caller]
 
     def _proven(self, context: Any) -> str:
         if self._challenges is None:
@@ -55,12 +96,56 @@ class Door:
             code=frames.RefuseCode.NOT_PROVEN.name,
         )
 
+    async def _turn_away(self, context: Any, error: PeerError) -> NoReturn:
+        """End the call with a refusal in words."""
+        self._turned_away.note(context.peer(), error)
+        refuse = refuse_to_wire(error)
+        metadata = ((REFUSE_KEY, refuse.SerializeToString()),)
+        raise await context.abort(grpc.StatusCode.PERMISSION_DENIED, refuse.sentence, metadata)
 
-async def turn_away(context: Any, error: PeerError) -> NoReturn:
-    """End the call with a refusal in words. Raises, as gRPC wants it."""
-    refuse = refuse_to_wire(error)
-    metadata = ((REFUSE_KEY, refuse.SerializeToString()),)
-    raise await context.abort(grpc.StatusCode.PERMISSION_DENIED, refuse.sentence, metadata)
+
+class Greetings:
+    """A token bucket for each network that greets."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # network -> (tokens, when counted)
+
+    def take(self, host: str) -> None:
+        """Raises Refused when too many came from there."""
+        network, now_s = network_of(host), self._clock()
+        tokens, counted_s = self._left.pop(network, (GREETINGS_AT_ONCE, now_s))
+        tokens = min(GREETINGS_AT_ONCE, tokens + GREETINGS_PER_S * (now_s - counted_s))
+        self._left[network] = (max(0.0, tokens - 1.0), now_s)
+        while len(self._left) > MAX_NETWORKS:
+            self._left.popitem(last=False)
+        if tokens < 1.0:
+            sentence = f"over {GREETINGS_PER_S:g} greetings a second come from {network}"
+            raise Refused(sentence, code=frames.RefuseCode.BUSY.name, retry_after_s=1.0)
+
+
+class TurnedAway:
+    """One line a minute, however many come."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._count = 0
+        self._told_at_s = -TELL_EVERY_S
+
+    def note(self, address: str, error: PeerError) -> None:
+        self._count += 1
+        if self._clock() - self._told_at_s >= TELL_EVERY_S:
+            who = f"..{short_id(error.peer)} at {address}" if error.peer else address
+            log.warning("turned away %d calls; the last one, of %s: %s", self._count, who, error)
+            self._count, self._told_at_s = 0, self._clock()
+
+
+def network_of(host: str) -> str:
+    """192.0.2.7 -> 192.0.2.0/24, 2001:db8::1 -> 2001:db8::/48."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
+        address = address.ipv4_mapped
+    return str(ipaddress.ip_network((address, 24 if address.version == 4 else 48), strict=False))
 
 
 def refuse_to_wire(error: PeerError) -> pb.Refuse:

@@ -21,6 +21,7 @@ from blake3 import blake3
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused
 from noloco_p2p.gossip.frames import RefuseCode
 from noloco_p2p.identity import short_id, verify
+from noloco_p2p.invitation import NotInvited
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
@@ -55,10 +56,15 @@ class Greeting:
         words = _words(ANSWERER, self.nonce, reply.challenge, self.session_key, self.peer_id)
         if not verify(self.peer_id, words, reply.signature):
             raise PeerError("who answers is not that peer: its signature is wrong", peer=self.peer_id)
+        check_membership(session, reply.membership, self.peer_id)
         own_id = session.identity.peer_id
         words = _words(CALLER, self.nonce, reply.challenge, self.session_key, self.peer_id + own_id)
         proof = pb.Proof(
-            peer_id=own_id, nonce=self.nonce, challenge=reply.challenge, signature=session.identity.sign(words)
+            peer_id=own_id,
+            nonce=self.nonce,
+            challenge=reply.challenge,
+            signature=session.identity.sign(words),
+            membership=session.membership,
         )
         return ((PROOF_KEY, proof.SerializeToString()),)
 
@@ -80,7 +86,8 @@ class Challenges:
         challenge = given + self._mark(given, request.nonce, address)
         identity = self._session.identity
         words = _words(ANSWERER, request.nonce, challenge, self._session.key, identity.peer_id)
-        return pb.GreetReply(challenge=challenge, signature=identity.sign(words))
+        signature = identity.sign(words)
+        return pb.GreetReply(challenge=challenge, signature=signature, membership=self._session.membership)
 
     def check(self, proof: pb.Proof, address: str) -> str:
         """The peer id of the caller. Raises Refused when it is not proven."""
@@ -99,6 +106,7 @@ class Challenges:
         if not verify(proof.peer_id, words, proof.signature):
             raise _not_proven(f"the signature is not that of ..{short_id(proof.peer_id)}, made for this peer")
         self._take(challenge, now_s)
+        check_membership(own, proof.membership, proof.peer_id)
         return proof.peer_id
 
     def _take(self, challenge: bytes, now_s: float) -> None:
@@ -108,6 +116,15 @@ class Challenges:
 
     def _mark(self, given: bytes, nonce: bytes, address: str) -> bytes:
         return blake3(given + nonce + address.encode(), key=self._secret).digest(16)
+
+
+def check_membership(session: Session, membership: bytes, peer_id: str) -> None:
+    """Raises Refused when the run is private and the peer is not invited."""
+    if session.invitation:
+        try:
+            session.invitation.check(membership, peer_id=peer_id, now_s=time.time())
+        except NotInvited as error:
+            raise Refused(str(error), code=RefuseCode.NOT_INVITED.name, peer=peer_id) from None
 
 
 def _words(role: bytes, nonce: bytes, challenge: bytes, session_key: bytes, ids: str) -> bytes:

@@ -14,6 +14,8 @@ _ALIVE = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Nothing is ever inflated: a message that is compressed is refused, so that none can grow. Payloads are coded.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
 ]
 
 CLIENT = [
@@ -28,8 +30,12 @@ SERVER = [
     # Without these two a long call with keepalive dies of "too_many_pings".
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
+    # A connection is for one call, which is made at once. So strangers cannot keep one: TLS within 5 s, a call within
+    # 8 s, and no further call on it after 10 s; a call that runs goes on (the grace is infinite).
     ("grpc.server_handshake_timeout_ms", 5_000),
-    ("grpc.max_concurrent_streams", 8),
+    ("grpc.max_connection_idle_ms", 8_000),
+    ("grpc.max_connection_age_ms", 10_000),
+    ("grpc.max_concurrent_streams", 4),
     ("grpc.max_allowed_incoming_connections", 64),
     ("grpc.so_reuseport", 0),  # a second peer on the same port must fail, not share it
 ]

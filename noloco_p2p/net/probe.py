@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Set
 from dataclasses import dataclass
 from urllib.parse import unquote
 
@@ -25,7 +26,7 @@ from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 
 MAX_PORTS = 4
 DIAL_S = 4.0
-PER_MINUTE = 12
+PER_MINUTE = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,15 @@ class Prober:
     """The answering side."""
 
     def __init__(self) -> None:
+        self.tunnelled: Set[int] = frozenset()  # ports of this machine from which calls of others come by a tunnel
         self._asked_s: deque[float] = deque(maxlen=PER_MINUTE)
 
     async def probe(self, request: pb.ProbeRequest, caller: str) -> pb.ProbeReply:
         """`caller`: the network address as gRPC names it. Raises Refused when asked too often, CorruptPayload."""
+        if not request.ports:  # for the clock alone
+            return pb.ProbeReply(observed_host=caller_host(caller), time_s=time.time())
+        if caller.rpartition(":")[2] in map(str, self.tunnelled):
+            raise CorruptPayload("who calls by a tunnel cannot be dialled")
         now_s = time.monotonic()
         if len(self._asked_s) == PER_MINUTE and now_s - self._asked_s[0] < 60.0:
             raise Refused("I dial back a few times a minute", code=frames.RefuseCode.BUSY.name, retry_after_s=60.0)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, SettingsError, Unreachable
 from noloco_p2p.gossip import frames
@@ -19,6 +19,7 @@ from noloco_p2p.gossip.frames import Frame, Offer
 from noloco_p2p.gossip.seams import Service
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert, options
+from noloco_p2p.net.connection import nobody_is_banned
 from noloco_p2p.net.door import Door, refuse_to_wire
 from noloco_p2p.net.lanes import MAX_LANES, Lane, LaneStream, call_cancelled
 from noloco_p2p.net.probe import Prober
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 SERVICE = "noloco_p2p.wire.v1.Peer"
 JOIN_S = 5.0  # from the call of a lane to its Join
+FIRST_WORDS_S = 5.0  # from any other call to its request
+TAKE_S = 20.0  # for one answer, of 1 MiB at most: who reads slower would hold an upload for ever
 MANIFEST_DIGESTS_PER_REPLY = 16_384
 MAX_CHUNKS_PER_REQUEST = 65_536
 
@@ -37,9 +40,17 @@ MAX_CHUNKS_PER_REQUEST = 65_536
 class GrpcServer:
     """`port` is the real port once `start` has returned."""
 
-    def __init__(self, service: Service, limits: Limits = UNLIMITED, *, session: Session | None = None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        limits: Limits = UNLIMITED,
+        *,
+        session: Session | None = None,
+        why_banned: Callable[[str], str] = nobody_is_banned,
+    ) -> None:
         self._server = grpc.aio.server(options=[*options.SERVER, *limits.options()])
-        self._servicer = _Servicer(service, limits, Door(session))
+        self._servicer = _Servicer(service, limits, Door(session, why_banned=why_banned))
+        self.prober = self._servicer.prober
         self._session = session
         self._server.add_generic_rpc_handlers((_handlers(self._servicer),))
         self.port = 0
@@ -160,23 +171,64 @@ def _no_lane(sentence: str) -> Refused:
 
 
 def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
-    """The methods of the service; swap and lane get bytes, which framing.py makes and reads."""
-    fetch = grpc.unary_stream_rpc_method_handler(
-        servicer.Fetch, pb.FetchRequest.FromString, pb.FetchReply.SerializeToString
-    )
-    status = grpc.unary_unary_rpc_method_handler(
-        servicer.Status, pb.StatusRequest.FromString, pb.StatusReply.SerializeToString
-    )
-    probe = grpc.unary_unary_rpc_method_handler(
-        servicer.Probe, pb.ProbeRequest.FromString, pb.ProbeReply.SerializeToString
-    )
-    greet = grpc.unary_unary_rpc_method_handler(
-        servicer.Greet, pb.GreetRequest.FromString, pb.GreetReply.SerializeToString
-    )
-    swap = grpc.stream_stream_rpc_method_handler(servicer.Swap)
-    lane = grpc.stream_stream_rpc_method_handler(servicer.Lane)
-    methods = {"Greet": greet, "Swap": swap, "Lane": lane, "Fetch": fetch, "Status": status, "Probe": probe}
+    """The methods of the service. All are streams of bytes: gRPC itself would wait for a request without end."""
+    methods = {
+        "Greet": _Asked(servicer.Greet, pb.GreetRequest).handler(),
+        "Swap": grpc.stream_stream_rpc_method_handler(servicer.Swap),
+        "Lane": grpc.stream_stream_rpc_method_handler(servicer.Lane),
+        "Fetch": _Asked(servicer.Fetch, pb.FetchRequest).handler(),
+        "Status": _Asked(servicer.Status, pb.StatusRequest).handler(),
+        "Probe": _Asked(servicer.Probe, pb.ProbeRequest).handler(),
+    }
     return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+
+class _Asked:
+    """A method with one request, which must come soon, and one answer or a stream of them, which must be taken."""
+
+    def __init__(
+        self,
+        method: Callable[..., Any],
+        request_type: type[Message],
+        *,
+        first_words_s: float = FIRST_WORDS_S,
+        take_s: float = TAKE_S,
+    ) -> None:
+        self._method = method
+        self._request_type = request_type
+        self._first_words_s = first_words_s
+        self._take_s = take_s
+
+    def handler(self) -> grpc.RpcMethodHandler:
+        return grpc.stream_stream_rpc_method_handler(self._answer)
+
+    async def _answer(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        request = await self._first(requests, context)
+        answers = self._method(request, context)
+        if isinstance(answers, AsyncGenerator):
+            async with aclosing(answers):
+                async for answer in answers:
+                    await self._write(context, answer)
+        else:
+            await self._write(context, await answers)
+
+    async def _first(self, requests: AsyncIterator[bytes], context: Any) -> Message:
+        try:
+            async with asyncio.timeout(self._first_words_s):
+                return self._request_type.FromString(await anext(aiter(requests), b""))
+        except TimeoutError:
+            code, sentence = grpc.StatusCode.DEADLINE_EXCEEDED, f"no request came within {self._first_words_s:g} s"
+        except DecodeError:
+            code, sentence = grpc.StatusCode.INVALID_ARGUMENT, "the request is no message of this protocol"
+        raise await context.abort(code, sentence)
+
+    async def _write(self, context: Any, answer: Message) -> None:
+        try:
+            async with asyncio.timeout(self._take_s):
+                await context.write(answer.SerializeToString())
+        except TimeoutError:
+            sentence = f"no message was taken for {self._take_s:g} s"
+            raise await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, sentence) from None
 
 
 class _Servicer:
@@ -184,7 +236,7 @@ class _Servicer:
         self._service = service
         self._limits = limits
         self._door = door
-        self._prober = Prober()
+        self.prober = Prober()
         self._swaps: set[asyncio.Task[None]] = set()
         self._joinable: dict[bytes, ServerStream] = {}  # by swap id
 
@@ -267,7 +319,7 @@ class _Servicer:
         async with self._door.visit(context) as caller:
             try:
                 self._admitted(request.hello, caller)
-                return await self._prober.probe(request, context.peer())
+                return await self.prober.probe(request, context.peer())
             except PeerError as error:
                 return pb.ProbeReply(refuse=refuse_to_wire(error))
 
@@ -315,6 +367,8 @@ def _replies(item: frames.FetchItem) -> list[pb.FetchReply]:
             return [pb.FetchReply(spec_json=data)]
         case frames.StateChunk(index, payload):
             return [pb.FetchReply(chunk=pb.StateChunk(index=index, payload=payload))]
+        case frames.QueuePlace():
+            return [pb.FetchReply(place=convert.place_to_wire(item))]
         case frames.StateManifest(chunk_digests=digests):
             step = MANIFEST_DIGESTS_PER_REPLY
             parts = [digests[start : start + step] for start in range(0, len(digests), step)] or [()]

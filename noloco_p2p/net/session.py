@@ -3,6 +3,9 @@
 gRPC's TLS takes no Ed25519 certificates and knows no check of fingerprints in Python. So the caller makes the only
 certificate authority that it trusts in a call: one with the session key of the record. The server's certificate is
 issued by its own session key, and no other can stand there: pinned in the handshake, without asking for it first.
+
+In a private run callers have a certificate, too, issued by a key that follows from the secret of the invited. Who has
+none gets no further than TLS. Which peer calls, and until when it is invited, is for `handshake.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from cryptography.x509.oid import NameOID
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity
+from noloco_p2p.invitation import Invitation
 
 KEY_BYTES = 33  # a compressed point of P-256
 SERVER_NAME = "noloco"  # in every certificate: who a peer is, its key tells
@@ -28,20 +32,24 @@ SERVER_NAME = "noloco"  # in every certificate: who a peer is, its key tells
 FROM, UNTIL = datetime(2020, 1, 1), datetime(2120, 1, 1)
 
 _CURVE = ec.SECP256R1()
+_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of P-256: SEC 2, version 2, 2.4.2
 _anyone = ec.generate_private_key(_CURVE)  # nobody checks the signature of a certificate that is trusted as it is
 
 
 class Session:
     """The keys of one start of a peer. `key`: 33 bytes, public, what the record names."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity, invitation: Invitation | None = None) -> None:
         self.identity = identity
+        self.invitation = invitation
+        self.membership = invitation.membership(identity.peer_id) if invitation else b""
         self.started_at_ms = int(time.time() * 1000)
         self._private_key = ec.generate_private_key(_CURVE)
         self.key = _point(self._private_key.public_key())
         self._certificate = _certificate(
             SERVER_NAME, _issuer(self.key), self._private_key.public_key(), self._private_key
         )
+        self._members_key = _members_key(invitation) if invitation else None
 
     @property
     def key_text(self) -> str:
@@ -49,14 +57,26 @@ class Session:
         return b64encode(self.key).decode()
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        return grpc.ssl_server_credentials([(self._private_pem(), self._certificate)])
+        pair = (self._private_pem(), self._certificate)
+        if self._members_key is None:
+            return grpc.ssl_server_credentials([pair])
+        members = authority(_point(self._members_key.public_key()))
+        return grpc.ssl_server_credentials([pair], root_certificates=members, require_client_auth=True)
 
     def channel_credentials(self, candidate: Candidate) -> grpc.ChannelCredentials:
         """For a connection that none but the holder of the candidate's session key can answer. Raises Unreachable."""
         try:
-            return grpc.ssl_channel_credentials(authority(candidate.session_key))
+            server = authority(candidate.session_key)
+            if self._members_key is None:
+                return grpc.ssl_channel_credentials(server)
+            return grpc.ssl_channel_credentials(server, self._private_pem(), self._members_certificate())
         except ValueError:
             raise Unreachable("its record names no session key to know it by", peer=candidate.peer_id) from None
+
+    def _members_certificate(self) -> bytes:
+        assert self._members_key is not None
+        issuer = _issuer(_point(self._members_key.public_key()))
+        return _certificate(SERVER_NAME, issuer, self._private_key.public_key(), self._members_key)
 
     def _private_pem(self) -> bytes:
         return self._private_key.private_bytes(
@@ -92,6 +112,11 @@ def _certificate(
         .sign(signed_by, hashes.SHA256())
     )
     return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _members_key(invitation: Invitation) -> ec.EllipticCurvePrivateKey:
+    """The same for all who are invited to the run."""
+    return ec.derive_private_key(int.from_bytes(invitation.tls_seed(), "big") % (_ORDER - 1) + 1, _CURVE)
 
 
 def _issuer(key: bytes) -> str:

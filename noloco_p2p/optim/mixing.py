@@ -34,6 +34,28 @@ ROWS: tuple[tuple[float, Mixing], ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What two partners mix by: each computes it from what both told, and gets the same.
+
+    weight: of all half-differences, below 1 between peers that are many rounds apart. partner_share: of the inner steps
+    of both rounds; it is one side's own, and the two add up to 1.
+    """
+
+    inner_steps: float
+    weight: float = 1.0
+    partner_share: float = 0.5
+
+
+def gradient_weight(outer: OuterSpec, agreed: Agreement) -> float:
+    """What the half-difference of the outer gradients is multiplied by.
+
+    Own gradient + weight x h. With `outer.weigh_tokens` a gradient counts by the tokens behind it: own + 2 share h is
+    the weighted mean of the two, and the sum of the vectors, each times its tokens, stays what it was.
+    """
+    return agreed.weight * (2 * agreed.partner_share if outer.weigh_tokens else 1.0)
+
+
 def agreed_inner_steps(one: int, other: int) -> float:
     """The round length that two partners mix by: the geometric mean, the same bits whoever computes it.
 
@@ -45,6 +67,12 @@ def agreed_inner_steps(one: int, other: int) -> float:
 def strengths(outer: OuterSpec, inner_steps: float) -> Mixing:
     """Those of the spec, or with "auto" those for rounds of `inner_steps`, on which both partners agree."""
     return mixing_for(inner_steps) if outer.is_auto else Mixing(outer.alpha, outer.beta, outer.gamma)
+
+
+def late_beta(outer: OuterSpec, agreed: Agreement) -> float:
+    """What the half-difference of a gradient that came after its boundary is multiplied by: all that its swap agreed
+    on, as the partner has used the same."""
+    return strengths(outer, agreed.inner_steps).beta * gradient_weight(outer, agreed)
 
 
 def mixing_for(inner_steps: float) -> Mixing:

@@ -59,7 +59,7 @@ class _Lockstep:
             sent_bytes=sent_bytes,
             sent_per_parameter_step=sent_bytes / steps / self.num_elements,
             steps=steps,
-            **dict.fromkeys(("swapped", "half", "alone", "late"), 0),
+            **dict.fromkeys(("swapped", "half", "alone", "refused", "clipped", "cut_share", "late"), 0),
             **dict.fromkeys(("modulo_chunks", "plain_chunks", "broken_chunks"), 0),
             virtual_s=self.virtual_s,
             curve=tuple(self.curve),

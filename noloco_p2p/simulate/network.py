@@ -12,7 +12,7 @@ from noloco_p2p.errors import TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Chunk, FetchItem, FetchWant, Frame, Grid, Hello, PeerStatus
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.testing.link_proxy import BUFFER_S, PROFILES, LinkProfile, Shape
-from noloco_p2p.testing.memory import MemoryNetwork
+from noloco_p2p.testing.memory import MemoryNetwork, Wrap, unchanged
 
 FRAME_BYTES = 64  # of a frame beside its payload
 IDEAL = LinkProfile("ideal", down_mbit_s=float("inf"), up_mbit_s=float("inf"), delay_ms=0, jitter_ms=0)
@@ -88,11 +88,12 @@ class LinkNetwork(MemoryNetwork):
 
 
 class LinkTransport:
-    """Calls of one peer over a LinkNetwork."""
+    """Calls of one peer over a LinkNetwork. `wrap` is put around the streams that are opened."""
 
-    def __init__(self, network: LinkNetwork, hello: Callable[[], Hello]) -> None:
+    def __init__(self, network: LinkNetwork, hello: Callable[[], Hello], *, wrap: Wrap = unchanged) -> None:
         self._network = network
         self._hello = hello
+        self._wrap = wrap
 
     async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> FrameStream:
         called = candidate.peer_id
@@ -101,7 +102,7 @@ class LinkTransport:
         await asyncio.sleep(2 * self._network.delay_s(own_id, called))  # a handshake
         assert stream.other is not None
         self._network.call(called, stream.other)
-        return stream
+        return self._wrap(stream)
 
     async def status(self, candidate: Candidate, *, swap_id: bytes = b"", timeout_s: float) -> PeerStatus:
         service = self._network.service(candidate.peer_id)

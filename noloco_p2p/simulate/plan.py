@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from noloco_p2p.errors import SettingsError
+from noloco_p2p.optim.gates import LIMITS, GateLimits
 from noloco_p2p.simulate.network import IDEAL, LINKS
 from noloco_p2p.testing.link_proxy import LinkProfile
 
@@ -55,6 +56,8 @@ class Plan:
     links: tuple[LinkProfile, ...] = (IDEAL,)
     churn: Churn = Churn()
     closing_rounds: int = 0  # after the schedule: mixing without training
+    gates: GateLimits = LIMITS  # of all replicas
+    attackers: tuple[tuple[int, str], ...] = ()  # replica, name of its `hostile.Attack`; results do not count them
     evaluations: int = 4  # points of the curve of validation loss
 
     def seconds_per_step(self, replica: int) -> float:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator, Mapping
 
-from noloco_p2p.gossip.fetch import StateServer
+from torch import Tensor
+
+from noloco_p2p.gossip.donor import StateServer
 from noloco_p2p.gossip.frames import Hello, SectionName
 from noloco_p2p.gossip.live_round import Opening
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
@@ -14,14 +17,16 @@ from noloco_p2p.gossip.round_length import RoundLength
 from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.gossip.service import PeerService
-from noloco_p2p.optim.mixing import strengths
+from noloco_p2p.optim.gates import LIMITS, GateLimits
+from noloco_p2p.optim.mixing import gradient_weight, late_beta, strengths
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.network import LinkDirectory, LinkNetwork, LinkTransport
 from noloco_p2p.simulate.result import Point
+from noloco_p2p.testing.memory import Wrap, unchanged
 from noloco_p2p.train.inner_step import InnerStep
 from noloco_p2p.train.loop import AT_END
-from noloco_p2p.train.outer_state import OuterState, progress_after
+from noloco_p2p.train.outer_state import OuterState, admitted, progress_after
 
 AT_POINT = 1e-6  # progress is a sum of fractions
 CLOSING_WAIT_S = 600.0  # for a partner's vectors in a closing round: nobody trains, so nobody is kept from it
@@ -41,21 +46,27 @@ class Replica:
         absent: float,
         num_points: int,
         seed: int,
+        gates: GateLimits = LIMITS,
+        wrap: Wrap = unchanged,
     ) -> None:
         self.number = number
         self.peer_id = peer_id
         self.model = material.model()
-        self.state = OuterState(self.model)
+        self.state = OuterState(self.model, limits=gates)
         self.inner = InnerStep(self.model, material.spec.train)
         self.progress = 0.0
         self.round = 0
         self.steps = 0
         self.swapped = self.half = self.alone = self.late = 0
+        self.cut_share = 0.0  # sum over swaps, of `Clipped`
+        self.refused = self.clipped = 0  # rounds in which a gate refused or shortened what a partner sent
         self.curve: list[Point] = []
+        self.rounds_s: list[float] = []  # virtual, waiting included
         self._material = material
         self._spec = material.spec
         self._batches = material.batches(peer_id)
         self._network = network
+        self._wrap = wrap
         self._step_s = step_s
         self._absent = absent
         self._absences = random.Random(f"absent/{seed}/{peer_id}")
@@ -69,7 +80,7 @@ class Replica:
         )
         self.runner = RoundRunner(
             hello=lambda: self._hello,
-            transport=LinkTransport(network, lambda: self._hello),
+            transport=LinkTransport(network, lambda: self._hello, wrap=wrap),
             directory=LinkDirectory(network, own_id=peer_id),
             pace=self._pace,
             executor=InlineExecutor(),
@@ -93,7 +104,7 @@ class Replica:
 
     async def run(self, *, closing_rounds: int = 0) -> None:
         """`closing_rounds`: rounds of mixing without training, once the schedule is done."""
-        self._network.add(self.peer_id, self._service)
+        self._network.add(self.peer_id, self._service, wrap=self._wrap)
         try:
             while self.progress < AT_END and not self._is_leaving:
                 await self._round()
@@ -106,13 +117,15 @@ class Replica:
     # one round
 
     async def _round(self) -> None:
+        began_s = self._now_s()
         is_absent = self._absences.random() < self._absent
         if is_absent:
             self._network.vanish(self.peer_id)
-        inner_steps = self._length.next(self._pace.seconds_per_step)
-        self._pace.open_round(self._now_s(), inner_steps=inner_steps)
+        step_s = self._pace.seconds_per_step
+        inner_steps = self._length.next(step_s, others_s=self._pace.others_s(self._now_s()))
+        self._pace.open_round(self._now_s(), inner_steps=inner_steps, shortest_round_s=self._length.told_s(step_s))
         if not is_absent:
-            self._network.add(self.peer_id, self._service)
+            self._network.add(self.peer_id, self._service, wrap=self._wrap)
             await self._open()
         for _ in range(inner_steps):
             await self._inner_step()
@@ -122,6 +135,7 @@ class Replica:
             Alone("this replica cannot be reached") if is_absent else await self._boundary(self._spec.outer.max_wait_s)
         )
         self._apply(outcome, inner_steps=inner_steps)
+        self.rounds_s.append(self._now_s() - began_s)
         self._note_point()
 
     async def _inner_step(self) -> None:
@@ -133,22 +147,30 @@ class Replica:
         await self._apply_late()
 
     async def _open(self) -> None:
-        state = {
+        await self.runner.open(
+            Opening(self.round, self.progress, self._spec.train.total_steps, dict(self._sent_state())), self._plans
+        )
+
+    def _sent_state(self) -> Mapping[SectionName, Tensor]:
+        return {
             SectionName.SLOW_WEIGHTS: self.state.slow_weights,
             SectionName.OUTER_MOMENTUM: self.state.outer_momentum,
         }
-        await self.runner.open(Opening(self.round, self.progress, state), self._plans)
+
+    def _sent_gradient(self) -> Iterator[Tensor]:
+        return self.state.outer_gradient()
 
     async def _boundary(self, wait_s: float) -> Outcome:
         if await self.runner.begin_stage():
             codec = self._plans[-1].codec
-            for chunk in self.state.outer_gradient():
+            for chunk in self._sent_gradient():
                 self.runner.stage(codec.encode(chunk))
         outcome = await self.runner.collect(wait_s)
         await self._apply_late()
         return outcome
 
     def _apply(self, outcome: Outcome, *, inner_steps: int) -> None:
+        outcome, verdict = admitted(outcome, self.state)
         match outcome:
             case Swapped(received):
                 self.swapped += 1
@@ -160,8 +182,19 @@ class Replica:
         link = outcome.link if isinstance(outcome, Alone) else outcome.received.link
         if link:
             self._length.note(link)
-        mixing = strengths(self._spec.outer, received.agreed_inner_steps if received else inner_steps)
-        self.state.step(received, alpha=mixing.alpha, beta=mixing.beta, gamma=mixing.gamma)
+        mixing = strengths(self._spec.outer, received.agreed.inner_steps if received else inner_steps)
+        share = gradient_weight(self._spec.outer, received.agreed) if received else 1.0
+        clipped = self.state.step(
+            received,
+            alpha=mixing.alpha,
+            beta=mixing.beta,
+            gamma=mixing.gamma,
+            gradient_weight=share,
+            scales=verdict.scales,
+        )
+        self.refused += bool(verdict.refusal)
+        self.cut_share += clipped.cut_share
+        self.clipped += clipped.num_clipped > 0 or verdict.scales.partner < 1
         if received:
             self.progress = progress_after(self.progress, received, inner_steps=inner_steps, spec=self._spec)
         self.round += 1
@@ -169,9 +202,13 @@ class Replica:
     async def _apply_late(self) -> None:
         correction = await self.runner.take_correction(self.round)
         if correction:
-            self.state.correct(correction, beta=strengths(self._spec.outer, correction.agreed_inner_steps).beta)
+            verdict = self.state.judge(correction.gradient, correction.agreed)
+            if not verdict.refusal:
+                beta = late_beta(self._spec.outer, correction.agreed)
+                self.state.correct(correction, beta=beta, scales=verdict.scales)
+                self.late += 1
+            self.refused += bool(verdict.refusal)
             self.runner.corrected()
-            self.late += 1
 
     async def _closing_round(self) -> None:
         """Mixing without training, with gamma 1: both partners go to the middle."""

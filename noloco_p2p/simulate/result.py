@@ -46,12 +46,16 @@ class Result:
     swapped: int  # rounds, of all replicas
     half: int
     alone: int
+    refused: int  # rounds that a gate made lonely, and late gradients that one refused
+    clipped: int  # rounds in which a gate shortened what a partner sent
+    cut_share: float  # of the length of the offsets, mean over swaps
     late: int  # gradients that came after their boundary, and were applied
     modulo_chunks: int
     plain_chunks: int
     broken_chunks: int
     virtual_s: float
     curve: tuple[Point, ...]
+    rounds_s: tuple[float, ...] = ()  # virtual seconds of a round, for each replica the median of its second half
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

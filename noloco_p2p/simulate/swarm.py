@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from statistics import median
 from typing import Any
 
 from noloco_p2p.codec import num_chunks
 from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.optim.rules import NOLOCO
 from noloco_p2p.simulate.clock import run_virtual
+from noloco_p2p.simulate.hostile import Attack, HostileReplica, streams_of
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.network import Link, LinkNetwork
 from noloco_p2p.simulate.plan import Event, Plan
 from noloco_p2p.simulate.replica import Replica
 from noloco_p2p.simulate.result import Result, judge
+from noloco_p2p.testing.memory import unchanged
 from noloco_p2p.train.flat import FlatParameters
 
 LISTED_S = 60.0  # after a crash: the life of a record
@@ -30,6 +33,11 @@ def simulate_swarm(material: Material, plan: Plan, *, on_made: Callable[[list[Re
 def peer_name(replica: int) -> str:
     """It orders the data of the replica, too."""
     return f"replica-{replica}"
+
+
+def _late_median(values: Sequence[float]) -> float:
+    """Of the second half, when lengths have settled; 0 where there is none."""
+    return median(values[len(values) // 2 :]) if values else 0.0
 
 
 class _Swarm:
@@ -47,6 +55,7 @@ class _Swarm:
         self.replicas: dict[int, Replica] = {}
         self.runs: dict[int, asyncio.Task[None]] = {}
         self.crashed: set[int] = set()
+        self.attacks = {number: Attack(name) for number, name in plan.attackers}
 
     async def run(self, on_made: Callable[[list[Replica]], None] | None) -> Result:
         churn = self.plan.churn
@@ -70,7 +79,8 @@ class _Swarm:
     def _start(self, number: int) -> Replica:
         plan, name = self.plan, peer_name(number)
         self.network.links[name] = Link.of(plan.link(number), seed=number)
-        replica = self.replicas[number] = Replica(
+        attack = self.attacks.get(number)
+        replica = self.replicas[number] = (HostileReplica if attack else Replica)(
             number,
             peer_id=name,
             material=self.material,
@@ -79,7 +89,11 @@ class _Swarm:
             absent=plan.churn.absent,
             num_points=plan.evaluations,
             seed=plan.seed,
+            gates=plan.gates,
+            wrap=streams_of(attack) if attack else unchanged,
         )
+        if attack and isinstance(replica, HostileReplica):
+            replica.attack_with(attack, seed=plan.seed)
         self.runs[number] = asyncio.create_task(self._life(replica))
         return replica
 
@@ -118,8 +132,9 @@ class _Swarm:
         self.network.listed.pop(name, None)
 
     def _result(self) -> Result:
-        everybody = list(self.replicas.values())
-        survivors = [replica for number, replica in self.replicas.items() if number not in self.crashed]
+        honest = {number: replica for number, replica in self.replicas.items() if number not in self.attacks}
+        everybody = list(honest.values())
+        survivors = [replica for number, replica in honest.items() if number not in self.crashed]
         traffic = [replica.runner.traffic for replica in everybody]
         steps = sum(replica.steps for replica in everybody)
         sent_bytes = sum(each.bytes_sent for each in traffic)
@@ -133,10 +148,15 @@ class _Swarm:
             swapped=sum(replica.swapped for replica in everybody),
             half=sum(replica.half for replica in everybody),
             alone=sum(replica.alone for replica in everybody),
+            refused=sum(replica.refused for replica in everybody),
+            clipped=sum(replica.clipped for replica in everybody),
+            cut_share=sum(replica.cut_share for replica in everybody)
+            / max(1, sum(replica.swapped + replica.half for replica in everybody)),
             late=sum(replica.late for replica in everybody),
             modulo_chunks=sum(each.modulo_chunks for each in traffic),
             plain_chunks=sum(each.plain_chunks for each in traffic),
             broken_chunks=sum(each.broken_chunks for each in traffic),
             virtual_s=asyncio.get_running_loop().time(),
             curve=tuple(point for replica in everybody for point in replica.curve),
+            rounds_s=tuple(_late_median(replica.rounds_s) for replica in everybody),
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from noloco_p2p.gossip.fetch import StateServer
+from noloco_p2p.gossip.donor import StateServer
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, SectionName
 from noloco_p2p.gossip.live_round import Opening
 from noloco_p2p.gossip.outcome import Alone
@@ -164,7 +164,7 @@ class _Walker:
         self.transport.num_offers = 0
         self.pace.open_round(loop.time())
         state = {SectionName.SLOW_WEIGHTS: self.vector, SectionName.OUTER_MOMENTUM: zero}
-        await self.runner.open(Opening(index, 0.0, state), self.plans)
+        await self.runner.open(Opening(index, 0.0, plan.num_rounds * plan.inner_steps, state), self.plans)
         for _ in range(plan.inner_steps):
             await asyncio.sleep(self.step_s * self.rng.uniform(0.98, 1.02))
             self.pace.step(loop.time())

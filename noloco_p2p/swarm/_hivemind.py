@@ -11,14 +11,20 @@ import asyncio
 import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from noloco_p2p.errors import DirectoryError
+from noloco_p2p.swarm.clock import CLOCK, Offset
 
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
-    from hivemind.p2p import P2P
+    from hivemind.p2p import P2P, PeerID
+
+logger = logging.getLogger(__name__)
+
+StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 WAIT_TIMEOUT_S = 3.0  # hivemind's limit for one call to one other node
 
@@ -33,6 +39,9 @@ def load() -> None:
     import hivemind.dht.node  # noqa: F401
     from hivemind.utils.logging import use_hivemind_log_handler
 
+    for name, module in list(sys.modules.items()):  # its time is time.time, which jumps when a machine's clock is set
+        if name.startswith("hivemind.") and "get_dht_time" in vars(module):
+            vars(module)["get_dht_time"] = CLOCK.now
     torch.multiprocessing.set_sharing_strategy(strategy)
     logging.addLevelName(logging.WARNING, warning_name)
     use_hivemind_log_handler("nowhere")
@@ -73,6 +82,8 @@ async def attach(control_socket: str) -> P2P:
 async def detach(p2p: P2P) -> None:
     """Close a client, dead daemon or not, and see its tasks off: hivemind leaves their exceptions to be logged."""
     tasks = connection_tasks(p2p)
+    if p2p._listen_task is not None:
+        tasks.append(p2p._listen_task)
     await p2p.shutdown()
     await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -94,9 +105,10 @@ async def create_dht(p2p: P2P, *, is_client: bool) -> DHTNode:
     from hivemind.dht.node import DHTNode
     from hivemind.dht.routing import DHTID
 
+    from noloco_p2p.swarm.storage import NewestStorage
     from noloco_p2p.swarm.validator import RecordValidator
 
-    return await DHTNode.create(
+    node = await DHTNode.create(
         p2p,
         node_id=DHTID.generate(source=str(p2p.peer_id)),
         client_mode=is_client,
@@ -107,6 +119,8 @@ async def create_dht(p2p: P2P, *, is_client: bool) -> DHTNode:
         cache_nearest=0,
         reuse_get_requests=False,
     )
+    node.protocol.storage = NewestStorage()
+    return node
 
 
 async def connect(p2p: P2P, peer_id: str, addresses: Sequence[str]) -> None:
@@ -118,14 +132,61 @@ async def connect(p2p: P2P, peer_id: str, addresses: Sequence[str]) -> None:
     await client.connect(PeerID.from_base58(peer_id), [Multiaddr(address) for address in addresses])
 
 
-async def greet(dht: DHTNode, peer_id: str) -> bool:
-    """Enter each other's routing tables, and learn this node's neighbours. False when the peer is no DHT node."""
+async def open_stream(p2p: P2P, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Raw bytes both ways to a peer that libp2p is connected to, or can dial."""
     from hivemind.p2p import PeerID
 
-    if await dht.protocol.call_ping(PeerID.from_base58(peer_id)) is None:
-        return False
+    _, reader, writer = await p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), protocol)
+    return reader, writer
+
+
+async def remote_addresses(p2p: P2P) -> list[tuple[str, str]]:
+    """(peer id, multiaddr) of every connection."""
+    return [(str(peer.peer_id), str(address)) for peer in await p2p.list_peers() for address in peer.addrs]
+
+
+async def handle_streams(p2p: P2P, protocol: str, handler: StreamHandler) -> None:
+    """From now on `handler` gets (peer id, reader, writer) of each stream of this protocol; it is closed for it."""
+
+    async def on_stream(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await handler(str(info.peer_id), reader, writer)
+        except (OSError, EOFError, RuntimeError) as error:  # TimeoutError is an OSError
+            logger.debug("a stream of %s ended: %s", protocol, error)
+        finally:
+            writer.close()
+
+    await p2p.add_binary_stream_handler(protocol, on_stream)
+
+
+async def greet(dht: DHTNode, peer_id: str) -> Offset | None:
+    """Enter each other's routing tables, and learn this node's neighbours.
+
+    Gives how far the peer's clock is from ours; None when it is no DHT node.
+    """
+    from hivemind.p2p import PeerID
+
+    peer = PeerID.from_base58(peer_id)
+    if await dht.protocol.call_ping(peer) is None:
+        return None
+    offset = await _offset(dht, peer)
     await dht.find_nearest_nodes([dht.node_id])
-    return True
+    return offset
+
+
+async def _offset(dht: DHTNode, peer: PeerID) -> Offset:
+    from hivemind.proto import dht_pb2
+
+    request: Any = vars(dht_pb2)["PingRequest"]()
+    asked_s, wall_s = time.monotonic(), CLOCK.now()
+    answer: Any = await dht.protocol.get_stub(peer).rpc_ping(request, timeout=WAIT_TIMEOUT_S)
+    unsure_s = (time.monotonic() - asked_s) / 2
+    return Offset(answer.dht_time - (wall_s + unsure_s), unsure_s)
+
+
+async def answers(p2p: P2P) -> None:
+    """Returns when the daemon has answered a question."""
+    await p2p.get_visible_maddrs(latest=True)
 
 
 def routing_table(dht: DHTNode) -> set[str]:

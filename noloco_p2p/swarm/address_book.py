@@ -15,6 +15,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+CIRCUIT = "/p2p-circuit"
 MAX_PEERS = 64
 MAX_ADDRESSES = 4  # of one peer
 MAX_FILE_BYTES = 256 * 1024
@@ -67,6 +68,7 @@ def _belongs(address: object, peer_id: str) -> bool:
         isinstance(address, str)
         and len(address) <= MAX_ADDRESS_CHARS
         and address.startswith("/")
+        and CIRCUIT not in address  # good for calls while a relay keeps it, and no way into the DHT
         and address.endswith(f"/p2p/{peer_id}")
     )
 

@@ -41,12 +41,29 @@ def routable_host(listen_host: str) -> str:
     """The address that others can dial: the one listened on, or for all of them the one of the default route."""
     if not is_wildcard(listen_host):
         return _plain(listen_host)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    # Documentation addresses (RFC 5737, RFC 3849): they choose a route, and nothing is sent. :: takes IPv4 calls too.
+    ways = [(socket.AF_INET, "192.0.2.1")]
+    if ":" in listen_host:
+        ways.insert(0, (socket.AF_INET6, "2001:db8::1"))
+    for family, target in ways:
         try:
-            probe.connect(("192.0.2.1", 9))  # a documentation address (RFC 5737): chooses a route, sends nothing
-            return probe.getsockname()[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, 9))
+                return probe.getsockname()[0]
         except OSError:
-            return "127.0.0.1"
+            continue
+    return "127.0.0.1"
+
+
+def host_port(host: str, port: int) -> str:
+    """HOST:PORT, an IPv6 address in brackets."""
+    plain = _plain(host)
+    return f"[{plain}]:{port}" if ":" in plain else f"{plain}:{port}"
+
+
+def host_of(address: str) -> str:
+    """The host of HOST:PORT, without brackets."""
+    return address.rpartition(":")[0].strip("[]")
 
 
 def is_public(host: str) -> bool:
@@ -62,6 +79,11 @@ def any_public(multiaddrs: Iterable[str]) -> bool:
     """Whether one of these (with peer id or without) leads to a public address or name."""
     targets = (tcp_target(multiaddr.partition("/p2p/")[0]) for multiaddr in multiaddrs)
     return any(is_public(target[0]) for target in targets if target)
+
+
+def only_public(multiaddrs: Iterable[str]) -> list[str]:
+    """Those that machines of other networks may be able to dial."""
+    return [multiaddr for multiaddr in multiaddrs if any_public([multiaddr])]
 
 
 def split_peer_id(multiaddr: str) -> tuple[str, str]:

@@ -118,6 +118,9 @@ class Daemon:
                 os.unlink(self.control_socket)
         await asyncio.wait({self._reader})
 
+    def kill(self) -> None:
+        self._signal("kill")
+
     def _signal(self, verb: str) -> None:
         if self._process.returncode is None:
             with suppress(ProcessLookupError):

@@ -5,6 +5,7 @@
                 first and while nobody is there
     dial        bootstraps and peers met before, again and again while they are missing
     freshen     ask for a random key every 30 s, which keeps routing tables alive: a bucket of another depth
+    copies      read what is stored under the own peer id, before every heartbeat: a copied key is noticed
 
 Nothing here stops the peer: without any other node the directory is up, and empty.
 """
@@ -26,7 +27,7 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity, short_id
 from noloco_p2p.swarm.address_book import AddressBook
-from noloco_p2p.swarm.addresses import split_peer_id
+from noloco_p2p.swarm.addresses import only_public, split_peer_id
 from noloco_p2p.swarm.buckets import (
     MAX_DEPTH,
     Bucket,
@@ -37,10 +38,13 @@ from noloco_p2p.swarm.buckets import (
     random_bucket,
     within_limit,
 )
+from noloco_p2p.swarm.clock import CLOCK, Offset, check_clock
+from noloco_p2p.swarm.copies import CopyWatch
 from noloco_p2p.swarm.daemon import ListenOn
 from noloco_p2p.swarm.dialing import DialPlan
 from noloco_p2p.swarm.node import CALL_S, SwarmNode, end_tasks
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, RecordError, decode_record, encode_record
+from noloco_p2p.swarm.relay import Relay
 from noloco_p2p.swarm.view import View
 
 logger = logging.getLogger(__name__)
@@ -93,13 +97,19 @@ class SwarmDirectory:
         spec_digest: str | None,
         describe: Callable[[], PeerRecord | None] | None,
         timing: Timing,
+        on_copy: Callable[[PeerRecord], None],
+        ignores: Callable[[PeerRecord], bool],
     ) -> None:
+        self.is_abroad: Callable[[], bool] = lambda: False
         self._node = node
         self._identity = identity
         self._address_book = address_book
         self._spec_digest = spec_digest
         self._describe = describe
         self._timing = timing
+        self._on_copy = on_copy
+        self._ignores = ignores
+        self._copies = CopyWatch()
         self._plan = DialPlan(identity.peer_id, _by_peer(bootstraps), longest_pause_s=timing.dial_s)
         self._view = View(identity.peer_id)
         rng = random.SystemRandom()
@@ -113,6 +123,9 @@ class SwarmDirectory:
         self._announcing = asyncio.Lock()
         self._dial_now = asyncio.Event()
         self._somebody = asyncio.Event()
+        self._has_dialled = asyncio.Event()
+        self._offsets: dict[str, Offset] = {}  # of the clocks of nodes, while it is not known whose is right
+        self._clock_is_right = False
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -130,8 +143,15 @@ class SwarmDirectory:
         spec_digest: str | None,
         describe: Callable[[], PeerRecord | None] | None = None,
         timing: Timing | None = None,
+        on_copy: Callable[[PeerRecord], None] = lambda record: None,
+        ignores: Callable[[PeerRecord], bool] = lambda record: False,
+        relays: bool = True,
     ) -> SwarmDirectory:
         """Returns when the own node is up (seconds, for the import); peers are dialled in the background.
+
+        `on_copy` is called, perhaps again and again, when a later start with the same key announces itself. Records
+        for which `ignores` is true are never seen: of peers that are not invited, or banned.
+        `relays`: calls to peers that nobody can dial are passed on, and count as traffic of this machine.
 
         Raises DirectoryError when the port is taken, the daemon cannot run, or a bootstrap is no address.
         """
@@ -141,6 +161,8 @@ class SwarmDirectory:
         is_monitor = spec_digest is not None and describe is None
         listen_on = ListenOn(listen_host, listen_port, announce_host, announce_port)
         node = await SwarmNode.start(identity_path, identity.peer_id, listen_on, is_client=is_monitor)
+        if relays and not is_monitor:
+            await Relay(node).start()
         directory = cls(
             node,
             identity,
@@ -149,6 +171,8 @@ class SwarmDirectory:
             spec_digest=spec_digest,
             describe=describe,
             timing=timing or Timing(),
+            on_copy=on_copy,
+            ignores=ignores,
         )
         directory._run()
         return directory
@@ -156,6 +180,11 @@ class SwarmDirectory:
     @property
     def identity(self) -> Identity:
         return self._identity
+
+    @property
+    def node(self) -> SwarmNode:
+        """For streams of other protocols over the same daemon."""
+        return self._node
 
     @property
     def peer_id(self) -> str:
@@ -207,8 +236,11 @@ class SwarmDirectory:
         return time.monotonic() - self._read_at_s
 
     def multiaddrs(self) -> list[str]:
-        """Where this node can be dialled, the announced host first; each ends in /p2p/PEER_ID."""
-        return self._node.multiaddrs()
+        """Where this node can be dialled, the announced host first; each ends in /p2p/PEER_ID.
+
+        In a swarm on public addresses those of private networks are left out.
+        """
+        return only_public(self._node.multiaddrs()) if self.is_abroad() else self._node.multiaddrs()
 
     def neighbours(self) -> set[str]:
         """Ids of DHT nodes that answered lately, whatever run they are of."""
@@ -219,11 +251,16 @@ class SwarmDirectory:
         return self._plan.failures()
 
     async def wait_for_peers(self, timeout_s: float) -> bool:
-        """Wait until a live peer of the run is known; False when none was within `timeout_s`."""
+        """Wait until a live peer of the run is known; False when none was within `timeout_s`.
+
+        Raises DirectoryError when the clock of this machine is not that of the others.
+        """
+        check_clock(self._offsets)
         try:
             await asyncio.wait_for(self._somebody.wait(), timeout_s)
         except TimeoutError:
             return False
+        check_clock(self._offsets)
         return True
 
     async def wait_until_whole(self, timeout_s: float) -> bool:
@@ -234,6 +271,12 @@ class SwarmDirectory:
                 return False
             await asyncio.sleep(WHOLE_POLL_S)
         return True
+
+    async def check_clock(self, timeout_s: float) -> None:
+        """Wait until those to enter through have been tried once. Raises DirectoryError, as `wait_for_peers` does."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._has_dialled.wait(), timeout_s)
+        check_clock(self._offsets)
 
     async def announce_now(self) -> None:
         """Store the own record now, after a change of state. Raises DirectoryError; the next heartbeat tries again."""
@@ -267,7 +310,7 @@ class SwarmDirectory:
             some = within_limit(entries, self._rng)
             reads.append((bucket, self._readable(bucket, some), len(some) / len(entries) if entries else 1.0))
         everybody = [record for _, records, _ in reads for record in records]
-        news = self._view.merge(everybody, now_s=time.monotonic(), dht_now_s=time.time())
+        news = self._view.merge(everybody, now_s=time.monotonic(), dht_now_s=CLOCK.now())
         for record in news:
             self._address_book.remember(record.peer_id, record.multiaddrs)
         if self.live():
@@ -329,8 +372,23 @@ class SwarmDirectory:
         self._dial_now.set()
 
     async def _beat(self) -> float:
+        with suppress(DirectoryError):
+            await self._look_for_copies()
         await self._announce(None, timeout_s=self._timing.heartbeat_s)
         return self._timing.heartbeat_s
+
+    async def _look_for_copies(self) -> None:
+        """What is stored under the own peer id must be the own word."""
+        own = self._describe() if self._describe else None
+        if own is None or self._spec_digest is None:
+            return
+        buckets = [bucket_of(self.peer_id, depth) for depth in self._census.depths(time.monotonic())]
+        keys = [bucket.key(self._spec_digest) for bucket in buckets]
+        stored = await asyncio.gather(*(self._node.get(key, timeout_s=self._timing.heartbeat_s) for key in keys))
+        for bucket, entries in zip(buckets, stored, strict=True):
+            for found in self._readable(bucket, {k: v for k, v in entries.items() if k == self.peer_id}):
+                if self._copies.must_stop(own, found):
+                    self._on_copy(found)
 
     async def _look(self) -> float:
         await self.refresh_now()
@@ -352,10 +410,16 @@ class SwarmDirectory:
         return self._timing.freshen_s
 
     async def _dial(self) -> float:
-        due = self._plan.due(self._address_book.addresses(), self._node.neighbours(), now_s=time.monotonic())
+        heard_of = {record.peer_id for record, _ in self.records()}
+        book, near = self._address_book.addresses(), self._node.neighbours()
+        due = self._plan.due(book, near, heard_of=heard_of, now_s=time.monotonic())
         reached = await asyncio.gather(*(self._dial_one(peer, addresses) for peer, addresses in due.items()))
+        self._has_dialled.set()
         if any(reached):
+            self._look_at_clocks()
             await self._meet()
+        if not self._clock_is_right and not self._node.neighbours():
+            CLOCK.follow_wall()
         await asyncio.to_thread(self._address_book.save)
         self._dial_now.clear()
         with suppress(TimeoutError):
@@ -364,14 +428,29 @@ class SwarmDirectory:
 
     async def _dial_one(self, peer_id: str, multiaddrs: Sequence[str]) -> bool:
         try:
-            await self._node.dial(peer_id, [split_peer_id(multiaddr)[0] for multiaddr in multiaddrs])
+            offset = await self._node.dial(peer_id, [split_peer_id(multiaddr)[0] for multiaddr in multiaddrs])
         except DirectoryError as error:
             logger.debug("%s", error)
             self._plan.failed(peer_id, str(error), now_s=time.monotonic())
             return False
         logger.info("entered the DHT through %s", short_id(peer_id))
+        self._plan.reached(peer_id, now_s=time.monotonic())
+        CLOCK.heard(offset.seconds)
+        if not self._clock_is_right:
+            self._offsets[peer_id] = offset
         self._address_book.remember(peer_id, multiaddrs)
         return True
+
+    def _look_at_clocks(self) -> None:
+        """Once others agree on the time, or nobody asked, this peer never doubts it again."""
+        try:
+            check_clock(self._offsets)
+        except DirectoryError as error:
+            logger.warning("%s", error)
+            self._somebody.set()  # who waits is told
+        else:
+            self._clock_is_right = True
+            self._offsets.clear()
 
     async def _meet(self) -> None:
         """New neighbours: tell them of this peer, and look for the peers that they know."""
@@ -411,13 +490,13 @@ class SwarmDirectory:
                 raise fault
 
     def _next_sequence(self) -> int:
-        """Rises over restarts too: milliseconds of the wall clock, or one more than the last."""
-        self._sequence = max(self._sequence + 1, int(time.time() * 1000))
+        """Rises over restarts too: milliseconds of DHT time, or one more than the last."""
+        self._sequence = max(self._sequence + 1, int(CLOCK.now() * 1000))
         return self._sequence
 
     def _next_expiry_s(self) -> float:
         """A DHT node keeps the record that expires last, so the newest must."""
-        self._expires_at_s = max(self._expires_at_s + EXPIRY_SLACK_S, time.time() + TTL_S)
+        self._expires_at_s = max(self._expires_at_s + EXPIRY_SLACK_S, CLOCK.now() + TTL_S)
         return self._expires_at_s
 
     def _readable(self, bucket: Bucket, entries: dict[str, tuple[bytes, float]]) -> list[PeerRecord]:
@@ -430,7 +509,8 @@ class SwarmDirectory:
                 logger.debug("ignored what is stored for %s: %s", short_id(subkey), error)
                 continue
             is_own_word = record.peer_id == subkey and record.spec_digest == self._spec_digest
-            if is_own_word and bucket.holds(subkey) and abs(record.expires_at_s - expires_at_s) <= EXPIRY_SLACK_S:
+            is_in_time = abs(record.expires_at_s - expires_at_s) <= EXPIRY_SLACK_S
+            if is_own_word and bucket.holds(subkey) and is_in_time and not self._ignores(record):
                 records.append(record)
         return records
 

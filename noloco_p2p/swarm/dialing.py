@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 FIRST_PAUSE_S = 1.0
-ENOUGH_NEIGHBOURS = 16  # with so many, only bootstraps that are missing are dialled: that is what merges islands
+ENOUGH_NEIGHBOURS = 16  # with so many, only bootstraps and peers that fell silent are dialled
+LOST_PEERS = 8  # of the missing ones, those heard of last: they may be alive on the other side of a cut
+LONGEST_PAUSE_LOST_S = 20.0  # for them, however long the cut lasts: it heals within half a minute
 
 
 @dataclass(slots=True)
 class _Attempts:
     failures: int = 0
     next_at_s: float = 0.0
+    failed_at_s: float = math.inf
     reason: str = ""
 
 
 class DialPlan:
-    """Bootstraps are tried for ever, every `longest_pause_s` in the end; remembered peers ever more rarely."""
+    """Bootstraps are tried for ever, every `longest_pause_s` in the end, and so are the peers lost last, which is what
+    merges islands; other remembered peers ever more rarely."""
 
     def __init__(
         self,
@@ -32,25 +37,40 @@ class DialPlan:
         self._longest_pause_s = longest_pause_s
         self._longest_pause_remembered_s = longest_pause_remembered_s
         self._attempts: dict[str, _Attempts] = {}
+        self._lost: frozenset[str] = frozenset()
 
     def due(
-        self, remembered: Mapping[str, Sequence[str]], neighbours: Iterable[str], *, now_s: float, most: int = 8
+        self,
+        remembered: Mapping[str, Sequence[str]],
+        neighbours: Iterable[str],
+        *,
+        heard_of: Iterable[str] = (),
+        now_s: float,
+        most: int = 8,
     ) -> dict[str, tuple[str, ...]]:
-        """Peer id -> addresses of those to dial now: missing bootstraps, then remembered peers while few are near."""
+        """Peer id -> addresses of those to dial now: missing bootstraps, then remembered peers, the one met last first.
+
+        `heard_of` are peers whose records arrive: while there are many neighbours, they are not missing.
+        """
         near = {*neighbours, self._own_peer_id}
         for peer in near & self._attempts.keys():
             del self._attempts[peer]
-        targets = dict(self._bootstraps)
-        if len(near) <= ENOUGH_NEIGHBOURS:
-            targets = {peer: tuple(addresses) for peer, addresses in remembered.items()} | targets
-            targets = {peer: self._merged(peer, remembered) for peer in [*self._bootstraps, *targets]}
-        due = [peer for peer in targets if peer not in near and self._next_at_s(peer) <= now_s]
-        return {peer: targets[peer] for peer in due[:most]}
+        known = near | {*heard_of} if len(near) > ENOUGH_NEIGHBOURS else near
+        missing = [peer for peer in remembered if peer not in known and peer not in self._bootstraps]
+        self._lost = frozenset(missing[:LOST_PEERS])
+        targets = [peer for peer in self._bootstraps if peer not in near]
+        targets += missing if len(near) <= ENOUGH_NEIGHBOURS else missing[:LOST_PEERS]
+        due = [peer for peer in targets if self._next_at_s(peer) <= now_s]
+        return {peer: self._merged(peer, remembered) for peer in due[:most]}
+
+    def reached(self, peer_id: str, *, now_s: float) -> None:
+        """It answered, which does not always make it a neighbour: it is left alone for a while."""
+        self._attempts[peer_id] = _Attempts(next_at_s=now_s + self._longest_pause_s)
 
     def failed(self, peer_id: str, reason: str, *, now_s: float) -> None:
         attempts = self._attempts.setdefault(peer_id, _Attempts())
-        longest_s = self._longest_pause_s if peer_id in self._bootstraps else self._longest_pause_remembered_s
-        attempts.next_at_s = now_s + min(longest_s, FIRST_PAUSE_S * 2.0 ** min(attempts.failures, 30))
+        attempts.next_at_s = now_s + FIRST_PAUSE_S * 2.0 ** min(attempts.failures, 30)
+        attempts.failed_at_s = now_s
         attempts.failures += 1
         attempts.reason = reason
 
@@ -60,11 +80,19 @@ class DialPlan:
 
     def failures(self) -> dict[str, str]:
         """Bootstrap -> why it could not be reached the last time."""
-        return {peer: self._attempts[peer].reason for peer in self._bootstraps if peer in self._attempts}
+        tried = {peer: self._attempts[peer] for peer in self._bootstraps if peer in self._attempts}
+        return {peer: attempts.reason for peer, attempts in tried.items() if attempts.failures}
 
     def _next_at_s(self, peer_id: str) -> float:
+        """The longest pause is judged anew each time: a peer may have been forgotten since, or met by others."""
         attempts = self._attempts.get(peer_id)
-        return attempts.next_at_s if attempts else 0.0
+        if attempts is None:
+            return -math.inf
+        if peer_id in self._bootstraps:
+            longest_s = self._longest_pause_s
+        else:
+            longest_s = LONGEST_PAUSE_LOST_S if peer_id in self._lost else self._longest_pause_remembered_s
+        return min(attempts.next_at_s, attempts.failed_at_s + longest_s)
 
     def _merged(self, peer_id: str, remembered: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self._bootstraps.get(peer_id, ()), *remembered.get(peer_id, ()))))

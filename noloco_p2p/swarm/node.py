@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -18,6 +20,7 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import short_id
 from noloco_p2p.swarm import _hivemind
 from noloco_p2p.swarm.addresses import announce_multiaddr, by_reach, tcp_target
+from noloco_p2p.swarm.clock import Offset
 from noloco_p2p.swarm.daemon import Daemon, ListenOn, probe_port
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ CONNECT_S = 8.0
 CALL_S = 15.0
 CLOSE_S = 2.0
 EXIT_S = 0.5  # a dying process is seen by its closed connection first
+PING_S = 2.0
+HUNG_S = 9.0  # without an answer of p2pd; with a restart it is back within 15 s
 RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # the last one again and again
 CANCEL_AGAIN_S = 0.2
 
@@ -51,6 +56,7 @@ class SwarmNode:
         self._dht: DHTNode | None = None
         self._listening: list[str] = []  # multiaddrs without peer id, as the daemon tells them
         self._watchdog: asyncio.Task[None] | None = None
+        self._handlers: dict[str, _hivemind.StreamHandler] = {}
 
     @classmethod
     async def start(
@@ -97,20 +103,43 @@ class SwarmNode:
         """Peer ids in the routing table: DHT nodes that answered lately."""
         return _hivemind.routing_table(self._dht) if self._dht is not None else set()
 
-    async def dial(self, peer_id: str, addresses: Sequence[str]) -> None:
-        """Connect to a peer and enter each other's routing tables. Raises DirectoryError.
+    async def dial(self, peer_id: str, addresses: Sequence[str]) -> Offset:
+        """Connect to a peer and enter each other's routing tables; gives how far its clock is. Raises DirectoryError.
 
         A plain TCP connection is tried first: after each failure of its own, libp2p refuses to dial an address for up
         to five minutes, in which a bootstrap that is back would not be found.
         """
         what = f"dialling {short_id(peer_id)} at {', '.join(addresses)}"
-        answers = await asyncio.gather(*(_knock(address) for address in addresses))
+        answers = await asyncio.gather(*(knock(address) for address in addresses))
         answering = [address for address, fault in zip(addresses, answers, strict=True) if not fault]
         if not answering:
             raise DirectoryError(f"{what}: {answers[0] if answers else 'no address'}")
         await _guard(_hivemind.connect(self._running_p2p(), peer_id, answering), CONNECT_S, what)
-        if not await _guard(_hivemind.greet(self._running_dht(), peer_id), CALL_S, what):
+        offset = await _guard(_hivemind.greet(self._running_dht(), peer_id), CALL_S, what)
+        if offset is None:
             raise DirectoryError(f"{what}: connected, but no DHT node answers there")
+        return offset
+
+    async def open_stream(
+        self, peer_id: str, addresses: Sequence[str], protocol: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Raw bytes to a peer, dialled at `addresses` where libp2p is not connected to it. Raises DirectoryError."""
+        what = f"a stream to {short_id(peer_id)}"
+        if addresses:
+            await _guard(_hivemind.connect(self._running_p2p(), peer_id, addresses), CONNECT_S, what)
+        return await _guard(_hivemind.open_stream(self._running_p2p(), peer_id, protocol), CONNECT_S, what)
+
+    async def remote_address(self, peer_id: str) -> str:
+        """The multiaddr that a connected peer comes from, without its id; empty when it is not connected directly."""
+        found = await _guard(_hivemind.remote_addresses(self._running_p2p()), ATTACH_S, "asking p2pd for its peers")
+        return next((address for peer, address in found if peer == peer_id and tcp_target(address)), "")
+
+    async def handle_streams(self, protocol: str, handler: _hivemind.StreamHandler) -> None:
+        """`handler` gets (peer id, reader, writer) of each stream that others open, after a restart too."""
+        self._handlers[protocol] = handler
+        await _guard(
+            _hivemind.handle_streams(self._running_p2p(), protocol, handler), ATTACH_S, "asking p2pd for streams"
+        )
 
     async def store(
         self, key: str, subkey: str, value: bytes, *, expires_at_s: float, timeout_s: float = CALL_S
@@ -157,6 +186,8 @@ class SwarmNode:
         self._dht = await _guard(
             _hivemind.create_dht(self._p2p, is_client=self._is_client), ATTACH_S, "starting the DHT"
         )
+        for protocol, handler in self._handlers.items():
+            await self.handle_streams(protocol, handler)
 
     async def _tear_down(self) -> None:
         dht, p2p, daemon = self._dht, self._p2p, self._daemon
@@ -180,16 +211,31 @@ class SwarmNode:
             self.on_restart()
 
     async def _lost(self) -> str:
-        """Wait until the daemon has ended, or has closed its connection to us; says which."""
+        """Wait until the daemon has ended, has closed its connection to us, or does not answer; says which."""
         assert self._daemon is not None
         ended = asyncio.create_task(self._daemon.ended())
+        hung = asyncio.create_task(self._hangs())
         try:
             connection = _hivemind.connection_tasks(self._running_p2p())
-            await asyncio.wait({ended, *connection}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ended, hung, *connection}, return_when=asyncio.FIRST_COMPLETED)
+            if hung.done():
+                self._daemon.kill()  # a stopped process does not hear a polite word
             await asyncio.wait({ended}, timeout=EXIT_S)
+            if hung.done():
+                return "it did not answer"
             return ended.result() if ended.done() else "its connection was closed"
         finally:
             ended.cancel()
+            hung.cancel()
+
+    async def _hangs(self) -> None:
+        """Returns when the daemon has been silent for HUNG_S, though this program was not."""
+        answered_s = time.monotonic()
+        while time.monotonic() - answered_s < HUNG_S:
+            await asyncio.sleep(PING_S)
+            with suppress(DirectoryError):
+                await _guard(_hivemind.answers(self._running_p2p()), PING_S, "asking p2pd")
+                answered_s = time.monotonic()
 
     async def _restart(self) -> None:
         for attempt in range(2**31):
@@ -210,7 +256,7 @@ def _port_of(multiaddrs: Sequence[str]) -> int:
     raise DirectoryError(f"p2pd listens nowhere that others could dial ({', '.join(multiaddrs) or 'no address'})")
 
 
-async def _knock(address: str) -> str:
+async def knock(address: str) -> str:
     """Why nobody listens at a TCP address; empty when somebody does, or when it is another kind of address."""
     target = tcp_target(address)
     if target is None:

@@ -68,6 +68,8 @@ class PeerRecord:
     norm: float | None = None  # Euclidean, of the same slow weights
     depths: tuple[int, ...] = ()  # of its buckets, `swarm.buckets`: where it reads, then where else it is; () = (0,)
     session_key: str = ""  # by which its gRPC server is known, base64; a new one at every start
+    started_at_ms: int = 0  # Unix, by its own clock: tells two starts of one key apart
+    mark: str = ""  # of a private run: that an invited peer wrote it
 
 
 KEYS = {
@@ -93,6 +95,7 @@ KEYS = {
     "blocked_s": "wait",
     "depths": "at",
     "session_key": "key",
+    "started_at_ms": "up",
 }
 
 

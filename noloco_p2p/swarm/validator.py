@@ -10,9 +10,9 @@ from functools import lru_cache
 from hivemind.dht.crypto import DHTRecord, RecordValidatorBase
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
-from hivemind.utils.timed_storage import get_dht_time
 
 from noloco_p2p.swarm.buckets import MAX_DEPTH, bucket_of
+from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.records import MAX_RECORD_BYTES, TTL_S, RecordError, open_envelope
 
 EXPIRY_SLACK_S = 1e-3
@@ -34,7 +34,7 @@ class RecordValidator(RecordValidatorBase):
 
 def _is_valid(record: DHTRecord) -> bool:
     values = open_envelope(_unpack(record.value))
-    remaining_s = record.expiration_time - get_dht_time()
+    remaining_s = record.expiration_time - CLOCK.now()
     return (
         record.subkey == DHTProtocol.serializer.dumps(values["id"])
         and record.key in _keys_of(values["id"], values["spec"])

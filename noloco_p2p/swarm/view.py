@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.swarm.reachability import OUTBOUND_ONLY, RELAYED
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 
 MEMORY_S = 2 * TTL_S  # how long a sequence number is remembered, so that an old record cannot raise the dead
@@ -49,11 +50,11 @@ class View:
         return news
 
     def live(self, *, now_s: float, among: Container[str] | None = None) -> list[Candidate]:
-        """Peers that were heard of within the TTL, can be dialled, and are not leaving; only those in `among`."""
+        """Peers that were heard of within the TTL and are not leaving; only those in `among`."""
         return [
             _candidate(record)
-            for record, age_s in self.records(now_s=now_s)
-            if record.state != "leaving" and record.addresses and (among is None or record.peer_id in among)
+            for record, _ in self.records(now_s=now_s)
+            if record.state != "leaving" and (among is None or record.peer_id in among)
         ]
 
     def records(self, *, now_s: float) -> list[tuple[PeerRecord, float]]:
@@ -67,4 +68,13 @@ def _candidate(record: PeerRecord) -> Candidate:
         key = b64decode(record.session_key, validate=True)
     except ValueError:  # whoever dials it is told
         key = b""
-    return Candidate(record.peer_id, record.addresses[0], record.state, record.round, record.progress, key)
+    address = record.addresses[0] if record.addresses else ""
+    return Candidate(
+        record.peer_id,
+        address,
+        record.state,
+        record.round,
+        record.progress,
+        session_key=key,
+        can_be_called=bool(address) and record.reachability not in (OUTBOUND_ONLY, RELAYED),
+    )

@@ -99,8 +99,9 @@ class Bars(_Ticking):
                 self._drawn.start()
             if task not in self._ids:
                 self._ids[task] = self._drawn.add_task(task.what, total=None, told="")
-            told = line(now).removeprefix(f"{task.what}: ")
-            self._drawn.update(TaskID(self._ids[task]), completed=now["done"], total=now["total"], told=told)
+            told = line(now).removeprefix(f"{now['what']}: ")
+            task_id, done, total = TaskID(self._ids[task]), now["done"], now["total"]
+            self._drawn.update(task_id, description=now["what"], completed=done, total=total, told=told)
 
     def leave(self, task: Task) -> None:
         from rich.progress import TaskID

@@ -31,7 +31,23 @@ class Metrics:
     alone_no_answer: int = _metric("counter", "rounds", "alone: who was asked could not be reached or was silent", 0)
     alone_failed: int = _metric("counter", "rounds", "alone: a swap began and broke before anything was committed", 0)
     alone_slow: int = _metric("counter", "rounds", "alone: a swap was running, and not ready at the boundary", 0)
+    alone_refused_state: int = _metric(
+        "counter", "rounds", "alone: what a partner sent came whole, and a gate refused to apply it", 0
+    )
+    refused_not_finite: int = _metric("counter", "swaps", "broken off: a chunk of the partner held NaN or infinity", 0)
+    refused_gradients: int = _metric(
+        "counter", "swaps", "not applied: the partner's outer gradient was over 10 times as long as the own ones", 0
+    )
+    refused_losses: int = _metric(
+        "counter", "rounds", "undone: the swap raised the loss on a private batch; only with --max-loss-rise", 0
+    )
+    clipped_gradients: int = _metric("counter", "swaps", "the partner's outer gradient was shortened", 0)
+    clipped_offsets: int = _metric(
+        "counter", "pieces", "of the partner's slow weights and momentum, shortened to the radius around the own", 0
+    )
+    gated_offsets: int = _metric("counter", "pieces", "of slow weights and momentum that were looked at", 0)
     late: int = _metric("counter", "corrections", "outer gradients that came after their boundary and were applied", 0)
+    catch_ups: int = _metric("counter", "times", "the swarm was far ahead, and the state of a live peer was taken", 0)
     loss: float | None = _metric("gauge", "nats/token", "training loss, mean of the last round", None)
     validation_loss: float | None = _metric(
         "gauge", "nats/token", "on the held-out sequences, at the last evaluation", None

@@ -55,14 +55,21 @@ class Meter:
 
 
 class Task:
-    """One piece of work. `unit` is "bytes" or the plural of what is counted; `total` is None until it is known."""
+    """One piece of work. `unit` is "bytes" or the plural of what is counted; `total` is None until it is known.
 
-    def __init__(self, what: str, *, unit: str, now_s: float) -> None:
-        self.what = what
+    `what`: a sentence, or what gives the one of now.
+    """
+
+    def __init__(self, what: str | Callable[[], str], *, unit: str, now_s: float) -> None:
+        self._what = what
         self.unit = unit
         self.began_s = now_s
         self.total: int | None = None
         self.meter = Meter(now_s=now_s)
+
+    @property
+    def what(self) -> str:
+        return self._what if isinstance(self._what, str) else self._what()
 
     def report(self, done: int, total: int) -> None:
         """For any thread: two assignments and a sample."""
@@ -99,7 +106,7 @@ class Progress:
         self._lock = threading.Lock()
 
     @contextmanager
-    def task(self, what: str, *, unit: str = "") -> Iterator[Report]:
+    def task(self, what: str | Callable[[], str], *, unit: str = "") -> Iterator[Report]:
         """`with progress.task("evaluating", unit="batches") as report: report(1, 20)`; with no unit nothing is told."""
         task = Task(what, unit=unit, now_s=time.monotonic())
         with self._lock:

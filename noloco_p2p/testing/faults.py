@@ -93,6 +93,17 @@ class Truncate:
 
 
 @dataclass(frozen=True, slots=True)
+class Lengthen:
+    """A chunk's payload goes on for `num_bytes` more than was announced."""
+
+    num_bytes: int
+    digests: Digests = "section"
+
+    def alter(self, payload: bytes) -> bytes:
+        return payload + bytes(self.num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class NotFinite:
     """All bits of a chunk's payload are set, which is NaN in every codec."""
 
@@ -128,7 +139,7 @@ class Replace:
     frame: Frame
 
 
-Fault = Cut | Stall | Drop | Repeat | SwapWithNext | FlipBit | Truncate | NotFinite | Announce | Replace
+Fault = Cut | Stall | Drop | Repeat | SwapWithNext | FlipBit | Truncate | Lengthen | NotFinite | Announce | Replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +258,7 @@ class _Direction:
                 return held
             case None:
                 return (self._repair(frame), *held)
-            case FlipBit() | Truncate() | NotFinite() if isinstance(frame, Chunk):
+            case FlipBit() | Truncate() | Lengthen() | NotFinite() if isinstance(frame, Chunk):
                 return (self._repair(_damaged(fault, frame), digests=fault.digests), *held)
             case _:
                 return (*_altered(fault, frame), *held)
@@ -288,7 +299,7 @@ def _altered(fault: Fault, frame: Frame) -> tuple[Frame, ...]:
             raise ValueError(f"{fault} does not fit a {type(frame).__name__}")
 
 
-def _damaged(fault: FlipBit | Truncate | NotFinite, chunk: Chunk) -> Chunk:
+def _damaged(fault: FlipBit | Truncate | Lengthen | NotFinite, chunk: Chunk) -> Chunk:
     payload = fault.alter(bytes(chunk.payload))
     fits = fault.digests != "stale"
     return Chunk(chunk.section, chunk.index, payload, chunk_digest(payload) if fits else chunk.digest)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
+from noloco_p2p.gossip.donor import SavedState, StateServer
 from noloco_p2p.gossip.exchange import Exchange
-from noloco_p2p.gossip.fetch import SavedState, StateServer
 from noloco_p2p.gossip.frames import PROTOCOL_VERSION, Hello, StateManifest
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.runner import RoundRunner
@@ -176,6 +176,10 @@ class MemoryPeer:
 
     def enter(self, *, layout: str, num_elements: int, target: Path | None) -> StateManifest | None:
         self.layout = layout
+        return None
+
+    def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
+        """Nobody is far ahead in memory."""
         return None
 
     def serve_state(self, saved: SavedState) -> None:

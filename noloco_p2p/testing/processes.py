@@ -83,12 +83,17 @@ def noloco(*arguments: str | Path, timeout_s: float = START_S, **environment: st
 
 
 class Command:
-    """A running `noloco` command. Use as a context manager: at its end the process is killed, whatever happened."""
+    """A running `noloco` command. Use as a context manager: at its end the process is killed, whatever happened.
 
-    def __init__(self, *arguments: str | Path, log: Path, **environment: str) -> None:
+    `namespace`: a network namespace to run in, as `ip netns` lists them.
+    """
+
+    def __init__(self, *arguments: str | Path, log: Path, namespace: str = "", **environment: str) -> None:
         self.log = log
         # Tied to our life: a test run that is killed leaves nobody behind.
         launcher = [sys.executable, "-I", "-S", str(launch.__file__), str(os.getpid())]
+        if namespace:
+            launcher = ["ip", "netns", "exec", namespace, *launcher]
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 [*launcher, *_command(arguments)],
@@ -151,15 +156,24 @@ class Command:
 
 
 class PeerProcess(Command):
-    """`noloco join TARGET` with a state folder of its own."""
+    """`noloco join TARGET` with a state folder of its own, on loopback or in a namespace at the address `host`."""
 
-    def __init__(self, target: str | Path, folder: Path, *flags: str, **environment: str) -> None:
+    def __init__(
+        self,
+        target: str | Path,
+        folder: Path,
+        *flags: str,
+        host: str = "127.0.0.1",
+        namespace: str = "",
+        **environment: str,
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self._events_before = 0
-        join = ("join", target, "--state-dir", folder, "--listen", "127.0.0.1:0", "--threads", "1", "--device", "cpu")
+        join = ("join", target, "--state-dir", folder, "--listen", f"{host}:0", "--threads", "1", "--device", "cpu")
         self._events_before = len(self._read())
-        super().__init__(*join, *flags, log=folder / f"log-{time.time_ns()}.txt", **environment)
+        log = folder / f"log-{time.time_ns()}.txt"
+        super().__init__(*join, *flags, log=log, namespace=namespace, **environment)
 
     @property
     def ticket(self) -> str:

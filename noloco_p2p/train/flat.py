@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from blake3 import blake3
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from noloco_p2p.codec import chunk_bounds
 from noloco_p2p.errors import ModelError
 
 
@@ -32,11 +34,16 @@ class FlatParameters:
         self._offsets: list[int] = []
         offset = 0
         for name, param in self.named:
+            self._check(name, param)
             if not param.is_contiguous():
                 raise ModelError(f"{name} is not contiguous in memory; call .contiguous() on it before training")
             self._offsets.append(offset)
             offset += param.numel()
         self.num_elements = offset
+
+    def _check(self, name: str, param: Tensor) -> None:
+        if isinstance(param, DTensor):
+            raise ModelError(f"{name} is sharded over several processes; `noloco join --gpus` trains such models")
 
     def layout(self) -> str:
         """Digest of all names and shapes: two peers can swap only when it is the same."""
@@ -54,18 +61,38 @@ class FlatParameters:
         """
         for piece in self._pieces(start, start + values.numel()):
             place = slice(piece.start, piece.stop)
-            torch.sub(piece.values.float(), values[place].to(piece.values.device), out=out[place])
+            torch.sub(piece.values.float(), values[place].to(piece.values.device, non_blocking=True), out=out[place])
         return out[: values.numel()]
 
     def write(self, start: int, values: Tensor) -> None:
-        """Copy `values` (1-D, any device) over elements [start, start + len)."""
+        """Copy `values` (1-D, any device) over elements [start, start + len).
+
+        From pinned memory it may return before; `values` must then stay as they are until `flush`.
+        """
         for piece in self._pieces(start, start + values.numel()):
-            piece.values.copy_(values[piece.start : piece.stop])
+            piece.values.copy_(values[piece.start : piece.stop], non_blocking=True)
 
     def add(self, start: int, values: Tensor) -> None:
         """Add `values` (1-D, any device) to elements [start, start + len), in place."""
         for piece in self._pieces(start, start + values.numel()):
             piece.values.add_(values[piece.start : piece.stop].to(piece.values.device))
+
+    def flush(self) -> None:
+        """Returns when all that was written is in the model."""
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize(self.device)
+
+    def named_values(self) -> dict[str, Tensor]:
+        """The parameters by name, whole; not to be written to."""
+        return {name: param.detach() for name, param in self.named}
+
+    def take(self, values: Mapping[str, Tensor]) -> None:
+        """The inverse of `named_values`; on any device."""
+        for offset, (name, _) in zip(self._offsets, self.named, strict=True):
+            flat = values[name].reshape(-1)
+            for start, stop in chunk_bounds(flat.numel()):
+                self.write(offset + start, flat[start:stop])
+        self.flush()
 
     def _pieces(self, start: int, stop: int) -> Iterator[_Piece]:
         for index in range(bisect_right(self._offsets, start) - 1, len(self.named)):

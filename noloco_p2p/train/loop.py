@@ -4,46 +4,54 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
-from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
+from noloco_p2p.errors import CheckpointError, DataError, ModelError
 from noloco_p2p.peer import Peer
 from noloco_p2p.telemetry.console import loss as show_loss
 from noloco_p2p.telemetry.console import round_line
 from noloco_p2p.telemetry.events import EventLog
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.train.compute import Compute, choose_device, switch_on
 from noloco_p2p.train.data import TokenStream, validation_batches
 from noloco_p2p.train.evaluate import evaluate_loss, perplexity
+from noloco_p2p.train.flat import FlatParameters
+from noloco_p2p.train.follower import LeadingStep
 from noloco_p2p.train.inner_step import InnerStep
 from noloco_p2p.train.model import build_model, build_tokenizer, check_vocabulary
 from noloco_p2p.train.needs import Needs, estimate, probe_step_s
-from noloco_p2p.train.outer import NoLoCo, RoundResult
+from noloco_p2p.train.outer import LossCheck, NoLoCo, RoundResult
+from noloco_p2p.train.ranks import Ranks, Verb, text_payload
+from noloco_p2p.train.sharded import ShardedParameters, shard
 from noloco_p2p.train.start import load_start
-from noloco_p2p.train.state import flatten_optimizers, restore_optimizers
 
 log = logging.getLogger(__name__)
 
 AT_END = 1 - 1e-9  # progress is a sum of fractions
+SEED_BYTES = 6  # 2 ** 48 seeds
 
 
 class Trainer:
     """One training peer: model, data, optimizer, outer step and checkpoints, built from the run spec.
 
     Resumes from the newest checkpoint on this machine, else from the state of a live peer, else from the initial
-    weights that the spec defines. `say` prints a line for a person.
+    weights that the spec defines. `say` prints a line for a person. `ranks`: this process leads others, which train the
+    same model on the other GPUs of this machine.
     """
 
-    def __init__(self, peer: Peer, *, say: Callable[[str], None]) -> None:
+    def __init__(self, peer: Peer, *, say: Callable[[str], None], ranks: Ranks | None = None) -> None:
         spec, settings = peer.spec, peer.settings
         self.peer = peer
         self.spec = spec
         self.say = say
-        self.device = choose_device(settings.device)
+        self.device = ranks.device if ranks else choose_device(settings.device)
         if settings.threads:
             torch.set_num_threads(settings.threads)
         tokenizer = build_tokenizer(spec.data)
@@ -68,12 +76,22 @@ class Trainer:
         check_vocabulary(self.model, tokenizer)
         self.events = EventLog(peer.run_folder / "events.jsonl")
         peer.tell_long_swaps(lambda swap: self.events.write("swap", **asdict(swap)))
-        self.checkpoints = Checkpoints(peer.run_folder / "checkpoints")
+        self.checkpoints = Checkpoints(peer.run_folder / "checkpoints", keep=settings.keep_checkpoints)
+        self._losses: list[Tensor] = []
         newest = self.checkpoints.newest()
         has_start = newest is None and load_start(self.model, spec.model.start, state_dir=settings.state_dir)
-        torch.nn.Module.to(self.model, self.device)  # the type of transformers' own `to` is of no use
-        self.inner_step = InnerStep(self.model, spec.train)
-        self.outer = NoLoCo(self.model, peer, save_every_rounds=0, resume=newest, end_at=AT_END)
+        self.inner_step, parameters = self._place_model(ranks)
+        rise = settings.max_loss_rise
+        check = LossCheck(self._private_loss, rise) if rise is not None else None
+        self.outer = NoLoCo(
+            self.model,
+            peer,
+            save_every_rounds=0,
+            resume=newest,
+            end_at=AT_END,
+            loss_check=check,
+            parameters=parameters,
+        )
         if newest:
             self._resume(newest)
         elif not (has_start or self.outer.entered):
@@ -81,18 +99,45 @@ class Trainer:
                 f"the run {spec.name} starts from the state {spec.model.start}, which is not on this machine, and no "
                 "live peer gave its state; join with a ticket of a live peer, or make it again with `noloco fork`"
             )
-        self._losses: list[Tensor] = []
+        self._batch = self.validation[0]  # the one of now; its own order of the data is what no partner knows
         self._round_began_s = time.monotonic()
 
+    def _place_model(self, ranks: Ranks | None) -> tuple[InnerStep, FlatParameters]:
+        """Bring the model to the device, or split it over those of all ranks."""
+        compute = Compute.of(self.peer.settings, num_ranks=ranks.size if ranks else 1)
+        switch_on(self.model, compute)
+        if ranks:
+            ranks.order(Verb.BUILD, payload=text_payload(self.spec.canonical_json()))
+            shard(self.model, ranks, compute)
+            inner_step = LeadingStep(self.model, self.spec.train, compute, ranks)
+            return inner_step, ShardedParameters(self.model, ranks)
+        torch.nn.Module.to(self.model, self.device)  # the type of transformers' own `to` is of no use
+        return InnerStep(self.model, self.spec.train, compute), FlatParameters(self.model)
+
     def needs(self) -> Needs:
-        """Memory, disk and traffic of this run on this machine; takes a few inner steps to measure."""
+        """Memory, disk and traffic of this run on this machine; takes a few inner steps to measure.
+
+        Finds out by the way how many sequences fit into memory at a time.
+        """
         self.model.train()
-        batch = self.validation[0].to(self.device)
-        scale = self.spec.train.batch_size / batch.shape[0]
-        step_s = probe_step_s(self.inner_step.loss, batch) * scale
-        self.model.zero_grad(set_to_none=True)
+        batch_size, batch = self.spec.train.batch_size, self.validation[0]
+        whole = batch.repeat(-(-batch_size // len(batch)), 1)[:batch_size]
+        at_once = self.inner_step.fit(whole)
+        per_gpu = -(-batch_size // self.inner_step.compute.num_ranks)
+        if at_once < per_gpu:
+            self.say(f"micro-batches of {at_once}: a step has {per_gpu} sequences a GPU")
+        step_s = probe_step_s(self.inner_step.backward, whole)
+        self.inner_step.forget()
         num_parameters = sum(param.numel() for param in self.inner_step.trainable.values())
-        return estimate(self.spec, num_parameters=num_parameters, step_s=step_s, folder=self.peer.settings.state_dir)
+        settings = self.peer.settings
+        return estimate(
+            self.spec,
+            num_parameters=num_parameters,
+            step_s=step_s,
+            folder=settings.state_dir,
+            compute=self.inner_step.compute,
+            keep_checkpoints=settings.keep_checkpoints,
+        )
 
     def train(self) -> Path | None:
         """Run until the schedule is done, `max_steps` are taken, or somebody asked to leave.
@@ -102,16 +147,20 @@ class Trainer:
         metrics, max_steps = self.peer.metrics, self.peer.settings.max_steps
         last_step = None if max_steps is None else metrics.step + max_steps
         self.events.write("started", peer_id=self.peer.peer_id, address=self.peer.address, resumed_at=metrics.step)
-        self._evaluate()
+        if not self.peer.leave_requested.is_set():
+            self._evaluate()
         self.model.train()
         self._round_began_s = time.monotonic()
         while not self.finished:
-            loss = self.inner_step(next(self.batches), progress=self.outer.progress)
+            self._batch, seed = draw(self.batches), step_seed(self.peer.peer_id, metrics.step)
+            loss = self.inner_step(self._batch, progress=self.outer.progress, seed=seed)
             self._losses.append(loss)
             metrics.step += 1
             result = self.outer.step()
             if result:
                 self._round_done(result)
+            if self.peer.pause_requested.is_set():
+                self._pause()
             if self.peer.leave_requested.is_set() or metrics.step == last_step:
                 break
         if not self.peer.leave_requested.is_set():  # who asked to leave waits: no evaluation before the checkpoint
@@ -127,12 +176,27 @@ class Trainer:
         """The schedule is done and the last round with it."""
         return self.outer.progress >= AT_END and self.outer.is_between_rounds
 
+    def _pause(self) -> None:
+        """Until it is resumed or asked to leave. What the machine holds is on disk, too, should it be switched off."""
+        result = self.outer.withdraw()
+        if result:
+            self._round_done(result)
+        self._save()
+        self.say("paused; `noloco resume` goes on, `noloco leave` ends it")
+        self.events.write("paused", step=self.peer.metrics.step)
+        began_s = time.monotonic()
+        self.peer.wait_while_paused()
+        self._round_began_s += time.monotonic() - began_s
+        self.say("resumed" if not self.peer.leave_requested.is_set() else "asked to leave")
+        self.events.write("resumed", step=self.peer.metrics.step)
+
     # once a round
 
     def _round_done(self, result: RoundResult) -> None:
         metrics, steps = self.peer.metrics, len(self._losses)
         seconds = time.monotonic() - self._round_began_s
-        metrics.loss = float(torch.stack(self._losses).mean())  # waits for the accelerator, once a round
+        if self._losses:  # a pause may end a round before its first step
+            metrics.loss = float(torch.stack(self._losses).mean())  # waits for the accelerator, once a round
         metrics.inner_steps_per_s = steps / seconds
         metrics.tokens_per_s = steps * self.spec.train.batch_size * self.spec.data.sequence_length / seconds
         self.peer.count_traffic()
@@ -143,51 +207,72 @@ class Trainer:
             self._evaluate()
         every = self.peer.settings.save_every_rounds
         if metrics.rounds_here == 1 or result.round % every == every - 1:  # the first one early: newcomers need a donor
-            self._save()
+            step = metrics.step
+            self.outer.save_in_background(
+                self.checkpoints, content=self._content, done=lambda folder: self._saved(folder, step)
+            )
         self._round_began_s = time.monotonic()
+
+    @torch.no_grad()
+    def _private_loss(self) -> float:
+        with self.inner_step.together():
+            return float(self.inner_step.loss(self._batch.to(self.device)))
 
     def _evaluate(self) -> None:
         """Perplexity on the held-out sequences, the same for every peer."""
         metrics = self.peer.metrics
-        loss = metrics.validation_loss = evaluate_loss(self.model, self.validation, progress=self.peer.progress)
+        with self.inner_step.together():
+            loss = evaluate_loss(self.model, self.validation, progress=self.peer.progress)
+        metrics.validation_loss = loss
         self.events.write("evaluated", step=metrics.step, round=metrics.round, validation_loss=loss)
         self.say(f"round {metrics.round} | validation loss {show_loss(loss)}, perplexity {perplexity(loss):.4g}")
 
     # stop and go on
 
     def _save(self) -> Path | None:
-        """Write a checkpoint; a full disk is told (None), and training goes on with the last good one."""
-        meta = {
-            "spec": self.spec.model_dump(mode="json"),
-            "peer_id": self.peer.peer_id,
-            "data": self.batches.state_dict(),
-            "metrics": self.peer.metrics.as_dict(),
-        }
-        files = {"optimizer": flatten_optimizers(self.inner_step.optimizers, self.inner_step.trainable)}
+        """Write the last checkpoint; a full disk is told (None)."""
+        files, meta = self._content()
         try:
             with self.peer.progress.task("writing a checkpoint"):
                 folder = self.outer.save(self.checkpoints, files=files, meta=meta)
         except CheckpointError as error:
             log.error("%s", error)
             return None
-        self.events.write("saved", step=self.peer.metrics.step, folder=str(folder))
+        self._saved(folder, meta["metrics"]["step"])
         return folder
+
+    def _saved(self, folder: Path, step: int) -> None:
+        self.events.write("saved", step=step, folder=str(folder))
+
+    def _content(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        meta = {
+            "spec": self.spec.model_dump(mode="json"),
+            "peer_id": self.peer.peer_id,
+            "data": self.batches.state_dict(),
+            "metrics": self.peer.metrics.as_dict(),
+            "losses": [float(loss) for loss in self._losses],  # of the round so far
+        }
+        return {"optimizer": self.inner_step.state()}, meta
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         meta = checkpoint.meta
-        restore_optimizers(self.inner_step.optimizers, self.inner_step.trainable, checkpoint.load("optimizer"))
+        self.inner_step.restore(checkpoint.load("optimizer"))
         self.batches.load_state_dict(meta["data"])
         self.peer.restore_metrics(meta["metrics"])
+        self._losses += [torch.tensor(loss, device=self.device) for loss in meta.get("losses", [])]
         self.say(f"resumed from step {self.peer.metrics.step}, round {self.outer.round} ({checkpoint.path})")
 
 
-def choose_device(name: str) -> torch.device:
-    """auto | cpu | cuda:N -> device. Raises SettingsError when there is no such accelerator."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise SettingsError(
-            f"--device {name}: torch finds {torch.cuda.device_count()} CUDA devices here; use --device cpu or auto"
-        )
-    return device
+def draw(batches: Iterator[Tensor]) -> Tensor:
+    """The next batch. Raises DataError when there is no memory for it: the others go on, and so does a restart."""
+    try:
+        return next(batches)
+    except MemoryError:
+        raise DataError(
+            "no memory is left for the next batch; the last checkpoint stays: free some, and the same command resumes"
+        ) from None
+
+
+def step_seed(peer_id: str, step: int) -> int:
+    """For what a model draws in a step (dropout): of its own for each peer and step, the same after a restart."""
+    return int.from_bytes(blake3(f"{peer_id}/{step}".encode()).digest(length=SEED_BYTES), "little")

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from noloco_p2p.errors import CheckpointError, Unreachable
-from noloco_p2p.gossip.fetch import fetch_spec, fetch_state, state_file_bytes
+from noloco_p2p.gossip.donor import state_file_bytes
+from noloco_p2p.gossip.fetch import fetch_spec, fetch_state
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.client import GrpcTransport
@@ -76,10 +77,10 @@ async def from_swarm(ticket: Ticket, *, sample: int | None, progress: Progress |
         with progress.task("looking for live peers"):
             await find_somebody(ticket, directory)
             await directory.wait_until_whole(WHOLE_S)
-        session = Session(directory.identity)
+        session = Session(directory.identity, ticket.invitation)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
         transport = GrpcTransport(lambda: hello, session=session)
-        peers = list(directory.live())
+        peers = [peer for peer in directory.live() if peer.can_be_called]
         spec = await fetch_spec(transport, peers, expected_digest=ticket.spec_digest)
         model = build_model(spec.model, sequence_length=spec.data.sequence_length)
         random.shuffle(peers)

@@ -9,19 +9,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
 from torch import Tensor
 
 from noloco_p2p.gossip.frames import Part
 from noloco_p2p.gossip.sections import part_bytes, section_plans
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.console import count, mib
+from noloco_p2p.train.compute import Compute
+from noloco_p2p.train.memory import MOMENT_BYTES, free_memory
 
 TRAINING_BYTES = 16  # a parameter: fp32 weights, gradients and the two moments of AdamW
 OUTER_BYTES = 8  # a parameter: slow weights and outer momentum, fp32, on the CPU
 CHECKPOINT_BYTES = 20  # a parameter: outer state, moments, and the fast weights of a round that was left
-KEPT_CHECKPOINTS = 3  # two kept, one being written
 PROBE_STEPS = 2
 PROBE_TOKENS = 2048  # enough to keep a small machine busy, few enough to wait for
 
@@ -29,8 +28,8 @@ PROBE_TOKENS = 2048  # enough to keep a small machine busy, few enough to wait f
 @dataclass(frozen=True, slots=True)
 class Needs:
     num_parameters: int
-    model_bytes: int  # on the accelerator; activations come on top
-    outer_bytes: int  # in main memory: outer state and one coded payload per direction and section
+    model_bytes: int  # on an accelerator; activations come on top
+    outer_bytes: int  # in main memory: outer state, offloaded moments, one coded payload per direction and section
     disk_bytes: int
     round_bytes: int  # each way
     hour_bytes: int  # each way, at the speed measured on this machine; with inner_steps = "auto" the most it can be
@@ -62,8 +61,18 @@ class Needs:
         return asdict(self)
 
 
-def estimate(spec: RunSpec, *, num_parameters: int, step_s: float, folder: Path) -> Needs:
+def estimate(
+    spec: RunSpec,
+    *,
+    num_parameters: int,
+    step_s: float,
+    folder: Path,
+    compute: Compute | None = None,
+    keep_checkpoints: int = 2,
+) -> Needs:
     """`step_s`: seconds of one inner step, measured here."""
+    compute = compute or Compute()
+    moments = MOMENT_BYTES if compute.offload_optimizer else 0
     plans = section_plans(spec.codec, swap_momentum=spec.outer.sends_momentum, num_elements=num_parameters)
     round_bytes = sum(part_bytes(plans, part) for part in Part)
     inner_steps = spec.outer.inner_steps
@@ -71,37 +80,24 @@ def estimate(spec: RunSpec, *, num_parameters: int, step_s: float, folder: Path)
     rounds_per_hour = 3600 / max(step_s * shortest, 1e-6)
     return Needs(
         num_parameters=num_parameters,
-        model_bytes=TRAINING_BYTES * num_parameters,
-        outer_bytes=OUTER_BYTES * num_parameters + 2 * round_bytes,
-        disk_bytes=KEPT_CHECKPOINTS * CHECKPOINT_BYTES * num_parameters,
+        model_bytes=(TRAINING_BYTES - moments) * num_parameters // compute.num_ranks,
+        outer_bytes=(OUTER_BYTES + moments) * num_parameters + 2 * round_bytes,
+        disk_bytes=(keep_checkpoints + 1) * CHECKPOINT_BYTES * num_parameters,  # one is being written
         round_bytes=round_bytes,
         hour_bytes=int(round_bytes * rounds_per_hour),
         has_fixed_rounds=not spec.outer.is_auto,
         step_s=step_s,
-        memory_free_bytes=_free_memory(),
+        memory_free_bytes=free_memory(),
         disk_free_bytes=shutil.disk_usage(folder).free,
     )
 
 
-def probe_step_s(compute: Callable[[Tensor], Tensor], batch: Tensor) -> float:
-    """Seconds of forward and backward of one batch, scaled up from a few sequences; the caller zeroes gradients."""
+def probe_step_s(backward: Callable[[Tensor], Tensor], batch: Tensor) -> float:
+    """Seconds of forward and backward of one batch, scaled up from a few sequences; `backward` gives their loss."""
     sample = batch[: max(1, PROBE_TOKENS // batch.shape[1])]
     durations_s = []
     for _ in range(1 + PROBE_STEPS):  # the first one warms up
         began_s = time.monotonic()
-        compute(sample).backward()
-        if batch.is_cuda:
-            torch.cuda.synchronize()
+        float(backward(sample))  # waits for an accelerator
         durations_s.append(time.monotonic() - began_s)
     return min(durations_s[1:]) * batch.shape[0] / sample.shape[0]
-
-
-def _free_memory() -> int:
-    """Free memory of the machine, or of the container where that is less."""
-    free = psutil.virtual_memory().available
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - used))

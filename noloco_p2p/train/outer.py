@@ -10,30 +10,34 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from noloco_p2p.errors import CheckpointError
+from noloco_p2p.gossip.donor import SavedState, describe_state
 from noloco_p2p.gossip.exchange import Exchange
-from noloco_p2p.gossip.fetch import SavedState, describe_state
 from noloco_p2p.gossip.frames import StateManifest
-from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
+from noloco_p2p.gossip.outcome import Alone, Correction, Half, LonelyCause, Outcome, Swapped
 from noloco_p2p.gossip.round_length import RoundLength
-from noloco_p2p.optim.mixing import strengths
+from noloco_p2p.optim.mixing import gradient_weight, late_beta, strengths
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
-from noloco_p2p.train.outer_state import OuterState, progress_after
+from noloco_p2p.train.flat import FlatParameters
+from noloco_p2p.train.gating import Verdict
+from noloco_p2p.train.outer_state import OuterState, admitted, progress_after, refused
+from noloco_p2p.train.saver import Saver
 
 log = logging.getLogger(__name__)
 
 STATE_FILE = "outer"  # stem of the file with slow weights and outer momentum in a checkpoint
+FETCHED_FILE = "fetched.safetensors"  # the state of a live peer, until it is in memory
 FAST_FILE = "fast"  # stem of the file with the model's weights, when a checkpoint is taken within a round
 
 
@@ -56,6 +60,11 @@ class Swarm(Protocol):
         """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file."""
         ...
 
+    def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
+        """Fetch the state of a live peer into that file when most of the swarm is far ahead of `progress`; rounds of
+        this peer have `inner_steps`. None when it is not, or nobody gives a newer state."""
+        ...
+
     def serve_state(self, saved: SavedState) -> None: ...
 
     def sketch(self, slow_weights: Tensor) -> None:
@@ -73,6 +82,19 @@ class RoundResult:
     blocked_s: float  # the training thread waited for the network so long
 
 
+@dataclass(frozen=True, slots=True)
+class LossCheck:
+    """The gate that asks the model itself: a swap that raises the loss on a private batch too much is undone.
+
+    measure: the loss of the model as it is, nats a token, on a batch that no partner knows; called twice a swap.
+    max_rise: what a swap may add to it. While a step is checked, slow weights, momentum and the model's weights are
+    held twice: 12 bytes a parameter. A gradient that comes after its boundary is not checked.
+    """
+
+    measure: Callable[[], float]
+    max_rise: float
+
+
 class NoLoCo:
     """The outer optimizer of one peer.
 
@@ -82,7 +104,9 @@ class NoLoCo:
         model's own weights are the start. Peers that start apart must start equal: seed the model.
     save_every_rounds: how often the state that newcomers fetch is written; 0 = the caller does it (`save`).
     end_at: progress at which no other round is opened, as nobody will train it.
+    loss_check: None = off.
     resume: a checkpoint that `save` wrote; the model and the place in the round are then as they were.
+    parameters: how to read and write the model's parameters, when it is not whole on one device.
 
     Slow weights and outer momentum (`OuterState`) are fp32 on the CPU: 8 bytes a parameter.
     """
@@ -95,19 +119,23 @@ class NoLoCo:
         save_every_rounds: int = 10,
         resume: Checkpoint | None = None,
         end_at: float = math.inf,
+        loss_check: LossCheck | None = None,
+        parameters: FlatParameters | None = None,
     ) -> None:
         self.spec = peer.spec
         self.progress = 0.0  # fraction of the run's schedule; the learning rate follows it
         self.round = 0
         self._peer = peer
         self._exchange = peer.exchange
-        self._state = OuterState(model)
+        self._state = OuterState(parameters or model)
         self._steps = 0
         self._length = RoundLength(self.spec.outer)
         self._save_every_rounds = save_every_rounds
+        self._saver = Saver()
         self._checkpoints = Checkpoints(peer.run_folder / "served", keep=1) if save_every_rounds else None
         self.entered = False  # took the state of a live peer
         self._end_at = end_at
+        self._loss_check = loss_check
         self._is_open = False
         self._enter(resume)
 
@@ -134,30 +162,76 @@ class NoLoCo:
             return None
         return self._end_round()
 
+    def withdraw(self) -> RoundResult | None:
+        """Before a pause: from now on no partner waits for this peer; the next `step` seeks one again.
+
+        A round that has a partner ends here, with fewer inner steps and without the outer gradients: its result is
+        returned. Any other goes on after the pause.
+        """
+        if not self._is_open:
+            return None
+        outcome = self._exchange.withdraw()
+        self._is_open = False
+        if isinstance(outcome, Alone):
+            return None
+        self._apply_late()
+        return self._finish(outcome, blocked_s=0.0)
+
     def save(self, checkpoints: Checkpoints, *, files: dict[str, dict[str, Tensor]], meta: dict[str, Any]) -> Path:
         """Write a checkpoint with the outer state in it, and serve it to newcomers.
 
         Between two rounds the model equals its slow weights; within a round it is written too. Raises CheckpointError;
         the last good checkpoint is then intact and still served.
         """
-        state = {
+        self._saver.wait()  # there is one writer
+        files, meta = self._content(files, meta)
+        folder = checkpoints.save(self.round, files=files, meta=meta)
+        self._serve(folder, meta["outer"])
+        return folder
+
+    def save_in_background(
+        self,
+        checkpoints: Checkpoints,
+        *,
+        content: Callable[[], tuple[dict[str, dict[str, Tensor]], dict[str, Any]]] = lambda: ({}, {}),
+        done: Callable[[Path], None] = lambda folder: None,
+    ) -> bool:
+        """As `save`, of the state of now, while training goes on; False when the last one is not written yet.
+
+        `content()` gives files and meta; it is not called then. `done` gets the folder, on the thread that wrote it. A
+        failure is logged.
+        """
+        state = self._place()
+
+        def written(folder: Path) -> None:
+            self._serve(folder, state)
+            done(folder)
+
+        return self._saver.begin(checkpoints, self.round, content=lambda: self._content(*content()), done=written)
+
+    def _place(self) -> dict[str, Any]:
+        """Where this peer stands, as JSON values."""
+        return {
             "round": self.round,
             "progress": self.progress,
             "steps": self._steps,
             "inner_steps": self.inner_steps,
             "layout": self._state.layout,
         }
+
+    def _content(
+        self, files: dict[str, dict[str, Tensor]], meta: dict[str, Any]
+    ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """What a checkpoint holds: the outer state beside what the caller gives."""
         tensors = {STATE_FILE: self._state.tensors()}
         if self._steps:
-            tensors[FAST_FILE] = {name: param.detach() for name, param in self._state.parameters.named}
-        folder = checkpoints.save(self.round, files={**tensors, **files}, meta={**meta, "outer": state})
-        self._serve(folder / f"{STATE_FILE}.safetensors")
-        return folder
+            tensors[FAST_FILE] = self._state.parameters.named_values()
+        return {**tensors, **files}, {**meta, "outer": self._place()}
 
     # entering
 
     def _enter(self, resume: Checkpoint | None) -> None:
-        target = None if resume else self._peer.run_folder / "fetched.safetensors"
+        target = None if resume else self._peer.run_folder / FETCHED_FILE
         num_elements = self._state.num_elements
         manifest = self._peer.enter(layout=self._state.layout, num_elements=num_elements, target=target)
         if resume:
@@ -166,12 +240,25 @@ class NoLoCo:
             self.round, self.progress, self.entered = manifest.round, manifest.progress, True
         self._peer.metrics.round, self._peer.metrics.progress = self.round, self.progress
 
+    def _catch_up(self) -> None:
+        """A peer that stood still, or loaded an old checkpoint, would drag its partners back: it goes where they are.
+
+        The steps of a round that was begun are given up with it. The inner optimizer keeps its moments.
+        """
+        target = self._peer.run_folder / FETCHED_FILE
+        manifest = self._peer.catch_up(progress=self.progress, inner_steps=self.inner_steps, target=target)
+        if manifest and self._take_fetched(target):
+            self._exchange.forget()
+            self.round, self.progress, self._steps = manifest.round, manifest.progress, 0
+            self._peer.metrics.round, self._peer.metrics.progress = self.round, self.progress
+            self._peer.metrics.catch_ups += 1
+
     def _take_fetched(self, target: Path) -> bool:
         """False, and told, when what a donor gave is no state: its digests only say that it came as it was sent."""
         try:
             self._state.take(load_file(target))
         except (CheckpointError, SafetensorError) as error:
-            log.error("the state of a peer cannot be used: %s; this peer starts from the initial weights", error)
+            log.error("the state of a peer cannot be used: %s; this peer goes on with what it has", error)
             return False
         finally:
             target.unlink()
@@ -186,40 +273,38 @@ class NoLoCo:
         if "inner_steps" in state:  # older ones are of runs with a fixed length
             self._length.resume(state["inner_steps"])
         if self._steps:
-            fast = checkpoint.load(FAST_FILE)
-            with torch.no_grad():
-                for name, param in self._state.parameters.named:
-                    param.copy_(fast[name])
-        self._serve(checkpoint.file(STATE_FILE))
+            self._state.parameters.take(checkpoint.load(FAST_FILE))
+        self._serve(checkpoint.path, state)
 
     def _open(self) -> None:
+        self._catch_up()
         self._is_open = True
         if not self._steps:  # a round that was begun before a restart keeps its length
-            self._length.next(self._exchange.pace.seconds_per_step)
+            pace = self._exchange.pace
+            self._length.next(pace.seconds_per_step, others_s=pace.others_s(time.monotonic()))
         self._peer.metrics.inner_steps = self.inner_steps
         if self._checkpoints and self.round % self._save_every_rounds == 0:
-            try:
-                self.save(self._checkpoints, files={}, meta={})
-            except CheckpointError as error:
-                log.error("newcomers cannot fetch the newest state from here: %s", error)
+            self.save_in_background(self._checkpoints)
         self._exchange.open(
             self.round,
             steps_done=self._steps,
             inner_steps=self.inner_steps,
+            shortest_round_s=self._length.told_s(self._exchange.pace.seconds_per_step),
             progress=self.progress,
             slow_weights=self._state.slow_weights,
             outer_momentum=self._state.outer_momentum,
         )
         self._peer.sketch(self._state.slow_weights)
 
-    def _serve(self, path: Path) -> None:
+    def _serve(self, folder: Path, state: dict[str, Any]) -> None:
+        """Newcomers get the checkpoint in `folder`, of which `state` tells the place in the run."""
         self._peer.serve_state(
             describe_state(
-                path,
+                folder / f"{STATE_FILE}.safetensors",
                 layout=self._state.layout,
                 num_elements=self._state.num_elements,
-                round_index=self.round,
-                progress=self.progress,
+                round_index=state["round"],
+                progress=state["progress"],
             )
         )
 
@@ -229,25 +314,65 @@ class NoLoCo:
         began_s = time.monotonic()
         self._exchange.stage(self._state.outer_gradient)
         outcome = self._exchange.collect(self.spec.outer.max_wait_s)
-        blocked_s = time.monotonic() - began_s
-        received = None if isinstance(outcome, Alone) else outcome.received
+        result = self._finish(outcome, blocked_s=time.monotonic() - began_s)
+        if self.progress < self._end_at:
+            self._open()  # now, not at the next step: the early part travels while the caller reads its next batch
+        return result
+
+    def _finish(self, outcome: Outcome, *, blocked_s: float) -> RoundResult:
+        """The outer step with what the round got, after as many inner steps as were taken."""
         link = outcome.link if isinstance(outcome, Alone) else outcome.received.link
         if link:
             self._length.note(link)
         self._apply_late()  # one that waited for the early part of this round
-        mixing = strengths(self.spec.outer, received.agreed_inner_steps if received else self.inner_steps)
-        self._state.step(received, alpha=mixing.alpha, beta=mixing.beta, gamma=mixing.gamma)
+        outcome = self._mix(outcome)
+        received = None if isinstance(outcome, Alone) else outcome.received
         if received:
-            self.progress = progress_after(self.progress, received, inner_steps=self.inner_steps, spec=self.spec)
+            self.progress = progress_after(self.progress, received, inner_steps=self._steps, spec=self.spec)
             received.sections.clear()  # the payloads are as large as the model, and somebody may keep the result
         result = RoundResult(self.round, outcome, self.progress, blocked_s)
         self.round += 1
         self._steps = 0
         self._is_open = False
         self._count(result)
-        if self.progress < self._end_at:
-            self._open()  # now, not at the next step: the early part travels while the caller reads its next batch
         return result
+
+    def _mix(self, outcome: Outcome) -> Outcome:
+        """The outer step with what the gates let through, and what is then left of the outcome."""
+        metrics = self._peer.metrics
+        admitted_outcome, verdict = admitted(outcome, self._state)
+        if verdict.refusal:
+            metrics.refused_gradients += 1
+        if isinstance(admitted_outcome, Alone) or not self._loss_check:
+            self._step(admitted_outcome, verdict)
+            return admitted_outcome
+        before = self._state.copy()
+        loss = self._loss_check.measure()
+        self._step(admitted_outcome, verdict)
+        rise = self._loss_check.measure() - loss
+        if rise <= self._loss_check.max_rise:  # not so for NaN
+            return admitted_outcome
+        self._state.restore(before)
+        metrics.refused_losses += 1
+        alone = refused(admitted_outcome.received, f"it raised the loss on a private batch by {rise:.3g} nats a token")
+        self._step(alone, Verdict())
+        return alone
+
+    def _step(self, outcome: Outcome, verdict: Verdict) -> None:
+        metrics, received = self._peer.metrics, None if isinstance(outcome, Alone) else outcome.received
+        mixing = strengths(self.spec.outer, received.agreed.inner_steps if received else self._steps)
+        share = gradient_weight(self.spec.outer, received.agreed) if received else 1.0
+        clipped = self._state.step(
+            received,
+            alpha=mixing.alpha,
+            beta=mixing.beta,
+            gamma=mixing.gamma,
+            gradient_weight=share,
+            scales=verdict.scales,
+        )
+        metrics.clipped_gradients += verdict.scales.partner < 1
+        metrics.clipped_offsets += clipped.num_clipped
+        metrics.gated_offsets += clipped.num_pieces
 
     def _count(self, result: RoundResult) -> None:
         metrics = self._peer.metrics
@@ -260,9 +385,11 @@ class NoLoCo:
                 metrics.swaps += 1
             case Half():
                 metrics.halves += 1
-            case Alone(cause=cause):
+            case Alone(reason, cause):
                 metrics.alone += 1
                 metrics.count_lonely(cause)
+                if cause is LonelyCause.REFUSED_STATE:
+                    log.warning("round %d | %s | own weights kept", result.round, reason)
                 return
         received = result.outcome.received
         metrics.last_partner = received.partner
@@ -271,10 +398,20 @@ class NoLoCo:
     def _apply_late(self) -> None:
         correction = self._exchange.late(self.round)
         if correction:
-            # The beta of its swap: the partner has used the same.
-            self._state.correct(correction, beta=strengths(self.spec.outer, correction.agreed_inner_steps).beta)
-            self._peer.metrics.late += 1
+            self._correct(correction)
             self._exchange.corrected()
+
+    def _correct(self, correction: Correction) -> None:
+        metrics, verdict = self._peer.metrics, self._state.judge(correction.gradient, correction.agreed)
+        if verdict.refusal:
+            metrics.refused_gradients += 1
+            what = "the late part of ..%s was refused: %s | early part kept"
+            log.warning(f"round %d | {what}", correction.round, correction.partner[-6:], verdict.refusal)
+            return
+        beta = late_beta(self.spec.outer, correction.agreed)
+        self._state.correct(correction, beta=beta, scales=verdict.scales)
+        metrics.clipped_gradients += verdict.scales.partner < 1
+        metrics.late += 1
 
 
 def describe_outcome(outcome: Outcome) -> str:

@@ -10,11 +10,15 @@ from torch import Tensor, nn
 from noloco_p2p.codec import CHUNK_ELEMENTS, Scratch, chunk_bounds
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.frames import SectionName
-from noloco_p2p.gossip.outcome import Correction, Received
+from noloco_p2p.gossip.outcome import Alone, Correction, LonelyCause, Outcome, Received
 from noloco_p2p.gossip.sections import SectionPair
+from noloco_p2p.optim.gates import LIMITS, GateLimits, GradientScales
+from noloco_p2p.optim.mixing import Agreement
 from noloco_p2p.optim.noloco import outer_step
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.train.flat import FlatParameters
+from noloco_p2p.train.gating import UNSCALED, Clipped, Gating, Verdict, scaled_half_difference
+from noloco_p2p.train.staging import Staging, pin
 
 SLOW_WEIGHTS, OUTER_MOMENTUM = "slow_weights", "outer_momentum"
 
@@ -26,15 +30,20 @@ class OuterState:
     steps go chunk by chunk: there is never a second vector of the model's size.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = FlatParameters(model)
+    def __init__(self, model: nn.Module | FlatParameters, *, limits: GateLimits = LIMITS) -> None:
+        self.parameters = model if isinstance(model, FlatParameters) else FlatParameters(model)
         self.layout = self.parameters.layout()
         self.num_elements = self.parameters.num_elements
         self.slow_weights = torch.empty(self.num_elements)
         self.outer_momentum = torch.zeros(self.num_elements)
         self._bounds = chunk_bounds(self.num_elements)
+        self._gating = Gating([param.numel() for _, param in self.parameters.named], limits)
         for start, stop in self._bounds:
             self.slow_weights[start:stop] = self.parameters.read(start, stop)
+        self.parameters.flush()
+        self._staging = Staging(self.parameters.device)
+        for vector in (self.slow_weights, self.outer_momentum):
+            pin(vector, self.parameters.device)
 
     def tensors(self) -> dict[str, Tensor]:
         """What a newcomer takes (`take`): the vectors themselves, not copies."""
@@ -54,63 +63,125 @@ class OuterState:
             own.copy_(tensors[name])
         for start, stop in self._bounds:
             self.parameters.write(start, self.slow_weights[start:stop])
+        self.parameters.flush()
+
+    def copy(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Slow weights, momentum and the model's weights as they are: 12 bytes a parameter."""
+        return self.slow_weights.clone(), self.outer_momentum.clone(), self.parameters.read(0, self.num_elements)
+
+    @torch.no_grad()
+    def restore(self, copy: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Bit for bit what `copy` gave."""
+        slow_weights, outer_momentum, fast_weights = copy
+        self.slow_weights.copy_(slow_weights)
+        self.outer_momentum.copy_(outer_momentum)
+        for start, stop in self._bounds:
+            self.parameters.write(start, fast_weights[start:stop])
+        self.parameters.flush()
 
     def outer_gradient(self) -> Iterator[Tensor]:
         """fast - slow, chunk by chunk, where the model lies; each in the memory of the one before."""
         gradient = torch.empty(CHUNK_ELEMENTS, device=self.parameters.device)
         for start, stop in self._bounds:
             yield self.parameters.minus(start, self.slow_weights[start:stop], out=gradient)
+        self.parameters.flush()
+
+    def judge(self, gradient: SectionPair | None, agreed: Agreement) -> Verdict:
+        """Whether what a partner sent may be applied at all, and its outer gradient how scaled; changes nothing.
+
+        gradient: None = it has not come. agreed: of the swap.
+        """
+        return self._gating.judge(gradient, times_longer=agreed.partner_share / max(1e-6, 1 - agreed.partner_share))
 
     @torch.no_grad()
-    def step(self, received: Received | None, *, alpha: float, beta: float, gamma: float) -> None:
+    def step(
+        self,
+        received: Received | None,
+        *,
+        alpha: float,
+        beta: float,
+        gamma: float,
+        gradient_weight: float = 1.0,
+        scales: GradientScales = UNSCALED,
+    ) -> Clipped:
         """The outer step; None = alone. The model's weights become the new slow weights.
 
-        Own exact vectors plus half-differences, so that coding errors cannot move a pair's mean.
+        Own exact vectors plus half-differences, so that coding errors cannot move a pair's mean; `gradient_weight` is
+        of that of the outer gradients, the others have the weight that the swap agreed on. scales: of the outer
+        gradients, from `judge`. Offsets are clipped on the way, and what was clipped is told. On an accelerator the
+        next chunk comes and the last one goes back while the CPU works on this one.
         """
-        sections = received.sections if received else {}
-        gradients = sections.get(SectionName.OUTER_GRADIENT)
-        momenta = sections.get(SectionName.OUTER_MOMENTUM)
-        weights = sections.get(SectionName.SLOW_WEIGHTS)
-        scratch, difference = Scratch(), torch.empty(CHUNK_ELEMENTS, device=self.parameters.device)
-        for index, (start, stop) in enumerate(self._bounds):
+        weight = received.agreed.weight if received else 1.0
+        gated = self._gating.open_step(received, scales)
+        self._staging.begin()
+        gradients_here = self._staging.chunks(self._gradient, [stop - start for start, stop in self._bounds])
+        for index, ((start, stop), gradient) in enumerate(zip(self._bounds, gradients_here, strict=True)):
             slow, momentum = self.slow_weights[start:stop], self.outer_momentum[start:stop]
-            gradient = self.parameters.minus(start, slow, out=difference).cpu()
-            if gradients:
-                gradient.add_(gradients.half_difference(index, scratch=scratch))
-            if momenta:
-                momentum.add_(momenta.half_difference(index, scratch=scratch))
-            offset = weights.half_difference(index, scratch=scratch) if weights else None
-            outer_step(slow, momentum, gradient, offset, alpha=alpha, beta=beta, gamma=gamma)
-            self.parameters.write(start, slow)
+            gated.own_gradient(index, gradient)
+            if (apart := gated.gradient(index)) is not None:
+                gradient.add_(apart, alpha=gradient_weight)
+            if (apart := gated.offset(SectionName.OUTER_MOMENTUM, index)) is not None:
+                momentum.add_(apart, alpha=weight)
+            offset = gated.offset(SectionName.SLOW_WEIGHTS, index)
+            outer_step(slow, momentum, gradient, offset, alpha=alpha, beta=beta, gamma=gamma * weight)
+            with self._staging.going_up():
+                self.parameters.write(start, slow)
+        self.parameters.flush()
+        return gated.close()
 
     @torch.no_grad()
-    def correct(self, correction: Correction, *, beta: float) -> None:
+    def correct(self, correction: Correction, *, beta: float, scales: GradientScales = UNSCALED) -> None:
         """The partner's gradient came after the boundary: `beta h` goes into slow, fast weights and momentum."""
-        for start, late in late_steps(correction.gradient, beta=beta):
+        for start, late in late_steps(correction.gradient, beta=beta, scales=scales):
             for vector in (self.slow_weights, self.outer_momentum):
                 vector[start : start + len(late)].add_(late)
             self.parameters.add(start, late)
+        self.parameters.flush()
+
+    def _gradient(self, index: int, memory: Tensor) -> Tensor:
+        start, stop = self._bounds[index]
+        return self.parameters.minus(start, self.slow_weights[start:stop], out=memory)
 
 
-def late_steps(gradient: SectionPair, *, beta: float) -> Iterator[tuple[int, Tensor]]:
+def late_steps(
+    gradient: SectionPair, *, beta: float, scales: GradientScales = UNSCALED
+) -> Iterator[tuple[int, Tensor]]:
     """(place of its first element, `beta h`) of each chunk of a partner's gradient that came after the boundary.
 
     fp32 on the CPU, each in the memory of the one before.
     """
     scratch = Scratch()
     for index, (start, _) in enumerate(chunk_bounds(gradient.coding.plan.num_elements)):
-        yield start, gradient.half_difference(index, scratch=scratch).mul_(beta)
+        yield start, scaled_half_difference(gradient, index, scales, scratch=scratch).mul_(beta)
+
+
+def admitted(outcome: Outcome, state: OuterState) -> tuple[Outcome, Verdict]:
+    """What is left of an outcome behind the gates that may refuse a whole swap: the round is then a lonely one."""
+    if isinstance(outcome, Alone):
+        return outcome, Verdict()
+    received = outcome.received
+    verdict = state.judge(received.sections.get(SectionName.OUTER_GRADIENT), received.agreed)
+    if not verdict.refusal:
+        return outcome, verdict
+    return refused(received, verdict.refusal), verdict
+
+
+def refused(received: Received, why: str) -> Alone:
+    reason = f"what ..{received.partner[-6:]} sent was refused: {why}"
+    return Alone(reason, LonelyCause.REFUSED_STATE, received.link)
 
 
 def progress_after(progress: float, received: Received, *, inner_steps: int, spec: RunSpec) -> float:
     """Where a peer stands on the schedule after a swap.
 
     progress: own, at the end of a round of `inner_steps`. The two move as far as each other: by at most one round of
-    the length that both agreed on. What a partner told is bounded by the spec.
+    the length that both agreed on, and less where the partner's vectors have less weight. What a partner told is
+    bounded by the spec.
     """
     outer, total = spec.outer, spec.train.total_steps
-    agreed = min(received.agreed_inner_steps, outer.max_inner_steps) if outer.is_auto else inner_steps
-    return met_progress(progress, received.partner_progress, round_progress=inner_steps / total, at_most=agreed / total)
+    agreed = min(received.agreed.inner_steps, outer.max_inner_steps) if outer.is_auto else inner_steps
+    at_most = received.agreed.weight * agreed / total
+    return met_progress(progress, received.partner_progress, round_progress=inner_steps / total, at_most=at_most)
 
 
 def met_progress(progress: float, partner_progress: float, *, round_progress: float, at_most: float) -> float:

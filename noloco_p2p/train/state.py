@@ -1,12 +1,8 @@
-"""Optimizer and random state as named tensors, so that a checkpoint holds no pickle."""
+"""Optimizer state as named tensors, so that a checkpoint holds no pickle."""
 
 from __future__ import annotations
 
-import math
-import random
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +16,15 @@ def flatten_optimizers(optimizers: Sequence[torch.optim.Optimizer], names: Mappi
 
 
 def restore_optimizers(
-    optimizers: Sequence[torch.optim.Optimizer], names: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    *,
+    keep_on_cpu: bool = False,
 ) -> None:
     """The inverse of `flatten_optimizers`; each takes what is its parameters'. Raises CheckpointError."""
     for optimizer in optimizers:
-        restore_optimizer(optimizer, names, tensors)
+        restore_optimizer(optimizer, names, tensors, keep_on_cpu=keep_on_cpu)
 
 
 def flatten_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -44,10 +44,15 @@ def flatten_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[str, Tens
 
 
 def restore_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    *,
+    keep_on_cpu: bool = False,
 ) -> None:
-    """The inverse of `flatten_optimizer`; copies to each parameter's device. The learning rate and the other
-    hyperparameters stay the optimizer's own. Raises CheckpointError when names or shapes are not this model's."""
+    """The inverse of `flatten_optimizer`; copies to each parameter's device, or `keep_on_cpu` in pinned memory. The
+    learning rate and the other hyperparameters stay the optimizer's own. A parameter of which nothing is given is as
+    before its first step. Raises CheckpointError when names or shapes are not this model's."""
     fields: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         field, _, name = key.partition("/")
@@ -60,49 +65,15 @@ def restore_optimizer(
         name = name_of[id(parameter)]
         if name in fields:
             state[index] = fields[name]
+    moments: dict[int, dict[str, Tensor]] = {}
+    if keep_on_cpu:  # only the counts of steps go where the optimizer wants them
+        moments = {index: {field: v for field, v in fields.items() if v.ndim} for index, fields in state.items()}
+        state = {index: {field: v for field, v in fields.items() if not v.ndim} for index, fields in state.items()}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def rng_state() -> dict[str, Tensor]:
-    """State of every generator that training may use: torch (CPU, each CUDA device in use), Python, NumPy if loaded."""
-    version, numbers, gauss = random.getstate()
-    state = {
-        "torch": torch.get_rng_state(),
-        "python": torch.tensor([version, *numbers], dtype=torch.int64),
-        "python_gauss": torch.tensor(math.nan if gauss is None else gauss, dtype=torch.float64),
-    }
-    if torch.cuda.is_initialized():
-        state |= {f"cuda.{index}": value for index, value in enumerate(torch.cuda.get_rng_state_all())}
-    if numpy := sys.modules.get("numpy"):
-        _, keys, position, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = torch.tensor([position, has_gauss, *keys.tolist()], dtype=torch.int64)
-        state["numpy_gauss"] = torch.tensor(cached, dtype=torch.float64)
-    return state
-
-
-def restore_rng(state: Mapping[str, Tensor]) -> None:
-    """The inverse of `rng_state`; devices that this machine does not have are left out. Raises CheckpointError."""
-    try:
-        torch.set_rng_state(state["torch"].clone())
-        version, *numbers = state["python"].tolist()
-        gauss = state["python_gauss"].item()
-        random.setstate((version, tuple(numbers), None if math.isnan(gauss) else gauss))
-        if "numpy" in state:
-            _restore_numpy(state)
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the random state of the checkpoint cannot be used: {error!r}") from None
-    num_devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-    for index in range(num_devices):
-        if f"cuda.{index}" in state:
-            torch.cuda.set_rng_state(state[f"cuda.{index}"].clone(), index)
-
-
-def _restore_numpy(state: Mapping[str, Tensor]) -> None:
-    import numpy as np
-
-    position, has_gauss, *keys = state["numpy"].tolist()
-    cached: Any = state["numpy_gauss"].item()
-    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, cached))
+    for index, parameter in enumerate(_parameters(optimizer)):
+        optimizer.state[parameter].update(
+            {field: value.pin_memory() for field, value in moments.get(index, {}).items()}
+        )
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

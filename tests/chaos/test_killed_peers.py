@@ -88,6 +88,19 @@ def test_a_killed_p2pd_is_started_again_and_training_does_not_notice(swarm: Swar
     swarm.b.swap_with(swarm.a, after=done + 3)
 
 
+def test_a_frozen_peer_costs_its_partner_no_more_than_the_wait(swarm: Swarm) -> None:
+    """SIGSTOP: its kernel still answers for it, and nobody is told."""
+    done = len(swarm.a.events("round"))
+    frozen_s = time.time()
+    swarm.b.send(signal.SIGSTOP)
+    try:
+        swarm.a.round_where(lambda event: True, after=done + 5)
+        assert longest_pause_s(swarm.a, since_s=frozen_s) < MAX_WAIT_S + NETWORK_ANSWER_S + SLACK_S
+    finally:
+        swarm.b.send(signal.SIGCONT)
+    swarm.a.swap_with(swarm.b, after=len(swarm.a.events("round")), timeout_s=2 * START_S)
+
+
 def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(swarm: Swarm) -> None:
     """A limit on the size of a file stands for the full disk: half-way through, writing fails."""
     folder = swarm.b.folder / "runs" / SPEC.run_id / "checkpoints"
@@ -117,3 +130,17 @@ def test_the_swarm_outlives_its_first_peer(swarm: Swarm, tmp_path: Path) -> None
         c.swap_with(swarm.b)
         newcomer.swap_with(swarm.b)
         newcomer.swap_with(c)
+        in_a_swap_or_not_s = random.Random(SEED + 1).uniform(0.0, 0.5)
+        time.sleep(in_a_swap_or_not_s)
+        began_s = time.monotonic()
+        c.send(signal.SIGTERM)
+        assert c.wait(30.0) == 0
+        assert time.monotonic() - began_s < 10.0 + SLACK_S, "finished or abandoned its swap, and wrote a checkpoint"
+        newest = Checkpoints(c.folder / "runs" / SPEC.run_id / "checkpoints").newest()
+        assert newest is not None
+        assert newest.meta["metrics"]["step"] == c.events("stopped")[-1]["step"]
+        newcomer.send(signal.SIGSTOP)  # so that both signals are there before it can have left
+        newcomer.send(signal.SIGINT)
+        newcomer.send(signal.SIGTERM)
+        newcomer.send(signal.SIGCONT)
+        assert newcomer.wait(10.0 + SLACK_S) in (128 + signal.SIGINT, 128 + signal.SIGTERM), "asked twice: at once"

@@ -128,7 +128,19 @@ def test_status(swarm: Swarm) -> None:
     assert machines.keys() >= STATUS_KEYS
     assert machines["swaps"] >= 1
     assert machines["last_partner"] == swarm.first.peer_id
-    assert machines["ticket"] == swarm.second.ticket
+    doors = Ticket.decode(machines["ticket"]).addresses
+    assert {door.rpartition("/")[2] for door in doors} >= {swarm.first.peer_id, swarm.second.peer_id}
+    assert machines["reach"]["state"] == "direct"
+    assert "peers that dialled back got through" in machines["reach"]["sentence"]
+
+
+def test_the_ticket_of_a_founder_holds_the_peers_that_came_later(swarm: Swarm) -> None:
+    printed = noloco("ticket", "--state-dir", swarm.first.folder)
+    doors = Ticket.decode(printed.stdout.strip()).addresses
+    peers = [door.rpartition("/")[2] for door in doors]
+    assert peers[0] == swarm.first.peer_id
+    assert swarm.second.peer_id in peers
+    assert swarm.bootstrap_address in doors
 
 
 def test_status_of_a_bootstrap(swarm: Swarm) -> None:
@@ -141,6 +153,28 @@ def test_status_of_a_bootstrap(swarm: Swarm) -> None:
 def test_a_bootstrap_is_small(swarm: Swarm) -> None:
     processes = [psutil.Process(swarm.bootstrap.process.pid), swarm.bootstrap.p2pd()]
     assert sum(process.memory_info().rss for process in processes) < MAX_BOOTSTRAP_BYTES
+
+
+def test_a_paused_peer_keeps_its_place_and_goes_on(swarm: Swarm, capsys: pytest.CaptureFixture[str]) -> None:
+    def say(verb: str) -> tuple[int, str]:
+        code = run([verb, "--state-dir", str(swarm.second.folder)])
+        return code, capsys.readouterr().out.strip()
+
+    assert say("resume") == (0, "the peer is not paused: it is training")
+    assert say("pause") == (0, "the peer is paused: it trains and swaps no more until `noloco resume`")
+    try:
+        assert say("pause") == (0, "the peer is paused already; `noloco resume` goes on")
+        paused = swarm.second.event("paused")
+        rounds, first_rounds = len(swarm.second.events("round")), len(swarm.first.events("round"))
+        lonely = swarm.first.round_where(lambda event: "alone" in event["last_outcome"], after=first_rounds + 1)
+        assert lonely["blocked_s"] < 1.0, "nobody waits for who is paused"
+        assert len(swarm.second.events("round")) == rounds
+        assert say("status")[1].splitlines()[2].startswith("state     paused for ")
+    finally:
+        assert say("resume") == (0, "the peer trains again")
+    resumed = swarm.second.event("resumed")
+    assert resumed["step"] == paused["step"]
+    swarm.second.swap_with(swarm.first, after=rounds)
 
 
 def test_monitor_sees_all_peers(swarm: Swarm) -> None:

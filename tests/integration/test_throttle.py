@@ -12,7 +12,8 @@ import uvloop
 from blake3 import blake3
 
 from noloco_p2p.errors import PeerError
-from noloco_p2p.gossip.fetch import StateServer, describe_state, fetch_state
+from noloco_p2p.gossip.donor import StateServer, describe_state
+from noloco_p2p.gossip.fetch import fetch_state
 from noloco_p2p.gossip.frames import Chunk, FetchItem, FetchWant, Hello, PeerStatus, SectionName, SwapState
 from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.gossip.seams import Candidate, FrameStream

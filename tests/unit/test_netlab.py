@@ -121,6 +121,33 @@ def test_a_partition_is_silent_until_it_heals() -> None:
     assert [node for _, node, _ in arrivals(links)] == [2]
 
 
+def packet(source: bytes, destination: bytes, near: int, far: int) -> bytes:
+    """A TCP packet of ours as the device gives it."""
+    addresses = bytes([10, 77, 0]) + source + bytes([10, 77, 0]) + destination
+    header = bytes([0x45]) + bytes(8) + bytes([6]) + bytes(2) + addresses
+    return netlab.OFFLOAD_HEADER.pack(0, 0, 0, 0, 0, 0) + header + near.to_bytes(2, "big") + far.to_bytes(2, "big")
+
+
+def test_a_closed_node_lets_in_what_answers_it_and_nothing_else() -> None:
+    links = fabric(*[netlab.Access()] * 2)
+    links.closed = {0}
+    out, answer = packet(b"\1", b"\2", 5000, 80), packet(b"\2", b"\1", 80, 5000)
+    send(links, 1, 0, frame=answer)
+    assert not arrivals(links)
+    send(links, 0, 1, frame=out)
+    send(links, 1, 0, frame=answer)
+    send(links, 1, 0, frame=packet(b"\2", b"\1", 81, 5000))
+    assert sorted(frame for _, _, frame in arrivals(links)) == sorted([out, answer])
+
+
+def test_one_way_can_be_cut_alone() -> None:
+    links = fabric(*[netlab.Access()] * 2)
+    links.blocked = {(0, 1)}
+    send(links, 0, 1, frame=b"lost")
+    send(links, 1, 0, frame=b"here")
+    assert [frame for _, _, frame in arrivals(links)] == [b"here"]
+
+
 def test_a_packet_of_many_segments_counts_the_headers_of_each() -> None:
     header = netlab.OFFLOAD_HEADER.pack(1, 1, 52, 1448, 0, 0)
     frame = header + bytes(52 + 3 * 1448 + 10)

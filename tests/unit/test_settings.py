@@ -48,7 +48,14 @@ def test_libp2p_takes_the_port_beside(listen: str, ports: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize(
-    ("announce", "announced"), [("", ("", 0)), ("peer.example", ("peer.example", 0)), ("h:99", ("h", 99))]
+    ("announce", "announced"),
+    [
+        ("", ("", 0)),
+        ("peer.example", ("peer.example", 0)),
+        ("h:99", ("h", 99)),
+        ("::1", ("::1", 0)),
+        ("[::1]:99", ("[::1]", 99)),
+    ],
 )
 def test_what_is_announced(announce: str, announced: tuple[str, int]) -> None:
     assert PeerSettings.load({"announce": announce}).announced == announced

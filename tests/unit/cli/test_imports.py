@@ -32,7 +32,16 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 @pytest.mark.parametrize(
     ("verb", "exit_code"),
-    [("--help", 0), ("join --help", 0), ("init {}/run.toml", 0), ("id {}", 0), ("status {}", 1), ("leave {}", 0)],
+    [
+        ("--help", 0),
+        ("join --help", 0),
+        ("init {}/run.toml", 0),
+        ("id {}", 0),
+        ("status {}", 1),
+        ("ticket {}", 1),
+        ("leave {}", 0),
+        ("pause {}", 1),
+    ],
 )
 def test_light_verbs_load_nothing_heavy(verb: str, exit_code: int, tmp_path: Path) -> None:
     place = str(tmp_path) if verb.startswith("init") else f"--state-dir={tmp_path}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -13,13 +12,15 @@ from pathlib import Path
 import pytest
 
 from noloco_p2p.errors import CorruptPayload, Refused, Unreachable
-from noloco_p2p.gossip.fetch import MAX_UPLOADS, SavedState, StateServer, describe_state, fetch_spec, fetch_state
+from noloco_p2p.gossip.donor import SavedState, StateServer, describe_state
+from noloco_p2p.gossip.fetch import fetch_spec, fetch_state
 from noloco_p2p.gossip.frames import (
     STATE_CHUNK_BYTES,
     FetchItem,
     FetchWant,
     Hello,
     PeerStatus,
+    QueuePlace,
     SpecJson,
     StateChunk,
     StateManifest,
@@ -28,6 +29,7 @@ from noloco_p2p.gossip.frames import (
     WantSpec,
 )
 from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.gossip.uploads import MAX_UPLOADS
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.memory import MemoryNetwork, MemoryTransport
 
@@ -252,24 +254,91 @@ def test_a_donor_without_a_state_says_when_to_come_back() -> None:
     assert asyncio.run(listed(StateServer(SPEC).serve(WantSpec()))) == [SpecJson(SPEC.canonical_json())]
 
 
-def test_a_third_upload_is_refused_until_one_of_the_two_has_ended(tmp_path: Path) -> None:
-    async def main() -> Counter[str]:
-        states, seen = StateServer(SPEC), Counter[str]()
+def test_a_third_newcomer_waits_in_line_until_one_of_the_two_has_ended(tmp_path: Path) -> None:
+    async def main() -> None:
+        states = StateServer(SPEC)
         states.saved = saved(tmp_path)
         want = WantChunks(states.saved.manifest.digest(), (0, 1))
         running = [states.serve(want) for _ in range(MAX_UPLOADS)]
         for upload in running:
-            await anext(upload)
-        with pytest.raises(Refused, match="uploads are running"):
-            await listed(states.serve(want))
+            assert isinstance(await anext(upload), StateChunk)
+        third, fourth = states.serve(want), states.serve(want)
+        for position, newcomer in enumerate((third, fourth), start=1):
+            place = await anext(newcomer)
+            assert isinstance(place, QueuePlace)
+            assert place.position == position
         assert len(await listed(running[0])) == 1  # the second of its two chunks
-        assert len(await listed(states.serve(want))) == 2
+        assert [type(item) for item in await listed(third)] == [StateChunk, StateChunk], "its turn has come"
         async with aclosing(running[1]):
             pass  # a newcomer that goes away in the middle
-        assert states._uploads == 0
-        return seen
+        assert [type(item) for item in await listed(fourth)] == [StateChunk, StateChunk]
+        assert states._line.num_uploads == 0
 
     asyncio.run(main())
+
+
+def test_a_newcomer_goes_to_a_free_donor_before_it_waits_in_a_line(fetching: Fetching) -> None:
+    async def has_a_line(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        async for item in items:
+            if isinstance(item, StateChunk) and item.index == 0:
+                yield QueuePlace(3, 40.0)
+            yield item
+
+    (_, _), (_, free) = fetching.donor(1, has_a_line), fetching.donor(2)
+    assert asyncio.run(fetching.fetch())[1] == free
+
+
+def test_when_all_donors_are_busy_the_shortest_line_is_waited_for_and_told(fetching: Fetching) -> None:
+    def line(left_s: float) -> Callable[[AsyncGenerator[FetchItem]], AsyncGenerator[FetchItem]]:
+        async def alter(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+            async for item in items:
+                if isinstance(item, StateChunk) and item.index == 0:
+                    yield QueuePlace(2, left_s)
+                    yield QueuePlace(1, left_s / 2)
+                yield item
+
+        return alter
+
+    (_, _), (_, second) = fetching.donor(1, line(40.0)), fetching.donor(2, line(10.0))
+    told: list[tuple[str, QueuePlace | None]] = []
+    _, fetched = asyncio.run(fetching.fetch(on_place=lambda donor, place: told.append((donor.peer_id, place))))
+    assert fetched == second
+    assert told == [("donor-2", QueuePlace(2, 10.0)), ("donor-2", QueuePlace(1, 5.0)), ("donor-2", None)]
+
+
+def test_a_newcomer_that_starts_again_asks_only_for_what_it_lacks(fetching: Fetching) -> None:
+    _, first = fetching.donor(1, dies_after_two_chunks)
+    assert asyncio.run(fetching.fetch())[0] is None
+    fetching.network.remove("donor-1")
+    second_donor, second = fetching.donor(2)
+    told: list[int] = []
+    manifest, fetched = asyncio.run(fetching.fetch(on_progress=lambda done, _: told.append(done)))
+    assert manifest is not None
+    kept = 2 * STATE_CHUNK_BYTES
+    assert fetched == first[:kept] + second[kept:]
+    assert told[0] == kept
+    assert [want.indices for want in second_donor.asked if isinstance(want, WantChunks)] == [(2, 3)]
+    assert not list(fetching.folder.glob("*.digests"))
+
+
+@pytest.mark.parametrize("spoil", ["torn", "old", "other size"])
+def test_what_was_kept_is_not_trusted_when_it_is_torn_or_old(fetching: Fetching, spoil: str) -> None:
+    fetching.donor(1, dies_after_two_chunks)
+    asyncio.run(fetching.fetch())
+    fetching.network.remove("donor-1")
+    target, digests = fetching.folder / "fetched", fetching.folder / "fetched.digests"
+    if spoil == "torn":
+        with target.open("r+b") as file:
+            file.write(b"torn")
+    elif spoil == "old":
+        os.utime(digests, (0, 0))
+    else:
+        os.truncate(target, NUM_BYTES - 1)
+    second_donor, second = fetching.donor(2)
+    _, fetched = asyncio.run(fetching.fetch())
+    asked = [want.indices for want in second_donor.asked if isinstance(want, WantChunks)]
+    assert asked == [(0, 2, 3) if spoil == "torn" else (0, 1, 2, 3)]
+    assert fetched[:STATE_CHUNK_BYTES] == second[:STATE_CHUNK_BYTES]
 
 
 def test_a_newer_state_in_the_middle_is_not_mixed_with_the_old_one(tmp_path: Path) -> None:

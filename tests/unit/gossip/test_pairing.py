@@ -221,3 +221,10 @@ def test_the_last_partner_is_drawn_only_when_there_is_nobody_else() -> None:
     assert drawn == {"b", "c"}
     pairing.open_round()
     assert pairing.choose(peers[:1], 0.0, latest_s=0.0) == peers[0]
+
+
+def test_a_peer_that_cannot_be_called_is_not_drawn_and_not_waited_for() -> None:
+    pairing = Pairing(random.Random(0))
+    peers = [Candidate("closed", "", can_be_called=False), Candidate("open", "host:1")]
+    assert {drawn.peer_id for _ in range(20) if (drawn := pairing.choose(peers, 0.0, latest_s=0.0))} == {"open"}
+    assert not pairing.hopeful(peers[:1], 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -18,6 +18,7 @@ from noloco_p2p.gossip.round_length import (
     RoundLength,
     cautious,
     measure_link,
+    usual_s,
 )
 from noloco_p2p.spec import OuterSpec
 
@@ -25,8 +26,8 @@ ROUND_BYTES, LATE_BYTES = 150_000_000, 50_000_000
 EAGER = OuterSpec(inner_steps="auto", max_wait_s=0.0)
 
 
-def link(swap_s: float, *, late_s: float = 0.0, partner_round_s: float | None = None) -> LinkMeasure:
-    return LinkMeasure(swap_s, late_s, partner_round_s, is_whole=True)
+def link(swap_s: float, *, late_s: float = 0.0) -> LinkMeasure:
+    return LinkMeasure(swap_s, late_s, is_whole=True)
 
 
 def train(
@@ -36,7 +37,7 @@ def train(
     step_s: Callable[[int], float] | float,
     bytes_per_s: Callable[[int], float] | float,
     noise: random.Random | None = None,
-    partner_round_s: float | None = None,
+    others_s: Sequence[float] = (),
 ) -> list[int]:
     """Rounds over a link of this rate, 10 % of each spent on finding a partner; the lengths that were chosen."""
     lengths = []
@@ -44,7 +45,7 @@ def train(
         spread = noise.lognormvariate(0.0, 0.25) if noise else 1.0
         rate = (bytes_per_s(index) if callable(bytes_per_s) else bytes_per_s) * spread
         seconds = step_s(index) if callable(step_s) else step_s
-        lengths.append(length.next(seconds * (noise.uniform(0.95, 1.05) if noise else 1.0)))
+        lengths.append(length.next(seconds * (noise.uniform(0.95, 1.05) if noise else 1.0), others_s=others_s))
         time_s = 0.9 * lengths[-1] * seconds
         early_s = (ROUND_BYTES - LATE_BYTES) / rate
         moved_bytes = round(rate * min(early_s, time_s))
@@ -55,7 +56,6 @@ def train(
                 moved_bytes=moved_bytes,
                 elapsed_s=min(early_s, time_s),
                 late_s=LATE_BYTES / rate if early_s < time_s else None,
-                partner_round_s=partner_round_s,
                 is_whole=early_s < time_s,
             )
         )
@@ -140,14 +140,14 @@ def test_nobody_waits_longer_than_the_spec_says() -> None:
 # the swarm
 
 
-def test_a_fast_peer_comes_towards_the_rounds_of_its_partners() -> None:
+def test_a_fast_peer_takes_rounds_as_long_as_the_others_can_keep_up_with() -> None:
     own = ideal(step_s=1.0, bytes_per_s=30e6)
-    lengths = train(RoundLength(EAGER), num_rounds=40, step_s=1.0, bytes_per_s=30e6, partner_round_s=9 * own)
+    lengths = train(RoundLength(EAGER), num_rounds=40, step_s=1.0, bytes_per_s=30e6, others_s=[3.0 * own, 2.0 * own])
     assert 3 * own / STILL <= lengths[-1] <= 3 * own * STILL
 
 
 def test_a_slow_link_is_never_hurried_by_others() -> None:
-    lengths = train(RoundLength(EAGER), num_rounds=40, step_s=1.0, bytes_per_s=4e6, partner_round_s=5.0)
+    lengths = train(RoundLength(EAGER), num_rounds=40, step_s=1.0, bytes_per_s=4e6, others_s=[5.0] * 5)
     assert lengths[-1] >= ideal(step_s=1.0, bytes_per_s=4e6) / STILL
 
 
@@ -155,38 +155,50 @@ def test_peers_that_are_alike_do_not_keep_each_others_rounds_long() -> None:
     lengths = [RoundLength(EAGER) for _ in range(4)]
     for each in lengths:
         each.inner_steps = 150
-    rng = random.Random(1)
     for _ in range(60):
-        rounds_s = [each.next(1.0) * 1.0 for each in lengths]
+        told_s = [each.shortest_s(1.0) for each in lengths]
         for each in lengths:
-            each.note(link(5.0, partner_round_s=rng.choice(rounds_s)))
+            each.next(1.0, others_s=told_s)
+            each.note(link(5.0))
     assert all(each.inner_steps <= 5.0 / FILL * STILL**2 for each in lengths), [e.inner_steps for e in lengths]
 
 
+@pytest.mark.parametrize("max_wait_s", [0.0, 60.0])
 @pytest.mark.parametrize("seed", range(5))
-def test_two_peers_that_wait_for_each_other_come_to_rounds_of_nearly_one_duration(seed: int) -> None:
-    """Speeds, links and first lengths differ by factors; the slower link sets the pace."""
+def test_peers_of_one_to_four_times_the_speed_come_to_rounds_of_nearly_one_duration(
+    seed: int, max_wait_s: float
+) -> None:
+    """Each hears of five others now and then; links differ by factors, too."""
     rng = random.Random(seed)
-    outer = OuterSpec(inner_steps="auto", max_wait_s=60.0, max_inner_steps=1000)
-    peers = [RoundLength(outer) for _ in range(2)]
-    steps_s, lates_s = [rng.uniform(0.3, 2.0) for _ in peers], [5.0, rng.uniform(0.5, 5.0)]
+    outer = OuterSpec(inner_steps="auto", max_wait_s=max_wait_s, max_inner_steps=1000)
+    peers = [RoundLength(outer) for _ in range(12)]
+    steps_s = [1.0 / rng.uniform(1.0, 4.0) for _ in peers]
+    swaps_s = [rng.uniform(1.0, 4.0) for _ in peers]
     for each in peers:
         each.resume(rng.randrange(10, 900))
-    nearest: list[float] = []
-    for _ in range(160):
-        rounds_s = [each.next(step_s) * step_s for each, step_s in zip(peers, steps_s, strict=True)]
-        nearest.append(min(rounds_s) / max(rounds_s))
-        peers[0].note(link(10.0, late_s=lates_s[0], partner_round_s=rounds_s[1]))
-        peers[1].note(link(10.0, late_s=lates_s[1], partner_round_s=rounds_s[0]))
-    assert peers[0].inner_steps * steps_s[0] == pytest.approx(19 * 5.0, rel=0.1)
-    assert min(nearest[120:]) > 0.85
+    for _ in range(60):
+        told_s = [each.shortest_s(step_s) for each, step_s in zip(peers, steps_s, strict=True)]
+        for each, step_s, swap_s in zip(peers, steps_s, swaps_s, strict=True):
+            each.next(step_s, others_s=rng.sample(told_s, 8))
+            each.note(link(swap_s))
+    rounds_s = [each.inner_steps * step_s for each, step_s in zip(peers, steps_s, strict=True)]
+    assert max(rounds_s) / min(rounds_s) < 2.0, rounds_s
 
 
-@pytest.mark.parametrize("partner_round_s", [0.0, -1e300, 1e300])
-def test_what_a_partner_tells_cannot_break_it(partner_round_s: float) -> None:
+def test_one_that_is_far_slower_drags_nobody() -> None:
+    assert usual_s([10.0, 10.0, 12.0, 11.0, 500.0]) == 12.0
+    assert usual_s([10.0, 30.0]) == 30.0, "of two neither is the exception"
+    assert usual_s([10.0, 500.0]) == 500.0
+    assert usual_s([10.0, 20.0, 30.0, 40.0]) == 40.0
+    assert usual_s([10.0]) == 10.0
+
+
+@pytest.mark.parametrize("told_s", [0.0, -1e300, 1e300])
+def test_what_a_partner_tells_cannot_break_it(told_s: float) -> None:
     length = RoundLength(EAGER)
-    length.note(link(5.0, partner_round_s=partner_round_s))
-    assert 5 <= length.next(1.0) <= 200
+    length.note(link(5.0))
+    assert 5 <= length.next(1.0, others_s=[told_s]) <= 200
+    assert 5 <= length.next(1e-9, others_s=[told_s]) <= 200
 
 
 # measuring
@@ -211,7 +223,6 @@ def test_a_swap_that_was_given_up_before_it_moved_anything_makes_rounds_longer()
                 moved_bytes=0,
                 elapsed_s=lengths[-1] * 0.05,
                 late_s=None,
-                partner_round_s=None,
                 is_whole=False,
             )
         )
@@ -224,7 +235,7 @@ def test_two_swaps_in_a_row_that_were_given_up_are_believed_at_once() -> None:
     for _ in range(7):
         length.note(link(10.0))
     for given_up_s, needed_s in ((90.0, 10.0 / FILL), (80.0, 80.0 / FILL)):
-        length.note(LinkMeasure(given_up_s, 0.0, None, is_whole=False))
+        length.note(LinkMeasure(given_up_s, 0.0, is_whole=False))
         assert length.needed_s() == needed_s
     length.note(link(10.0))
     assert length.needed_s() == 10.0 / FILL
@@ -233,7 +244,7 @@ def test_two_swaps_in_a_row_that_were_given_up_are_believed_at_once() -> None:
 def test_an_early_part_that_was_given_up_in_a_moment_tells_nothing() -> None:
     length = RoundLength(EAGER)
     length.note(link(30.0))
-    length.note(LinkMeasure(0.01, 0.0, None, is_whole=False))
+    length.note(LinkMeasure(0.01, 0.0, is_whole=False))
     assert length.needed_s() == 30.0 / FILL
 
 

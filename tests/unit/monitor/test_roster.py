@@ -10,8 +10,8 @@ from noloco_p2p.monitor.roster import FORGET_AFTER_S, MAX_PEERS, WINDOW_S, Healt
 from noloco_p2p.monitor.spread import Spread
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 
-A = PeerRecord("12D3KooWaaaaaa", "r", "0" * 64, sequence=1, reachability="reached")
-B = PeerRecord("12D3KooWbbbbbb", "r", "0" * 64, sequence=1, reachability="reached")
+A = PeerRecord("12D3KooWaaaaaa", "r", "0" * 64, sequence=1, reachability="direct")
+B = PeerRecord("12D3KooWbbbbbb", "r", "0" * 64, sequence=1, reachability="direct")
 NOW_S = 1_800_000_000.0
 
 

@@ -70,10 +70,11 @@ def test_strangers_get_nothing() -> None:
 def test_nobody_is_dialled_again_and_again() -> None:
     async def main() -> None:
         async with peer() as candidate:
-            for _ in range(probe.PER_MINUTE // 2):
-                await probe.ask(candidate, HELLO, [], timeout_s=20.0)
+            for _ in range(probe.PER_MINUTE):
+                await probe.ask(candidate, HELLO, [9], timeout_s=20.0)
             with pytest.raises(Refused, match="a few times a minute"):
-                await probe.ask(candidate, HELLO, [], timeout_s=20.0)
+                await probe.ask(candidate, HELLO, [9], timeout_s=20.0)
+            await probe.ask(candidate, HELLO, [], timeout_s=20.0)  # the time is told to everybody
 
     asyncio.run(main())
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from noloco_p2p.swarm.dialing import ENOUGH_NEIGHBOURS, DialPlan
+from noloco_p2p.swarm.dialing import ENOUGH_NEIGHBOURS, LONGEST_PAUSE_LOST_S, LOST_PEERS, DialPlan
 
 BOOT = {"boot": ["/boot/1"]}
 BOOK = {"b": ("/b/1",), "me": ("/me/1",)}
@@ -32,17 +32,31 @@ def test_a_bootstrap_is_tried_for_ever_with_a_bounded_pause() -> None:
     assert max(pauses_s) == 10
 
 
-def test_a_remembered_peer_is_tried_ever_more_rarely() -> None:
-    dialing = plan()
-    for _ in range(100):
-        dialing.failed("b", "refused", now_s=0)
-    assert "b" not in dialing.due(BOOK, [], now_s=299)
-    assert "b" in dialing.due(BOOK, [], now_s=300)
+def test_remembered_peers_are_tried_ever_more_rarely_but_for_those_lost_last() -> None:
+    dialing, book = plan(), {f"old{n}": (f"/old/{n}",) for n in range(2 * LOST_PEERS)}
+    for peer in ("boot", *book):
+        for _ in range(100):
+            dialing.failed(peer, "refused", now_s=0)
+    lost, others = list(book)[:LOST_PEERS], list(book)[LOST_PEERS:]
+    assert not dialing.due(book, ["boot"], now_s=LONGEST_PAUSE_LOST_S - 1)
+    assert list(dialing.due(book, ["boot"], now_s=LONGEST_PAUSE_LOST_S)) == lost
+    assert set(dialing.due(book, ["boot"], now_s=299, most=99)) == set(lost)
+    assert set(dialing.due(book, ["boot"], now_s=300, most=99)) == {*lost, *others}
 
 
-def test_with_many_neighbours_only_bootstraps_are_dialled() -> None:
+def test_with_many_neighbours_bootstraps_and_silent_peers_are_dialled() -> None:
     near = [f"n{n}" for n in range(ENOUGH_NEIGHBOURS)]
-    assert list(plan().due(BOOK, near, now_s=0)) == ["boot"]
+    assert list(plan().due(BOOK, near, heard_of=["b"], now_s=0)) == ["boot"]
+    assert list(plan().due(BOOK, near, now_s=0)) == ["boot", "b"]
+    assert list(plan().due(BOOK, [], heard_of=["b"], now_s=0)) == ["boot", "b"]
+
+
+def test_one_that_answered_is_not_dialled_again_at_once() -> None:
+    dialing = plan()
+    dialing.reached("boot", now_s=0)
+    assert dialing.due({}, [], now_s=9) == {}
+    assert list(dialing.due({}, [], now_s=10)) == ["boot"]
+    assert dialing.failures() == {}
 
 
 def test_failures_are_told_until_the_bootstrap_is_there() -> None:

@@ -67,11 +67,12 @@ def test_expired_far_future_and_own_words_are_ignored() -> None:
     assert view.records(now_s=0) == []
 
 
-def test_a_peer_without_an_address_is_shown_but_not_offered() -> None:
-    view = View("me")
-    merge(view, replace(A, addresses=()))
-    assert live(view) == []
-    assert len(view.records(now_s=0)) == 1
+def test_a_peer_without_an_address_or_behind_a_closed_port_is_alive_but_never_called() -> None:
+    for changes in ({"addresses": ()}, {"reachability": "outbound-only"}, {"reachability": "relayed"}):
+        view = View("me")
+        merge(view, replace(A, **changes))
+        assert [candidate.can_be_called for candidate in view.live(now_s=0)] == [False]
+        assert view.records(now_s=0)
 
 
 def test_sequence_numbers_are_forgotten_in_the_end() -> None:

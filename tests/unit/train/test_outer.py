@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from noloco_p2p.gossip.fetch import state_file_bytes
+from noloco_p2p.gossip.donor import state_file_bytes
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.outcome import Alone, Half, Swapped
 from noloco_p2p.gossip.round import Phase
+from noloco_p2p.gossip.staleness import FRESH_ROUNDS
 from noloco_p2p.optim.mixing import mixing_for
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec, TrainSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
@@ -43,6 +44,15 @@ def make_model(seed: int) -> nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def make_neighbour() -> nn.Sequential:
+    """As near to `make_model(1)` as replicas of one run are to each other: no gate looks at the offset."""
+    model, other = make_model(1), make_model(2)
+    with torch.no_grad():
+        for param, towards in zip(model.parameters(), other.parameters(), strict=True):
+            param.lerp_(towards, 0.02)
+    return model
 
 
 def flat(model: nn.Module) -> torch.Tensor:
@@ -100,14 +110,14 @@ def test_alone_is_the_lonely_outer_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", [EXACT, CodecSpec(), COARSE])
 def test_a_swap_moves_the_mean_of_a_pair_by_the_mean_of_exact_gradients(tmp_path: Path, codec: CodecSpec) -> None:
     with MemorySwarm(make_spec(codec=codec)) as swarm:
-        models = [make_model(1), make_model(2)]
+        models = [make_model(1), make_neighbour()]
         before = (flat(models[0]).double() + flat(models[1]).double()) / 2
         outers = [
             NoLoCo(model, swarm.peer(name, run_folder=tmp_path / name), save_every_rounds=0)
             for name, model in zip("ab", models, strict=True)
         ]
         results: list[RoundResult] = []
-        amounts = (0.1, 0.4)
+        amounts = (0.1, 0.2)
         together(
             *(
                 lambda outer=outer, model=model, amount=amount: results.append(one_round(outer, model, amount))
@@ -116,10 +126,62 @@ def test_a_swap_moves_the_mean_of_a_pair_by_the_mean_of_exact_gradients(tmp_path
         )
         assert all(isinstance(result.outcome, Swapped) for result in results)
         after = (flat(models[0]).double() + flat(models[1]).double()) / 2
-        assert torch.allclose(after, before + 0.7 * (2 * 0.1 + 2 * 0.4) / 2, atol=2e-6)
+        assert torch.allclose(after, before + 0.7 * (2 * 0.1 + 2 * 0.2) / 2, atol=2e-6)
         if codec == EXACT:  # and the replicas come nearer to each other by 1 - gamma
             apart = flat(models[0]) - flat(models[1])
-            assert torch.allclose(apart, 0.3 * (flat(make_model(1)) - flat(make_model(2))), atol=1e-5)
+            assert torch.allclose(apart, 0.3 * (flat(make_model(1)) - flat(make_neighbour())), atol=1e-5)
+
+
+@pytest.mark.parametrize("codec", [EXACT, COARSE])
+@pytest.mark.parametrize(("rounds_behind", "weight"), [(4, 1.0), (8, 0.5), (16, 0.25)])
+def test_an_older_partner_counts_less_on_both_sides_and_the_mean_holds(
+    tmp_path: Path, codec: CodecSpec, rounds_behind: int, weight: float
+) -> None:
+    with MemorySwarm(make_spec(codec=codec)) as swarm:
+        models = [make_model(1), make_neighbour()]
+        before = (flat(models[0]).double() + flat(models[1]).double()) / 2
+        outers = [
+            NoLoCo(model, swarm.peer(name, run_folder=tmp_path / name), save_every_rounds=0)
+            for name, model in zip("ab", models, strict=True)
+        ]
+        outers[0].progress = rounds_behind * 2 / 100
+        together(
+            *(
+                lambda outer=outer, model=model: one_round(outer, model, 0.1) and None
+                for outer, model in zip(outers, models, strict=True)
+            )
+        )
+        after = (flat(models[0]).double() + flat(models[1]).double()) / 2
+        assert torch.allclose(after, before + 0.7 * 0.2, atol=2e-6)
+        if codec == EXACT:  # nearer to each other by as much as the older one counts
+            apart = flat(models[0]) - flat(models[1])
+            expected = (1 - 0.7 * weight) * (flat(make_model(1)) - flat(make_neighbour()))
+            assert torch.allclose(apart, expected, atol=1e-5)
+        assert outers[0].progress - outers[1].progress == pytest.approx((rounds_behind - 2 * weight) * 2 / 100)
+
+
+def test_with_tokens_weighed_the_gradients_count_by_their_steps(tmp_path: Path) -> None:
+    """Rounds of 3 and 1 steps: both end with three quarters of the one gradient and a quarter of the other."""
+    outer_spec = AUTO.model_copy(update={"weigh_tokens": True, "min_inner_steps": 1})
+    spec = make_auto_spec().model_copy(update={"outer": outer_spec})
+    with MemorySwarm(spec) as swarm:
+        models = [make_model(1), make_model(1)]
+        peers = [swarm.peer(name, run_folder=tmp_path / name) for name in "ab"]
+        outers = [NoLoCo(model, peer, save_every_rounds=0) for model, peer in zip(models, peers, strict=True)]
+        for outer, steps in zip(outers, (3, 1), strict=True):
+            outer._length.resume(steps)
+        results: list[RoundResult] = []
+        together(
+            *(
+                lambda outer=outer, model=model, amount=amount: results.append(one_round(outer, model, amount))
+                for outer, model, amount in zip(outers, models, (0.1, 0.5), strict=True)
+            )
+        )
+        assert all(isinstance(result.outcome, Swapped) for result in results)
+        mean = 0.75 * 0.3 + 0.25 * 0.5
+        start, beta = flat(make_model(1)), mixing_for(3**0.5).beta
+        for model in models:
+            assert torch.allclose(flat(model), start + beta * mean, atol=1e-6)
 
 
 def test_eager_gets_to_the_same_weights_as_waiting(tmp_path: Path) -> None:
@@ -183,6 +245,50 @@ def wait_for_early(outers: list[NoLoCo]) -> None:
     wait_until(committed)
 
 
+def test_a_peer_that_pauses_keeps_its_half_of_the_swap_and_its_partner_does_not_wait(tmp_path: Path) -> None:
+    """The round of the one ends after one of four steps; the mean of the pair is what it must be."""
+    with MemorySwarm(make_spec(inner_steps=4)) as swarm:
+        models = [make_model(1), make_neighbour()]
+        before = (flat(models[0]).double() + flat(models[1]).double()) / 2
+        peers = [swarm.peer(name, run_folder=tmp_path / name) for name in "ab"]
+        outers = [NoLoCo(model, peer, save_every_rounds=0) for model, peer in zip(models, peers, strict=True)]
+        for outer, model in zip(outers, models, strict=True):
+            nudge(model, 0.1)
+            outer.step()
+        wait_for_early(outers)
+        peers[0].runner.state = "paused"
+        paused, other = outers[0].withdraw(), one_round(outers[1], models[1], 0.1)
+        assert paused is not None
+        assert isinstance(paused.outcome, Half)
+        assert isinstance(other.outcome, Half)
+        assert other.blocked_s < 5.0
+        after = (flat(models[0]).double() + flat(models[1]).double()) / 2
+        assert torch.allclose(after, before + 0.7 * (1 * 0.1 + 4 * 0.1) / 2, atol=2e-6)
+        assert outers[0].is_between_rounds
+
+
+def test_a_peer_that_pauses_alone_goes_on_in_its_round(tmp_path: Path) -> None:
+    ends = []
+    for pause in (False, True):
+        with MemorySwarm(make_spec(inner_steps=4)) as swarm:
+            model = make_model(3)
+            outer = NoLoCo(model, swarm.peer("a", run_folder=tmp_path), save_every_rounds=0)
+            for _ in range(2):
+                nudge(model, 0.1)
+                outer.step()
+            if pause:
+                assert outer.withdraw() is None
+                assert outer.withdraw() is None, "nothing is open any more"
+            nudge(model, 0.1)
+            assert outer.step() is None
+            nudge(model, 0.1)
+            result = outer.step()
+            assert result is not None
+            assert result.round == 0
+            ends.append(flat(model))
+    assert torch.equal(*ends)
+
+
 def test_a_checkpoint_within_a_round_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     ends = []
     for stop in (False, True):
@@ -220,11 +326,11 @@ def test_partners_with_rounds_of_other_lengths_keep_their_mean(tmp_path: Path, m
     """3 and 27 inner steps: both mix by 9, for which alpha is 0 before the first momentum and beta is 1."""
     with MemorySwarm(make_auto_spec(max_wait_s=max_wait_s)) as swarm:
         models, outers, peers = [], [], []
-        for name, seed, length in (("a", 1, 3), ("b", 2, 27)):
-            first = NoLoCo(make_model(seed), swarm.peer(f"{name}0", run_folder=tmp_path / name), save_every_rounds=0)
+        for name, make, length in (("a", lambda: make_model(1), 3), ("b", make_neighbour, 27)):
+            first = NoLoCo(make(), swarm.peer(f"{name}0", run_folder=tmp_path / name), save_every_rounds=0)
             checkpoint = with_length(first, length, tmp_path / f"{name}-checkpoint")
             swarm.kill(swarm.peers[-1])
-            models.append(make_model(seed))
+            models.append(make())
             peers.append(swarm.peer(name, run_folder=tmp_path / name))
             outers.append(NoLoCo(models[-1], peers[-1], save_every_rounds=0, resume=checkpoint))
         assert [outer.inner_steps for outer in outers] == [3, 27]
@@ -249,7 +355,7 @@ def test_partners_with_rounds_of_other_lengths_keep_their_mean(tmp_path: Path, m
         together(lambda: run(0), lambda: run(1))
         for index, result in results.items():
             assert isinstance(result.outcome, Swapped | Half)
-            assert result.outcome.received.agreed_inner_steps == 9.0
+            assert result.outcome.received.agreed.inner_steps == 9.0
             if isinstance(result.outcome, Half):
                 wait_until(lambda index=index: can_be_corrected(peers[index]))
                 outers[index].step()
@@ -310,8 +416,11 @@ def test_over_a_fast_link_rounds_become_as_short_as_the_spec_allows(tmp_path: Pa
         together(lambda: run(0), lambda: run(1))
 
 
+FAR = 0.02 * FRESH_ROUNDS / 15  # a round, less by as much as a partner 15 rounds away counts
+
+
 @pytest.mark.parametrize(
-    ("ahead", "ends"), [(0.03, (0.02 + 0.015, 0.05 - 0.015)), (0.9, (0.02 + 0.02, 0.92 - 0.02))], ids=["near", "far"]
+    ("ahead", "ends"), [(0.03, (0.02 + 0.015, 0.05 - 0.015)), (0.3, (0.02 + FAR, 0.32 - FAR))], ids=["near", "far"]
 )
 def test_partners_meet_on_the_schedule_by_at_most_a_round(
     tmp_path: Path, ahead: float, ends: tuple[float, float]
@@ -337,6 +446,35 @@ def test_the_size_of_a_state_file_is_known_before_it_comes(tmp_path: Path, num_h
         saved = peer.states.saved
         assert saved is not None
         assert saved.path.stat().st_size == state_file_bytes(4 * num_hidden) == saved.manifest.num_bytes
+
+
+class LeftBehind(MemoryPeer):
+    """Most of the swarm is far ahead of this peer, once; its state is at hand."""
+
+    def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
+        if progress > 0.5:
+            return None
+        num_elements = sum(param.numel() for param in make_model(0).parameters())
+        save_file({"slow_weights": torch.ones(num_elements), "outer_momentum": torch.zeros(num_elements)}, target)
+        return StateManifest("", num_elements, 70, 0.7, 0, ())
+
+
+def test_who_is_left_behind_takes_the_state_of_the_swarm_and_goes_on_from_there(tmp_path: Path) -> None:
+    """As after a long pause within a round: the steps of that round are given up, too."""
+    with MemorySwarm(make_spec(inner_steps=4)) as swarm:
+        model, peer = make_model(5), swarm.peer("a", run_folder=tmp_path)
+        outer = NoLoCo(model, peer, save_every_rounds=0)
+        nudge(model, 0.1)
+        outer.step()
+        outer.withdraw()
+        peer.__class__ = LeftBehind
+        nudge(model, 0.1)
+        assert outer.step() is None
+        assert (outer.round, outer.progress) == (70, pytest.approx(0.71))
+        assert torch.equal(flat(model), torch.ones_like(flat(model)))
+        assert peer.metrics.catch_ups == 1
+        assert one_round(outer, model, 0.1).round == 70
+        assert not list(tmp_path.glob("*.safetensors"))
 
 
 class Liar(MemoryPeer):

@@ -8,6 +8,7 @@ from torch import nn
 
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.train.outer_state import OuterState, met_progress
+from noloco_p2p.train.staging import Staging
 
 
 def test_a_refused_state_changes_nothing() -> None:
@@ -33,3 +34,20 @@ def test_a_taken_state_is_the_models() -> None:
 @pytest.mark.parametrize(("partner_opened_at", "met"), [(0.4, 0.5), (0.44, 0.52), (0.9, 0.6), (0.0, 0.4)])
 def test_partners_meet_on_the_schedule_within_one_round(partner_opened_at: float, met: float) -> None:
     assert met_progress(0.5, partner_opened_at, round_progress=0.1, at_most=0.1) == pytest.approx(met)
+
+
+def test_the_overlapped_outer_step_is_the_plain_one() -> None:
+    """The path that an accelerator takes, on the CPU, whose streams are in name only."""
+    ends = []
+    for is_overlapped in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(1000, 700)  # three chunks
+        state = OuterState(model)
+        state._staging = Staging(torch.device("cpu"), is_overlapped=is_overlapped)
+        for _ in range(2):
+            with torch.no_grad():
+                model.weight.add_(torch.randn_like(model.weight))
+            state.step(None, alpha=0.5, beta=0.7, gamma=0.7)
+        assert torch.equal(state.parameters.read(0, state.num_elements), state.slow_weights)
+        ends.append(state.slow_weights)
+    assert torch.equal(ends[0], ends[1])

@@ -1,11 +1,9 @@
-"""Optimizer and random state come back exactly, through tensors alone."""
+"""Optimizer state comes back exactly, through tensors alone."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +12,7 @@ from noloco_p2p.errors import CheckpointError
 from noloco_p2p.optim.inner import make_inner_optimizer
 from noloco_p2p.spec import TrainSpec
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
-from noloco_p2p.train.state import flatten_optimizer, restore_optimizer, restore_rng, rng_state
+from noloco_p2p.train.state import flatten_optimizer, restore_optimizer
 
 TRAIN = TrainSpec(weight_decay=0.1, learning_rate=0.01)  # decay: two groups, in another order than the model's names
 
@@ -77,31 +75,3 @@ def test_the_state_of_another_model_is_refused() -> None:
         restore_optimizer(optimizer, names, {"exp_avg/elsewhere": torch.zeros(4)})
     with pytest.raises(CheckpointError, match=r"exp_avg/1\.weight \(3,\) belongs to no parameter"):
         restore_optimizer(optimizer, names, {"exp_avg/1.weight": torch.zeros(3)})
-
-
-def draw() -> tuple[float, float, float, float]:
-    return torch.rand(()).item(), random.random(), random.gauss(0, 1), float(np.random.standard_normal())
-
-
-def test_random_states_come_back() -> None:
-    torch.manual_seed(3)
-    random.seed(3)
-    np.random.seed(3)
-    draw()  # leaves a cached second Gaussian in Python and NumPy
-    state = rng_state()
-    expected = draw()
-    draw()
-    restore_rng(state)
-    assert draw() == expected
-
-
-def test_random_states_pass_through_a_checkpoint(tmp_path: Path) -> None:
-    saved = Checkpoints(tmp_path).save(0, files={"rng": rng_state()}, meta={})
-    expected = draw()
-    restore_rng(Checkpoint(saved).load("rng"))
-    assert draw() == expected
-
-
-def test_a_broken_random_state_is_an_error_in_words() -> None:
-    with pytest.raises(CheckpointError, match="random state"):
-        restore_rng({"torch": torch.get_rng_state()})

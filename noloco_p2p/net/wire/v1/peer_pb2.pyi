@@ -36,6 +36,7 @@ class RefuseCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REFUSE_NOT_PROVEN: _ClassVar[RefuseCode]
     REFUSE_NOT_INVITED: _ClassVar[RefuseCode]
     REFUSE_BANNED: _ClassVar[RefuseCode]
+    REFUSE_STALE: _ClassVar[RefuseCode]
 
 class AbortCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -67,6 +68,7 @@ REFUSE_MALFORMED: RefuseCode
 REFUSE_NOT_PROVEN: RefuseCode
 REFUSE_NOT_INVITED: RefuseCode
 REFUSE_BANNED: RefuseCode
+REFUSE_STALE: RefuseCode
 ABORT_UNSPECIFIED: AbortCode
 ABORT_CORRUPT: AbortCode
 ABORT_TIMED_OUT: AbortCode
@@ -121,18 +123,20 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[str] = ..., run_name: _Optional[str] = ..., spec_digest: _Optional[str] = ..., peer_id: _Optional[str] = ..., layout: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Boundary(_message.Message):
-    __slots__ = ("round", "seconds_to_boundary", "seconds_per_round", "progress", "inner_steps")
+    __slots__ = ("round", "seconds_to_boundary", "seconds_per_round", "progress", "inner_steps", "shortest_round_s")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     SECONDS_TO_BOUNDARY_FIELD_NUMBER: _ClassVar[int]
     SECONDS_PER_ROUND_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    SHORTEST_ROUND_S_FIELD_NUMBER: _ClassVar[int]
     round: int
     seconds_to_boundary: float
     seconds_per_round: float
     progress: float
     inner_steps: int
-    def __init__(self, round: _Optional[int] = ..., seconds_to_boundary: _Optional[float] = ..., seconds_per_round: _Optional[float] = ..., progress: _Optional[float] = ..., inner_steps: _Optional[int] = ...) -> None: ...
+    shortest_round_s: float
+    def __init__(self, round: _Optional[int] = ..., seconds_to_boundary: _Optional[float] = ..., seconds_per_round: _Optional[float] = ..., progress: _Optional[float] = ..., inner_steps: _Optional[int] = ..., shortest_round_s: _Optional[float] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("hello", "swap_id", "boundary")
@@ -287,16 +291,26 @@ class ChunksRequest(_message.Message):
     def __init__(self, manifest_digest: _Optional[bytes] = ..., indices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FetchReply(_message.Message):
-    __slots__ = ("spec_json", "manifest", "chunk", "refuse")
+    __slots__ = ("spec_json", "manifest", "chunk", "refuse", "place")
     SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     REFUSE_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
     spec_json: bytes
     manifest: Manifest
     chunk: StateChunk
     refuse: Refuse
-    def __init__(self, spec_json: _Optional[bytes] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ...) -> None: ...
+    place: QueuePlace
+    def __init__(self, spec_json: _Optional[bytes] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., place: _Optional[_Union[QueuePlace, _Mapping]] = ...) -> None: ...
+
+class QueuePlace(_message.Message):
+    __slots__ = ("position", "left_s")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    left_s: float
+    def __init__(self, position: _Optional[int] = ..., left_s: _Optional[float] = ...) -> None: ...
 
 class Manifest(_message.Message):
     __slots__ = ("layout", "num_elements", "round", "progress", "num_bytes", "chunk_digests")

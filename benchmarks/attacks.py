@@ -1,0 +1,138 @@
+"""What the gates cost an honest swarm, and what they hold when one of eight lies: simulated swarms of the studies' toy.
+
+    python benchmarks/attacks.py [--quick] [--seeds 0,1,2] [--jobs 2] [--json FILE]
+
+Losses are validation losses, mean over the honest replicas at the end. "open" = no gate but the finite check. The noise
+is what another seed of the same honest swarm makes of the loss. With --json the file is written after every case, and
+cases that it holds are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+from claims import machine
+
+from noloco_p2p.optim.gates import LIMITS, OPEN
+from noloco_p2p.simulate.hostile import Attack
+from noloco_p2p.simulate.plan import Plan
+from noloco_p2p.simulate.run import simulate
+from noloco_p2p.spec import RunSpec
+
+TOY = Path(__file__).parent / "study" / "toy.toml"
+HONEST = "honest"
+LIAR = 7
+NUM_ROUNDS = 20
+MOST_COST, MOST_HARM = 0.003, 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    attack: str
+    gates: str  # "on" or "open"
+    seed: int
+
+
+def cases(seeds: list[int], *, quick: bool) -> list[Case]:
+    """Those that matter most first."""
+    honest = [Case(HONEST, gates, seed) for seed in seeds for gates in ("open", "on")]
+    attacks = [] if quick else [Case(attack, "on", seeds[0]) for attack in Attack]
+    bare = [] if quick else [Case(attack, "open", seeds[0]) for attack in (Attack.SCALED, Attack.FLIPPED, Attack.NOISE)]
+    return [*honest[:2], *attacks, *honest[2:], *bare]
+
+
+def run_case(case: Case, *, steps: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    changes = {
+        "train.total_steps": steps,
+        "train.warmup_steps": steps // 10,
+        "outer.inner_steps": max(1, steps // NUM_ROUNDS),
+    }
+    spec = RunSpec.load(TOY).with_changes(changes, origin="attacks.py")
+    plan = Plan(
+        8,
+        seed=case.seed,
+        evaluations=1,
+        gates=LIMITS if case.gates == "on" else OPEN,
+        attackers=() if case.attack == HONEST else ((LIAR, case.attack),),
+    )
+    row: dict[str, Any] = asdict(case) | {"steps": steps}
+    try:
+        (result,) = simulate(spec, plan)
+    except ValueError as error:  # weights that cannot be coded any more
+        return row | {"loss": None, "failed": str(error)}
+    fields = ("loss", "worst_loss", "merged_loss", "spread", "swapped", "alone", "refused", "clipped", "cut_share")
+    return row | {name: getattr(result, name) for name in fields}
+
+
+def report(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        f"{'peer 7':<20} {'gates':<5} {'seed':>4} {'loss':>8} {'against honest':>15} {'refused':>8} {'clipped':>8}"
+    ]
+    honest = {row["seed"]: row["loss"] for row in rows if (row["attack"], row["gates"]) == (HONEST, "open")}
+    for row in rows:
+        base, loss = honest.get(row["seed"]), row["loss"]
+        change = f"{100 * (loss / base - 1):+.2f} %" if base and loss else "-"
+        said = f"{loss:.4f}" if loss else "broken"
+        counts = f"{row.get('refused', '-'):>8} {row.get('clipped', '-'):>8}"
+        lines.append(f"{row['attack']:<20} {row['gates']:<5} {row['seed']:>4} {said:>8} {change:>15} {counts}")
+    gated = [row for row in rows if (row["attack"], row["gates"]) == (HONEST, "on") and row["seed"] in honest]
+    if len(honest) > 1 and gated:
+        cost = mean(row["loss"] / honest[row["seed"]] - 1 for row in gated)
+        noise = stdev(honest.values()) / mean(honest.values())
+        cut = mean(row["cut_share"] for row in gated)
+        verdict = "met" if cost <= MOST_COST else "NOT met"
+        lines.append(
+            f"cost to an honest swarm, mean of {len(gated)} seeds: {100 * cost:+.2f} % (asked <= 0.3 %: {verdict})"
+        )
+        lines.append(
+            f"noise from seed to seed: {100 * noise:.2f} %; cut off honest offsets: {100 * cut:.1f} % of length"
+        )
+    harms = {
+        row["attack"]: row["loss"] / honest[row["seed"]] - 1
+        for row in rows
+        if row["attack"] != HONEST and row["gates"] == "on" and row["seed"] in honest and row["loss"]
+    }
+    if harms:
+        worst = max(harms, key=lambda attack: harms[attack])
+        verdict = "met" if harms[worst] <= MOST_HARM else "NOT met"
+        lines.append(f"worst attack: {worst}, {100 * harms[worst]:+.2f} % (asked <= 3 %: {verdict})")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="40 steps and no attack")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    steps = 40 if args.quick else args.steps
+    rows: list[dict[str, Any]] = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
+    done = {(row["attack"], row["gates"], row["seed"]) for row in rows}
+    wanted = cases([int(seed) for seed in args.seeds.split(",")], quick=args.quick)
+    todo = [case for case in wanted if (str(case.attack), case.gates, case.seed) not in done]
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(run_case, case, steps=steps) for case in todo]):
+            rows.append(future.result())
+            rows.sort(key=lambda row: (row["gates"] != "open" or row["attack"] != HONEST, row["attack"] != HONEST))
+            if args.json:
+                args.json.write_text(
+                    json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8"
+                )
+    print(machine())
+    for line in report(rows):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

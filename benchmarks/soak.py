@@ -1,0 +1,224 @@
+"""Real peers, and every few seconds a fault from a seed: what breaks, what it costs, and whether anything grows.
+
+    python benchmarks/soak.py [--minutes 60] [--peers 4] [--seed 1] [--mtbf 60] [--json FILE]
+
+Faults: kill -9 of a peer, a peer frozen for a while (SIGSTOP), SIGTERM, kill -9 of its p2pd. Whoever went comes back
+with its own folder. `make chaos` is ten minutes of it with a fault every 15 s. The exit code is 1 when a law is broken:
+a peer that ended by itself, a traceback, a farewell that took too long, a checkpoint that cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+from claims import machine
+
+from noloco_p2p.errors import CheckpointError
+from noloco_p2p.gossip.outcome import LonelyCause
+from noloco_p2p.testing.processes import PeerProcess, small_spec, write_spec
+from noloco_p2p.train.checkpoint import Checkpoints
+
+MAX_WAIT_S, FREEZE_S, FAREWELL_S, SAMPLE_S = 3.0, 15.0, 10.0, 2.0
+SPEC = small_spec("soak", outer__max_wait_s=MAX_WAIT_S, evaluate__every_rounds=1_000_000)
+FAULTS = ("kill", "freeze", "terminate", "kill p2pd")
+MIB = 1 << 20
+
+
+@dataclass
+class Life:
+    """One process of a peer, from its start to its end."""
+
+    process: PeerProcess
+    rss_mib: list[float] = field(default_factory=list)
+    num_fds: list[int] = field(default_factory=list)
+
+    def sample(self) -> None:
+        try:
+            found = psutil.Process(self.process.process.pid)
+            rss, fds = found.memory_info().rss / MIB, found.num_fds()
+        except psutil.Error:
+            return
+        if self.process.events("round"):  # importing and building the model is not growth
+            self.rss_mib.append(rss)
+            self.num_fds.append(fds)
+
+    def growth(self) -> tuple[float, float] | None:
+        """(MiB, file descriptors) from the first quarter of its life to the last; None when it was short."""
+        quarter = len(self.rss_mib) // 4
+        if quarter < 5:
+            return None
+        first, last = slice(quarter), slice(-quarter, None)
+        return (
+            median(self.rss_mib[last]) - median(self.rss_mib[first]),
+            median(self.num_fds[last]) - median(self.num_fds[first]),
+        )
+
+
+class Soak:
+    def __init__(self, folder: Path, *, num_peers: int, seed: int, mtbf_s: float) -> None:
+        self.folder = folder
+        self.rng = random.Random(seed)
+        self.mtbf_s = mtbf_s
+        self.num_peers = num_peers
+        self.lives: dict[int, list[Life]] = {}
+        self.faults: Counter[str] = Counter()
+        self.broken: list[str] = []
+        self.farewells_s: list[float] = []
+        self.restarts = self.checkpoints_read = 0
+        self.ticket = ""
+
+    def run(self, seconds: float) -> None:
+        self._start(0, write_spec(SPEC, self.folder))
+        self.ticket = self._now(0).ticket
+        for number in range(1, self.num_peers):
+            self._start(number, self.ticket)
+        for number in range(self.num_peers):
+            self._now(number).event("round", timeout_s=180.0)
+        until_s = time.monotonic() + seconds
+        next_s = time.monotonic() + self.rng.expovariate(1 / self.mtbf_s)
+        while time.monotonic() < until_s:
+            self._watch()
+            if time.monotonic() >= next_s:
+                self._fault()
+                next_s = time.monotonic() + self.rng.expovariate(1 / self.mtbf_s)
+        for number in range(self.num_peers):
+            self._terminate(number)
+
+    def stop(self) -> None:
+        for lives in self.lives.values():
+            lives[-1].process.end()
+
+    def _now(self, number: int) -> PeerProcess:
+        return self.lives[number][-1].process
+
+    def _start(self, number: int, target: str | Path) -> None:
+        process = PeerProcess(target, self.folder / f"peer-{number}", "--save-every-rounds", "5")
+        self.lives.setdefault(number, []).append(Life(process))
+
+    def _watch(self) -> None:
+        for number, lives in self.lives.items():
+            lives[-1].sample()
+            code = lives[-1].process.process.poll()
+            if code is not None:
+                self.broken.append(f"peer {number} ended by itself with {code}: {lives[-1].process.text[-300:]}")
+                self._start(number, self.ticket)
+        time.sleep(SAMPLE_S)
+
+    def _fault(self) -> None:
+        number, fault = self.rng.randrange(self.num_peers), self.rng.choice(FAULTS)
+        self.faults[fault] += 1
+        process = self._now(number)
+        print(f"{time.strftime('%H:%M:%S')} {fault} peer {number}", flush=True)
+        match fault:
+            case "kill":
+                process.send(signal.SIGKILL)
+                process.wait()
+                self._read_checkpoint(number)
+                self._come_back(number)
+            case "freeze":
+                process.send(signal.SIGSTOP)
+                until_s = time.monotonic() + FREEZE_S
+                while time.monotonic() < until_s:
+                    self._watch()
+                process.send(signal.SIGCONT)
+            case "terminate":
+                self._terminate(number)
+                self._come_back(number)
+            case _:
+                daemon = process.find_p2pd()
+                if daemon:
+                    daemon.kill()
+
+    def _terminate(self, number: int) -> None:
+        process, began_s = self._now(number), time.monotonic()
+        had_begun = bool(process.events("started"))
+        process.send(signal.SIGTERM)
+        code = process.wait(60.0)
+        if not had_begun:  # it had nothing to keep, and ends as for Ctrl-C
+            return
+        self.farewells_s.append(time.monotonic() - began_s)
+        if code:
+            self.broken.append(f"peer {number} left with exit code {code}: {process.text[-300:]}")
+
+    def _come_back(self, number: int) -> None:
+        self.restarts += 1
+        self._start(number, self.ticket)
+
+    def _read_checkpoint(self, number: int) -> None:
+        try:
+            newest = Checkpoints(self.folder / f"peer-{number}" / "runs" / SPEC.run_id / "checkpoints").newest()
+            if newest:
+                newest.load("outer")
+                self.checkpoints_read += 1
+        except CheckpointError as error:
+            self.broken.append(f"checkpoint of peer {number}: {error}")
+
+    def report(self) -> dict[str, Any]:
+        rounds: Counter[str] = Counter()
+        pauses_s: list[float] = []
+        for lives in self.lives.values():
+            events = [event for life in lives for event in life.process.events("round")]
+            last = max(events, key=lambda event: event["time_s"])
+            for name in ("rounds_here", "swaps", "halves", "alone", *(f"alone_{cause}" for cause in LonelyCause)):
+                rounds[name] += last[name]
+        for number, lives in self.lives.items():
+            for life in lives:
+                ends = [event["time_s"] for event in life.process.events("round")]
+                pauses_s += [later - earlier for earlier, later in pairwise(ends)]
+                if "Traceback" in life.process.text:
+                    self.broken.append(f"traceback of peer {number}: see {life.process.log}")
+        growths = [growth for lives in self.lives.values() for life in lives if (growth := life.growth())]
+        return {
+            "machine": machine(),
+            "peers": self.num_peers,
+            "faults": dict(self.faults),
+            "restarts": self.restarts,
+            "rounds": dict(rounds),
+            "swapped_share": round((rounds["swaps"] + rounds["halves"]) / max(1, rounds["rounds_here"]), 4),
+            "longest_pause_s": round(max(pauses_s, default=0.0), 2),
+            "slowest_farewell_s": round(max(self.farewells_s, default=0.0), 2),
+            "farewells_over_10_s": sum(seconds > FAREWELL_S for seconds in self.farewells_s),
+            "checkpoints_read_after_kill": self.checkpoints_read,
+            "growth_rss_mib": [round(rss, 1) for rss, _ in growths],
+            "growth_fds": [fds for _, fds in growths],
+            "broken": self.broken,
+        }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--peers", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--mtbf", type=float, default=60.0, help="mean seconds between two faults of the swarm")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="noloco-soak-") as folder:
+        soak = Soak(Path(folder), num_peers=args.peers, seed=args.seed, mtbf_s=args.mtbf)
+        try:
+            soak.run(60 * args.minutes)
+            report = {"minutes": args.minutes, "seed": args.seed, "mtbf_s": args.mtbf} | soak.report()
+        finally:
+            soak.stop()
+    for name, value in report.items():
+        print(f"{name:<28} {value}")
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 1 if report["broken"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""An inner step in the trainer's loop against the same step in a bare PyTorch loop: time, memory, use of the machine.
+
+The bare loop is what a script without noloco_p2p does with the same model: forward, backward, clip, AdamW, learning
+rate, on batches that are there already. The trainer's loop belongs to a real peer with its network thread and its
+directory, alone in its run: it reads its data, takes outer steps, and copies and writes checkpoints. What a swap costs
+beside training is measured by `overhead.py`. Rounds of both loops take turns, in one process; pairs are compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+from claims import Claim
+from torch import Tensor
+
+from noloco_p2p import Peer, RunSpec
+from noloco_p2p.optim.inner import make_inner_optimizer
+from noloco_p2p.settings import PeerSettings
+from noloco_p2p.train.loop import Trainer
+from noloco_p2p.train.model import build_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # bf16, dense
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is measured. `most`: overhead allowed, as a share of a bare step."""
+
+    spec: RunSpec
+    device: torch.device
+    precision: str
+    compile: bool
+    micro_batch: int
+    num_rounds: int
+    most: float
+
+    @property
+    def inner_steps(self) -> int:
+        return self.spec.outer.first_inner_steps
+
+
+class Bare:
+    """The loop of a script: nothing but PyTorch."""
+
+    def __init__(self, case: Case, batches: list[Tensor]) -> None:
+        train = case.spec.train
+        self.case = case
+        self.model = build_model(case.spec.model, sequence_length=case.spec.data.sequence_length)
+        torch.nn.Module.to(self.model, case.device)
+        if case.compile:
+            self.model.compile()
+        self.optimizer = make_inner_optimizer(self.model.parameters(), train)
+        self.batches = itertools.cycle(batches)
+
+    def round(self) -> None:
+        case = self.case
+        for _ in range(case.inner_steps):
+            batch = next(self.batches)
+            parts = batch.split(case.micro_batch)
+            for part in parts:
+                part = part.to(case.device, non_blocking=True)
+                with torch.autocast(case.device.type, torch.bfloat16, enabled=case.precision == "bf16"):
+                    loss = self.model(input_ids=part, labels=part).loss
+                (loss / len(parts)).backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), case.spec.train.clip_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = case.spec.train.learning_rate
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+class Ours:
+    """A round of the trainer, but for evaluation, which is as often as the spec says."""
+
+    def __init__(self, case: Case, trainer: Trainer) -> None:
+        self.case = case
+        self.trainer = trainer
+        self.saving_s = 0.0
+
+    def round(self) -> None:
+        trainer = self.trainer
+        for _ in range(self.case.inner_steps):
+            trainer.inner_step(next(trainer.batches), progress=trainer.outer.progress, seed=1)
+            trainer.outer.step()
+
+    def save(self) -> None:
+        """What training waits for when a checkpoint is due: the copy."""
+        began_s = time.monotonic()
+        trainer = self.trainer
+        trainer.outer.save_in_background(trainer.checkpoints, content=trainer._content)
+        self.saving_s = time.monotonic() - began_s
+
+
+def measure(case: Case) -> list[Claim]:
+    torch.manual_seed(0)
+    spec = case.spec
+    shape = (spec.train.batch_size, spec.data.sequence_length)
+    batches = [torch.randint(0, 256, shape) for _ in range(8)]
+    with trainer_of(case) as trainer:
+        bare, ours = Bare(case, batches), Ours(case, trainer)
+        for loop in (bare, ours):
+            loop.round()  # compiles, and fills caches
+        pairs = [(timed(bare.round, case.device), timed(ours.round, case.device)) for _ in range(case.num_rounds)]
+        ours.save()
+        claims = _time_claims(case, pairs, ours.saving_s, trainer)
+        del bare, ours
+    return [*claims, *memory_claims(case, batches)]
+
+
+Pair = tuple[tuple[float, float], tuple[float, float]]
+
+
+def _time_claims(case: Case, pairs: list[Pair], saving_s: float, trainer: Trainer) -> list[Claim]:
+    spec = case.spec
+    bare_s, ours_s = (
+        median(seconds for seconds, _ in column) / case.inner_steps for column in zip(*pairs, strict=True)
+    )
+    overhead, more_work = (median(ours[index] / bare[index] for bare, ours in pairs) - 1 for index in range(2))
+    saving = saving_s / (trainer.peer.settings.save_every_rounds * case.inner_steps * ours_s)
+    tokens = spec.train.batch_size * spec.data.sequence_length
+    parameters = sum(param.numel() for param in trainer.model.parameters())
+    claims = [
+        Claim("parameters", parameters / 1e6, "million"),
+        Claim("sequences a step, tokens in each", spec.train.batch_size, f"x {spec.data.sequence_length}"),
+        Claim("a bare step", bare_s * 1e3, "ms"),
+        Claim("a step of the trainer, outer step included", ours_s * 1e3, "ms"),
+        Claim("tokens of the trainer", tokens / ours_s, "tokens/s"),
+        Claim("overhead, median of the pairs", 100 * overhead, "%", f"<= {case.most:.0%}", overhead <= case.most),
+        Claim("more processor time of the training thread", 100 * more_work, "%"),
+        Claim("a checkpoint holds training up", saving_s * 1e3, "ms"),
+        Claim("which is, one in ten rounds", 100 * saving, "%"),
+    ]
+    peak = peak_flops(case.device)
+    if peak:
+        flops = tokens * flops_per_token(spec, parameters)
+        claims += [
+            Claim("MFU of a bare step", 100 * flops / bare_s / peak, "%"),
+            Claim("MFU of the trainer", 100 * flops / ours_s / peak, "%"),
+        ]
+    return claims
+
+
+def memory_claims(case: Case, batches: list[Tensor]) -> list[Claim]:
+    """Peak of the accelerator's memory in a round, each loop alone on it."""
+    if case.device.type == "cpu":
+        return []
+    bare = Bare(case, batches)
+    plain = peak_bytes(bare.round, case.device)
+    del bare
+    with trainer_of(case) as trainer:
+        ours = peak_bytes(Ours(case, trainer).round, case.device)
+    more = ours / plain - 1
+    return [
+        Claim("peak memory of plain AdamW training", plain / MIB, "MiB"),
+        Claim("peak memory of the trainer", ours / MIB, "MiB"),
+        Claim("more than plain training", 100 * more, "%", "<= 5%", more <= 0.05),
+    ]
+
+
+@contextmanager
+def trainer_of(case: Case) -> Iterator[Trainer]:
+    with tempfile.TemporaryDirectory(prefix="noloco-step-", ignore_cleanup_errors=True) as folder:
+        settings = PeerSettings(
+            state_dir=Path(folder),
+            listen="127.0.0.1:0",
+            device=str(case.device),
+            precision=case.precision,
+            compile=case.compile,
+            micro_batch=case.micro_batch,
+        )
+        with Peer.join(case.spec, settings) as peer:
+            trainer = Trainer(peer, say=lambda line: None)
+            trainer.model.train()
+            yield trainer
+            trainer.outer._saver.wait()
+
+
+def timed(round: Callable[[], None], device: torch.device) -> tuple[float, float]:
+    """(seconds, of which the processor worked for this thread)"""
+    api = torch.get_device_module(device)
+    api.synchronize()
+    began_s, began_cpu_s = time.monotonic(), time.thread_time()
+    round()
+    api.synchronize()
+    return time.monotonic() - began_s, time.thread_time() - began_cpu_s
+
+
+def peak_bytes(round: Callable[[], None], device: torch.device) -> int:
+    api = torch.get_device_module(device)
+    api.empty_cache()
+    api.reset_peak_memory_stats()
+    round()
+    return api.max_memory_allocated()
+
+
+def flops_per_token(spec: RunSpec, parameters: int) -> float:
+    """Forward and backward: 6 a parameter that multiplies (an untied embedding is a table), and causal attention."""
+    model = spec.model
+    table = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
+    return 6 * (parameters - table) + 6 * model.num_layers * model.hidden_size * spec.data.sequence_length
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """None for a device whose peak is not known: no MFU is better than a wrong one."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)

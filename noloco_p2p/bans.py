@@ -1,0 +1,129 @@
+"""Peers that this one does not talk to for a time: named by its owner, or for what they did.
+
+A ban is local and ends by itself. What a peer did wrong fades: with STRIKES within some minutes it is out for an hour.
+The file can be changed by `noloco ban` while a peer runs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.identity import public_key_of, short_id
+
+log = logging.getLogger(__name__)
+
+STRIKES = 3.0
+STRIKE_HALF_LIFE_S = 600.0
+STRUCK_OUT_S = 3600.0
+MAX_BANS = 4096
+LOOK_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ban:
+    reason: str
+    until_s: float  # Unix
+
+
+class BanList:
+    """`peer_id in` nothing: ask `why`. Reads the file again when it was changed, looked at once a second at most."""
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._clock = clock
+        self._bans: dict[str, Ban] = {}
+        self._strikes: dict[str, tuple[float, float]] = {}  # peer id -> (strikes, when they were counted)
+        self._stamp: tuple[int, int] | None = None
+        self._looked_at_s = -LOOK_AGAIN_S
+
+    def why(self, peer_id: str) -> str:
+        """Why the peer is banned, in words for it and for the log; empty when it is not."""
+        ban = self.all().get(peer_id)
+        return f"banned here for {max(1, round((ban.until_s - self._clock()) / 60))} min: {ban.reason}" if ban else ""
+
+    def all(self) -> dict[str, Ban]:
+        """Those that hold now."""
+        self._look()
+        now_s = self._clock()
+        self._bans = {peer_id: ban for peer_id, ban in self._bans.items() if ban.until_s > now_s}
+        return self._bans
+
+    def ban(self, peer_id: str, reason: str, *, for_s: float) -> None:
+        """Raises SettingsError for what is no peer id, or when the file cannot be written."""
+        try:
+            public_key_of(peer_id)
+        except ValueError:
+            raise SettingsError(f"{peer_id!r} is no peer id; `noloco status` and the log show some") from None
+        self._bans = {**self.all(), peer_id: Ban(reason, self._clock() + for_s)}
+        self._save()
+
+    def lift(self, peer_id: str) -> bool:
+        """False when the peer was not banned."""
+        was_banned = self.all().pop(peer_id, None) is not None
+        self._strikes.pop(peer_id, None)
+        self._save()
+        return was_banned
+
+    def strike(self, peer_id: str, reason: str) -> None:
+        """It did something that no honest peer does. Never raises."""
+        now_s = self._clock()
+        strikes, counted_s = self._strikes.pop(peer_id, (0.0, now_s))
+        strikes = strikes * 0.5 ** ((now_s - counted_s) / STRIKE_HALF_LIFE_S) + 1.0
+        self._strikes[peer_id] = (strikes, now_s)
+        while len(self._strikes) > MAX_BANS:
+            del self._strikes[next(iter(self._strikes))]
+        if strikes > STRIKES - 0.5:  # three within minutes, not within hours
+            del self._strikes[peer_id]
+            log.warning("..%s is banned for an hour: %s", short_id(peer_id), reason)
+            self._bans = dict(
+                list({**self.all(), peer_id: Ban(reason[:200], now_s + STRUCK_OUT_S)}.items())[-MAX_BANS:]
+            )
+            try:
+                self._save()
+            except SettingsError as error:
+                log.warning("%s", error)
+
+    def _look(self) -> None:
+        if self._clock() - self._looked_at_s < LOOK_AGAIN_S:
+            return
+        self._looked_at_s = self._clock()
+        stamp = self._stamp_of_file()
+        if stamp != self._stamp:
+            self._stamp = stamp
+            self._bans = self._read()
+
+    def _read(self) -> dict[str, Ban]:
+        try:
+            values: Any = json.loads(self._path.read_text(encoding="utf-8"))
+            return {peer: Ban(str(ban["reason"]), float(ban["until_s"])) for peer, ban in values.items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            log.warning("%s: the bans cannot be read: %s", self._path, error)
+            return self._bans
+
+    def _save(self) -> None:
+        draft = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(json.dumps({peer: asdict(ban) for peer, ban in self._bans.items()}), encoding="utf-8")
+            os.replace(draft, self._path)
+        except OSError as error:
+            raise SettingsError(f"{self._path}: the bans cannot be written: {error.strerror}") from None
+        self._stamp = self._stamp_of_file()
+
+    def _stamp_of_file(self) -> tuple[int, int] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_ino

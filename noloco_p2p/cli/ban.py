@@ -1,0 +1,36 @@
+"""noloco ban"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from noloco_p2p.cli.options import Json, StateDir, parse_duration, print_json
+
+
+def ban(
+    peer_id: Annotated[str | None, typer.Argument(help="12D3Koo...; without one the list is shown.")] = None,
+    reason: Annotated[str, typer.Option(help="Told to the peer and in the log.")] = "by the owner of this peer",
+    for_: Annotated[str, typer.Option("--for", help="30min, 12h, 7d: it ends by itself.")] = "7d",
+    lift: Annotated[bool, typer.Option("--lift", help="End the ban.")] = False,
+    state_dir: StateDir = None,
+    as_json: Json = False,
+) -> None:
+    """Keep a peer out of this one, or show who is. Local, and taken up by a peer that runs."""
+    from noloco_p2p.bans import BanList
+    from noloco_p2p.settings import PeerSettings
+
+    bans = BanList(PeerSettings.load({"state_dir": state_dir}).state_dir / "bans.json")
+    if peer_id and lift:
+        print(f"{peer_id} is not banned any more" if bans.lift(peer_id) else f"{peer_id} was not banned")
+    elif peer_id:
+        bans.ban(peer_id, reason, for_s=parse_duration(for_, flag="--for"))
+        print(f"{peer_id} is {bans.why(peer_id)}")
+    elif as_json:
+        print_json({peer: {"reason": ban.reason, "until_s": ban.until_s} for peer, ban in bans.all().items()})
+    else:
+        for banned in bans.all():
+            print(f"{banned} is {bans.why(banned)}")
+        if not bans.all():
+            print("nobody is banned")

@@ -1,0 +1,100 @@
+"""`noloco join --gpus N`: the same command N times, one process a GPU, of which rank 0 is the peer.
+
+As `torchrun` does, for one machine; but nobody is killed while rank 0 leaves in order, and the exit code is rank 0's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from noloco_p2p.errors import SettingsError
+
+POLL_S = 0.1
+END_S = 30.0  # for the others, once one has ended
+FAILED = 1
+LAUNCHER = "NOLOCO_LAUNCHER"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which of the processes of a peer this one is; `gpu` counts on this machine."""
+
+    rank: int
+    num_ranks: int
+    gpu: int
+
+
+def place() -> Place | None:
+    """None for a process that trains alone. Raises SettingsError for several machines: a peer is one."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return None
+    if int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) != size:
+        raise SettingsError(
+            "torchrun --nnodes: a peer is one machine; start one on each, and they swap with each other"
+        )
+    if os.environ.get(LAUNCHER) == str(os.getppid()) and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # rank 0 then leaves, and takes the others along
+    return Place(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def launch(arguments: Sequence[str], num_ranks: int) -> int:
+    """`noloco ARGUMENTS` in `num_ranks` processes. The exit code is rank 0's, or 1 when another one was killed.
+
+    SIGINT and SIGTERM are passed on to rank 0, which takes the others along.
+    """
+    shared = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), LAUNCHER: str(os.getpid())}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks))}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "noloco_p2p", *arguments],
+            env=threads | os.environ | shared | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            start_new_session=True,  # a Ctrl-C of the terminal goes to this process alone, which passes it on
+        )
+        for rank in range(num_ranks)
+    ]
+
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        ranks[0].send_signal(signum)
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, pass_on)
+    try:
+        return _wait(ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Until all have ended; at most END_S after the first one that has failed, or after rank 0."""
+    until_s = None
+    while any(process.poll() is None for process in ranks):
+        if until_s is None and (ranks[0].returncode is not None or any(process.returncode for process in ranks)):
+            until_s = time.monotonic() + END_S
+        if until_s is not None and time.monotonic() > until_s:
+            break
+        time.sleep(POLL_S)
+    for rank, process in enumerate(ranks):
+        if (process.returncode or 0) < 0:
+            print(f"noloco: rank {rank} was ended by signal {-process.returncode}", file=sys.stderr)
+    code = ranks[0].returncode
+    return code if code is not None and code >= 0 else FAILED
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

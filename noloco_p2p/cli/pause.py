@@ -1,0 +1,71 @@
+"""noloco pause, noloco resume"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from noloco_p2p.cli.options import StateDir
+
+Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait until it has happened.")]
+POLL_S = 0.1
+
+
+def pause(state_dir: StateDir = None, timeout_s: Timeout = 120.0) -> None:
+    """Let the peer on this machine stand still after its inner step: it keeps its state in memory, and its place."""
+    folder, reply = _ask(state_dir, "pause")
+    if reply["refusal"]:
+        print(f"the peer (process {reply['pid']}) cannot pause: {reply['refusal']}")
+        raise typer.Exit(1)
+    if reply["was_asked"] and reply["state"] == "paused":
+        print("the peer is paused already; `noloco resume` goes on")
+        return
+    _wait_for("paused", folder, timeout_s=timeout_s)
+    print("the peer is paused: it trains and swaps no more until `noloco resume`")
+
+
+def resume(state_dir: StateDir = None, timeout_s: Timeout = 120.0) -> None:
+    """Let a paused peer go on; it catches up first when the swarm has moved far on."""
+    folder, reply = _ask(state_dir, "resume")
+    if not reply["was_asked"]:
+        print(f"the peer is not paused: it is {reply['state']}")
+        return
+    _wait_for("training", folder, timeout_s=timeout_s)
+    print("the peer trains again")
+
+
+def _ask(state_dir: Path | None, verb: str) -> tuple[Path, dict[str, Any]]:
+    """(state folder, answer); exit code 1 when there is no peer to ask."""
+    from noloco_p2p.control import FolderLock, ask
+    from noloco_p2p.settings import PeerSettings
+
+    folder = PeerSettings.load({"state_dir": state_dir}).state_dir
+    reply = ask(folder, verb)
+    if reply is None:
+        is_starting = FolderLock(folder).is_held()
+        print(f"the peer in {folder} is still starting; try again" if is_starting else f"no peer runs in {folder}")
+        raise typer.Exit(1)
+    if "error" in reply:  # a bootstrap
+        print(f"what runs in {folder} does not train: there is nothing to {verb}")
+        raise typer.Exit(1)
+    return folder, reply
+
+
+def _wait_for(state: str, folder: Path, *, timeout_s: float) -> None:
+    from noloco_p2p.control import ask
+
+    until_s = time.monotonic() + timeout_s
+    while True:
+        reply = ask(folder, "status")
+        if reply is None:
+            print("the peer has left")
+            raise typer.Exit(1)
+        if reply["state"] == state:
+            return
+        if time.monotonic() > until_s:
+            print(f"the peer (process {reply['pid']}) is not {state} within {timeout_s:.0f} s: it is {reply['state']}")
+            raise typer.Exit(1)
+        time.sleep(POLL_S)

@@ -1,0 +1,57 @@
+"""noloco ticket"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from noloco_p2p.cli.options import StateDir, parse_duration
+from noloco_p2p.errors import SettingsError
+
+if TYPE_CHECKING:
+    from noloco_p2p.ticket import Ticket
+
+
+def ticket(
+    state_dir: StateDir = None,
+    expires: Annotated[
+        str | None, typer.Option(help="Invite for so long: 30min, 12h, 7d. Private runs only.", show_default=False)
+    ] = None,
+    run_key: Annotated[
+        Path | None, typer.Option(help="The key of the private run, to make an invitation.", show_default=False)
+    ] = None,
+) -> None:
+    """Print a ticket of the run that the peer on this machine is in, with the doors that are open now."""
+    from noloco_p2p.control import ask
+    from noloco_p2p.settings import PeerSettings
+    from noloco_p2p.ticket import Ticket
+
+    settings = PeerSettings.load({"state_dir": state_dir, "run_key": run_key})
+    reply = ask(settings.state_dir, "status")
+    if reply is None or "ticket" not in reply:
+        print(f"no peer of a run runs in {settings.state_dir}")
+        raise typer.Exit(1)
+    found = Ticket.decode(reply["ticket"])
+    if expires or settings.run_key:
+        found = _invited(found, settings.run_key, parse_duration(expires or "7d", flag="--expires"))
+    print(found.encode())
+
+
+def _invited(ticket: Ticket, run_key: Path | None, for_s: float) -> Ticket:
+    """The ticket with an invitation that ends after `for_s` seconds. Raises SettingsError, IdentityError."""
+    from noloco_p2p.identity import Identity
+    from noloco_p2p.invitation import invite
+
+    if ticket.invitation is None:
+        raise SettingsError("--expires: the run is open, everybody may enter, and its tickets do not end")
+    if run_key is None:
+        raise SettingsError("--expires needs the run key (--run-key FILE): a peer can only hand on what it holds")
+    key = Identity.load(run_key)
+    if key.peer_id != ticket.invitation.run_key:
+        raise SettingsError(f"--run-key {run_key}: it is the key of another run")
+    return replace(ticket, invitation=invite(key, expires_at_s=time.time() + for_s, seed=os.urandom(32)))

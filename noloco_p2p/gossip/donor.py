@@ -1,0 +1,107 @@
+"""What a newcomer takes from this peer: the run spec, and the newest saved state as a file in chunks.
+
+A file is served, never live tensors. `uploads.py` keeps the line of those who wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from noloco_p2p.errors import CorruptPayload, Refused, Unreachable
+from noloco_p2p.gossip.frames import (
+    STATE_CHUNK_BYTES,
+    FetchItem,
+    RefuseCode,
+    SpecJson,
+    StateChunk,
+    StateManifest,
+    WantChunks,
+    WantManifest,
+    WantSpec,
+)
+from noloco_p2p.gossip.uploads import UploadLine
+from noloco_p2p.spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A state file that can be served, and where its owner stood when it was written."""
+
+    path: Path
+    manifest: StateManifest
+
+
+def describe_state(path: Path, *, layout: str, num_elements: int, round_index: int, progress: float) -> SavedState:
+    """Digest a state file chunk by chunk (4 GB/s). Raises OSError when it cannot be read."""
+    with path.open("rb") as file:
+        digests = tuple(blake3(chunk).digest() for chunk in iter(lambda: file.read(STATE_CHUNK_BYTES), b""))
+    num_bytes = path.stat().st_size
+    return SavedState(path, StateManifest(layout, num_elements, round_index, progress, num_bytes, digests))
+
+
+class StateServer:
+    """Serves the newest saved state and the spec. `saved` is replaced whenever a newer one was written."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.saved: SavedState | None = None
+        self._spec_json = spec.canonical_json()
+        self._line = UploadLine()
+
+    async def serve(self, want: WantSpec | WantManifest | WantChunks) -> AsyncGenerator[FetchItem]:
+        """Close it when the caller goes away: only then its upload ends. Raises PeerError."""
+        match want:
+            case WantSpec():
+                yield SpecJson(self._spec_json)
+            case WantManifest():
+                yield self._saved().manifest
+            case WantChunks(manifest_digest, indices):
+                saved = self._saved()
+                if saved.manifest.digest() != manifest_digest:
+                    raise Refused("I have a newer state by now: ask for its manifest", code=RefuseCode.BUSY.name)
+                async with aclosing(self._chunks(saved, indices)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+
+    def _saved(self) -> SavedState:
+        if self.saved is None:
+            raise Refused("I have no saved state yet", code=RefuseCode.BETWEEN_ROUNDS.name, retry_after_s=10.0)
+        return self.saved
+
+    async def _chunks(self, saved: SavedState, indices: Sequence[int]) -> AsyncGenerator[FetchItem]:
+        if indices and max(indices) >= len(saved.manifest.chunk_digests):
+            raise CorruptPayload(f"chunk {max(indices)} does not exist")
+        try:
+            with saved.path.open("rb") as file, self._line.join(len(indices)) as upload:
+                # Open while it waits: a newer checkpoint may remove the file, which stays readable then.
+                async with aclosing(self._line.places(upload)) as places:
+                    async for place in places:
+                        yield place
+                for index in indices:
+                    start, stop = saved.manifest.chunk_range(index)
+                    yield StateChunk(index, await asyncio.to_thread(os.pread, file.fileno(), stop - start, start))
+                    self._line.took(upload)
+        except OSError as error:
+            raise Unreachable(f"the state file cannot be read: {error}") from None
+
+
+def state_file_bytes(num_elements: int) -> int:
+    """Size of a state file: two fp32 vectors and the header that safetensors gives them (a test holds that)."""
+    names = ("outer_momentum", "slow_weights")
+    header = {
+        name: {
+            "dtype": "F32",
+            "shape": [num_elements],
+            "data_offsets": [index * 4 * num_elements, (index + 1) * 4 * num_elements],
+        }
+        for index, name in enumerate(names)
+    }
+    text = json.dumps(header, separators=(",", ":"))
+    return 8 + -(-len(text) // 8) * 8 + 8 * num_elements

@@ -1,0 +1,89 @@
+"""A file that comes chunk by chunk, and which of its chunks were verified: kept over a restart of this program.
+
+Beside the file stands FILE.digests with 32 bytes a chunk: the digest of what was verified, zeros for what is missing.
+What a crash tore is found by hashing again, so nothing needs to reach the disk in order.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from blake3 import blake3
+
+from noloco_p2p.gossip.frames import STATE_CHUNK_BYTES
+
+DIGEST_BYTES = 32
+KEPT_FOR_S = 3600.0  # a swarm moves on: older chunks would be of quite another state than those that still come
+
+
+def forget(path: Path) -> None:
+    """Remove a file that did not come whole."""
+    for each in (path, _digests_path(path)):
+        each.unlink(missing_ok=True)
+
+
+def _digests_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.digests")
+
+
+class KeptChunks:
+    """Use as a context manager; `missing` are the indices of the chunks that are not here. Raises OSError."""
+
+    def __init__(self, path: Path, *, num_bytes: int) -> None:
+        self._path = path
+        self._digests_path = _digests_path(path)
+        self._num_bytes = num_bytes
+        self._num_chunks = -(-num_bytes // STATE_CHUNK_BYTES)
+        self.missing = list(range(self._num_chunks))
+
+    @property
+    def done_bytes(self) -> int:
+        return self._num_bytes - sum(self.size(index) for index in self.missing)
+
+    def __enter__(self) -> KeptChunks:
+        is_fresh = self._is_fresh()
+        flags = os.O_RDWR | os.O_CREAT | (0 if is_fresh else os.O_TRUNC)
+        self._file = os.open(self._path, flags, 0o600)
+        self._digests = os.open(self._digests_path, flags, 0o600)
+        os.ftruncate(self._file, self._num_bytes)
+        os.ftruncate(self._digests, DIGEST_BYTES * self._num_chunks)
+        if is_fresh:
+            self.missing = [index for index in self.missing if not self._is_here(index)]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._file)
+        os.close(self._digests)
+
+    def size(self, index: int) -> int:
+        """Bytes of a chunk; all but the last have STATE_CHUNK_BYTES."""
+        return min(STATE_CHUNK_BYTES, self._num_bytes - index * STATE_CHUNK_BYTES)
+
+    def put(self, index: int, payload: bytes, digest: bytes) -> None:
+        """A chunk that was verified goes to its place."""
+        os.pwrite(self._file, payload, index * STATE_CHUNK_BYTES)
+        os.pwrite(self._digests, digest, index * DIGEST_BYTES)
+        self.missing.remove(index)
+
+    def finish(self) -> None:
+        """All is here and on the disk; what was kept beside it goes."""
+        assert not self.missing
+        os.fsync(self._file)
+        self._digests_path.unlink()
+
+    def _is_fresh(self) -> bool:
+        try:
+            begun = (self._path.stat(), self._digests_path.stat())
+        except FileNotFoundError:
+            return False
+        sizes = [stat.st_size for stat in begun]
+        is_same = sizes == [self._num_bytes, DIGEST_BYTES * self._num_chunks]
+        return is_same and time.time() - begun[1].st_mtime < KEPT_FOR_S
+
+    def _is_here(self, index: int) -> bool:
+        digest = os.pread(self._digests, DIGEST_BYTES, index * DIGEST_BYTES)
+        if not any(digest):
+            return False
+        return blake3(os.pread(self._file, self.size(index), index * STATE_CHUNK_BYTES)).digest() == digest

@@ -1,0 +1,111 @@
+"""Private runs: who has an invitation may enter, until it ends.
+
+The run key (Ed25519, a file of the founder) is named in the run spec. It signs invitations; each is a key of its own,
+with its end, and travels in a ticket. Whoever has the ticket is invited, and can hand it on. A peer shows others not
+the invitation but its membership: the invitation's public half, and what it signed for this one peer id. So nobody
+can take an invitation from what goes over the wire.
+
+All who are invited share one secret besides. From it follow the key that TLS asks of callers (`net/session.py`), and
+the mark of a record in the directory: strangers are kept out of the connection itself, and of the view.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from blake3 import blake3
+
+from noloco_p2p.errors import TicketError
+from noloco_p2p.identity import Identity, peer_id_of, public_key_of, verify
+
+KEY_BYTES, SIGNATURE_BYTES, TIME_BYTES = 32, 64, 8
+INVITATION_BYTES = 3 * KEY_BYTES + TIME_BYTES + SIGNATURE_BYTES
+MEMBERSHIP_BYTES = KEY_BYTES + TIME_BYTES + 2 * SIGNATURE_BYTES
+MARK_BYTES = 12
+INVITES, MEMBER = b"noloco_p2p invitation 1\x00", b"noloco_p2p member 1\x00"
+SECRET, MARK, TLS = b"noloco_p2p run secret 1\x00", b"noloco_p2p mark 1\x00", "noloco_p2p tls key of members 1"
+
+
+class NotInvited(TicketError):
+    """A membership is missing, of another run, of another peer, or over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """Make one with `invite()`; it is a secret."""
+
+    run_key: str  # written like a peer id, as in the run spec
+    expires_at_s: int  # Unix
+    seed: bytes  # private half of the key of this invitation
+    secret: bytes  # that all members of the run share
+    signature: bytes  # of the run key
+
+    def encode(self) -> bytes:
+        expires = self.expires_at_s.to_bytes(TIME_BYTES, "big")
+        return public_key_of(self.run_key) + expires + self.seed + self.secret + self.signature
+
+    @classmethod
+    def decode(cls, data: bytes) -> Invitation:
+        """Raises TicketError when it is none, or not signed by the run key that it names."""
+        if len(data) != INVITATION_BYTES:
+            raise TicketError(f"an invitation of {len(data)} bytes; it has {INVITATION_BYTES}: ask for a new ticket")
+        sizes = (KEY_BYTES, TIME_BYTES, KEY_BYTES, KEY_BYTES, SIGNATURE_BYTES)
+        run_key, expires, seed, secret, signature = _cut(data, sizes)
+        found = cls(peer_id_of(run_key), int.from_bytes(expires, "big"), seed, secret, signature)
+        public_key = Identity.from_seed(seed).public_key
+        if not verify(found.run_key, INVITES + expires + public_key, signature):
+            raise TicketError("the invitation is not signed by the run key that it names: ask for a new ticket")
+        return found
+
+    def check_time(self, now_s: float) -> None:
+        """Raises NotInvited when it is over."""
+        if now_s > self.expires_at_s:
+            raise NotInvited(f"the invitation ended on {date(self.expires_at_s)}; ask for a new ticket")
+
+    def membership(self, peer_id: str) -> bytes:
+        """What this peer shows to others."""
+        key = Identity.from_seed(self.seed)
+        expires = self.expires_at_s.to_bytes(TIME_BYTES, "big")
+        return key.public_key + expires + self.signature + key.sign(MEMBER + peer_id.encode())
+
+    def check(self, membership: bytes, *, peer_id: str, now_s: float) -> None:
+        """Whether another peer is invited to the same run. Raises NotInvited, in words."""
+        if len(membership) != MEMBERSHIP_BYTES:
+            raise NotInvited("this run is private: who calls shows no invitation")
+        sizes = (KEY_BYTES, TIME_BYTES, SIGNATURE_BYTES, SIGNATURE_BYTES)
+        public_key, expires, signature, own_signature = _cut(membership, sizes)
+        if not verify(self.run_key, INVITES + expires + public_key, signature):
+            raise NotInvited("this run is private, and the invitation is not signed by its key")
+        if not verify(peer_id_of(public_key), MEMBER + peer_id.encode(), own_signature):
+            raise NotInvited("this run is private, and the invitation is not that of this peer")
+        if now_s > int.from_bytes(expires, "big"):
+            raise NotInvited(f"the invitation ended on {date(int.from_bytes(expires, 'big'))}")
+
+    def mark(self, peer_id: str) -> str:
+        """In a record: that an invited peer wrote it."""
+        return blake3(MARK + peer_id.encode(), key=self.secret).hexdigest(MARK_BYTES)
+
+    def tls_seed(self) -> bytes:
+        """32 bytes from which the key follows that TLS asks of callers."""
+        return blake3(self.secret, derive_key_context=TLS).digest()
+
+
+def invite(run_key: Identity, *, expires_at_s: float, seed: bytes) -> Invitation:
+    """`run_key`: the founder's; `seed`: 32 random bytes."""
+    expires = int(expires_at_s).to_bytes(TIME_BYTES, "big")
+    signature = run_key.sign(INVITES + expires + Identity.from_seed(seed).public_key)
+    secret = blake3(run_key.sign(SECRET)).digest()  # Ed25519 signs alike every time
+    return Invitation(run_key.peer_id, int(expires_at_s), seed, secret, signature)
+
+
+def date(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _cut(data: bytes, sizes: tuple[int, ...]) -> list[bytes]:
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(data[start : start + size])
+        start += size
+    return parts

@@ -1,0 +1,141 @@
+"""What of a partner's vectors is applied: decisions on norms, and the scaling that follows. Pure.
+
+A partner is a stranger. What it sends is whole and finite when it comes here, and may still be anything. Four gates
+stand between it and the weights; all measure against what this peer itself has done and seen.
+
+* finite     a norm that is not a number refuses the whole swap (a chunk that is not finite never gets here).
+* gradient   a partner whose outer gradient is ten times the median of the own last ones is refused whole.
+             Otherwise, of the two outer gradients the longer is scaled down to twice the shorter, before the
+             half-difference is made. Both sides know both coded vectors, so both use the same factors and their
+             half-differences stay opposite: nothing needs to be agreed on, and the mean of the pair is not moved.
+* offset     the half-differences of slow weights and outer momentum are clipped to a radius around oneself
+             (ClippedGossip, arXiv 2202.01545), for each tensor by itself: twice the median of the last ones, and
+             between half the own outer gradient there and twice it. Each side has a radius of its own.
+* loss       `train/outer.py`: the loss on a private batch, before and after. Off unless a peer asks for it.
+
+A filter by cosine is not here: it refuses honest merges.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+HISTORY_ROUNDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class GateLimits:
+    """How much is let through. benchmarks/attacks.py measures what the defaults hold, and what they cost."""
+
+    clip_above: float = 2.0  # times the shorter outer gradient of a swap
+    refuse_above: float = 10.0  # times the median of the own outer gradients
+    offset_radius: float = 2.0  # times the median of the last offsets
+    offset_least: float = 0.5  # times the own outer gradient
+    offset_most: float = 2.0
+
+
+LIMITS = GateLimits()
+OPEN = GateLimits(1e30, 1e30, 1e30, 1e30, 1e30)  # for measurements: nothing is shortened, nothing refused
+
+
+@dataclass(frozen=True, slots=True)
+class GradientScales:
+    """Factors of the two coded outer gradients of a swap; at most one of them is below 1."""
+
+    own: float
+    partner: float
+
+
+def gradient_scales(own_norm: float, partner_norm: float, *, limits: GateLimits = LIMITS) -> GradientScales:
+    """The partner's call gives the same two numbers, exchanged."""
+    limit = limits.clip_above * min(own_norm, partner_norm)
+    return GradientScales(*(limit / norm if norm > limit else 1.0 for norm in (own_norm, partner_norm)))
+
+
+class GradientHistory:
+    """Norms of the own outer gradient of the last rounds: what a partner's is measured against."""
+
+    def __init__(self, limits: GateLimits = LIMITS) -> None:
+        self._limits = limits
+        self._norms: deque[float] = deque(maxlen=HISTORY_ROUNDS)
+
+    def note(self, own_norm: float) -> None:
+        self._norms.append(own_norm)
+
+    def refusal(self, own_norm: float, partner_norm: float, *, times_longer: float = 1.0) -> str:
+        """Why a partner is refused, in words; "" = it is not.
+
+        own_norm: of this round, not yet noted. times_longer: the partner's round has so many times the inner steps.
+        """
+        if not math.isfinite(partner_norm):
+            return "the norm of its outer gradient is not finite"
+        usual = median([*self._norms, own_norm])
+        if partner_norm > self._limits.refuse_above * max(1.0, times_longer) * usual:
+            return f"its outer gradient has {partner_norm / max(usual, 1e-30):.3g} times the norm of the own ones"
+        return ""
+
+
+class PieceNorms:
+    """Norms of one vector in the last rounds, piece by piece.
+
+    Pieces are the tensors of the model, those of more than a chunk cut at the chunks: a vector is gated in one pass.
+    """
+
+    def __init__(self, num_pieces: int) -> None:
+        self._norms = torch.full((HISTORY_ROUNDS, num_pieces), torch.nan, dtype=torch.float64)
+        self._rounds = 0
+
+    def usual(self) -> list[float]:
+        """Median of the last ones; 0 where none is known."""
+        return self._norms.nanmedian(dim=0).values.nan_to_num_(0.0).tolist()
+
+    def note(self, norms: Sequence[float]) -> None:
+        """One round; of offsets what was let through, as a liar must not widen its own gate."""
+        self._norms[self._rounds % HISTORY_ROUNDS] = torch.tensor(norms, dtype=torch.float64)
+        self._rounds += 1
+
+
+def offset_radius(*, usual: float, own_gradient: float, limits: GateLimits = LIMITS) -> float:
+    """How far a partner may pull one piece. All norms: usual of its offsets, own_gradient of the own outer gradient.
+
+    The bounds by the own gradient let the first swaps in, and stop a liar who is met again and again: what was let
+    through is what the median is made of.
+    """
+    most, least = limits.offset_most * own_gradient, limits.offset_least * own_gradient
+    return min(max(limits.offset_radius * usual, least), most)
+
+
+def clip_offset_(offset: Tensor, radius: float) -> tuple[float, float]:
+    """Shorten one piece of a half-difference, in place: (its norm, that of what was let through)."""
+    norm = float(torch.linalg.vector_norm(offset))
+    if norm <= radius:
+        return norm, norm
+    offset.mul_(radius / norm)  # to 0 when the norm is infinite: every element is finite
+    return norm, radius
+
+
+class Pieces:
+    """Where the pieces lie: the tensors of a flat vector, cut where its chunks are."""
+
+    def __init__(self, tensor_sizes: Sequence[int], chunks: Sequence[tuple[int, int]]) -> None:
+        ends: list[int] = []
+        for size in tensor_sizes:
+            if size:
+                ends.append((ends[-1] if ends else 0) + size)
+        self.in_chunk: list[list[tuple[int, slice]]] = []  # (number of the piece, its place in the chunk)
+        number = 0
+        for start, stop in chunks:
+            inner = ends[bisect_right(ends, start) : bisect_right(ends, stop - 1)]
+            cuts = [start, *inner, stop]
+            places = [slice(cuts[i] - start, cuts[i + 1] - start) for i in range(len(cuts) - 1)]
+            self.in_chunk.append(list(enumerate(places, number)))
+            number += len(places)
+        self.num_pieces = number

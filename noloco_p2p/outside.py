@@ -1,0 +1,186 @@
+"""How a peer stands to the outside: whether others can dial it, what it tells them, the ways round a closed port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from noloco_p2p.errors import DirectoryError, PeerError
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.settings import PeerSettings
+from noloco_p2p.swarm.address_book import AddressBook
+from noloco_p2p.swarm.addresses import host_of, host_port, is_public, routable_host, split_peer_id
+from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.node import end_tasks
+from noloco_p2p.swarm.reachability import DIRECT, OUTBOUND_ONLY, RELAYED, DialBack, DialBacks, Verdict, is_abroad, judge
+from noloco_p2p.swarm.relay import Places, ask_to_dial
+from noloco_p2p.swarm.tunnel import Tunnels
+
+log = logging.getLogger(__name__)
+
+OWN_DOORS = 4  # of this peer in its ticket; the rest is room for other live peers and bootstraps
+OTHER_DOORS = 6  # live peers in a ticket: it is good while one of them is there
+FIRST_DIAL_BACK_S = 6.0  # so long a newcomer waits for the first answer before it announces itself
+LOOK_S = 1.0  # how often a change of what others should know is looked for
+
+Ask = Callable[[Candidate, Sequence[int]], Awaitable[DialBack]]
+
+
+class Outside:
+    """Make it when the directory is there, `start` it when the server listens; `live` is good from the beginning.
+
+    `entrances` are the multiaddrs that this peer was given to enter through; `ask` raises PeerError.
+    """
+
+    def __init__(
+        self,
+        directory: SwarmDirectory,
+        settings: PeerSettings,
+        book: AddressBook,
+        *,
+        entrances: Sequence[str],
+        ask: Ask,
+    ) -> None:
+        self._directory = directory
+        self._settings = settings
+        self._book = book
+        self._entrances = {split_peer_id(door)[1]: door for door in entrances}
+        self._ask = ask
+        self._server: GrpcServer | None = None
+        self._num_calls: Callable[[], int] = lambda: 0
+        self._tunnels = Tunnels(
+            directory.node,
+            live=directory.live,
+            multiaddrs=lambda: {record.peer_id: record.multiaddrs for record, _ in directory.records()},
+            wanted=self._needs_tunnels,
+            server=lambda: (routable_host(settings.listen_host), self._port),
+        )
+        self._dial_backs = DialBacks(live=self._to_ask, ask=self._ask_one)
+        self._places = Places(directory.node, doors=self._relays, wanted=self._is_closed)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, server: GrpcServer, *, num_calls: Callable[[], int]) -> None:
+        """`num_calls`: calls of other peers that came in."""
+        self._server, self._num_calls = server, num_calls
+        self._directory.is_abroad = self._is_abroad
+        server.prober.tunnelled = self._tunnels.local_ports
+        await self._tunnels.start()
+        jobs = [
+            self._places.run(),
+            self._dial_backs.run(is_direct=lambda: self.verdict().state == DIRECT),
+            self._tell_changes(),
+        ]
+        self._tasks = [asyncio.create_task(job) for job in jobs]
+
+    async def stop(self) -> None:
+        await end_tasks(self._tasks)
+        await self._tunnels.stop()
+
+    async def wait_for_dial_back(self) -> None:
+        """Until the first peer has told whether it gets through; a few seconds at most."""
+        await self._dial_backs.wait(FIRST_DIAL_BACK_S)
+
+    def live(self) -> Sequence[Candidate]:
+        """The seam `gossip.seams.Directory`: live peers, with the address of a tunnel where there is no other."""
+        return self._tunnels.live()
+
+    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
+        """The same for one particular peer, wherever its record lies."""
+        found = await self._directory.find(peer_id, timeout_s=timeout_s)
+        return self._tunnels.reached([found])[0] if found else None
+
+    # what others are told
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of gRPC."""
+        host, port = self._settings.announced
+        return host_port(host or routable_host(self._settings.listen_host), port or self._port)
+
+    def verdict(self) -> Verdict:
+        """Whether other peers can dial this one, as far as they have told."""
+        return judge(
+            self.address,
+            ports=self._ports(),
+            dial_backs=self._dial_backs.seen(),
+            abroad=self._is_abroad(),
+            num_calls=self._num_calls(),
+            relayed=bool(self._places.circuits()),
+        )
+
+    def addresses(self) -> tuple[str, ...]:
+        """gRPC addresses for the record: a private one leads nowhere in a public swarm."""
+        leads_nowhere = self._is_abroad() and not is_public(host_of(self.address))
+        return () if leads_nowhere else (self.address,)
+
+    def ways_in(self) -> tuple[str, ...]:
+        """Multiaddrs for the record; those by relays first, as they are the ones that work then."""
+        return (*self._places.circuits(), *self._directory.multiaddrs())
+
+    def doors(self) -> list[str]:
+        """Multiaddrs for a ticket: of this peer, of live ones that others reach, and those that it was given."""
+        alive = {candidate.peer_id for candidate in self._directory.live() if candidate.can_be_called}
+        others = sorted((peer, addresses[0]) for peer, addresses in self._book.addresses().items() if peer in alive)
+        met = [address for _, address in others[:OTHER_DOORS]]
+        own = self._directory.multiaddrs()[:OWN_DOORS]
+        return list(dict.fromkeys([*own, *met, *self._entrances.values()]))
+
+    async def _tell_changes(self) -> None:
+        """Others offer in vain, or not at all, until they hear of it."""
+        told = ("", ())
+        while True:
+            now = (self.verdict().state, self._places.circuits())
+            if now != told:
+                try:
+                    await self._directory.announce_now()
+                    told = now
+                except DirectoryError as error:
+                    log.debug("a change is not announced yet: %s", error)
+            await asyncio.sleep(LOOK_S)
+
+    # how it is found out
+
+    @property
+    def _port(self) -> int:
+        return self._server.port if self._server else 0
+
+    def _ports(self) -> tuple[int, int]:
+        """gRPC and libp2p as others see them: a router may map other ports to ours."""
+        announced_port = self._settings.announced[1]
+        return (announced_port, announced_port + 1) if announced_port else (self._port, self._directory.port)
+
+    def _is_abroad(self) -> bool:
+        """Whether the swarm is on public addresses, where private ones lead nowhere."""
+        if is_public(self._settings.announced[0]):
+            return True
+        return is_abroad(self._entrances.values(), [candidate.address for candidate in self._directory.live()])
+
+    def _is_closed(self) -> bool:
+        return self._server is not None and self.verdict().state in (OUTBOUND_ONLY, RELAYED)
+
+    def _needs_tunnels(self) -> bool:
+        """Who can be called by nobody calls its kind by tunnels; so does a newcomer who finds nobody else."""
+        return self._is_closed() or not any(candidate.can_be_called for candidate in self._directory.live())
+
+    def _relays(self) -> Mapping[str, Sequence[str]]:
+        """Nodes that may pass calls on: live peers that are reached by others, and those that were entered through."""
+        records = self._directory.records()
+        peers = {record.peer_id: record.multiaddrs for record, _ in records if record.reachability == DIRECT}
+        return {peer: (door,) for peer, door in self._entrances.items()} | peers
+
+    def _to_ask(self) -> list[Candidate]:
+        """Live peers; with fewer than three, also the entrances that are no peers: their DHT node can dial back."""
+        live = list(self._directory.live())
+        known = {candidate.peer_id for candidate in live}
+        near = self._directory.neighbours()
+        return live + [Candidate(peer, "") for peer in self._entrances if peer not in known and peer in near]
+
+    async def _ask_one(self, candidate: Candidate) -> DialBack:
+        if candidate.address:
+            return await self._ask(candidate, self._ports())
+        try:
+            return await ask_to_dial(self._directory.node, candidate.peer_id, self._ports())
+        except DirectoryError as error:
+            raise PeerError(str(error), peer=candidate.peer_id) from None

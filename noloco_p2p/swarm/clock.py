@@ -1,0 +1,73 @@
+"""DHT time: the clock in which records say when they expire, and on which all nodes must agree within 3 s.
+
+It is the wall clock as it was when this peer entered, carried on by a clock that nobody sets. So a wall clock that
+jumps later moves nothing; and one that is wrong at the start is told, by what the first nodes say that it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from noloco_p2p.errors import DirectoryError
+from noloco_p2p.identity import short_id
+
+MAX_OFFSET_S = 3.0  # hivemind's own limit between two nodes
+
+
+def _steady_s() -> float:
+    """Goes on while the machine sleeps, where the system has such a clock."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+class DhtClock:
+    """Seconds since 1970, as this peer believes that the others count them."""
+
+    def __init__(self, wall: Callable[[], float] = time.time, steady: Callable[[], float] = _steady_s) -> None:
+        self._wall = wall
+        self._steady = steady
+        self._ahead_s = wall() - steady()
+
+    def now(self) -> float:
+        return self._ahead_s + self._steady()
+
+    def follow_wall(self) -> None:
+        """Whoever has not met anybody yet has nothing to keep: a machine may start before its clock is set."""
+        self._ahead_s = self._wall() - self._steady()
+
+    def heard(self, offset_s: float) -> None:
+        """Another node's clock minus this one: when it agrees with the wall clock and not with us, so do we."""
+        jumped_s = self._wall() - self.now()
+        if abs(offset_s) > MAX_OFFSET_S and abs(offset_s - jumped_s) <= MAX_OFFSET_S:
+            self.follow_wall()
+
+
+CLOCK = DhtClock()  # one a process, as hivemind has one for all its nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """Another node's DHT time minus ours, give or take `unsure_s`."""
+
+    seconds: float
+    unsure_s: float
+
+    def is_too_large(self) -> bool:
+        return abs(self.seconds) - self.unsure_s > MAX_OFFSET_S
+
+
+def check_clock(offsets: Mapping[str, Offset]) -> None:
+    """`offsets`: peer id -> what it said. Raises DirectoryError, with the way out, when half of them or more differ."""
+    wrong = {peer: offset for peer, offset in offsets.items() if offset.is_too_large()}
+    if not wrong or 2 * len(wrong) < len(offsets):
+        return
+    offset_s = median(offset.seconds for offset in wrong.values())
+    peer = short_id(next(iter(wrong)))
+    others = f"..{peer}" if len(wrong) == 1 else f"..{peer} and {len(wrong) - 1} more"
+    raise DirectoryError(
+        f"the clock of this machine is {abs(offset_s):.1f} s {'behind' if offset_s > 0 else 'ahead of'} that of "
+        f"{others}, and the DHT needs clocks within {MAX_OFFSET_S:.0f} s: set it by NTP (for example `sudo timedatectl "
+        f"set-ntp true`, or `sudo chronyc makestep`), then start again"
+    )

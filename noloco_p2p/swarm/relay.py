@@ -1,0 +1,236 @@
+"""A relay for peers that nobody can dial: they keep a place here by a stream of their own, and calls come in by it.
+
+p2pd has relays too, but they carry 128 KiB a call (measured, whatever its flags say). Here two libp2p streams are
+spliced, so the traffic is that of this node; what passes is gRPC, and a relay can break it off but is no part of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from noloco_p2p.errors import DirectoryError
+from noloco_p2p.identity import short_id
+from noloco_p2p.swarm.address_book import CIRCUIT
+from noloco_p2p.swarm.addresses import listen_multiaddr, split_peer_id, tcp_target
+from noloco_p2p.swarm.node import SwarmNode, end_tasks, knock
+from noloco_p2p.swarm.reachability import DialBack
+
+logger = logging.getLogger(__name__)
+
+PLACE, CALL, TUNNEL, DIAL = (f"/noloco_p2p/{name}/1" for name in ("place", "call", "tunnel", "dial"))
+YES, NO = b"yes\n", b"no\n"
+BEAT_S = 5.0  # of one who keeps a place
+SILENT_S = 15.0
+ANSWER_S = 10.0
+MAX_PLACES = 32
+MAX_CALLS = 32
+MAX_CALLS_OF_ONE = 9  # a swap has up to eight lanes
+MAX_CALL_BYTES = 4 << 30  # each way; a tunnel goes on over another call
+MAX_CALL_S = 1800.0
+MAX_PORTS = 4
+DIALS_A_MINUTE = 24
+NUM_PLACES = 2  # that one peer keeps: when one relay dies, the other is there
+RETRY_S = 30.0  # a relay that said no or could not be reached
+LOOK_S = 1.0
+BLOCK_BYTES = 256 * 1024
+BROKEN = (OSError, EOFError, ValueError, RuntimeError, DirectoryError)  # what a stream ends in; uvloop: RuntimeError
+
+
+class Relay:
+    """Serves places and calls. Every peer does: who cannot be reached himself is asked by nobody."""
+
+    def __init__(self, node: SwarmNode) -> None:
+        self._node = node
+        self._places: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
+        self._dialled_s: deque[float] = deque(maxlen=DIALS_A_MINUTE)
+
+    async def start(self) -> None:
+        await self._node.handle_streams(PLACE, self._on_place)
+        await self._node.handle_streams(CALL, self._on_call)
+        await self._node.handle_streams(DIAL, self._on_dial)
+
+    async def _on_place(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if peer not in self._places and len(self._places) >= MAX_PLACES:
+            writer.write(NO)
+            return
+        self._places[peer] += 1
+        try:
+            writer.write(YES)
+            while True:
+                async with asyncio.timeout(SILENT_S):
+                    if not await reader.read(64):
+                        return
+                    writer.write(b".")
+                    await writer.drain()
+        except (*BROKEN, TimeoutError) as error:
+            logger.debug("%s lost its place: %s", short_id(peer), error)
+        finally:
+            _count_down(self._places, peer)
+
+    async def _on_call(self, caller: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with asyncio.timeout(ANSWER_S):
+            wanted = (await reader.readline()).decode("ascii", errors="replace").strip()
+        is_full = self._calls.total() >= MAX_CALLS or self._calls[caller] >= MAX_CALLS_OF_ONE
+        if wanted not in self._places or is_full:
+            writer.write(NO)
+            return
+        self._calls[caller] += 1
+        try:
+            far_reader, far_writer = await self._node.open_stream(wanted, (), TUNNEL)
+            writer.write(YES)
+            await splice((reader, writer), (far_reader, far_writer))
+        except BROKEN as error:
+            logger.debug("a call of %s to %s ended: %s", short_id(caller), short_id(wanted), error)
+        finally:
+            _count_down(self._calls, caller)
+
+    async def _on_dial(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Dials back the address that the stream came from, as net/probe.py does for peers; for who is none yet."""
+        async with asyncio.timeout(ANSWER_S):
+            ports = [int(port) for port in (await reader.readline()).split()][:MAX_PORTS]
+        now_s = time.monotonic()
+        is_often = len(self._dialled_s) == DIALS_A_MINUTE and now_s - self._dialled_s[0] < 60.0
+        target = tcp_target(await self._node.remote_address(peer))
+        if target is None or is_often or not all(0 < port < 65_536 for port in ports):
+            writer.write(NO)
+            return
+        self._dialled_s.append(now_s)
+        host = target[0]
+        answers = await asyncio.gather(*(knock(listen_multiaddr(host, port)) for port in ports))
+        writer.write(json.dumps([host, dict(zip(map(str, ports), answers, strict=True))]).encode() + b"\n")
+        await writer.drain()
+
+
+async def ask_to_dial(node: SwarmNode, peer: str, ports: Sequence[int]) -> DialBack:
+    """What a node that need not be a peer sees of our ports. Raises DirectoryError."""
+    try:
+        reader, writer = await node.open_stream(peer, (), DIAL)
+        try:
+            writer.write(" ".join(map(str, ports)).encode() + b"\n")
+            async with asyncio.timeout(ANSWER_S):
+                line = await reader.readline()
+        finally:
+            writer.close()
+        host, reached = json.loads(line)
+        return DialBack(str(host)[:100], {int(port): str(why)[:200] for port, why in reached.items()})
+    except (OSError, EOFError, ValueError, RuntimeError, TypeError, AttributeError) as error:
+        raise DirectoryError(f"{short_id(peer)} does not dial back: {error}") from None
+
+
+async def splice(
+    near: tuple[asyncio.StreamReader, asyncio.StreamWriter], far: tuple[asyncio.StreamReader, asyncio.StreamWriter]
+) -> None:
+    """Both ways until one side ends, or the limits of a call are reached; closes both."""
+    tasks = [asyncio.create_task(_pass_on(near[0], far[1])), asyncio.create_task(_pass_on(far[0], near[1]))]
+    try:
+        await asyncio.wait(tasks, timeout=MAX_CALL_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await end_tasks(tasks)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        near[1].close()
+        far[1].close()
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    num_bytes = 0
+    with suppress(*BROKEN):
+        while num_bytes < MAX_CALL_BYTES and (data := await reader.read(BLOCK_BYTES)):
+            writer.write(data)
+            await writer.drain()
+            num_bytes += len(data)
+
+
+def _count_down(counter: Counter[str], key: str) -> None:
+    counter[key] -= 1
+    if counter[key] <= 0:
+        del counter[key]
+
+
+class Places:
+    """Keeps a place at two relays while this peer cannot be dialled.
+
+    `doors` gives the nodes that may be relays: peer id -> multiaddrs; `wanted` whether a place is needed at all.
+    """
+
+    def __init__(
+        self, node: SwarmNode, *, doors: Callable[[], Mapping[str, Sequence[str]]], wanted: Callable[[], bool]
+    ) -> None:
+        self._node = node
+        self._doors = doors
+        self._wanted = wanted
+        self._keeping: dict[str, asyncio.Task[None]] = {}
+        self._held: dict[str, str] = {}  # relay -> its multiaddr
+        self._not_before_s: dict[str, float] = {}
+
+    def circuits(self) -> list[str]:
+        """Multiaddrs by which this peer can be called now, as libp2p writes a way by a relay."""
+        return [f"{multiaddr}{CIRCUIT}/p2p/{self._node.peer_id}" for multiaddr in self._held.values()]
+
+    async def run(self) -> None:
+        try:
+            while True:
+                self._keeping = {relay: task for relay, task in self._keeping.items() if not task.done()}
+                if self._wanted() and len(self._keeping) < NUM_PLACES:
+                    self._keep_one_more()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            await end_tasks(self._keeping.values())
+
+    def _keep_one_more(self) -> None:
+        now_s = time.monotonic()
+        doors = {
+            relay: multiaddrs[0]
+            for relay, multiaddrs in self._doors().items()
+            if multiaddrs and relay not in self._keeping and self._not_before_s.get(relay, 0.0) <= now_s
+        }
+        if doors:
+            relay = random.choice(list(doors))
+            self._keeping[relay] = asyncio.create_task(self._keep(relay, doors[relay]))
+
+    async def _keep(self, relay: str, multiaddr: str) -> None:
+        try:
+            reader, writer = await self._node.open_stream(relay, [split_peer_id(multiaddr)[0]], PLACE)
+            try:
+                writer.write(b".")
+                async with asyncio.timeout(ANSWER_S):
+                    if await reader.readline() != YES:
+                        raise DirectoryError("it has no place left")
+                self._held[relay] = multiaddr
+                logger.info("%s relays calls to this peer", short_id(relay))
+                await self._beat(reader, writer)
+            finally:
+                writer.close()
+        except (*BROKEN, TimeoutError) as error:
+            logger.debug("no place at %s: %s", short_id(relay), error)
+        finally:
+            self._held.pop(relay, None)
+            self._not_before_s[relay] = time.monotonic() + RETRY_S
+
+    async def _beat(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while self._wanted():
+            writer.write(b".")
+            await writer.drain()
+            async with asyncio.timeout(SILENT_S):
+                _expect(await reader.read(64))
+            with suppress(TimeoutError):  # silence until the next beat; the end of the stream is told at once
+                async with asyncio.timeout(BEAT_S):
+                    _expect(await reader.read(64))
+
+
+def _expect(data: bytes) -> None:
+    if not data:
+        raise DirectoryError("it is gone")
+
+
+def relays_of(multiaddrs: Sequence[str]) -> dict[str, str]:
+    """Relay -> its address without peer id, of the ways by relays among these."""
+    ways = [multiaddr.partition(CIRCUIT)[0] for multiaddr in multiaddrs if CIRCUIT in multiaddr]
+    return {relay: address for address, relay in map(split_peer_id, ways)}

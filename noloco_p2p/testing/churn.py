@@ -1,0 +1,238 @@
+"""A swarm of real peers that come, go and die at random, seeded; and what must hold all the while.
+
+Each peer is a process with a state folder of its own. Who was killed or has left comes back later, with the ticket of
+somebody who lives. At the end everybody is asked to leave at once.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+import psutil
+
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.testing.processes import LEAVE_S, START_S, PeerProcess, until, write_spec
+
+NETWORK_ANSWER_S = 5.0  # what the network thread may take beyond outer.max_wait_s: gossip.exchange
+STARTS_AT_ONCE = 2  # imports take a core for seconds
+POLL_S = 0.2
+EXIT_S = 60.0  # everybody leaves at once, on a machine with fewer cores than peers
+VANISH_S = 15.0  # for what a killed peer leaves behind to be gone
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """min_living: with fewer nobody goes. mean_pause_s: between two events, on average."""
+
+    num_peers: int
+    min_living: int
+    seconds: float
+    mean_pause_s: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round of one process; `has_others`: it knew of a live peer at the end."""
+
+    outcome: str
+    blocked_s: float
+    has_others: bool
+
+    @property
+    def kind(self) -> str:
+        """swapped, half or alone."""
+        return self.outcome.split()[0].rstrip(":")
+
+
+@dataclass(slots=True)
+class Life:
+    """One process of one peer, from its start to its end."""
+
+    number: int
+    process: PeerProcess
+    daemon: psutil.Process | None = None
+    daemon_socket: Path | None = None
+    is_killed: bool = False
+    exit_code: int | None = None
+    exit_s: float | None = None  # from the wish to the end
+
+    @property
+    def is_over(self) -> bool:
+        return self.process.process.poll() is not None
+
+    @property
+    def trains(self) -> bool:
+        """It has begun, and so answers SIGTERM as a training peer does."""
+        return self.daemon is not None and not self.is_over
+
+    def look(self) -> None:
+        """Note its daemon once it trains."""
+        if self.daemon is None and not self.is_over and self.process.events("round"):
+            self.daemon = self.process.find_p2pd()
+            if self.daemon:
+                listen = next(each for each in self.daemon.cmdline() if each.startswith("-listen="))
+                self.daemon_socket = Path(listen.removeprefix("-listen=/unix"))
+
+    def rounds(self) -> list[Round]:
+        return [
+            Round(event["last_outcome"], event["blocked_s"], event["live_peers"] > 0)
+            for event in self.process.events("round")
+        ]
+
+
+@dataclass(slots=True)
+class Report:
+    """What a churn came to. Rounds are those of all processes together, while they knew of a live peer."""
+
+    joins: int = 0
+    leaves: int = 0
+    kills: int = 0
+    rounds: int = 0
+    swapped: int = 0
+    half: int = 0
+    alone: int = 0
+    longest_alone: list[str] = field(default_factory=list)  # most rounds in a row without a partner, and why each
+    longest_blocked_s: float = 0.0  # of a round, at its boundary
+    longest_exit_s: float = 0.0  # of those that were asked to leave
+    bad_exits: list[str] = field(default_factory=list)
+    left_behind: list[str] = field(default_factory=list)
+    tracebacks: list[str] = field(default_factory=list)
+    living: int = 0  # at the end, before everybody left
+
+
+class Churn:
+    """`run` takes as long as the plan says, and the time to start and to leave."""
+
+    def __init__(self, spec: RunSpec, plan: Plan, folder: Path) -> None:
+        self._spec = spec
+        self._plan = plan
+        self._folder = folder
+        self._rng = random.Random(plan.seed)
+        self._lives: list[Life] = []
+        self._stack = ExitStack()
+
+    def run(self) -> Report:
+        with self._stack:
+            self._begin(0, write_spec(self._spec, self._folder))
+            until(lambda: self._training() or None, timeout_s=2 * START_S, what="the first peer to train")
+            for number in range(1, self._plan.min_living):
+                self._begin(number, self._lives[0].process.ticket)
+            until_s = time.monotonic() + self._plan.seconds
+            event_s = time.monotonic()
+            while time.monotonic() < until_s:
+                if time.monotonic() >= event_s:
+                    self._event()
+                    event_s += self._rng.expovariate(1 / self._plan.mean_pause_s)
+                time.sleep(POLL_S)
+                self._look()
+            report = Report(living=len(self._training()))
+            self._end()
+            self._judge(report)
+        return report
+
+    # what happens
+
+    def _event(self) -> None:
+        training = self._training()
+        absent = sorted(set(range(self._plan.num_peers)) - {life.number for life in self._lives if not life.is_over})
+        starting = [life for life in self._lives if not life.is_over and not life.trains]
+        may_go = training if len(training) > self._plan.min_living else []
+        is_join = not may_go or (absent and self._rng.random() < len(absent) / self._plan.num_peers)
+        if is_join:
+            if absent and len(starting) < STARTS_AT_ONCE:
+                self._begin(self._rng.choice(absent), self._rng.choice(training).process.ticket)
+            return
+        life = self._rng.choice(may_go)
+        if self._rng.random() < 0.5:
+            life.is_killed = True
+            life.process.send(signal.SIGKILL)
+            life.exit_code = life.process.wait()
+        else:
+            self._leave([life], timeout_s=LEAVE_S)
+
+    def _begin(self, number: int, target: str | Path) -> None:
+        flags = ("--save-every-rounds", "5")
+        process = PeerProcess(target, self._folder / f"peer-{number}", *flags)
+        self._lives.append(Life(number, self._stack.enter_context(process)))
+
+    def _training(self) -> list[Life]:
+        self._look()
+        return [life for life in self._lives if life.trains]
+
+    def _look(self) -> None:
+        for life in self._lives:
+            life.look()
+
+    def _leave(self, lives: Sequence[Life], *, timeout_s: float) -> None:
+        """Ask them to leave, and wait; one that does not is told by its exit code, which stays None."""
+        asked_s = time.monotonic()
+        for life in lives:
+            life.process.send(signal.SIGTERM)
+        while time.monotonic() - asked_s < timeout_s and not all(life.exit_s is not None for life in lives):
+            for life in lives:
+                if life.exit_s is None and life.is_over:
+                    life.exit_code, life.exit_s = life.process.process.poll(), time.monotonic() - asked_s
+            time.sleep(0.05)
+
+    def _end(self) -> None:
+        training = self._training()
+        for life in self._lives:
+            if not life.is_over and not life.trains:  # still starting: nothing to be judged by
+                life.is_killed = True
+                life.process.end()
+        self._leave(training, timeout_s=EXIT_S)
+
+    # what must hold
+
+    def _judge(self, report: Report) -> None:
+        report.joins = len(self._lives)
+        report.kills = sum(life.is_killed for life in self._lives)
+        for life in self._lives:
+            name = f"peer {life.number}"
+            rounds = [each for each in life.rounds() if each.has_others]  # who is the only one has nobody to swap with
+            kinds = [each.kind for each in rounds]
+            report.rounds += len(kinds)
+            report.swapped += kinds.count("swapped")
+            report.half += kinds.count("half")
+            report.alone += kinds.count("alone")
+            for kind, group in groupby(rounds, key=lambda each: each.kind):
+                lonely = [each.outcome for each in group] if kind == "alone" else []
+                report.longest_alone = max(report.longest_alone, lonely, key=len)
+            report.longest_blocked_s = max([report.longest_blocked_s, *(each.blocked_s for each in rounds)])
+            if "Traceback" in life.process.text:
+                report.tracebacks.append(name)
+            if not life.is_killed:
+                report.leaves += 1
+                report.longest_exit_s = max(report.longest_exit_s, life.exit_s or EXIT_S)
+                if life.exit_code != 0:
+                    report.bad_exits.append(f"{name}: exit code {life.exit_code}")
+        report.left_behind = self._left_behind()
+
+    def _left_behind(self) -> list[str]:
+        until_s = time.monotonic() + VANISH_S
+        while (found := self._found()) and time.monotonic() < until_s:
+            time.sleep(POLL_S)
+        return found
+
+    def _found(self) -> list[str]:
+        """Processes and sockets of those that have ended."""
+        found = []
+        for life in self._lives:
+            if not life.is_over:
+                found.append(f"peer {life.number}: its process {life.process.process.pid}")
+            if life.daemon and life.daemon.is_running() and life.daemon.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"peer {life.number}: its p2pd {life.daemon.pid}")
+            if life.daemon_socket and life.daemon_socket.exists():
+                found.append(f"peer {life.number}: the socket of its p2pd")
+            is_last = life is next(each for each in reversed(self._lives) if each.number == life.number)
+            if is_last and not life.is_killed and (life.process.folder / "control.sock").exists():
+                found.append(f"peer {life.number}: its control socket")
+        return found

@@ -1,0 +1,51 @@
+"""What a swap would have brought, made from vectors: for tests of what is done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from noloco_p2p.codec import chunk_bounds
+from noloco_p2p.gossip.frames import SectionName
+from noloco_p2p.gossip.outcome import Received
+from noloco_p2p.gossip.round_length import LinkMeasure
+from noloco_p2p.gossip.sections import Coding, SectionPair, section_plans
+from noloco_p2p.optim.mixing import Agreement
+from noloco_p2p.spec import CodecSpec
+
+EVEN = Agreement(50.0)
+FP32 = CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32")
+NO_LINK = LinkMeasure(swap_s=1.0, late_s=0.0, is_whole=True)
+
+
+def received(
+    own: Mapping[SectionName, Tensor],
+    partner: Mapping[SectionName, Tensor],
+    *,
+    codec: CodecSpec = FP32,
+    agreed: Agreement = EVEN,
+) -> Received:
+    """Of the sections that `own` has, flat fp32 vectors of one size. No codec of theirs may be modulo."""
+    num_elements = next(iter(own.values())).numel()
+    sections = {}
+    for plan in section_plans(codec, swap_momentum=True, num_elements=num_elements):
+        if plan.name in own:
+            mine, theirs = (
+                [plan.codec.encode(side[plan.name][start:stop]) for start, stop in chunk_bounds(num_elements)]
+                for side in (own, partner)
+            )
+            sections[plan.name] = SectionPair(Coding(plan), [*mine], [*theirs])
+    return Received(
+        partner="partner",
+        partner_round=0,
+        partner_progress=0.0,
+        agreed=agreed,
+        sections=sections,
+        link=NO_LINK,
+        bytes_sent=0,
+        bytes_received=0,
+        seconds=0.0,
+        lateness_s=0.0,
+        transfer_s=0.0,
+    )

@@ -1,0 +1,119 @@
+"""How this machine computes an inner step. Nothing here changes the mathematics of a run, but for rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.settings import PeerSettings
+
+
+def choose_device(name: str, gpu: int | None = None) -> torch.device:
+    """auto | cpu | cuda:N -> device; `gpu`: the one of this process, of several that share a model.
+
+    Raises SettingsError when there is no such accelerator.
+    """
+    if name == "auto" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    if name != "cpu" and gpu is not None:
+        if name not in ("auto", "cuda"):
+            raise SettingsError(f"--device {name} is one GPU; with several processes give auto or cpu")
+        name = f"cuda:{gpu}"
+    device = torch.device("cuda" if name == "auto" else name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise SettingsError(
+            f"--device {name}: torch finds {torch.cuda.device_count()} CUDA devices here; use --device cpu or auto"
+        )
+    return device
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Machine settings of the inner step; the defaults are the plain step.
+
+    precision: bf16 autocast over fp32 weights, or fp32; "auto" is bf16 on an accelerator.
+    micro_batch: sequences at a time, their gradients are summed; 0 = all at once, until memory says otherwise.
+    rank, num_ranks: of the processes that share one model, each takes its part of the rows of a batch.
+    """
+
+    precision: str = "auto"
+    micro_batch: int = 0
+    compile: bool = False
+    activation_checkpointing: bool = False
+    offload_optimizer: bool = False
+    rank: int = 0
+    num_ranks: int = 1
+
+    @classmethod
+    def of(cls, settings: PeerSettings, *, rank: int = 0, num_ranks: int = 1) -> Compute:
+        """Raises SettingsError for switches that exclude each other."""
+        if settings.offload_optimizer and num_ranks > 1:
+            raise SettingsError("--offload-optimizer is for one GPU: with several, each holds only its part already")
+        return cls(
+            precision=settings.precision,
+            micro_batch=settings.micro_batch,
+            compile=settings.compile,
+            activation_checkpointing=settings.activation_checkpointing,
+            offload_optimizer=settings.offload_optimizer,
+            rank=rank,
+            num_ranks=num_ranks,
+        )
+
+    def is_bf16(self, device: torch.device) -> bool:
+        return self.precision == "bf16" or (self.precision == "auto" and device.type != "cpu")
+
+
+def switch_on(model: nn.Module, compute: Compute) -> None:
+    """Activation checkpointing, then compilation, block by block where the model has blocks; parameters keep their
+    names. Raises SettingsError when the model has no blocks to checkpoint."""
+    if compute.activation_checkpointing:
+        layers = blocks(model)
+        if not layers:
+            raise SettingsError("--activation-checkpointing: this model repeats no layers")
+        for layer in layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    if compute.compile:
+        for module in [model] if compute.num_ranks == 1 else blocks(model):
+            module.compile()
+
+
+def local(values: Tensor) -> Tensor:
+    """What this rank holds of a tensor that may be sharded."""
+    return values.to_local() if isinstance(values, DTensor) else values
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers that a model repeats: the members of its outermost lists of modules."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        found += child if isinstance(child, nn.ModuleList) else blocks(child)
+    return found
+
+
+def micro_batches(
+    num_sequences: int, *, at_once: int, rank: int = 0, num_ranks: int = 1
+) -> Iterator[tuple[slice, float]]:
+    """(rows, their share of the batch) for each forward and backward that `rank` makes of a batch.
+
+    All ranks make equally many, as they work together in each; one that has no rows left repeats the first row with
+    share 0. `at_once` bounds the rows; each row belongs to exactly one micro-batch.
+    """
+    first, last = _cut(num_sequences, num_ranks, rank), _cut(num_sequences, num_ranks, rank + 1)
+    most = -(-num_sequences // num_ranks)
+    num_parts = -(-most // at_once) if at_once else 1
+    for part in range(num_parts):
+        start = first + _cut(last - first, num_parts, part)
+        stop = first + _cut(last - first, num_parts, part + 1)
+        yield (slice(start, stop), (stop - start) / num_sequences) if start < stop else (slice(0, 1), 0.0)
+
+
+def _cut(num: int, num_parts: int, part: int) -> int:
+    """Where part number `part` of `num` things begins, when they are dealt as evenly as they can be."""
+    return num * part // num_parts

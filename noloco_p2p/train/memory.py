@@ -1,0 +1,72 @@
+"""What memory there is, and how many sequences fit into it at a time: measured with one sequence, not guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+USED_SHARE = 0.8  # of free memory: allocators lose some to fragments
+MOMENT_BYTES = 8  # a trainable parameter: what the optimizer will take at its first step
+TEMPORARY = 1.5  # on the CPU: all that forward and backward need, as a multiple of what is kept between them
+
+
+def free_memory() -> int:
+    """Bytes of free main memory of the machine, or of the container where that is less."""
+    free = psutil.virtual_memory().available
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return free if limit == "max" else min(free, max(0, int(limit) - used))
+
+
+def free_bytes(device: torch.device, *, num_parameters: int, has_moments: bool) -> int:
+    """What `device` has for activations once its optimizer has taken its moments (`has_moments`: on that device)."""
+    moments = MOMENT_BYTES * num_parameters if has_moments else 0
+    if device.type == "cpu":
+        return max(0, free_memory() - moments)
+    accelerator = torch.get_device_module(device)
+    free, _ = accelerator.mem_get_info(device)
+    cached = accelerator.memory_reserved(device) - accelerator.memory_allocated(device)
+    return max(0, free + cached - moments)
+
+
+def sequence_bytes(backward: Callable[[Tensor], object], sequence: Tensor, device: torch.device) -> int:
+    """Memory that forward and backward of one sequence, (1, tokens), take beyond weights and gradients.
+
+    On an accelerator the peak that it counts; on the CPU 1.5 times what autograd keeps from forward to backward.
+    """
+    if device.type == "cpu":
+        with torch.compiler.set_stance("force_eager"):
+            return max(1, int(TEMPORARY * _kept_bytes(backward, sequence)))
+    accelerator = torch.get_device_module(device)
+    backward(sequence)  # makes gradients, workspaces and compiled code: these do not grow with the sequences
+    before = accelerator.memory_allocated(device)
+    accelerator.reset_peak_memory_stats(device)
+    backward(sequence)
+    return max(1, accelerator.max_memory_allocated(device) - before)
+
+
+def fitting(free_bytes: int, sequence_bytes: int, *, largest: int) -> int:
+    """Sequences at a time, 1 to `largest`."""
+    return max(1, min(largest, int(USED_SHARE * free_bytes) // sequence_bytes))
+
+
+def _kept_bytes(backward: Callable[[Tensor], object], sequence: Tensor) -> int:
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        whole = tensor if tensor._base is None else tensor._base
+        if not whole.is_leaf:  # weights, and views of them, are there anyway, and so are inputs
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        backward(sequence)
+    return sum(kept.values())

@@ -1,0 +1,86 @@
+"""Chunks between an accelerator and main memory, beside what both compute: pinned memory and a stream of their own."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+Chunk = Callable[[int, Tensor], Tensor]  # (number of the chunk, memory on the device for it) -> the chunk in it
+
+
+class Staging:
+    """Two streams of one device: one for what comes from it, one for what goes there, as a bus carries both at once."""
+
+    def __init__(self, device: torch.device, *, is_overlapped: bool | None = None) -> None:
+        """`is_overlapped`: None = on an accelerator; the CPU has streams in name only."""
+        self.device = device
+        self._api = torch.get_device_module(device)
+        if is_overlapped is None:
+            is_overlapped = device.type != "cpu"
+        self._down, self._up = (self._api.Stream(), self._api.Stream()) if is_overlapped else (None, None)
+
+    def chunks(self, chunk: Chunk, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """Each chunk on the CPU, made on the device and copied while the one before it is used.
+
+        A chunk is valid until the next one is asked for.
+        """
+        if self._down is None:
+            memory = torch.empty(max(sizes))
+            yield from (chunk(index, memory) for index in range(len(sizes)))
+            return
+        self._down.wait_stream(self._api.current_stream())
+        slots = [_Slot(max(sizes), self.device) for _ in range(2)]
+        for index in range(len(sizes) + 1):
+            if index < len(sizes):
+                with self._api.stream(self._down):
+                    slots[index % 2].begin(chunk, index)
+            if index:
+                yield slots[(index - 1) % 2].end(sizes[index - 1])
+
+    def going_up(self) -> AbstractContextManager[object]:
+        """Copies to the device that are begun within do not wait for what it computes; `FlatParameters.flush` waits."""
+        return nullcontext() if self._up is None else self._api.stream(self._up)
+
+    def begin(self) -> None:
+        """What is copied up from now on comes after all that the device was asked to compute until now."""
+        if self._up is not None:
+            self._up.wait_stream(self._api.current_stream())
+
+
+class _Slot:
+    def __init__(self, num_elements: int, device: torch.device) -> None:
+        self._on_device = torch.empty(num_elements, device=device)
+        self._on_cpu = torch.empty(num_elements, pin_memory=device.type != "cpu")
+        self._copied = torch.get_device_module(device).Event()
+
+    def begin(self, chunk: Chunk, index: int) -> None:
+        values = chunk(index, self._on_device)
+        self._on_cpu[: values.numel()].copy_(values, non_blocking=True)
+        self._copied.record()
+
+    def end(self, num_elements: int) -> Tensor:
+        self._copied.synchronize()
+        return self._on_cpu[:num_elements]
+
+
+def pin(values: Tensor, device: torch.device) -> None:
+    """Lock a tensor of main memory in place, where a CUDA device can then copy it by itself; no copy, no rounding up.
+
+    Where the system does not allow it, copies are slower and a line tells it.
+    """
+    if device.type != "cuda" or not values.numel():
+        return
+    cudart: Any = torch.cuda.cudart()
+    address = values.data_ptr()
+    if int(cudart.cudaHostRegister(address, values.nbytes, 0)) != 0:
+        log.warning("%d MiB of memory cannot be pinned: outer steps will be slower", values.nbytes >> 20)
+        return
+    weakref.finalize(values, cudart.cudaHostUnregister, address)

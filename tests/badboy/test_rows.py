@@ -1,0 +1,123 @@
+"""Every flag of the hostile peer against the laws, over real gRPC.
+
+I1  what is not applied leaves weights, momentum and random state bit-identical to a peer that never met it
+I2  training does not wait longer than it may
+I3  the victim lives on: its next round, with an honest partner, is an ordinary swap
+I4  one log line names the peer, what happened, and what was kept
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from badboy.flags import FLAGS, Flag
+from noloco_p2p.gossip.deadlines import Deadlines
+from noloco_p2p.gossip.frames import SectionName
+from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
+from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
+from noloco_p2p.testing.loopback import LoopbackSwarm
+from noloco_p2p.testing.peers import MemoryPeer
+from noloco_p2p.testing.rounds import Vectors, end_round, open_round, together
+from noloco_p2p.testing.swapped import received
+from noloco_p2p.train.outer import NoLoCo
+from noloco_p2p.train.outer_state import OuterState
+
+FP32 = CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32")
+WAIT_S, ENOUGH_S = 30.0, 20.0  # a loaded machine; every fault is found long before
+SPEC = RunSpec(name="badboy", codec=FP32, outer=OuterSpec(inner_steps=1, max_wait_s=WAIT_S))
+DEADLINES = Deadlines(status_s=2.0, progress_s=2.0, farewell_s=0.5)
+KINDS = {"nothing": Alone, "early": Half, "clipped": Swapped}
+STRENGTHS = (SPEC.outer.alpha, SPEC.outer.beta, SPEC.outer.gamma)
+
+
+def make_model() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(20, 10), nn.Tanh(), nn.Linear(10, 5))
+
+
+def train(model: nn.Module) -> None:
+    """Stands for an inner step: the same one in the victim and in its twin."""
+    with torch.no_grad():
+        for number, param in enumerate(model.parameters()):
+            param.add_(torch.randn(param.shape, generator=torch.Generator().manual_seed(number)) * 0.01)
+
+
+def all_numbers(state: OuterState) -> torch.Tensor:
+    """What I1 is about, as one vector: slow weights, momentum, the model's weights."""
+    return torch.cat([state.slow_weights, state.outer_momentum, state.parameters.read(0, state.num_elements)])
+
+
+def twin_with(outcome: Outcome, theirs: Vectors) -> OuterState:
+    """A peer that got exactly what the victim may have kept: nothing, or the early part."""
+    model = make_model()
+    twin = OuterState(model)
+    own = {SectionName.SLOW_WEIGHTS: twin.slow_weights, SectionName.OUTER_MOMENTUM: twin.outer_momentum}
+    kept = {SectionName.SLOW_WEIGHTS: theirs.slow_weights, SectionName.OUTER_MOMENTUM: theirs.outer_momentum}
+    early = received(own, kept) if isinstance(outcome, Half) else None
+    train(model)
+    alpha, beta, gamma = STRENGTHS
+    twin.step(early, alpha=alpha, beta=beta, gamma=gamma)
+    return twin
+
+
+def partner_vectors() -> Vectors:
+    """An honest partner: the same start, and an outer gradient of the usual length."""
+    state = OuterState(make_model())
+    gradient = torch.randn(state.num_elements, generator=torch.Generator().manual_seed(99)) * 0.01
+    return Vectors(state.slow_weights, state.outer_momentum, gradient)
+
+
+def one_round(victim: NoLoCo, model: nn.Module, peer: MemoryPeer, theirs: Vectors, *, round_index: int) -> Outcome:
+    def own() -> Outcome:
+        train(model)
+        result = victim.step()
+        assert result is not None
+        return result.outcome
+
+    def other() -> Outcome:
+        open_round(peer, theirs, round_index=round_index)
+        return end_round(peer, theirs, wait_s=WAIT_S)
+
+    return together(own, other)[0]
+
+
+@pytest.mark.parametrize("flag", FLAGS.values(), ids=FLAGS)
+def test_a_row(flag: Flag, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    honest = partner_vectors()
+    theirs = flag.lie(honest)
+    model, random_state = make_model(), torch.get_rng_state()
+    with LoopbackSwarm(SPEC, deadlines=DEADLINES) as swarm:
+        peer = swarm.peer("victim")
+        faults = flag.plan.wrapper()
+        badboy = swarm.peer("the-badboy", wrap=faults, wrap_accepted=faults)
+        victim = NoLoCo(model, peer, save_every_rounds=0)
+        began_s = time.monotonic()
+        outcome = one_round(victim, model, badboy, theirs, round_index=flag.round)
+        assert time.monotonic() - began_s < ENOUGH_S  # I2
+        assert faults.fired or not flag.plan.sending
+        assert type(outcome) is KINDS[flag.left], outcome
+        state = victim._state  # the numbers themselves: no public way shows them all
+        after, twin = all_numbers(state), twin_with(outcome, theirs)
+        if flag.left == "clipped":
+            assert bool(torch.isfinite(after).all())
+            moved = float((state.slow_weights - twin.slow_weights).norm())
+            assert moved <= 5 * float(honest.outer_gradient.norm()), (
+                "half a gradient, momentum and offset at their radii"
+            )
+        else:
+            assert torch.equal(after, all_numbers(twin))  # I1
+            said = [text for text in caplog.messages if "..badboy" in text and flag.says in text]
+            assert said, caplog.text  # I4
+            assert "applied" in said[0] or "kept" in said[0]
+        assert torch.equal(torch.get_rng_state(), random_state)
+        swarm.addresses.pop("the-badboy")
+        friend = swarm.peer("a-friend")
+        round_index = victim.round
+        assert isinstance(one_round(victim, model, friend, honest, round_index=round_index), Swapped)  # I3

@@ -1,0 +1,150 @@
+"""Ways into a swarm beside the usual one: a plain hivemind-dht as bootstrap, IPv6, and a clock that is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from noloco_p2p.identity import Identity
+from noloco_p2p.swarm.addresses import host_port
+from noloco_p2p.swarm.dht import SwarmDirectory, Timing
+from noloco_p2p.swarm.records import PeerRecord
+
+RUN = "cd" * 32
+QUICK = Timing(heartbeat_s=2.0, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshen_s=5.0)
+PATIENCE_S = 40.0
+
+HIVEMIND_DHT = """
+import sys
+sys.argv = ["hivemind-dht", "--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--no_relay"]
+from hivemind.hivemind_cli.run_dht import main
+main()
+"""
+
+WRONG_CLOCK = """
+import asyncio, sys, time
+right, off_s = time.time, float(sys.argv[3])
+time.time = lambda: right() + off_s  # the clock of a machine that nobody has set, before anything asks it
+from pathlib import Path
+from noloco_p2p.errors import DirectoryError
+from noloco_p2p.identity import Identity
+from noloco_p2p.swarm.dht import SwarmDirectory
+
+async def main():
+    path = Path(sys.argv[1])
+    directory = await SwarmDirectory.start(
+        identity_path=path, identity=Identity.load_or_create(path), listen_host="127.0.0.1", listen_port=0,
+        bootstraps=[sys.argv[2]], spec_digest="cd" * 32,
+    )
+    began_s = time.monotonic()
+    try:
+        await directory.wait_for_peers(30.0)
+        print("entered")
+    except DirectoryError as error:
+        print(f"refused after {time.monotonic() - began_s:.1f} s: {error}")
+    finally:
+        await directory.stop()
+
+asyncio.run(main())
+"""
+
+
+def run(main: Coroutine[object, object, None]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(main, 100))
+
+
+@asynccontextmanager
+async def directory(
+    folder: Path, name: str, *bootstraps: str, host: str = "127.0.0.1"
+) -> AsyncIterator[SwarmDirectory]:
+    path = folder / f"{name}.key"
+    identity = Identity.load_or_create(path)
+    started = await SwarmDirectory.start(
+        identity_path=path,
+        identity=identity,
+        listen_host=host,
+        listen_port=0,
+        bootstraps=bootstraps,
+        spec_digest=RUN,
+        describe=lambda: PeerRecord(identity.peer_id, "demo", RUN, addresses=(host_port(host, 4000),)),
+        timing=QUICK,
+    )
+    try:
+        yield started
+    finally:
+        await started.stop(farewell=False)
+
+
+@contextmanager
+def hivemind_dht() -> Iterator[str]:
+    """The multiaddr of a bootstrap as hivemind's own command line starts it."""
+    command = [sys.executable, "-W", "ignore", "-c", HIVEMIND_DHT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout
+            for line in process.stdout:
+                if found := re.search(r"/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+", line):
+                    yield found[0]
+                    return
+            raise AssertionError("hivemind-dht told no address")
+        finally:
+            process.terminate()
+
+
+def test_a_plain_hivemind_dht_is_a_bootstrap(tmp_path: Path) -> None:
+    async def main(door: str) -> None:
+        async with directory(tmp_path, "a", door) as a, directory(tmp_path, "b", door) as b:
+            assert await a.wait_for_peers(PATIENCE_S)
+            assert await b.wait_for_peers(PATIENCE_S)
+            assert [candidate.peer_id for candidate in a.live()] == [b.peer_id]
+
+    with hivemind_dht() as door:
+        run(main(door))
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6, not even ::1")
+def test_ipv6_is_as_good(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with directory(tmp_path, "a", host="::1") as a:
+            assert a.multiaddrs()[0].startswith("/ip6/::1/tcp/")
+            async with directory(tmp_path, "b", *a.multiaddrs(), host="::1") as b:
+                assert await b.wait_for_peers(PATIENCE_S)
+                assert b.live()[0].address == "[::1]:4000"
+
+    run(main())
+
+
+def test_a_wrong_clock_is_refused_with_the_offset(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with directory(tmp_path, "a") as a:
+            command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(WRONG_CLOCK)]
+            process = await asyncio.create_subprocess_exec(
+                *command, str(tmp_path / "late.key"), a.multiaddrs()[0], "-60", stdout=subprocess.PIPE
+            )
+            said = (await process.communicate())[0].decode()
+            found = re.search(r"refused after ([\d.]+) s: the clock of this machine is ([\d.]+) s behind", said)
+            assert found, said
+            assert float(found[2]) == pytest.approx(60, abs=2)
+            assert "NTP" in said
+            assert a.live() == []
+
+    run(main())

@@ -1,0 +1,44 @@
+"""A peer of several processes, one a GPU, here on the CPU: it leaves, resumes and ends as any other peer."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from noloco_p2p.testing.processes import PeerProcess, small_spec, write_spec
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def ranks(peer: PeerProcess) -> list[psutil.Process]:
+    """The processes of a peer, rank 0 first."""
+    children = psutil.Process(peer.process.pid).children()
+    return sorted(children, key=lambda child: int(child.environ()["RANK"]))
+
+
+def test_a_peer_of_two_processes_leaves_resumes_and_tells_of_one_that_was_killed(tmp_path: Path) -> None:
+    spec_file = write_spec(small_spec("gpus", train__batch_size=5), tmp_path)
+    with PeerProcess(spec_file, tmp_path / "peer", "--gpus", "2") as peer:
+        peer.event("round")
+        processes = ranks(peer)
+        assert len(processes) == 2
+        peer.send(signal.SIGTERM)
+        assert peer.wait(60) == 0
+        assert peer.text.splitlines()[-1] == "left; the same command resumes"
+        assert "Traceback" not in peer.text
+        assert not any(process.is_running() for process in processes)
+        stopped = peer.event("stopped")
+
+    with PeerProcess(spec_file, tmp_path / "peer", "--gpus", "2") as peer:
+        peer.event("round")
+        assert peer.event("started")["resumed_at"] == stopped["step"]
+        processes = ranks(peer)
+        processes[1].kill()
+        assert peer.wait(60) == 1
+        assert "noloco: another process of this peer has ended" in peer.text
+        assert "rank 1 was ended by signal 9" in peer.text
+        assert "Traceback" not in peer.text
+        assert not any(process.is_running() for process in processes)

@@ -1,0 +1,213 @@
+"""Strangers at the port of a peer: they cost it a line in the log, and nobody else anything."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import psutil
+import pytest
+import uvloop
+from badboy.connections import JUNK, dripping, leave, visit
+
+from noloco_p2p.errors import PeerError, Refused
+from noloco_p2p.gossip.deadlines import Deadlines
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, Refuse, RefuseCode, SwapState
+from noloco_p2p.gossip.outcome import Alone
+from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.connection import Dialer
+from noloco_p2p.net.door import MAX_CALLS_PER_PEER
+from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.net.session import Session
+from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
+from noloco_p2p.spec import CodecSpec, RunSpec
+from noloco_p2p.testing.identities import identity_of
+from noloco_p2p.testing.loopback import LoopbackSwarm
+from noloco_p2p.testing.rounds import Vectors, one_round
+
+SPEC = RunSpec(name="entry", codec=CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32"))
+SHORT = Deadlines(dial_s=1.0, offer_s=1.0, status_s=0.5, progress_s=1.0, farewell_s=0.1)
+PING = Refuse(RefuseCode.BUSY, "still here?")
+HANDSHAKE_S, IDLE_S = 5.0, 8.0
+
+
+class Echoing:
+    """Sends back what comes, and tells its state."""
+
+    def admit(self, hello: Hello) -> None:
+        """Everybody."""
+
+    async def on_swap(self, stream: FrameStream) -> None:
+        try:
+            while True:
+                await stream.send(await stream.receive(60.0))
+        except PeerError:
+            pass
+
+    async def on_status(self, swap_id: bytes) -> PeerStatus:
+        return PeerStatus(Hello("answerer", SPEC.name, SPEC.digest()), "training", 41, 0.5, SwapState())
+
+    def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
+        raise NotImplementedError
+
+
+@asynccontextmanager
+async def echoing() -> AsyncIterator[Candidate]:
+    session = Session(identity_of("answerer"))
+    server = GrpcServer(Echoing(), session=session)
+    await server.start("127.0.0.1", 0)
+    try:
+        yield Candidate(session.identity.peer_id, f"127.0.0.1:{server.port}", session_key=session.key)
+    finally:
+        await server.stop(0.0)
+
+
+def transport(name: str = "caller") -> GrpcTransport:
+    session = Session(identity_of(name))
+    return GrpcTransport(lambda: Hello(session.identity.peer_id, SPEC.name, SPEC.digest()), session=session)
+
+
+def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(main(), 90.0))
+
+
+def port_of(there: Candidate) -> int:
+    return int(there.address.rpartition(":")[2])
+
+
+def rss_mib() -> float:
+    return psutil.Process().memory_info().rss / 2**20
+
+
+async def is_served(there: Candidate) -> bool:
+    try:
+        return (await transport("another").status(there, timeout_s=3.0)).round == 41
+    except PeerError:
+        return False
+
+
+async def until_served(there: Candidate) -> float:
+    """Seconds until a peer that comes now is answered."""
+    began_s = time.monotonic()
+    while not await is_served(there):
+        assert time.monotonic() - began_s < 45.0
+        await asyncio.sleep(0.1)
+    return time.monotonic() - began_s
+
+
+async def ping(stream: FrameStream) -> None:
+    await stream.send(PING)
+    assert await stream.receive(20.0) == PING
+
+
+def test_nonsense_at_the_port_costs_no_memory_and_no_swap(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with echoing() as there:
+            stream = await transport().open_swap(there, timeout_s=10.0)
+            await ping(stream)
+            for junk in JUNK.values():  # whatever is made at the first visit of each kind stays
+                await leave([await visit(port_of(there), junk)])
+            before_mib = rss_mib()
+            for _ in range(20):
+                await leave([await visit(port_of(there), junk) for junk in JUNK.values()])
+                await leave([await visit(port_of(there), junk, tls=True) for junk in list(JUNK.values())[:2]])
+                await ping(stream)
+            assert rss_mib() - before_mib < 5.0
+            assert await is_served(there)
+            await stream.close()
+
+    with caplog.at_level(logging.INFO):
+        run(main)
+    assert not caplog.records
+
+
+def test_a_flood_of_silent_connections_passes_and_the_running_swap_goes_on() -> None:
+    """Some never say a word, some speak TLS and never call; all of them stay."""
+
+    async def main() -> None:
+        async with echoing() as there:
+            stream = await transport().open_swap(there, timeout_s=10.0)
+            await ping(stream)
+            before_mib = rss_mib()
+            silent = [await visit(port_of(there), b"", tls=True) for _ in range(30)]
+            silent += [await visit(port_of(there), b"") for _ in range(400)]
+            seconds = await until_served(there)
+            assert rss_mib() - before_mib < 30.0  # both ends of all connections are in this process
+            assert seconds < 3 * max(HANDSHAKE_S, IDLE_S), "10 s are promised, and machines are shared"
+            await ping(stream)
+            await stream.close()
+            await leave(silent)
+
+    run(main)
+
+
+def test_one_peer_may_have_so_many_calls_open_and_no_more() -> None:
+    async def main() -> None:
+        async with echoing() as there:
+            greedy = transport("greedy")
+            streams = [await greedy.open_swap(there, timeout_s=10.0) for _ in range(MAX_CALLS_PER_PEER)]
+            for stream in streams:
+                await ping(stream)
+            with pytest.raises(Refused, match=f"{MAX_CALLS_PER_PEER} calls open"):
+                await greedy.status(there, timeout_s=10.0)
+            assert await is_served(there), "others are not meant"
+            await streams.pop().close()
+            assert (await greedy.status(there, timeout_s=10.0)).round == 41
+            for stream in streams:
+                await stream.close()
+
+    run(main)
+
+
+def test_a_message_that_is_compressed_is_refused() -> None:
+    """A bomb of 1 MiB could hold 1 GiB. The stock limit looks at the size after it has been inflated."""
+
+    async def main() -> None:
+        async with echoing() as there, Dialer(Session(identity_of("bomber"))).dialled(there, timeout_s=10.0) as open_:
+            request = pb.StatusRequest(swap_id=bytes(900_000))
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await PeerStub(open_.channel).Status(
+                    request, metadata=open_.metadata, compression=grpc.Compression.Gzip, timeout=10.0
+                )
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+    run(main)
+
+
+def test_a_partner_whose_bytes_drip_is_given_up_by_progress() -> None:
+    """One byte a moment is a sign of life for TCP, and none for a swap: a chunk has to come whole."""
+    vectors = [Vectors.random(seed, num_elements=600_000) for seed in (1, 2)]
+    with LoopbackSwarm(SPEC, deadlines=SHORT) as swarm:
+        peers = [swarm.peer("a"), swarm.peer("b")]
+        proxies = [
+            dripping(port_of(Candidate("", address)), after_bytes=300_000) for address in swarm.addresses.values()
+        ]
+
+        async def enter() -> list[int]:
+            return [await proxy.__aenter__() for proxy in proxies]
+
+        async def end() -> None:
+            for proxy in proxies:
+                await proxy.__aexit__(None, None, None)
+
+        ports = on(swarm, enter())
+        for name, port in zip("ab", ports, strict=True):
+            swarm.addresses[name] = f"127.0.0.1:{port}"
+        began_s = time.monotonic()
+        outcomes = one_round(peers, vectors, wait_s=15.0)
+        on(swarm, end())
+    assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
+    assert time.monotonic() - began_s < 12.0
+
+
+def on(swarm: LoopbackSwarm, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run_coroutine_threadsafe(coroutine, swarm.loop).result(20.0)

@@ -1,0 +1,150 @@
+"""Real DHT nodes and one that follows no rule: what it stores is not believed, and what it repeats erases nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from noloco_p2p.errors import DirectoryError
+from noloco_p2p.identity import Identity
+from noloco_p2p.swarm.buckets import bucket_of
+from noloco_p2p.swarm.daemon import ListenOn
+from noloco_p2p.swarm.dht import SwarmDirectory, Timing
+from noloco_p2p.swarm.node import SwarmNode
+from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
+from noloco_p2p.testing.identities import identity_of
+
+RUN = "ab" * 32
+QUICK = Timing(heartbeat_s=0.5, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshen_s=1.0)
+PATIENCE_S = 20.0
+
+
+def key_of(peer_id: str) -> str:
+    """Where a peer of a small run announces itself."""
+    return bucket_of(peer_id, 0).key(RUN)
+
+
+def run(main: Callable[[], Coroutine[object, object, None]]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(main(), 60))
+
+
+def record_of(name: str, *, in_s: float = TTL_S, **changes: Any) -> PeerRecord:
+    record = PeerRecord(identity_of(name).peer_id, "demo", RUN, addresses=("127.0.0.1:4000",), sequence=1)
+    return replace(record, expires_at_s=time.time() + in_s, **changes)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    until_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until_s, f"waited {PATIENCE_S} s: {what}"
+        await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def directory(
+    folder: Path,
+    name: str,
+    *,
+    bootstraps: tuple[str, ...] = (),
+    describe: Callable[[], PeerRecord] | None = None,
+    key: Path | None = None,
+    spec_digest: str | None = RUN,
+    on_copy: Callable[[PeerRecord], None] = lambda record: None,
+) -> AsyncIterator[SwarmDirectory]:
+    path = key or folder / f"{name}.key"
+    started = await SwarmDirectory.start(
+        identity_path=path,
+        identity=Identity.load_or_create(path),
+        listen_host="127.0.0.1",
+        listen_port=0,
+        bootstraps=bootstraps,
+        spec_digest=spec_digest,
+        describe=describe,
+        timing=QUICK,
+        on_copy=on_copy,
+    )
+    try:
+        yield started
+    finally:
+        await started.stop(farewell=False)
+
+
+@asynccontextmanager
+async def rogue(folder: Path, bootstrap: str) -> AsyncIterator[SwarmNode]:
+    """A node without a validator: it sends whatever it is told to."""
+    path = folder / "rogue.key"
+    identity = Identity.load_or_create(path)
+    node = await SwarmNode.start(path, identity.peer_id, ListenOn("127.0.0.1", 0))
+    try:
+        assert node._dht is not None
+        node._dht.protocol.record_validator = None
+        address, _, peer_id = bootstrap.partition("/p2p/")
+        await node.dial(peer_id, [address])
+        yield node
+    finally:
+        await node.stop()
+
+
+async def put(node: SwarmNode, record: PeerRecord, signed_by: Identity, *, subkey: str = "") -> None:
+    """As the rogue signs it, not as the rules want it."""
+    made = replace(record, peer_id=signed_by.peer_id)
+    value = encode_record(made, signed_by).replace(signed_by.peer_id.encode(), record.peer_id.encode())
+    with suppress(DirectoryError):  # that it is told no is not what these tests are about
+        await node.store(
+            key_of(record.peer_id), subkey or record.peer_id, value, expires_at_s=record.expires_at_s, timeout_s=5.0
+        )
+
+
+def test_a_rogue_node_can_neither_forge_nor_outlive_nor_erase(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with (
+            directory(tmp_path, "hub", spec_digest=None) as hub,
+            rogue(tmp_path, hub.multiaddrs()[0]) as node,
+            directory(tmp_path, "reader", bootstraps=tuple(hub.multiaddrs())) as reader,
+        ):
+            honest, thief = identity_of("honest"), identity_of("thief")
+            # An old word, a new one, and the old one again: the new one must live on when the time of the old is over.
+            old, new = record_of("honest", in_s=3.0, round=1), record_of("honest", sequence=2, round=2)
+            for record in (old, new, old):
+                await put(node, record, honest)
+            await put(node, record_of("honest", sequence=9, round=66), thief)  # with the wrong key
+            await put(node, record_of("thief", sequence=9), thief, subkey=honest.peer_id)  # in the place of another
+            await put(node, record_of("eternal", in_s=10 * 365 * 86400.0), identity_of("eternal"))
+            await put(node, record_of("late", in_s=2 * TTL_S + 30), identity_of("late"))
+            await until(lambda: time.time() > old.expires_at_s + 0.2, "the time of the old word is over")
+            await reader.refresh_now()
+            assert [(record.peer_id, record.round) for record, _ in reader.records()] == [(honest.peer_id, 2)]
+            assert [candidate.peer_id for candidate in reader.live()] == [honest.peer_id]
+
+    run(main)
+
+
+def test_a_key_used_twice_is_noticed_by_the_older_start_alone(tmp_path: Path) -> None:
+    key = tmp_path / "copied.key"
+    identity = Identity.load_or_create(key)
+    heard: dict[str, PeerRecord] = {}
+
+    def start(name: str, started_at_ms: int) -> Any:
+        mine = PeerRecord(identity.peer_id, "demo", RUN, session_key=name, started_at_ms=started_at_ms)
+        return {"describe": lambda: mine, "key": key, "on_copy": lambda record: heard.setdefault(name, record)}
+
+    async def main() -> None:
+        async with (
+            directory(tmp_path, "hub", spec_digest=None) as hub,
+            directory(tmp_path, "1", bootstraps=tuple(hub.multiaddrs()), **start("older", 1000)) as older,
+        ):
+            await until(lambda: older.neighbours() == {hub.peer_id}, "the first is in the DHT")
+            async with directory(tmp_path, "2", bootstraps=tuple(hub.multiaddrs()), **start("newer", 2000)):
+                await until(lambda: "older" in heard, "the older start hears of the newer one")
+            assert heard["older"].session_key == "newer"
+            assert "newer" not in heard
+
+    run(main)

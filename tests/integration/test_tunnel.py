@@ -1,0 +1,145 @@
+"""Calls to a peer that nobody can dial: by relays over real libp2p streams, and on over another when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import uvloop
+
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.identity import Identity
+from noloco_p2p.swarm.daemon import ListenOn
+from noloco_p2p.swarm.node import SwarmNode, end_tasks
+from noloco_p2p.swarm.relay import CIRCUIT, NUM_PLACES, Places, Relay, relays_of
+from noloco_p2p.swarm.tunnel import Tunnels
+
+PATIENCE_S = 60.0
+BLOCK = bytes(range(256)) * 256
+NUM_BLOCKS = 320  # 20 MiB: more than the windows on the way hold
+
+
+def run(main: Coroutine[object, object, None]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(main, 100))
+
+
+@asynccontextmanager
+async def node(folder: Path, name: str) -> AsyncIterator[SwarmNode]:
+    path = folder / f"{name}.key"
+    identity = Identity.load_or_create(path)
+    started = await SwarmNode.start(path, identity.peer_id, ListenOn("127.0.0.1"))
+    try:
+        yield started
+    finally:
+        await started.stop()
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = asyncio.get_running_loop().time() + PATIENCE_S
+    while True:
+        if condition():
+            return
+        assert asyncio.get_running_loop().time() < deadline_s, f"waited {PATIENCE_S} s: {what}"
+        await asyncio.sleep(0.05)
+
+
+async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """What the gRPC server of the called peer is to a tunnel: bytes in, bytes out."""
+    try:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    finally:
+        writer.close()
+
+
+class Scene:
+    """`caller`, `called` and two relays; the called one keeps a place at both."""
+
+    def __init__(self, caller: SwarmNode, called: SwarmNode, relays: dict[str, SwarmNode], port: int) -> None:
+        self.called = called
+        self.relays = relays
+        self.places = Places(
+            called,
+            doors=lambda: {peer: relay.multiaddrs() for peer, relay in relays.items()},
+            wanted=lambda: True,
+        )
+        peer = Candidate(called.peer_id, "", can_be_called=False)
+        self.tunnels = [
+            Tunnels(
+                end,
+                live=lambda: [peer],
+                multiaddrs=lambda: {called.peer_id: self.places.circuits()},
+                wanted=lambda: True,
+                server=lambda: ("127.0.0.1", port),
+            )
+            for end in (caller, called)
+        ]
+
+
+@asynccontextmanager
+async def scene(folder: Path) -> AsyncIterator[Scene]:
+    async with AsyncExitStack() as stack:
+        nodes = [await stack.enter_async_context(node(folder, name)) for name in ("caller", "called", "r1", "r2")]
+        server = await asyncio.start_server(echo, "127.0.0.1", 0)
+        for relay in nodes[2:]:
+            await Relay(relay).start()
+        port = server.sockets[0].getsockname()[1]
+        made = Scene(nodes[0], nodes[1], {relay.peer_id: relay for relay in nodes[2:]}, port)
+        for tunnels in made.tunnels:
+            await tunnels.start()
+            stack.push_async_callback(tunnels.stop)
+        keeping = asyncio.create_task(made.places.run())
+        stack.push_async_callback(end_tasks, [keeping])
+        await until(lambda: len(made.places.circuits()) == NUM_PLACES, "a place at both relays")
+        yield made
+        server.close()
+
+
+def test_a_connection_outlives_its_relay(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path) as made:
+            assert all(way.endswith(f"{CIRCUIT}/p2p/{made.called.peer_id}") for way in made.places.circuits())
+            [candidate] = made.tunnels[0].live()
+            assert candidate.can_be_called
+            host, _, port = candidate.address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            in_use = made.relays[next(iter(relays_of(made.places.circuits())))]
+
+            async def say() -> None:
+                for _ in range(NUM_BLOCKS):
+                    writer.write(BLOCK)
+                    await writer.drain()
+                writer.write_eof()
+
+            saying = asyncio.create_task(say())
+            for number in range(NUM_BLOCKS):
+                assert await reader.readexactly(len(BLOCK)) == BLOCK
+                if number == NUM_BLOCKS // 4:
+                    assert not saying.done()
+                    await in_use.stop()
+            assert await reader.read() == b""
+            await saying
+            writer.close()
+            await until(lambda: in_use.peer_id not in relays_of(made.places.circuits()), "the place is lost")
+
+    run(main())
+
+
+def test_a_peer_without_a_relay_stays_out_of_reach(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with node(tmp_path, "caller") as caller:
+            peer = Candidate("closed", "", can_be_called=False)
+            tunnels = Tunnels(
+                caller,
+                live=lambda: [peer],
+                multiaddrs=lambda: {"closed": ["/ip4/127.0.0.1/tcp/9/p2p/closed"]},
+                wanted=lambda: True,
+                server=lambda: ("127.0.0.1", 9),
+            )
+            assert list(tunnels.live()) == [peer]
+
+    run(main())

@@ -1,0 +1,23 @@
+"""Peers of one major version of the protocol swap, whichever of the two makes the offer."""
+
+from __future__ import annotations
+
+import pytest
+
+from noloco_p2p.gossip.round import Phase
+from noloco_p2p.spec import CodecSpec, RunSpec
+from noloco_p2p.testing.peers import MemorySwarm
+from noloco_p2p.testing.rounds import Vectors, open_round, wait_until
+
+SPEC = RunSpec(name="v", codec=CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32"))
+
+
+@pytest.mark.parametrize("theirs", ["1.1", "1.2", "1.97"])
+@pytest.mark.parametrize("offers", ["older", "newer"])
+def test_minor_versions_swap_in_both_roles(theirs: str, offers: str) -> None:
+    with MemorySwarm(SPEC) as swarm:
+        peers = [swarm.peer("older", protocol_version="1.0"), swarm.peer("newer", protocol_version=theirs)]
+        del swarm.network.listed[offers]  # nobody makes an offer to it
+        for seed, peer in enumerate(peers):
+            open_round(peer, Vectors.random(seed))
+        wait_until(lambda: all(peer.runner.phase is Phase.EARLY for peer in peers))

@@ -1,0 +1,130 @@
+"""How many may come, how long the server waits for their words, and how often it speaks of those it turns away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from noloco_p2p.errors import Refused
+from noloco_p2p.net.door import GREETINGS_AT_ONCE, GREETINGS_PER_S, MAX_NETWORKS, Greetings, TurnedAway, network_of
+from noloco_p2p.net.server import _Asked
+from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def taken(greetings: Greetings, host: str, tries: int) -> int:
+    count = 0
+    for _ in range(tries):
+        try:
+            greetings.take(host)
+        except Refused:
+            continue
+        count += 1
+    return count
+
+
+def test_greetings_are_counted_by_network() -> None:
+    clock = Clock()
+    greetings = Greetings(clock)
+    assert taken(greetings, "192.0.2.7", 500) == GREETINGS_AT_ONCE
+    assert taken(greetings, "192.0.2.8", 10) == 0, "a neighbour in the same network"
+    assert taken(greetings, "198.51.100.7", 10) == 10
+    clock.now_s += 2.0
+    assert taken(greetings, "192.0.2.8", 500) == 2 * GREETINGS_PER_S
+    clock.now_s += 1e6
+    assert taken(greetings, "192.0.2.8", 500) == GREETINGS_AT_ONCE
+
+
+def test_a_flood_from_everywhere_is_not_remembered_without_end() -> None:
+    greetings = Greetings(Clock())
+    for index in range(2 * MAX_NETWORKS):
+        greetings.take(f"10.{index >> 8}.{index & 255}.1")
+    assert len(greetings._left) == MAX_NETWORKS
+
+
+@pytest.mark.parametrize(
+    ("host", "network"),
+    [
+        ("192.0.2.7", "192.0.2.0/24"),
+        ("2001:db8:1:2::7", "2001:db8:1::/48"),
+        ("::ffff:192.0.2.7", "192.0.2.0/24"),
+        ("fe80::1%eth0", "fe80::/48"),
+    ],
+)
+def test_the_network_of_a_host(host: str, network: str) -> None:
+    assert network_of(host) == network
+
+
+def test_a_scan_is_told_in_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    turned_away = TurnedAway(clock)
+    with caplog.at_level(logging.INFO):
+        for _ in range(600):
+            turned_away.note("ipv4:192.0.2.7:1", Refused("who calls is not proven", code="NOT_PROVEN"))
+            clock.now_s += 0.2
+    assert len(caplog.messages) == 2
+    assert "300 calls" in caplog.messages[1]
+
+
+class Call:
+    """A call of gRPC's server, as far as `_Asked` uses it."""
+
+    def __init__(self, *, takes: bool = True) -> None:
+        self.answers: list[bytes] = []
+        self._takes = takes
+
+    async def write(self, data: bytes) -> None:
+        if not self._takes:
+            await asyncio.Event().wait()
+        self.answers.append(data)
+
+    async def abort(self, code: grpc.StatusCode, sentence: str) -> None:
+        raise EndedError(code, sentence)
+
+
+class EndedError(Exception):
+    pass
+
+
+async def words(*messages: bytes, then_waits: bool = False) -> AsyncIterator[bytes]:
+    for message in messages:
+        yield message
+    if then_waits:
+        await asyncio.Event().wait()
+
+
+def ask(call: Call, requests: AsyncIterator[bytes]) -> None:
+    async def method(request: pb.StatusRequest, context: Any) -> pb.StatusReply:
+        return pb.StatusReply(round=len(request.swap_id))
+
+    asked = _Asked(method, pb.StatusRequest, first_words_s=0.05, take_s=0.05)
+    asyncio.run(asyncio.wait_for(asked._answer(requests, call), 10.0))
+
+
+def test_a_request_is_answered() -> None:
+    call = Call()
+    ask(call, words(pb.StatusRequest(swap_id=bytes(7)).SerializeToString(), then_waits=True))
+    assert call.answers == [pb.StatusReply(round=7).SerializeToString()]
+
+
+@pytest.mark.parametrize(
+    ("messages", "takes", "sentence"),
+    [((), True, "no request came"), ((b"\xff",), True, "no message of this protocol"), ((b"",), False, "was taken")],
+)
+def test_who_says_nothing_or_nonsense_or_takes_nothing_is_not_waited_for(
+    messages: tuple[bytes, ...], takes: bool, sentence: str
+) -> None:
+    with pytest.raises(EndedError, match=sentence):
+        ask(Call(takes=takes), words(*messages, then_waits=True))

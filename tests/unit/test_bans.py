@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from noloco_p2p.bans import STRIKE_HALF_LIFE_S, STRIKES, STRUCK_OUT_S, BanList
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.testing.identities import identity_of
+
+A, B = (identity_of(name).peer_id for name in "ab")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def bans(tmp_path: Path, clock: Clock) -> BanList:
+    return BanList(tmp_path / "bans.json", clock=clock)
+
+
+def test_a_ban_says_why_and_ends_by_itself(bans: BanList, clock: Clock) -> None:
+    bans.ban(A, "sends noise", for_s=3600)
+    assert bans.why(A) == "banned here for 60 min: sends noise"
+    assert not bans.why(B)
+    clock.now_s += 3601
+    assert not bans.why(A)
+
+
+def test_a_running_peer_takes_up_what_another_program_writes(bans: BanList, tmp_path: Path, clock: Clock) -> None:
+    assert not bans.why(A)
+    other = BanList(tmp_path / "bans.json", clock=clock)
+    other.ban(A, "x", for_s=3600)
+    clock.now_s += 2
+    assert bans.why(A)
+    assert other.lift(A)
+    assert not other.lift(A)
+    clock.now_s += 2
+    assert not bans.why(A)
+
+
+def test_three_faults_within_minutes_are_out_for_an_hour(bans: BanList, clock: Clock) -> None:
+    for number in range(int(STRIKES)):
+        assert not bans.why(A), number
+        bans.strike(A, "chunk 3 is damaged")
+        clock.now_s += 30
+    assert "chunk 3 is damaged" in bans.why(A)
+    clock.now_s += STRUCK_OUT_S
+    assert not bans.why(A)
+
+
+def test_faults_fade(bans: BanList, clock: Clock) -> None:
+    for _ in range(50):
+        bans.strike(A, "chunk 3 is damaged")
+        clock.now_s += 2 * STRIKE_HALF_LIFE_S
+    assert not bans.why(A)
+
+
+def test_what_is_no_peer_id_and_what_cannot_be_written_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="no peer id"):
+        BanList(tmp_path / "bans.json").ban("somebody", "x", for_s=60)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingsError, match="cannot be written"):
+        BanList(tmp_path / "file" / "bans.json").ban(A, "x", for_s=60)
+
+
+def test_a_damaged_file_bans_nobody_and_stops_nobody(tmp_path: Path) -> None:
+    (tmp_path / "bans.json").write_text('{"a": 3}')
+    assert not BanList(tmp_path / "bans.json").why(A)

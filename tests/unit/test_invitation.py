@@ -1,0 +1,86 @@
+"""An invitation opens one run until it ends, and what is shown of it opens nothing for anybody else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_p2p.errors import TicketError
+from noloco_p2p.invitation import Invitation, NotInvited, invite
+from noloco_p2p.swarm.reader import stranger_to
+from noloco_p2p.swarm.records import PeerRecord
+from noloco_p2p.testing.identities import identity_of
+from noloco_p2p.ticket import Ticket
+
+NOW_S = 1_800_000_000.0
+RUN_KEY = identity_of("run key")
+HERE = invite(RUN_KEY, expires_at_s=NOW_S + 1000, seed=bytes([1]) * 32)
+THERE = invite(RUN_KEY, expires_at_s=NOW_S + 100, seed=bytes([2]) * 32)
+FOREIGN = invite(identity_of("another run"), expires_at_s=NOW_S + 1000, seed=bytes([1]) * 32)
+PEER = identity_of("peer").peer_id
+
+
+def test_peers_with_different_invitations_to_a_run_know_each_other() -> None:
+    HERE.check(THERE.membership(PEER), peer_id=PEER, now_s=NOW_S)
+    THERE.check(HERE.membership(PEER), peer_id=PEER, now_s=NOW_S)
+    assert HERE.mark(PEER) == THERE.mark(PEER)
+    assert HERE.tls_seed() == THERE.tls_seed()
+
+
+@pytest.mark.parametrize(
+    ("membership", "now_s", "words"),
+    [
+        (b"", NOW_S, "shows no invitation"),
+        (FOREIGN.membership(PEER), NOW_S, "not signed by its key"),
+        (THERE.membership(identity_of("thief").peer_id), NOW_S, "not that of this peer"),
+        (THERE.membership(PEER), NOW_S + 101, "ended on 2027-01-15"),
+    ],
+)
+def test_strangers_thieves_and_those_who_are_late_are_refused(membership: bytes, now_s: float, words: str) -> None:
+    with pytest.raises(NotInvited, match=words):
+        HERE.check(membership, peer_id=PEER, now_s=now_s)
+
+
+@given(st.data())
+def test_no_changed_bit_is_accepted(data: st.DataObject) -> None:
+    membership, invitation = bytearray(THERE.membership(PEER)), bytearray(HERE.encode())
+    membership[data.draw(st.integers(0, len(membership) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(NotInvited):
+        HERE.check(bytes(membership), peer_id=PEER, now_s=NOW_S)
+    place = data.draw(st.integers(0, len(invitation) - 1))
+    invitation[place] ^= 1 << data.draw(st.integers(0, 7))
+    if 72 <= place < 104:
+        return  # the shared secret is not signed: with a wrong one TLS refuses
+    with pytest.raises(TicketError):
+        Invitation.decode(bytes(invitation))
+
+
+def test_a_ticket_carries_it() -> None:
+    ticket = Ticket("run", "ab" * 32, (), HERE)
+    assert Ticket.decode(ticket.encode()) == ticket
+    assert len(ticket.encode()) < 500
+    assert Ticket.decode(replace(ticket, invitation=None).encode()).invitation is None
+
+
+def test_what_a_peer_shows_holds_no_secret() -> None:
+    shown = HERE.membership(PEER) + HERE.mark(PEER).encode()
+    assert HERE.seed not in shown
+    assert HERE.secret not in shown
+
+
+def test_records_without_the_mark_of_the_run_are_not_seen() -> None:
+    record = PeerRecord(PEER, "demo", "ab" * 32, mark=THERE.mark(PEER))
+    is_stranger = stranger_to(HERE)
+    assert not is_stranger(record)
+    assert is_stranger(replace(record, mark=""))
+    assert is_stranger(replace(record, mark=FOREIGN.mark(PEER)))
+    assert is_stranger(replace(record, mark=HERE.mark(identity_of("other").peer_id)))
+    assert not stranger_to(None)(replace(record, mark=""))
+
+
+def test_an_invitation_that_is_over_is_told_at_the_start() -> None:
+    with pytest.raises(NotInvited, match="ask for a new ticket"):
+        HERE.check_time(NOW_S + 1001)

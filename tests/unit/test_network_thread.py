@@ -1,0 +1,65 @@
+"""The network thread: what the main thread asks of it ends, in one way or another."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from noloco_p2p.errors import Left
+from noloco_p2p.network_thread import NetworkThread
+
+
+@pytest.fixture
+def thread() -> Iterator[NetworkThread]:
+    thread = NetworkThread()
+    yield thread
+    thread.stop()
+
+
+class Slow:
+    """Something long, such as a fetch; it says how it ended."""
+
+    def __init__(self) -> None:
+        self.began, self.cancelled = threading.Event(), threading.Event()
+
+    async def run(self) -> None:
+        self.began.set()
+        try:
+            await asyncio.sleep(60.0)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+
+def test_whoever_is_asked_to_leave_does_not_wait_for_what_is_long(thread: NetworkThread) -> None:
+    slow, leaving = Slow(), threading.Event()
+    asker = threading.Thread(target=lambda: slow.began.wait(10) and leaving.set())
+    asker.start()
+    with pytest.raises(Left):
+        thread.call(slow.run(), 60.0, leaving=leaving)
+    assert slow.cancelled.wait(10)
+    asker.join()
+
+
+@pytest.mark.parametrize("leaving", [None, threading.Event()])
+def test_a_call_ends_at_its_deadline(thread: NetworkThread, leaving: threading.Event | None) -> None:
+    slow = Slow()
+    with pytest.raises(TimeoutError):
+        thread.call(slow.run(), 0.3, leaving=leaving)
+    assert slow.cancelled.wait(10)
+
+
+@pytest.mark.parametrize("leaving", [None, threading.Event()])
+def test_a_call_gives_what_its_coroutine_gives(thread: NetworkThread, leaving: threading.Event | None) -> None:
+    async def answer() -> int:
+        return 42
+
+    async def fail() -> None:
+        raise ValueError("no")
+
+    assert thread.call(answer(), 10.0, leaving=leaving) == 42
+    with pytest.raises(ValueError, match="no"):
+        thread.call(fail(), 10.0, leaving=leaving)

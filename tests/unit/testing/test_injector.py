@@ -1,0 +1,58 @@
+"""A fault at an exact round and phase: that round is what the phase says, and the rounds around it are whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from noloco_p2p.gossip.deadlines import Deadlines
+from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
+from noloco_p2p.spec import CodecSpec, RunSpec
+from noloco_p2p.testing.injector import Injector, Phase
+from noloco_p2p.testing.peers import MemorySwarm
+from noloco_p2p.testing.rounds import Vectors, one_round
+
+SPEC = RunSpec(name="inject", codec=CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32"))
+SHORT = Deadlines(dial_s=0.3, offer_s=0.3, status_s=0.3, progress_s=0.3, farewell_s=0.05)
+KILLS = 10
+ALLOWED: dict[Phase, set[type[Outcome]]] = {  # a lost Ready is asked for; who is asked may not have verified yet
+    Phase.OFFER: {Alone},
+    Phase.EARLY_HEADER: {Alone},
+    Phase.EARLY_CHUNK: {Alone},
+    Phase.EARLY_READY: {Alone, Half},
+    Phase.LATE_CHUNK: {Half},
+    Phase.LATE_READY: {Half, Swapped},
+}
+
+
+@pytest.mark.parametrize("phase", Phase, ids=lambda phase: phase.name.lower())
+def test_a_kill_in_every_other_round_costs_no_more_than_its_swap(phase: Phase) -> None:
+    """10 kills for each of six phases: 60 in all, and no vector is touched."""
+    injector = Injector()
+    vectors = [Vectors.random(seed) for seed in (1, 2)]
+    before = [(own.slow_weights.clone(), own.outer_momentum.clone(), own.outer_gradient.clone()) for own in vectors]
+    for kill in range(KILLS):
+        with MemorySwarm(SPEC, deadlines=SHORT) as swarm:
+            killed = 1 + kill % 2  # in the round after one that was whole, or two
+            injector.fail_at(peer="a", round=killed, phase=phase)
+            peers = [swarm.peer("a", **injector.of("a")), swarm.peer("b")]
+            for round_index in range(killed + 1):
+                kinds = {type(each) for each in one_round(peers, vectors, wait_s=20.0, round_index=round_index)}
+                if round_index == killed:
+                    assert kinds <= ALLOWED[phase]
+                else:
+                    assert kinds == {Swapped}
+                assert len(kinds) == 1, "both sides alike"
+        injector = Injector()
+    for own, kept in zip(vectors, before, strict=True):
+        assert all(map(torch.equal, (own.slow_weights, own.outer_momentum, own.outer_gradient), kept))
+
+
+def test_only_the_named_peer_is_faulty_and_the_fault_is_counted() -> None:
+    victims: list[str] = []
+    injector = Injector(on_fault=victims.append).fail_at(peer="b", round=0, phase=Phase.LATE_CHUNK)
+    with MemorySwarm(SPEC, deadlines=SHORT) as swarm:
+        peers = [swarm.peer(name, **injector.of(name)) for name in ("a", "b")]
+        outcomes = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=20.0)
+    assert [type(outcome) for outcome in outcomes] == [Half, Half]
+    assert (injector.fired, victims) == (1, ["b"])

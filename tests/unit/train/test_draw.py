@@ -1,0 +1,26 @@
+"""A batch that does not fit into memory ends this peer in words, and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from noloco_p2p.errors import DataError
+from noloco_p2p.train.loop import draw
+
+
+class Hungry(Iterator[Tensor]):
+    def __next__(self) -> Tensor:
+        raise MemoryError
+
+
+def test_a_batch_is_drawn() -> None:
+    assert torch.equal(draw(iter([torch.ones(2)])), torch.ones(2))
+
+
+def test_no_memory_for_a_batch_says_what_to_do() -> None:
+    with pytest.raises(DataError, match=r"no memory.*last checkpoint stays.*resumes"):
+        draw(Hungry())
