@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -88,9 +89,11 @@ def spec_page() -> list[str]:
     top = [name for name, value in RunSpec.model_fields.items() if not _is_section(value.annotation)]
     lines += table([("field", "default", "meaning"), *(_row("", RunSpec, name) for name in top)])
     for section, about in SECTIONS.items():
-        model = RunSpec.model_fields[section].annotation
-        assert _is_section(model)
-        rows = [_row(f"{section}.", model, name) for name in model.model_fields]
+        model: Any = RunSpec
+        for key in section.split("."):
+            model = model.model_fields[key].annotation
+        plain = [name for name, value in model.model_fields.items() if not _is_section(value.annotation)]
+        rows = [_row(f"{section}.", model, name) for name in plain]
         lines += [f"## [{section}]", "", about, "", *table([("field", "default", "meaning"), *rows])]
     return lines
 

@@ -17,13 +17,13 @@ from torch import nn
 from noloco_p2p import NoLoCo, OuterSpec, Peer, RunSpec
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("ticket", nargs="?", help="of a peer that runs this script")
     parser.add_argument("--state-dir", type=Path, default=Path("example-peer"))
     parser.add_argument("--listen", default="0.0.0.0:0")
     parser.add_argument("--steps", type=int, default=2000)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
 
     torch.manual_seed(0)  # peers that start apart must start equal
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))

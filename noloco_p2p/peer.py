@@ -28,6 +28,7 @@ from noloco_p2p.errors import (
     DirectoryError,
     IdentityError,
     Left,
+    ModelError,
     NolocoError,
     SettingsError,
     SpecError,
@@ -36,9 +37,10 @@ from noloco_p2p.errors import (
 )
 from noloco_p2p.gossip.donor import SavedState, StateServer, state_file_bytes
 from noloco_p2p.gossip.exchange import Exchange
-from noloco_p2p.gossip.fetch import can_give, fetch_from_swarm, fetch_spec
+from noloco_p2p.gossip.fetch import can_give, fetch_from_swarm, fetch_spec, find_difference
 from noloco_p2p.gossip.frames import Hello, QueuePlace, StateManifest
 from noloco_p2p.gossip.kept_chunks import forget
+from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import LonelyCause, Traffic
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.runner import RoundRunner
@@ -85,6 +87,7 @@ LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps or peers met be
 ASK_AGAIN_S = 1.0  # for the spec
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0
 CATCH_UP_AGAIN_S = 60.0
+DONORS_ASKED = 3  # for their tensors, when none of them had a state that fits
 POLL_S = 0.05
 DIAL_BACK_S = 12.0  # for one peer to answer whether it gets through; it tries for 4 s
 CHECK_CLOCK_S = 6.0  # for those that this peer enters through to be tried once
@@ -291,18 +294,22 @@ class Peer:
 
     # for the outer step
 
-    def enter(self, *, layout: str, num_elements: int, target: Path | None) -> StateManifest | None:
+    def enter(self, *, layout: ModelLayout, num_elements: int, target: Path | None) -> StateManifest | None:
         """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file.
 
-        Raises Left when this peer is asked to leave meanwhile.
+        Raises Left when this peer is asked to leave meanwhile, and ModelError, with the first tensor that differs, when
+        live peers train another model.
         """
-        self._layout, self._num_elements = layout, num_elements
+        self._layout, self._num_elements = layout.digest(), num_elements
+        self._net.runner.layout = self._net.states.layout = layout
         manifest = None
         if target is not None:
             with self.progress.task("looking for live peers"):
                 donors = self._call(self._find_donors(), START_TIMEOUT_S, leaving=self.leave_requested)
             if donors:
-                manifest = self._fetch_state(donors, layout=layout, num_elements=num_elements, target=target)
+                manifest = self._fetch_state(donors, target=target)
+            if manifest is None:
+                self._check_model(donors, layout)
         self._call(self._net.directory.check_clock(CHECK_CLOCK_S), START_TIMEOUT_S)
         self._call(self._net.outside.wait_for_dial_back(), START_TIMEOUT_S)
         self._entered, self._state_since_s = True, time.time()
@@ -324,7 +331,7 @@ class Peer:
             100 * min(donor.progress for donor in ahead),
         )
         try:
-            manifest = self._fetch_state(ahead, layout=self._layout, num_elements=self._num_elements, target=target)
+            manifest = self._fetch_state(ahead, target=target)
         except Left:
             return None
         except CheckpointError as error:
@@ -590,17 +597,15 @@ class Peer:
         middle = median(donor.progress for donor in donors) if donors else 0.0
         return sorted(donors, key=lambda donor: donor.progress < middle)  # who is behind is asked last
 
-    def _fetch_state(
-        self, donors: Sequence[Candidate], *, layout: str, num_elements: int, target: Path
-    ) -> StateManifest | None:
-        line = _LineNews()
+    def _fetch_state(self, donors: Sequence[Candidate], *, target: Path) -> StateManifest | None:
+        line, num_elements = _LineNews(), self._num_elements
 
         def fetching(report: Report) -> Coroutine[Any, Any, StateManifest | None]:
             return fetch_from_swarm(
                 self._net.transport,
                 self._net.outside,
                 donors,
-                layout=layout,
+                layout=self._layout,
                 num_elements=num_elements,
                 num_bytes=state_file_bytes(num_elements),
                 target=target,
@@ -618,6 +623,16 @@ class Peer:
         if manifest is None and any(donor.round > 0 for donor in donors):
             log.warning("no live peer has a saved state yet; this peer starts from the initial weights, as they did")
         return manifest
+
+    def _check_model(self, donors: Sequence[Candidate], layout: ModelLayout) -> None:
+        """Raises ModelError when the swarm trains another model than the one here: it would be refused for ever."""
+        for donor in donors[:DONORS_ASKED]:
+            difference = self._call(find_difference(self._net.transport, donor, layout), START_TIMEOUT_S)
+            if difference:
+                raise ModelError(
+                    f"this model is not the one that the swarm trains, ..{donor.peer_id[-6:]} says: {difference}. "
+                    "Use the same revision, folder and versions of torch and transformers as the others"
+                )
 
     # what others are told
 

@@ -87,6 +87,7 @@ PRESETS: dict[str, RunSpec] = {
 
 SECTIONS: Mapping[str, str] = {
     "model": "A Llama made from sizes, or any causal language model by name.",
+    "model.lora": "Adapters: with a rank above 0 the model is frozen, and they alone are trained and travel.",
     "data": "What the swarm reads. A spec names data and never holds a path: paths belong to one machine.",
     "train": "The inner optimization of each peer.",
     "outer": "The NoLoCo outer step (arXiv 2506.10911): mixing with one random live peer after each round.",
@@ -98,8 +99,9 @@ COMMENTS: Mapping[str, str] = {
     "version": "format of this file",
     "name": "letters, digits, . _ -; the run is known by this name and a digest of all settings",
     "run_key": 'signs the invitations to a private run; `noloco init --private` makes it; "" = everybody may enter',
-    "model.pretrained": 'hub name of a model to start from, "" = random weights of the sizes below',
+    "model.pretrained": 'model to start from: a hub name or one that --model NAME=FOLDER binds; "" = the sizes below',
     "model.revision": "commit or tag of `pretrained`; name one, so that all peers start equal",
+    "model.random_weights": "true = of `pretrained` take the architecture alone, with weights drawn from seed",
     "model.vocab_size": "tokens the model knows; at least those of data.tokenizer (bytes: 384)",
     "model.hidden_size": "width; a multiple of num_heads",
     "model.num_layers": "blocks",
@@ -109,16 +111,22 @@ COMMENTS: Mapping[str, str] = {
     "model.tied_embeddings": "one matrix for input and output; fewer parameters to send",
     "model.seed": "of the start weights",
     "model.start": "digest of a start state; `noloco fork` writes it",
-    "data.source": "'stdlib' (built in), 'hub:NAME' (streamed), or a NAME that --data NAME=GLOB binds on each machine",
+    "model.lora.rank": "0 = no adapters, all weights are trained",
+    "model.lora.alpha": "adapters count alpha / rank",
+    "model.lora.dropout": "of what goes into an adapter",
+    "model.lora.targets": "'all-linear', or names of modules with commas: 'q_proj,v_proj'",
+    "model.lora.base_dtype": "of the frozen weights: bf16 takes half the memory",
+    "data.source": "'stdlib' (built in), 'hub:NAME' (streamed), a NAME that --data NAME=GLOB binds here, or 'mix'",
     "data.subset": "subset of a hub data set",
     "data.revision": "commit or tag of a hub data set",
     "data.split": "split of a hub data set to train on",
     "data.validation_split": 'split of a hub data set to validate on; "" = hold documents of `split` out',
     "data.text_field": "field of JSON lines or Parquet with the text; token ids in `input_ids` are read too",
-    "data.tokenizer": "'bytes' (nothing to download), or a hub name",
+    "data.tokenizer": "'bytes' (nothing to download), a hub name, or a NAME that --model NAME=FOLDER binds",
     "data.tokenizer_revision": "commit or tag of the tokenizer; name one, so that all peers read alike",
     "data.sequence_length": "tokens a sequence",
     "data.holdout": "share of documents kept for validation where the source has no split of its own",
+    "data.mix": "for source = 'mix': a [[data.mix]] each, with source, weight and what else a source has",
     "train.total_steps": "inner steps of one peer; the schedule of the learning rate covers them",
     "train.batch_size": "sequences an inner step of one peer",
     "train.learning_rate": "peak of the schedule; the spread of the replicas grows with it",
@@ -157,8 +165,7 @@ def render(spec: RunSpec, *, comments: Mapping[str, str] = COMMENTS) -> str:
     lines = [*_header(spec), *_assignments("", top, comments)]
     for section, table in values.items():
         if isinstance(table, dict):
-            about = [f"# {SECTIONS[section]}"] if section in SECTIONS else []
-            lines += ["", f"[{section}]", *about, *_assignments(f"{section}.", table, comments)]
+            lines += _table(section, table, comments)
     return "\n".join(lines) + "\n"
 
 
@@ -184,6 +191,16 @@ def _header(spec: RunSpec) -> list[str]:
     ]
 
 
+def _table(name: str, table: Mapping[str, Any], comments: Mapping[str, str]) -> list[str]:
+    about = [f"# {SECTIONS[name]}"] if name in SECTIONS else []
+    plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    lines = ["", f"[{name}]", *about, *_assignments(f"{name}.", plain, comments)]
+    for key, value in table.items():
+        if isinstance(value, dict):
+            lines += _table(f"{name}.{key}", value, comments)
+    return lines
+
+
 def _assignments(prefix: str, table: Mapping[str, Any], comments: Mapping[str, str]) -> list[str]:
     lines = []
     for key, value in table.items():
@@ -194,7 +211,11 @@ def _assignments(prefix: str, table: Mapping[str, Any], comments: Mapping[str, s
     return lines
 
 
-def _toml(value: str | bool | int | float) -> str:
+def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # a basic TOML string
     if isinstance(value, bool):

@@ -53,6 +53,8 @@ class PeerSettings(BaseModel):
     compile: bool = False
     activation_checkpointing: bool = False
     offload_optimizer: bool = False  # moments in main memory
+    models: dict[str, str] = {}  # folders of models and tokenizers, by the names that specs call them
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     save_every_rounds: Annotated[int, Field(gt=0)] = 10
     keep_checkpoints: Annotated[int, Field(gt=0)] = 2
     max_upload: str = ""  # "" = as fast as the link is
@@ -199,12 +201,25 @@ def parse_rate(rate: str) -> float:
 
 def parse_bindings(pairs: list[str]) -> dict[str, str]:
     """`--data NAME=GLOB` flags -> {name: glob}. Raises SettingsError."""
+    return _parse_pairs(pairs, "--data", "NAME=GLOB, for example --data c4='/data/c4/*.json.gz'")
+
+
+def parse_folders(pairs: list[str]) -> dict[str, str]:
+    """`--model NAME=FOLDER` flags -> {name: folder}. Raises SettingsError."""
+    folders = _parse_pairs(pairs, "--model", "NAME=FOLDER, for example --model llama=/models/llama")
+    for name, folder in folders.items():
+        if not Path(folder).expanduser().is_dir():
+            raise SettingsError(f"--model {name}={folder}: there is no such folder")
+    return {name: str(Path(folder).expanduser().absolute()) for name, folder in folders.items()}
+
+
+def _parse_pairs(pairs: list[str], flag: str, form: str) -> dict[str, str]:
     bindings = {}
     for pair in pairs:
-        name, equals, pattern = pair.partition("=")
-        if not equals or not name or not pattern:
-            raise SettingsError(f"--data {pair!r} must be NAME=GLOB, for example --data c4='/data/c4/*.json.gz'")
-        bindings[name] = pattern
+        name, equals, value = pair.partition("=")
+        if not equals or not name or not value:
+            raise SettingsError(f"{flag} {pair!r} must be {form}")
+        bindings[name] = value
     return bindings
 
 
@@ -218,16 +233,17 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """NOLOCO_LISTEN=... and so on; lists are separated by commas, NOLOCO_DATA holds NAME=GLOB pairs."""
+    """NOLOCO_LISTEN=... and so on; lists are separated by commas, NOLOCO_DATA and NOLOCO_MODELS hold pairs."""
     values: dict[str, Any] = {}
     for name in PeerSettings.model_fields:
         text = environment.get(ENVIRONMENT_PREFIX + name.upper())
         if text is None:
             continue
-        if name == "bootstrap":
+        if name in ("bootstrap", "trackers"):
             values[name] = tuple(part for part in text.split(",") if part)
-        elif name == "data":
-            values[name] = parse_bindings([part for part in text.split(",") if part])
+        elif name in ("data", "models"):
+            parse = parse_bindings if name == "data" else parse_folders
+            values[name] = parse([part for part in text.split(",") if part])
         else:
             values[name] = text
     return values

@@ -22,18 +22,29 @@ from noloco_p2p.errors import SpecError
 SPEC_VERSION = 1
 MAX_SPEC_BYTES = 64 * 1024  # a spec that comes from the network is refused above this size
 
-# Fields that came after the first runs: left out of the canonical form at their default, so that older digests hold.
-YOUNG = (("outer", "weigh_tokens"),)
-
 CodecName = Literal["fp32", "bf16", "int8", "int4"]
 StateCodecName = Literal["fp32", "bf16", "int8", "int4", "modulo8"]  # modulo: for what partners have nearly in common
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
+# Fields younger than version 1: at their default they are left out, so that runs without them keep their digest.
+YOUNG = ("model.random_weights", "model.lora", "data.mix", "outer.weigh_tokens")
+MIXTURE = "mix"  # the source of a DataSpec that mixes several
+
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class LoraSpec(Section):
+    """Low-rank adapters (arXiv 2106.09685): with a `rank` above 0 they alone are trained and travel."""
+
+    rank: Annotated[int, Field(ge=0)] = 0
+    alpha: PositiveFloat = 16.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    targets: str = "all-linear"  # or names of modules, with commas
+    base_dtype: Literal["fp32", "bf16"] = "fp32"  # of the frozen weights
 
 
 class ModelSpec(Section):
@@ -41,6 +52,7 @@ class ModelSpec(Section):
 
     pretrained: str = ""
     revision: str = ""
+    random_weights: bool = False  # of `pretrained` take the architecture alone
     vocab_size: Positive = 384
     hidden_size: Positive = 128
     num_layers: Positive = 4
@@ -50,6 +62,18 @@ class ModelSpec(Section):
     tied_embeddings: bool = True
     seed: int = 0
     start: Annotated[str, Field(pattern=r"^(blake3:[0-9a-f]{64})?$")] = ""  # a start state, made by `noloco fork`
+    lora: LoraSpec = LoraSpec()
+
+    @field_validator("pretrained")
+    @classmethod
+    def _no_path(cls, pretrained: str) -> str:
+        return _name(pretrained)
+
+    @model_validator(mode="after")
+    def _names_a_model(self) -> ModelSpec:
+        if self.random_weights and not self.pretrained:
+            raise ValueError("random_weights needs a model: set model.pretrained to a name")
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelSpec:
@@ -70,7 +94,7 @@ class ModelSpec(Section):
         return self.num_layers * block + embeddings + self.hidden_size
 
 
-class DataSpec(Section):
+class SourceSpec(Section):
     """Where text comes from: the built-in corpus, the hub, or a name that `--data NAME=GLOB` binds on each machine."""
 
     source: str = "stdlib"
@@ -79,10 +103,6 @@ class DataSpec(Section):
     split: str = "train"
     validation_split: str = "validation"
     text_field: str = "text"
-    tokenizer: str = "bytes"
-    tokenizer_revision: str = ""
-    sequence_length: Positive = 256
-    holdout: Annotated[float, Field(gt=0, lt=0.5)] = 0.02  # share of documents kept for validation
 
     @field_validator("source")
     @classmethod
@@ -96,6 +116,47 @@ class DataSpec(Section):
                 "a spec never holds a path"
             )
         return source
+
+
+class MixSpec(SourceSpec):
+    """One source of a mixture, with its share of the tokens: `weight` over the sum of all weights."""
+
+    weight: PositiveFloat = 1.0
+
+    @field_validator("source")
+    @classmethod
+    def _no_mixture_within(cls, source: str) -> str:
+        if source == MIXTURE:
+            raise ValueError("'mix' cannot be a part of itself")
+        return source
+
+
+class DataSpec(SourceSpec):
+    """What is read and how it becomes tokens: one source, or with source = "mix" those of `mix`."""
+
+    tokenizer: str = "bytes"
+    tokenizer_revision: str = ""
+    sequence_length: Positive = 256
+    holdout: Annotated[float, Field(gt=0, lt=0.5)] = 0.02  # share of documents kept for validation
+    mix: Annotated[tuple[MixSpec, ...], Field(max_length=64)] = ()
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _no_path(cls, tokenizer: str) -> str:
+        return _name(tokenizer)
+
+    @model_validator(mode="after")
+    def _mixture_is_named(self) -> DataSpec:
+        if (self.source == MIXTURE) != bool(self.mix):
+            raise ValueError("source must be 'mix' where [[data.mix]] lists sources, and only there")
+        return self
+
+    def parts(self) -> tuple[tuple[SourceSpec, float], ...]:
+        """Every source with its share of the tokens; the shares add up to 1."""
+        if not self.mix:
+            return ((self, 1.0),)
+        total = sum(part.weight for part in self.mix)
+        return tuple((part, part.weight / total) for part in self.mix)
 
 
 class TrainSpec(Section):
@@ -230,12 +291,14 @@ class RunSpec(Section):
     evaluate: EvaluateSpec = EvaluateSpec()
 
     def canonical_json(self) -> bytes:
-        """One byte string for one spec: sorted keys, no spaces; all fields, defaults too, but for YOUNG ones and, in an
+        """One byte string for one spec: sorted keys, no spaces; all fields, defaults too, but those of YOUNG and, in an
         open run, the run key."""
         values = self.model_dump(mode="json", exclude=None if self.run_key else {"run_key"})
-        for section, name in YOUNG:
-            if values[section][name] == type(getattr(self, section)).model_fields[name].default:
-                del values[section][name]
+        for dotted in YOUNG:
+            section, key = dotted.split(".")
+            own = getattr(self, section)
+            if getattr(own, key) == type(own).model_fields[key].default:
+                del values[section][key]
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     def digest(self) -> str:
@@ -296,6 +359,15 @@ class RunSpec(Section):
                 raise SpecError(f"{origin}: {dotted} is not a field of a run spec")
             target[key] = value
         return self.from_dict(values, origin=origin)
+
+
+def _name(name: str) -> str:
+    """A hub name, or one that a machine binds. A path would make each machine look at a place that a stranger chose."""
+    if name.startswith(("/", ".", "~")):
+        raise ValueError(
+            f"{name!r} must be a name, never a path: call the folder by a name, and bind it with --model NAME=FOLDER"
+        )
+    return name
 
 
 def describe(error: ValidationError) -> str:

@@ -11,8 +11,10 @@ from noloco_p2p._version import __version__
 from noloco_p2p.cli import (
     ban,
     bootstrap,
+    data,
     demo,
     doctor,
+    evaluate,
     export,
     fork,
     identity,
@@ -41,10 +43,11 @@ app = typer.Typer(
 )
 for verb in (
     *(init.init, join.join, leave.leave, pause.pause, pause.resume, status.status, ticket.ticket, monitor.monitor),
-    *(doctor.doctor, bootstrap.bootstrap, fork.fork, export.export, demo.demo, simulate.simulate),
-    ban.ban,
+    *(doctor.doctor, bootstrap.bootstrap, fork.fork, evaluate.evaluate, export.export),
+    *(demo.demo, simulate.simulate, ban.ban),
 ):
     app.command()(verb)
+app.add_typer(data.app, name="data")
 app.command(name="id")(identity.identity)
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from noloco_p2p.cli.options import Model
 from noloco_p2p.errors import SettingsError
 
 
@@ -16,17 +17,21 @@ def export(
     ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The Hugging Face folder to write.")],
     merge: Annotated[bool, typer.Option("--merge", help="Average the slow weights of live peers.")] = False,
+    adapters: Annotated[bool, typer.Option("--adapters", help="LoRA: write the adapters alone, for peft.")] = False,
+    model: Model = None,
     sample: Annotated[
         int | None, typer.Option(help="With --merge: of so many peers.", show_default="all", min=1)
     ] = None,
 ) -> None:
     """Write a model folder for transformers, from a checkpoint or from the live swarm."""
+    from noloco_p2p.settings import PeerSettings, parse_folders
     from noloco_p2p.ticket import Ticket, is_ticket
 
     if merge != is_ticket(source):
         raise SettingsError("--merge goes with a ticket, and a ticket with --merge; a checkpoint is a folder")
     if sample and not merge:
         raise SettingsError("--sample goes with --merge")
+    folders = PeerSettings.load({"models": parse_folders(model) if model else None}).models
     import uvloop
 
     from noloco_p2p.telemetry.bars import drawing
@@ -38,11 +43,14 @@ def export(
     check_export_folder(folder)
     progress = Progress(drawing(print))
     if merge:
-        state = uvloop.run(from_swarm(Ticket.decode(source), sample=sample, progress=progress))
+        state = uvloop.run(from_swarm(Ticket.decode(source), sample=sample, progress=progress, folders=folders))
     else:
         with progress.task("reading the checkpoint"):
-            state = from_checkpoint(Path(source))
+            state = from_checkpoint(Path(source), folders=folders)
+    if adapters and not state.spec.model.lora.rank:
+        raise SettingsError(f"--adapters: the run {state.spec.name} trains all weights (model.lora.rank is 0)")
     with progress.task("writing the model"):
-        export_model(state.fill_model(), build_tokenizer(state.spec.data), folder)
+        tokenizer = build_tokenizer(state.spec.data, folders=folders)
+        export_model(state.fill_model(), tokenizer, folder, adapters_of=state.spec.model if adapters else None)
     of = f"the mean of {state.num_peers} peers" if merge else "the checkpoint"
     print(f"wrote {folder}: {of} of run {state.spec.name}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from noloco_p2p.cli.options import Changes, StateDir, parse_changes
+from noloco_p2p.cli.options import Changes, Model, StateDir, parse_changes
 from noloco_p2p.errors import CheckpointError, SettingsError
 
 
@@ -18,13 +18,14 @@ def fork(
     checkpoint: Annotated[
         Path | None, typer.Option(help="Take this checkpoint instead of the newest.", show_default=False)
     ] = None,
+    model: Model = None,
     state_dir: StateDir = None,
 ) -> None:
     """Start a new run from where another one stands, with changed settings.
 
     A spec file takes the newest checkpoint on this machine, a ticket the state of a live peer.
     """
-    from noloco_p2p.settings import PeerSettings
+    from noloco_p2p.settings import PeerSettings, parse_folders
     from noloco_p2p.spec import RunSpec
     from noloco_p2p.ticket import Ticket, is_ticket
 
@@ -35,7 +36,8 @@ def fork(
     for key in values:
         if key.startswith("model."):
             raise SettingsError(f"--set {key}: a fork keeps the model of the run, as it starts from its weights")
-    folder = PeerSettings.load({"state_dir": state_dir}).state_dir
+    settings = PeerSettings.load({"state_dir": state_dir, "models": parse_folders(model) if model else None})
+    folder, folders = settings.state_dir, settings.models
     entry = Ticket.decode(source) if is_ticket(source) else RunSpec.load(source)
     if isinstance(entry, RunSpec):
         entry.with_changes(values, origin="--set")  # a wrong value is told before seconds of imports
@@ -48,9 +50,9 @@ def fork(
     from noloco_p2p.train.start import save_start
 
     if checkpoint:
-        state = from_checkpoint(checkpoint)
+        state = from_checkpoint(checkpoint, folders=folders)
     elif isinstance(entry, Ticket):
-        state = uvloop.run(from_swarm(entry, sample=1, progress=Progress(drawing(print))))
+        state = uvloop.run(from_swarm(entry, sample=1, progress=Progress(drawing(print)), folders=folders))
     else:
         run_folder = folder / "runs" / entry.run_id
         if not run_folder.is_dir():
@@ -58,7 +60,7 @@ def fork(
                 f"this machine has no checkpoint of the run {entry.name} in {run_folder}; "
                 "fork with a ticket of a live peer, or name another --state-dir or --checkpoint"
             )
-        state = from_checkpoint(run_folder)
+        state = from_checkpoint(run_folder, folders=folders)
     old = entry if isinstance(entry, RunSpec) else state.spec
     values = {"name": f"{old.name}-fork", **values}
     old.with_changes(values, origin="--set")  # a wrong value is told before the state is written

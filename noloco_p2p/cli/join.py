@@ -14,7 +14,7 @@ import typer
 
 from noloco_p2p.cli import entry
 from noloco_p2p.cli import gpus as gpus_of_peer
-from noloco_p2p.cli.options import Announce, Bootstrap, Data, Listen, MaxDownload, MaxUpload, StateDir
+from noloco_p2p.cli.options import Announce, Bootstrap, Data, Listen, MaxDownload, MaxUpload, Model, StateDir
 from noloco_p2p.errors import Left, RankError
 
 if TYPE_CHECKING:
@@ -69,6 +69,13 @@ def join(
     ] = None,
     state_dir: StateDir = None,
     data: Data = None,
+    model: Model = None,
+    tracker: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="tensorboard or wandb, beside the JSONL that is always written; may be repeated.", show_default=False
+        ),
+    ] = None,
     bootstrap: Bootstrap = None,
     metrics: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Serve /metrics for Prometheus.", show_default=False)
@@ -82,7 +89,7 @@ def join(
     ] = None,
 ) -> None:
     """Start or enter a run, and train. The same command again resumes. Ctrl-C leaves politely."""
-    from noloco_p2p.settings import PeerSettings, parse_bindings
+    from noloco_p2p.settings import PeerSettings, parse_bindings, parse_folders
 
     settings = PeerSettings.load(
         {
@@ -104,6 +111,8 @@ def join(
             "max_loss_rise": max_loss_rise,
             "state_dir": state_dir,
             "data": parse_bindings(data) if data else None,
+            "models": parse_folders(model) if model else None,
+            "trackers": tuple(tracker) if tracker else None,
             "bootstrap": tuple(entry.resolve(address) for address in bootstrap) if bootstrap else None,
             "metrics": metrics,
             "run_key": run_key.absolute() if run_key else None,
@@ -220,8 +229,10 @@ def _check(run: str, state_dir: Path) -> Ticket | None:
 
 def unused_data(spec: RunSpec, settings: PeerSettings) -> list[str]:
     """Bindings that are ignored, as the run reads other data."""
-    unused = [name for name in settings.data if name != spec.data.source]
-    return [f"--data {name}=.. is ignored: the run reads {spec.data.source}" for name in unused]
+    from noloco_p2p.train.sources import unused_bindings
+
+    reads = ", ".join(part.source for part, _ in spec.data.parts())
+    return [f"--data {name}=.. is ignored: the run reads {reads}" for name in unused_bindings(spec.data, settings.data)]
 
 
 def _leave_on_signals(peer: Peer) -> None:

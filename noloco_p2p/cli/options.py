@@ -48,6 +48,12 @@ Data = Annotated[
     list[str] | None,
     typer.Option(help="NAME=GLOB: where the data set that the spec calls NAME lies here.", show_default=False),
 ]
+Model = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="NAME=FOLDER: where the model or tokenizer that the spec calls NAME lies here.", show_default=False
+    ),
+]
 Changes = Annotated[
     list[str] | None, typer.Option("--set", help="KEY=VALUE, for example outer.alpha=0.3; may be repeated.")
 ]

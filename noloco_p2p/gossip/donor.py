@@ -19,14 +19,18 @@ from noloco_p2p.errors import CorruptPayload, Refused, Unreachable
 from noloco_p2p.gossip.frames import (
     STATE_CHUNK_BYTES,
     FetchItem,
+    FetchWant,
+    LayoutJson,
     RefuseCode,
     SpecJson,
     StateChunk,
     StateManifest,
     WantChunks,
+    WantLayout,
     WantManifest,
     WantSpec,
 )
+from noloco_p2p.gossip.layout import MAX_LAYOUT_BYTES, ModelLayout
 from noloco_p2p.gossip.uploads import UploadLine
 from noloco_p2p.spec import RunSpec
 
@@ -52,16 +56,19 @@ class StateServer:
 
     def __init__(self, spec: RunSpec) -> None:
         self.saved: SavedState | None = None
+        self.layout: ModelLayout | None = None  # of the model that trains here
         self._spec_json = spec.canonical_json()
         self._line = UploadLine()
 
-    async def serve(self, want: WantSpec | WantManifest | WantChunks) -> AsyncGenerator[FetchItem]:
+    async def serve(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         """Close it when the caller goes away: only then its upload ends. Raises PeerError."""
         match want:
             case WantSpec():
                 yield SpecJson(self._spec_json)
             case WantManifest():
                 yield self._saved().manifest
+            case WantLayout():
+                yield self._layout_json()
             case WantChunks(manifest_digest, indices):
                 saved = self._saved()
                 if saved.manifest.digest() != manifest_digest:
@@ -69,6 +76,13 @@ class StateServer:
                 async with aclosing(self._chunks(saved, indices)) as chunks:
                     async for chunk in chunks:
                         yield chunk
+
+    def _layout_json(self) -> LayoutJson:
+        data = self.layout.as_json() if self.layout else b""
+        if not 0 < len(data) <= MAX_LAYOUT_BYTES:
+            why = "my list of tensors is too long" if data else "I have no model yet"
+            raise Refused(why, code=RefuseCode.BETWEEN_ROUNDS.name)
+        return LayoutJson(data)
 
     def _saved(self) -> SavedState:
         if self.saved is None:

@@ -18,16 +18,19 @@ from noloco_p2p.errors import CorruptPayload, PeerError, Refused, Unreachable
 from noloco_p2p.gossip.frames import (
     STATE_CHUNK_BYTES,
     FetchItem,
+    LayoutJson,
     QueuePlace,
     RefuseCode,
     SpecJson,
     StateChunk,
     StateManifest,
     WantChunks,
+    WantLayout,
     WantManifest,
     WantSpec,
 )
 from noloco_p2p.gossip.kept_chunks import KeptChunks
+from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.seams import Candidate, Directory, Transport
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.progress import Report, ignore
@@ -51,6 +54,18 @@ async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expec
         except (PeerError, ValueError) as error:
             reasons.append(f"{donor.address}: {error}")
     raise Unreachable("no live peer gave the run spec: " + ("; ".join(reasons) or "nobody is there"))
+
+
+async def find_difference(transport: Transport, peer: Candidate, ours: ModelLayout) -> str:
+    """The first tensor that is another one in the model of `peer`, for people; "" when it has the same or is silent."""
+    try:
+        async with aclosing(transport.fetch(peer, WantLayout(), timeout_s=FETCH_TIMEOUT_S)) as items:
+            async for item in items:
+                if isinstance(item, LayoutJson):
+                    return ours.first_difference(ModelLayout.from_json(item.data))
+    except (PeerError, ValueError) as error:
+        log.debug("%s does not tell its tensors: %s", peer.address, error)
+    return ""
 
 
 def nobody_waits(donor: Candidate, place: QueuePlace | None) -> None:

@@ -96,7 +96,7 @@ class AbortCode(IntEnum):
 class Hello:
     """Who speaks, and of which run.
 
-    `layout` digests names and shapes of the trainable parameters ("" = not known yet).
+    `layout` digests the parameters of the model, as `gossip.layout` tells ("" = not known yet).
     """
 
     peer_id: str
@@ -244,6 +244,11 @@ class WantManifest:
 
 
 @dataclass(frozen=True, slots=True)
+class WantLayout:
+    """Asks which tensors the model of the peer has: the digests of two layouts differ."""
+
+
+@dataclass(frozen=True, slots=True)
 class WantChunks:
     """Asks for chunks of the state that `manifest_digest` names."""
 
@@ -253,6 +258,11 @@ class WantChunks:
 
 @dataclass(frozen=True, slots=True)
 class SpecJson:
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutJson:
     data: bytes
 
 
@@ -270,5 +280,5 @@ class QueuePlace:
     left_s: float | None
 
 
-FetchWant = WantSpec | WantManifest | WantChunks
-FetchItem = SpecJson | StateManifest | StateChunk | QueuePlace
+FetchWant = WantSpec | WantManifest | WantChunks | WantLayout
+FetchItem = SpecJson | StateManifest | StateChunk | QueuePlace | LayoutJson

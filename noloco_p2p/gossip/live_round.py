@@ -19,6 +19,7 @@ from torch import Tensor
 from noloco_p2p.errors import PeerError, Unreachable
 from noloco_p2p.gossip.frames import Boundary, Hello, SectionName
 from noloco_p2p.gossip.goodput import Goodput
+from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import Correction, LonelyCause
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.pairing import Pairing
@@ -78,6 +79,7 @@ class LiveRound:
         clock: Callable[[], float],
     ) -> None:
         self.hello = hello
+        self.layout: ModelLayout | None = None  # of the model that trains here, once it is known
         self.directory = directory
         self.pace = pace
         self.pairing = pairing

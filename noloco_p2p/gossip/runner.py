@@ -22,6 +22,7 @@ from noloco_p2p.gossip import ending
 from noloco_p2p.gossip.answering import Answering, check_hello
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.frames import Hello, Payload, SwapState
+from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.live_round import Faults, LiveRound, Opening, OwnedTasks
 from noloco_p2p.gossip.outcome import Alone, Correction, Outcome, Traffic
 from noloco_p2p.gossip.pace import Pace
@@ -82,6 +83,15 @@ class RoundRunner:
     @state.setter
     def state(self, state: str) -> None:
         self._answering.state = state
+
+    @property
+    def layout(self) -> ModelLayout | None:
+        """Which tensors the model has that trains here, once it is known."""
+        return self._live.layout
+
+    @layout.setter
+    def layout(self, layout: ModelLayout) -> None:
+        self._live.layout = layout
 
     @property
     def faults(self) -> Faults:

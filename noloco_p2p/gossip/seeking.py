@@ -8,7 +8,9 @@ import random
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused
 from noloco_p2p.gossip.answering import check_hello, send_small
 from noloco_p2p.gossip.deadlines import Deadlines
+from noloco_p2p.gossip.fetch import find_difference
 from noloco_p2p.gossip.frames import Accept, Offer, Part, Refuse, RefuseCode
+from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.live_round import POLL_S, LiveRound, OwnedTasks, named
 from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.gossip.round import Phase, Round
@@ -61,7 +63,7 @@ class Seeking:
         try:
             await self._offer(round_, candidate)
         except Refused as error:
-            self._refused(peer_id, error)
+            self._refused(candidate, error)
         except PeerError as error:
             told = peer_id in self._swapping.unreachable  # it stays in the directory until its record expires
             level = logging.DEBUG if told else logging.WARNING
@@ -98,12 +100,20 @@ class Seeking:
             if not bound:
                 await stream.close()
 
-    def _refused(self, peer_id: str, error: Refused) -> None:
-        live, code = self._live, RefuseCode[error.code]
+    def _refused(self, candidate: Candidate, error: Refused) -> None:
+        live, peer_id, code = self._live, candidate.peer_id, RefuseCode[error.code]
         live.pairing.refused(peer_id, code=code, retry_after_s=error.retry_after_s, now_s=live.clock())
         live.reason, live.cause = f"{named(peer_id)} refused: {error}", LonelyCause.REFUSED
         if code in OTHERS:
             live.faults.tell(f"{named(peer_id)} is not of this run: {error}", error)
+        if code is RefuseCode.OTHER_MODEL and live.layout:
+            self._tasks.start(self._tell_difference(candidate, live.layout, error))
+
+    async def _tell_difference(self, candidate: Candidate, layout: ModelLayout, error: Refused) -> None:
+        difference = await find_difference(self._transport, candidate, layout)
+        if difference:
+            text = f"{named(candidate.peer_id)} has another model than this peer: {difference}"
+            self._live.faults.tell(text, error)
 
     def _latest_offer_s(self, now_s: float) -> float:
         """Until when an offer may wait, if the early part is to arrive within the round."""

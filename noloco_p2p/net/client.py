@@ -80,6 +80,8 @@ class GrpcTransport:
     ) -> AsyncGenerator[frames.FetchItem]:
         request = _fetch_request(want)
         request.hello.CopyFrom(convert.hello_to_wire(self._hello()))
+        if isinstance(want, frames.WantLayout):
+            request.hello.layout = ""  # a peer of another layout would refuse
         async with self._dialer.dialled(candidate, timeout_s=timeout_s) as connection:
             call = PeerStub(connection.channel).Fetch(request, metadata=connection.metadata)
             manifest: list[pb.Manifest] = []
@@ -95,6 +97,8 @@ class GrpcTransport:
                             raise refused(reply.refuse, candidate.peer_id)
                         case "spec_json":
                             yield frames.SpecJson(reply.spec_json)
+                        case "layout_json":
+                            yield frames.LayoutJson(reply.layout_json)
                         case "chunk":
                             yield frames.StateChunk(reply.chunk.index, reply.chunk.payload)
                         case "place":
@@ -129,6 +133,8 @@ def _fetch_request(want: frames.FetchWant) -> pb.FetchRequest:
             return pb.FetchRequest(spec=pb.SpecRequest())
         case frames.WantManifest():
             return pb.FetchRequest(manifest=pb.ManifestRequest())
+        case frames.WantLayout():
+            return pb.FetchRequest(layout=pb.LayoutRequest())
         case frames.WantChunks(manifest_digest, indices):
             return pb.FetchRequest(chunks=pb.ChunksRequest(manifest_digest=manifest_digest, indices=indices))
 

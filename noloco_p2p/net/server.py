@@ -353,6 +353,8 @@ def _want(request: pb.FetchRequest) -> frames.FetchWant:
             return frames.WantSpec()
         case "manifest":
             return frames.WantManifest()
+        case "layout":
+            return frames.WantLayout()
         case "chunks":
             if len(request.chunks.indices) > MAX_CHUNKS_PER_REQUEST:
                 raise CorruptPayload(f"at most {MAX_CHUNKS_PER_REQUEST} chunks can be asked for at once")
@@ -365,6 +367,8 @@ def _replies(item: frames.FetchItem) -> list[pb.FetchReply]:
     match item:
         case frames.SpecJson(data):
             return [pb.FetchReply(spec_json=data)]
+        case frames.LayoutJson(data):
+            return [pb.FetchReply(layout_json=data)]
         case frames.StateChunk(index, payload):
             return [pb.FetchReply(chunk=pb.StateChunk(index=index, payload=payload))]
         case frames.QueuePlace():

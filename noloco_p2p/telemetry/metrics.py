@@ -6,7 +6,8 @@ restarts too; a gauge is a value now; a text is not for Prometheus.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 
@@ -57,11 +58,38 @@ class Metrics:
         "gauge", "steps/s", "of the last round; waiting and evaluation count as time", 0.0
     )
     blocked_s: float = _metric("gauge", "s", "training waited for the network at the last boundary", 0.0)
+    swap_hidden_s: float = _metric(
+        "gauge", "s", "of the last committed swap or half: its time beside training, blocked_s taken off", 0.0
+    )
     lateness_s: float = _metric(
         "gauge", "s", "the last partner came to its boundary so long after this peer, 0 if before", 0.0
     )
     transfer_s: float = _metric(
         "gauge", "s", "late part of the last swap: from when both were at their boundaries to its end", 0.0
+    )
+    spread: float | None = _metric(
+        "gauge",
+        "fraction",
+        "estimate of how far a replica is from the mean: distance to the last partner over 2^0.5, as a share of the "
+        "own norm; from a sample of the weights, coding errors in it",
+        None,
+    )
+    gradient_norm: float | None = _metric(
+        "gauge", "1", "of the last inner step of the last round, before clipping", None
+    )
+    mfu: float | None = _metric(
+        "gauge",
+        "fraction",
+        "model flops of the last round over the dense bf16 peak of the accelerator; waiting and evaluation count as "
+        "time; none where the peak is not known",
+        None,
+    )
+    memory_bytes: int = _metric(
+        "gauge", "bytes", "most that tensors took on the accelerator since the start; on a CPU the process now", 0
+    )
+    data_wait_s: float = _metric("gauge", "s", "training waited for data in the last round", 0.0)
+    data_faults: int = _metric(
+        "counter", "faults", "lines, rows and files of the data that could not be used and were skipped", 0
     )
     bytes_sent: int = _metric(
         "counter", "bytes", "payload of swaps, failed ones too; no headers, no DHT, no first fetch", 0
@@ -82,3 +110,11 @@ class Metrics:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+NUMBERS = tuple(item.name for item in fields(Metrics) if item.metadata["kind"] != "text")
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Of `Metrics.as_dict()` what is a number and known."""
+    return {name: float(metrics[name]) for name in NUMBERS if metrics.get(name) is not None}

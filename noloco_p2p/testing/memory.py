@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from noloco_p2p.errors import TimedOut, Unreachable
-from noloco_p2p.gossip.frames import FetchItem, FetchWant, Frame, Hello, PeerStatus
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Frame, Hello, PeerStatus, WantLayout
 from noloco_p2p.gossip.seams import Candidate, FrameStream, Service
 
 QUEUED_FRAMES = 8
@@ -105,7 +106,8 @@ class MemoryTransport:
 
     async def fetch(self, candidate: Candidate, want: FetchWant, *, timeout_s: float) -> AsyncGenerator[FetchItem]:
         service = self._network.service(candidate.peer_id)
-        service.admit(self._hello())
+        hello = self._hello()
+        service.admit(replace(hello, layout="") if isinstance(want, WantLayout) else hello)
         async with aclosing(service.on_fetch(want)) as items:
             async for item in items:
                 yield item

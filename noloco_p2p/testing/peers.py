@@ -14,6 +14,7 @@ from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.donor import SavedState, StateServer
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import PROTOCOL_VERSION, Hello, StateManifest
+from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.seams import Directory, Transport
@@ -174,8 +175,9 @@ class MemoryPeer:
         self.layout = ""
         self.metrics = Metrics()
 
-    def enter(self, *, layout: str, num_elements: int, target: Path | None) -> StateManifest | None:
-        self.layout = layout
+    def enter(self, *, layout: ModelLayout, num_elements: int, target: Path | None) -> StateManifest | None:
+        self.layout = layout.digest()
+        self.runner.layout = self.states.layout = layout
         return None
 
     def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:

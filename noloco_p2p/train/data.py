@@ -2,14 +2,17 @@
 
 Tokens are taken in blocks: documents in the peer's order, joined by the end-of-text token and cut into sequences; the
 rest of a cut goes to the next block, so no token is lost. The sequences of a block are shuffled, so that a batch holds
-many documents. A block can be made again from where it began: that place, the rest of the block before it, and the
-number of sequences already given out are the whole state.
+many documents. A block can be made again from where it began: that place, the detours made in it (files that could not
+be read just then), the rest of the block before it, and the number of sequences already given out are the whole state.
+
+A mixture takes its next documents from the source that is furthest behind its share of the tokens.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +20,13 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.errors import DataError
-from noloco_p2p.spec import DataSpec
+from noloco_p2p.spec import DataSpec, SourceSpec
 from noloco_p2p.telemetry.progress import Progress, Report, ignore
-from noloco_p2p.train.corpus import Document, Reader, is_held_out, permutation
+from noloco_p2p.train.corpus import is_held_out
+from noloco_p2p.train.encode import Encode, make_encoder
+from noloco_p2p.train.faults import Fault, Faults
+from noloco_p2p.train.feed import Feed
+from noloco_p2p.train.reader import Context, permutation
 from noloco_p2p.train.sources import has_own_validation, open_source, open_validation
 
 if TYPE_CHECKING:
@@ -29,16 +36,14 @@ log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 1 << 19  # 2 MB at most; about 30 files of the built-in corpus
 VALIDATION_POOL = 16  # sequences read for each one evaluated: they should not all come from one document
-BYTE_OFFSET = 3  # ByT5: 0 pad, 1 end of text, 2 unknown, then the 256 bytes
-STATE_VERSION = 1
-
-Encode = Callable[[Document], np.ndarray]
+STATE_VERSION = 2
 
 
 class TokenStream:
     """Endless batches for one peer: LongTensor (batch_size, sequence_length), on the CPU.
 
-    Raises DataError when the source cannot be opened, at the start or later; the message names flag or file.
+    Raises DataError when a source cannot be opened, at the start or later; the message names flag or file. What cannot
+    be used of a file is skipped, and told to `faults`. `stop` ends a wait for the network; reading then raises.
     """
 
     def __init__(
@@ -50,28 +55,41 @@ class TokenStream:
         peer_id: str,
         batch_size: int,
         progress: Progress | None = None,
+        faults: Faults | None = None,
+        stop: threading.Event | None = None,
+        block_tokens: int = BLOCK_TOKENS,
     ) -> None:
+        self.batch_size = batch_size
+        self.block_tokens = block_tokens
+        self.faults = faults or Faults()
+        self.stop = stop or threading.Event()
         self._data = data
         self._progress = progress or Progress()
         self._peer_id = peer_id
-        self._batch_size = batch_size
-        self._encode = make_encoder(data, tokenizer)
-        self._source = open_source(data, bindings)
-        self._filter_held_out = not has_own_validation(data)
-        self._start: dict[str, Any] = {"epoch": 0, "place": None, "carry": [], "block": 0}
-        self._epoch, self._block = 0, 0
+        encode = make_encoder(data, tokenizer)
+        self._shares = [share for _, share in data.parts()]
+        self._feeds = [self._feed(part, bindings, encode, index) for index, (part, _) in enumerate(data.parts())]
+        self._block = 0
         self._carry = np.zeros(0, np.int32)
-        self._reader: Reader | None = None
-        self._documents: Iterator[Document] = iter(())
+        self._start = self._block_start()
         self._sequences: np.ndarray | None = None  # (number of sequences in the block, sequence_length)
         self._position = 0
 
-    def __iter__(self) -> Iterator[Tensor]:
+    @property
+    def epoch(self) -> int:
+        """Of the source that was read most often."""
+        return max(feed.epoch for feed in self._feeds)
+
+    @property
+    def sequence_length(self) -> int:
+        return self._data.sequence_length
+
+    def __iter__(self) -> TokenStream:
         return self
 
     def __next__(self) -> Tensor:
         rows: list[np.ndarray] = []
-        missing = self._batch_size
+        missing = self.batch_size
         while missing:
             if self._sequences is None:
                 self._sequences = self._make_block()
@@ -85,38 +103,47 @@ class TokenStream:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able. The batches after `load_state_dict` in another process equal those after this call."""
-        fingerprint = self._source.fingerprint()
-        return {**self._start, "position": self._position, "source": fingerprint, "version": STATE_VERSION}
+        detours = [[*feed.context.detours, *feed.context.script] for feed in self._feeds]
+        return {**self._start, "position": self._position, "detours": detours, "version": STATE_VERSION}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken. Raises DataError when it is no state of a TokenStream.
+        """Continue where `state` was taken. Raises DataError when it is no state of a TokenStream of this mixture.
 
-        When files came or went since, their old order is gone: the peer starts a new epoch and a warning says so.
+        When files came or went since, their old order is gone: a new epoch starts there and a warning says so.
         """
         try:
-            if state["version"] != STATE_VERSION:
-                raise ValueError(f"version {state['version']}")
-            epoch, block, position = int(state["epoch"]), int(state["block"]), int(state["position"])
-            place = None if state["place"] is None else (*map(int, state["place"]),)
-            carry, source = np.asarray(state["carry"], np.int32), state["source"]
+            if state["version"] != STATE_VERSION or len(state["feeds"]) != len(self._feeds):
+                raise ValueError(f"version {state['version']}, {len(state['feeds'])} sources")
+            self._block, self._position = int(state["block"]), int(state["position"])
+            self._carry = np.asarray(state["carry"], np.int32)
+            known = [feed.load_state_dict(own) for feed, own in zip(self._feeds, state["feeds"], strict=True)]
+            for feed, script in zip(self._feeds, state["detours"], strict=True):
+                feed.context.script = [[int(number) for number in detour] for detour in script] if all(known) else []
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the data position in the checkpoint cannot be read ({error!r})") from None
-        if source != self._source.fingerprint():
-            log.warning("the files of %s are not those of before: data epoch %d starts", self._data.source, epoch + 1)
-            epoch, place, position = epoch + 1, None, 0
-        self._epoch, self._block, self._position, self._carry = epoch, block, position, carry
-        self._open_reader(place)
-        self._start = {"epoch": epoch, "place": place, "carry": carry.tolist(), "block": block}
+        if not all(known):
+            self._position = 0
+        self._start = self._block_start()
         self._sequences = None
 
+    def _feed(self, part: SourceSpec, bindings: Mapping[str, str], encode: Encode, index: int) -> Feed:
+        peer_id = f"{self._peer_id}/{index}" if self._data.mix else self._peer_id
+        holdout = 0.0 if has_own_validation(part) else self._data.holdout
+        context = Context(faults=self.faults, stop=self.stop)
+        source = open_source(part, bindings)
+        return Feed(part, source, peer_id=peer_id, encode=encode, holdout=holdout, context=context)
+
+    def _block_start(self) -> dict[str, Any]:
+        feeds = [feed.state_dict() for feed in self._feeds]
+        return {"feeds": feeds, "carry": self._carry.tolist(), "block": self._block}
+
     def _make_block(self) -> np.ndarray:
-        """The next block; remembers where it began."""
-        if self._reader is None:
-            self._open_reader(None)
-        assert self._reader is not None
-        place = self._reader.place
-        self._start = {"epoch": self._epoch, "place": place, "carry": self._carry.tolist(), "block": self._block}
-        order = f"{self._peer_id}/{self._epoch}/{self._block}"
+        """The next block; remembers where it began. One of which a part was given out comes out as it did before."""
+        self._start = self._block_start()
+        for feed in self._feeds:
+            feed.context.detours.clear()
+            feed.context.steadfast = self._position > 0
+        order = f"{self._peer_id}/{self._feeds[0].epoch}/{self._block}"
         with self._progress.task("reading data", unit="tokens") as report:
             sequences, self._carry = cut(self._read_tokens(report), self._data.sequence_length)
         self._block += 1
@@ -125,28 +152,19 @@ class TokenStream:
     def _read_tokens(self, report: Report = ignore) -> list[np.ndarray]:
         """Documents until the block is full or the epoch ends, but for one sequence at least."""
         arrays, num_tokens = [self._carry], len(self._carry)
-        num_before_epoch = -1  # -1: the epoch began in an earlier block, it may have nothing left
-        while num_tokens < BLOCK_TOKENS:
-            document = next(self._documents, None)
-            if document is not None:
-                if self._filter_held_out and is_held_out(document, self._data.holdout):
-                    continue
-                arrays.append(self._encode(document))
-                num_tokens += len(arrays[-1])
-                report(min(num_tokens, BLOCK_TOKENS), BLOCK_TOKENS)
-                continue
-            if num_tokens == num_before_epoch:
-                raise DataError(f"data source {self._data.source!r} holds no document to train on")
-            num_before_epoch = num_tokens
-            self._epoch += 1
-            self._open_reader(None)
-            if num_tokens >= self._data.sequence_length:
+        while num_tokens < self.block_tokens:
+            read = self._hungriest().read()
+            arrays += read
+            num_tokens += sum(map(len, read))
+            report(min(num_tokens, self.block_tokens), self.block_tokens)
+            if not read and len(self._feeds) == 1 and num_tokens >= self._data.sequence_length:
                 break
         return arrays
 
-    def _open_reader(self, place: Any) -> None:
-        self._reader = self._source.read(order=f"{self._peer_id}/{self._epoch}", place=place)
-        self._documents = iter(self._reader)
+    def _hungriest(self) -> Feed:
+        total = sum(feed.taken_tokens for feed in self._feeds)
+        behind = [share * total - feed.taken_tokens for share, feed in zip(self._shares, self._feeds, strict=True)]
+        return self._feeds[behind.index(max(behind))]
 
 
 def validation_batches(
@@ -157,35 +175,60 @@ def validation_batches(
     num_sequences: int,
     batch_size: int,
     progress: Progress | None = None,
+    faults: Faults | None = None,
 ) -> list[Tensor]:
     """Held-out sequences, (batch_size or fewer, sequence_length) each: the same ones for every peer with the same data.
 
-    They are spread evenly over 16 times as many, in the plain order of the source. Fewer than `num_sequences` come
-    back, with a warning, when there are not more. Raises DataError when there is none.
+    They are spread evenly over 16 times as many, in the plain order of the source; of a mixture each source gives its
+    share. Fewer than `num_sequences` come back, with a warning, when there are not more. Raises DataError when there
+    is none.
     """
     encode = make_encoder(data, tokenizer)
-    source, all_held_out = open_validation(data, bindings)
+    chosen: list[np.ndarray] = []
+    with (progress or Progress()).task("reading held-out data", unit="tokens") as report:
+        for part, share in data.parts():
+            wanted = max(1, round(share * num_sequences))
+            pool = _validation_pool(data, part, bindings, encode, wanted, report, faults or Faults())
+            chosen.append(pool[np.linspace(0, len(pool) - 1, min(wanted, len(pool))).round().astype(int)])
+    sequences = np.concatenate(chosen)[:num_sequences]
+    if len(sequences) < num_sequences:
+        log.warning(
+            "validation uses %d sequences: evaluate.num_sequences = %d are not there", len(sequences), num_sequences
+        )
+    return list(torch.from_numpy(sequences.astype(np.int64)).split(batch_size))
+
+
+def _validation_pool(
+    data: DataSpec,
+    part: SourceSpec,
+    bindings: Mapping[str, str],
+    encode: Encode,
+    num_sequences: int,
+    report: Report,
+    faults: Faults,
+) -> np.ndarray:
+    source, all_held_out = open_validation(part, bindings)
     wanted_tokens = VALIDATION_POOL * num_sequences * data.sequence_length
     arrays: list[np.ndarray] = []
     num_tokens = 0
-    with (progress or Progress()).task("reading held-out data", unit="tokens") as report:
-        for document in source.read():
-            if all_held_out or is_held_out(document, data.holdout):
-                arrays.append(encode(document))
-                num_tokens += len(arrays[-1])
-                report(min(num_tokens, wanted_tokens), wanted_tokens)
-            if num_tokens >= wanted_tokens:
-                break
+    for document in source.read(context=Context(faults=faults)):
+        if all_held_out or is_held_out(document, data.holdout):
+            (encoded,) = encode([document])
+            if isinstance(encoded, Fault):
+                faults.note(encoded)
+                continue
+            arrays.append(encoded)
+            num_tokens += len(encoded)
+            report(min(num_tokens, wanted_tokens), wanted_tokens)
+        if num_tokens >= wanted_tokens:
+            break
     if num_tokens < data.sequence_length:
+        why = f" (the last fault of {faults.count}: {faults.last})" if faults.last else ""
         raise DataError(
-            f"only {num_tokens} held-out tokens in data source {data.source!r}, and one sequence needs "
-            f"{data.sequence_length}: raise data.holdout, or give --data {data.source}.validation=GLOB"
+            f"only {num_tokens} held-out tokens in data source {part.source!r}, and one sequence needs "
+            f"{data.sequence_length}: raise data.holdout, or give --data {part.source}.validation=GLOB{why}"
         )
-    pool, _ = cut(arrays, data.sequence_length)
-    if len(pool) < num_sequences:
-        log.warning("validation uses %d sequences: evaluate.num_sequences = %d are not there", len(pool), num_sequences)
-    chosen = pool[np.linspace(0, len(pool) - 1, min(num_sequences, len(pool))).round().astype(int)]
-    return list(torch.from_numpy(chosen.astype(np.int64)).split(batch_size))
+    return cut(arrays, data.sequence_length)[0]
 
 
 def cut(arrays: list[np.ndarray], sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -193,37 +236,3 @@ def cut(arrays: list[np.ndarray], sequence_length: int) -> tuple[np.ndarray, np.
     tokens = np.concatenate(arrays)
     num_used = len(tokens) // sequence_length * sequence_length
     return tokens[:num_used].reshape(-1, sequence_length), tokens[num_used:].copy()
-
-
-def make_encoder(data: DataSpec, tokenizer: PreTrainedTokenizerBase) -> Encode:
-    """A function from a document to its token ids (int32) with the end-of-text token behind them.
-
-    Bytes are added up directly: the tokenizer's own path runs in Python, a letter at a time, and it would read a
-    "</s>" in a text as the end of the text.
-    """
-    end, num_ids = tokenizer.eos_token_id, len(tokenizer)
-    if not isinstance(end, int):
-        raise DataError(f"tokenizer {data.tokenizer!r} has no end-of-text token; choose another one (data.tokenizer)")
-
-    def encode(document: Document) -> np.ndarray:
-        if isinstance(document.content, str):
-            ids = _encode_bytes(document.content) if data.tokenizer == "bytes" else _encode_text(document.content)
-        else:
-            ids = document.content
-            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_ids:
-                raise DataError(
-                    f"{document.origin}: token ids from {ids.min()} to {ids.max()} do not fit the {num_ids} of "
-                    f"tokenizer {data.tokenizer!r} (data.tokenizer)"
-                )
-        ended = len(ids) > 0 and ids[-1] == end
-        return np.append(ids, [] if ended else [end]).astype(np.int32)
-
-    def _encode_text(text: str) -> np.ndarray:
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return np.asarray(ids, np.int32)
-
-    return encode
-
-
-def _encode_bytes(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32) + BYTE_OFFSET

@@ -11,11 +11,18 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from noloco_p2p.errors import CheckpointError, SettingsError
+from noloco_p2p.spec import ModelSpec
+from noloco_p2p.train.lora import has_adapters, merged_weights, save_adapters
 from noloco_p2p.train.model import quiet
 
 
-def export_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
+def export_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, adapters_of: ModelSpec | None = None
+) -> Path:
     """Write model and tokenizer so that `AutoModelForCausalLM` and `AutoTokenizer` load them with no network.
+
+    LoRA adapters are merged into the weights that are written; with `adapters_of`, the spec of the model, they are
+    written alone, as peft reads them.
 
     All of the folder appears at once, or nothing does. Raises SettingsError when `folder` exists and is not empty,
     CheckpointError when it cannot be written.
@@ -25,7 +32,7 @@ def export_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
-        _write(model, tokenizer, partial)
+        _write(model, tokenizer, partial, adapters_of)
         partial.chmod(0o755)
         partial.rename(folder)  # replaces an empty folder, never a full one
     except (OSError, SafetensorError) as error:
@@ -42,14 +49,21 @@ def check_export_folder(folder: Path) -> None:
         raise SettingsError(f"{folder} exists and is not an empty folder; nothing is overwritten, name another one")
 
 
-def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def _write(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, adapters_of: ModelSpec | None
+) -> None:
     use_cache = model.config.use_cache
     model.config.use_cache = True  # off in training only
     for config in (model.config, model.generation_config):
         config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     try:
         with quiet():
-            model.save_pretrained(folder)
+            if adapters_of:
+                save_adapters(model, adapters_of.lora, folder, base=adapters_of.pretrained)
+            elif has_adapters(model):
+                model.save_pretrained(folder, state_dict=merged_weights(model))
+            else:
+                model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
     finally:
         model.config.use_cache = use_cache

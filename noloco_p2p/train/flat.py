@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from blake3 import blake3
@@ -14,6 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from noloco_p2p.codec import chunk_bounds
 from noloco_p2p.errors import ModelError
+from noloco_p2p.gossip.layout import ModelLayout
+
+HASHED_AT_ONCE = 1 << 22  # numbers; what is copied for a digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class FlatParameters:
 
     def __init__(self, model: nn.Module) -> None:
         self.named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        self._frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
         if not self.named:
             raise ModelError("the model has no trainable parameters")
         self.device = self.named[0][1].device
@@ -45,10 +49,15 @@ class FlatParameters:
         if isinstance(param, DTensor):
             raise ModelError(f"{name} is sharded over several processes; `noloco join --gpus` trains such models")
 
+    @cached_property
+    def model_layout(self) -> ModelLayout:
+        """What partners must have in common. Frozen parameters do not travel, so their content counts (4 GB/s)."""
+        trainable = tuple((name, tuple(param.shape)) for name, param in self.named)
+        return ModelLayout(trainable, tuple((name, tuple(p.shape), content_digest(p)) for name, p in self._frozen))
+
     def layout(self) -> str:
-        """Digest of all names and shapes: two peers can swap only when it is the same."""
-        shapes = [[name, list(param.shape)] for name, param in self.named]
-        return blake3(json.dumps(shapes, separators=(",", ":")).encode()).hexdigest()
+        """Digest of `model_layout`: two peers can swap only when it is the same."""
+        return self.model_layout.digest()
 
     def read(self, start: int, stop: int) -> Tensor:
         """A new fp32 tensor with elements [start, stop), on the device of the parameters."""
@@ -102,3 +111,11 @@ class FlatParameters:
             first, last = max(start, offset), min(stop, offset + flat.numel())
             if first < last:  # not so for a parameter without elements
                 yield _Piece(flat[first - offset : last - offset], first - start, last - start)
+
+
+def content_digest(values: Tensor) -> str:
+    """blake3 of the bytes of a tensor, in its own dtype, wherever it lies."""
+    hasher = blake3()
+    for chunk in values.detach().reshape(-1).split(HASHED_AT_ONCE):
+        hasher.update(chunk.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()

@@ -115,7 +115,7 @@ def follow(ranks: Ranks, settings: PeerSettings) -> None:
 
 def build_follower(spec: dict[str, Any], ranks: Ranks, settings: PeerSettings) -> InnerStep:
     run = RunSpec.from_dict(spec, origin="rank 0")
-    model = build_model(run.model, sequence_length=run.data.sequence_length)
+    model = build_model(run.model, sequence_length=run.data.sequence_length, folders=settings.models)
     load_start(model, run.model.start, state_dir=settings.state_dir)
     compute = Compute.of(settings, rank=ranks.rank, num_ranks=ranks.size)
     switch_on(model, compute)

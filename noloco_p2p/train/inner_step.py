@@ -35,6 +35,7 @@ class InnerStep:
         self.trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.optimizers = make_inner_optimizers(self.trainable.values(), train, matrices=hidden_matrices(model))
         self.device = next(iter(self.trainable.values())).device
+        self.gradient_norm: Tensor | None = None  # of the last step, before clipping, where it lies
         self.micro_batch = self.compute.micro_batch
         self._is_bf16 = self.compute.is_bf16(self.device)
         self._is_offloaded = self.compute.offload_optimizer and self.device.type != "cpu"
@@ -59,7 +60,7 @@ class InnerStep:
 
     def update(self, *, progress: float) -> None:
         """Clip, step with the learning rate of `progress`, and forget the gradients."""
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.clip_norm)
+        self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.clip_norm)
         for optimizer, stepper in zip(self.optimizers, self._steppers, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(self.train, progress)

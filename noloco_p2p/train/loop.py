@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,19 @@ from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.train.compute import Compute, choose_device, switch_on
 from noloco_p2p.train.data import TokenStream, validation_batches
 from noloco_p2p.train.evaluate import evaluate_loss, perplexity
+from noloco_p2p.train.faults import Fault, Faults
 from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.follower import LeadingStep
+from noloco_p2p.train.gauges import Gauges
 from noloco_p2p.train.inner_step import InnerStep
 from noloco_p2p.train.model import build_model, build_tokenizer, check_vocabulary
 from noloco_p2p.train.needs import Needs, estimate, probe_step_s
 from noloco_p2p.train.outer import LossCheck, NoLoCo, RoundResult
+from noloco_p2p.train.prefetch import Prefetcher
 from noloco_p2p.train.ranks import Ranks, Verb, text_payload
 from noloco_p2p.train.sharded import ShardedParameters, shard
 from noloco_p2p.train.start import load_start
+from noloco_p2p.train.trackers import Trackers
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +58,18 @@ class Trainer:
         self.device = ranks.device if ranks else choose_device(settings.device)
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        tokenizer = build_tokenizer(spec.data)
-        self.batches = TokenStream(
+        self.events = EventLog(peer.run_folder / "events.jsonl")
+        tokenizer = build_tokenizer(spec.data, folders=settings.models)
+        stream = TokenStream(
             spec.data,
             tokenizer=tokenizer,
             bindings=settings.data,
             peer_id=peer.peer_id,
             batch_size=spec.train.batch_size,
             progress=peer.progress,
+            faults=Faults(self._data_fault),
         )
+        self.batches = Prefetcher(stream, pin_memory=self.device.type == "cuda")
         self.validation = validation_batches(
             spec.data,
             tokenizer=tokenizer,
@@ -70,11 +77,11 @@ class Trainer:
             num_sequences=spec.evaluate.num_sequences,
             batch_size=spec.train.batch_size,
             progress=peer.progress,
+            faults=Faults(self._data_fault),
         )
         with peer.progress.task("building the model"):
-            self.model = build_model(spec.model, sequence_length=spec.data.sequence_length)
+            self.model = build_model(spec.model, sequence_length=spec.data.sequence_length, folders=settings.models)
         check_vocabulary(self.model, tokenizer)
-        self.events = EventLog(peer.run_folder / "events.jsonl")
         peer.tell_long_swaps(lambda swap: self.events.write("swap", **asdict(swap)))
         self.checkpoints = Checkpoints(peer.run_folder / "checkpoints", keep=settings.keep_checkpoints)
         self._losses: list[Tensor] = []
@@ -100,6 +107,14 @@ class Trainer:
                 "live peer gave its state; join with a ticket of a live peer, or make it again with `noloco fork`"
             )
         self._batch = self.validation[0]  # the one of now; its own order of the data is what no partner knows
+        self.gauges = Gauges(self.model, self.device, sequence_length=spec.data.sequence_length)
+        self.trackers = Trackers.of(
+            settings.trackers,
+            folder=peer.run_folder,
+            run=spec.run_id,
+            peer_id=peer.peer_id,
+            config=spec.model_dump(mode="json"),
+        )
         self._round_began_s = time.monotonic()
 
     def _place_model(self, ranks: Ranks | None) -> tuple[InnerStep, FlatParameters]:
@@ -108,9 +123,10 @@ class Trainer:
         switch_on(self.model, compute)
         if ranks:
             ranks.order(Verb.BUILD, payload=text_payload(self.spec.canonical_json()))
+            layout = FlatParameters(self.model).model_layout
             shard(self.model, ranks, compute)
             inner_step = LeadingStep(self.model, self.spec.train, compute, ranks)
-            return inner_step, ShardedParameters(self.model, ranks)
+            return inner_step, ShardedParameters(self.model, ranks, layout=layout)
         torch.nn.Module.to(self.model, self.device)  # the type of transformers' own `to` is of no use
         return InnerStep(self.model, self.spec.train, compute), FlatParameters(self.model)
 
@@ -133,6 +149,7 @@ class Trainer:
         return estimate(
             self.spec,
             num_parameters=num_parameters,
+            frozen_bytes=sum(param.nbytes for param in self.model.parameters() if not param.requires_grad),
             step_s=step_s,
             folder=settings.state_dir,
             compute=self.inner_step.compute,
@@ -152,8 +169,11 @@ class Trainer:
         self.model.train()
         self._round_began_s = time.monotonic()
         while not self.finished:
-            self._batch, seed = draw(self.batches), step_seed(self.peer.peer_id, metrics.step)
-            loss = self.inner_step(self._batch, progress=self.outer.progress, seed=seed)
+            batch = draw(self._next_batch)
+            if batch is None:
+                break
+            self._batch, seed = batch, step_seed(self.peer.peer_id, metrics.step)
+            loss = self.inner_step(batch, progress=self.outer.progress, seed=seed)
             self._losses.append(loss)
             metrics.step += 1
             result = self.outer.step()
@@ -163,9 +183,11 @@ class Trainer:
                 self._pause()
             if self.peer.leave_requested.is_set() or metrics.step == last_step:
                 break
+        self.batches.close()
         if not self.peer.leave_requested.is_set():  # who asked to leave waits: no evaluation before the checkpoint
             self._evaluate()
         folder = self._save()
+        self.trackers.close()
         self.events.write("finished" if self.finished else "stopped", **metrics.as_dict())
         if folder:
             self.say(f"step {metrics.step} | checkpoint {folder}")
@@ -175,6 +197,15 @@ class Trainer:
     def finished(self) -> bool:
         """The schedule is done and the last round with it."""
         return self.outer.progress >= AT_END and self.outer.is_between_rounds
+
+    def _next_batch(self) -> Tensor | None:
+        """None when somebody asked to leave while the data was waited for."""
+        return self.batches.get(until=self.peer.leave_requested.is_set)
+
+    def _data_fault(self, fault: Fault) -> None:
+        """Called by the thread that reads."""
+        self.peer.metrics.data_faults += 1
+        self.events.write("data_fault", **asdict(fault))
 
     def _pause(self) -> None:
         """Until it is resumed or asked to leave. What the machine holds is on disk, too, should it be switched off."""
@@ -199,7 +230,9 @@ class Trainer:
             metrics.loss = float(torch.stack(self._losses).mean())  # waits for the accelerator, once a round
         metrics.inner_steps_per_s = steps / seconds
         metrics.tokens_per_s = steps * self.spec.train.batch_size * self.spec.data.sequence_length / seconds
+        self.gauges.take(metrics, gradient_norm=self.inner_step.gradient_norm, waited_s=self.batches.waited_s)
         self.peer.count_traffic()
+        self.trackers.log(metrics.as_dict())
         self.events.write("round", **metrics.as_dict(), live_peers=self.peer.live_peers())
         self.say(round_line(metrics, num_live=self.peer.live_peers()))
         self._losses.clear()
@@ -224,6 +257,7 @@ class Trainer:
         with self.inner_step.together():
             loss = evaluate_loss(self.model, self.validation, progress=self.peer.progress)
         metrics.validation_loss = loss
+        self.trackers.log(metrics.as_dict())
         self.events.write("evaluated", step=metrics.step, round=metrics.round, validation_loss=loss)
         self.say(f"round {metrics.round} | validation loss {show_loss(loss)}, perplexity {perplexity(loss):.4g}")
 
@@ -263,10 +297,10 @@ class Trainer:
         self.say(f"resumed from step {self.peer.metrics.step}, round {self.outer.round} ({checkpoint.path})")
 
 
-def draw(batches: Iterator[Tensor]) -> Tensor:
+def draw(next_batch: Callable[[], Tensor | None]) -> Tensor | None:
     """The next batch. Raises DataError when there is no memory for it: the others go on, and so does a restart."""
     try:
-        return next(batches)
+        return next_batch()
     except MemoryError:
         raise DataError(
             "no memory is left for the next batch; the last checkpoint stays: free some, and the same command resumes"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from noloco_p2p.ticket import Ticket
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.model import build_model
+from noloco_p2p.train.outer import check_layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,10 +46,11 @@ class TakenState:
         return self.model
 
 
-def from_checkpoint(folder: Path) -> TakenState:
+def from_checkpoint(folder: Path, *, folders: Mapping[str, str] | None = None) -> TakenState:
     """`folder`: a checkpoint, a folder of checkpoints, or the folder of a run; of several the newest is taken.
 
-    Raises CheckpointError.
+    `folders`: of models, by name. Raises CheckpointError, also when the checkpoint is of another model than its spec
+    gives here.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; a peer names its checkpoint when it leaves")
@@ -63,11 +66,18 @@ def from_checkpoint(folder: Path) -> TakenState:
             f"{checkpoint.path}: does not say of which run it is; it was not written by `noloco join`"
         )
     spec = RunSpec.from_dict(checkpoint.meta["spec"], origin=str(checkpoint.path))
-    model = build_model(spec.model, sequence_length=spec.data.sequence_length)
+    model = build_model(spec.model, sequence_length=spec.data.sequence_length, folders=folders)
+    check_layout(checkpoint, FlatParameters(model).model_layout)
     return TakenState(spec, model, checkpoint.load("outer")["slow_weights"], 1)
 
 
-async def from_swarm(ticket: Ticket, *, sample: int | None, progress: Progress | None = None) -> TakenState:
+async def from_swarm(
+    ticket: Ticket,
+    *,
+    sample: int | None,
+    progress: Progress | None = None,
+    folders: Mapping[str, str] | None = None,
+) -> TakenState:
     """The mean over all live peers, or over `sample` of them drawn at random. Holds two fp32 vectors: sum and one peer.
 
     Raises Unreachable when nobody gives a state.
@@ -82,7 +92,8 @@ async def from_swarm(ticket: Ticket, *, sample: int | None, progress: Progress |
         transport = GrpcTransport(lambda: hello, session=session)
         peers = [peer for peer in directory.live() if peer.can_be_called]
         spec = await fetch_spec(transport, peers, expected_digest=ticket.spec_digest)
-        model = build_model(spec.model, sequence_length=spec.data.sequence_length)
+        model = build_model(spec.model, sequence_length=spec.data.sequence_length, folders=folders)
+        parameters = FlatParameters(model)
         random.shuffle(peers)
         total, taken, wanted = None, 0, min(sample or len(peers), len(peers))
         with progress.task("merging", unit="peers") as report:
@@ -90,7 +101,7 @@ async def from_swarm(ticket: Ticket, *, sample: int | None, progress: Progress |
                 report(taken, wanted)
                 if taken == wanted:
                     break
-                state = await _one(transport, peer, FlatParameters(model), progress)
+                state = await _one(transport, peer, parameters, progress)
                 if state is None:
                     continue
                 total, taken = state if total is None else total.add_(state), taken + 1

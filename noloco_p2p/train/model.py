@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     ByT5Tokenizer,
@@ -21,13 +22,19 @@ from transformers.utils import logging as transformers_logging
 
 from noloco_p2p.errors import ModelError
 from noloco_p2p.spec import DataSpec, ModelSpec
+from noloco_p2p.train.lora import add_adapters, base_dtype
 
 ATTENTION = "sdpa"
-HUB_ADVICE = "Check the name, the revision, the network, and `hf auth login` where the owner asks for consent"
+HUB_ADVICE = (
+    "Check the name, the revision, the network, and `hf auth login` where the owner asks for consent; "
+    "a folder of this machine is bound with --model NAME=FOLDER"
+)
 
 
-def build_model(spec: ModelSpec, *, sequence_length: int) -> PreTrainedModel:
-    """The model at the start of the run: fp32, on the CPU, in training mode.
+def build_model(spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, str] | None = None) -> PreTrainedModel:
+    """The model at the start of the run: fp32, on the CPU, in training mode. `folders`: names that are bound here.
+
+    With `lora.rank` the weights are frozen, and of `lora.base_dtype`; the adapters in it are fp32.
 
     Weights drawn from `spec.seed` have the same bits on machines with the same torch and kind of CPU; elsewhere the
     last bit may differ, which the first swaps even out. The caller's random state stays as it is. No code from the hub
@@ -35,7 +42,11 @@ def build_model(spec: ModelSpec, *, sequence_length: int) -> PreTrainedModel:
     """
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(spec.seed)  # torch.manual_seed would touch the accelerators' state too
-        model = _pretrained(spec) if spec.pretrained else _llama(spec, sequence_length)
+        place = (folders or {}).get(spec.pretrained, spec.pretrained)
+        model = _named(spec, place) if spec.pretrained else _llama(spec, sequence_length)
+        if spec.lora.rank:
+            torch.nn.Module.to(model, base_dtype(spec.lora))
+            add_adapters(model, spec.lora)
     limit = getattr(model.config, "max_position_embeddings", None)
     if isinstance(limit, int) and limit < sequence_length:
         raise ModelError(f"data.sequence_length {sequence_length} is over the {limit} positions of {spec.pretrained!r}")
@@ -43,14 +54,15 @@ def build_model(spec: ModelSpec, *, sequence_length: int) -> PreTrainedModel:
     return model.train()
 
 
-def build_tokenizer(data: DataSpec) -> PreTrainedTokenizerBase:
-    """`bytes` needs no file and no network; any other name is looked up on the hub. Raises ModelError."""
+def build_tokenizer(data: DataSpec, *, folders: Mapping[str, str] | None = None) -> PreTrainedTokenizerBase:
+    """`bytes` needs no file and no network; another name is one of `folders`, or of the hub. Raises ModelError."""
     if data.tokenizer == "bytes":
         return ByT5Tokenizer()
     try:
         with quiet():
+            place = (folders or {}).get(data.tokenizer, data.tokenizer)
             return AutoTokenizer.from_pretrained(
-                data.tokenizer, revision=data.tokenizer_revision or "main", trust_remote_code=False
+                place, revision=data.tokenizer_revision or "main", trust_remote_code=False
             )
     except Exception as error:  # noqa: BLE001 - hub, network, parser and version errors share no base
         raise _unreadable("tokenizer", data.tokenizer, data.tokenizer_revision, error) from None
@@ -109,11 +121,17 @@ def _llama(spec: ModelSpec, sequence_length: int) -> PreTrainedModel:
     return LlamaForCausalLM(config)
 
 
-def _pretrained(spec: ModelSpec) -> PreTrainedModel:
-    options: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True, "dtype": torch.float32}
+def _named(spec: ModelSpec, place: str) -> PreTrainedModel:
+    """`place`: a hub name or a folder."""
+    options: dict[str, Any] = {"trust_remote_code": False, "revision": spec.revision or "main"}
     try:
+        if spec.random_weights:
+            config = AutoConfig.from_pretrained(place, **options)
+            return AutoModelForCausalLM.from_config(
+                config, attn_implementation=ATTENTION, dtype=torch.float32, trust_remote_code=False
+            )
         return AutoModelForCausalLM.from_pretrained(
-            spec.pretrained, revision=spec.revision or "main", attn_implementation=ATTENTION, **options
+            place, attn_implementation=ATTENTION, use_safetensors=True, dtype=base_dtype(spec.lora), **options
         )
     except Exception as error:  # noqa: BLE001 - hub, network, parser and version errors share no base
         raise _unreadable("model", spec.pretrained, spec.revision, error) from None

@@ -42,7 +42,7 @@ class Needs:
         """For people."""
         about = "about" if self.has_fixed_rounds else "as the link carries it, at most"
         return [
-            f"model: {count(self.num_parameters)} parameters, {self.step_s:.2f} s an inner step on this machine",
+            f"model: {count(self.num_parameters)} trainable parameters, {self.step_s:.2f} s an inner step here",
             f"needs: {mib(self.model_bytes)} to train (activations on top), {mib(self.outer_bytes)} for the outer step,"
             f" {mib(self.disk_bytes)} of disk",
             f"sends and receives: {mib(self.round_bytes)} a round, {about} {mib(self.hour_bytes)} an hour, each way",
@@ -65,12 +65,13 @@ def estimate(
     spec: RunSpec,
     *,
     num_parameters: int,
+    frozen_bytes: int = 0,
     step_s: float,
     folder: Path,
     compute: Compute | None = None,
     keep_checkpoints: int = 2,
 ) -> Needs:
-    """`step_s`: seconds of one inner step, measured here."""
+    """`num_parameters`: trainable ones; `frozen_bytes`: of the others; `step_s`: seconds of one inner step here."""
     compute = compute or Compute()
     moments = MOMENT_BYTES if compute.offload_optimizer else 0
     plans = section_plans(spec.codec, swap_momentum=spec.outer.sends_momentum, num_elements=num_parameters)
@@ -80,7 +81,7 @@ def estimate(
     rounds_per_hour = 3600 / max(step_s * shortest, 1e-6)
     return Needs(
         num_parameters=num_parameters,
-        model_bytes=(TRAINING_BYTES - moments) * num_parameters // compute.num_ranks,
+        model_bytes=((TRAINING_BYTES - moments) * num_parameters + frozen_bytes) // compute.num_ranks,
         outer_bytes=(OUTER_BYTES + moments) * num_parameters + 2 * round_bytes,
         disk_bytes=(keep_checkpoints + 1) * CHECKPOINT_BYTES * num_parameters,  # one is being written
         round_bytes=round_bytes,

@@ -23,11 +23,13 @@ from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.donor import SavedState, describe_state
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import StateManifest
+from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import Alone, Correction, Half, LonelyCause, Outcome, Swapped
 from noloco_p2p.gossip.round_length import RoundLength
 from noloco_p2p.optim.mixing import gradient_weight, late_beta, strengths
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.metrics import Metrics
+from noloco_p2p.train.buffers import persistent_buffers, restore_buffers
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.gating import Verdict
@@ -39,6 +41,7 @@ log = logging.getLogger(__name__)
 STATE_FILE = "outer"  # stem of the file with slow weights and outer momentum in a checkpoint
 FETCHED_FILE = "fetched.safetensors"  # the state of a live peer, until it is in memory
 FAST_FILE = "fast"  # stem of the file with the model's weights, when a checkpoint is taken within a round
+BUFFERS_FILE = "buffers"  # stem of the file with running statistics and the like, where a model has some
 
 
 class Swarm(Protocol):
@@ -56,7 +59,7 @@ class Swarm(Protocol):
     @property
     def metrics(self) -> Metrics: ...
 
-    def enter(self, *, layout: str, num_elements: int, target: Path | None) -> StateManifest | None:
+    def enter(self, *, layout: ModelLayout, num_elements: int, target: Path | None) -> StateManifest | None:
         """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file."""
         ...
 
@@ -99,7 +102,8 @@ class NoLoCo:
     """The outer optimizer of one peer.
 
     model: its trainable parameters are one flat vector, in the order of `named_parameters()`; they may be on any one
-        device and of any floating dtype.
+        device and of any floating dtype. Frozen parameters must be the same on all peers (their content is compared),
+        and never travel. Buffers stay each peer's own; a checkpoint keeps the persistent ones.
     peer: a running `Peer`. When it enters a swarm that already trains, the model takes the swarm's state; otherwise the
         model's own weights are the start. Peers that start apart must start equal: seed the model.
     save_every_rounds: how often the state that newcomers fetch is written; 0 = the caller does it (`save`).
@@ -127,6 +131,7 @@ class NoLoCo:
         self.round = 0
         self._peer = peer
         self._exchange = peer.exchange
+        self._model = model
         self._state = OuterState(parameters or model)
         self._steps = 0
         self._length = RoundLength(self.spec.outer)
@@ -217,6 +222,7 @@ class NoLoCo:
             "steps": self._steps,
             "inner_steps": self.inner_steps,
             "layout": self._state.layout,
+            "tensors": self._state.parameters.model_layout.as_json().decode(),
         }
 
     def _content(
@@ -224,6 +230,8 @@ class NoLoCo:
     ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """What a checkpoint holds: the outer state beside what the caller gives."""
         tensors = {STATE_FILE: self._state.tensors()}
+        if buffers := persistent_buffers(self._model):
+            tensors[BUFFERS_FILE] = buffers
         if self._steps:
             tensors[FAST_FILE] = self._state.parameters.named_values()
         return {**tensors, **files}, {**meta, "outer": self._place()}
@@ -233,7 +241,8 @@ class NoLoCo:
     def _enter(self, resume: Checkpoint | None) -> None:
         target = None if resume else self._peer.run_folder / FETCHED_FILE
         num_elements = self._state.num_elements
-        manifest = self._peer.enter(layout=self._state.layout, num_elements=num_elements, target=target)
+        layout = self._state.parameters.model_layout
+        manifest = self._peer.enter(layout=layout, num_elements=num_elements, target=target)
         if resume:
             self._resume(resume)
         elif manifest and target and self._take_fetched(target):
@@ -266,14 +275,15 @@ class NoLoCo:
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.meta["outer"]
-        if state["layout"] != self._state.layout:
-            raise CheckpointError(f"{checkpoint.path} is of another model; use another --state-dir, or `noloco fork`")
+        check_layout(checkpoint, self._state.parameters.model_layout)
         self._state.take(checkpoint.load(STATE_FILE))
         self.round, self.progress, self._steps = state["round"], state["progress"], state["steps"]
         if "inner_steps" in state:  # older ones are of runs with a fixed length
             self._length.resume(state["inner_steps"])
         if self._steps:
             self._state.parameters.take(checkpoint.load(FAST_FILE))
+        if buffers := persistent_buffers(self._model):
+            restore_buffers(buffers, checkpoint.load(BUFFERS_FILE))
         self._serve(checkpoint.path, state)
 
     def _open(self) -> None:
@@ -392,6 +402,8 @@ class NoLoCo:
                     log.warning("round %d | %s | own weights kept", result.round, reason)
                 return
         received = result.outcome.received
+        metrics.swap_hidden_s = max(0.0, received.seconds - result.blocked_s)
+        metrics.spread = self._state.spread
         metrics.last_partner = received.partner
         metrics.lateness_s, metrics.transfer_s = received.lateness_s, received.transfer_s
 
@@ -412,6 +424,20 @@ class NoLoCo:
         self._state.correct(correction, beta=beta, scales=verdict.scales)
         metrics.clipped_gradients += verdict.scales.partner < 1
         metrics.late += 1
+
+
+def check_layout(checkpoint: Checkpoint, layout: ModelLayout) -> None:
+    """Raises CheckpointError, with the first tensor that differs, when a checkpoint is of another model."""
+    state = checkpoint.meta["outer"]
+    if state["layout"] == layout.digest():
+        return
+    try:
+        difference = layout.first_difference(ModelLayout.from_json(state["tensors"]))
+    except (KeyError, ValueError):
+        difference = "it does not say which"
+    raise CheckpointError(
+        f"{checkpoint.path} is of another model: {difference}; use another --state-dir, or `noloco fork`"
+    )
 
 
 def describe_outcome(outcome: Outcome) -> str:

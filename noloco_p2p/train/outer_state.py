@@ -21,6 +21,7 @@ from noloco_p2p.train.gating import UNSCALED, Clipped, Gating, Verdict, scaled_h
 from noloco_p2p.train.staging import Staging, pin
 
 SLOW_WEIGHTS, OUTER_MOMENTUM = "slow_weights", "outer_momentum"
+SPREAD_CHUNKS = 16  # of the slow weights, or twice as many: an estimate takes milliseconds, and all of them would not
 
 
 class OuterState:
@@ -36,6 +37,7 @@ class OuterState:
         self.num_elements = self.parameters.num_elements
         self.slow_weights = torch.empty(self.num_elements)
         self.outer_momentum = torch.zeros(self.num_elements)
+        self.spread: float | None = None  # distance to the last partner over 2^0.5, as a share of the own norm
         self._bounds = chunk_bounds(self.num_elements)
         self._gating = Gating([param.numel() for _, param in self.parameters.named], limits)
         for start, stop in self._bounds:
@@ -115,18 +117,24 @@ class OuterState:
         gated = self._gating.open_step(received, scales)
         self._staging.begin()
         gradients_here = self._staging.chunks(self._gradient, [stop - start for start, stop in self._bounds])
+        apart, length, sampled = 0.0, 0.0, max(1, len(self._bounds) // SPREAD_CHUNKS)
         for index, ((start, stop), gradient) in enumerate(zip(self._bounds, gradients_here, strict=True)):
             slow, momentum = self.slow_weights[start:stop], self.outer_momentum[start:stop]
             gated.own_gradient(index, gradient)
-            if (apart := gated.gradient(index)) is not None:
-                gradient.add_(apart, alpha=gradient_weight)
-            if (apart := gated.offset(SectionName.OUTER_MOMENTUM, index)) is not None:
-                momentum.add_(apart, alpha=weight)
+            if (difference := gated.gradient(index)) is not None:
+                gradient.add_(difference, alpha=gradient_weight)
+            if (difference := gated.offset(SectionName.OUTER_MOMENTUM, index)) is not None:
+                momentum.add_(difference, alpha=weight)
             offset = gated.offset(SectionName.SLOW_WEIGHTS, index)
+            if offset is not None and index % sampled == 0:
+                apart, length = apart + float(offset.square().sum()), length + float(slow.square().sum())
             outer_step(slow, momentum, gradient, offset, alpha=alpha, beta=beta, gamma=gamma * weight)
             with self._staging.going_up():
                 self.parameters.write(start, slow)
         self.parameters.flush()
+        if length:
+            # With replicas scattered by s around their mean, two of them are 2^0.5 s apart, and `offset` is half that.
+            self.spread = (2 * apart / length) ** 0.5
         return gated.close()
 
     @torch.no_grad()

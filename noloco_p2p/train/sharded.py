@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from noloco_p2p.codec import chunk_bounds
+from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.train.compute import Compute, blocks, local
 from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.ranks import Ranks, Verb
@@ -130,10 +131,16 @@ class LedVector:
 
 
 class ShardedParameters(FlatParameters):
-    """Rank 0's view of all trainable parameters. What is written arrives with `flush`, at the latest."""
+    """Rank 0's view of all trainable parameters. What is written arrives with `flush`, at the latest.
 
-    def __init__(self, model: nn.Module, ranks: Ranks, *, window_elements: int = WINDOW_ELEMENTS) -> None:
+    layout: of the model before it was sharded, as a digest of frozen weights would need all ranks.
+    """
+
+    def __init__(
+        self, model: nn.Module, ranks: Ranks, *, layout: ModelLayout, window_elements: int = WINDOW_ELEMENTS
+    ) -> None:
         super().__init__(model)
+        self.model_layout = layout
         self._led = LedVector(ShardedVector([param for _, param in self.named], ranks), ranks, number=0)
         size = min(window_elements, self.num_elements)
         self._read, self._read_start, self._read_stop = torch.empty(size, device=self.device), 0, 0

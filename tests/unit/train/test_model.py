@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from noloco_p2p.errors import ModelError
-from noloco_p2p.spec import DataSpec, ModelSpec
+from noloco_p2p.errors import ModelError, SpecError
+from noloco_p2p.spec import DataSpec, ModelSpec, RunSpec
 from noloco_p2p.train.model import build_model, build_tokenizer, check_vocabulary
 
 SMALL = ModelSpec(hidden_size=32, num_layers=2, num_heads=4, mlp_size=48)
+NAMED = ModelSpec(pretrained="mine")
 
 SILENT_AND_OFFLINE = """
 import sys
@@ -79,7 +80,7 @@ def test_a_saved_folder_is_a_pretrained_model(tmp_path: Path, capfd: pytest.Capt
     model = build_model(SMALL.model_copy(update={"seed": 5}), sequence_length=16)
     model.save_pretrained(tmp_path)
     capfd.readouterr()  # what save_pretrained itself shows
-    again = build_model(ModelSpec(pretrained=str(tmp_path)), sequence_length=16)
+    again = build_model(NAMED, sequence_length=16, folders={"mine": str(tmp_path)})
     assert torch.equal(_embeddings(again), _embeddings(model))
     assert again.training
     assert again.dtype == torch.float32
@@ -89,12 +90,12 @@ def test_a_saved_folder_is_a_pretrained_model(tmp_path: Path, capfd: pytest.Capt
 def test_a_sequence_longer_than_the_pretrained_model_knows_is_refused(tmp_path: Path) -> None:
     build_model(SMALL, sequence_length=16).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"data\.sequence_length 32 is over the 16 positions"):
-        build_model(ModelSpec(pretrained=str(tmp_path)), sequence_length=32)
+        build_model(NAMED, sequence_length=32, folders={"mine": str(tmp_path)})
 
 
 def test_a_folder_without_a_model_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be loaded"):
-        build_model(ModelSpec(pretrained=str(tmp_path)), sequence_length=16)
+        build_model(NAMED, sequence_length=16, folders={"mine": str(tmp_path)})
 
 
 def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match="safetensors"):
-        build_model(ModelSpec(pretrained=str(tmp_path)), sequence_length=16)
+        build_model(NAMED, sequence_length=16, folders={"mine": str(tmp_path)})
 
 
 def test_a_hub_name_that_cannot_be_reached_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +120,28 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused() -> None:
     small = build_model(SMALL.model_copy(update={"vocab_size": 300}), sequence_length=16)
     with pytest.raises(ModelError, match=r"model\.vocab_size is 300.*384"):
         check_vocabulary(small, tokenizer)
+
+
+def test_the_architecture_of_a_named_model_takes_weights_of_the_seed(tmp_path: Path) -> None:
+    """Any kind that transformers knows, not only a Llama."""
+    config = GPT2Config(vocab_size=384, n_embd=32, n_layer=1, n_head=2, n_positions=16)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    folders = {"mine": str(tmp_path)}
+    spec = NAMED.model_copy(update={"random_weights": True})
+    one, two = (build_model(spec, sequence_length=16, folders=folders) for _ in range(2))
+    saved = build_model(NAMED, sequence_length=16, folders=folders)
+    assert isinstance(one, GPT2LMHeadModel)
+    head = [model.get_parameter("transformer.wte.weight") for model in (one, two, saved)]
+    assert torch.equal(head[0], head[1])
+    assert not torch.equal(head[0], head[2])
+
+
+def test_a_path_in_a_spec_is_refused_with_the_way_to_name_it() -> None:
+    for values in ({"model": {"pretrained": "/etc"}}, {"data": {"tokenizer": "../x"}}):
+        with pytest.raises(SpecError, match=r"must be a name, never a path.*--model NAME=FOLDER"):
+            RunSpec.from_dict({"name": "x", **values}, origin="run.toml")
+    with pytest.raises(SpecError, match=r"model\.random_weights needs a model"):
+        RunSpec.from_dict({"name": "x", "model": {"random_weights": True}}, origin="run.toml")
 
 
 def _embeddings(model: PreTrainedModel) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch import nn
 
 from noloco_p2p.gossip.donor import state_file_bytes
 from noloco_p2p.gossip.frames import StateManifest
+from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import Alone, Half, Swapped
 from noloco_p2p.gossip.round import Phase
 from noloco_p2p.gossip.staleness import FRESH_ROUNDS
@@ -480,7 +481,7 @@ def test_who_is_left_behind_takes_the_state_of_the_swarm_and_goes_on_from_there(
 class Liar(MemoryPeer):
     """Gives a newcomer a file of the right size that is no state, or one whose numbers are not finite."""
 
-    def enter(self, *, layout: str, num_elements: int, target: Path | None) -> StateManifest | None:
+    def enter(self, *, layout: ModelLayout, num_elements: int, target: Path | None) -> StateManifest | None:
         assert target is not None
         if self.peer_id == "garbage":
             target.write_bytes(b"\xff" * state_file_bytes(num_elements))
@@ -488,7 +489,7 @@ class Liar(MemoryPeer):
             save_file(
                 {"slow_weights": torch.full((num_elements,), torch.nan), "outer_momentum": torch.zeros(1)}, target
             )
-        return StateManifest(layout, num_elements, 7, 0.5, state_file_bytes(num_elements), ())
+        return StateManifest(layout.digest(), num_elements, 7, 0.5, state_file_bytes(num_elements), ())
 
 
 @pytest.mark.parametrize("name", ["garbage", "nan"])

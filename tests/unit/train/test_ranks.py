@@ -85,8 +85,9 @@ def lead(ranks: Ranks, spec: RunSpec = SPEC) -> tuple[LeadingStep, OuterState]:
     ranks.order(Verb.BUILD, payload=text_payload(spec.canonical_json()))
     model = build_model(SPEC.model, sequence_length=16)
     compute = Compute(micro_batch=1, num_ranks=ranks.size)
+    layout = FlatParameters(model).model_layout
     shard(model, ranks, compute)
-    parameters = ShardedParameters(model, ranks, window_elements=WINDOW_ELEMENTS)
+    parameters = ShardedParameters(model, ranks, layout=layout, window_elements=WINDOW_ELEMENTS)
     return LeadingStep(model, spec.train, compute, ranks), OuterState(parameters)
 
 

@@ -263,22 +263,28 @@ class Frame(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., header: _Optional[_Union[Header, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("hello", "spec", "manifest", "chunks")
+    __slots__ = ("hello", "spec", "manifest", "chunks", "layout")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     spec: SpecRequest
     manifest: ManifestRequest
     chunks: ChunksRequest
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., spec: _Optional[_Union[SpecRequest, _Mapping]] = ..., manifest: _Optional[_Union[ManifestRequest, _Mapping]] = ..., chunks: _Optional[_Union[ChunksRequest, _Mapping]] = ...) -> None: ...
+    layout: LayoutRequest
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., spec: _Optional[_Union[SpecRequest, _Mapping]] = ..., manifest: _Optional[_Union[ManifestRequest, _Mapping]] = ..., chunks: _Optional[_Union[ChunksRequest, _Mapping]] = ..., layout: _Optional[_Union[LayoutRequest, _Mapping]] = ...) -> None: ...
 
 class SpecRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ManifestRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LayoutRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -291,18 +297,20 @@ class ChunksRequest(_message.Message):
     def __init__(self, manifest_digest: _Optional[bytes] = ..., indices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FetchReply(_message.Message):
-    __slots__ = ("spec_json", "manifest", "chunk", "refuse", "place")
+    __slots__ = ("spec_json", "manifest", "chunk", "refuse", "place", "layout_json")
     SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     REFUSE_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_JSON_FIELD_NUMBER: _ClassVar[int]
     spec_json: bytes
     manifest: Manifest
     chunk: StateChunk
     refuse: Refuse
     place: QueuePlace
-    def __init__(self, spec_json: _Optional[bytes] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., place: _Optional[_Union[QueuePlace, _Mapping]] = ...) -> None: ...
+    layout_json: bytes
+    def __init__(self, spec_json: _Optional[bytes] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., place: _Optional[_Union[QueuePlace, _Mapping]] = ..., layout_json: _Optional[bytes] = ...) -> None: ...
 
 class QueuePlace(_message.Message):
     __slots__ = ("position", "left_s")

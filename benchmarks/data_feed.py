@@ -1,0 +1,152 @@
+"""How data reaches training: packing waste, repeats across a swarm that does not coordinate, tokens a second.
+
+    python benchmarks/data_feed.py [--quick] [--json FILE]
+
+Repeats: of the documents that all peers together have read, the share that somebody had read before. The yardstick is
+what independent random draws without replacement per peer give; a swarm with a master would have none in an epoch.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import claims
+import torch
+from claims import Claim
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from noloco_p2p.spec import DataSpec
+from noloco_p2p.train.corpus import Source, builtin_corpus
+from noloco_p2p.train.data import TokenStream
+from noloco_p2p.train.prefetch import Prefetcher
+from noloco_p2p.train.reader import Document, Piece, Row
+
+NUM_PEERS = 16
+VOCABULARY = 8192
+PAD, END = 0, 1
+
+
+def measure(quick: bool) -> list[Claim]:
+    logging.getLogger("noloco_p2p").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        files = write_files(Path(folder), num_documents=2_000 if quick else 20_000)
+        return [*packing(files, num_blocks=3 if quick else 12), *repeats(quick), *speeds(files, quick)]
+
+
+def write_files(folder: Path, *, num_documents: int) -> str:
+    """Documents of very different lengths (log-normal, about 350 words in the mean), as C4 is stored."""
+    rng = random.Random(7)
+    words = [word for document in islice(builtin_corpus().read(), 50) for word in str(document.content).split()]
+    for shard in range(8):
+        with gzip.open(folder / f"c4-train.{shard:05d}-of-00008.json.gz", "wt", compresslevel=3) as file:
+            for _ in range(num_documents // 8):
+                start, length = rng.randrange(len(words)), int(rng.lognormvariate(5.4, 1.0)) + 1
+                file.write(json.dumps({"text": " ".join(words[start : start + length])}) + "\n")
+    return f"{folder}/*.json.gz"
+
+
+def packing(files: str, *, num_blocks: int) -> list[Claim]:
+    """Tokens of documents that reach no batch, and padding, over the tokens read."""
+    data = DataSpec(source="c4", sequence_length=1024)
+    stream = TokenStream(data, tokenizer=ByT5Tokenizer(), bindings={"c4": files}, peer_id="a", batch_size=1)
+    given = padding = blocks = 0
+    start = stream.state_dict()
+    while blocks < num_blocks:
+        batch = next(stream)
+        state = stream.state_dict()
+        if state["block"] != start["block"]:  # this batch is the first one of the next block: the last one is whole
+            blocks, start = blocks + 1, state
+            taken, carry = start["feeds"][0]["taken_tokens"], len(start["carry"])
+            lost = taken - carry - given
+        given += batch.numel()
+        padding += int((batch == PAD).sum())
+    return [Claim("packing waste", 100 * (lost + padding) / taken, "%", "under 0.1 %", (lost + padding) / taken < 1e-3)]
+
+
+def repeats(quick: bool) -> list[Claim]:
+    found = []
+    for name, num_files, num_rows, thin in (
+        ("1,024 shards (hub)", 1024, 40 if quick else 200, False),
+        ("4 files here", 4, 10_000 if quick else 50_000, True),
+    ):
+        for share in (0.1, 1.0):
+            measured, independent = repeats_of(num_files, num_rows, thin=thin, share=share)
+            what = f"repeats, {NUM_PEERS} peers, {name}, {share:g} of the corpus read"
+            target = f"at most independent draws' {100 * independent:.2f} % + 1"
+            found.append(Claim(what, 100 * measured, "%", target, measured <= independent + 0.01))
+    return found
+
+
+def repeats_of(num_files: int, num_rows: int, *, thin: bool, share: float) -> tuple[float, float]:
+    """(measured, expected of independent draws); `share`: documents that all peers read together, over all."""
+    source = Source([_piece(str(index), num_rows) for index in range(num_files)], thin=thin)
+    each = int(share * num_files * num_rows / NUM_PEERS)
+    seen: set[str] = set()
+    firsts = set()
+    for peer in range(NUM_PEERS):
+        read = [str(document.content) for document in islice(source.read(order=f"peer-{peer}/0"), each)]
+        firsts.add(tuple(read[:20]))
+        seen.update(read)
+    assert len(firsts) == NUM_PEERS, "two peers began alike"
+    expected_unique = 1 - (1 - share / NUM_PEERS) ** NUM_PEERS
+    return 1 - len(seen) / (each * NUM_PEERS), 1 - expected_unique / share
+
+
+def _piece(name: str, num_rows: int) -> Piece:
+    def rows(start: int) -> Iterator[Row]:
+        return (Document(f"{name}/{row}", origin=name) for row in range(start, num_rows))
+
+    return Piece(name, rows)
+
+
+def speeds(files: str, quick: bool) -> list[Claim]:
+    found = []
+    for name, tokenizer in (("bytes", ByT5Tokenizer()), ("BPE", trained_tokenizer())):
+        data = DataSpec(source="c4", sequence_length=1024, tokenizer=name)
+        stream = TokenStream(data, tokenizer=tokenizer, bindings={"c4": files}, peer_id="a", batch_size=16)
+        next(stream)
+        began_s, num_tokens, seconds = time.monotonic(), 0, 2.0 if quick else 10.0
+        while time.monotonic() - began_s < seconds:
+            num_tokens += next(stream).numel()
+        rate = num_tokens / (time.monotonic() - began_s)
+        found.append(Claim(f"reads, tokenizes ({name}) and packs .json.gz", rate, "tokens/s"))
+    data = DataSpec(source="c4", sequence_length=1024)
+    stream = TokenStream(data, tokenizer=ByT5Tokenizer(), bindings={"c4": files}, peer_id="a", batch_size=4)
+    ahead = Prefetcher(stream)
+    next(ahead)
+    before_s, began_s = ahead.waited_s, time.monotonic()
+    for _ in range(150 if quick else 600):  # an inner step of 20 ms: 200,000 tokens a second
+        time.sleep(0.02)
+        next(ahead)
+    waited = (ahead.waited_s - before_s) / (time.monotonic() - began_s)
+    ahead.close()
+    found.append(
+        Claim("time that training at 200k tokens/s waits for the worker", 100 * waited, "%", "under 1 %", waited < 0.01)
+    )
+    return found
+
+
+def trained_tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    texts = (str(document.content) for document in islice(builtin_corpus().read(), 200))
+    bpe.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<pad>", "</s>"], show_progress=False)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>", pad_token="<pad>")
+
+
+if __name__ == "__main__":
+    claims.run(measure, doc=__doc__)

@@ -1,0 +1,75 @@
+"""NoLoCo in a Hugging Face `Trainer`: one callback, and the rest of the script stays as it was.
+
+    python examples/hf_trainer.py                # the first peer; prints a ticket
+    python examples/hf_trainer.py noloco1...     # another one, on any machine
+
+Needs `pip install accelerate`, as the Trainer does.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from noloco_p2p import NoLoCo, OuterSpec, Peer, RunSpec
+
+
+class NoLoCoCallback(TrainerCallback):
+    """Takes the outer step after every optimizer step, in place on the model of the Trainer."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.outer = NoLoCo(model, self.peer)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.outer.step():
+            print(f"step {state.global_step}: {self.peer.metrics.last_outcome}", flush=True)
+        control.should_training_stop |= self.peer.leave_requested.is_set()
+
+
+class Counting(torch.utils.data.Dataset):
+    """Your data here: these are rows of numbers that count up."""
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = index % 200 + torch.arange(16)
+        return {"input_ids": ids, "labels": ids}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("ticket", nargs="?", help="of a peer that runs this script")
+    parser.add_argument("--state-dir", type=Path, default=Path("example-peer"))
+    parser.add_argument("--listen", default="0.0.0.0:0")
+    parser.add_argument("--steps", type=int, default=500)
+    args = parser.parse_args(arguments)
+
+    torch.manual_seed(0)  # peers that start apart must start equal
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
+    spec = RunSpec(name="hf-trainer", outer=OuterSpec(inner_steps=20))
+    with Peer.join(args.ticket or spec, state_dir=args.state_dir, listen=args.listen) as peer:
+        print(f"others join with: python {__file__} {peer.ticket}", flush=True)
+        settings = TrainingArguments(
+            output_dir=str(args.state_dir / "trainer"),
+            max_steps=args.steps,
+            per_device_train_batch_size=8,
+            learning_rate=1e-3,
+            seed=sum(peer.peer_id.encode()),  # another order of the data on every peer
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            logging_steps=20,
+        )
+        Trainer(model, settings, train_dataset=Counting(), callbacks=[NoLoCoCallback(peer)]).train()
+
+
+if __name__ == "__main__":
+    main()

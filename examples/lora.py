@@ -1,0 +1,58 @@
+"""Fine-tune a model together that is larger than anybody could swap whole: only LoRA adapters travel.
+
+    python examples/lora.py MODEL                       # a folder or a hub name; the first peer, prints a ticket
+    python examples/lora.py MODEL --ticket noloco1...   # another one, on any machine with the same MODEL
+
+The trainer does the same from a run spec: [model.lora] rank = 16. Needs `pip install 'noloco_p2p[lora]'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from noloco_p2p import NoLoCo, OuterSpec, Peer, RunSpec
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--ticket", help="of a peer that runs this script")
+    parser.add_argument("--state-dir", type=Path, default=Path("example-peer"))
+    parser.add_argument("--listen", default="0.0.0.0:0")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--save", type=Path, help="write the adapters there")
+    args = parser.parse_args(arguments)
+
+    base = AutoModelForCausalLM.from_pretrained(args.model)
+    torch.manual_seed(0)  # adapters of peers that start apart must start equal
+    model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=2e-4)
+    model.print_trainable_parameters()
+
+    spec = RunSpec(name="lora-example", outer=OuterSpec(inner_steps=20))
+    with Peer.join(args.ticket or spec, state_dir=args.state_dir, listen=args.listen) as peer:
+        print(f"others join with: python {__file__} {args.model} --ticket {peer.ticket}", flush=True)
+        outer = NoLoCo(model, peer)  # frozen weights are compared, and never sent
+        for _ in range(args.steps):
+            start = torch.randint(3, 200, (4, 1))  # your text here: these are rows of numbers that count up
+            batch = start + torch.arange(16)
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            result = outer.step()
+            if result:
+                print(f"round {result.round}: loss {loss.item():.4f}, {peer.metrics.last_outcome}", flush=True)
+            if peer.leave_requested.is_set():
+                break
+        if args.save:
+            model.save_pretrained(args.save)
+
+
+if __name__ == "__main__":
+    main()

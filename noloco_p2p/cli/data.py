@@ -1,0 +1,82 @@
+"""noloco data check"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from noloco_p2p.cli.options import Data, Json, Model, print_json
+
+if TYPE_CHECKING:
+    from noloco_p2p.train.data_check import DataReport
+
+SHOWN_FAULTS = 20
+SHOWN_CHARS = 300
+
+app = typer.Typer(help="What this machine has of the data of a run.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def _data() -> None:
+    """Keeps `check` a verb of its own."""
+
+
+@app.command()
+def check(
+    file: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The run spec.")],
+    data: Data = None,
+    model: Model = None,
+    full: Annotated[bool, typer.Option("--full", help="Read every file to its end, not its first rows only.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show samples, tokens a second, and what is wrong with the files. Exit code 1 when something is."""
+    from noloco_p2p.settings import PeerSettings, parse_bindings, parse_folders
+    from noloco_p2p.spec import RunSpec
+
+    spec = RunSpec.load(file)
+    flags = {"data": parse_bindings(data) if data else None, "models": parse_folders(model) if model else None}
+    settings = PeerSettings.load(flags)
+    from noloco_p2p.telemetry.bars import drawing
+    from noloco_p2p.telemetry.progress import Progress
+    from noloco_p2p.train.data_check import check_data
+    from noloco_p2p.train.model import build_tokenizer
+
+    logging.getLogger("noloco_p2p.train.faults").setLevel(logging.ERROR)  # the report names them
+    report = check_data(
+        spec.data,
+        tokenizer=build_tokenizer(spec.data, folders=settings.models),
+        bindings=settings.data,
+        num_sequences=spec.evaluate.num_sequences,
+        full=full,
+        progress=None if as_json else Progress(drawing(print)),
+    )
+    if as_json:
+        print_json(asdict(report))
+    else:
+        _tell(report)
+    if report.num_faults:
+        raise typer.Exit(1)
+
+
+def _tell(report: DataReport) -> None:
+    from noloco_p2p.telemetry.console import count
+
+    for source in report.sources:
+        looked = "" if source.num_looked_at == source.num_files else f" ({source.num_looked_at} looked at)"
+        print(
+            f"{source.name}: {source.num_files} files{looked}, {count(source.num_documents)} documents "
+            f"in {count(source.num_rows)} rows read"
+        )
+    for number, sample in enumerate(report.samples, start=1):
+        print(f"sample {number}: {sample[:SHOWN_CHARS]!r}")
+    print(f"reads and packs {count(report.tokens_per_s)} tokens/s here ({count(report.num_tokens)} tokens)")
+    print(f"held out: {report.num_held_out} sequences")
+    print(f"faults: {report.num_faults or 'none'}")
+    for fault in report.faults[:SHOWN_FAULTS]:
+        print(f"  {fault}")
+    if report.num_faults > SHOWN_FAULTS:
+        print(f"  and {report.num_faults - SHOWN_FAULTS} more; --json lists {len(report.faults)}")

@@ -1,0 +1,68 @@
+"""noloco evaluate"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from noloco_p2p.cli.options import Data, Json, Model, print_json
+
+
+def evaluate(
+    checkpoints: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="CHECKPOINT...", help="Checkpoints, or folders of runs; of several also their mean is judged."
+        ),
+    ],
+    data: Data = None,
+    model: Model = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda:N.", show_default="auto")] = None,
+    as_json: Json = False,
+) -> None:
+    """Perplexity on the held-out sequences of the run: of each peer's weights, and of the merged model."""
+    from noloco_p2p.settings import PeerSettings, parse_bindings, parse_folders
+
+    flags = {
+        "data": parse_bindings(data) if data else None,
+        "models": parse_folders(model) if model else None,
+        "device": device,
+    }
+    settings = PeerSettings.load(flags)
+    from noloco_p2p.telemetry.bars import drawing
+    from noloco_p2p.telemetry.progress import Progress
+    from noloco_p2p.train.evaluate import perplexity
+    from noloco_p2p.train.judge import judge_each
+    from noloco_p2p.train.loop import choose_device
+
+    verdict = judge_each(
+        checkpoints,
+        device=choose_device(settings.device),
+        bindings=settings.data,
+        models=settings.models,
+        progress=None if as_json else Progress(drawing(print)),
+    )
+    if as_json:
+        print_json(
+            {
+                "run": verdict.spec.name,
+                "num_sequences": verdict.num_sequences,
+                "peers": [
+                    {"checkpoint": str(folder), "validation_loss": loss, "perplexity": perplexity(loss)}
+                    for folder, loss in verdict.losses.items()
+                ],
+                "merged": {"validation_loss": verdict.merged_loss, "perplexity": perplexity(verdict.merged_loss)},
+                "spread": verdict.spread,
+            }
+        )
+        return
+    rows = [(str(folder), loss) for folder, loss in verdict.losses.items()]
+    if len(rows) > 1:
+        rows.append((f"mean of {len(rows)}", verdict.merged_loss))
+    for name, loss in rows:
+        print(f"{name}: validation loss {loss:.4f}, perplexity {perplexity(loss):.4g}")
+    if len(verdict.losses) > 1:
+        print(f"spread of the weights: {100 * verdict.spread:.2g} % of their norm")
+    print(f"on {verdict.num_sequences} held-out sequences of run {verdict.spec.name}")

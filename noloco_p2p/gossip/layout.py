@@ -1,0 +1,81 @@
+"""Which tensors a model has: what two peers must have in common before they can swap."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from blake3 import blake3
+
+MAX_LAYOUT_BYTES = 1 << 20  # some 10,000 tensors; a list that comes from the network is refused above this size
+MAX_NAME = 200  # characters that are shown of a name
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """Trainable tensors, which travel, by name and shape; frozen ones, which do not, by name, shape and content.
+
+    Buffers (running statistics and the like) are each peer's own and not a part of it.
+    """
+
+    trainable: tuple[tuple[str, tuple[int, ...]], ...]
+    frozen: tuple[tuple[str, tuple[int, ...], str], ...] = ()  # the last: blake3 of the bytes
+
+    def as_json(self) -> bytes:
+        """One byte string for one layout."""
+        return json.dumps({"trainable": self.trainable, "frozen": self.frozen}, separators=(",", ":")).encode()
+
+    def digest(self) -> str:
+        """64 hexadecimal digits: two peers can swap only when it is the same."""
+        return blake3(self.as_json()).hexdigest()
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> ModelLayout:
+        """Raises ValueError for what `as_json` did not give."""
+        if len(data) > MAX_LAYOUT_BYTES:
+            raise ValueError(f"a list of tensors of {len(data)} bytes is over the limit of {MAX_LAYOUT_BYTES}")
+        try:
+            values = json.loads(data)
+            trainable = tuple((_text(name), _shape(shape)) for name, shape in values["trainable"])
+            frozen = tuple((_text(name), _shape(shape), _text(digest)) for name, shape, digest in values["frozen"])
+        except (KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"not a list of tensors: {error!r}") from None
+        return cls(trainable, frozen)
+
+    def first_difference(self, other: ModelLayout) -> str:
+        """The first tensor, trainable ones first, that is another one there; empty when there is none."""
+        for what, ours, theirs in (
+            ("trainable", self.trainable, other.trainable),
+            ("frozen", self.frozen, other.frozen),
+        ):
+            for one, two in zip_longest(ours, theirs):
+                if one != two:
+                    return _difference(what, one, two)
+        return ""
+
+
+def _difference(what: str, ours: tuple[Any, ...] | None, theirs: tuple[Any, ...] | None) -> str:
+    if ours and theirs and ours[:2] == theirs[:2]:
+        return f"{what} tensor {_shown(ours)} has other values there: it is of another revision or another seed"
+    return f"{what} tensor {_shown(ours)} here, {_shown(theirs)} there"
+
+
+def _shown(tensor: tuple[Any, ...] | None) -> str:
+    if tensor is None:
+        return "none"
+    name = "".join(char for char in tensor[0][:MAX_NAME] if char.isprintable())
+    return f"{name} {list(tensor[1])}"
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _shape(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(isinstance(size, int) for size in value):
+        raise TypeError("a shape is no list of numbers")
+    return tuple(value)

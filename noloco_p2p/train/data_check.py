@@ -1,0 +1,105 @@
+"""What a machine has of the data of a run: files, samples, speed, and what is wrong with them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from noloco_p2p.spec import DataSpec, SourceSpec
+from noloco_p2p.telemetry.progress import Progress
+from noloco_p2p.train.corpus import Source
+from noloco_p2p.train.data import TokenStream, validation_batches
+from noloco_p2p.train.faults import Fault, Faults
+from noloco_p2p.train.reader import Document, Unavailable
+from noloco_p2p.train.sources import open_source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROWS_OF_A_FILE = 200  # looked at in each file, when not all of it is
+HUB_SHARDS = 3  # looked at: each is a download
+SAMPLES = 3
+READ_TOKENS = 1 << 20
+READ_S = 20.0
+KEPT_FAULTS = 1000
+
+
+@dataclass(slots=True)
+class SourceReport:
+    name: str
+    num_files: int
+    num_looked_at: int
+    num_rows: int = 0
+    num_documents: int = 0
+
+
+@dataclass(slots=True)
+class DataReport:
+    sources: list[SourceReport] = field(default_factory=list)
+    samples: list[str] = field(default_factory=list)
+    tokens_per_s: float = 0.0
+    num_tokens: int = 0
+    num_held_out: int = 0
+    num_faults: int = 0
+    faults: list[Fault] = field(default_factory=list)  # the first ones
+
+
+def check_data(
+    data: DataSpec,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    bindings: Mapping[str, str],
+    num_sequences: int,
+    full: bool = False,
+    progress: Progress | None = None,
+) -> DataReport:
+    """Look into every file (`full`: at every row), pack some batches as a peer would, and read the held-out sequences.
+
+    Raises DataError when the run could not train here at all.
+    """
+    report, progress = DataReport(), progress or Progress()
+    seen: set[Fault] = set()
+
+    def note(fault: Fault) -> None:
+        if fault not in seen:
+            seen.add(fault)
+            report.num_faults += 1
+            report.faults.extend([fault] if len(report.faults) < KEPT_FAULTS else [])
+
+    faults = Faults(note)
+    for part, _ in data.parts():
+        report.sources.append(_look(part, open_source(part, bindings), faults, full=full, progress=progress))
+    stream = TokenStream(
+        data, tokenizer=tokenizer, bindings=bindings, peer_id="check", batch_size=1, progress=progress, faults=faults
+    )
+    began_s = time.monotonic()
+    while report.num_tokens < READ_TOKENS and stream.epoch == 0 and time.monotonic() - began_s < READ_S:
+        batch = next(stream)
+        report.num_tokens += batch.numel()
+        report.samples.extend(str(tokenizer.decode(row)) for row in batch[: SAMPLES - len(report.samples)])
+    report.tokens_per_s = report.num_tokens / (time.monotonic() - began_s)
+    held_out = validation_batches(
+        data, tokenizer=tokenizer, bindings=bindings, num_sequences=num_sequences, batch_size=8, faults=faults
+    )
+    report.num_held_out = sum(map(len, held_out))
+    return report
+
+
+def _look(part: SourceSpec, source: Source, faults: Faults, *, full: bool, progress: Progress) -> SourceReport:
+    pieces = source.pieces if full or not part.source.startswith("hub:") else source.pieces[:HUB_SHARDS]
+    found = SourceReport(part.source, len(source.pieces), len(pieces))
+    with progress.task(f"looking into {part.source}", unit="files") as told:
+        for number, piece in enumerate(pieces):
+            told(number, len(pieces))
+            try:
+                for row in islice(piece.rows(0), None if full else ROWS_OF_A_FILE):
+                    found.num_rows += 1
+                    found.num_documents += isinstance(row, Document)
+                    if isinstance(row, Fault):
+                        faults.note(row)
+            except Unavailable as error:
+                faults.note(Fault(piece.name, None, f"cannot be read now: {error}"))
+    return found

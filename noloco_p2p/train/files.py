@@ -1,0 +1,240 @@
+"""Files of this machine, row by row: text, JSON lines (both also .gz) and Parquet.
+
+A row is a document, nothing (an empty line), or a fault with its line and reason. Rows are numbered in file order, so
+that reading can begin at any of them. What may be better in a while (a network file system) raises Unavailable.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from noloco_p2p.errors import DataError
+from noloco_p2p.train.faults import Fault
+from noloco_p2p.train.reader import Document, Piece, Row, Unavailable
+
+if TYPE_CHECKING:
+    from pyarrow import Table
+
+KINDS = {".txt": "text", ".text": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+ROWS_A_READ = 256
+MAX_LINE_BYTES = 64 << 20  # a longer line is a fault, and is never held whole
+TEXT_PIECE_CHARS = 64 * 1024  # a longer text file becomes several documents, cut at a blank line where there is one
+TOKENS_FIELD = "input_ids"
+MASK_FIELD = "attention_mask"
+GONE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, gzip.BadGzipFile)
+
+
+def file_piece(path: Path, text_field: str) -> Piece:
+    """Raises DataError for a kind of file that cannot be read."""
+    packed = path.suffix == ".gz"
+    kind = KINDS.get((path.with_suffix("").suffix if packed else path.suffix).lower())
+    if kind is None or (kind == "parquet" and packed):
+        raise DataError(f"{path}: unknown kind of file; readable are .txt, .json, .jsonl (all also .gz) and .parquet")
+    if kind == "text":
+        return Piece(path.name, lambda start: _guarded(path, _text_rows(path), start))
+    if kind == "json":
+        return Piece(path.name, lambda start: _guarded(path, _json_rows(path, start, text_field), start, skipped=True))
+    return Piece(path.name, lambda start: _guarded(path, _parquet_rows(path, start, text_field), start, skipped=True))
+
+
+def _guarded(path: Path, rows: Iterator[Row], start: int, *, skipped: bool = False) -> Iterator[Row]:
+    """Rows from `start` on (`skipped`: `rows` begins there); an error of the file ends them with a fault."""
+    number = start if skipped else 0
+    try:
+        for row in rows:
+            number += 1
+            if skipped or number > start:
+                yield row
+    except (EOFError, zlib.error, ValueError, *GONE) as error:
+        line = number + 1 if skipped and number > start else None
+        yield Fault(str(path), line, f"cannot be read: {first_line(error)}", rest=True)
+    except OSError as error:
+        raise Unavailable(f"{path}: {first_line(error)}") from None
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # pyright: ignore[reportReturnType]
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
+    """None stands for a line over the bound."""
+    while line := file.readline(MAX_LINE_BYTES):
+        if len(line) < MAX_LINE_BYTES or line.endswith(b"\n"):
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE_BYTES)
+        yield None
+
+
+# text
+
+
+def _text_rows(path: Path) -> Iterator[Row]:
+    """Documents of about 64 Ki characters; of a damaged line the rest of its document is kept."""
+    lines: list[str] = []
+    num_chars = 0
+    with _opened(path) as file:
+        for number, line in enumerate(_lines(file), start=1):
+            try:
+                if line is None:
+                    raise ValueError(f"a line over {MAX_LINE_BYTES >> 20} MiB")
+                text = line.decode()
+            except ValueError as error:
+                yield Fault(str(path), number, f"not UTF-8 text: {first_line(error)}")
+                continue
+            for start in range(0, len(text), TEXT_PIECE_CHARS):
+                part = text[start : start + TEXT_PIECE_CHARS]
+                lines.append(part)
+                num_chars += len(part)
+                if num_chars >= (TEXT_PIECE_CHARS if part.strip() else TEXT_PIECE_CHARS // 2):
+                    yield Document("".join(lines), origin=str(path), line=number)
+                    lines, num_chars = [], 0
+    if lines:
+        yield Document("".join(lines), origin=str(path))
+
+
+# JSON lines
+
+
+def _json_rows(path: Path, start: int, text_field: str) -> Iterator[Row]:
+    with _opened(path) as file:
+        is_array = file.read(64).lstrip()[:1] == b"["
+        file.seek(0)
+        if is_array:  # one JSON array: held whole
+            for number, item in enumerate(json.load(file), start=1):
+                if number > start:
+                    yield _document(item, str(path), number, text_field)
+            return
+        for number, line in enumerate(_lines(file), start=1):
+            if number > start:
+                yield _json_row(line, str(path), number, text_field)
+
+
+def _json_row(line: bytes | None, file: str, number: int, text_field: str) -> Row:
+    if line is None:
+        return Fault(file, number, f"a line over {MAX_LINE_BYTES >> 20} MiB")
+    if not line.strip():
+        return None
+    try:
+        item = json.loads(line)
+    except ValueError as error:
+        return Fault(file, number, f"not JSON: {first_line(error)}")
+    except RecursionError:
+        return Fault(file, number, "not JSON: nested too deep")
+    return _document(item, file, number, text_field)
+
+
+def _document(item: Any, file: str, number: int, text_field: str) -> Row:
+    if not isinstance(item, dict):
+        return Fault(file, number, f"holds {type(item).__name__} where a JSON object belongs")
+    if text_field in item:
+        return _text_document(item[text_field], file, number, text_field)
+    if TOKENS_FIELD in item:
+        return _ids_document(item[TOKENS_FIELD], item.get(MASK_FIELD), file, number)
+    return Fault(file, number, _no_field(text_field, list(item)))
+
+
+def _text_document(text: Any, file: str, number: int, text_field: str) -> Row:
+    if text is None or text == "":
+        return None
+    if not isinstance(text, str):
+        return Fault(file, number, f"field {text_field!r} holds {type(text).__name__}, not text (data.text_field)")
+    return Document(text, origin=file, line=number)
+
+
+def _ids_document(ids: Any, mask: Any, file: str, number: int) -> Row:
+    """Positions that the attention mask calls padding are left out."""
+    if ids is None or len(ids) == 0:
+        return None
+    ids = np.asarray(ids)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        return Fault(file, number, f"field {TOKENS_FIELD!r} holds no list of whole numbers")
+    if mask is not None:
+        if len(mask) != len(ids):
+            return Fault(file, number, f"{MASK_FIELD} has {len(mask)} entries, {TOKENS_FIELD} {len(ids)}")
+        ids = ids[np.asarray(mask) != 0]
+    return Document(ids, origin=file, line=number) if len(ids) else None
+
+
+def _no_field(text_field: str, fields: list[str]) -> str:
+    return (
+        f"no field {text_field!r} and no {TOKENS_FIELD!r}; it has {', '.join(fields)[:200]}. "
+        "data.text_field of the run spec names the field with the text"
+    )
+
+
+# tables
+
+
+def _parquet_rows(path: Path, start: int, text_field: str) -> Iterator[Row]:
+    """Group of rows by group of rows: a damaged one is a fault, and the next one is read."""
+    import pyarrow.parquet as pq
+
+    if not path.stat().st_size:
+        return
+    with pq.ParquetFile(path) as file:
+        columns = [name for name in (text_field, TOKENS_FIELD, MASK_FIELD) if name in file.schema_arrow.names]
+        if not columns:
+            yield Fault(str(path), None, _no_field(text_field, file.schema_arrow.names), rest=True)
+            return
+        first = 0
+        for group in range(file.num_row_groups):
+            num_rows = file.metadata.row_group(group).num_rows
+            if start < first + num_rows:
+                yield from _group_rows(file, path, group, max(start, first) - first, first, text_field, columns)
+            first += num_rows
+
+
+def _group_rows(
+    file: Any, path: Path, group: int, start: int, first: int, text_field: str, columns: list[str]
+) -> Iterator[Row]:
+    """Rows of one group from its row `start` on; `first`: the number of its first row in the file."""
+    number, num_rows = 0, file.metadata.row_group(group).num_rows
+    try:
+        for table in file.iter_batches(batch_size=ROWS_A_READ, row_groups=[group], columns=columns):
+            skip = min(max(0, start - number), table.num_rows)
+            number += skip
+            for row in table_rows(table.slice(skip), str(path), first + number, text_field):
+                number += 1
+                yield row
+    except (OSError, ValueError) as error:  # pyarrow gives OSError for damaged pages, too
+        if isinstance(error, GONE):
+            raise
+        reason = f"rows {first + number + 1} to {first + num_rows} cannot be read: {first_line(error)}"
+        yield Fault(str(path), first + number + 1, reason)
+        yield from [None] * (num_rows - max(number, start) - 1)  # the numbers of rows stay those of the file
+
+
+def table_rows(table: Table, origin: str, first: int, text_field: str) -> Iterator[Row]:
+    """One item a row; `first`: the number of the first one, from 0."""
+    names = table.schema.names
+    if text_field in names:
+        for number, scalar in enumerate(table.column(text_field), start=first + 1):
+            try:
+                yield _text_document(scalar.as_py(), origin, number, text_field)
+            except ValueError as error:
+                yield Fault(origin, number, f"field {text_field!r} is not UTF-8: {first_line(error)}")
+    elif TOKENS_FIELD in names:
+        masks = table.column(MASK_FIELD) if MASK_FIELD in names else None
+        for row, scalar in enumerate(table.column(TOKENS_FIELD)):
+            mask = None if masks is None else _numbers(masks[row])
+            yield _ids_document(_numbers(scalar), mask, origin, first + row + 1)
+    else:
+        yield Fault(origin, None, _no_field(text_field, names), rest=True)
+
+
+def _numbers(scalar: Any) -> Any:
+    values = getattr(scalar, "values", None)
+    return None if values is None else values.to_numpy(zero_copy_only=False)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,101 @@
+"""Data sets of the Hugging Face hub, streamed shard by shard; nothing is copied into a cache."""
+
+from __future__ import annotations
+
+import gzip
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from noloco_p2p.errors import DataError
+from noloco_p2p.spec import SourceSpec
+from noloco_p2p.train.corpus import Source
+from noloco_p2p.train.faults import Fault
+from noloco_p2p.train.files import ROWS_A_READ, first_line, table_rows
+from noloco_p2p.train.reader import Piece, Row, Unavailable
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+OPEN_TRIES = 5
+LIBRARY_RETRIES = 2  # of the library, 1 s apart; then another shard is read, which the library cannot
+# What is wrong with the content stays wrong. All else (timeouts, resets, 5xx) may be the network.
+LASTING = (ValueError, TypeError, KeyError, EOFError, zlib.error, gzip.BadGzipFile, FileNotFoundError, PermissionError)
+
+Pause = Callable[[float], object]
+
+
+def hub_source(part: SourceSpec, split: str, *, pause: Pause = time.sleep) -> Source:
+    """Raises DataError when the data set cannot be opened, after some tries where it may be the network."""
+    name = part.source.removeprefix("hub:")
+    if name.count("/") > 1 or name.startswith((".", "/", "~")) or Path(name).exists():
+        raise DataError(f"data.source: {name!r} is not a data set name of the hub, or a folder of that name lies here")
+    datasets = import_datasets()
+    for number in range(1, OPEN_TRIES + 1):
+        try:
+            stream = datasets.load_dataset(
+                name, part.subset or None, split=split, revision=part.revision or None, streaming=True
+            )
+        except Exception as error:  # noqa: BLE001 - network, hub and parser errors have no common base
+            if is_lasting(error) or number == OPEN_TRIES:
+                raise DataError(
+                    f"hub data set {name!r} (subset {part.subset!r}, split {split!r}, revision {part.revision!r}) "
+                    f"cannot be opened: {first_line(error)}. Check the name and the network; a data set without a "
+                    'split for validation needs data.validation_split = ""'
+                ) from None
+            pause(2.0 ** (number - 1))
+        else:
+            return shard_source(stream, name=name, text_field=part.text_field)
+    raise AssertionError("unreachable")
+
+
+def shard_source(stream: IterableDataset, *, name: str, text_field: str) -> Source:
+    """The shards of a streamed data set as pieces; a peer reads them in its own order."""
+    pieces = []
+    for index in range(stream.num_shards):
+        shard = stream.shard(num_shards=stream.num_shards, index=index)
+        piece_name = f"{name}#{index}"
+        pieces.append(Piece(piece_name, _reading(shard, piece_name, text_field)))
+    return Source(pieces, thin=False)
+
+
+def _reading(shard: IterableDataset, name: str, text_field: str) -> Callable[[int], Iterator[Row]]:
+    return lambda start: _shard_rows(shard, name, start, text_field)
+
+
+def _shard_rows(shard: IterableDataset, name: str, start: int, text_field: str) -> Iterator[Row]:
+    number = start
+    try:
+        for table in shard.skip(start).with_format("arrow").iter(batch_size=ROWS_A_READ):
+            for row in table_rows(table, name, number, text_field):
+                number += 1
+                yield row
+    except Exception as error:  # noqa: BLE001 - pyarrow, zlib, json, fsspec, httpx: a stream raises whatever they raise
+        if not is_lasting(error):
+            raise Unavailable(f"{name}, row {number + 1}: {first_line(error)}") from None
+        yield Fault(name, number + 1, f"cannot be read: {first_line(error)}", rest=True)
+
+
+def is_lasting(error: BaseException) -> bool:
+    """Whether trying again is of no use. The library wraps errors, so their causes count."""
+    causes = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    if any(isinstance(cause, ConnectionError | TimeoutError) for cause in causes):
+        return False
+    return any(isinstance(cause, LASTING) for cause in causes)
+
+
+def import_datasets() -> Any:
+    import datasets
+    import datasets.config
+
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what it logs is in our messages
+    for what in ("OPEN", "READ"):
+        setattr(datasets.config, f"STREAMING_{what}_MAX_RETRIES", LIBRARY_RETRIES)
+    for name in ("OPEN_RETRY", "READ_RETRY", "READ_RATE_LIMIT_RETRY", "READ_SERVER_UNAVAILABLE_RETRY"):
+        setattr(datasets.config, f"STREAMING_{name}_INTERVAL", 1)
+    return datasets

@@ -1,0 +1,93 @@
+"""LoRA adapters (arXiv 2106.09685) by peft (extra `lora`): the model is frozen, the adapters are trained and travel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from noloco_p2p.errors import ModelError
+from noloco_p2p.spec import LoraSpec
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
+
+ADAPTER = "default"
+ALL_LINEAR = "all-linear"
+
+
+def add_adapters(model: PreTrainedModel, lora: LoraSpec) -> None:
+    """Freeze the model and put fp32 adapters into it, in place. They are drawn from torch's generator, and change
+    nothing at first. Raises ModelError when peft is missing or no module has a name of `lora.targets`."""
+    try:
+        from peft import inject_adapter_in_model
+    except ImportError:
+        raise ModelError("model.lora needs the package peft: pip install 'noloco_p2p[lora]'") from None
+    try:
+        inject_adapter_in_model(_config(lora), model, adapter_name=ADAPTER)
+    except ValueError as error:
+        raise ModelError(f"model.lora.targets {lora.targets!r}: {error}") from None
+    for param in model.parameters():
+        if param.requires_grad:
+            param.data = param.data.float()
+
+
+def has_adapters(model: nn.Module) -> bool:
+    return any(_is_adapted(module) for module in model.modules())
+
+
+def merged_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of the model without adapters, their products added to its weights; the model stays as it is."""
+    weights: dict[str, Tensor] = {}
+    adapted = {name: module for name, module in model.named_modules() if _is_adapted(module)}
+    for name, tensor in model.state_dict().items():
+        owner = next((path for path in adapted if name.startswith(f"{path}.")), None)
+        if owner is None:
+            weights[name] = tensor
+        elif name.startswith(f"{owner}.base_layer."):
+            kept = name.removeprefix(f"{owner}.base_layer.")
+            if kept == "weight":
+                delta: Any = adapted[owner].get_delta_weight(ADAPTER)  # pyright: ignore[reportCallIssue]
+                tensor = (tensor.float() + delta.float()).to(tensor.dtype)
+            weights[f"{owner}.{kept}"] = tensor.contiguous()
+    return weights
+
+
+def save_adapters(model: nn.Module, lora: LoraSpec, folder: Path, *, base: str) -> None:
+    """The adapters alone, as `PeftModel.from_pretrained(model, folder)` reads them. `base`: the name told there."""
+    config = _config(lora)
+    config.base_model_name_or_path = base
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    tensors = {
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": param.detach().cpu().contiguous()
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    }
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def base_dtype(lora: LoraSpec) -> torch.dtype:
+    """Of the weights that are frozen; fp32 where all are trained."""
+    return torch.bfloat16 if lora.rank and lora.base_dtype == "bf16" else torch.float32
+
+
+def _config(lora: LoraSpec) -> LoraConfig:
+    from peft import LoraConfig
+
+    names = lora.targets if lora.targets == ALL_LINEAR else [name.strip() for name in lora.targets.split(",")]
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType] - peft divides it by the rank
+        lora_dropout=lora.dropout,
+        target_modules=names,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    return hasattr(module, "lora_A") and hasattr(module, "base_layer")

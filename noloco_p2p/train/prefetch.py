@@ -1,0 +1,99 @@
+"""A worker that reads and packs ahead of training, so that neither a disk nor a tokenizer is waited for."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from noloco_p2p.train.data import TokenStream
+
+MIN_AHEAD = 4  # batches
+AHEAD_TOKENS = 1 << 19  # as many batches as hold these: 4 MB, and a block is made while the last one is trained on
+POLL_S = 0.2
+JOIN_S = 5.0
+
+
+class Prefetcher:
+    """The batches of a TokenStream, in its order, made in a thread that starts with the first of them.
+
+    `state_dict` is that of the batches given out, whatever was read ahead. An error of the stream is raised where its
+    batch would have come. `close` ends the thread, even while it waits for the network.
+    """
+
+    def __init__(self, stream: TokenStream, *, pin_memory: bool = False) -> None:
+        self._stream = stream
+        self._pin_memory = pin_memory
+        num_ahead = max(MIN_AHEAD, AHEAD_TOKENS // (stream.batch_size * stream.sequence_length))
+        self._ready: queue.Queue[tuple[Tensor, dict[str, Any]] | BaseException] = queue.Queue(num_ahead)
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._state: dict[str, Any] | None = None
+        self.waited_s = 0.0  # in all, for batches that were not ready
+
+    def __iter__(self) -> Prefetcher:
+        return self
+
+    def __next__(self) -> Tensor:
+        """Raises StopIteration after `close`."""
+        batch = self.get()
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    def get(self, *, until: Callable[[], bool] = lambda: False) -> Tensor | None:
+        """The next batch; None when it was not ready and `until` became true, and after `close`."""
+        if self._thread is None and not self._closed.is_set():
+            self._thread = threading.Thread(target=self._main, name="noloco-data", daemon=True)
+            self._thread.start()
+        began_s = time.monotonic()
+        while not self._closed.is_set():
+            try:
+                item = self._ready.get(timeout=POLL_S)
+            except queue.Empty:
+                if until():
+                    return None
+                continue
+            self.waited_s += time.monotonic() - began_s
+            if isinstance(item, BaseException):
+                raise item
+            batch, self._state = item
+            return batch
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._stream.state_dict() if self._state is None else self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Before the first batch only."""
+        assert self._thread is None, "a stream that is read cannot go elsewhere"
+        self._stream.load_state_dict(state)
+        self._state = self._stream.state_dict()
+
+    def close(self) -> None:
+        """Safe to call twice and from any thread."""
+        self._closed.set()
+        self._stream.stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(JOIN_S)
+
+    def _main(self) -> None:
+        try:
+            for batch in self._stream:
+                self._put((batch.pin_memory() if self._pin_memory else batch, self._stream.state_dict()))
+                if self._closed.is_set():
+                    return
+        except BaseException as error:  # noqa: BLE001 - raised again by the training thread
+            self._put(error)
+
+    def _put(self, item: tuple[Tensor, dict[str, Any]] | BaseException) -> None:
+        while not self._closed.is_set():
+            try:
+                self._ready.put(item, timeout=POLL_S)
+            except queue.Full:
+                continue
+            return

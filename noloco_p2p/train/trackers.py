@@ -1,0 +1,108 @@
+"""The numbers of a run for TensorBoard and Weights & Biases (extras `tensorboard`, `wandb`). JSONL is always written.
+
+Names are those of `telemetry/metrics.py`. A tracker that fails is told once and left out; training goes on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.telemetry.metrics import numbers
+
+log = logging.getLogger(__name__)
+
+TRACKERS = ("tensorboard", "wandb")
+
+
+class Tracker(Protocol):
+    """Takes numbers by name at an inner step. May raise whatever its library raises."""
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Trackers:
+    """All that are wanted. Nothing but SettingsError, at the start, leaves it."""
+
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+        self._trackers = dict(trackers)
+
+    @classmethod
+    def of(cls, names: Sequence[str], *, folder: Path, run: str, peer_id: str, config: Mapping[str, Any]) -> Trackers:
+        """`config`: what the tracker shows beside the curves. Raises SettingsError when an extra is not installed."""
+        made: dict[str, Tracker] = {}
+        for name in names:
+            try:
+                if name == "tensorboard":
+                    made[name] = TensorBoard(folder / "tensorboard")
+                else:
+                    wandb = importlib.import_module("wandb")
+                    made[name] = WeightsAndBiases(wandb, folder, run=run, peer_id=peer_id, config=config)
+            except ImportError:
+                raise SettingsError(
+                    f"--tracker {name} needs a package that is not here: pip install 'noloco_p2p[{name}]'"
+                ) from None
+        return cls(made)
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """`metrics`: `Metrics.as_dict()`; what is no number, or is not known yet, is left out."""
+        values = numbers(metrics)
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.log(values, step=int(metrics["step"]))
+            except Exception as error:  # noqa: BLE001 - network, disk, service: a tracker must not stop training
+                log.error("%s takes no more numbers of this run: %s", name, error)
+                del self._trackers[name]
+
+    def close(self) -> None:
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.close()
+            except Exception as error:  # noqa: BLE001 - as above
+                log.error("%s could not be closed: %s", name, error)
+        self._trackers.clear()
+
+
+class TensorBoard:
+    """Event files in `folder`; a resumed run goes on there."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """One W&B run a peer, all peers of a run in one group; the environment (WANDB_PROJECT, WANDB_MODE, ..) counts."""
+
+    def __init__(self, wandb: Any, folder: Path, *, run: str, peer_id: str, config: Mapping[str, Any]) -> None:
+        """`wandb`: the library."""
+        self._run = wandb.init(
+            dir=str(folder),
+            id=f"{run}-{peer_id[-12:]}",
+            name=f"{run} ..{peer_id[-6:]}",
+            group=run,
+            config=dict(config),
+            resume="allow",
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

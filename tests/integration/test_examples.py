@@ -1,0 +1,65 @@
+"""The examples run as they stand: each as the first peer of a swarm, with a real directory and a real server."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
+MAX_LINES = 80
+
+# The Trainer's and its helpers' own: what they warn of is not for the example to change.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def run(name: str, *arguments: str) -> str:
+        main = runpy.run_path(str(FOLDER / name))["main"]
+        main([*arguments, "--state-dir", str(tmp_path / "peer"), "--listen", "127.0.0.1:0"])
+        out = capsys.readouterr().out
+        assert "noloco1" in out
+        return out
+
+    return run
+
+
+def losses(out: str) -> list[float]:
+    return [float(line.split("loss ")[1].split(",")[0]) for line in out.splitlines() if line.startswith("round ")]
+
+
+def test_every_example_fits_on_a_page_and_has_a_test() -> None:
+    names = [path.name for path in FOLDER.glob("*.py")]
+    assert sorted(names) == ["hf_trainer.py", "lora.py", "plain_pytorch.py"]
+    for name in names:
+        assert len((FOLDER / name).read_text().splitlines()) < MAX_LINES, name
+
+
+def test_a_plain_script(run: Callable[..., str]) -> None:
+    rounds = losses(run("plain_pytorch.py", "--steps", "250"))
+    assert len(rounds) == 5
+    assert rounds[-1] < rounds[0]
+
+
+def test_a_hugging_face_trainer(run: Callable[..., str]) -> None:
+    out = run("hf_trainer.py", "--steps", "40")
+    assert "step 20: alone" in out
+    assert "step 40: alone" in out
+
+
+def test_a_lora_fine_tune(run: Callable[..., str], tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    out = run("lora.py", str(tmp_path / "model"), "--steps", "60", "--save", str(tmp_path / "adapters"))
+    rounds = losses(out)
+    assert len(rounds) == 3
+    assert rounds[-1] < rounds[0]
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()

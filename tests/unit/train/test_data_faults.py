@@ -1,0 +1,269 @@
+"""What is wrong with data costs that data alone: it is named, counted and skipped, and a network is waited for."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import ByT5Tokenizer
+
+from noloco_p2p.errors import DataError
+from noloco_p2p.spec import DataSpec
+from noloco_p2p.train.corpus import Source
+from noloco_p2p.train.data import TokenStream
+from noloco_p2p.train.faults import Fault, Faults
+from noloco_p2p.train.reader import MAX_FAILURES, START, Context, Document, Piece, Place, Row, Unavailable
+from noloco_p2p.train.sources import open_source
+
+MINE = DataSpec(source="mine", sequence_length=16, holdout=0.2)
+
+
+class Instant(threading.Event):
+    """Waits that take no time, and are remembered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.append(timeout or 0.0)
+        return self.is_set()
+
+
+def read_all(path: Path) -> tuple[list[str], list[Fault]]:
+    """Texts and faults of one file."""
+    found: list[Fault] = []
+    source = open_source(MINE, {"mine": str(path)})
+    texts = [str(document.content) for document in source.read(context=Context(faults=Faults(found.append)))]
+    return texts, found
+
+
+# files
+
+
+def write_truncated_gzip(path: Path) -> None:
+    lines = "".join(json.dumps({"text": f"text {number} " * 50}) + "\n" for number in range(2000)).encode()
+    path.write_bytes(gzip.compress(lines)[:-2000])
+
+
+def write_damaged_group(path: Path) -> None:
+    """The second of three row groups of ten is damaged."""
+    pq.write_table(pa.table({"text": [f"row {n}" for n in range(30)]}), path, row_group_size=10, compression="zstd")
+    place = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    content = bytearray(path.read_bytes())
+    start = place.dictionary_page_offset or place.data_page_offset
+    content[start : start + place.total_compressed_size] = bytes(place.total_compressed_size)
+    path.write_bytes(content)
+
+
+def write_lines(*lines: str | bytes) -> Callable[[Path], object]:
+    encoded = [line if isinstance(line, bytes) else line.encode() for line in lines]
+    return lambda path: path.write_bytes(b"".join(line + b"\n" for line in encoded))
+
+
+GOOD = '{"text": "good"}'
+CASES = [
+    ("bad.jsonl", write_lines(GOOD, '{"text": oops', GOOD), 2, ["line 2: not JSON: Expecting value"]),
+    ("bytes.jsonl", write_lines(GOOD, b'{"text": "\xff"}', GOOD), 2, ["line 2: not JSON: 'utf-8' codec"]),
+    ("list.jsonl", write_lines(GOOD, "", "5"), 1, ["line 3: holds int where a JSON object belongs"]),
+    ("field.jsonl", write_lines('{"body": "a"}', GOOD), 1, ["line 1: no field 'text' and no 'input_ids'; it has body"]),
+    (
+        "number.jsonl",
+        write_lines('{"text": 5}', GOOD),
+        1,
+        ["line 1: field 'text' holds int, not text (data.text_field)"],
+    ),
+    ("ids.jsonl", write_lines('{"input_ids": ["a"]}', GOOD), 1, ["line 1: field 'input_ids' holds no list of whole"]),
+    (
+        "mask.jsonl",
+        write_lines('{"input_ids": [5, 6], "attention_mask": [1]}', GOOD),
+        1,
+        ["line 1: attention_mask has 1 entries, input_ids 2"],
+    ),
+    ("bad.jsonl.gz", lambda path: path.write_bytes(b"no gzip"), 0, ["cannot be read: Not a gzipped file"]),
+    ("cut.jsonl.gz", write_truncated_gzip, None, ["cannot be read: Compressed file ended before the end-of-stream"]),
+    ("bad.txt", write_lines("first", b"\xff\xfe", "last"), 1, ["line 2: not UTF-8 text"]),
+    ("bad.parquet", lambda path: path.write_bytes(b"no parquet at all"), 0, ["cannot be read: Parquet magic bytes"]),
+    ("group.parquet", write_damaged_group, 20, ["line 11: rows 11 to 20 cannot be read"]),
+    (
+        "field.parquet",
+        lambda path: pq.write_table(pa.table({"body": ["a"]}), path),
+        0,
+        ["no field 'text' and no 'input_ids'; it has body. data.text_field"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "write", "num_good", "messages"), CASES, ids=[case[0] for case in CASES])
+def test_a_fault_has_file_line_and_reason_and_the_rest_is_read(
+    tmp_path: Path, name: str, write: Callable[[Path], object], num_good: int | None, messages: list[str]
+) -> None:
+    write(tmp_path / name)
+    texts, faults = read_all(tmp_path / name)
+    if num_good is not None:
+        assert len(texts) == num_good
+    else:
+        assert len(texts) > 100
+    assert len(faults) == len(messages)
+    for fault, message in zip(faults, messages, strict=True):
+        assert str(fault).startswith(f"{tmp_path / name}")
+        assert message in str(fault)
+
+
+def test_reading_a_damaged_group_from_any_row_gives_the_same_rows(tmp_path: Path) -> None:
+    write_damaged_group(tmp_path / "a.parquet")
+    (piece,) = open_source(MINE, {"mine": f"{tmp_path}/a.parquet"}).pieces
+    rows = [row if isinstance(row, Document) else None for row in piece.rows(0)]
+    assert len(rows) == 30
+    for start in (0, 5, 10, 14, 20, 29):
+        again = [row if isinstance(row, Document) else None for row in piece.rows(start)]
+        assert again == rows[start:], start
+
+
+def test_faults_are_told_at_the_first_and_then_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
+    faults = Faults()
+    for number in range(1, 1201):
+        faults.note(Fault("f.jsonl", number, "not JSON"))
+    assert faults.count == 1200
+    with_line = [record.message for record in caplog.records if "line" in record.message]
+    assert len(with_line) == 5 + 3
+    assert "10 lines of f.jsonl" in caplog.text
+    assert "1000 lines of f.jsonl" in caplog.text
+
+
+def make_stream(pattern: str, *, faults: Faults | None = None, **options: object) -> TokenStream:
+    return TokenStream(
+        MINE, tokenizer=ByT5Tokenizer(), bindings={"mine": pattern}, peer_id="a", batch_size=2, faults=faults
+    )
+
+
+def test_training_goes_on_beside_bad_files_and_counts_them_once(tmp_path: Path) -> None:
+    (tmp_path / "good.jsonl").write_text("".join(f'{{"text": "document {n}"}}\n' for n in range(100)))
+    (tmp_path / "half.jsonl").write_text('{"text": "x"}\noops\n' * 50)
+    (tmp_path / "bad.parquet").write_bytes(b"no parquet")
+    faults = Faults()
+    stream = make_stream(f"{tmp_path}/*", faults=faults)
+    next(stream)
+    assert faults.count == 51
+    state = stream.state_dict()
+    while stream.state_dict()["feeds"][0]["epoch"] == state["feeds"][0]["epoch"]:
+        next(stream)
+    assert faults.count == 51
+
+
+def test_a_source_of_nothing_but_faults_is_an_error_that_names_the_last(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "a"}\n' * 3000)
+    with pytest.raises(DataError, match=r"holds no document to train on; the last fault of 10\d\d: .*a\.jsonl, line"):
+        next(make_stream(f"{tmp_path}/*"))
+
+
+# a network
+
+
+class Flaky:
+    """Pieces of `num_rows` documents; `fails` says at which (piece, row) a read fails, and how many times."""
+
+    def __init__(self, num_pieces: int, num_rows: int, fails: dict[tuple[int, int], int]) -> None:
+        self.fails = Counter(fails)
+        self.source = Source([self._piece(index, num_rows) for index in range(num_pieces)], thin=False)
+
+    def _piece(self, index: int, num_rows: int) -> Piece:
+        def rows(start: int) -> Iterator[Row]:
+            for row in range(start, num_rows):
+                if self.fails[index, row] > 0:
+                    self.fails[index, row] -= 1
+                    raise Unavailable(f"piece {index}: reset by peer")
+                yield Document(f"{index}/{row}", origin=str(index))
+
+        return Piece(str(index), rows)
+
+
+FAILS = st.dictionaries(st.tuples(st.integers(0, 5), st.integers(0, 6)), st.integers(1, 3), max_size=12)
+
+
+@settings(max_examples=50)
+@given(num_pieces=st.integers(1, 6), fails=FAILS, stop_at=st.integers(0, 45))
+def test_whatever_fails_for_a_while_is_read_once_and_a_restart_goes_on(
+    num_pieces: int, fails: dict[tuple[int, int], int], stop_at: int
+) -> None:
+    flaky = Flaky(num_pieces, 7, fails)
+    context = Context(stop=Instant())
+    reader = flaky.source.read(order="a", context=context)
+    documents = iter(reader)
+    head = [document.content for _, document in zip(range(stop_at), documents, strict=False)]
+    place = Place.from_list(json.loads(json.dumps(reader.place.as_list())))
+    rest = [document.content for document in flaky.source.read(order="a", place=place, context=context)]
+    everything = {f"{index}/{row}" for index in range(num_pieces) for row in range(7)}
+    assert Counter(head + rest) == Counter(everything)
+
+
+@settings(max_examples=50)
+@given(num_pieces=st.integers(1, 6), fails=FAILS)
+def test_the_detours_of_a_reader_are_its_way_again(num_pieces: int, fails: dict[tuple[int, int], int]) -> None:
+    first = Context(stop=Instant())
+    way = [d.content for d in Flaky(num_pieces, 7, fails).source.read(order="a", context=first)]
+    quiet = Context(stop=Instant(), script=json.loads(json.dumps(first.detours)), steadfast=True)
+    assert [d.content for d in Flaky(num_pieces, 7, {}).source.read(order="a", context=quiet)] == way
+    troubled = Context(stop=Instant(), script=list(first.detours), steadfast=True)  # other failures than then
+    others = {(index, row): 1 for index in range(num_pieces) for row in (1, 4)}
+    assert [d.content for d in Flaky(num_pieces, 7, others).source.read(order="a", context=troubled)] == way
+
+
+def test_another_piece_is_read_meanwhile_at_once_and_back_off_begins_with_the_second_failure() -> None:
+    stop = Instant()
+    flaky = Flaky(3, 2, {(index, 0): 3 for index in range(3)})
+    read = [d.content for d in flaky.source.read(context=Context(stop=stop))]
+    assert len(read) == 6
+    assert stop.waits[0] == 0.0
+    assert stop.waits[1:4] == [1.0, 2.0, 4.0]
+    assert max(stop.waits) <= 60.0
+    stop = Instant()
+    one_bad = Flaky(3, 2, {(0, 1): 1})
+    assert [d.content for d in one_bad.source.read(context=Context(stop=stop))] == [
+        "0/0",
+        "1/0",
+        "1/1",
+        "0/1",
+        "2/0",
+        "2/1",
+    ]
+    assert stop.waits == [0.0]
+
+
+def test_a_piece_that_always_fails_while_others_do_not_is_left_out_and_told() -> None:
+    found: list[Fault] = []
+    flaky = Flaky(30, 2, {(3, 1): 1000})
+    read = [d.content for d in flaky.source.read(context=Context(stop=Instant(), faults=Faults(found.append)))]
+    assert len(read) == 59
+    assert flaky.fails[3, 1] == 1000 - MAX_FAILURES - 1
+    (fault,) = found
+    assert fault.rest
+    assert "3, line 2: could not be read 8 times, though other files could" in str(fault)
+
+
+def test_a_network_that_never_comes_back_is_an_error_and_a_wait_ends_when_it_is_told_to() -> None:
+    flaky = Flaky(3, 2, {(index, 0): 1 << 30 for index in range(3)})
+    stop = Instant()
+    with pytest.raises(DataError, match=r"no data could be read for 36\d\d s: piece"):
+        list(flaky.source.read(context=Context(stop=stop)))
+    assert 60 < len(stop.waits) < 80
+    told = threading.Event()
+    told.set()
+    with pytest.raises(DataError, match="no data could be read for 0 s"):
+        list(flaky.source.read(context=Context(stop=told)))
+
+
+def test_places_of_something_else_are_refused() -> None:
+    assert Place.from_list(START.as_list()) == START
+    for wrong in ([], [1, 2], ["x"] * 7, [0, 0, 0, 0, 0, 0, 5]):
+        with pytest.raises((TypeError, ValueError)):
+            Place.from_list(wrong)

@@ -1,0 +1,202 @@
+"""Mixtures keep their weights, a worker reads ahead without a trace, and both go on exactly after a restart."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import ByT5Tokenizer
+
+from noloco_p2p.errors import DataError, SpecError
+from noloco_p2p.spec import DataSpec, MixSpec, RunSpec
+from noloco_p2p.train.corpus import Source
+from noloco_p2p.train.data import TokenStream, validation_batches
+from noloco_p2p.train.prefetch import Prefetcher
+from noloco_p2p.train.reader import START, Document, Piece, Unavailable
+from noloco_p2p.train.sources import unused_bindings
+
+TOKENIZER = ByT5Tokenizer()
+THREE = (MixSpec(source="a", weight=6), MixSpec(source="b", weight=3), MixSpec(source="c", weight=1))
+MIX = DataSpec(source="mix", mix=THREE, sequence_length=32, holdout=0.1)
+
+
+@pytest.fixture
+def bindings(tmp_path: Path) -> dict[str, str]:
+    """Three sources, of 'a', 'b' and 'c' alone, of very different sizes."""
+    for name, number, length in (("a", 300, 90), ("b", 900, 20), ("c", 80, 50)):
+        lines = (json.dumps({"text": name * length + str(n)}) for n in range(number))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    return {name: f"{tmp_path}/{name}.jsonl" for name in "abc"}
+
+
+def make_stream(bindings: dict[str, str], data: DataSpec = MIX, **options: Any) -> TokenStream:
+    chosen = {"peer_id": "p", "batch_size": 4, "block_tokens": 3000, **options}
+    return TokenStream(data, tokenizer=TOKENIZER, bindings=bindings, **chosen)
+
+
+def take(stream: TokenStream | Prefetcher, number: int) -> list[Tensor]:
+    return [next(stream) for _ in range(number)]
+
+
+def equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(torch.equal(one, two) for one, two in zip(left, right, strict=True))
+
+
+# mixtures
+
+
+def test_each_source_gets_its_share_of_the_tokens(bindings: dict[str, str]) -> None:
+    stream = make_stream(bindings)
+    counts = Counter(torch.cat(take(stream, 1200)).flatten().tolist())
+    taken = [feed.taken_tokens for feed in stream._feeds]
+    for index, part in enumerate(THREE):
+        assert taken[index] / sum(taken) == pytest.approx(part.weight / 10, abs=0.02)
+        assert 0.7 * taken[index] < counts[ord(part.source) + 3] < taken[index]  # the rest are numbers and ends
+
+
+def test_a_mixture_goes_on_exactly_after_a_restart(bindings: dict[str, str]) -> None:
+    for after in (0, 1, 50, 333):
+        stream = make_stream(bindings)
+        take(stream, after)
+        state = json.loads(json.dumps(stream.state_dict()))
+        resumed = make_stream(bindings)
+        resumed.load_state_dict(state)
+        assert equal(take(resumed, 60), take(stream, 60))
+
+
+def test_a_state_of_another_mixture_is_refused(bindings: dict[str, str]) -> None:
+    one = DataSpec(source="a", sequence_length=32)
+    with pytest.raises(DataError, match=r"data position in the checkpoint cannot be read.*3 sources"):
+        make_stream(bindings, one).load_state_dict(make_stream(bindings).state_dict())
+
+
+def test_held_out_sequences_come_from_all_sources(bindings: dict[str, str]) -> None:
+    batches = validation_batches(MIX, tokenizer=TOKENIZER, bindings=bindings, num_sequences=20, batch_size=8)
+    rows = torch.cat(batches)
+    assert len(rows) == 20
+    assert [int((rows == ord(name) + 3).any(1).sum()) for name in "abc"] == [12, 6, 2]
+
+
+def test_a_mixture_is_named_as_such_and_has_no_mixture_within() -> None:
+    def refused(**data: object) -> str:
+        with pytest.raises(SpecError) as raised:
+            RunSpec.from_dict({"name": "x", "data": data}, origin="run.toml")
+        return str(raised.value)
+
+    assert "data.source must be 'mix' where [[data.mix]] lists sources" in refused(mix=[{"source": "a"}])
+    assert "data.source must be 'mix'" in refused(source="mix")
+    assert "'mix' cannot be a part of itself" in refused(source="mix", mix=[{"source": "mix"}])
+    assert "data.mix.0.weight" in refused(source="mix", mix=[{"source": "a", "weight": 0}])
+
+
+def test_bindings_of_no_use_are_known() -> None:
+    assert unused_bindings(MIX, {"a": "x", "b.validation": "y", "d": "z", "d.validation": "z"}) == ["d", "d.validation"]
+
+
+# a network that fails, and a restart
+
+
+@settings(max_examples=12)
+@given(
+    failing=st.sets(st.tuples(st.integers(0, 5), st.integers(0, 39)), max_size=10),
+    after=st.integers(1, 30),
+    others=st.sets(st.tuples(st.integers(0, 5), st.integers(0, 39)), max_size=6),
+)
+def test_a_restart_makes_a_block_again_though_files_failed_in_it(
+    failing: set[tuple[int, int]], after: int, others: set[tuple[int, int]]
+) -> None:
+    """Bit for bit, with other failures the second time."""
+
+    def stream_of(failing: set[tuple[int, int]]) -> TokenStream:
+        failing = set(failing)
+
+        def piece(index: int) -> Piece:
+            def rows(start: int) -> Any:
+                for row in range(start, 40):
+                    if (index, row) in failing:
+                        failing.remove((index, row))
+                        raise Unavailable("reset by peer")
+                    yield Document(f"{index}/{row} " * 5, origin="")
+
+            return Piece(str(index), rows)
+
+        stop = threading.Event()
+        stop.wait = lambda timeout=None: False  # no time passes
+        data = DataSpec(sequence_length=32)
+        stream = make_stream({}, data, stop=stop)
+        (feed,) = stream._feeds
+        feed._source = Source([piece(index) for index in range(6)], thin=False)
+        feed._open(START)
+        return stream
+
+    stream = stream_of(failing)
+    take(stream, after)
+    state = json.loads(json.dumps(stream.state_dict()))
+    num_left = len(stream._sequences) - stream._position if stream._sequences is not None else 0
+    resumed = stream_of(others)
+    resumed._feeds[0]._open(START)
+    resumed.load_state_dict(state)
+    assert equal(take(resumed, num_left // 4), take(stream, num_left // 4))
+
+
+# the worker
+
+
+def test_the_worker_gives_the_batches_of_its_stream_and_the_state_of_those_given_out(
+    bindings: dict[str, str],
+) -> None:
+    plain, ahead = make_stream(bindings), Prefetcher(make_stream(bindings))
+    try:
+        assert ahead.state_dict() == plain.state_dict()
+        for _ in range(40):
+            assert torch.equal(next(ahead), next(plain))
+            assert ahead.state_dict() == plain.state_dict()
+    finally:
+        ahead.close()
+    again = Prefetcher(make_stream(bindings))
+    again.load_state_dict(json.loads(json.dumps(ahead.state_dict())))
+    assert equal(take(again, 20), take(plain, 20))
+    again.close()
+
+
+def test_an_error_comes_where_its_batch_would_have(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "%s"}\n' % ("x" * 2000))
+    data = DataSpec(source="a", sequence_length=32, holdout=1e-9)
+    ahead = Prefetcher(make_stream({"a": f"{tmp_path}/a.jsonl"}, data, block_tokens=500))
+    next(ahead)
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(DataError, match="holds no document to train on"):
+        take(ahead, 2000)
+    ahead.close()
+
+
+def test_closing_ends_the_worker_while_it_waits_for_the_network(bindings: dict[str, str]) -> None:
+    stream = make_stream(bindings)
+    failed = threading.Event()
+
+    def rows(start: int) -> Any:
+        failed.set()
+        raise Unavailable("no route to host")
+        yield
+
+    for feed in stream._feeds:
+        feed._source = Source([Piece("x", rows)], thin=False)
+        feed._open(START)
+    ahead = Prefetcher(stream)
+    asking = threading.Thread(target=lambda: next(ahead, None))
+    asking.start()
+    assert failed.wait(20)
+    ahead.close()
+    asking.join(20)
+    assert not asking.is_alive()
+    assert ahead._thread is not None
+    assert not ahead._thread.is_alive()
+    assert next(ahead, None) is None
