@@ -48,6 +48,9 @@ class Told:
     def live(self) -> Sequence[Candidate]:
         return self.others
 
+    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
+        return next((candidate for candidate in self.others if candidate.peer_id == peer_id), None)
+
 
 class BarePeer:
     """Network thread, server and exchange of a peer, and the outer step's part of training; no DHT, no model.

@@ -86,6 +86,11 @@ class Outside:
         """The seam `gossip.seams.Directory`: live peers, with the address of a tunnel where there is no other."""
         return self._tunnels.live()
 
+    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
+        """The same for one particular peer, wherever its record lies."""
+        found = await self._directory.find(peer_id, timeout_s=timeout_s)
+        return self._tunnels.reached([found])[0] if found else None
+
     # what others are told
 
     @property

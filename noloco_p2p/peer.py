@@ -226,11 +226,11 @@ class Peer:
         return self._net.outside.address
 
     def live_peers(self) -> int:
-        """How many other peers are alive, as far as this one has heard."""
-        return len(self._net.directory.live())
+        """How many other peers are alive, as far as this one has heard: an estimate in a swarm of more than 48."""
+        return self._net.directory.headcount().others
 
     def wait_for_peers(self, num_peers: int, *, timeout_s: float) -> bool:
-        """Wait until this peer has heard of `num_peers` others. False when the time is over or it is asked to leave."""
+        """Wait for `num_peers` others, as `live_peers` counts them. False when time is over or it is asked to leave."""
         until_s = time.monotonic() + timeout_s
         while self.live_peers() < num_peers:
             if time.monotonic() > until_s or self.leave_requested.wait(POLL_S):
@@ -686,6 +686,7 @@ class Peer:
         self.count_traffic()
         now_s, net = time.time(), self._net
         swap, reach = net.watch.now(now_s=time.monotonic()), self.reach()
+        headcount = net.directory.headcount()
         return {
             "peer_id": self.peer_id,
             "pid": os.getpid(),
@@ -700,7 +701,8 @@ class Peer:
             "address": self.address,
             "reach": {"state": reach.state, "sentence": reach.sentence},
             "ticket": self.ticket,
-            "live_peers": self.live_peers(),
+            "live_peers": headcount.others,
+            "live_peers_is_estimate": headcount.is_estimate,
             "last_fault": self.last_fault(),
             "last_fault_since_s": round(now_s - net.runner.faults.at_s, 1) if net.runner.last_fault else None,
             "last_fault_advice": net.runner.faults.advice,

@@ -37,6 +37,8 @@ def lines(reply: dict[str, Any]) -> list[str]:
     from noloco_p2p.telemetry.console import mib
 
     others = "1 other live peer" if reply["live_peers"] == 1 else f"{reply['live_peers']} other live peers"
+    if reply["live_peers_is_estimate"]:
+        others = f"about {others}"
     partner = f", last with ..{reply['last_partner'][-6:]}" if reply["last_partner"] else ""
     return [
         f"peer      {reply['peer_id']} (process {reply['pid']}, noloco_p2p {reply['software']})",

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.1  # how often the directory is looked at for newcomers while a partner is sought
 LAST_LOOK_S = 1.0  # at its boundary a peer without a partner looks for one so long, however many it could still ask
+TRAILING_RETRY_S = 1.0
 TRAILING_SHARE = 1 / 3  # of a round, in which the late part of the last one has the link to itself
 
 
@@ -89,6 +90,7 @@ class LiveRound:
         self.corrections: deque[Correction] = deque(maxlen=2)
         self.correcting = False  # the main thread adds a correction to the vectors now
         self.trailing: Running | None = None
+        self.on_change: Callable[[], None] = lambda: None
         self.round = Round(0, own_id=hello().peer_id)
         self.round.close()
         self._changed = asyncio.Event()
@@ -126,6 +128,14 @@ class LiveRound:
         is_long = round_s is not None and self.clock() - self.opened_s > TRAILING_SHARE * round_s
         return not is_long and (self.trailing is not None or bool(self.corrections))
 
+    def trails_for_s(self) -> float:
+        """How much longer it does, as far as can be told."""
+        round_s, now_s = self.pace.seconds_per_round(), self.clock()
+        if self.trailing is None or round_s is None:
+            return TRAILING_RETRY_S
+        until_s = min(self.opened_s + TRAILING_SHARE * round_s, self.trailing.expected_s(now_s, self.goodput))
+        return max(0.0, until_s - now_s)
+
     def drop_trailing(self) -> None:
         if self.trailing:
             trailing, self.trailing = self.trailing, None
@@ -142,6 +152,7 @@ class LiveRound:
 
     def notify(self) -> None:
         self._changed.set()
+        self.on_change()
 
     async def wait_for_change(self, at_most_s: float) -> None:
         """Until something changed, or for a moment: newcomers and retry times are not announced."""

@@ -13,7 +13,8 @@ from noloco_p2p.gossip.seams import Candidate
 
 FAR_SHARE = 0.6  # of the shorter round; peers of one speed are at most half a round apart, and measure it with noise
 FAILED_RETRY_S = 10.0  # a peer that could not be reached is asked again after this
-PASSING_RETRY_S = 0.05  # least wait after a refusal that passes by itself, spread at random to keep peers apart
+PASSING_RETRY_S = 0.05  # added, give or take half, to the wait after a refusal that passes by itself
+LONGEST_PASSING_RETRY_S = 0.4  # it is doubled from one such refusal to the next
 PASSING_TRIES = 10  # a peer that said "in a moment" so often in one round is not waited for any longer
 PASSED_OVER_S = 10.0  # until it may be asked again
 
@@ -96,9 +97,11 @@ class Pairing:
             return
         # TAKEN by a peer that waits at its boundary comes with 0 s: to believe it would be to ask without a pause.
         if code in PASSING or retry_after_s < PASSING_RETRY_S:
-            wait_s = max(retry_after_s, PASSING_RETRY_S) * self._rng.uniform(1.0, 2.0)
             before = self._memory.get(peer_id)
             tries = before.tries + 1 if before and before.answer is _Answer.PASSING else 1
+            # Spread at random, and wider each time: what keeps peers apart that refuse each other again and again.
+            apart_s = min(PASSING_RETRY_S * 2.0 ** (tries - 1), LONGEST_PASSING_RETRY_S)
+            wait_s = retry_after_s + apart_s * self._rng.uniform(0.5, 1.5)
             if tries < PASSING_TRIES:
                 self._memory[peer_id] = _Memory(_Answer.PASSING, now_s + wait_s, tries)
             else:

@@ -80,6 +80,14 @@ class Round:
     def close(self) -> None:
         self.phase = Phase.CLOSED
 
+    def holds(self, offer: Offer) -> bool:
+        """Whether the answer to this offer waits for that to an own one, which would else be BUSY.
+
+        Only offers of higher ids wait, so that no ring of peers waits for itself.
+        """
+        caller = offer.hello.peer_id
+        return self.phase is Phase.OFFERING and caller not in (self.target, self._own_id) and caller > self._own_id
+
     def answer(self, offer: Offer, *, mine: Boundary) -> Refuse | None:
         """None = accept. Decides and changes nothing; the caller binds in the same breath."""
         caller = offer.hello.peer_id

@@ -221,4 +221,6 @@ class RoundRunner:
     def _conclude(self, round_: Round) -> Outcome:
         if self._seeker:
             self._seeker.cancel()
-        return ending.conclude(self._live, round_)
+        outcome = ending.conclude(self._live, round_)
+        self._live.notify()
+        return outcome

@@ -79,5 +79,9 @@ class Directory(Protocol):
     """Who is alive in this run, as far as this peer has heard. Advisory: the truth is whether a peer answers."""
 
     def live(self) -> Sequence[Candidate]:
-        """The peers known to be alive now, without this one. Never waits."""
+        """Peers to draw a partner from, without this one: all of a small run, ever new ones of a large. Never waits."""
+        ...
+
+    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
+        """One particular peer, also when `live` does not have it now; None when nobody knows it."""
         ...

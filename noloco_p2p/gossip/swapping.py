@@ -155,13 +155,11 @@ class Swapping:
 
     async def _ask(self, partner: str, swap_id: bytes) -> SwapState:
         """What the partner knows of a swap; nothing when it cannot be asked."""
-        for candidate in self._live.directory.live():
-            if candidate.peer_id == partner:
-                try:
-                    status = await self._transport.status(
-                        candidate, swap_id=swap_id, timeout_s=self._deadlines.status_s
-                    )
-                except PeerError:
-                    break
-                return status.swap
-        return SwapState()
+        candidate = await self._live.directory.find(partner, timeout_s=self._deadlines.status_s)
+        if candidate is None:
+            return SwapState()
+        try:
+            status = await self._transport.status(candidate, swap_id=swap_id, timeout_s=self._deadlines.status_s)
+        except PeerError:
+            return SwapState()
+        return status.swap

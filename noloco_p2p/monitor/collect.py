@@ -14,8 +14,8 @@ from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.monitor.notices import notices
 from noloco_p2p.monitor.roster import Health, Member, Roster, lonely
 from noloco_p2p.monitor.spread import Spread, measure
-from noloco_p2p.swarm.dht import SwarmDirectory
-from noloco_p2p.swarm.reader import find_somebody, reader
+from noloco_p2p.swarm.dht import Headcount, SwarmDirectory
+from noloco_p2p.swarm.reader import WHOLE_S, find_somebody, reader
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.ticket import Ticket
 
@@ -31,9 +31,11 @@ class Watcher:
         self.roster = Roster()
         self.spread: Spread | None = None
         self.directory_age_s = 0.0
+        self.headcount: Headcount | None = None
         self.now_s = time.time()
 
     def look(self, directory: SwarmDirectory) -> None:
+        self.headcount = directory.headcount()
         self.take(directory.records(), directory_age_s=directory.read_age_s(), now_s=time.time())
 
     def take(self, records: list[tuple[PeerRecord, float]], *, directory_age_s: float, now_s: float) -> None:
@@ -49,17 +51,28 @@ class Watcher:
     def summary(self) -> dict[str, Any]:
         """All that is known as JSON values, the peers in the order of their ids."""
         members = sorted(self.roster.members.items())
-        told = notices(self.roster, spread=self.spread, directory_age_s=self.directory_age_s, now_s=self.now_s)
+        told = notices(
+            self.roster,
+            spread=self.spread,
+            directory_age_s=self.directory_age_s,
+            now_s=self.now_s,
+            num_estimated=self.estimate(),
+        )
         return {
             "version": SUMMARY_VERSION,
             "run": self.ticket.run_name,
             "spec_digest": self.ticket.spec_digest,
             "time_s": round(self.now_s, 3),
             "directory_age_s": round(self.directory_age_s, 1),
+            "estimate": self.estimate(),
             "totals": self.totals(),
             "notices": [{"level": notice.level, "text": notice.text} for notice in told],
             "peers": [self.describe(member) for _, member in members],
         }
+
+    def estimate(self) -> int | None:
+        """Live peers, while not all of them were read; None when all were."""
+        return self.headcount.others if self.headcount and self.headcount.is_estimate else None
 
     def totals(self) -> dict[str, Any]:
         """Of the whole swarm. Speed, loss and progress are of living peers that train; counts are of all."""
@@ -99,6 +112,7 @@ async def snapshot(ticket: Ticket) -> dict[str, Any]:
     async with reader(ticket) as directory:
         await find_somebody(ticket, directory)
         await asyncio.sleep(SETTLE_S)
+        await directory.wait_until_whole(WHOLE_S)
         watcher = Watcher(ticket)
         watcher.look(directory)
         return watcher.summary()

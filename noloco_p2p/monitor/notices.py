@@ -33,8 +33,15 @@ class Notice:
     text: str
 
 
-def notices(roster: Roster, *, spread: Spread | None, directory_age_s: float, now_s: float) -> list[Notice]:
-    """The worst first; none when all is well."""
+def notices(
+    roster: Roster,
+    *,
+    spread: Spread | None,
+    directory_age_s: float,
+    now_s: float,
+    num_estimated: int | None = None,
+) -> list[Notice]:
+    """The worst first; none when all is well. `num_estimated`: peers of a swarm that was not read whole."""
     found: list[Notice] = []
     health = {peer: member.health(now_s) for peer, member in roster.members.items()}
     alive = [roster.members[peer].record for peer, state in health.items() if state in (Health.ALIVE, Health.SILENT)]
@@ -55,6 +62,9 @@ def notices(roster: Roster, *, spread: Spread | None, directory_age_s: float, no
     unreached = [r for r in alive if r.reachability != "direct" and r.swaps + r.alone >= UNREACHED_ROUNDS]
     if unreached and len(alive) > 1:
         found.append(Notice("info", f"{_peers(len(unreached))} never reached by another peer: behind a firewall?"))
+    if num_estimated is not None:
+        read = f"{len(alive)} of them were read so far"
+        found.append(Notice("info", f"The swarm has about {_peers(num_estimated)}; {read}."))
     versions = Counter(record.software for record in alive)
     if len(versions) > 1:
         told = ", ".join(f"{version} ({number})" for version, number in sorted(versions.items()))

@@ -126,6 +126,9 @@ class LinkDirectory:
     def live(self) -> Sequence[Candidate]:
         return [Candidate(peer, address=peer) for peer in self._network.listed if peer != self._own_id]
 
+    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
+        return Candidate(peer_id, address=peer_id) if peer_id in self._network.listed else None
+
 
 class LinkStream:
     """One end of a stream. What it sends comes out of its up link, then of the other end's down link, in order."""

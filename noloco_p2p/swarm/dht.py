@@ -1,9 +1,10 @@
 """The directory of a run: who is alive, told by signed records in a DHT that all peers keep together.
 
     heartbeat   store the own record, every 15 s and when something changed; others drop it after 60 s
-    view        read all records of the run, every 5 s; every second at first and while nobody is there
+    view        read a bucket of records: all of a small run every 5 s, one of many every 10 s; every second at
+                first and while nobody is there
     dial        bootstraps and peers met before, again and again while they are missing
-    freshen     ask for a random key every 30 s, which keeps routing tables alive
+    freshen     ask for a random key every 30 s, which keeps routing tables alive: a bucket of another depth
     copies      read what is stored under the own peer id, before every heartbeat: a copied key is noticed
 
 Nothing here stops the peer: without any other node the directory is up, and empty.
@@ -14,9 +15,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,12 +28,22 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity, short_id
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import only_public, split_peer_id
+from noloco_p2p.swarm.buckets import (
+    MAX_DEPTH,
+    Bucket,
+    Census,
+    Draw,
+    bucket_of,
+    buckets_at,
+    random_bucket,
+    within_limit,
+)
 from noloco_p2p.swarm.clock import CLOCK, Offset, check_clock
 from noloco_p2p.swarm.copies import CopyWatch
 from noloco_p2p.swarm.daemon import ListenOn
 from noloco_p2p.swarm.dialing import DialPlan
-from noloco_p2p.swarm.node import SwarmNode, end_tasks
-from noloco_p2p.swarm.records import TTL_S, PeerRecord, RecordError, bucket_key, decode_record, encode_record
+from noloco_p2p.swarm.node import CALL_S, SwarmNode, end_tasks
+from noloco_p2p.swarm.records import TTL_S, PeerRecord, RecordError, decode_record, encode_record
 from noloco_p2p.swarm.relay import Relay
 from noloco_p2p.swarm.view import View
 
@@ -39,6 +51,11 @@ logger = logging.getLogger(__name__)
 
 FAREWELL_S = 4.0  # longer than hivemind waits for one dead neighbour
 EXPIRY_SLACK_S = 1e-3
+READS_AT_ONCE = 16
+WHOLE_POLL_S = 0.1
+LONGEST_SURVEY_PAUSE_S = 30.0
+
+Read = tuple[Bucket, list[PeerRecord], float]  # a bucket, the records found there, and their share of all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +64,27 @@ class Timing:
 
     heartbeat_s: float = TTL_S / 4
     view_s: float = 5.0
+    bucket_view_s: float = 10.0
     quick_view_s: float = 1.0
     quick_for_s: float = 30.0
     dial_s: float = 10.0
     freshen_s: float = 30.0
 
 
+@dataclass(frozen=True, slots=True)
+class Headcount:
+    """Live peers of a run, without the one that counts. An estimate where not all of them were read."""
+
+    others: int
+    is_estimate: bool
+
+
 class SwarmDirectory:
     """Implements the seam `gossip.seams.Directory`. Make it with `start()` on a running loop, end it with `stop()`.
 
-    `describe` returns None until there is something to announce. Without it nothing ever is: with a run it only reads
-    (a monitor, which stays out of routing tables), without one it is a plain DHT node (a bootstrap).
+    `describe` returns None until there is something to announce. Without it nothing ever is: with a run it only reads,
+    and that all buckets (a monitor, which stays out of routing tables); without one it is a plain DHT node (a
+    bootstrap).
     """
 
     def __init__(
@@ -85,6 +112,11 @@ class SwarmDirectory:
         self._copies = CopyWatch()
         self._plan = DialPlan(identity.peer_id, _by_peer(bootstraps), longest_pause_s=timing.dial_s)
         self._view = View(identity.peer_id)
+        rng = random.SystemRandom()
+        self._rng, self._census, self._draw = rng, Census(rng), Draw(rng)
+        self._reads_all = spec_digest is not None and describe is None
+        self._whole_depth: int | None = None  # at which all buckets were read
+        self._survey_at_s, self._survey_pause_s = 0.0, timing.quick_view_s
         self._started_at_s = self._read_at_s = time.monotonic()
         self._sequence = 0
         self._expires_at_s = 0.0
@@ -169,11 +201,34 @@ class SwarmDirectory:
         return self._node.daemon_pid
 
     def live(self) -> Sequence[Candidate]:
-        """Peers of the run heard of within the TTL and not leaving, without this one. Never waits; for any thread."""
-        return self._view.live(now_s=time.monotonic())
+        """Peers of the run heard of within the TTL and not leaving, without this one. Never waits; for any thread.
+
+        Of a run with many buckets, those in the two that were drawn last; all that were read for a monitor.
+        """
+        drawn = None if self._reads_all or self._census.depth == 0 else self._draw.peers()
+        return self._view.live(now_s=time.monotonic(), among=drawn)
+
+    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
+        """One particular peer: its bucket is read when it is not among those drawn. None when it cannot be found."""
+        known = next((candidate for candidate in self.live() if candidate.peer_id == peer_id), None)
+        depth = self._census.depth
+        if known or depth == 0:
+            return known
+        try:
+            await self._read([bucket_of(peer_id, depth)], timeout_s=timeout_s)
+        except DirectoryError:
+            return None
+        return next(iter(self._view.live(now_s=time.monotonic(), among={peer_id})), None)
+
+    def headcount(self) -> Headcount:
+        """How many other peers are alive. Never waits; for any thread."""
+        num_known = len(self.live())
+        if self._census.depth == 0 or (self._reads_all and self._whole_depth == self._census.depth):
+            return Headcount(num_known, is_estimate=False)
+        return Headcount(max(num_known, round(self._census.size) - (self._describe is not None)), is_estimate=True)
 
     def records(self) -> list[tuple[PeerRecord, float]]:
-        """(record, age in seconds) of the run's peers, leaving ones too, without this one. Never waits."""
+        """(record, age in seconds) of the run's peers that were read, leaving ones too, without this one."""
         return self._view.records(now_s=time.monotonic())
 
     def read_age_s(self) -> float:
@@ -208,6 +263,15 @@ class SwarmDirectory:
         check_clock(self._offsets)
         return True
 
+    async def wait_until_whole(self, timeout_s: float) -> bool:
+        """For one that only reads: wait until it has read all buckets of the run; False when it has not."""
+        until_s = time.monotonic() + timeout_s
+        while self._whole_depth != self._census.depth:
+            if time.monotonic() > until_s:
+                return False
+            await asyncio.sleep(WHOLE_POLL_S)
+        return True
+
     async def check_clock(self, timeout_s: float) -> None:
         """Wait until those to enter through have been tried once. Raises DirectoryError, as `wait_for_peers` does."""
         with suppress(TimeoutError):
@@ -219,19 +283,68 @@ class SwarmDirectory:
         await self._announce(None, timeout_s=self._timing.heartbeat_s)
 
     async def refresh_now(self) -> None:
-        """Read the swarm now. Raises DirectoryError; the view then stays as it was."""
+        """Read a bucket now (all for a monitor). Raises DirectoryError; the view then stays as it was."""
         if self._spec_digest is None:
             return
-        entries = await self._node.get(bucket_key(self._spec_digest))
-        if entries or self._node.neighbours():  # with nobody to ask, nothing was found
-            self._read_at_s = time.monotonic()
-        news = self._view.merge(self._readable(entries), now_s=time.monotonic(), dht_now_s=CLOCK.now())
+        depth = self._census.depth
+        buckets = buckets_at(depth) if self._reads_all else [self._draw.next(depth)]
+        self._rng.shuffle(buckets)
+        for start in range(0, len(buckets), READS_AT_ONCE):
+            for bucket, records, share in await self._read(buckets[start : start + READS_AT_ONCE]):
+                self._count(bucket, records, share)
+            if self._census.depth != depth:
+                return  # other buckets are in use
+        self._whole_depth = depth if self._reads_all else None
+
+    async def _read(self, buckets: Iterable[Bucket], *, timeout_s: float = CALL_S) -> list[Read]:
+        """Read buckets at once, and take what they hold into the view. Empty when there is nobody to ask."""
+        assert self._spec_digest is not None
+        buckets = list(buckets)
+        keys = [bucket.key(self._spec_digest) for bucket in buckets]
+        found = await asyncio.gather(*(self._node.get(key, timeout_s=timeout_s) for key in keys))
+        if not any(found) and not self._node.neighbours():
+            return []
+        self._read_at_s = time.monotonic()
+        reads = []
+        for bucket, entries in zip(buckets, found, strict=True):
+            some = within_limit(entries, self._rng)
+            reads.append((bucket, self._readable(bucket, some), len(some) / len(entries) if entries else 1.0))
+        everybody = [record for _, records, _ in reads for record in records]
+        news = self._view.merge(everybody, now_s=time.monotonic(), dht_now_s=CLOCK.now())
         for record in news:
             self._address_book.remember(record.peer_id, record.multiaddrs)
         if self.live():
             self._somebody.set()
         else:
             self._somebody.clear()
+        return reads
+
+    def _count(self, bucket: Bucket, records: Sequence[PeerRecord], share: float) -> None:
+        """A bucket at the depth of now was read, or `share` of it."""
+        live = [record for record in records if record.state != "leaving"]
+        self._draw.took(bucket, [record.peer_id for record in live])
+        if bucket.depth == self._census.depth:
+            homes = [record.depths[0] if record.depths else 0 for record in live]
+            self._census.note(len(live) / share, homes=homes, now_s=time.monotonic())
+
+    async def _look_aside(self, depth: int) -> None:
+        """Are there peers that settled at another depth?"""
+        for bucket, records, share in await self._read([random_bucket(depth, self._rng)]):
+            live = [record for record in records if record.state != "leaving"]
+            apart = [record for record in live if self._census.depth not in (record.depths or (0,))]
+            self._census.note_aside(bucket.depth, len(apart) / share, now_s=time.monotonic())
+
+    async def _survey(self) -> None:
+        """A newcomer does not know the depth: look at all of them until somebody is found, ever more rarely."""
+        self._survey_at_s = time.monotonic() + self._survey_pause_s
+        self._survey_pause_s = min(2 * self._survey_pause_s, LONGEST_SURVEY_PAUSE_S)
+        before = self._census.depth
+        for depth in range(MAX_DEPTH + 1):
+            if depth != before:
+                await self._look_aside(depth)
+            if self._census.depth != before:
+                await self.refresh_now()
+                return
 
     async def stop(self, *, farewell: bool = True) -> None:
         """Say good-bye (within FAREWELL_S), then end every task and process. Never raises but when cancelled."""
@@ -269,18 +382,31 @@ class SwarmDirectory:
         own = self._describe() if self._describe else None
         if own is None or self._spec_digest is None:
             return
-        entries = await self._node.get(bucket_key(self._spec_digest), timeout_s=self._timing.heartbeat_s)
-        for found in self._readable({k: v for k, v in entries.items() if k == self.peer_id}):
-            if self._copies.must_stop(own, found):
-                self._on_copy(found)
+        buckets = [bucket_of(self.peer_id, depth) for depth in self._census.depths(time.monotonic())]
+        keys = [bucket.key(self._spec_digest) for bucket in buckets]
+        stored = await asyncio.gather(*(self._node.get(key, timeout_s=self._timing.heartbeat_s) for key in keys))
+        for bucket, entries in zip(buckets, stored, strict=True):
+            for found in self._readable(bucket, {k: v for k, v in entries.items() if k == self.peer_id}):
+                if self._copies.must_stop(own, found):
+                    self._on_copy(found)
 
     async def _look(self) -> float:
         await self.refresh_now()
-        is_young = time.monotonic() - self._started_at_s < self._timing.quick_for_s
-        return self._timing.quick_view_s if is_young or not self.live() else self._timing.view_s
+        now_s = time.monotonic()
+        is_young = now_s - self._started_at_s < self._timing.quick_for_s
+        if not self.live() and self._node.neighbours() and now_s >= self._survey_at_s:
+            await self._survey()
+        elif is_young:
+            await self._look_aside(self._census.aside())
+        if is_young or not self.live():
+            return self._timing.quick_view_s
+        return self._timing.bucket_view_s if self._census.depth else self._timing.view_s
 
     async def _freshen(self) -> float:
-        await self._node.get(secrets.token_hex(16))
+        if self._spec_digest is None:
+            await self._node.get(secrets.token_hex(16))
+        else:
+            await self._look_aside(self._census.aside())
         return self._timing.freshen_s
 
     async def _dial(self) -> float:
@@ -339,8 +465,10 @@ class SwarmDirectory:
             described = self._describe()
             if described is None:
                 return  # nothing to say yet
+            depths = self._census.depths(time.monotonic())
             record = replace(
                 described,
+                depths=() if depths == (0,) else depths,
                 peer_id=self.peer_id,
                 spec_digest=self._spec_digest,
                 multiaddrs=tuple(described.multiaddrs or self.multiaddrs()),
@@ -349,8 +477,17 @@ class SwarmDirectory:
                 sequence=self._next_sequence(),
                 expires_at_s=self._next_expiry_s(),
             )
-            value, key = encode_record(record, self._identity), bucket_key(self._spec_digest)
-            await self._node.store(key, self.peer_id, value, expires_at_s=record.expires_at_s, timeout_s=timeout_s)
+            value, expires_at_s = encode_record(record, self._identity), record.expires_at_s
+            keys = [bucket_of(self.peer_id, depth).key(self._spec_digest) for depth in depths]
+            results = await asyncio.gather(
+                *(
+                    self._node.store(k, self.peer_id, value, expires_at_s=expires_at_s, timeout_s=timeout_s)
+                    for k in keys
+                ),
+                return_exceptions=True,  # all are tried
+            )
+            for fault in filter(None, results):
+                raise fault
 
     def _next_sequence(self) -> int:
         """Rises over restarts too: milliseconds of DHT time, or one more than the last."""
@@ -362,7 +499,7 @@ class SwarmDirectory:
         self._expires_at_s = max(self._expires_at_s + EXPIRY_SLACK_S, CLOCK.now() + TTL_S)
         return self._expires_at_s
 
-    def _readable(self, entries: dict[str, tuple[bytes, float]]) -> list[PeerRecord]:
+    def _readable(self, bucket: Bucket, entries: dict[str, tuple[bytes, float]]) -> list[PeerRecord]:
         """The checks of the validator once more, on what was read, and the rest of the fields."""
         records: list[PeerRecord] = []
         for subkey, (value, expires_at_s) in entries.items():
@@ -373,7 +510,7 @@ class SwarmDirectory:
                 continue
             is_own_word = record.peer_id == subkey and record.spec_digest == self._spec_digest
             is_in_time = abs(record.expires_at_s - expires_at_s) <= EXPIRY_SLACK_S
-            if is_own_word and is_in_time and not self._ignores(record):
+            if is_own_word and bucket.holds(subkey) and is_in_time and not self._ignores(record):
                 records.append(record)
         return records
 

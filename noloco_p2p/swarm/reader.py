@@ -15,6 +15,7 @@ from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.ticket import Ticket
 
 LOOK_TIMEOUT_S = 20.0
+WHOLE_S = 30.0  # to read all buckets of a large run
 
 
 @asynccontextmanager

@@ -66,6 +66,7 @@ class PeerRecord:
     blocked_s: float = 0.0
     sketch: str = ""  # of the slow weights at the opening of a round, `codec.sketch`
     norm: float | None = None  # Euclidean, of the same slow weights
+    depths: tuple[int, ...] = ()  # of its buckets, `swarm.buckets`: where it reads, then where else it is; () = (0,)
     session_key: str = ""  # by which its gRPC server is known, base64; a new one at every start
     started_at_ms: int = 0  # Unix, by its own clock: tells two starts of one key apart
     mark: str = ""  # of a private run: that an invited peer wrote it
@@ -92,14 +93,10 @@ KEYS = {
     "lonely": "why",
     "validation_loss": "val",
     "blocked_s": "wait",
+    "depths": "at",
     "session_key": "key",
     "started_at_ms": "up",
 }
-
-
-def bucket_key(spec_digest: str) -> str:
-    """The DHT key under which the peers of a run announce themselves."""
-    return f"noloco_p2p/1/{spec_digest}"
 
 
 def encode_record(record: PeerRecord, identity: Identity) -> bytes:
@@ -130,7 +127,8 @@ def decode_record(data: bytes) -> PeerRecord:
     known = {f.name: values[KEYS.get(f.name, f.name)] for f in fields(PeerRecord) if KEYS.get(f.name, f.name) in values}
     for name in ("addresses", "multiaddrs"):
         known[name] = _texts(name, known.get(name, []))
-    known["lonely"] = _counts("lonely", known.get("lonely", []))
+    for name in ("lonely", "depths"):
+        known[name] = _counts(name, known.get(name, []))
     try:
         record = PeerRecord(**known)
     except TypeError:

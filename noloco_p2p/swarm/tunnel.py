@@ -46,7 +46,7 @@ class _Session:
 
 
 class Tunnels:
-    """Both sides of it, and the seam `gossip.seams.Directory` with the peers that are reached so.
+    """Both sides of it, and the candidates of the directory with the addresses at which they are reached so.
 
     `live` and `multiaddrs` tell of live peers; `wanted`: this peer cannot be dialled, so that peers of its kind make no
     offers to it, nor it to them, but by tunnels; `server` is HOST and PORT of the own gRPC server, once it is there.
@@ -82,14 +82,20 @@ class Tunnels:
             await session.pipe.close()
 
     def live(self) -> Sequence[Candidate]:
-        """As the directory tells them; who can be called by a tunnel alone has the address of a local port."""
-        live = self._live()
-        if all(candidate.can_be_called for candidate in live) or not self._wanted():
-            return live
-        ways = {peer: relays_of(multiaddrs) for peer, multiaddrs in self._multiaddrs().items()}
-        return [self._reached(peer) if ways.get(peer.peer_id) and not peer.can_be_called else peer for peer in live]
+        """As the directory tells them, but for those that only a tunnel reaches."""
+        return self.reached(self._live())
 
-    def _reached(self, candidate: Candidate) -> Candidate:
+    def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """The same peers; who can be called by a tunnel alone has the address of a local port."""
+        if all(candidate.can_be_called for candidate in candidates) or not self._wanted():
+            return candidates
+        ways = {peer: relays_of(multiaddrs) for peer, multiaddrs in self._multiaddrs().items()}
+        return [
+            self._by_tunnel(candidate) if ways.get(candidate.peer_id) and not candidate.can_be_called else candidate
+            for candidate in candidates
+        ]
+
+    def _by_tunnel(self, candidate: Candidate) -> Candidate:
         port = self._port_for(candidate.peer_id)
         return replace(candidate, address=f"127.0.0.1:{port}", can_be_called=True) if port else candidate
 

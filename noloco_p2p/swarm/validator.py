@@ -5,18 +5,21 @@ This file imports hivemind (seconds, 290 MB): only `node.py` imports it, and onl
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from hivemind.dht.crypto import DHTRecord, RecordValidatorBase
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 
+from noloco_p2p.swarm.buckets import MAX_DEPTH, bucket_of
 from noloco_p2p.swarm.clock import CLOCK
-from noloco_p2p.swarm.records import MAX_RECORD_BYTES, TTL_S, RecordError, bucket_key, open_envelope
+from noloco_p2p.swarm.records import MAX_RECORD_BYTES, TTL_S, RecordError, open_envelope
 
 EXPIRY_SLACK_S = 1e-3
 
 
 class RecordValidator(RecordValidatorBase):
-    """Accepts what a peer signed about itself, under the key of the run it names, until the moment it names.
+    """Accepts what a peer signed about itself, in a bucket of its own of the run it names, until the moment it names.
 
     Only the envelope is looked at: a field that a newer version adds must not make older nodes drop the record, for
     hivemind drops the whole answer in which one record fails.
@@ -34,10 +37,17 @@ def _is_valid(record: DHTRecord) -> bool:
     remaining_s = record.expiration_time - CLOCK.now()
     return (
         record.subkey == DHTProtocol.serializer.dumps(values["id"])
-        and record.key == DHTID.generate(bucket_key(values["spec"])).to_bytes()
+        and record.key in _keys_of(values["id"], values["spec"])
         and abs(values["exp"] - record.expiration_time) <= EXPIRY_SLACK_S
         and 0 < remaining_s <= 2 * TTL_S
     )
+
+
+@lru_cache(maxsize=4096)
+def _keys_of(peer_id: str, spec_digest: str) -> frozenset[bytes]:
+    """Where a peer may announce itself: in its own bucket, at any depth."""
+    keys = (bucket_of(peer_id, depth).key(spec_digest) for depth in range(MAX_DEPTH + 1))
+    return frozenset(DHTID.generate(key).to_bytes() for key in keys)
 
 
 def _unpack(packed: bytes) -> bytes:

@@ -6,7 +6,7 @@ Two clocks come in: a monotonic one, which measures ages, and DHT time, in which
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from noloco_p2p.gossip.seams import Candidate
@@ -49,9 +49,13 @@ class View:
         self._sightings = sightings
         return news
 
-    def live(self, *, now_s: float) -> list[Candidate]:
-        """Peers that were heard of within the TTL and are not leaving."""
-        return [_candidate(record) for record, _ in self.records(now_s=now_s) if record.state != "leaving"]
+    def live(self, *, now_s: float, among: Container[str] | None = None) -> list[Candidate]:
+        """Peers that were heard of within the TTL and are not leaving; only those in `among`."""
+        return [
+            _candidate(record)
+            for record, _ in self.records(now_s=now_s)
+            if record.state != "leaving" and (among is None or record.peer_id in among)
+        ]
 
     def records(self, *, now_s: float) -> list[tuple[PeerRecord, float]]:
         """(record, age in seconds) of every other peer heard of within the TTL, leaving ones too."""

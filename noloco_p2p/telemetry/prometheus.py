@@ -38,7 +38,7 @@ PEER = tuple(
     if item.metadata["kind"] != "text"
 )
 PEER_INFO = Family(f"{PREFIX}_peer_info", "gauge", "1", "always 1; who this peer is", ("peer_id", "run", "software"))
-LIVE_PEERS = Family(f"{PREFIX}_live_peers", "gauge", "peers", "other live peers that this one knows")
+LIVE_PEERS = Family(f"{PREFIX}_live_peers", "gauge", "peers", "other live peers; an estimate above 48")
 SWARM_PREFIX = f"{PREFIX}_swarm"
 SWARM_PEERS = Family(f"{SWARM_PREFIX}_peers", "gauge", "peers", "peers by what the monitor makes of them", ("health",))
 SWARM_ALONE = Family(

@@ -85,3 +85,6 @@ class _Listed:
     def live(self) -> Sequence[Candidate]:
         listed = list(self._addresses.items())  # a test may change it meanwhile, from its own thread
         return [Candidate(peer, address=address) for peer, address in listed if peer != self._own_id]
+
+    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
+        return next((candidate for candidate in self.live() if candidate.peer_id == peer_id), None)

@@ -76,6 +76,9 @@ class MemoryDirectory:
     def live(self) -> Sequence[Candidate]:
         return [Candidate(peer, address=peer) for peer in self._network.listed if peer != self._own_id]
 
+    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
+        return Candidate(peer_id, address=peer_id) if peer_id in self._network.listed else None
+
 
 class MemoryTransport:
     """Calls on a MemoryNetwork. `wrap` is put around the streams that are opened."""

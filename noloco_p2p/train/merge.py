@@ -20,7 +20,7 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.session import Session
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.swarm.reader import find_somebody, reader
+from noloco_p2p.swarm.reader import WHOLE_S, find_somebody, reader
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
@@ -86,6 +86,7 @@ async def from_swarm(
     async with reader(ticket) as directory:
         with progress.task("looking for live peers"):
             await find_somebody(ticket, directory)
+            await directory.wait_until_whole(WHOLE_S)
         session = Session(directory.identity, ticket.invitation)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
         transport = GrpcTransport(lambda: hello, session=session)

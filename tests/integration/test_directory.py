@@ -19,13 +19,16 @@ from pathlib import Path
 import psutil
 import pytest
 import uvloop
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_p2p.errors import DirectoryError
-from noloco_p2p.identity import Identity
+from noloco_p2p.identity import Identity, peer_id_of
 from noloco_p2p.swarm.address_book import AddressBook
+from noloco_p2p.swarm.buckets import ROOT, bucket_of
 from noloco_p2p.swarm.daemon import probe_port
-from noloco_p2p.swarm.dht import SwarmDirectory, Timing
-from noloco_p2p.swarm.records import PeerRecord, bucket_key, encode_record
+from noloco_p2p.swarm.dht import Headcount, SwarmDirectory, Timing
+from noloco_p2p.swarm.node import SwarmNode
+from noloco_p2p.swarm.records import PeerRecord, encode_record
 
 RUN = "ab" * 32
 QUICK = Timing(heartbeat_s=2.0, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshen_s=1.0)
@@ -47,6 +50,10 @@ def _sockets() -> set[str]:
 
 def record_of(identity: Identity, *, state: str = "training", round_: int = 0) -> PeerRecord:
     return PeerRecord(identity.peer_id, "demo", RUN, addresses=("127.0.0.1:4000",), state=state, round=round_)
+
+
+def public_bytes(key: Ed25519PrivateKey) -> bytes:
+    return key.public_key().public_bytes_raw()
 
 
 @asynccontextmanager
@@ -178,7 +185,7 @@ def test_nobody_can_speak_for_another(tmp_path: Path) -> None:
             expires_at_s = time.time() + 50
             forged = replace(record_of(forger), sequence=1, expires_at_s=expires_at_s)
             swapped = encode_record(forged, forger).replace(forger.peer_id.encode(), victim.peer_id.encode())
-            key = bucket_key(RUN)
+            key = ROOT.key(RUN)
             for value in (encode_record(forged, forger), swapped, b"junk"):
                 await evil._node.store(key, victim.peer_id, value, expires_at_s=expires_at_s)
             genuine = encode_record(replace(forged, peer_id=victim.peer_id), victim)
@@ -227,11 +234,59 @@ def test_a_monitor_reads_and_is_not_seen(tmp_path: Path) -> None:
     run(main)
 
 
+def test_a_large_run_is_counted_by_a_part_of_it_and_read_whole_by_a_monitor(tmp_path: Path) -> None:
+    """120 peers that settled at depth 2; their records are stored by one node, of which nobody asks them."""
+    keys = [Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in range(120)]
+    many = [Identity(peer_id_of(public_bytes(key)), public_bytes(key), key) for key in keys]
+
+    async def announce(node: SwarmNode, identity: Identity) -> None:
+        expires_at_s = time.time() + 55.0
+        told = replace(record_of(identity), depths=(2,), sequence=1, expires_at_s=expires_at_s)
+        key = bucket_of(identity.peer_id, 2).key(RUN)
+        await node.store(key, identity.peer_id, encode_record(told, identity), expires_at_s=expires_at_s)
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            a = await stack.enter_async_context(directory(tmp_path, "a"))
+            door = tuple(a.multiaddrs())
+            b = await stack.enter_async_context(directory(tmp_path, "b", bootstraps=door))
+            await until(sees(a, b), "a sees b")
+            for start in range(0, len(many), 20):
+                await asyncio.gather(*(announce(b._node, identity) for identity in many[start : start + 20]))
+            await until(lambda: a.headcount().is_estimate and len(a.live()) > 40, "a looked aside and went there")
+            assert 90 <= a.headcount().others <= 150
+            drawn = {candidate.peer_id for candidate in a.live()}
+            assert len(drawn) < 100, "two buckets of four"
+            hidden = next(identity.peer_id for identity in many if identity.peer_id not in drawn)
+            found = await a.find(hidden, timeout_s=5.0)
+            assert found
+            assert found.peer_id == hidden
+            assert await a.find("nobody", timeout_s=5.0) is None
+            path = tmp_path / "monitor.key"
+            monitor = await SwarmDirectory.start(
+                identity_path=path,
+                identity=Identity.load_or_create(path),
+                listen_host="127.0.0.1",
+                listen_port=0,
+                bootstraps=door,
+                spec_digest=RUN,
+                timing=QUICK,
+            )
+            try:
+                await until(lambda: len(monitor.live()) >= 122, "the monitor reads all buckets")
+                assert await monitor.wait_until_whole(PATIENCE_S)
+                assert monitor.headcount() == Headcount(122, is_estimate=False)
+            finally:
+                await monitor.stop()
+
+    run(main)
+
+
 def test_the_daemon_dies_with_a_killed_parent(tmp_path: Path) -> None:
     script = textwrap.dedent("""
         import asyncio, sys
         from pathlib import Path
-        from noloco_p2p.identity import Identity
+        from noloco_p2p.identity import Identity, peer_id_of
         from noloco_p2p.swarm.daemon import ListenOn
         from noloco_p2p.swarm.node import SwarmNode
 

@@ -14,10 +14,11 @@ import uvloop
 
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import Identity
+from noloco_p2p.swarm.buckets import bucket_of
 from noloco_p2p.swarm.daemon import ListenOn
 from noloco_p2p.swarm.dht import SwarmDirectory, Timing
 from noloco_p2p.swarm.node import SwarmNode
-from noloco_p2p.swarm.records import TTL_S, PeerRecord, bucket_key, encode_record
+from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
 from noloco_p2p.testing.identities import identity_of
 
 RUN = "ab" * 32
@@ -27,7 +28,7 @@ PATIENCE_S = 20.0
 
 def key_of(peer_id: str) -> str:
     """Where a peer of a small run announces itself."""
-    return bucket_key(RUN)
+    return bucket_of(peer_id, 0).key(RUN)
 
 
 def run(main: Callable[[], Coroutine[object, object, None]]) -> None:

@@ -21,7 +21,6 @@ from noloco_p2p.swarm.records import (
     MAX_RECORD_BYTES,
     PeerRecord,
     RecordError,
-    bucket_key,
     decode_record,
     encode_record,
 )
@@ -190,10 +189,6 @@ def test_a_full_record_with_a_sketch_fits_with_four_addresses_of_each_kind() -> 
     long = replace(full, addresses=(f"{'a' * 240}.example:40000",))
     fitted = decode_record(encode_record(long, ME))
     assert (fitted.sketch, fitted.norm, fitted.addresses) == ("", None, long.addresses)
-
-
-def test_runs_have_keys_of_their_own() -> None:
-    assert bucket_key("ab" * 32) != bucket_key("cd" * 32)
 
 
 def test_neither_hivemind_nor_torch_is_imported() -> None:

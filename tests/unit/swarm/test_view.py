@@ -29,6 +29,13 @@ def test_a_peer_is_live_until_its_ttl() -> None:
     assert (candidate.address, candidate.state) == ("10.0.0.1:1", "training")
 
 
+def test_only_those_that_were_drawn_are_offered() -> None:
+    view = View("me")
+    merge(view, A, replace(A, peer_id="b"))
+    assert [candidate.peer_id for candidate in view.live(now_s=0.0, among={"b"})] == ["b"]
+    assert len(view.records(now_s=0.0)) == 2
+
+
 def test_a_newer_word_is_never_replaced_by_an_older_one() -> None:
     view = View("me")
     leaving = replace(A, sequence=6, state="leaving")

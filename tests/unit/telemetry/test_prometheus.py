@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -53,7 +54,7 @@ def test_the_page_is_served_on_a_loop_that_is_there_already() -> None:
 
 
 def test_the_reference_is_what_the_tables_say() -> None:
-    generator: dict[str, object] = {"__file__": str(ROOT / "docs" / "generate.py"), "__name__": "generate"}
+    generator: dict[str, Any] = {"__file__": str(ROOT / "docs" / "generate.py"), "__name__": "generate"}
     exec((ROOT / "docs" / "generate.py").read_text(), generator)
     for name, page in generator["PAGES"].items():
         text = "\n".join(page()).rstrip() + "\n"

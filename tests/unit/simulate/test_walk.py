@@ -1,0 +1,30 @@
+"""Rounds of peers without a model, production runners on a virtual clock: all are paired, and nobody twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from noloco_p2p.simulate.walk import Walk, walk
+
+
+@pytest.mark.parametrize("num_peers", [2, 3, 8])
+def test_who_can_be_paired_is(num_peers: int) -> None:
+    result = walk(Walk(num_peers, 4, inner_steps=4, step_s=5.0, max_wait_s=20.0))
+    assert result.in_two_swaps() == []
+    rounds = [each for each in result.rounds if each.round > 0]
+    paired = [each for each in rounds if each.partner]
+    assert len(paired) >= 0.9 * len(rounds) * (num_peers // 2 * 2) / num_peers
+    assert sum(each.num_offers <= 5 for each in paired) >= 0.75 * len(paired)
+
+
+def test_peers_of_different_speeds_find_partners_and_mix() -> None:
+    result = walk(Walk(6, 5, inner_steps=4, step_s=5.0, max_wait_s=20.0, speeds=(1.0, 2.0), is_in_step=False))
+    assert result.in_two_swaps() == []
+    assert sum(bool(each.partner) for each in result.rounds) >= 0.8 * len(result.rounds)
+    spreads = [float(vectors.var(0).mean()) for _, vectors in result.vectors]
+    assert spreads[-1] < 0.2 * spreads[0], "five rounds halve it five times"
+
+
+def test_the_same_plan_gives_the_same_rounds() -> None:
+    plan = Walk(3, 2, max_wait_s=20.0, seed=5)
+    assert walk(plan).rounds == walk(plan).rounds

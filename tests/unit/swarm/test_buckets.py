@@ -1,0 +1,204 @@
+"""Buckets of a swarm of any size: uniform, of bounded size, at a depth that all peers come to by themselves."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from statistics import median
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_p2p.swarm.buckets import (
+    ALSO_SHALLOWER_BELOW,
+    EVIDENCE,
+    LINGER_S,
+    MAX_BUCKET_BYTES,
+    MAX_DEPTH,
+    ROOT,
+    SPLIT_ABOVE,
+    Bucket,
+    Census,
+    Draw,
+    best_depth,
+    bucket_of,
+    buckets_at,
+    random_bucket,
+    spread_of_draws,
+    within_limit,
+)
+from noloco_p2p.testing.bucket_swarm import BucketSwarm
+
+DIGEST = "ab" * 32
+
+
+@given(st.text(max_size=60), st.integers(0, MAX_DEPTH - 1))
+def test_a_bucket_lies_in_that_of_the_depth_above(peer_id: str, depth: int) -> None:
+    outer, inner = bucket_of(peer_id, depth), bucket_of(peer_id, depth + 1)
+    assert (outer.depth, inner.index >> 1) == (depth, outer.index)
+    assert outer.holds(peer_id)
+    assert inner.index < 1 << inner.depth
+
+
+def test_keys_differ_by_run_depth_and_index() -> None:
+    buckets = [bucket for depth in range(4) for bucket in buckets_at(depth)]
+    assert len({bucket.key(digest) for bucket in buckets for digest in (DIGEST, "cd" * 32)}) == 2 * len(buckets)
+    assert ROOT.key(DIGEST) == f"noloco_p2p/1/{DIGEST}"
+
+
+def test_peers_spread_evenly_over_buckets() -> None:
+    """Chi-square with 63 degrees of freedom: above 103 once in a thousand."""
+    sizes = Counter(bucket_of(f"peer-{number}", 6) for number in range(6400))
+    assert sum((sizes[bucket] - 100) ** 2 / 100 for bucket in buckets_at(6)) < 103
+
+
+def test_two_buckets_are_drawn_and_one_at_a_time_is_drawn_anew() -> None:
+    draw, before = Draw(random.Random(1)), ROOT
+    for turn in range(50):
+        bucket = draw.next(3)
+        assert bucket != before
+        draw.took(bucket, [f"{bucket.index}"])
+        assert draw.peers() == ({f"{bucket.index}", f"{before.index}"} if turn else {f"{bucket.index}"})
+        before = bucket
+
+
+def test_a_single_bucket_is_read_again_and_brought_up_to_date() -> None:
+    draw = Draw(random.Random(1))
+    for found in (["a", "b"], ["b"], ["b", "c"]):
+        assert draw.next(0) == ROOT
+        draw.took(ROOT, found)
+        assert draw.peers() == set(found)
+
+
+def test_every_bucket_is_drawn_with_the_same_chance() -> None:
+    rng = random.Random(3)
+    drawn = Counter(random_bucket(3, rng) for _ in range(8_000))
+    assert sum((drawn[bucket] - 1_000) ** 2 / 1_000 for bucket in buckets_at(3)) < 24.3  # 7 degrees, 1 in 1,000
+
+
+def test_an_over_full_bucket_is_read_in_part_and_at_random() -> None:
+    entries = {f"peer-{number}": (bytes(1000), 0.0) for number in range(200)}
+    drawn = Counter(peer for seed in range(100) for peer in within_limit(entries, random.Random(seed)))
+    assert sum(drawn.values()) == 100 * (MAX_BUCKET_BYTES // 1000)
+    assert len(drawn) == 200
+    few = dict(list(entries.items())[:60])
+    assert within_limit(few, random.Random(0)) == few
+
+
+@pytest.mark.parametrize(
+    ("size", "depth"), [(0, 0), (1, 0), (32, 0), (45, 0), (46, 1), (1024, 5), (10**6, 15), (1e9, MAX_DEPTH)]
+)
+def test_the_best_depth(size: float, depth: int) -> None:
+    assert best_depth(size) == depth
+
+
+def test_a_swarm_of_up_to_48_peers_has_one_bucket_and_is_counted_exactly() -> None:
+    census = Census(random.Random(0))
+    for size in (1, 4, 32, SPLIT_ABOVE):
+        census.note(size, now_s=0.0)
+        assert (census.depth, census.size) == (0, size)
+    census.note(4, now_s=0.0)
+    assert census.depths(0.0) == (0,)
+
+
+def test_near_a_limit_a_peer_is_announced_on_both_sides_of_it() -> None:
+    census = Census(random.Random(0))
+    census.note(SPLIT_ABOVE - 1, now_s=0.0)
+    assert census.depths(0.0) == (0, 1)
+    census.note(SPLIT_ABOVE + 2, now_s=0.0)
+    assert census.depth == 1
+    assert census.depths(LINGER_S + 1) == (1, 0), f"{SPLIT_ABOVE / 2} in a bucket is below {ALSO_SHALLOWER_BELOW}"
+
+
+def test_after_a_change_of_depth_a_peer_can_be_found_at_the_old_one_for_a_while() -> None:
+    census = Census(random.Random(0))
+    census.note(1000, now_s=0.0)
+    assert census.depths(LINGER_S - 1) == (5, 0)
+    assert census.depths(LINGER_S + 1) == (5,)
+
+
+def test_one_odd_bucket_changes_nothing() -> None:
+    census = Census(random.Random(0))
+    census.note(1000, now_s=0.0)
+    for count in (32, 30, 33, 31, 70, 5):
+        census.note(count, now_s=0.0)
+        assert census.depth == 5
+
+
+def test_a_few_records_elsewhere_are_no_evidence() -> None:
+    census = Census(random.Random(0))
+    census.note(4, now_s=0.0)
+    census.note_aside(12, EVIDENCE - 1, now_s=0.0)
+    assert census.depth == 0
+
+
+def test_a_neighbour_that_reads_elsewhere_says_where_to_look() -> None:
+    census = Census(random.Random(0))
+    census.note(30, homes=[0, 0, 4, 4, 7], now_s=0.0)
+    assert census.aside() == 4
+    asides = [census.aside() for _ in range(MAX_DEPTH)]
+    assert sorted(asides) == list(range(1, MAX_DEPTH + 1)), "then all others, each once"
+
+
+def test_chances_to_be_drawn() -> None:
+    assert spread_of_draws([10]) == (1.0, 1.0)
+    assert spread_of_draws([32] * 8) == pytest.approx((1.0, 1.0))
+    worst, best = spread_of_draws([20, 40])
+    assert worst == best == pytest.approx(1.0), "two buckets are everybody"
+    worst, best = spread_of_draws([16, 32, 48])
+    assert worst < 1.0 < best
+
+
+# many peers, each deciding for itself
+
+
+def test_a_swarm_that_grows_slowly_stays_visible_to_everybody() -> None:
+    swarm = BucketSwarm(seed=1)
+    swarm.join(30)
+    swarm.run(60)
+    assert {member.census.depth for member in swarm.members.values()} == {0}
+    depths = set()
+    for _ in range(9):
+        swarm.join(10, within_s=30)
+        swarm.run(60)
+        seen = [swarm.visible_share(member) for member in list(swarm.members.values())[::10]]
+        assert min(seen) > 0.9
+        assert median(seen) > 0.98
+        depths |= {member.census.depth for member in swarm.members.values()}
+    assert depths == {0, 1, 2}
+
+
+def test_a_rush_and_a_collapse_are_followed_within_minutes() -> None:
+    swarm = BucketSwarm(seed=2)
+    swarm.join(10)
+    swarm.run(30)
+    for change in (lambda: swarm.join(290, within_s=5), lambda: swarm.kill(270)):
+        change()
+        swarm.run(300)  # records of the dead live for a minute, and the window of reads for another
+        members = list(swarm.members.values())
+        assert median(member.census.size for member in members) == pytest.approx(len(members), rel=0.2)
+        assert all(abs(member.census.depth - best_depth(len(members))) <= 1 for member in members)
+        assert median(swarm.visible_share(member) for member in members[::10]) > 0.98
+
+
+def test_islands_that_settled_at_different_depths_find_each_other() -> None:
+    swarm = BucketSwarm(seed=3)
+    swarm.join(20)
+    swarm.join(150, group=1)
+    swarm.run(90)
+    depths = {peer: member.census.depth for peer, member in swarm.members.items()}
+    assert all(depth == 0 for depth in list(depths.values())[:20])
+    assert min(list(depths.values())[20:]) >= 2
+    swarm.heal()
+    swarm.run(240)
+    members = list(swarm.members.values())
+    assert median(swarm.visible_share(member) for member in members) > 0.98
+    assert min(swarm.visible_share(member) for member in members[:20]) > 0.9
+
+
+def test_the_depth_of_a_bucket_is_bounded() -> None:
+    census = Census(random.Random(0))
+    census.note(10**9, now_s=0.0)
+    assert max(census.depths(0.0)) == MAX_DEPTH
+    assert Bucket(MAX_DEPTH, (1 << MAX_DEPTH) - 1).holds("x") in (True, False)
