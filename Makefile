@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install demo test chaos format lint types check docker-check clean
+.PHONY: install demo test test-slow chaos format lint types check docker-check clean
 
 install: $(STAMP)
 
@@ -20,7 +20,11 @@ demo: $(STAMP)
 	$(BIN)/noloco demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+# Real swarms for minutes: churn, the monitor in a browser, closed ports, several processes a peer.
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
 
 # Ten minutes of real peers that are killed, frozen and asked to leave, from a seed; not a part of `test`.
 chaos: $(STAMP)
@@ -42,7 +46,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/basedpyright
 
-check: lint types test
+check: lint types test test-slow
 
 # Minutes, and gigabytes: not a part of `check`. Needs Docker, Podman, or root on Debian.
 docker-check:

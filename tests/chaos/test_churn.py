@@ -12,6 +12,8 @@ import pytest
 from noloco_p2p.testing.churn import NETWORK_ANSWER_S, Churn, Plan
 from noloco_p2p.testing.processes import LEAVE_S, small_spec
 
+pytestmark = pytest.mark.slow
+
 MAX_WAIT_S = 3.0
 PLAN = Plan(num_peers=6, min_living=3, seconds=90.0, mean_pause_s=5.0, seed=11081)
 

@@ -15,6 +15,8 @@ import pytest
 from noloco_p2p.control import ask
 from noloco_p2p.testing.processes import START_S, Command, PeerProcess, small_spec, until, write_spec
 
+pytestmark = pytest.mark.slow
+
 
 def load_netlab() -> ModuleType:
     path = Path(__file__).parents[2] / "benchmarks" / "netlab.py"

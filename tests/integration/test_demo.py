@@ -16,7 +16,7 @@ from noloco_p2p.testing.processes import START_S, Command, until
 REPORT_KEYS = {"peers", "merged_loss", "spread", "export_dir", "wall_s"}
 PEER_KEYS = {"peer_id", "rounds", "swaps", "alone", "loss_start", "loss_end", "bytes_sent", "bytes_received"}
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from noloco_p2p.testing.processes import PeerProcess, small_spec, write_spec
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
 
 def ranks(peer: PeerProcess) -> list[psutil.Process]:

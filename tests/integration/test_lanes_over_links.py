@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -274,18 +274,22 @@ def test_a_lane_that_belongs_to_no_swap_is_refused_with_a_sentence(first_words: 
 
 def test_a_swap_has_so_many_lanes_and_no_more_and_none_when_it_is_over() -> None:
     async def main() -> None:
-        async with one_swap() as (service, address, call), own_channel(address) as channel:
-            calls = [await ask(channel, join()) for _ in range(MAX_LANES - 1)]
+        async with one_swap() as (service, address, call), AsyncExitStack() as channels:
+
+            async def ask_for_a_lane() -> tuple[Any, pb.Frame]:
+                return await ask(await channels.enter_async_context(own_channel(address)), join())
+
+            calls = [await ask_for_a_lane() for _ in range(MAX_LANES - 1)]
             assert all(answer.HasField("join") for _, answer in calls)
-            _, answer = await ask(channel, join())
+            _, answer = await ask_for_a_lane()
             assert f"{MAX_LANES} lanes" in answer.refuse.sentence
             await calls[0][0].write(LEAVE)
             assert await read(calls[0][0]) is EOF
-            _, answer = await ask(channel, join())
+            _, answer = await ask_for_a_lane()
             assert answer.HasField("join"), "one was left"
             calls[1][0].cancel()
             assert await read(call) is EOF, "the swap ends, and says so on its other lanes"
-            _, answer = await ask(channel, join())
+            _, answer = await ask_for_a_lane()
             assert "no swap with this id" in answer.refuse.sentence
             assert [type(fault) for fault in service.faults] == [Unreachable]
 

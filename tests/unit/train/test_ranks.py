@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 WINDOW_ELEMENTS = 1000  # the model has several of them
 START_S = 180.0  # importing torch and transformers, on a machine with other work
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
 
 def batch(step: int) -> Tensor:
