@@ -207,14 +207,14 @@ class Chaos:
         return self._dead is not None
 
     def step(self, now_s: float) -> None:
-        """Call often. One peer at most is dead at a time, and one that is not back yet is not killed again."""
+        """Call often. Nobody is killed before all have begun to train: one peer at most is away at a time."""
         if self._dead and now_s >= self._dead[1]:
             self._dead[0].start(self._ticket)
             self._dead = None
             self._next_s = now_s + self._rng.uniform(*KILL_EVERY_S)
-        elif self._dead is None and now_s >= self._next_s:
+        elif self._dead is None and now_s >= self._next_s and all(peer.is_back() for peer in self._peers):
             victim = self._rng.choice(self._peers)
-            if victim.is_done() or not victim.is_back():
+            if victim.is_done():
                 return  # drawn again at the next step
             victim.kill()
             self._dead = victim, now_s + self._rng.uniform(*BACK_AFTER_S)
