@@ -319,7 +319,8 @@ class Peer:
         return (*circuits, *self._net.directory.multiaddrs()) if circuits else ()
 
     async def _ask_to_dial_back(self, candidate: Candidate) -> DialBack:
-        probed = await probe.ask(candidate, self._hello(), [*self._ports_outside()], timeout_s=DIAL_BACK_S)
+        ports = [*self._ports_outside()]
+        probed = await probe.ask(candidate, self._hello(), ports, timeout_s=DIAL_BACK_S, session=self._session)
         return DialBack(probed.observed_host, probed.reached)
 
     def count_traffic(self) -> None:
