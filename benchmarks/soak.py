@@ -3,8 +3,8 @@
     python benchmarks/soak.py [--minutes 60] [--peers 4] [--seed 1] [--mtbf 60] [--json FILE]
 
 Faults: kill -9 of a peer, a peer frozen for a while (SIGSTOP), SIGTERM, kill -9 of its p2pd. Whoever went comes back
-with its own folder. `make chaos` is ten minutes of it with a fault every 15 s. The exit code is 1 when a law is broken:
-a peer that ended by itself, a traceback, a farewell that took too long, a checkpoint that cannot be read.
+with its own folder. `make chaos` is eight minutes of it with a fault every 15 s. The exit code is 1 when a law is
+broken: a peer that ended by itself or did not leave with 0, a traceback, a checkpoint that cannot be read.
 """
 
 from __future__ import annotations

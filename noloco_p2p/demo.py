@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from noloco_p2p.errors import NolocoError, SettingsError
 from noloco_p2p.presets import PRESETS, render
@@ -131,7 +131,8 @@ class Demo:
             yield self.rows()
             time.sleep(POLL_S)
         self.peers += [DemoPeer(index, plan=self.plan, target=ticket) for index in range(1, self.plan.num_peers)]
-        chaos = None if self.plan.chaos_seed is None else Chaos(self.peers, ticket=ticket, seed=self.plan.chaos_seed)
+        seed, now_s = self.plan.chaos_seed, time.monotonic()
+        chaos = None if seed is None else Chaos(self.peers, ticket=ticket, seed=seed, now_s=now_s)
         while not all(peer.is_done() for peer in self.peers) or (chaos and chaos.somebody_is_dead):
             if chaos:
                 chaos.step(time.monotonic())
@@ -192,29 +193,41 @@ class Demo:
         }
 
 
+class Mortal(Protocol):
+    """What chaos needs of a peer."""
+
+    def is_done(self) -> bool: ...
+
+    def is_back(self) -> bool: ...
+
+    def kill(self) -> None: ...
+
+    def start(self, target: str) -> None: ...
+
+
 class Chaos:
     """Kills a peer now and then, and starts it again: which and when follow from the seed."""
 
-    def __init__(self, peers: list[DemoPeer], *, ticket: str, seed: int) -> None:
+    def __init__(self, peers: Sequence[Mortal], *, ticket: str, seed: int, now_s: float) -> None:
         self._peers = peers
         self._ticket = ticket
         self._rng = random.Random(seed)
-        self._next_s = time.monotonic() + self._rng.uniform(*KILL_EVERY_S)
-        self._dead: tuple[DemoPeer, float] | None = None  # and when it comes back
+        self._next_s = now_s + self._rng.uniform(*KILL_EVERY_S)
+        self._dead: tuple[Mortal, float] | None = None  # and when it comes back
 
     @property
     def somebody_is_dead(self) -> bool:
         return self._dead is not None
 
     def step(self, now_s: float) -> None:
-        """Call often. One peer at most is dead at a time, and one that is not back yet is not killed again."""
+        """Call often. Nobody is killed before all have begun to train: one peer at most is away at a time."""
         if self._dead and now_s >= self._dead[1]:
             self._dead[0].start(self._ticket)
             self._dead = None
             self._next_s = now_s + self._rng.uniform(*KILL_EVERY_S)
-        elif self._dead is None and now_s >= self._next_s:
+        elif self._dead is None and now_s >= self._next_s and all(peer.is_back() for peer in self._peers):
             victim = self._rng.choice(self._peers)
-            if victim.is_done() or not victim.is_back():
+            if victim.is_done():
                 return  # drawn again at the next step
             victim.kill()
             self._dead = victim, now_s + self._rng.uniform(*BACK_AFTER_S)

@@ -1,0 +1,56 @@
+"""A liar among simulated replicas: the gates see it, and the honest ones end where they can be judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from noloco_p2p.simulate.hostile import Attack
+from noloco_p2p.simulate.material import Material
+from noloco_p2p.simulate.plan import Plan
+from noloco_p2p.simulate.result import Result
+from noloco_p2p.simulate.swarm import simulate_swarm
+from noloco_p2p.spec import CodecSpec, DataSpec, EvaluateSpec, ModelSpec, OuterSpec, RunSpec, TrainSpec
+
+SPEC = RunSpec(
+    name="hostile",
+    model=ModelSpec(hidden_size=32, num_layers=1, num_heads=2, mlp_size=48),
+    data=DataSpec(sequence_length=32),
+    train=TrainSpec(total_steps=6, batch_size=2, warmup_steps=1),
+    outer=OuterSpec(inner_steps=2, max_wait_s=100.0),
+    codec=CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32"),
+    evaluate=EvaluateSpec(num_sequences=8),
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def material() -> Material:
+    return Material.of(SPEC, {})
+
+
+def swarm_with(attack: Attack, material: Material) -> Result:
+    """Two replicas, so that the honest one meets the liar in every round."""
+    return simulate_swarm(material, Plan(2, evaluations=1, attackers=((1, attack),)))
+
+
+@pytest.mark.parametrize("attack", Attack)
+def test_the_honest_replica_is_never_broken(attack: Attack, material: Material) -> None:
+    result = swarm_with(attack, material)
+    assert result.num_replicas == 1, "the liar is not counted"
+    assert result.loss < 6.5, "about ln 384 = 5.95 at the start"
+    if attack is Attack.SCALED:
+        assert (result.refused, result.alone) == (3, 3)
+    elif attack is Attack.NAN:
+        assert (result.swapped, result.alone) == (0, 3)
+    else:
+        assert result.swapped == 3

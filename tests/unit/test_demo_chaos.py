@@ -1,0 +1,58 @@
+"""Which demo peer is killed, and when: from the seed, one at a time, and nobody before all have begun."""
+
+from __future__ import annotations
+
+import random
+
+from noloco_p2p.demo import Chaos
+
+
+class Puppet:
+    """A peer that is back as soon as it is started, unless told otherwise."""
+
+    def __init__(self, story: list[str], name: str) -> None:
+        self.has_begun = True
+        self.done = False
+        self._story = story
+        self._name = name
+
+    def is_done(self) -> bool:
+        return self.done
+
+    def is_back(self) -> bool:
+        return self.has_begun
+
+    def kill(self) -> None:
+        self._story.append(f"kill {self._name}")
+
+    def start(self, target: str) -> None:
+        self._story.append(f"{target} {self._name}")
+
+
+def story_of(seed: int, *, seconds: int = 200, done: int | None = None, late: bool = False) -> list[str]:
+    story: list[str] = []
+    peers = [Puppet(story, str(number)) for number in range(3)]
+    peers[2].has_begun = not late
+    if done is not None:
+        peers[done].done = True
+    chaos = Chaos(peers, ticket="start", seed=seed, now_s=0.0)
+    for now_s in range(seconds):
+        chaos.step(float(now_s))
+    return story
+
+
+def test_everybody_who_is_killed_comes_back_before_the_next() -> None:
+    story = story_of(1)
+    assert len(story) >= 10
+    for kill, start in zip(story[::2], story[1::2], strict=False):
+        assert kill.replace("kill", "start") == start
+
+
+def test_the_seed_tells_the_story() -> None:
+    assert story_of(5) == story_of(5)
+    assert len({tuple(story_of(seed)) for seed in random.Random(0).sample(range(99), 5)}) > 1
+
+
+def test_who_is_done_is_left_alone_and_nobody_dies_before_all_have_begun() -> None:
+    assert not any("1" in line for line in story_of(1, done=1))
+    assert story_of(1, late=True) == []
