@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from noloco_p2p.atomic_file import write_atomically
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.identity import public_key_of, short_id
 
@@ -112,11 +111,10 @@ class BanList:
             return self._bans
 
     def _save(self) -> None:
-        draft = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
+        values = {peer: asdict(ban) for peer, ban in self._bans.items()}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps({peer: asdict(ban) for peer, ban in self._bans.items()}), encoding="utf-8")
-            os.replace(draft, self._path)
+            write_atomically(self._path, json.dumps(values).encode())
         except OSError as error:
             raise SettingsError(f"{self._path}: the bans cannot be written: {error.strerror}") from None
         self._stamp = self._stamp_of_file()

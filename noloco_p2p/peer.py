@@ -21,6 +21,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from noloco_p2p._version import __version__
+from noloco_p2p.atomic_file import write_atomically
 from noloco_p2p.bans import BanList
 from noloco_p2p.control import ControlServer, FolderLock, Handler
 from noloco_p2p.errors import (
@@ -535,12 +536,9 @@ class Peer:
         path = self.run_folder / SPEC_FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(self.spec.canonical_json())
+            write_atomically(path, self.spec.canonical_json())
             if self._invitation:
-                with open(
-                    path.with_name(INVITATION_FILE), "wb", opener=lambda name, flags: os.open(name, flags, 0o600)
-                ) as file:
-                    file.write(self._invitation.encode())
+                write_atomically(path.with_name(INVITATION_FILE), self._invitation.encode(), mode=0o600)
         except OSError as error:
             raise SettingsError(f"{path}: cannot be written: {error.strerror}; use another --state-dir") from None
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from noloco_p2p.atomic_file import write_atomically
 from noloco_p2p.errors import DirectoryError, SettingsError
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.daemon import probe_port
@@ -45,7 +46,7 @@ class Ports:
 
     def remember(self, *, grpc: int, libp2p: int) -> None:
         try:
-            self._file.write_text(json.dumps({"grpc": grpc, "libp2p": libp2p}))
+            write_atomically(self._file, json.dumps({"grpc": grpc, "libp2p": libp2p}).encode())
         except OSError as error:
             log.warning("the ports are not remembered: %s", error)
 

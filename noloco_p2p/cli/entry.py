@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from pathlib import Path
 
+from noloco_p2p.atomic_file import write_atomically
 from noloco_p2p.errors import SettingsError
 
 FILE_TIMEOUT_S = 120.0  # a bootstrap or a first peer that starts at the same moment needs that long at most
@@ -38,10 +38,8 @@ def write(path: Path | None, line: str, *, flag: str) -> None:
     """Whole or not at all, as others may read at any moment. Raises SettingsError."""
     if path is None:
         return
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        draft.write_text(line + "\n", encoding="utf-8")
-        os.replace(draft, path)
+        write_atomically(path, f"{line}\n".encode())
     except OSError as error:
         raise SettingsError(f"{flag} {path}: cannot be written: {error.strerror}") from None
 

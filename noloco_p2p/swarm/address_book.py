@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import secrets
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
+
+from noloco_p2p.atomic_file import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -49,18 +48,15 @@ class AddressBook:
         """Write the file when something changed: whole or not at all. Blocks on the disk; never raises."""
         if self._path is None or not self._changed:
             return
-        draft = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
+        values = {"version": 1, "peers": list(self._peers.items())}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps({"version": 1, "peers": list(self._peers.items())}), encoding="utf-8")
-            os.replace(draft, self._path)
+            write_atomically(self._path, json.dumps(values).encode())
             self._changed = False
         except OSError as error:
             logger.warning(
                 "the addresses of %d peers could not be saved in %s: %s", len(self._peers), self._path, error
             )
-            with suppress(OSError):
-                draft.unlink()
 
 
 def _belongs(address: object, peer_id: str) -> bool:

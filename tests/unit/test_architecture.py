@@ -26,7 +26,7 @@ ORDER = [
     {"identity"},
     {"spec"},
     {"telemetry"},
-    {"errors", "_version"},
+    {"atomic_file", "errors", "_version"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 PURE = ["optim", "codec", "gossip/pairing.py", "gossip/round.py", "gossip/round_length.py", "gossip/pace.py"]
