@@ -17,7 +17,7 @@ from noloco_p2p.errors import NolocoError, SettingsError
 from noloco_p2p.presets import PRESETS, render
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm import launch
-from noloco_p2p.telemetry.console import count, loss, mib
+from noloco_p2p.telemetry.console import count, loss, mib, named
 from noloco_p2p.telemetry.events import read_events
 from noloco_p2p.telemetry.progress import Progress
 
@@ -239,7 +239,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     rows = [
         (
             f"peer {index}",
-            f"..{peer['peer_id'][-6:]}" if peer["peer_id"] else "-",
+            named(peer["peer_id"]) if peer["peer_id"] else "-",
             str(peer["rounds"]),
             str(peer["swaps"]),
             str(peer["halves"]),
@@ -293,7 +293,7 @@ def _row(peer: DemoPeer, names: dict[str, str]) -> tuple[str, ...]:
         str(last["round"]),
         loss(last["loss"]),
         count(last["tokens_per_s"]),
-        names.get(partner, f"..{partner[-6:]}" if partner else "-"),
+        names.get(partner, named(partner) if partner else "-"),
         mib(last["bytes_sent"]),
         mib(last["bytes_received"]),
         str(last["alone"]),

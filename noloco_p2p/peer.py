@@ -67,7 +67,7 @@ from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.reachability import OUTBOUND_ONLY, DialBack, Verdict
 from noloco_p2p.swarm.reader import find_somebody, stranger_to
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
-from noloco_p2p.telemetry.console import duration
+from noloco_p2p.telemetry.console import duration, named
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.progress import Progress, Report
 from noloco_p2p.ticket import MAX_ADDRESSES, Ticket, is_ticket
@@ -132,7 +132,7 @@ class _LineNews:
     def note(self, donor: Candidate, place: QueuePlace | None) -> None:
         """The place in the line of a donor; None = it has its turn."""
         left = "" if place is None or place.left_s is None else f", about {duration(place.left_s)} to wait"
-        self._waits = f" (place {place.position} in the line of ..{donor.peer_id[-6:]}{left})" if place else ""
+        self._waits = f" (place {place.position} in the line of {named(donor.peer_id)}{left})" if place else ""
 
     def what(self) -> str:
         return f"fetching the state of the swarm{self._waits}"
@@ -628,7 +628,7 @@ class Peer:
             difference = self._call(find_difference(self._net.transport, donor, layout), START_TIMEOUT_S)
             if difference:
                 raise ModelError(
-                    f"this model is not the one that the swarm trains, ..{donor.peer_id[-6:]} says: {difference}. "
+                    f"this model is not the one that the swarm trains, {named(donor.peer_id)} says: {difference}. "
                     "Use the same revision, folder and versions of torch and transformers as the others"
                 )
 

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from noloco_p2p.cli.options import Json, StateDir, print_json
-from noloco_p2p.telemetry.console import count, duration, loss, mib
+from noloco_p2p.telemetry.console import count, duration, loss, mib, named
 from noloco_p2p.telemetry.progress import line as progress_line
 
 
@@ -39,7 +39,7 @@ def lines(reply: dict[str, Any]) -> list[str]:
     others = "1 other live peer" if reply["live_peers"] == 1 else f"{reply['live_peers']} other live peers"
     if reply["live_peers_is_estimate"]:
         others = f"about {others}"
-    partner = f", last with ..{reply['last_partner'][-6:]}" if reply["last_partner"] else ""
+    partner = f", last with {named(reply['last_partner'])}" if reply["last_partner"] else ""
     return [
         f"peer      {reply['peer_id']} (process {reply['pid']}, noloco_p2p {reply['software']})",
         f"run       {reply['run']}, {100 * reply['progress']:.1f} % of the schedule",
@@ -64,7 +64,7 @@ def lines(reply: dict[str, Any]) -> list[str]:
 
 def swap_line(swap: dict[str, Any]) -> str:
     """`early part with ..7f3a1c: 12.0 of 40.0 MiB out at 1.2 MiB/s, 11.0 MiB in at 1.1 MiB/s, 26 s left`."""
-    partner, total = f"..{swap['partner'][-6:]}", mib(swap["total_bytes"])
+    partner, total = named(swap["partner"]), mib(swap["total_bytes"])
     if swap["part"] == "waiting":
         return f"early part with {partner} done ({total} each way); its late part comes after the next boundary"
     left = "nothing moves" if swap["left_s"] is None else f"{duration(swap['left_s'])} left"

@@ -25,7 +25,7 @@ from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.clock import MAX_OFFSET_S
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.reader import find_somebody, reader
-from noloco_p2p.telemetry.console import count, mib
+from noloco_p2p.telemetry.console import count, mib, named
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.train.needs import estimate
 
@@ -84,7 +84,7 @@ async def _dialled_back(
             try:
                 probed = await probe.ask(peer, hello, ports, timeout_s=PROBE_S, session=session)
             except PeerError as error:
-                faults.append(f"..{peer.peer_id[-6:]}: {error}")
+                faults.append(f"{named(peer.peer_id)}: {error}")
                 continue
             return [clock(probed, peer), reachability(probed, peer)]
     told = "nobody dialled back: " + "; ".join(faults)
@@ -93,7 +93,7 @@ async def _dialled_back(
 
 def clock(probed: probe.Probed, peer: Candidate) -> Check:
     unsure = f"give or take {probed.round_trip_s / 2:.2f} s"
-    told = f"that of ..{peer.peer_id[-6:]} is {probed.clock_offset_s:+.1f} s from this one ({unsure})"
+    told = f"that of {named(peer.peer_id)} is {probed.clock_offset_s:+.1f} s from this one ({unsure})"
     if abs(probed.clock_offset_s) - probed.round_trip_s / 2 > MAX_OFFSET_S:
         fix = "set the clock of this machine (systemctl start systemd-timesyncd, or ntpd); else it cannot enter a run"
         return Check("clock", "failed", told, fix)
@@ -102,7 +102,7 @@ def clock(probed: probe.Probed, peer: Candidate) -> Check:
 
 def reachability(probed: probe.Probed, peer: Candidate) -> Check:
     closed = {port: why for port, why in probed.reached.items() if why}
-    seen = f"..{peer.peer_id[-6:]} sees this machine as {probed.observed_host}"
+    seen = f"{named(peer.peer_id)} sees this machine as {probed.observed_host}"
     if closed:
         told = "; ".join(f"port {port}: {why}" for port, why in closed.items())
         ports = " and ".join(str(port) for port in probed.reached)
@@ -148,9 +148,9 @@ async def _download(
             manifest = await _manifest(transport, peer)
             speed = await _speed(transport, peer, manifest)
         except (NolocoError, TimeoutError) as error:
-            faults.append(f"..{peer.peer_id[-6:]}: {error or 'too slow'}")
+            faults.append(f"{named(peer.peer_id)}: {error or 'too slow'}")
             continue
-        told = f"{mib(speed)}/s from ..{peer.peer_id[-6:]} (download; a state of {mib(manifest.num_bytes)})"
+        told = f"{mib(speed)}/s from {named(peer.peer_id)} (download; a state of {mib(manifest.num_bytes)})"
         if speed < SLOW_LINK_BYTES_PER_S:
             fix = "a swap moves the coded model both ways every round: take a smaller model, or more inner steps"
             return manifest, peer, Check("bandwidth", "warning", told, fix)

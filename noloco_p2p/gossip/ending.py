@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.gossip.live_round import POLL_S, LiveRound, named
+from noloco_p2p.gossip.live_round import POLL_S, LiveRound
 from noloco_p2p.gossip.outcome import Alone, Half, LonelyCause, Outcome, Received, Swapped
 from noloco_p2p.gossip.round import Phase, Round
 from noloco_p2p.gossip.running import Running
+from noloco_p2p.telemetry.console import named
 
 
 async def wait_for_partner(live: LiveRound, wait_s: float) -> None:

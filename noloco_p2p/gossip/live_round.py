@@ -29,7 +29,6 @@ from noloco_p2p.gossip.round_length import LinkMeasure
 from noloco_p2p.gossip.running import Running
 from noloco_p2p.gossip.seams import Directory
 from noloco_p2p.gossip.sections import SectionPlan
-from noloco_p2p.identity import short_id
 
 log = logging.getLogger(__name__)
 
@@ -186,8 +185,3 @@ class OwnedTasks:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
             log.error("a network task ended in an unexpected error", exc_info=error)
-
-
-def named(peer_id: str) -> str:
-    """A peer in a log line: the last of its id, as the first characters are the same for everybody."""
-    return f"..{short_id(peer_id)}"

@@ -11,12 +11,13 @@ from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.fetch import find_difference
 from noloco_p2p.gossip.frames import Accept, Offer, Part, Refuse, RefuseCode
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.gossip.live_round import POLL_S, LiveRound, OwnedTasks, named
+from noloco_p2p.gossip.live_round import POLL_S, LiveRound, OwnedTasks
 from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.gossip.round import Phase, Round
 from noloco_p2p.gossip.seams import Candidate, Transport
 from noloco_p2p.gossip.sections import part_bytes
 from noloco_p2p.gossip.swapping import Swapping
+from noloco_p2p.telemetry.console import named
 
 OTHERS = (RefuseCode.OTHER_VERSION, RefuseCode.OTHER_SPEC, RefuseCode.OTHER_RUN, RefuseCode.OTHER_MODEL)
 

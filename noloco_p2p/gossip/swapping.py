@@ -11,13 +11,14 @@ from noloco_p2p.codec.modulo import Bounds
 from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import AbortCode, Boundary, Part, RefuseCode, SectionName, SwapState
-from noloco_p2p.gossip.live_round import POLL_S, LiveRound, OwnedTasks, named
+from noloco_p2p.gossip.live_round import POLL_S, LiveRound, OwnedTasks
 from noloco_p2p.gossip.outcome import Correction, LonelyCause, Traffic
 from noloco_p2p.gossip.payload_memory import PayloadMemory
 from noloco_p2p.gossip.round import Phase, Round
 from noloco_p2p.gossip.running import Running
 from noloco_p2p.gossip.seams import FrameStream, Transport
 from noloco_p2p.gossip.swap import Ended, Ledger, Swap
+from noloco_p2p.telemetry.console import named
 
 WATCH_S = 0.5  # how often a swap on its way is judged
 REMEMBERED_SWAPS = 16

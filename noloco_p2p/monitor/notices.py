@@ -9,7 +9,7 @@ from typing import Literal
 from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.monitor.roster import WINDOW_S, Health, Roster
 from noloco_p2p.monitor.spread import Spread
-from noloco_p2p.telemetry.console import duration
+from noloco_p2p.telemetry.console import duration, named
 
 STALE_AFTER_S = 20.0  # of the directory: it is read every 5 s
 LONELY_SHARE = 0.25
@@ -58,7 +58,7 @@ def notices(
     found += _lonely(roster)
     if spread and spread.num_peers >= 4:
         far = [peer for peer, own in spread.of_each.items() if own > ASTRAY * _median(list(spread.of_each.values()))]
-        found += [Notice("warn", f"..{peer[-6:]} is far from the other replicas.") for peer in far[:3]]
+        found += [Notice("warn", f"{named(peer)} is far from the other replicas.") for peer in far[:3]]
     unreached = [r for r in alive if r.reachability != "direct" and r.swaps + r.alone >= UNREACHED_ROUNDS]
     if unreached and len(alive) > 1:
         found.append(Notice("info", f"{_peers(len(unreached))} never reached by another peer: behind a firewall?"))
@@ -77,7 +77,7 @@ def _lost(roster: Roster, health: dict[str, Health], now_s: float) -> list[Notic
     lately = sorted((age_s, peer) for peer, age_s in ages.items() if age_s <= WINDOW_S)
     if not lately:
         return []
-    names = ", ".join(f"..{peer[-6:]}" for _, peer in lately[:3]) + (" and others" if len(lately) > 3 else "")
+    names = ", ".join(named(peer) for _, peer in lately[:3]) + (" and others" if len(lately) > 3 else "")
     said = f"Lost {_peers(len(lately))} without a good-bye: {names}, last heard {duration(lately[0][0])} ago."
     return [Notice("warn", said)]
 

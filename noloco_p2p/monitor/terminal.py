@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.monitor.roster import Health
-from noloco_p2p.telemetry.console import count, duration, loss, mib
+from noloco_p2p.telemetry.console import count, duration, loss, mib, named
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -35,7 +35,7 @@ class Column:
 
 
 def _short(peer_id: str) -> str:
-    return f"..{peer_id[-6:]}" if peer_id else "-"
+    return named(peer_id) if peer_id else "-"
 
 
 def _why(peer: Peer) -> str:

@@ -12,6 +12,7 @@ from noloco_p2p.identity import Identity
 from noloco_p2p.invitation import Invitation
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.records import PeerRecord
+from noloco_p2p.telemetry.console import named
 from noloco_p2p.ticket import Ticket
 
 LOOK_TIMEOUT_S = 20.0
@@ -49,7 +50,7 @@ async def find_somebody(ticket: Ticket, directory: SwarmDirectory, *, timeout_s:
     """Wait for a live peer of the run. Raises Unreachable, with what was tried."""
     if await directory.wait_for_peers(timeout_s):
         return
-    failures = "; ".join(f"..{peer[-6:]}: {why}" for peer, why in directory.dial_failures().items())
+    failures = "; ".join(f"{named(peer)}: {why}" for peer, why in directory.dial_failures().items())
     raise Unreachable(
         f"no live peer of the run {ticket.run_name} was found within {timeout_s:.0f} s through "
         f"{', '.join(ticket.addresses) or 'no address'}"

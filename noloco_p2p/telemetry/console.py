@@ -49,3 +49,8 @@ def round_line(metrics: Metrics, *, num_live: int) -> str:
         f"{num_live + 1} peer{'s' if num_live else ''}",
     ]
     return " | ".join(parts)
+
+
+def named(peer_id: str) -> str:
+    """A peer for people: the last of its id, as the first characters are the same for everybody."""
+    return f"..{peer_id[-6:]}"

@@ -21,6 +21,7 @@ from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.session import Session
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.reader import WHOLE_S, find_somebody, reader
+from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
@@ -117,7 +118,7 @@ async def _one(
     """The slow weights of one peer; None when it has no saved state or vanishes."""
     with tempfile.TemporaryDirectory(prefix="noloco-merge-") as folder:
         target = Path(folder) / "state.safetensors"
-        with progress.task(f"fetching the state of ..{peer.peer_id[-6:]}", unit="bytes") as report:
+        with progress.task(f"fetching the state of {named(peer.peer_id)}", unit="bytes") as report:
             manifest = await fetch_state(
                 transport,
                 [peer],

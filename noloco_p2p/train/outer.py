@@ -28,6 +28,7 @@ from noloco_p2p.gossip.outcome import Alone, Correction, Half, LonelyCause, Outc
 from noloco_p2p.gossip.round_length import RoundLength
 from noloco_p2p.optim.mixing import gradient_weight, late_beta, strengths
 from noloco_p2p.spec import RunSpec
+from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.train.buffers import persistent_buffers, restore_buffers
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
@@ -417,8 +418,8 @@ class NoLoCo:
         metrics, verdict = self._peer.metrics, self._state.judge(correction.gradient, correction.agreed)
         if verdict.refusal:
             metrics.refused_gradients += 1
-            what = "the late part of ..%s was refused: %s | early part kept"
-            log.warning(f"round %d | {what}", correction.round, correction.partner[-6:], verdict.refusal)
+            what = "the late part of %s was refused: %s | early part kept"
+            log.warning(f"round %d | {what}", correction.round, named(correction.partner), verdict.refusal)
             return
         beta = late_beta(self.spec.outer, correction.agreed)
         self._state.correct(correction, beta=beta, scales=verdict.scales)
@@ -446,6 +447,6 @@ def describe_outcome(outcome: Outcome) -> str:
         case Alone(reason):
             return f"alone: {reason}"
         case Half(received, reason):
-            return f"half with ..{received.partner[-6:]}: {reason}"
+            return f"half with {named(received.partner)}: {reason}"
         case Swapped(received):
-            return f"swapped with ..{received.partner[-6:]}"
+            return f"swapped with {named(received.partner)}"

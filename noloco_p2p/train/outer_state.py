@@ -16,6 +16,7 @@ from noloco_p2p.optim.gates import LIMITS, GateLimits, GradientScales
 from noloco_p2p.optim.mixing import Agreement
 from noloco_p2p.optim.noloco import outer_step
 from noloco_p2p.spec import RunSpec
+from noloco_p2p.telemetry.console import named
 from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.gating import UNSCALED, Clipped, Gating, Verdict, scaled_half_difference
 from noloco_p2p.train.staging import Staging, pin
@@ -175,7 +176,7 @@ def admitted(outcome: Outcome, state: OuterState) -> tuple[Outcome, Verdict]:
 
 
 def refused(received: Received, why: str) -> Alone:
-    reason = f"what ..{received.partner[-6:]} sent was refused: {why}"
+    reason = f"what {named(received.partner)} sent was refused: {why}"
     return Alone(reason, LonelyCause.REFUSED_STATE, received.link)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from noloco_p2p.errors import SettingsError
+from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.metrics import numbers
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class WeightsAndBiases:
         self._run = wandb.init(
             dir=str(folder),
             id=f"{run}-{peer_id[-12:]}",
-            name=f"{run} ..{peer_id[-6:]}",
+            name=f"{run} {named(peer_id)}",
             group=run,
             config=dict(config),
             resume="allow",

@@ -17,7 +17,7 @@ from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, one_round
 
 SPEC = RunSpec(name="half", codec=CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32"))
-SHORT = Deadlines(dial_s=0.3, offer_s=0.3, status_s=0.3, progress_s=0.3, farewell_s=0.05)
+SHORT = Deadlines(dial_s=1.5, offer_s=1.5, status_s=1.5, progress_s=1.5, farewell_s=0.05)
 SECTIONS_OF = {
     Part.EARLY: {SectionName.SLOW_WEIGHTS, SectionName.OUTER_MOMENTUM},
     Part.LATE: {SectionName.OUTER_GRADIENT},

@@ -56,7 +56,7 @@ from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, wait_until
 
 SPEC = RunSpec(name="faults", codec=CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32"))
-SHORT = Deadlines(dial_s=0.3, offer_s=0.3, status_s=0.3, progress_s=0.3, farewell_s=0.05)
+SHORT = Deadlines(dial_s=1.0, offer_s=1.0, status_s=1.0, progress_s=1.0, farewell_s=0.05)
 WAIT_S = 20.0
 ENOUGH_S = 5.0  # far above what any fault costs with SHORT, far below WAIT_S
 

@@ -13,7 +13,7 @@ from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, one_round
 
 SPEC = RunSpec(name="inject", codec=CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32"))
-SHORT = Deadlines(dial_s=0.3, offer_s=0.3, status_s=0.3, progress_s=0.3, farewell_s=0.05)
+DEADLINES = Deadlines(dial_s=3.0, offer_s=3.0, status_s=3.0, progress_s=3.0, farewell_s=0.05)  # a cut shows at once
 KILLS = 10
 ALLOWED: dict[Phase, set[type[Outcome]]] = {  # a lost Ready is asked for; who is asked may not have verified yet
     Phase.OFFER: {Alone},
@@ -32,7 +32,7 @@ def test_a_kill_in_every_other_round_costs_no_more_than_its_swap(phase: Phase) -
     vectors = [Vectors.random(seed) for seed in (1, 2)]
     before = [(own.slow_weights.clone(), own.outer_momentum.clone(), own.outer_gradient.clone()) for own in vectors]
     for kill in range(KILLS):
-        with MemorySwarm(SPEC, deadlines=SHORT) as swarm:
+        with MemorySwarm(SPEC, deadlines=DEADLINES) as swarm:
             killed = 1 + kill % 2  # in the round after one that was whole, or two
             injector.fail_at(peer="a", round=killed, phase=phase)
             peers = [swarm.peer("a", **injector.of("a")), swarm.peer("b")]
@@ -51,7 +51,7 @@ def test_a_kill_in_every_other_round_costs_no_more_than_its_swap(phase: Phase) -
 def test_only_the_named_peer_is_faulty_and_the_fault_is_counted() -> None:
     victims: list[str] = []
     injector = Injector(on_fault=victims.append).fail_at(peer="b", round=0, phase=Phase.LATE_CHUNK)
-    with MemorySwarm(SPEC, deadlines=SHORT) as swarm:
+    with MemorySwarm(SPEC, deadlines=DEADLINES) as swarm:
         peers = [swarm.peer(name, **injector.of(name)) for name in ("a", "b")]
         outcomes = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=20.0)
     assert [type(outcome) for outcome in outcomes] == [Half, Half]
