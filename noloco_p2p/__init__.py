@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 from noloco_p2p._version import __version__
 
 if TYPE_CHECKING:
-    from noloco_p2p.peer import Peer
+    from noloco_p2p.peer.peer import Peer
     from noloco_p2p.settings import PeerSettings
     from noloco_p2p.spec import CodecSpec, DataSpec, EvaluateSpec, ModelSpec, OuterSpec, RunSpec, TrainSpec
     from noloco_p2p.ticket import Ticket
     from noloco_p2p.train.outer import NoLoCo
 
 _HOME = {
-    "Peer": "noloco_p2p.peer",
+    "Peer": "noloco_p2p.peer.peer",
     "PeerSettings": "noloco_p2p.settings",
     "NoLoCo": "noloco_p2p.train.outer",
     "Ticket": "noloco_p2p.ticket",

@@ -274,10 +274,12 @@ def aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 def _row(peer: DemoPeer, names: dict[str, str]) -> tuple[str, ...]:
     events = peer.events()
-    rounds = [event for event in events if event["event"] == "round"]
+    rounds = [event for event in events if event["event"] in ("round", "closed")]
     state = "training" if events else "starting"
     if any(event["event"] == "finished" for event in events):
         state = "done"
+    elif rounds and rounds[-1]["event"] == "closed":
+        state = "closing"
     elif peer.kills and not peer.is_back():
         state = "coming back"
     if peer.process.poll() is not None:

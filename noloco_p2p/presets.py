@@ -147,6 +147,7 @@ COMMENTS: Mapping[str, str] = {
     "outer.weigh_tokens": "true = each of two outer gradients counts by the tokens behind it; paper: false",
     "outer.swap_momentum": "average outer momentum too; false = the paper's exact rule",
     "outer.max_wait_s": "seconds to wait for a partner's gradient at the end of a round, before going on without it",
+    "outer.closing_rounds": 'rounds of mixing alone when training is done; "auto" = log2 of the peers, and 3 more',
     "codec.slow_weights": "int8 or better; modulo8 takes as many bytes as int8 and is far more exact",
     "codec.outer_momentum": "bf16 or modulo8 recommended",
     "codec.outer_gradient": "int8 loses nothing in published runs, int4 hardly anything",

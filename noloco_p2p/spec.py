@@ -193,6 +193,7 @@ class OuterSpec(Section):
     swap_momentum: bool = True
     weigh_tokens: bool = False  # the mean of two outer gradients counts each by the tokens behind it; paper: false
     max_wait_s: NonNegative = 60.0
+    closing_rounds: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = "auto"  # at the end; paper: 0
 
     @property
     def is_auto(self) -> bool:

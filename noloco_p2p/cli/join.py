@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from noloco_p2p.cli.gpus import Place
-    from noloco_p2p.peer import Peer
+    from noloco_p2p.peer.peer import Peer
     from noloco_p2p.settings import PeerSettings
     from noloco_p2p.spec import RunSpec
     from noloco_p2p.ticket import Ticket
@@ -142,7 +142,7 @@ def join(
 
 def _train(run: str, settings: PeerSettings, ticket_file: Path | None, place: Place | None) -> None:
     """Raises Left when somebody asks the peer to leave while it enters."""
-    from noloco_p2p.peer import Peer
+    from noloco_p2p.peer.peer import Peer
     from noloco_p2p.swarm.addresses import any_public
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress

@@ -35,7 +35,10 @@ def simulate(
     churn: Annotated[
         str, typer.Option(help="join:8@300,leave:2@500,crash:3@200 (virtual seconds), lose:0.2, absent:0.2 (shares).")
     ] = "",
-    closing: Annotated[int, typer.Option(help="Rounds of mixing without training at the end.", min=0)] = 0,
+    closing: Annotated[
+        int | None,
+        typer.Option(help="Rounds of mixing without training at the end.", show_default="the spec's", min=0),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of pairing, faults and start weights.", min=0)] = 0,
     threads: Annotated[int, typer.Option(help="Threads of torch; the bits depend on it.", min=1)] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda:N or auto; same bits each time on a CPU only.")] = "cpu",

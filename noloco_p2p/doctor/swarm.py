@@ -19,7 +19,7 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import probe
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.session import Session
-from noloco_p2p.ports import Ports
+from noloco_p2p.peer.ports import Ports
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.clock import MAX_OFFSET_S

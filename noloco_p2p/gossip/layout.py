@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -22,6 +23,11 @@ class ModelLayout:
 
     trainable: tuple[tuple[str, tuple[int, ...]], ...]
     frozen: tuple[tuple[str, tuple[int, ...], str], ...] = ()  # the last: blake3 of the bytes
+
+    @property
+    def num_elements(self) -> int:
+        """Of the flat vector of all trainable tensors."""
+        return sum(math.prod(shape) for _, shape in self.trainable)
 
     def as_json(self) -> bytes:
         """One byte string for one layout."""

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from noloco_p2p.codec import chunk_range
+from noloco_p2p.codec import Scratch, chunk_range
 from noloco_p2p.codec.modulo import Bounds
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.gossip.frames import Chunk, Payload, chunk_digest
 from noloco_p2p.gossip.payload_memory import Slab
-from noloco_p2p.gossip.sections import Coding
+from noloco_p2p.gossip.sections import Coding, Squares
 
 BATCH_CHUNKS = 4  # 4 MiB of fp32; two batches each way are on their way at most
 
@@ -43,21 +43,28 @@ class Staged:
 
 
 async def code_ahead(
-    coding: Coding, indices: Sequence[int], source: Tensor | Staged, *, executor: Executor, slab: Slab
+    coding: Coding,
+    indices: Sequence[int],
+    source: Tensor | Staged,
+    *,
+    executor: Executor,
+    slab: Slab,
+    squares: Squares,
 ) -> AsyncGenerator[list[Chunk]]:
     """These chunks of a section in batches; the next batch is coded while the caller sends this one.
 
-    `source`: a flat vector to code, or payloads that the training thread codes. Raises ValueError for a vector that is
-    not finite.
+    `source`: a flat vector to code, or payloads that the training thread codes, whose squares are added to
+    `squares.own`. Raises ValueError for a vector that is not finite.
     """
-    batches = _batches(indices)
+    batches, scratch = _batches(indices), Scratch()
 
     async def batch() -> list[Chunk] | None:
         mine = next(batches, None)
         if mine is None:
             return None
         if isinstance(source, Staged):
-            return _wrap(coding, mine, await source.get(mine))  # its digests take less than the hop would
+            work = (_measure_own, coding, mine, await source.get(mine), squares, scratch)
+            return await asyncio.get_running_loop().run_in_executor(executor, *work)
         return await asyncio.get_running_loop().run_in_executor(executor, _code, coding, mine, source, slab)
 
     coming = asyncio.create_task(batch())
@@ -82,12 +89,23 @@ class CheckBehind:
     """Checks chunks in batches while the next ones arrive. An error is raised by a later `add`, or by `finish`.
 
     kept: what `Coding.half_difference` takes as the partner's side, in order, in memory of `slab`. broken: chunks whose
-    bound did not hold, to be sent again without modulo; empty in `kept`.
+    bound did not hold, to be sent again without modulo; empty in `kept`. With `squares` their squares are added to
+    `squares.partner`.
     """
 
-    def __init__(self, coding: Coding, *, executor: Executor, slab: Slab, beside: Beside | None = None) -> None:
+    def __init__(
+        self,
+        coding: Coding,
+        *,
+        executor: Executor,
+        slab: Slab,
+        beside: Beside | None = None,
+        squares: Squares | None = None,
+    ) -> None:
         self.kept: list[Payload] = []
         self.broken: list[int] = []
+        self._squares = squares
+        self._scratch = Scratch()
         self._coding = coding
         self._executor = executor
         self._slab = slab
@@ -111,8 +129,16 @@ class CheckBehind:
         await self._settle()
         batch, self._batch = self._batch, []
         self._indices = [chunk.index for chunk in batch]
-        loop = asyncio.get_running_loop()
-        self._checking = loop.run_in_executor(self._executor, _check, self._coding, batch, self._slab, self._beside)
+        self._checking = asyncio.get_running_loop().run_in_executor(self._executor, self._check, batch)
+
+    def _check(self, chunks: list[Chunk]) -> list[Payload | None]:
+        """What is kept of each chunk; None for one that modulo coding could not carry. Raises CorruptPayload."""
+        kept = [_checked(self._coding, chunk, self._slab, self._beside) for chunk in chunks]
+        if self._squares is not None:
+            for chunk, payload in zip(chunks, kept, strict=True):
+                assert payload is not None, "coded modulo"
+                self._squares.partner += self._coding.square(payload, chunk.index, scratch=self._scratch)
+        return kept
 
     async def _settle(self) -> None:
         if self._checking is None:
@@ -141,14 +167,17 @@ def _coded(coding: Coding, index: int, values: Tensor, slab: Slab) -> Payload:
     return slab.code(coding.plan.codec, values)
 
 
+def _measure_own(
+    coding: Coding, indices: Sequence[int], payloads: Sequence[Payload], squares: Squares, scratch: Scratch
+) -> list[Chunk]:
+    for index, payload in zip(indices, payloads, strict=True):
+        squares.own += coding.square(payload, index, scratch=scratch)
+    return _wrap(coding, indices, payloads)
+
+
 def _wrap(coding: Coding, indices: Sequence[int], payloads: Sequence[Payload]) -> list[Chunk]:
     name, pairs = coding.plan.name, zip(indices, payloads, strict=True)
     return [Chunk(name, index, payload, chunk_digest(payload)) for index, payload in pairs]
-
-
-def _check(coding: Coding, chunks: list[Chunk], slab: Slab, beside: Beside | None) -> list[Payload | None]:
-    """What is kept of each chunk; None for one that modulo coding could not carry. Raises CorruptPayload."""
-    return [_checked(coding, chunk, slab, beside) for chunk in chunks]
 
 
 def _checked(coding: Coding, chunk: Chunk, slab: Slab, beside: Beside | None) -> Payload | None:

@@ -110,14 +110,33 @@ class Coding:
         )
         return mine, theirs
 
+    def square(self, payload: Payload, index: int, *, scratch: Scratch) -> float:
+        """Squared norm of a chunk that was not coded modulo, as both sides decode it."""
+        size = self.num_elements(index)
+        out = scratch.take("square", size, dtype=torch.float32)
+        values = self.plan.codec.decode(payload, num_elements=size, out=out, scratch=scratch)
+        return float(torch.linalg.vector_norm(values)) ** 2
+
+
+@dataclass(slots=True)
+class Squares:
+    """Squared norms of both sides' coded vectors, added up in the order of the chunks: equal on both sides."""
+
+    own: float = 0.0
+    partner: float = 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class SectionPair:
-    """What is left of both sides' coded vectors in a committed section, chunk by chunk, as `Coding` takes it."""
+    """What is left of both sides' coded vectors in a committed section, chunk by chunk, as `Coding` takes it.
+
+    squares: of the outer gradient, which is judged by its length before it is used.
+    """
 
     coding: Coding
     own: list[Payload | None]
     partner: list[Payload]
+    squares: Squares
 
     def half_difference(self, index: int, *, scratch: Scratch | None = None) -> Tensor:
         """h of chunk `index`, see `Coding.half_difference`."""

@@ -38,7 +38,7 @@ from noloco_p2p.gossip.outcome import Traffic
 from noloco_p2p.gossip.payload_memory import PayloadMemory
 from noloco_p2p.gossip.pipeline import Beside, CheckBehind, Staged, code_ahead
 from noloco_p2p.gossip.seams import FrameStream
-from noloco_p2p.gossip.sections import Coding, SectionPair, SectionPlan, part_bytes
+from noloco_p2p.gossip.sections import Coding, SectionPair, SectionPlan, Squares, part_bytes
 
 ALIVE_PER_PROGRESS = 4  # signs of life in the time without one that ends a swap
 RECEIVE_TIMEOUT_S = 86_400.0  # `_progress` and the owner of the swap end it long before
@@ -101,6 +101,7 @@ class Swap:
             for plan in plans
         }
         self._theirs: dict[SectionName, list[Payload]] = {}
+        self._squares = Squares()  # of the outer gradients
         sizes = {plan.name: section_bytes(plan.codec, plan.num_elements) for plan in plans}
         self._own_slabs = {name: memory.take(size) for name, size in sizes.items() if name in early_state}
         self._own_slabs[SectionName.OUTER_GRADIENT] = memory.take(0)  # staged already
@@ -126,7 +127,7 @@ class Swap:
         assert self._plan(name).part in self.ledger.committed, (name, self.ledger.committed)
         for slabs in (self._own_slabs, self._their_slabs):
             slabs.pop(name)
-        return SectionPair(self._codings[name].result(), self._own.pop(name), self._theirs.pop(name))
+        return SectionPair(self._codings[name].result(), self._own.pop(name), self._theirs.pop(name), self._squares)
 
     def pairs(self) -> dict[SectionName, SectionPair]:
         return {plan.name: self.pair(plan.name) for plan in self._plans if plan.part in self.ledger.committed}
@@ -236,7 +237,8 @@ class Swap:
     def _code_ahead(self, coding: Coding, indices: Sequence[int]) -> AsyncGenerator[list[Chunk]]:
         name = coding.plan.name
         source = self._staged if coding.plan.part is Part.LATE else self._early_state[name]
-        return code_ahead(coding, indices, source, executor=self._executor, slab=self._own_slabs[name])
+        slab, squares = self._own_slabs[name], self._squares
+        return code_ahead(coding, indices, source, executor=self._executor, slab=slab, squares=squares)
 
     async def _each(self, batches: AsyncIterator[list[Chunk]], coding: Coding) -> AsyncIterator[Chunk]:
         """Chunk after chunk; what the half-differences need of early payloads is kept (the staged ones are)."""
@@ -328,7 +330,9 @@ class Swap:
         self._progress()
         digests = blake3()
         beside = Beside(self._early_state[plan.name], self._bounds[plan.name]) if plan.modulo else None
-        check = CheckBehind(coding, executor=self._executor, slab=self._their_slabs[plan.name], beside=beside)
+        squares = self._squares if plan.part is Part.LATE else None
+        slab = self._their_slabs[plan.name]
+        check = CheckBehind(coding, executor=self._executor, slab=slab, beside=beside, squares=squares)
         for index in indices:
             chunk = await self._receive()
             if not isinstance(chunk, Chunk) or (chunk.section, chunk.index) != (plan.name, index):

@@ -34,6 +34,11 @@ ROWS: tuple[tuple[float, Mixing], ...] = (
 )
 
 
+# Of a closing round, in which nobody trains: both partners go to the middle.
+CLOSING = Mixing(alpha=0.0, beta=1.0, gamma=1.0)
+CLOSING_MORE = 3  # rounds beyond log2 of the peers
+
+
 @dataclass(frozen=True, slots=True)
 class Agreement:
     """What two partners mix by: each computes it from what both told, and gets the same.
@@ -67,6 +72,14 @@ def agreed_inner_steps(one: int, other: int) -> float:
 def strengths(outer: OuterSpec, inner_steps: float) -> Mixing:
     """Those of the spec, or with "auto" those for rounds of `inner_steps`, on which both partners agree."""
     return mixing_for(inner_steps) if outer.is_auto else Mixing(outer.alpha, outer.beta, outer.gamma)
+
+
+def closing_rounds(outer: OuterSpec, num_peers: int) -> int:
+    """How many of them. Each halves the squared spread of randomly paired peers, so log2 N leave a share of 1 / N of
+    it, and three more an eighth of that: every peer then ends nearly where the mean of all is."""
+    if outer.closing_rounds == "auto":
+        return math.ceil(math.log2(num_peers)) + CLOSING_MORE if num_peers > 1 else 0
+    return outer.closing_rounds
 
 
 def late_beta(outer: OuterSpec, agreed: Agreement) -> float:

@@ -18,7 +18,7 @@ from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.optim.gates import LIMITS, GateLimits
-from noloco_p2p.optim.mixing import gradient_weight, late_beta, strengths
+from noloco_p2p.optim.mixing import CLOSING, gradient_weight, late_beta, strengths
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.network import LinkDirectory, LinkNetwork, LinkTransport
@@ -216,7 +216,7 @@ class Replica:
         await self._open()
         outcome = await self._boundary(CLOSING_WAIT_S)
         received = None if isinstance(outcome, Alone) else outcome.received
-        self.state.step(received, alpha=0.0, beta=0.0, gamma=1.0)
+        self.state.step(received, alpha=CLOSING.alpha, beta=CLOSING.beta, gamma=CLOSING.gamma)
         self.round += 1
 
     # measuring

@@ -10,6 +10,7 @@ from typing import Any
 
 from noloco_p2p.codec import num_chunks
 from noloco_p2p.gossip.sections import section_plans
+from noloco_p2p.optim.mixing import closing_rounds
 from noloco_p2p.optim.rules import NOLOCO
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.simulate.hostile import Attack, HostileReplica, streams_of
@@ -98,7 +99,9 @@ class _Swarm:
         return replica
 
     def _life(self, replica: Replica) -> Coroutine[Any, Any, None]:
-        return replica.run(closing_rounds=self.plan.closing_rounds)
+        told = self.plan.closing_rounds
+        rounds = closing_rounds(self.material.spec.outer, self.plan.num_replicas) if told is None else told
+        return replica.run(closing_rounds=rounds)
 
     async def _at(self, event: Event) -> None:
         await asyncio.sleep(event.at_s)

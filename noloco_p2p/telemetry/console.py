@@ -51,6 +51,14 @@ def round_line(metrics: Metrics, *, num_live: int) -> str:
     return " | ".join(parts)
 
 
+def closing_line(metrics: Metrics, *, number: int, num_rounds: int) -> str:
+    """`closing round 2 of 5 | swapped with ..7f3a1c | 0.31 % apart | waited 0.8 s`."""
+    parts = [f"closing round {number} of {num_rounds}", metrics.last_outcome]
+    if metrics.spread is not None:
+        parts.append(f"{100 * metrics.spread:.2g} % apart")
+    return " | ".join([*parts, f"waited {metrics.blocked_s:.1f} s"])
+
+
 def named(peer_id: str) -> str:
     """A peer for people: the last of its id, as the first characters are the same for everybody."""
     return f"..{peer_id[-6:]}"

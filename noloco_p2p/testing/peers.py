@@ -175,7 +175,7 @@ class MemoryPeer:
         self.layout = ""
         self.metrics = Metrics()
 
-    def enter(self, *, layout: ModelLayout, num_elements: int, target: Path | None) -> StateManifest | None:
+    def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
         self.layout = layout.digest()
         self.runner.layout = self.states.layout = layout
         return None

@@ -85,10 +85,12 @@ def noloco(*arguments: str | Path, timeout_s: float = START_S, **environment: st
 class Command:
     """A running `noloco` command. Use as a context manager: at its end the process is killed, whatever happened.
 
-    `namespace`: a network namespace to run in, as `ip netns` lists them.
+    `namespace`: a network namespace to run in, as `ip netns` lists them. `ranks`: started so many times by torchrun.
     """
 
-    def __init__(self, *arguments: str | Path, log: Path, namespace: str = "", **environment: str) -> None:
+    def __init__(
+        self, *arguments: str | Path, log: Path, namespace: str = "", ranks: int = 0, **environment: str
+    ) -> None:
         self.log = log
         # Tied to our life: a test run that is killed leaves nobody behind.
         launcher = [sys.executable, "-I", "-S", str(launch.__file__), str(os.getpid())]
@@ -96,7 +98,7 @@ class Command:
             launcher = ["ip", "netns", "exec", namespace, *launcher]
         with log.open("ab") as output:
             self.process = subprocess.Popen(
-                [*launcher, *_command(arguments)],
+                [*launcher, *_command(arguments, ranks=ranks)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -165,6 +167,7 @@ class PeerProcess(Command):
         *flags: str,
         host: str = "127.0.0.1",
         namespace: str = "",
+        ranks: int = 0,
         **environment: str,
     ) -> None:
         folder.mkdir(exist_ok=True)
@@ -173,7 +176,7 @@ class PeerProcess(Command):
         join = ("join", target, "--state-dir", folder, "--listen", f"{host}:0", "--threads", "1", "--device", "cpu")
         self._events_before = len(self._read())
         log = folder / f"log-{time.time_ns()}.txt"
-        super().__init__(*join, *flags, log=log, namespace=namespace, **environment)
+        super().__init__(*join, *flags, log=log, namespace=namespace, ranks=ranks, **environment)
 
     @property
     def ticket(self) -> str:
@@ -221,8 +224,9 @@ class PeerProcess(Command):
         return [event for path in self.folder.glob("runs/*/events.jsonl") for event in read_events(path)]
 
 
-def _command(arguments: tuple[str | Path, ...]) -> list[str]:
-    return [sys.executable, "-m", "noloco_p2p", *map(str, arguments)]
+def _command(arguments: tuple[str | Path, ...], *, ranks: int = 0) -> list[str]:
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
+    return [sys.executable, *torchrun, "-m", "noloco_p2p", *map(str, arguments)]
 
 
 def _environment(more: dict[str, str]) -> dict[str, str]:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from noloco_p2p.codec import chunk_bounds
+from noloco_p2p.codec import Scratch, chunk_bounds
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Received
 from noloco_p2p.gossip.round_length import LinkMeasure
-from noloco_p2p.gossip.sections import Coding, SectionPair, section_plans
+from noloco_p2p.gossip.sections import Coding, SectionPair, Squares, section_plans
 from noloco_p2p.optim.mixing import Agreement
 from noloco_p2p.spec import CodecSpec
 
@@ -35,7 +35,14 @@ def received(
                 [plan.codec.encode(side[plan.name][start:stop]) for start, stop in chunk_bounds(num_elements)]
                 for side in (own, partner)
             )
-            sections[plan.name] = SectionPair(Coding(plan), [*mine], [*theirs])
+            coding, scratch = Coding(plan), Scratch()
+            squares = Squares(
+                *(
+                    sum(coding.square(payload, index, scratch=scratch) for index, payload in enumerate(side))
+                    for side in (mine, theirs)
+                )
+            )
+            sections[plan.name] = SectionPair(coding, [*mine], [*theirs], squares)
     return Received(
         partner="partner",
         partner_round=0,

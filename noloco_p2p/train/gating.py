@@ -58,10 +58,10 @@ class Gating:
         self.own = PieceNorms(self.pieces.num_pieces)
 
     def judge(self, gradient: SectionPair | None, *, times_longer: float = 1.0) -> Verdict:
-        """Reads both coded gradients once. `times_longer`: see `GradientHistory.refusal`."""
+        """`times_longer`: see `GradientHistory.refusal`."""
         if gradient is None:
             return Verdict()
-        own_norm, partner_norm = coded_norms(gradient)
+        own_norm, partner_norm = math.sqrt(gradient.squares.own), math.sqrt(gradient.squares.partner)
         if refusal := self.gradients.refusal(own_norm, partner_norm, times_longer=times_longer):
             return Verdict(refusal)
         return Verdict(scales=gradient_scales(own_norm, partner_norm, limits=self.limits))
@@ -116,22 +116,13 @@ class GatedStep:
 
     def close(self) -> Clipped:
         """The round goes into the history."""
-        self._gating.gradients.note(math.hypot(*self._all_own_norms))
         if any(self._all_own_norms):  # in rounds of pure mixing nobody trains
+            self._gating.gradients.note(math.hypot(*self._all_own_norms))
             self._gating.own.note(self._all_own_norms)
         for name, norms in self._norms.items():
             self._gating.offsets[name].note(norms)
         share = math.sqrt(self._cut_squares / self._squares) if self._squares else 0.0
         return Clipped(self._num_clipped, len(self._offsets) * self._gating.pieces.num_pieces, share)
-
-
-def coded_norms(pair: SectionPair) -> tuple[float, float]:
-    """Norms of the own and the partner's coded vector; infinite when the squares overflow."""
-    scratch, squares = Scratch(), [0.0, 0.0]
-    for index in range(len(pair.partner)):
-        for side, vector in enumerate(pair.decoded(index, scratch=scratch)):
-            squares[side] += float(torch.linalg.vector_norm(vector)) ** 2
-    return math.sqrt(squares[0]), math.sqrt(squares[1])
 
 
 def scaled_half_difference(pair: SectionPair, index: int, scales: GradientScales, *, scratch: Scratch) -> Tensor:

@@ -23,6 +23,7 @@ OPEN_TRIES = 5
 LIBRARY_RETRIES = 2  # of the library, 1 s apart; then another shard is read, which the library cannot
 # What is wrong with the content stays wrong. All else (timeouts, resets, 5xx) may be the network.
 LASTING = (ValueError, TypeError, KeyError, EOFError, zlib.error, gzip.BadGzipFile, FileNotFoundError, PermissionError)
+BUSY = (408, 429)  # HTTP: too slow, too many requests
 
 Pause = Callable[[float], object]
 
@@ -85,7 +86,13 @@ def is_lasting(error: BaseException) -> bool:
         causes.append(causes[-1].__cause__)
     if any(isinstance(cause, ConnectionError | TimeoutError) for cause in causes):
         return False
-    return any(isinstance(cause, LASTING) for cause in causes)
+    return any(isinstance(cause, LASTING) or _is_refusal(cause) for cause in causes)
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """The hub has answered, and another try would get the same answer: not there, not allowed."""
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    return 400 <= status < 500 and status not in BUSY
 
 
 def import_datasets() -> Any:

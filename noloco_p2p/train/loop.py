@@ -14,9 +14,11 @@ from blake3 import blake3
 from torch import Tensor
 
 from noloco_p2p.errors import CheckpointError, DataError, ModelError
-from noloco_p2p.peer import Peer
+from noloco_p2p.gossip.outcome import Alone
+from noloco_p2p.optim.mixing import closing_rounds
+from noloco_p2p.peer.peer import Peer
+from noloco_p2p.telemetry.console import closing_line, round_line
 from noloco_p2p.telemetry.console import loss as show_loss
-from noloco_p2p.telemetry.console import round_line
 from noloco_p2p.telemetry.events import EventLog
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.train.compute import Compute, choose_device, switch_on
@@ -40,6 +42,7 @@ log = logging.getLogger(__name__)
 
 AT_END = 1 - 1e-9  # progress is a sum of fractions
 SEED_BYTES = 6  # 2 ** 48 seeds
+CLOSING_WAIT_S = (10.0, 600.0)  # for a partner in a closing round: at least, at most; in between a round's time
 
 
 class Trainer:
@@ -163,6 +166,7 @@ class Trainer:
         """
         metrics, max_steps = self.peer.metrics, self.peer.settings.max_steps
         last_step = None if max_steps is None else metrics.step + max_steps
+        rounds_before = metrics.rounds_here
         self.events.write("started", peer_id=self.peer.peer_id, address=self.peer.address, resumed_at=metrics.step)
         if not self.peer.leave_requested.is_set():
             self._evaluate()
@@ -184,6 +188,8 @@ class Trainer:
             if self.peer.leave_requested.is_set() or metrics.step == last_step:
                 break
         self.batches.close()
+        if self.finished and metrics.rounds_here > rounds_before:  # not when it was done before a restart
+            self._close()
         if not self.peer.leave_requested.is_set():  # who asked to leave waits: no evaluation before the checkpoint
             self._evaluate()
         folder = self._save()
@@ -220,6 +226,23 @@ class Trainer:
         self._round_began_s += time.monotonic() - began_s
         self.say("resumed" if not self.peer.leave_requested.is_set() else "asked to leave")
         self.events.write("resumed", step=self.peer.metrics.step)
+
+    def _close(self) -> None:
+        """Training is done: mix alone, until this peer is near the mean of all, or nobody is left to mix with."""
+        others = self.peer.live_peers()
+        num_rounds = closing_rounds(self.spec.outer, others + 1) if others else 0
+        least_s, most_s = CLOSING_WAIT_S
+        wait_s = min(max(self.spec.outer.max_wait_s, self.peer.exchange.pace.seconds_per_round() or 0, least_s), most_s)
+        for number in range(1, num_rounds + 1):
+            if self.peer.leave_requested.is_set():
+                return
+            result = self.outer.closing_round(wait_s=wait_s)
+            metrics = self.peer.metrics
+            self.peer.count_traffic()
+            self.events.write("closed", **metrics.as_dict(), number=number, of=num_rounds)
+            self.say(closing_line(metrics, number=number, num_rounds=num_rounds))
+            if isinstance(result.outcome, Alone):
+                return
 
     # once a round
 

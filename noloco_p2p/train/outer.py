@@ -26,7 +26,7 @@ from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import Alone, Correction, Half, LonelyCause, Outcome, Swapped
 from noloco_p2p.gossip.round_length import RoundLength
-from noloco_p2p.optim.mixing import gradient_weight, late_beta, strengths
+from noloco_p2p.optim.mixing import CLOSING, gradient_weight, late_beta, strengths
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.metrics import Metrics
@@ -60,7 +60,7 @@ class Swarm(Protocol):
     @property
     def metrics(self) -> Metrics: ...
 
-    def enter(self, *, layout: ModelLayout, num_elements: int, target: Path | None) -> StateManifest | None:
+    def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
         """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file."""
         ...
 
@@ -143,6 +143,7 @@ class NoLoCo:
         self._end_at = end_at
         self._loss_check = loss_check
         self._is_open = False
+        self._is_closing = False
         self._enter(resume)
 
     @property
@@ -166,7 +167,21 @@ class NoLoCo:
         self._apply_late()
         if self._steps < self.inner_steps:
             return None
-        return self._end_round()
+        return self._end_round(self.spec.outer.max_wait_s)
+
+    def closing_round(self, *, wait_s: float) -> RoundResult:
+        """A round without inner steps, once training is done: this peer and its partner go to the middle between them.
+
+        After about log2 of the number of peers, and three more, each is nearly where the mean of all is, without any
+        of them having to know the others. Blocks at most `wait_s`. The progress of this peer does not change.
+        """
+        assert self.is_between_rounds, "inner steps were taken since the last outer step"
+        self._is_closing = True
+        try:
+            self._open()
+            return self._end_round(wait_s)
+        finally:
+            self._is_closing = False
 
     def withdraw(self) -> RoundResult | None:
         """Before a pause: from now on no partner waits for this peer; the next `step` seeks one again.
@@ -241,9 +256,8 @@ class NoLoCo:
 
     def _enter(self, resume: Checkpoint | None) -> None:
         target = None if resume else self._peer.run_folder / FETCHED_FILE
-        num_elements = self._state.num_elements
         layout = self._state.parameters.model_layout
-        manifest = self._peer.enter(layout=layout, num_elements=num_elements, target=target)
+        manifest = self._peer.enter(layout=layout, target=target)
         if resume:
             self._resume(resume)
         elif manifest and target and self._take_fetched(target):
@@ -298,7 +312,7 @@ class NoLoCo:
             self.save_in_background(self._checkpoints)
         self._exchange.open(
             self.round,
-            steps_done=self._steps,
+            steps_done=self.inner_steps if self._is_closing else self._steps,
             inner_steps=self.inner_steps,
             shortest_round_s=self._length.told_s(self._exchange.pace.seconds_per_step),
             progress=self.progress,
@@ -321,12 +335,12 @@ class NoLoCo:
 
     # the end of a round
 
-    def _end_round(self) -> RoundResult:
+    def _end_round(self, wait_s: float) -> RoundResult:
         began_s = time.monotonic()
         self._exchange.stage(self._state.outer_gradient)
-        outcome = self._exchange.collect(self.spec.outer.max_wait_s)
+        outcome = self._exchange.collect(wait_s)
         result = self._finish(outcome, blocked_s=time.monotonic() - began_s)
-        if self.progress < self._end_at:
+        if self.progress < self._end_at and not self._is_closing:
             self._open()  # now, not at the next step: the early part travels while the caller reads its next batch
         return result
 
@@ -338,8 +352,9 @@ class NoLoCo:
         self._apply_late()  # one that waited for the early part of this round
         outcome = self._mix(outcome)
         received = None if isinstance(outcome, Alone) else outcome.received
-        if received:
+        if received and not self._is_closing:
             self.progress = progress_after(self.progress, received, inner_steps=self._steps, spec=self.spec)
+        if received:
             received.sections.clear()  # the payloads are as large as the model, and somebody may keep the result
         result = RoundResult(self.round, outcome, self.progress, blocked_s)
         self.round += 1
@@ -371,7 +386,8 @@ class NoLoCo:
 
     def _step(self, outcome: Outcome, verdict: Verdict) -> None:
         metrics, received = self._peer.metrics, None if isinstance(outcome, Alone) else outcome.received
-        mixing = strengths(self.spec.outer, received.agreed.inner_steps if received else self._steps)
+        agreed_steps = received.agreed.inner_steps if received else self._steps
+        mixing = CLOSING if self._is_closing else strengths(self.spec.outer, agreed_steps)
         share = gradient_weight(self.spec.outer, received.agreed) if received else 1.0
         clipped = self._state.step(
             received,

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from noloco_p2p.testing.processes import PeerProcess, small_spec, write_spec
+from noloco_p2p.testing.processes import PeerProcess, noloco, small_spec, write_spec
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
@@ -19,7 +19,9 @@ def ranks(peer: PeerProcess) -> list[psutil.Process]:
     return sorted(children, key=lambda child: int(child.environ()["RANK"]))
 
 
-def test_a_peer_of_two_processes_leaves_resumes_and_tells_of_one_that_was_killed(tmp_path: Path) -> None:
+def test_a_peer_of_two_processes_leaves_resumes_by_torchrun_too_and_tells_of_one_that_was_killed(
+    tmp_path: Path,
+) -> None:
     spec_file = write_spec(small_spec("gpus", train__batch_size=5), tmp_path)
     with PeerProcess(spec_file, tmp_path / "peer", "--gpus", "2") as peer:
         peer.event("round")
@@ -30,6 +32,15 @@ def test_a_peer_of_two_processes_leaves_resumes_and_tells_of_one_that_was_killed
         assert peer.text.splitlines()[-1] == "left; the same command resumes"
         assert "Traceback" not in peer.text
         assert not any(process.is_running() for process in processes)
+        stopped = peer.event("stopped")
+
+    with PeerProcess(spec_file, tmp_path / "peer", ranks=2) as peer:
+        peer.event("round")
+        assert peer.event("started")["resumed_at"] == stopped["step"]
+        assert noloco("leave", "--state-dir", tmp_path / "peer").returncode == 0
+        assert peer.wait(60) == 0
+        assert "left; the same command resumes" in peer.text
+        assert "Traceback" not in peer.text
         stopped = peer.event("stopped")
 
     with PeerProcess(spec_file, tmp_path / "peer", "--gpus", "2") as peer:

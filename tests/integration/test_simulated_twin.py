@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.gossip.round import Phase
+from noloco_p2p.optim.mixing import closing_rounds
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.replica import Replica
@@ -24,6 +25,7 @@ from noloco_p2p.testing.peers import MemoryPeer
 from noloco_p2p.testing.rounds import together, wait_until
 from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.inner_step import InnerStep
+from noloco_p2p.train.loop import AT_END
 from noloco_p2p.train.outer import NoLoCo
 
 INNER_STEPS, NUM_ROUNDS = 3, 4
@@ -50,7 +52,7 @@ def train(peer: MemoryPeer, model: PreTrainedModel, material: Material, step_tog
     """The weights of one real peer at its end; no lonely round: a boundary comes when both have a partner."""
     torch.set_num_threads(1)
     inner, batches = InnerStep(model, material.spec.train), material.batches(peer.peer_id)
-    outer = NoLoCo(model, peer, save_every_rounds=0)
+    outer = NoLoCo(model, peer, save_every_rounds=0, end_at=AT_END)
     for step in range(INNER_STEPS * NUM_ROUNDS):
         inner(next(batches), progress=outer.progress)
         if (step + 1) % INNER_STEPS == 0:
@@ -58,6 +60,8 @@ def train(peer: MemoryPeer, model: PreTrainedModel, material: Material, step_tog
             step_together.wait(30.0)
         result = outer.step()
         assert result is None or isinstance(result.outcome, Swapped), result
+    for _ in range(closing_rounds(material.spec.outer, 2)):
+        assert isinstance(outer.closing_round(wait_s=30.0).outcome, Swapped)
     flat = FlatParameters(model)
     return flat.read(0, flat.num_elements)
 

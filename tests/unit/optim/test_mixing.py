@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_p2p.optim.halves import half_difference
-from noloco_p2p.optim.mixing import ROWS, Mixing, agreed_inner_steps, mixing_for
+from noloco_p2p.optim.mixing import ROWS, Mixing, agreed_inner_steps, closing_rounds, mixing_for
 from noloco_p2p.optim.noloco import outer_step
 from noloco_p2p.spec import OuterSpec
 
@@ -41,6 +41,12 @@ def test_whatever_two_peers_tell_is_stable_and_near_the_best(one: int, other: in
     assert best - 0.055 <= mixing.gamma <= best + 1e-12
     for swap_momentum in (True, False):  # raises at or above the bound
         OuterSpec(alpha=mixing.alpha, beta=mixing.beta, gamma=mixing.gamma, swap_momentum=swap_momentum)
+
+
+@pytest.mark.parametrize(("num_peers", "expected"), [(1, 0), (2, 4), (3, 5), (8, 6), (1000, 13)])
+def test_closing_rounds_grow_with_the_logarithm_of_the_swarm(num_peers: int, expected: int) -> None:
+    assert closing_rounds(OuterSpec(), num_peers) == expected
+    assert closing_rounds(OuterSpec(closing_rounds=2), num_peers) == 2
 
 
 def test_longer_rounds_have_more_momentum_and_weaker_steps_without_a_jump() -> None:

@@ -29,7 +29,7 @@ SPEC = RunSpec(
     model=ModelSpec(hidden_size=32, num_layers=1, num_heads=2, mlp_size=48),
     data=DataSpec(sequence_length=32),
     train=TrainSpec(total_steps=12, batch_size=2, warmup_steps=2),
-    outer=OuterSpec(inner_steps=3, max_wait_s=100.0),
+    outer=OuterSpec(inner_steps=3, max_wait_s=100.0, closing_rounds=0),
     codec=FP32,
     evaluate=EvaluateSpec(num_sequences=8),
 )

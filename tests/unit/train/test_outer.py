@@ -133,6 +133,24 @@ def test_a_swap_moves_the_mean_of_a_pair_by_the_mean_of_exact_gradients(tmp_path
             assert torch.allclose(apart, 0.3 * (flat(make_model(1)) - flat(make_neighbour())), atol=1e-5)
 
 
+def test_closing_rounds_bring_two_peers_to_the_middle_and_nowhere_else(tmp_path: Path) -> None:
+    with MemorySwarm(make_spec()) as swarm:
+        models = [make_model(1), make_neighbour()]
+        outers = [
+            NoLoCo(model, swarm.peer(name, run_folder=tmp_path / name), save_every_rounds=0, end_at=2 / 100)
+            for name, model in zip("ab", models, strict=True)
+        ]
+        results: list[RoundResult] = []
+        together(*(lambda i=i: results.append(one_round(outers[i], models[i], 0.1)) for i in range(2)))
+        middle, progress = (flat(models[0]) + flat(models[1])) / 2, [outer.progress for outer in outers]
+        for _ in range(2):
+            together(*(lambda outer=outer: results.append(outer.closing_round(wait_s=20.0)) for outer in outers))
+        assert all(isinstance(result.outcome, Swapped) for result in results)
+        assert all(torch.allclose(flat(model), middle, atol=1e-6) for model in models)
+        assert [outer.progress for outer in outers] == progress
+        assert [outer.round for outer in outers] == [3, 3]
+
+
 @pytest.mark.parametrize("codec", [EXACT, COARSE])
 @pytest.mark.parametrize(("rounds_behind", "weight"), [(4, 1.0), (8, 0.5), (16, 0.25)])
 def test_an_older_partner_counts_less_on_both_sides_and_the_mean_holds(
@@ -481,15 +499,16 @@ def test_who_is_left_behind_takes_the_state_of_the_swarm_and_goes_on_from_there(
 class Liar(MemoryPeer):
     """Gives a newcomer a file of the right size that is no state, or one whose numbers are not finite."""
 
-    def enter(self, *, layout: ModelLayout, num_elements: int, target: Path | None) -> StateManifest | None:
+    def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
         assert target is not None
         if self.peer_id == "garbage":
-            target.write_bytes(b"\xff" * state_file_bytes(num_elements))
+            target.write_bytes(b"\xff" * state_file_bytes(layout.num_elements))
         else:
             save_file(
-                {"slow_weights": torch.full((num_elements,), torch.nan), "outer_momentum": torch.zeros(1)}, target
+                {"slow_weights": torch.full((layout.num_elements,), torch.nan), "outer_momentum": torch.zeros(1)},
+                target,
             )
-        return StateManifest(layout.digest(), num_elements, 7, 0.5, state_file_bytes(num_elements), ())
+        return StateManifest(layout.digest(), layout.num_elements, 7, 0.5, state_file_bytes(layout.num_elements), ())
 
 
 @pytest.mark.parametrize("name", ["garbage", "nan"])

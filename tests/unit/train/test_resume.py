@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from noloco_p2p.peer import Peer
+from noloco_p2p.peer.peer import Peer
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.events import read_events

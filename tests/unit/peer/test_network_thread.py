@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from noloco_p2p.errors import Left
-from noloco_p2p.network_thread import NetworkThread
+from noloco_p2p.peer.network_thread import NetworkThread
 
 
 @pytest.fixture

@@ -8,68 +8,59 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from noloco_p2p._version import __version__
-from noloco_p2p.atomic_file import write_atomically
 from noloco_p2p.bans import BanList
 from noloco_p2p.control import ControlServer, FolderLock, Handler
 from noloco_p2p.errors import (
-    CheckpointError,
     DirectoryError,
     IdentityError,
-    Left,
-    ModelError,
     NolocoError,
     SettingsError,
-    SpecError,
     TicketError,
-    Unreachable,
 )
-from noloco_p2p.gossip.donor import SavedState, StateServer, state_file_bytes
+from noloco_p2p.gossip.donor import SavedState, StateServer
 from noloco_p2p.gossip.exchange import Exchange
-from noloco_p2p.gossip.fetch import can_give, fetch_from_swarm, fetch_spec, find_difference
-from noloco_p2p.gossip.frames import Hello, QueuePlace, StateManifest
-from noloco_p2p.gossip.kept_chunks import forget
+from noloco_p2p.gossip.frames import Hello, StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import LonelyCause, Traffic
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.service import PeerService
-from noloco_p2p.gossip.staleness import is_left_behind
 from noloco_p2p.gossip.watch import SwapProgress, SwapWatch
 from noloco_p2p.identity import Identity
-from noloco_p2p.invitation import Invitation, invite
+from noloco_p2p.invitation import Invitation
 from noloco_p2p.net import probe
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import Limits
-from noloco_p2p.network_thread import STOP_TIMEOUT_S, NetworkThread
-from noloco_p2p.outside import Outside
-from noloco_p2p.ports import Ports
+from noloco_p2p.peer.entering import ENTER_TIMEOUT_S, Entering, find_spec
+from noloco_p2p.peer.kept import find_invitation, folder_of, keep
+from noloco_p2p.peer.network_thread import STOP_TIMEOUT_S, NetworkThread
+from noloco_p2p.peer.outside import Outside
+from noloco_p2p.peer.ports import Ports
+from noloco_p2p.peer.sketcher import Sketcher
 from noloco_p2p.settings import PeerSettings, split_address
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.reachability import OUTBOUND_ONLY, DialBack, Verdict
-from noloco_p2p.swarm.reader import find_somebody, stranger_to
-from noloco_p2p.swarm.records import TTL_S, PeerRecord
-from noloco_p2p.telemetry.console import duration, named
+from noloco_p2p.swarm.reader import stranger_to
+from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
-from noloco_p2p.telemetry.progress import Progress, Report
+from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import MAX_ADDRESSES, Ticket, is_ticket
 
 if TYPE_CHECKING:
@@ -83,19 +74,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 START_TIMEOUT_S = 120.0  # importing hivemind on a slow disk included
-ENTER_TIMEOUT_S = 30.0  # to hear of a live peer of the run that a ticket names
-LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps or peers met before: nobody need be there
-ASK_AGAIN_S = 1.0  # for the spec
-FETCH_STATE_TIMEOUT_S = 24 * 3600.0
-CATCH_UP_AGAIN_S = 60.0
-DONORS_ASKED = 3  # for their tensors, when none of them had a state that fits
 POLL_S = 0.05
 DIAL_BACK_S = 12.0  # for one peer to answer whether it gets through; it tries for 4 s
 CHECK_CLOCK_S = 6.0  # for those that this peer enters through to be tried once
-SKETCH_EVERY_S = TTL_S / 4  # as often as the record is announced
-SPEC_FILE = "spec.json"
-INVITATION_FILE = "invitation"  # a secret
-OWN_INVITATION_S = 365 * 86400.0  # that the holder of the run key gives itself, at every start anew
 
 
 def resolve(target: RunSpec | Ticket | Path | str) -> RunSpec | Ticket:
@@ -120,22 +101,8 @@ class _Network:
     control: ControlServer
     watch: SwapWatch
     outside: Outside
+    entering: Entering
     watching: asyncio.Task[None]
-
-
-class _LineNews:
-    """What a newcomer sees while it fetches, and while it waits for its turn at a donor."""
-
-    def __init__(self) -> None:
-        self._waits = ""
-
-    def note(self, donor: Candidate, place: QueuePlace | None) -> None:
-        """The place in the line of a donor; None = it has its turn."""
-        left = "" if place is None or place.left_s is None else f", about {duration(place.left_s)} to wait"
-        self._waits = f" (place {place.position} in the line of {named(donor.peer_id)}{left})" if place else ""
-
-    def what(self) -> str:
-        return f"fetching the state of the swarm{self._waits}"
 
 
 class Peer:
@@ -167,18 +134,14 @@ class Peer:
         self._network: _Network | None = None
         self._directory: SwarmDirectory | None = None
         self._outside: Outside | None = None
-        self._layout, self._num_elements = "", 0
-        self._catch_up_again_s = 0.0
+        self._layout: ModelLayout | None = None
         self._entered = False
         self._traffic_before = Traffic()  # before a restart
         self._told_outbound_only = False
         self.metrics_address = ""  # HOST:PORT of /metrics, when it is served
         self._metrics_server: HttpServer | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-codec")
-        self._sketcher = ThreadPoolExecutor(1, thread_name_prefix="noloco-sketch")
-        self._sketching: Future[None] | None = None
-        self._sketched_s = -math.inf
-        self._sketch: tuple[str, float | None] = ("", None)  # packed sketch and norm of the slow weights
+        self._sketcher = Sketcher(self._run[1])
 
     @classmethod
     def join(
@@ -213,7 +176,7 @@ class Peer:
     @property
     def run_folder(self) -> Path:
         """What this machine keeps of this run: spec, checkpoints, events."""
-        return self.settings.state_dir / "runs" / self.spec.run_id
+        return folder_of(self.settings.state_dir, self.spec.run_id)
 
     @property
     def ticket(self) -> str:
@@ -295,22 +258,17 @@ class Peer:
 
     # for the outer step
 
-    def enter(self, *, layout: ModelLayout, num_elements: int, target: Path | None) -> StateManifest | None:
+    def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
         """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file.
 
         Raises Left when this peer is asked to leave meanwhile, and ModelError, with the first tensor that differs, when
         live peers train another model.
         """
-        self._layout, self._num_elements = layout.digest(), num_elements
+        self._layout = layout
         self._net.runner.layout = self._net.states.layout = layout
         manifest = None
         if target is not None:
-            with self.progress.task("looking for live peers"):
-                donors = self._call(self._find_donors(), START_TIMEOUT_S, leaving=self.leave_requested)
-            if donors:
-                manifest = self._fetch_state(donors, target=target)
-            if manifest is None:
-                self._check_model(donors, layout)
+            manifest = self._net.entering.enter(layout, target=target)
         self._call(self._net.directory.check_clock(CHECK_CLOCK_S), START_TIMEOUT_S)
         self._call(self._net.outside.wait_for_dial_back(), START_TIMEOUT_S)
         self._entered, self._state_since_s = True, time.time()
@@ -322,60 +280,21 @@ class Peer:
 
         Costs nothing to ask. None, too, when nobody gives a newer state: it is then tried again after a while.
         """
-        ahead = self._far_ahead(progress, inner_steps=inner_steps)
-        if not ahead or time.monotonic() < self._catch_up_again_s:
-            return None
-        self._catch_up_again_s = time.monotonic() + CATCH_UP_AGAIN_S
-        log.warning(
-            "this peer stands at %.1f %% of the schedule and most of the swarm at %.1f %% or beyond: it catches up",
-            100 * progress,
-            100 * min(donor.progress for donor in ahead),
+        assert self._layout, "`enter` comes first"
+        return self._net.entering.catch_up(
+            self._layout,
+            progress=progress,
+            round_progress=inner_steps / self.spec.train.total_steps,
+            target=target,
         )
-        try:
-            manifest = self._fetch_state(ahead, target=target)
-        except Left:
-            return None
-        except CheckpointError as error:
-            log.error("%s", error)
-            return None
-        if manifest and manifest.progress <= progress:
-            forget(target)
-            return None
-        return manifest
-
-    def _far_ahead(self, progress: float, *, inner_steps: int) -> list[Candidate]:
-        """Peers that stand where the swarm does, shuffled; none while this one stands there, too."""
-        live = self._net.outside.live()
-        training = [each.progress for each in live if each.state == "training"]
-        round_progress = inner_steps / self.spec.train.total_steps
-        if not is_left_behind(progress, training, round_progress=round_progress):
-            return []
-        middle = median(training)
-        ahead = [each for each in live if can_give(each) and each.progress >= middle]
-        random.shuffle(ahead)
-        return ahead
 
     def serve_state(self, saved: SavedState) -> None:
         """From now on newcomers get this state."""
         self._net.states.saved = saved
 
     def sketch(self, slow_weights: Tensor) -> None:
-        """Sketch these weights in the background, for the record of this peer; at most once an announcement.
-
-        Should the round end before it is done, the sketch is a mixture of two states that were a round apart.
-        """
-        now_s = time.monotonic()
-        if now_s - self._sketched_s < SKETCH_EVERY_S or (self._sketching and not self._sketching.done()):
-            return
-        self._sketched_s = now_s
-        self._sketching = self._sketcher.submit(self._make_sketch, slow_weights)
-
-    def _make_sketch(self, slow_weights: Tensor) -> None:
-        from noloco_p2p.codec import sketch
-
-        packed = sketch.pack(sketch.sketch(slow_weights, run=self._run[1]))
-        norm = sketch.norm(slow_weights)
-        self._sketch = (packed, float(f"{norm:.9g}")) if packed else ("", None)
+        """Sketch these weights in the background, for the record of this peer; at most once an announcement."""
+        self._sketcher.sketch(slow_weights)
 
     # starting and stopping
 
@@ -383,7 +302,7 @@ class Peer:
         try:
             self._lock.acquire()
             self._identity = Identity.load_or_create(self.settings.state_dir / "identity.key")
-            self._invitation = self._find_invitation()
+            self._invitation = find_invitation(self._target, self.settings)
             self._session = Session(self._identity, self._invitation)
             self._thread = NetworkThread()
             self._call(self._start_network(), START_TIMEOUT_S + ENTER_TIMEOUT_S)
@@ -407,7 +326,7 @@ class Peer:
             self._thread.stop()
             self._thread = None
         self._executor.shutdown(wait=False, cancel_futures=True)
-        self._sketcher.shutdown(wait=False, cancel_futures=True)
+        self._sketcher.close()
         self._lock.release()
 
     async def _start_network(self) -> None:
@@ -424,7 +343,16 @@ class Peer:
         self._outside = outside = Outside(
             directory, self.settings, self._address_book, entrances=entrances, ask=self._ask_to_dial_back
         )
-        self.spec = target if isinstance(target, RunSpec) else await self._find_spec(target, transport, outside)
+        if isinstance(target, RunSpec):
+            self.spec = target
+        else:
+            self.spec = await find_spec(
+                target,
+                state_dir=self.settings.state_dir,
+                directory=directory,
+                transport=transport,
+                outside=outside,
+            )
         if self.spec.run_key != (self._invitation.run_key if self._invitation else ""):
             raise TicketError("the run is private, and the ticket holds no invitation to it: ask for a new ticket")
         pace = Pace(self.spec.outer.first_inner_steps)
@@ -455,12 +383,26 @@ class Peer:
             control,
             watch,
             outside,
+            self._make_entering(directory, transport, outside),
             asyncio.create_task(watch.run()),
         )
         await outside.start(server, num_calls=lambda: service.num_calls)
         ports.remember(grpc=server.port, libp2p=directory.port)
-        self._keep_spec()
+        keep(self.spec, self._invitation, self.run_folder)
         await self._serve_metrics()
+
+    def _make_entering(self, directory: SwarmDirectory, transport: GrpcTransport, outside: Outside) -> Entering:
+        assert self._thread is not None
+        return Entering(
+            thread=self._thread,
+            directory=directory,
+            transport=transport,
+            outside=outside,
+            ticket=self._target if isinstance(self._target, Ticket) else None,
+            expects_others=bool(self.settings.bootstrap or self._address_book.addresses()),
+            progress=self.progress,
+            leaving=self.leave_requested,
+        )
 
     async def _serve_metrics(self) -> None:
         if not self.settings.metrics:
@@ -500,47 +442,8 @@ class Peer:
     def _ignores(self, record: PeerRecord) -> bool:
         return stranger_to(self._invitation)(record) or bool(self.bans.why(record.peer_id))
 
-    def _find_invitation(self) -> Invitation | None:
-        """Into a private run: the ticket's, one made with the run key, or the one kept at an earlier start.
-
-        Raises SettingsError, TicketError, IdentityError.
-        """
-        if isinstance(self._target, Ticket):
-            found = self._target.invitation
-        elif not self._target.run_key:
-            found = None
-        elif self.settings.run_key:
-            key = Identity.load(self.settings.run_key)
-            if key.peer_id != self._target.run_key:
-                raise SettingsError(f"--run-key {self.settings.run_key}: it is not the key that the run spec names")
-            found = invite(key, expires_at_s=time.time() + OWN_INVITATION_S, seed=os.urandom(32))
-        else:
-            found = self._kept_invitation(self._target)
-        if found:
-            found.check_time(time.time())
-        return found
-
-    def _kept_invitation(self, spec: RunSpec) -> Invitation:
-        path = self.settings.state_dir / "runs" / spec.run_id / INVITATION_FILE
-        try:
-            return Invitation.decode(path.read_bytes())
-        except OSError:
-            raise SettingsError(
-                f"the run {spec.name} is private: join with a ticket, or with --run-key FILE if you have its key"
-            ) from None
-
     def _entrances(self) -> list[str]:
         return [*self.settings.bootstrap, *(self._target.addresses if isinstance(self._target, Ticket) else ())]
-
-    def _keep_spec(self) -> None:
-        path = self.run_folder / SPEC_FILE
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, self.spec.canonical_json())
-            if self._invitation:
-                write_atomically(path.with_name(INVITATION_FILE), self._invitation.encode(), mode=0o600)
-        except OSError as error:
-            raise SettingsError(f"{path}: cannot be written: {error.strerror}; use another --state-dir") from None
 
     async def _stop_network(self) -> None:
         if self._metrics_server:
@@ -559,83 +462,10 @@ class Peer:
             await self._network.server.stop(0.5)
         self._network = self._directory = self._outside = None
 
-    async def _find_spec(self, ticket: Ticket, transport: GrpcTransport, outside: Outside) -> RunSpec:
-        """The spec that this machine has kept, or that a live peer gives."""
-        kept = self.settings.state_dir / "runs" / f"{ticket.run_name}-{ticket.spec_digest[:8]}" / SPEC_FILE
-        if kept.exists():
-            try:
-                return RunSpec.from_json(kept.read_bytes(), expected_digest=ticket.spec_digest, origin=str(kept))
-            except (SpecError, OSError) as error:  # half-written when the disk was full, for example
-                log.warning("the spec is asked for again: %s", error)
-        assert self._directory is not None
-        await find_somebody(ticket, self._directory, timeout_s=ENTER_TIMEOUT_S)
-        until_s = time.monotonic() + ENTER_TIMEOUT_S
-        while True:  # a relay for those who are here may be found in a moment
-            donors = [candidate for candidate in outside.live() if candidate.can_be_called]
-            try:
-                return await fetch_spec(transport, donors, expected_digest=ticket.spec_digest)
-            except Unreachable:
-                if time.monotonic() > until_s:
-                    raise
-                await asyncio.sleep(ASK_AGAIN_S)
-
-    async def _look_around(self) -> None:
-        """Wait until a live peer is heard of, where there should be one. Raises Unreachable: a ticket, and nobody."""
-        if isinstance(self._target, Ticket):
-            await find_somebody(self._target, self._net.directory, timeout_s=ENTER_TIMEOUT_S)
-        elif self.settings.bootstrap or self._address_book.addresses():
-            await self._net.directory.wait_for_peers(LOOK_AROUND_S)
-
-    async def _find_donors(self) -> Sequence[Candidate]:
-        """Live peers that may have a state, in any order; none when this peer is the first. Raises Unreachable."""
-        await self._look_around()
-        live = self._net.outside.live()
-        donors = [peer for peer in live if can_give(peer)]
-        random.shuffle(donors)
-        middle = median(donor.progress for donor in donors) if donors else 0.0
-        return sorted(donors, key=lambda donor: donor.progress < middle)  # who is behind is asked last
-
-    def _fetch_state(self, donors: Sequence[Candidate], *, target: Path) -> StateManifest | None:
-        line, num_elements = _LineNews(), self._num_elements
-
-        def fetching(report: Report) -> Coroutine[Any, Any, StateManifest | None]:
-            return fetch_from_swarm(
-                self._net.transport,
-                self._net.outside,
-                donors,
-                layout=self._layout,
-                num_elements=num_elements,
-                num_bytes=state_file_bytes(num_elements),
-                target=target,
-                on_progress=report,
-                on_place=line.note,
-            )
-
-        try:
-            with self.progress.task(line.what, unit="bytes") as report:
-                manifest = self._call(fetching(report), FETCH_STATE_TIMEOUT_S, leaving=self.leave_requested)
-            if manifest is None:
-                forget(target)
-        except OSError as error:
-            raise CheckpointError(f"the state of the swarm cannot be written to {target}: {error}") from None
-        if manifest is None and any(donor.round > 0 for donor in donors):
-            log.warning("no live peer has a saved state yet; this peer starts from the initial weights, as they did")
-        return manifest
-
-    def _check_model(self, donors: Sequence[Candidate], layout: ModelLayout) -> None:
-        """Raises ModelError when the swarm trains another model than the one here: it would be refused for ever."""
-        for donor in donors[:DONORS_ASKED]:
-            difference = self._call(find_difference(self._net.transport, donor, layout), START_TIMEOUT_S)
-            if difference:
-                raise ModelError(
-                    f"this model is not the one that the swarm trains, {named(donor.peer_id)} says: {difference}. "
-                    "Use the same revision, folder and versions of torch and transformers as the others"
-                )
-
     # what others are told
 
     def _hello(self) -> Hello:
-        return Hello(self._identity.peer_id, *self._run, layout=self._layout)
+        return Hello(self._identity.peer_id, *self._run, layout=self._layout.digest() if self._layout else "")
 
     def _status(self) -> tuple[Hello, str, int, float]:
         return self._hello(), self.state, self.metrics.round, self.metrics.progress
@@ -645,7 +475,7 @@ class Peer:
         if not self._entered:
             return None
         self.count_traffic()
-        metrics, reach, (sketch, norm) = self.metrics, self.reach(), self._sketch
+        metrics, reach, (sketch, norm) = self.metrics, self.reach(), self._sketcher.latest
         if reach.state == OUTBOUND_ONLY and not self._told_outbound_only:
             self._told_outbound_only = True
             log.warning("outbound only: %s", reach.sentence)

@@ -1,0 +1,210 @@
+"""What a peer gets from those who are there: the spec, the state at its start, and the state of who is far ahead."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from noloco_p2p.errors import CheckpointError, Left, ModelError, Unreachable
+from noloco_p2p.gossip.donor import state_file_bytes
+from noloco_p2p.gossip.fetch import can_give, fetch_from_swarm, fetch_spec, find_difference
+from noloco_p2p.gossip.frames import QueuePlace, StateManifest
+from noloco_p2p.gossip.kept_chunks import forget
+from noloco_p2p.gossip.layout import ModelLayout
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.gossip.staleness import is_left_behind
+from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.peer.kept import kept_spec
+from noloco_p2p.peer.network_thread import NetworkThread
+from noloco_p2p.peer.outside import Outside
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.reader import find_somebody
+from noloco_p2p.telemetry.console import duration, named
+from noloco_p2p.telemetry.progress import Progress, Report
+from noloco_p2p.ticket import Ticket
+
+log = logging.getLogger(__name__)
+
+ENTER_TIMEOUT_S = 30.0  # to hear of a live peer of the run that a ticket names
+LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps or peers met before: nobody need be there
+ASK_AGAIN_S = 1.0  # for the spec
+ANSWER_S = 120.0  # for what takes seconds, on a slow machine
+FETCH_STATE_TIMEOUT_S = 24 * 3600.0
+CATCH_UP_AGAIN_S = 60.0
+DONORS_ASKED = 3  # for their tensors, when none of them had a state that fits
+
+
+async def find_spec(
+    ticket: Ticket, *, state_dir: Path, directory: SwarmDirectory, transport: GrpcTransport, outside: Outside
+) -> RunSpec:
+    """The spec that this machine has kept, or that a live peer gives. Raises Unreachable."""
+    if kept := kept_spec(ticket, state_dir):
+        return kept
+    await find_somebody(ticket, directory, timeout_s=ENTER_TIMEOUT_S)
+    until_s = time.monotonic() + ENTER_TIMEOUT_S
+    while True:  # a relay for those who are here may be found in a moment
+        donors = [candidate for candidate in outside.live() if candidate.can_be_called]
+        try:
+            return await fetch_spec(transport, donors, expected_digest=ticket.spec_digest)
+        except Unreachable:
+            if time.monotonic() > until_s:
+                raise
+            await asyncio.sleep(ASK_AGAIN_S)
+
+
+class Entering:
+    """`enter` and `catch_up` belong to the main thread; everything that they ask of others runs on the network thread.
+
+    ticket: that this peer enters with. expects_others: it has other ways in, and waits a little for somebody. leaving:
+    set when this peer is to end, which also ends what takes long here (`Left`).
+    """
+
+    def __init__(
+        self,
+        *,
+        thread: NetworkThread,
+        directory: SwarmDirectory,
+        transport: GrpcTransport,
+        outside: Outside,
+        ticket: Ticket | None,
+        expects_others: bool,
+        progress: Progress,
+        leaving: threading.Event,
+    ) -> None:
+        self._thread = thread
+        self._directory = directory
+        self._transport = transport
+        self._outside = outside
+        self._ticket = ticket
+        self._expects_others = expects_others
+        self._progress = progress
+        self._leaving = leaving
+        self._catch_up_again_s = 0.0
+
+    def enter(self, layout: ModelLayout, *, target: Path) -> StateManifest | None:
+        """Fetch the state of a live peer into `target`; None when nobody has one.
+
+        Raises Left, Unreachable (a ticket, and nobody is there), CheckpointError (the disk), and ModelError, with the
+        first tensor that differs, when live peers train another model.
+        """
+        with self._progress.task("looking for live peers"):
+            donors = self._thread.call(self._find_donors(), ANSWER_S, leaving=self._leaving)
+        manifest = self._fetch_state(donors, layout, target=target) if donors else None
+        if manifest is None:
+            self._check_model(donors, layout)
+        return manifest
+
+    def catch_up(
+        self, layout: ModelLayout, *, progress: float, round_progress: float, target: Path
+    ) -> StateManifest | None:
+        """Fetch the state of a live peer into `target` when most of the swarm is far ahead; None when it is not.
+
+        progress: own, of the schedule; round_progress: of one round. Costs nothing to ask. None, too, when nobody gives
+        a newer state: it is then tried again after a while.
+        """
+        ahead = self._far_ahead(progress, round_progress=round_progress)
+        if not ahead or time.monotonic() < self._catch_up_again_s:
+            return None
+        self._catch_up_again_s = time.monotonic() + CATCH_UP_AGAIN_S
+        log.warning(
+            "this peer stands at %.1f %% of the schedule and most of the swarm at %.1f %% or beyond: it catches up",
+            100 * progress,
+            100 * min(donor.progress for donor in ahead),
+        )
+        try:
+            manifest = self._fetch_state(ahead, layout, target=target)
+        except Left:
+            return None
+        except CheckpointError as error:
+            log.error("%s", error)
+            return None
+        if manifest and manifest.progress <= progress:
+            forget(target)
+            return None
+        return manifest
+
+    def _far_ahead(self, progress: float, *, round_progress: float) -> list[Candidate]:
+        """Peers that stand where the swarm does, shuffled; none while this one stands there, too."""
+        live = self._outside.live()
+        training = [each.progress for each in live if each.state == "training"]
+        if not is_left_behind(progress, training, round_progress=round_progress):
+            return []
+        middle = median(training)
+        ahead = [each for each in live if can_give(each) and each.progress >= middle]
+        random.shuffle(ahead)
+        return ahead
+
+    async def _look_around(self) -> None:
+        """Wait until a live peer is heard of, where there should be one. Raises Unreachable: a ticket, and nobody."""
+        if self._ticket:
+            await find_somebody(self._ticket, self._directory, timeout_s=ENTER_TIMEOUT_S)
+        elif self._expects_others:
+            await self._directory.wait_for_peers(LOOK_AROUND_S)
+
+    async def _find_donors(self) -> Sequence[Candidate]:
+        """Live peers that may have a state, in any order; none when this peer is the first. Raises Unreachable."""
+        await self._look_around()
+        donors = [peer for peer in self._outside.live() if can_give(peer)]
+        random.shuffle(donors)
+        middle = median(donor.progress for donor in donors) if donors else 0.0
+        return sorted(donors, key=lambda donor: donor.progress < middle)  # who is behind is asked last
+
+    def _fetch_state(self, donors: Sequence[Candidate], layout: ModelLayout, *, target: Path) -> StateManifest | None:
+        line = _LineNews()
+
+        def fetching(report: Report) -> Coroutine[Any, Any, StateManifest | None]:
+            return fetch_from_swarm(
+                self._transport,
+                self._outside,
+                donors,
+                layout=layout.digest(),
+                num_elements=layout.num_elements,
+                num_bytes=state_file_bytes(layout.num_elements),
+                target=target,
+                on_progress=report,
+                on_place=line.note,
+            )
+
+        try:
+            with self._progress.task(line.what, unit="bytes") as report:
+                manifest = self._thread.call(fetching(report), FETCH_STATE_TIMEOUT_S, leaving=self._leaving)
+            if manifest is None:
+                forget(target)
+        except OSError as error:
+            raise CheckpointError(f"the state of the swarm cannot be written to {target}: {error}") from None
+        if manifest is None and any(donor.round > 0 for donor in donors):
+            log.warning("no live peer has a saved state yet; this peer starts from the initial weights, as they did")
+        return manifest
+
+    def _check_model(self, donors: Sequence[Candidate], layout: ModelLayout) -> None:
+        """Raises ModelError when the swarm trains another model than the one here: it would be refused for ever."""
+        for donor in donors[:DONORS_ASKED]:
+            difference = self._thread.call(find_difference(self._transport, donor, layout), ANSWER_S)
+            if difference:
+                raise ModelError(
+                    f"this model is not the one that the swarm trains, {named(donor.peer_id)} says: {difference}. "
+                    "Use the same revision, folder and versions of torch and transformers as the others"
+                )
+
+
+class _LineNews:
+    """What a newcomer sees while it fetches, and while it waits for its turn at a donor."""
+
+    def __init__(self) -> None:
+        self._waits = ""
+
+    def note(self, donor: Candidate, place: QueuePlace | None) -> None:
+        """The place in the line of a donor; None = it has its turn."""
+        left = "" if place is None or place.left_s is None else f", about {duration(place.left_s)} to wait"
+        self._waits = f" (place {place.position} in the line of {named(donor.peer_id)}{left})" if place else ""
+
+    def what(self) -> str:
+        return f"fetching the state of the swarm{self._waits}"

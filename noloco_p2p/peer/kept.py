@@ -1,0 +1,81 @@
+"""What a machine keeps of a run from one start to the next: its spec, and the invitation to a private one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+from noloco_p2p.atomic_file import write_atomically
+from noloco_p2p.errors import SettingsError, SpecError
+from noloco_p2p.identity import Identity
+from noloco_p2p.invitation import Invitation, invite
+from noloco_p2p.settings import PeerSettings
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.ticket import Ticket
+
+log = logging.getLogger(__name__)
+
+SPEC_FILE = "spec.json"
+INVITATION_FILE = "invitation"  # a secret
+OWN_INVITATION_S = 365 * 86400.0  # that the holder of the run key gives itself, at every start anew
+
+
+def folder_of(state_dir: Path, run_id: str) -> Path:
+    """What this machine keeps of one run: spec, checkpoints, events."""
+    return state_dir / "runs" / run_id
+
+
+def keep(spec: RunSpec, invitation: Invitation | None, folder: Path) -> None:
+    """For the next start. Raises SettingsError when the folder cannot be written."""
+    path = folder / SPEC_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, spec.canonical_json())
+        if invitation:
+            write_atomically(folder / INVITATION_FILE, invitation.encode(), mode=0o600)
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be written: {error.strerror}; use another --state-dir") from None
+
+
+def kept_spec(ticket: Ticket, state_dir: Path) -> RunSpec | None:
+    """The spec of the ticket's run, when this machine has it whole."""
+    path = folder_of(state_dir, f"{ticket.run_name}-{ticket.spec_digest[:8]}") / SPEC_FILE
+    if not path.exists():
+        return None
+    try:
+        return RunSpec.from_json(path.read_bytes(), expected_digest=ticket.spec_digest, origin=str(path))
+    except (SpecError, OSError) as error:  # half-written when the disk was full, for example
+        log.warning("the spec is asked for again: %s", error)
+        return None
+
+
+def find_invitation(target: RunSpec | Ticket, settings: PeerSettings) -> Invitation | None:
+    """Into a private run: the ticket's, one made with the run key, or the one kept at an earlier start.
+
+    Raises SettingsError, TicketError, IdentityError.
+    """
+    if isinstance(target, Ticket):
+        found = target.invitation
+    elif not target.run_key:
+        found = None
+    elif settings.run_key:
+        key = Identity.load(settings.run_key)
+        if key.peer_id != target.run_key:
+            raise SettingsError(f"--run-key {settings.run_key}: it is not the key that the run spec names")
+        found = invite(key, expires_at_s=time.time() + OWN_INVITATION_S, seed=os.urandom(32))
+    else:
+        found = _kept_invitation(target, settings.state_dir)
+    if found:
+        found.check_time(time.time())
+    return found
+
+
+def _kept_invitation(spec: RunSpec, state_dir: Path) -> Invitation:
+    try:
+        return Invitation.decode((folder_of(state_dir, spec.run_id) / INVITATION_FILE).read_bytes())
+    except OSError:
+        raise SettingsError(
+            f"the run {spec.name} is private: join with a ticket, or with --run-key FILE if you have its key"
+        ) from None

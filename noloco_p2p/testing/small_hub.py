@@ -1,0 +1,140 @@
+"""A hub of data sets on loopback: the routes of the Hugging Face hub that streaming needs, over real HTTP.
+
+with SmallHub({"lab/texts": {"train-0.jsonl": b"..."}}) as hub: run a command with hub.environment
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing import Self
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+API = re.compile(r"/api/datasets/(?P<name>[^/]+/[^/]+)(?:/(?P<what>revision|tree|paths-info)/(?P<rest>[^?]*))?")
+FILE = re.compile(r"/datasets/(?P<name>[^/]+/[^/]+)/resolve/[^/]+/(?P<path>[^?]+)")
+
+
+class SmallHub:
+    """`files`: by data set and path. `failures`: how often a path still answers 503, the next times it is asked for."""
+
+    def __init__(self, files: Mapping[str, Mapping[str, bytes]], *, failures: Mapping[str, int] | None = None) -> None:
+        self.files = files
+        self.failures = Counter(failures or {})
+        self.asked = Counter[str]()  # requests of each path
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, self))
+        self._thread = threading.Thread(target=self._server.serve_forever, name="small-hub", daemon=True)
+
+    def environment(self, home: Path) -> dict[str, str]:
+        """For a process that shall read from here, and keep what it keeps in `home`."""
+        return {
+            "HF_ENDPOINT": f"http://127.0.0.1:{self._server.server_port}",
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DISABLE_XET": "1",
+        }
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, hub: SmallHub, *arguments: Any) -> None:
+        self.hub = hub
+        super().__init__(*arguments)
+
+    def do_GET(self) -> None:
+        if found := FILE.match(self.path):
+            self._file(found["name"], found["path"])
+        elif found := API.match(self.path):
+            self._about(found["name"], found["what"] or "revision", found["rest"] or "")
+        else:
+            self._error(HTTPStatus.NOT_FOUND, "EntryNotFound")
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_POST(self) -> None:
+        asked = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        if (found := API.match(self.path)) and found["what"] == "paths-info":
+            files = self.hub.files.get(found["name"], {})
+            self._json([self._entry(path, files[path]) for path in files if path in asked])
+        else:
+            self._error(HTTPStatus.NOT_FOUND, "EntryNotFound")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: what a test wants to know is in `asked`."""
+
+    def _about(self, name: str, what: str, rest: str) -> None:
+        files = self.hub.files.get(name)
+        if files is None:
+            self._error(HTTPStatus.NOT_FOUND, "RepoNotFound")
+        elif what == "tree":
+            self._json(
+                self._listing(files, folder=rest.partition("/")[2], recursive="recursive=true" in self.path.lower())
+            )
+        else:
+            siblings = [{"rfilename": path} for path in files]
+            self._json({"id": name, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []})
+
+    def _file(self, name: str, path: str) -> None:
+        content = self.hub.files.get(name, {}).get(path)
+        self.hub.asked[path] += 1
+        if content is None:
+            return self._error(HTTPStatus.NOT_FOUND, "EntryNotFound")
+        if self.hub.failures[path] > 0:
+            self.hub.failures[path] -= 1
+            return self._error(HTTPStatus.SERVICE_UNAVAILABLE, "Busy")
+        start, stop, status = 0, len(content), HTTPStatus.OK
+        if part := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            start, stop = int(part[1]), min(stop, int(part[2] or stop) + 1)
+            status = HTTPStatus.PARTIAL_CONTENT
+        headers = {"ETag": f'"{path}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        if status is HTTPStatus.PARTIAL_CONTENT:
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
+        self._answer(status, content[start:stop], headers)
+
+    def _listing(self, files: Mapping[str, bytes], *, folder: str, recursive: bool) -> list[dict[str, Any]]:
+        start = f"{folder}/" if folder else ""
+        inside = {path: content for path, content in files.items() if path.startswith(start)}
+        folders = {start + path[len(start) :].partition("/")[0] for path in inside if "/" in path[len(start) :]}
+        here = [path for path in inside if recursive or "/" not in path[len(start) :]]
+        found = [{"type": "directory", "path": path, "size": 0, "oid": COMMIT} for path in sorted(folders)]
+        return found + [self._entry(path, inside[path]) for path in here]
+
+    def _entry(self, path: str, content: bytes) -> dict[str, Any]:
+        return {"type": "file", "path": path, "size": len(content), "oid": COMMIT}
+
+    def _json(self, value: Any) -> None:
+        self._answer(HTTPStatus.OK, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _error(self, status: HTTPStatus, code: str) -> None:
+        self._answer(status, b"", {"X-Error-Code": code})
+
+    def _answer(self, status: HTTPStatus, content: bytes, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
