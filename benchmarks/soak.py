@@ -77,6 +77,7 @@ class Soak:
         self.faults: Counter[str] = Counter()
         self.broken: list[str] = []
         self.farewells_s: list[float] = []
+        self.frozen: list[tuple[int, float, float]] = []  # peer, from, to (Unix seconds)
         self.restarts = self.checkpoints_read = 0
         self.ticket = ""
 
@@ -129,11 +130,13 @@ class Soak:
                 self._read_checkpoint(number)
                 self._come_back(number)
             case "freeze":
+                began_s = time.time()
                 process.send(signal.SIGSTOP)
                 until_s = time.monotonic() + FREEZE_S
                 while time.monotonic() < until_s:
                     self._watch()
                 process.send(signal.SIGCONT)
+                self.frozen.append((number, began_s, time.time()))
             case "terminate":
                 self._terminate(number)
                 self._come_back(number)
@@ -166,18 +169,28 @@ class Soak:
         except CheckpointError as error:
             self.broken.append(f"checkpoint of peer {number}: {error}")
 
+    def _longest_pause_s(self, number: int) -> float:
+        """Between two rounds of one process, while nobody had frozen it."""
+        process = self.lives[number][0].process
+        starts, ends = ([event["time_s"] for event in process.events(kind)] for kind in ("started", "round"))
+        breaks = [(start, start) for start in starts] + [(a, b) for peer, a, b in self.frozen if peer == number]
+        return max(
+            (
+                later - earlier
+                for earlier, later in pairwise(ends)
+                if not any(begin <= later and earlier <= end for begin, end in breaks)
+            ),
+            default=0.0,
+        )
+
     def report(self) -> dict[str, Any]:
         rounds: Counter[str] = Counter()
-        pauses_s: list[float] = []
         for lives in self.lives.values():
-            events = [event for life in lives for event in life.process.events("round")]
-            last = max(events, key=lambda event: event["time_s"])
+            last = lives[0].process.events("round")[-1]  # its lives write into one file
             for name in ("rounds_here", "swaps", "halves", "alone", *(f"alone_{cause}" for cause in LonelyCause)):
                 rounds[name] += last[name]
         for number, lives in self.lives.items():
             for life in lives:
-                ends = [event["time_s"] for event in life.process.events("round")]
-                pauses_s += [later - earlier for earlier, later in pairwise(ends)]
                 if "Traceback" in life.process.text:
                     self.broken.append(f"traceback of peer {number}: see {life.process.log}")
         growths = [growth for lives in self.lives.values() for life in lives if (growth := life.growth())]
@@ -188,7 +201,7 @@ class Soak:
             "restarts": self.restarts,
             "rounds": dict(rounds),
             "swapped_share": round((rounds["swaps"] + rounds["halves"]) / max(1, rounds["rounds_here"]), 4),
-            "longest_pause_s": round(max(pauses_s, default=0.0), 2),
+            "longest_pause_s": round(max(map(self._longest_pause_s, self.lives)), 2),
             "slowest_farewell_s": round(max(self.farewells_s, default=0.0), 2),
             "farewells_over_10_s": sum(seconds > FAREWELL_S for seconds in self.farewells_s),
             "checkpoints_read_after_kill": self.checkpoints_read,

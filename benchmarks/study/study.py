@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ import torch
 from noloco_p2p.simulate.plan import Churn, Plan
 from noloco_p2p.simulate.run import simulate
 from noloco_p2p.spec import RunSpec
+from noloco_p2p.train.corpus import builtin_corpus, is_held_out
+from noloco_p2p.train.reader import Document
 
 TOY = Path(__file__).with_name("toy.toml")
 
@@ -53,13 +56,23 @@ def outer(inner_steps: int, alpha: float, beta: float, gamma: float, **more: Any
 
 PAPER_MOMENTUM = {"outer.swap_momentum": False}
 MODULO = codec("modulo8", "modulo8", "int4")
-MUON = {"train.inner_optimizer": "muon"}
+SHORT = outer(5, 0.0, 1.0, 1.0)
+
+
+def muon(learning_rate: float) -> dict[str, Any]:
+    return {"train.inner_optimizer": "muon", "train.learning_rate": learning_rate}
+
+
+def adamw(learning_rate: float) -> dict[str, Any]:
+    return {"train.learning_rate": learning_rate}
+
 
 STUDIES: dict[str, list[Case]] = {
     "rules": [
         Case("ddp", rule="ddp"),
         Case("diloco", rule="diloco"),
         Case("noloco"),
+        Case("noloco, momentum not swapped", PAPER_MOMENTUM),
         Case("gasloc", rule="gasloc"),
         Case("pairs", rule="pairs"),
         Case("local", rule="local"),
@@ -71,6 +84,8 @@ STUDIES: dict[str, list[Case]] = {
         Case("modulo8+int4", MODULO),
         Case("fp32, momentum not swapped", PAPER_MOMENTUM),
         Case("modulo8+int4, momentum not swapped", {**MODULO, **PAPER_MOMENTUM}),
+        Case("5 steps, 0 1 1, fp32", SHORT),
+        Case("5 steps, 0 1 1, modulo8+int4", {**SHORT, **MODULO}),
     ],
     "rounds": [
         Case("50: 0.5 0.7 0.7", outer(50, 0.5, 0.7, 0.7)),
@@ -83,25 +98,47 @@ STUDIES: dict[str, list[Case]] = {
         Case("10: 0 1 1", outer(10, 0.0, 1.0, 1.0)),
         Case("5: 0.5 0.7 0.7", outer(5, 0.5, 0.7, 0.7)),
         Case("5: 0.2 1 0.96", outer(5, 0.2, 1.0, 0.96)),
-        Case("5: 0 1 1", outer(5, 0.0, 1.0, 1.0)),
+        Case("5: 0 1 1", SHORT),
     ],
     "gamma": [
-        Case(f"gamma {gamma:g}", outer(20, 0.5, 0.7, gamma, swap_momentum=False)) for gamma in (0.35, 0.7, 1.0, 1.4)
+        Case(f"gamma {gamma:g}", outer(20, 0.5, 0.7, gamma or 1e-9, swap_momentum=False))
+        for gamma in (0.0, 0.35, 0.7, 1.0, 1.4)
+    ],
+    "alpha": [Case(f"alpha {alpha:g}", outer(20, alpha, 0.7, 0.7)) for alpha in (0.0, 0.3, 0.5, 0.9)],
+    "groups": [
+        Case("n = 1: nobody to mix with", plan={"churn": Churn(absent=1.0)}),
+        Case("n = 2: pairs"),
+        Case("n = 4", rule="groups"),
+        Case("n = all: DiLoCo", rule="diloco"),
+    ],
+    "adamw": [
+        *(Case(f"ddp {rate:g}", adamw(rate), rule="ddp") for rate in (2e-3, 4e-3, 8e-3)),
+        *(Case(f"diloco 20, {rate:g}", adamw(rate), rule="diloco") for rate in (4e-3, 8e-3)),
+        *(Case(f"5: 0 1 1, {rate:g}", {**adamw(rate), **SHORT, **MODULO}) for rate in (4e-3, 8e-3)),
     ],
     "muon": [
-        Case("ddp", MUON, rule="ddp"),
-        Case("diloco 20", MUON, rule="diloco"),
-        Case("20: 0.5 0.7 0.7", MUON),
-        Case("5: 0 1 1", {**MUON, **outer(5, 0.0, 1.0, 1.0)}),
-        Case("5: 0 1 1, modulo8+int4", {**MUON, **outer(5, 0.0, 1.0, 1.0), **MODULO}),
+        *(Case(f"ddp {rate:g}", muon(rate), rule="ddp") for rate in (8e-3, 16e-3, 32e-3)),
+        *(Case(f"diloco 20, {rate:g}", muon(rate), rule="diloco") for rate in (8e-3, 16e-3)),
+        *(Case(f"20: 0.5 0.7 0.7, {rate:g}", {**muon(rate), **MODULO}) for rate in (8e-3, 16e-3)),
+        *(Case(f"5: 0 1 1, {rate:g}", {**muon(rate), **SHORT, **MODULO}) for rate in (8e-3, 16e-3, 24e-3)),
+        Case("8: 0 1 1, 0.016", {**muon(16e-3), **outer(8, 0.0, 1.0, 1.0), **MODULO}),
     ],
+    "learning_rate": [Case(f"{rate:g}", adamw(rate)) for rate in (1e-3, 2e-3, 4e-3, 8e-3)],
     "waiting": [
         Case("waiting"),
         Case("eager, late by a quarter of a round", {"outer.max_wait_s": 0.0}, {"speeds": (1.0,), "link_s": 5.0}),
+        Case("5: 0 1 1, waiting", SHORT),
+        Case("5: 0 1 1, eager, late by a quarter of a round", {**SHORT, "outer.max_wait_s": 0.0}, {"link_s": 1.25}),
+    ],
+    "churn": [
+        Case("no churn"),
         Case("20 % of the rounds absent", plan={"churn": Churn(absent=0.2)}),
         Case("50 % of the rounds absent", plan={"churn": Churn(absent=0.5)}),
         Case("half of the calls break", plan={"churn": Churn(lose=0.5)}),
         Case("speeds 1, 2, 4, waiting at most a step", {"outer.max_wait_s": 1.0}, {"speeds": (1.0, 2.0, 4.0)}),
+        Case("each reads everything, from files", plan={"slices": "*"}),
+        Case("each reads modules of its own", plan={"slices": "{replica}"}),
+        Case("each reads modules of its own, 5: 0 1 1", SHORT, {"slices": "{replica}"}),
     ],
     "closing": [Case(f"{rounds} closing rounds", plan={"closing_rounds": rounds}) for rounds in (0, 3, 6)],
 }
@@ -109,14 +146,35 @@ STUDIES: dict[str, list[Case]] = {
 
 def run_case(case: Case, *, steps: int, replicas: int, seed: int) -> dict[str, Any]:
     spec = RunSpec.load(TOY).with_changes({"train.total_steps": steps, **case.changes}, origin=case.name)
-    options = dict(case.plan)
+    options, bindings = dict(case.plan), {}
     if link_s := options.pop("link_s", None):
         options["links"] = (link_of(spec, seconds=link_s),)
-    plan = Plan(replicas, seed=seed, **options)
-    began_s = time.process_time()
-    (result,) = simulate(spec, plan, rules=[case.rule])
+    with tempfile.TemporaryDirectory() as folder:
+        if slices := options.pop("slices", None):
+            write_slices(Path(folder), replicas, holdout=spec.data.holdout)
+            bindings = {"slices": f"{folder}/slice-{slices}.jsonl", "slices.validation": f"{folder}/validation.jsonl"}
+            spec = spec.with_changes({"data.source": "slices"}, origin=case.name)
+        plan = Plan(replicas, seed=seed, **options)
+        began_s = time.process_time()
+        (result,) = simulate(spec, plan, rules=[case.rule], bindings=bindings)
     cpu_s = time.process_time() - began_s
     return {"case": case.name, "seed": seed, "cpu_s": round(cpu_s, 1), "rule": case.rule, **result.as_dict()}
+
+
+def write_slices(folder: Path, num_slices: int, *, holdout: float) -> None:
+    """The built-in corpus cut by module name: neighbours in the alphabet, so whole packages, come to one replica."""
+    documents = list(builtin_corpus().read())
+    kept = [document for document in documents if not is_held_out(document, holdout)]
+    each = sum(len(document.content) for document in kept) / num_slices
+    slices: list[list[Document]] = [[] for _ in range(num_slices)]
+    num_chars = 0
+    for document in kept:
+        slices[min(num_slices - 1, int(num_chars / each))].append(document)
+        num_chars += len(document.content)
+    named = {f"slice-{index}": part for index, part in enumerate(slices)}
+    for name, part in {**named, "validation": [doc for doc in documents if is_held_out(doc, holdout)]}.items():
+        lines = [json.dumps({"text": str(document.content)}) + "\n" for document in part]
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def link_of(spec: RunSpec, *, seconds: float) -> Any:

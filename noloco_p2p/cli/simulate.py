@@ -21,7 +21,8 @@ def simulate(
     file: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The run spec.")],
     replicas: Annotated[int, typer.Option(help="Number of replicas, all in this process.", min=1, max=256)] = 8,
     rules: Annotated[
-        str, typer.Option(help="Outer rules to compare, with commas: noloco, diloco, ddp, local, gasloc, pairs.")
+        str,
+        typer.Option(help="Outer rules to compare, with commas: noloco, diloco, ddp, local, gasloc, groups, pairs."),
     ] = "noloco",
     steps: Annotated[
         int | None,

@@ -11,6 +11,7 @@ from torch import Tensor
 from noloco_p2p.optim.ddp import DataParallel
 from noloco_p2p.optim.diloco import DiLoCo
 from noloco_p2p.optim.gasloc import GASLoC
+from noloco_p2p.optim.groups import Groups
 from noloco_p2p.optim.local import Local
 from noloco_p2p.optim.pair_averaging import PairAveraging
 from noloco_p2p.spec import OuterSpec
@@ -41,6 +42,7 @@ RULES: Mapping[str, Callable[[OuterSpec, random.Random], Rule]] = {
     "ddp": lambda outer, rng: DataParallel(),
     "local": lambda outer, rng: Local(),
     "gasloc": lambda outer, rng: GASLoC(rng, outer_rate=outer.beta, momentum=outer.alpha),
+    "groups": lambda outer, rng: Groups(rng, alpha=outer.alpha, beta=outer.beta, gamma=outer.gamma),
     "pairs": lambda outer, rng: PairAveraging(rng),
 }
 RULE_NAMES = (NOLOCO, *RULES)

@@ -33,7 +33,7 @@ class _Lockstep:
         self.models = [material.model() for _ in range(plan.num_replicas)]
         self.inner = [InnerStep(model, self.train) for model in self.models]
         self.flat = [FlatParameters(inner.model) for inner in self.inner]
-        self.batches = [material.batches(peer_name(number)) for number in range(plan.num_replicas)]
+        self.batches = [material.batches(peer_name(number), replica=number) for number in range(plan.num_replicas)]
         self.num_elements = self.flat[0].num_elements
         self.slow = self._fast()
         self.step_bytes, self.round_bytes = self.rule.sent_bytes(self.num_elements, plan.num_replicas)

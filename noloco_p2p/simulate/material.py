@@ -45,11 +45,12 @@ class Material:
         torch.nn.Module.to(model, self.device)
         return model
 
-    def batches(self, peer_id: str) -> TokenStream:
+    def batches(self, peer_id: str, *, replica: int = 0) -> TokenStream:
+        """`{replica}` in a binding is the number of the replica: each then reads files of its own."""
         return TokenStream(
             self.spec.data,
             tokenizer=self.tokenizer,
-            bindings=self.bindings,
+            bindings={name: files.replace("{replica}", str(replica)) for name, files in self.bindings.items()},
             peer_id=peer_id,
             batch_size=self.spec.train.batch_size,
         )

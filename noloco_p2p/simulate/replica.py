@@ -64,7 +64,7 @@ class Replica:
         self.rounds_s: list[float] = []  # virtual, waiting included
         self._material = material
         self._spec = material.spec
-        self._batches = material.batches(peer_id)
+        self._batches = material.batches(peer_id, replica=number)
         self._network = network
         self._wrap = wrap
         self._step_s = step_s

@@ -11,6 +11,7 @@ from torch import Tensor
 from noloco_p2p.optim.allreduce import ring_bytes, ring_s
 from noloco_p2p.optim.diloco import DiLoCo
 from noloco_p2p.optim.gasloc import GASLoC
+from noloco_p2p.optim.groups import Groups
 from noloco_p2p.optim.pair_averaging import average_pairs
 from noloco_p2p.optim.rules import RULE_NAMES, RULES
 from noloco_p2p.spec import OuterSpec
@@ -20,7 +21,7 @@ def vectors(seed: int, num_replicas: int = 4) -> Tensor:
     return torch.randn(num_replicas, 6, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", ["ddp", "diloco", "local", "gasloc", "pairs"])
+@pytest.mark.parametrize("name", ["ddp", "diloco", "local", "gasloc", "groups", "pairs"])
 def test_every_rule_keeps_replicas_that_agree(name: str) -> None:
     """With one fast vector for all, no rule may pull them apart; and beta 1, alpha 0 makes each the plain step."""
     assert name in RULE_NAMES
@@ -45,6 +46,21 @@ def test_diloco_is_momentum_on_the_mean() -> None:
     assert torch.allclose(slow, first.expand(4, 6))
     rule.outer_step(slow, slow + vectors(4))
     assert torch.allclose(slow, (first + 0.5 * first + 0.7 * vectors(4).mean(0)).expand(4, 6), atol=1e-6)
+
+
+def test_a_group_of_all_is_diloco_and_a_group_of_two_is_a_swap() -> None:
+    everybody, diloco = Groups(random.Random(0), alpha=0.5, beta=0.7, gamma=0.7), DiLoCo(alpha=0.5, beta=0.7)
+    slow, expected = torch.zeros(4, 6), torch.zeros(4, 6)
+    for seed in (3, 4):
+        everybody.outer_step(slow, slow + vectors(seed))
+        diloco.outer_step(expected, expected + vectors(seed))
+    assert torch.allclose(slow, expected, atol=1e-6)
+    pair = Groups(random.Random(0), alpha=0.5, beta=0.7, gamma=0.7, size=2)
+    slow, gradient = vectors(5, 2), vectors(6, 2)
+    before = slow.clone()
+    pair.outer_step(slow, slow + gradient)
+    offset = before.mean(0) - before
+    assert torch.allclose(slow, before + 0.7 * gradient.mean(0) + 0.7 * offset, atol=1e-6)
 
 
 def test_gasloc_adds_the_move_of_its_own_update_to_the_mean_of_the_pair() -> None:
