@@ -136,7 +136,7 @@ class Peer:
         self._outside: Outside | None = None
         self._layout: ModelLayout | None = None
         self._entered = False
-        self._traffic_before = Traffic()  # before a restart
+        self._traffic_before, self._relayed_before = Traffic(), 0  # before a restart
         self._told_outbound_only = False
         self.metrics_address = ""  # HOST:PORT of /metrics, when it is served
         self._metrics_server: HttpServer | None = None
@@ -247,6 +247,7 @@ class Peer:
         """Bring the counters of bytes and chunks in `metrics` up to date."""
         for name, number in asdict(self._net.runner.traffic).items():
             setattr(self.metrics, name, getattr(self._traffic_before, name) + number)
+        self.metrics.relayed_bytes = self._relayed_before + self._net.directory.relayed_bytes
 
     def restore_metrics(self, values: dict[str, Any]) -> None:
         """Go on counting where a checkpoint stopped; unknown names are ignored."""
@@ -255,6 +256,7 @@ class Peer:
                 setattr(self.metrics, name, values[name])
         counted = asdict(self._traffic_before)
         self._traffic_before = Traffic(**{name: getattr(self.metrics, name) for name in counted})
+        self._relayed_before = self.metrics.relayed_bytes
 
     # for the outer step
 

@@ -99,6 +99,7 @@ class SwarmDirectory:
         timing: Timing,
         on_copy: Callable[[PeerRecord], None],
         ignores: Callable[[PeerRecord], bool],
+        relay: Relay | None,
     ) -> None:
         self.is_abroad: Callable[[], bool] = lambda: False
         self._node = node
@@ -109,6 +110,7 @@ class SwarmDirectory:
         self._timing = timing
         self._on_copy = on_copy
         self._ignores = ignores
+        self._relay = relay
         self._copies = CopyWatch()
         self._plan = DialPlan(identity.peer_id, _by_peer(bootstraps), longest_pause_s=timing.dial_s)
         self._view = View(identity.peer_id)
@@ -161,8 +163,9 @@ class SwarmDirectory:
         is_monitor = spec_digest is not None and describe is None
         listen_on = ListenOn(listen_host, listen_port, announce_host, announce_port)
         node = await SwarmNode.start(identity_path, identity.peer_id, listen_on, is_client=is_monitor)
-        if relays and not is_monitor:
-            await Relay(node).start()
+        relay = Relay(node) if relays and not is_monitor else None
+        if relay:
+            await relay.start()
         directory = cls(
             node,
             identity,
@@ -173,6 +176,7 @@ class SwarmDirectory:
             timing=timing or Timing(),
             on_copy=on_copy,
             ignores=ignores,
+            relay=relay,
         )
         directory._run()
         return directory
@@ -194,6 +198,11 @@ class SwarmDirectory:
     def port(self) -> int:
         """The TCP port of libp2p, also when 0 was asked for."""
         return self._node.port
+
+    @property
+    def relayed_bytes(self) -> int:
+        """What this node has passed on between peers that nobody can dial."""
+        return self._relay.passed_bytes if self._relay else 0
 
     @property
     def daemon_pid(self) -> int | None:

@@ -47,6 +47,7 @@ class Relay:
     """Serves places and calls. Every peer does: who cannot be reached himself is asked by nobody."""
 
     def __init__(self, node: SwarmNode) -> None:
+        self.passed_bytes = 0  # from one end of a call to the other
         self._node = node
         self._places: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
@@ -86,11 +87,14 @@ class Relay:
         try:
             far_reader, far_writer = await self._node.open_stream(wanted, (), TUNNEL)
             writer.write(YES)
-            await splice((reader, writer), (far_reader, far_writer))
+            await splice((reader, writer), (far_reader, far_writer), on_passed=self._count)
         except BROKEN as error:
             logger.debug("a call of %s to %s ended: %s", short_id(caller), short_id(wanted), error)
         finally:
             _count_down(self._calls, caller)
+
+    def _count(self, num_bytes: int) -> None:
+        self.passed_bytes += num_bytes
 
     async def _on_dial(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Dials back the address that the stream came from, as net/probe.py does for peers; for who is none yet."""
@@ -126,10 +130,14 @@ async def ask_to_dial(node: SwarmNode, peer: str, ports: Sequence[int]) -> DialB
 
 
 async def splice(
-    near: tuple[asyncio.StreamReader, asyncio.StreamWriter], far: tuple[asyncio.StreamReader, asyncio.StreamWriter]
+    near: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    far: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    *,
+    on_passed: Callable[[int], None],
 ) -> None:
-    """Both ways until one side ends, or the limits of a call are reached; closes both."""
-    tasks = [asyncio.create_task(_pass_on(near[0], far[1])), asyncio.create_task(_pass_on(far[0], near[1]))]
+    """Both ways until one side ends, or the limits of a call are reached; closes both. `on_passed` gets bytes."""
+    ways = ((near[0], far[1]), (far[0], near[1]))
+    tasks = [asyncio.create_task(_pass_on(reader, writer, on_passed)) for reader, writer in ways]
     try:
         await asyncio.wait(tasks, timeout=MAX_CALL_S, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -139,13 +147,16 @@ async def splice(
         far[1].close()
 
 
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _pass_on(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_passed: Callable[[int], None]
+) -> None:
     num_bytes = 0
     with suppress(*BROKEN):
         while num_bytes < MAX_CALL_BYTES and (data := await reader.read(BLOCK_BYTES)):
             writer.write(data)
             await writer.drain()
             num_bytes += len(data)
+            on_passed(len(data))
 
 
 def _count_down(counter: Counter[str], key: str) -> None:

@@ -36,6 +36,18 @@ FAULTS = (*BROKEN, CorruptPayload, TimeoutError)
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
+@dataclass(frozen=True, slots=True)
+class _Port:
+    """Where calls to one peer are taken."""
+
+    listener: socket.socket
+    accepting: asyncio.Task[None]
+
+    def close(self) -> None:
+        self.accepting.cancel()
+        self.listener.close()
+
+
 @dataclass(slots=True)
 class _Session:
     """A connection that came in by a tunnel."""
@@ -67,7 +79,7 @@ class Tunnels:
         self._multiaddrs = multiaddrs
         self._wanted = wanted
         self._server = server
-        self._listeners: dict[str, socket.socket] = {}
+        self._ports: dict[str, _Port] = {}
         self._sessions: dict[bytes, _Session] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -76,8 +88,8 @@ class Tunnels:
 
     async def stop(self) -> None:
         await end_tasks(self._tasks)
-        for listener in self._listeners.values():
-            listener.close()
+        for port in self._ports.values():
+            port.close()
         for session in list(self._sessions.values()):
             await session.pipe.close()
 
@@ -102,14 +114,19 @@ class Tunnels:
     # calling
 
     def _port_for(self, peer_id: str) -> int | None:
-        listener = self._listeners.get(peer_id)
-        if listener is None:
-            if len(self._listeners) >= MAX_PORTS:
+        if peer_id not in self._ports:
+            if len(self._ports) >= MAX_PORTS:
+                self._close_ports_of_the_gone()
+            if len(self._ports) >= MAX_PORTS:
                 return None
-            listener = self._listeners[peer_id] = socket.create_server(("127.0.0.1", 0))
+            listener = socket.create_server(("127.0.0.1", 0))
             listener.setblocking(False)
-            self._own(self._listen(peer_id, listener))
-        return listener.getsockname()[1]
+            self._ports[peer_id] = _Port(listener, self._own(self._listen(peer_id, listener)))
+        return self._ports[peer_id].listener.getsockname()[1]
+
+    def _close_ports_of_the_gone(self) -> None:
+        for peer_id in self._ports.keys() - self._multiaddrs().keys():
+            self._ports.pop(peer_id).close()
 
     async def _listen(self, peer_id: str, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -202,7 +219,8 @@ class Tunnels:
         finally:
             self.local_ports.discard(port)
 
-    def _own(self, job: Coroutine[Any, Any, None]) -> None:
+    def _own(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(job)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

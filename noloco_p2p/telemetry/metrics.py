@@ -97,6 +97,7 @@ class Metrics:
     bytes_received: int = _metric(
         "counter", "bytes", "payload of swaps, failed ones too; no headers, no DHT, no first fetch", 0
     )
+    relayed_bytes: int = _metric("counter", "bytes", "passed on between peers that nobody can dial, by this relay", 0)
     modulo_chunks: int = _metric("counter", "chunks", "received in modulo coding, those sent again too", 0)
     plain_chunks: int = _metric("counter", "chunks", "of modulo sections, received as int8: no bound was known", 0)
     broken_chunks: int = _metric("counter", "chunks", "received in modulo coding, bound broken, sent again as int8", 0)

@@ -14,7 +14,7 @@ from noloco_p2p.identity import Identity
 from noloco_p2p.swarm.daemon import ListenOn
 from noloco_p2p.swarm.node import SwarmNode, end_tasks
 from noloco_p2p.swarm.relay import CIRCUIT, NUM_PLACES, Places, Relay, relays_of
-from noloco_p2p.swarm.tunnel import Tunnels
+from noloco_p2p.swarm.tunnel import MAX_PORTS, Tunnels
 
 PATIENCE_S = 60.0
 BLOCK = bytes(range(256)) * 256
@@ -141,5 +141,25 @@ def test_a_peer_without_a_relay_stays_out_of_reach(tmp_path: Path) -> None:
                 server=lambda: ("127.0.0.1", 9),
             )
             assert list(tunnels.live()) == [peer]
+
+    run(main())
+
+
+def test_ports_of_peers_that_are_gone_serve_others(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with node(tmp_path, "caller") as caller:
+            there: list[str] = []
+            tunnels = Tunnels(
+                caller,
+                live=lambda: [Candidate(peer, "", can_be_called=False) for peer in there],
+                multiaddrs=lambda: {peer: [f"/ip4/127.0.0.1/tcp/9/p2p/relay{CIRCUIT}/p2p/{peer}"] for peer in there},
+                wanted=lambda: True,
+                server=lambda: ("127.0.0.1", 9),
+            )
+            there[:] = [f"peer-{number}" for number in range(MAX_PORTS + 1)]
+            assert sum(peer.can_be_called for peer in tunnels.live()) == MAX_PORTS
+            there[:] = there[1:]
+            assert all(peer.can_be_called for peer in tunnels.live())
+            await tunnels.stop()
 
     run(main())
