@@ -113,6 +113,8 @@ class Answering:
             return Refuse(RefuseCode.BUSY, "the late part of my last round is on its way", live.trails_for_s())
         mine = live.boundary()
         refuse = live.round.answer(offer, mine=mine)
+        if refuse and refuse.code is RefuseCode.TAKEN:
+            live.pairing.turned_away(offer.hello.peer_id, mine=mine, theirs=offer.boundary)
         if refuse and refuse.code is RefuseCode.TAKEN and live.running:
             # At its boundary a peer may have to wait for its partner: its next round begins when that is over.
             left_s = live.running.expected_s(live.clock(), live.goodput) - live.clock()

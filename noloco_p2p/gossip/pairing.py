@@ -53,6 +53,8 @@ class Pairing:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._target = ""
+        self._turned_away: set[str] = set()  # in the round of now, as this peer had a partner
+        self._waiting: set[str] = set()  # of the last round: they may have waited for this one
         self._last_partner = ""
         self._memory: dict[str, _Memory] = {}
         self._incompatible: dict[str, str] = {}
@@ -60,11 +62,19 @@ class Pairing:
     def open_round(self) -> None:
         """A new round asks everybody afresh, but for those that are of another run or could not be reached lately."""
         self._target = ""
+        self._waiting, self._turned_away = self._turned_away, set()
         self._memory = {peer: memory for peer, memory in self._memory.items() if memory.answer is _Answer.NONE}
 
     def met(self, peer_id: str) -> None:
         """A swap with this peer has its early part committed."""
         self._last_partner = peer_id
+
+    def turned_away(self, peer_id: str, *, mine: Boundary, theirs: Boundary) -> None:
+        """It drew us, and we had a partner already. If our next round opens within its own, it is asked first then."""
+        if mine.seconds_to_boundary is None or theirs.seconds_to_boundary is None:
+            return
+        if mine.seconds_to_boundary < theirs.seconds_to_boundary:
+            self._turned_away.add(peer_id)
 
     def choose(self, live: Sequence[Candidate], now_s: float, *, latest_s: float) -> Candidate | None:
         """The peer to make an offer to now; None when there is none, or while the drawn one is waited for.
@@ -72,13 +82,15 @@ class Pairing:
         One peer is drawn, each with the same chance, and kept: when it has a partner, its next round is waited for as
         long as that comes before `latest_s`. To take whoever is free at once would pair the same two again and again,
         as they begin each round together while everybody else is in the middle of one. For the same reason the last
-        partner is drawn only when there is nobody else.
+        partner is drawn only when there is nobody else. Who drew this peer in its last round, and was turned away, goes
+        before all others: it may wait for just this round, and would else be late again.
         """
         eligible = (peer for peer in live if self._eligible(peer))
         reachable = {peer.peer_id: peer for peer in eligible if self._in_time(peer, now_s, latest_s)}
         if self._target not in reachable:
             others = [peer_id for peer_id in reachable if peer_id != self._last_partner]
-            self._target = self._rng.choice(others or list(reachable)) if reachable else ""
+            waiting = [peer_id for peer_id in others if peer_id in self._waiting]
+            self._target = self._rng.choice(waiting or others or list(reachable)) if reachable else ""
         target = reachable.get(self._target)
         return target if target and self._may_ask(target, now_s) else None
 
@@ -92,6 +104,9 @@ class Pairing:
         return any(self._is_hope(candidate, now_s) for candidate in live if self._eligible(candidate))
 
     def refused(self, peer_id: str, *, code: RefuseCode, retry_after_s: float, now_s: float) -> None:
+        if peer_id in self._waiting:  # it has found somebody else: it is no longer waited for, either
+            self._waiting.remove(peer_id)
+            self._target = ""
         if code in FINAL:
             self._incompatible[peer_id] = code.name
             return

@@ -56,6 +56,23 @@ def test_the_order_of_the_directory_does_not_matter_to_chance() -> None:
     assert sum((count - 1_000) ** 2 / 1_000 for count in draws.values()) < 18.5  # 4 degrees of freedom, 1 in 1,000
 
 
+def test_who_was_turned_away_and_still_waits_is_asked_first_and_only_in_the_next_round() -> None:
+    live = candidates(10)
+    for seed in range(20):
+        pairing = Pairing(random.Random(seed))
+        pairing.open_round()
+        pairing.turned_away("peer7", mine=boundary(2.0, 20.0), theirs=boundary(15.0, 20.0))
+        pairing.turned_away("peer8", mine=boundary(2.0, 20.0), theirs=boundary(1.0, 20.0))  # its round ends before
+        pairing.open_round()
+        assert chosen(pairing, live, 0.0) == "peer7"
+    pairing.refused("peer7", code=RefuseCode.TAKEN, retry_after_s=3.0, now_s=0.0)
+    draws = set()
+    for _ in range(50):
+        pairing.open_round()
+        draws.add(chosen(pairing, live, 10.0))
+    assert len(draws) > 5, "chance again"
+
+
 def test_nobody_there_is_nobody_chosen() -> None:
     pairing = Pairing(random.Random(0))
     assert chosen(pairing, [], 0.0) == ""
