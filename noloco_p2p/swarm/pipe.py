@@ -54,7 +54,10 @@ class Pipe:
     async def close(self) -> None:
         self._filling.cancel()
         await asyncio.gather(self._filling, return_exceptions=True)
-        self._writer.close()
+        if self.is_done:
+            self._writer.close()
+        else:  # nobody may read what is still to be written, and the connection would stay
+            self._writer.transport.abort()
 
     @property
     def is_done(self) -> bool:
