@@ -36,7 +36,7 @@ class DemoPlan:
 
     folder: Path
     num_peers: int = 4
-    num_steps: int = 720
+    num_steps: int = 480
     port_base: int = 0  # peer i listens on port_base + 2 i; 0 = free ports
     changes: Mapping[str, Any] = field(default_factory=dict)  # dotted fields of the spec
     chaos_seed: int | None = None  # peers are killed and come back, when and which by this seed

@@ -26,7 +26,7 @@ PLAIN_EVERY_S = 15.0
 
 def demo(
     peers: Annotated[int, typer.Option(help="Number of peers, each a process.", min=1, max=64)] = 4,
-    steps: Annotated[int, typer.Option(help="Inner steps of each peer.", min=20)] = 720,
+    steps: Annotated[int, typer.Option(help="Inner steps of each peer.", min=20)] = 480,
     changes: Changes = None,
     port_base: Annotated[
         int, typer.Option(help="Peer i listens on PORT_BASE + 2 i; 0 = free ports.", min=0, max=65000)

@@ -12,7 +12,9 @@ from noloco_p2p.errors import SettingsError
 
 def init(
     file: Annotated[Path, typer.Argument(help="Where to write the run spec.")] = Path("run.toml"),
-    preset: Annotated[str, typer.Option(help="tiny, or a size of the paper: small, medium, large.")] = "tiny",
+    preset: Annotated[
+        str, typer.Option(help="tiny; small, medium, large: sizes of the paper; paper: its exact rule.")
+    ] = "tiny",
     name: Annotated[str | None, typer.Option(help="Name of the run.", show_default="the preset")] = None,
     private: Annotated[
         bool, typer.Option("--private", help="Only who is invited may enter; writes the run key beside the spec.")

@@ -74,9 +74,16 @@ def test_every_comment_belongs_to_a_key() -> None:
 def test_the_papers_sizes_have_the_papers_tokens_a_step(name: str, tokens_a_step: int, num_peers: int) -> None:
     spec = PRESETS[name]
     assert spec.train.batch_size * spec.data.sequence_length * num_peers == tokens_a_step
-    assert (spec.outer.alpha, spec.outer.beta, spec.outer.gamma, spec.outer.inner_steps) == (0.5, 0.7, 0.7, 50)
+    assert (spec.outer.inner_steps, spec.train.inner_optimizer) == ("auto", "muon")
     assert (spec.train.total_steps, spec.train.warmup_steps, spec.train.weight_decay) == (25_000, 1_000, 0.0)
     assert not spec.outer.warnings()
+
+
+def test_the_paper_is_the_papers_rule() -> None:
+    outer, train, codec = PRESETS["paper"].outer, PRESETS["paper"].train, PRESETS["paper"].codec
+    assert (outer.alpha, outer.beta, outer.gamma, outer.inner_steps) == (0.5, 0.7, 0.7, 50)
+    assert (outer.swap_momentum, outer.closing_rounds, train.inner_optimizer) == (False, 0, "adamw")
+    assert {codec.slow_weights, codec.outer_gradient} == {"fp32"}
 
 
 def test_the_header_states_the_true_size() -> None:
@@ -86,7 +93,7 @@ def test_the_header_states_the_true_size() -> None:
 
 
 def test_an_auto_spec_loads_back_and_says_how_many_tokens_at_least(tmp_path: Path) -> None:
-    spec = PRESETS["tiny"].with_changes({"outer.inner_steps": "auto"})
+    spec = PRESETS["tiny"].with_changes({"outer.inner_steps": "auto", "outer.min_inner_steps": 5})
     path = tmp_path / "run.toml"
     path.write_text(render(spec), encoding="utf-8")
     assert RunSpec.load(path) == spec

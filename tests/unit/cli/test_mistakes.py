@@ -64,7 +64,7 @@ def test_usage_is_2(arguments: list[str], said: str, capsys: pytest.CaptureFixtu
     ("old", "new", "said"),
     [
         ("gamma = 0.7", "gamma = 1.9", "outer.gamma must be < 2 (2 - alpha^2) / (2 + alpha) = 1.4"),
-        ("inner_steps = 20", 'inner_steps = "few"', "outer.inner_steps"),
+        ('inner_steps = "auto"', 'inner_steps = "few"', "outer.inner_steps"),
         ("alpha = 0.5", "alfa = 0.5", "outer.alfa: is not a known field"),
         ("[outer]", "[outer", "cannot be read as TOML"),
         ('source = "stdlib"', 'source = "/etc/passwd"', "a spec never holds a path"),
@@ -160,7 +160,7 @@ def test_settings_in_the_environment_and_in_the_file_name_themselves(
     ("arguments", "code", "said"),
     [
         (["init", "run.toml"], 3, "run.toml exists; choose another name, or overwrite it with --force"),
-        (["init", "--preset", "huge", "other.toml"], 3, "must be one of tiny, small, medium, large"),
+        (["init", "--preset", "huge", "other.toml"], 3, "must be one of tiny, small, medium, large, paper"),
         (["init", "nowhere/run.toml"], 3, "cannot be written"),
         (["monitor", "run.toml"], 3, "not a ticket"),
         (["export", TICKET, "out"], 3, "--merge goes with a ticket"),
