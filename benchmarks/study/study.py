@@ -100,6 +100,12 @@ STUDIES: dict[str, list[Case]] = {
         Case("5: 0.2 1 0.96", outer(5, 0.2, 1.0, 0.96)),
         Case("5: 0 1 1", SHORT),
     ],
+    "momentum": [  # with --steps 1000: whether outer momentum pays off in longer runs
+        Case("20: 0.5 0.7 0.7", outer(20, 0.5, 0.7, 0.7)),
+        Case("20: 0 1 1", outer(20, 0.0, 1.0, 1.0)),
+        Case("50: 0.5 0.7 0.7", outer(50, 0.5, 0.7, 0.7)),
+        Case("50: 0 1 1", outer(50, 0.0, 1.0, 1.0)),
+    ],
     "gamma": [
         Case(f"gamma {gamma:g}", outer(20, 0.5, 0.7, gamma or 1e-9, swap_momentum=False))
         for gamma in (0.0, 0.35, 0.7, 1.0, 1.4)
