@@ -12,7 +12,7 @@ from noloco_p2p.spec import DataSpec
 from noloco_p2p.testing.processes import noloco, small_spec, write_spec
 from noloco_p2p.testing.small_hub import SmallHub
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 NUM_SHARDS = 4
 ROWS = 50
 
