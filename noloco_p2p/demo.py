@@ -25,6 +25,7 @@ TICKET_TIMEOUT_S = 120.0  # the first peer imports torch, reads the corpus and m
 LEAVE_TIMEOUT_S = 30.0
 POLL_S = 0.5
 TICKET_LINE = "noloco join noloco1"
+CHAOS_SAVES_EVERY = "3"  # rounds; who is killed every few seconds must not lose a minute each time
 KILL_EVERY_S = (8.0, 20.0)  # with --chaos: between two kills, by chance
 BACK_AFTER_S = (1.0, 5.0)
 COLUMNS = ("peer", "state", "round", "loss", "tokens/s", "last swap with", "out", "in", "alone")
@@ -54,6 +55,7 @@ class DemoPeer:
     def __init__(self, index: int, *, plan: DemoPlan, target: str) -> None:
         self.index = index
         self.kills = 0
+        self._plan = plan
         self.folder = plan.folder / f"peer-{index}"
         self.folder.mkdir()
         self._port = plan.port_base + 2 * index if plan.port_base else 0
@@ -64,6 +66,8 @@ class DemoPeer:
         """Also again, after a kill: it goes on from its last checkpoint."""
         join = [sys.executable, "-m", "noloco_p2p", "join", target, "--listen", f"127.0.0.1:{self._port}"]
         join += ["--state-dir", str(self.folder), "--threads", "1", "--device", "cpu"]
+        if self._plan.chaos_seed is not None:
+            join += ["--save-every-rounds", CHAOS_SAVES_EVERY]
         # The launcher ties the peer's life to ours: a killed demo leaves nobody behind.
         command = [sys.executable, "-I", "-S", str(launch.__file__), str(os.getpid()), *join]
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
@@ -226,9 +230,10 @@ class Chaos:
             self._dead = None
             self._next_s = now_s + self._rng.uniform(*KILL_EVERY_S)
         elif self._dead is None and now_s >= self._next_s and all(peer.is_back() for peer in self._peers):
-            victim = self._rng.choice(self._peers)
-            if victim.is_done():
-                return  # drawn again at the next step
+            training = [peer for peer in self._peers if not peer.is_done()]
+            if len(training) < 2:
+                return  # the last one would be killed for ever, with nobody left to swap with
+            victim = self._rng.choice(training)
             victim.kill()
             self._dead = victim, now_s + self._rng.uniform(*BACK_AFTER_S)
 

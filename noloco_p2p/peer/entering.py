@@ -134,10 +134,10 @@ class Entering:
     def _far_ahead(self, progress: float, *, round_progress: float) -> list[Candidate]:
         """Peers that stand where the swarm does, shuffled; none while this one stands there, too."""
         live = self._outside.live()
-        training = [each.progress for each in live if each.state == "training"]
-        if not is_left_behind(progress, training, round_progress=round_progress):
+        places = [each.progress for each in live if each.state in ("training", "done")]
+        if not is_left_behind(progress, places, round_progress=round_progress):
             return []
-        middle = median(training)
+        middle = median(places)
         ahead = [each for each in live if can_give(each) and each.progress >= middle]
         random.shuffle(ahead)
         return ahead

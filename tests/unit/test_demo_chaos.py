@@ -29,12 +29,12 @@ class Puppet:
         self._story.append(f"{target} {self._name}")
 
 
-def story_of(seed: int, *, seconds: int = 200, done: int | None = None, late: bool = False) -> list[str]:
+def story_of(seed: int, *, seconds: int = 200, done: tuple[int, ...] = (), late: bool = False) -> list[str]:
     story: list[str] = []
     peers = [Puppet(story, str(number)) for number in range(3)]
     peers[2].has_begun = not late
-    if done is not None:
-        peers[done].done = True
+    for number in done:
+        peers[number].done = True
     chaos = Chaos(peers, ticket="start", seed=seed, now_s=0.0)
     for now_s in range(seconds):
         chaos.step(float(now_s))
@@ -53,6 +53,7 @@ def test_the_seed_tells_the_story() -> None:
     assert len({tuple(story_of(seed)) for seed in random.Random(0).sample(range(99), 5)}) > 1
 
 
-def test_who_is_done_is_left_alone_and_nobody_dies_before_all_have_begun() -> None:
-    assert not any("1" in line for line in story_of(1, done=1))
+def test_who_is_done_is_left_alone_and_so_is_the_last_one_and_nobody_dies_before_all_have_begun() -> None:
+    assert not any("1" in line for line in story_of(1, done=(1,)))
+    assert story_of(1, done=(0, 1)) == [], "the last one comes to its end"
     assert story_of(1, late=True) == []
