@@ -352,9 +352,9 @@ class NoLoCo:
         self._apply_late()  # one that waited for the early part of this round
         outcome = self._mix(outcome)
         received = None if isinstance(outcome, Alone) else outcome.received
-        if received and not self._is_closing:
-            self.progress = progress_after(self.progress, received, inner_steps=self._steps, spec=self.spec)
         if received:
+            if not self._is_closing:
+                self.progress = progress_after(self.progress, received, inner_steps=self._steps, spec=self.spec)
             received.sections.clear()  # the payloads are as large as the model, and somebody may keep the result
         result = RoundResult(self.round, outcome, self.progress, blocked_s)
         self.round += 1
