@@ -57,11 +57,11 @@ def side(name: str, pipe: Connection, num_elements: int, round_s: float, max_wai
 
 
 def apply(correction: Correction, peer: Side) -> float:
-    """Seconds to add `beta h` to three vectors, as NoLoCo does between two inner steps."""
+    """Seconds to add `beta h` to slow and fast weights, as NoLoCo does between two inner steps."""
     began_s, fast_weights = time.monotonic(), peer.slow_weights.clone()
     began_s = time.monotonic()
     for start, late in late_steps(correction.gradient, beta=peer.spec.outer.beta):
-        for vector in (peer.slow_weights, peer.outer_momentum, fast_weights):
+        for vector in (peer.slow_weights, fast_weights):
             vector[start : start + len(late)].add_(late)
     return time.monotonic() - began_s
 

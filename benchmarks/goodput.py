@@ -29,9 +29,10 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity
 from noloco_p2p.net import options
 from noloco_p2p.net.session import SERVER_NAME, Session
-from noloco_p2p.spec import OuterSpec, RunSpec
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.testing.specs import published
 
-SPEC = RunSpec(name="goodput", outer=OuterSpec(inner_steps=1, max_wait_s=120.0))
+SPEC = RunSpec(name="goodput", outer=published(inner_steps=1, max_wait_s=120.0))
 CODECS = (SPEC.codec.slow_weights, SPEC.codec.outer_momentum, SPEC.codec.outer_gradient)
 
 

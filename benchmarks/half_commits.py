@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Received
+from noloco_p2p.testing.specs import published
 from noloco_p2p.testing.swapped import EVEN, received
 from noloco_p2p.train.outer_state import OuterState
 
@@ -44,7 +45,7 @@ class Bowl(nn.Module):
 
 def sections(state: OuterState) -> dict[SectionName, Tensor]:
     gradient = torch.cat([chunk.clone() for chunk in state.outer_gradient()])
-    return {SLOW: state.slow_weights.clone(), MOMENTUM: state.outer_momentum.clone(), GRADIENT: gradient}
+    return {name: vector.clone() for name, vector in state.sections().items()} | {GRADIENT: gradient}
 
 
 def part_of(whole: Received, names: tuple[SectionName, ...]) -> Received | None:
@@ -57,7 +58,7 @@ def walk(num_rounds: int, *, share: float, seed: int) -> Walk:
     """`share` of the swaps are committed by one of the two only."""
     pairs, faults, noise = random.Random(seed), random.Random(seed + 1), torch.Generator().manual_seed(seed)
     curvature = torch.linspace(0.2, 2.0, SIZE)
-    states = [OuterState(Bowl()) for _ in range(NUM_REPLICAS)]
+    states = [OuterState(Bowl(), published()) for _ in range(NUM_REPLICAS)]
     means, spreads, losses, num_half = [], [], [], 0
     for _ in range(num_rounds):
         for state in states:
@@ -77,7 +78,7 @@ def walk(num_rounds: int, *, share: float, seed: int) -> Walk:
                 swap = part_of(received(sent[here], sent[there]), names)
                 gradient = swap.sections.get(GRADIENT) if swap else None
                 verdict = states[here].judge(gradient, EVEN)
-                states[here].step(swap, alpha=0.5, beta=0.7, gamma=0.7, scales=verdict.scales)
+                states[here].step(swap, scales=verdict.scales)
         slow = torch.stack([state.slow_weights for state in states])
         means.append(slow.mean(0))
         spreads.append((slow - means[-1]).square().sum(1).mean().sqrt())

@@ -24,10 +24,11 @@ from noloco_p2p.testing.faults import At, Cut, Fault, FaultPlan, FlipBit
 from noloco_p2p.testing.injector import Phase
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, one_round
+from noloco_p2p.testing.specs import published
 
 NUM_ELEMENTS = 100
 CODECS = CodecSpec(slow_weights="int8", outer_momentum="int8", outer_gradient="int4")
-SPEC = RunSpec(name="faults", codec=CODECS)
+SPEC = RunSpec(name="faults", codec=CODECS, outer=published())
 DEADLINES = Deadlines(dial_s=5.0, offer_s=5.0, status_s=5.0, progress_s=5.0, farewell_s=0.05)  # a cut shows at once
 SIZES = {
     SectionName.SLOW_WEIGHTS: get_codec(CODECS.slow_weights).num_bytes(NUM_ELEMENTS),

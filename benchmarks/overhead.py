@@ -23,10 +23,11 @@ from pair import Side, run_pair, start_loop
 from torch import nn
 
 from noloco_p2p.gossip.round import Phase
-from noloco_p2p.spec import OuterSpec, RunSpec
+from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.link_proxy import LinkProfile, LinkProxy
+from noloco_p2p.testing.specs import published
 
-SPEC = RunSpec(name="overhead", outer=OuterSpec(inner_steps=1, max_wait_s=300.0))
+SPEC = RunSpec(name="overhead", outer=published(inner_steps=1, max_wait_s=300.0))
 
 
 def make_training() -> Callable[[], None]:

@@ -20,7 +20,7 @@ import uvloop
 from noloco_p2p.codec import chunk_bounds
 from noloco_p2p.gossip.donor import StateServer
 from noloco_p2p.gossip.exchange import Exchange
-from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.frames import Hello, SectionName
 from noloco_p2p.gossip.outcome import Correction
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.round import Phase
@@ -80,16 +80,16 @@ class BarePeer:
         own = torch.Generator().manual_seed(int.from_bytes(name.encode(), "little"))
         self.slow_weights = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
         self.slow_weights.add_(torch.randn(num_elements, generator=own), alpha=1e-3)
-        self.outer_momentum = torch.randn(num_elements, generator=own).mul_(1e-3)
+        self.outer_gradient = torch.randn(num_elements, generator=own).mul_(1e-3)
+        self.state = {SectionName.SLOW_WEIGHTS: self.slow_weights}
+        if spec.outer.keeps_momentum:  # any vector will do
+            self.state[SectionName.OUTER_MOMENTUM] = self.outer_gradient
 
     def open(self, round_index: int) -> None:
-        self.exchange.open(
-            round_index, progress=0.0, slow_weights=self.slow_weights, outer_momentum=self.outer_momentum
-        )
+        self.exchange.open(round_index, progress=0.0, state=self.state)
 
     def stage(self) -> None:
-        """Any vector will do as outer gradient."""
-        self.exchange.stage(lambda: (self.outer_momentum[a:b] for a, b in chunk_bounds(self.num_elements)))
+        self.exchange.stage(lambda: (self.outer_gradient[a:b] for a, b in chunk_bounds(self.num_elements)))
 
     def wait_for_early(self) -> None:
         """Until the early part is committed, as it is by the end of a round of training."""

@@ -49,6 +49,7 @@ from pair import PATIENCE_S, BarePeer
 
 from noloco_p2p.codec import chunk_bounds
 from noloco_p2p.gossip.exchange import Exchange
+from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, Half
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
@@ -59,7 +60,6 @@ REST_S, QUICK_REST_S = 2.0, 0.5  # an idle connection starts slowly again, as it
 STALLED_S, STALLED_BYTES = 60.0, 1_000_000  # a step that moves less in this time will not end
 TRIES = 3
 CODECS = CodecSpec(slow_weights="modulo8", outer_momentum="modulo8", outer_gradient="int4")
-BETA = 0.7
 SAMPLE_STRIDE, SAMPLE_TOLERANCE = 997, 0.2  # bf16 rounds sums of 40 to 0.125
 
 QUICK_ELEMENTS = 2_000_000
@@ -263,7 +263,7 @@ class Peer:
 
     def __init__(self, seat: Seat, table: Table) -> None:
         self._seat, self._table = seat, table
-        spec = RunSpec(name="versus", outer=OuterSpec(inner_steps=1, beta=BETA), codec=CODECS)
+        spec = RunSpec(name="versus", outer=OuterSpec(inner_steps=1), codec=CODECS)
         self._peer = BarePeer(str(seat.rank), spec, seat.num_elements, host="0.0.0.0")
         ports = table.meet(self._peer.server.port)
         self._peer.directory.others = [
@@ -271,7 +271,7 @@ class Peer:
             for rank, port in enumerate(ports)
             if rank != seat.rank
         ]
-        self._fast = self._peer.slow_weights + self._peer.outer_momentum
+        self._fast = self._peer.slow_weights + self._peer.outer_gradient
         self._bounds = chunk_bounds(seat.num_elements)
         self._round = 0
 
@@ -282,7 +282,8 @@ class Peer:
         table.meet()
         before, payload_before = table.sent_bytes, peer.runner.traffic.bytes_sent
         opened_s = time.monotonic()
-        exchange.open(self._round, progress=0.0, slow_weights=peer.slow_weights, outer_momentum=peer.outer_momentum)
+        state = {SectionName.SLOW_WEIGHTS: peer.slow_weights, SectionName.OUTER_MOMENTUM: peer.outer_gradient}
+        exchange.open(self._round, progress=0.0, state=state)
         self._round += 1
         peer.wait_for_early()
         early_s = time.monotonic() - opened_s
@@ -324,8 +325,7 @@ class Peer:
         self._peer.stop()
 
     def _exchange(self, *, momentum: bool) -> Exchange:
-        outer = self._peer.spec.outer.model_copy(update={"swap_momentum": momentum})
-        spec = self._peer.spec.model_copy(update={"outer": outer})
+        spec = self._peer.spec.with_changes({"outer.alpha": 0.5 if momentum else 0.0})
         return Exchange(spec=spec, loop=self._peer.loop, runner=self._peer.runner, pace=self._peer.pace)
 
     def _turns(self, partners: Sequence[int], *, by_turns: bool) -> tuple[int, int]:
@@ -340,10 +340,10 @@ class Peer:
         return (self._fast[start:stop] - slow[start:stop] for start, stop in self._bounds)
 
     def _apply(self, correction: Correction) -> tuple[float, float]:
-        """Seconds and seconds of CPU to add beta h to slow weights, momentum and fast weights, as training does it."""
+        """Seconds and seconds of CPU to add beta h to slow and fast weights, as training does it."""
         began_s, cpu_s = time.monotonic(), time.thread_time()
-        for start, late in late_steps(correction.gradient, beta=BETA):
-            for vector in (self._peer.slow_weights, self._peer.outer_momentum, self._fast):
+        for start, late in late_steps(correction.gradient, beta=self._peer.spec.outer.beta):
+            for vector in (self._peer.slow_weights, self._fast):
                 vector[start : start + len(late)].add_(late)
         self._peer.exchange.corrected()
         return time.monotonic() - began_s, time.thread_time() - cpu_s

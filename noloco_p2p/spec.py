@@ -187,9 +187,9 @@ class OuterSpec(Section):
     inner_steps: Positive | Literal["auto"] = 50  # auto: each peer's own, from what its link carries
     min_inner_steps: Positive = 5  # bounds of "auto"
     max_inner_steps: Positive = 200
-    alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    beta: PositiveFloat = 0.7
-    gamma: PositiveFloat = 0.7
+    alpha: Annotated[float, Field(ge=0, lt=1)] = 0.0  # 0 1 1 averages the pair, and did best (docs/results.md)
+    beta: PositiveFloat = 1.0  # paper: 0.5 0.7 0.7
+    gamma: PositiveFloat = 1.0
     swap_momentum: bool = True
     weigh_tokens: bool = False  # the mean of two outer gradients counts each by the tokens behind it; paper: false
     max_wait_s: NonNegative = 60.0
@@ -197,13 +197,18 @@ class OuterSpec(Section):
 
     @property
     def is_auto(self) -> bool:
-        """Round lengths, and alpha, beta and gamma with them, are chosen while training (`optim/mixing.py`)."""
+        """Round lengths are chosen while training (`gossip/round_length.py`)."""
         return self.inner_steps == "auto"
 
     @property
+    def keeps_momentum(self) -> bool:
+        """With alpha 0 nothing is carried from round to round: no vector in memory, in a checkpoint or on the wire."""
+        return self.alpha > 0
+
+    @property
     def sends_momentum(self) -> bool:
-        """Outer momentum is a section of every swap. With alpha 0 it is made anew each round: nothing to send."""
-        return self.swap_momentum and (self.is_auto or self.alpha > 0)
+        """Outer momentum is a section of every swap."""
+        return self.swap_momentum and self.keeps_momentum
 
     @property
     def first_inner_steps(self) -> int:
@@ -246,13 +251,12 @@ class OuterSpec(Section):
 
     def warnings(self) -> list[str]:
         """What is set and has no effect, or is unwise."""
-        names, why = ("min_inner_steps", "max_inner_steps"), "it bounds outer.inner_steps = 'auto', which is fixed here"
-        if self.is_auto:
-            names, why = ("alpha", "beta", "gamma"), "with outer.inner_steps = 'auto' it follows the round length"
         defaults = OuterSpec.model_fields
-        changed = [name for name in names if getattr(self, name) != defaults[name].default]
+        bounds = () if self.is_auto else ("min_inner_steps", "max_inner_steps")
+        changed = [name for name in bounds if getattr(self, name) != defaults[name].default]
+        why = "it bounds outer.inner_steps = 'auto', which is fixed here"
         warnings = [f"outer.{name} is ignored: {why}" for name in changed]
-        if self.alpha > 0.5 and not self.is_auto:
+        if self.alpha > 0.5:
             warnings.append(f"outer.alpha {self.alpha:g} is above 0.5: replicas drift further apart between swaps")
         return warnings
 

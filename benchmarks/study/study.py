@@ -56,7 +56,14 @@ def outer(inner_steps: int, alpha: float, beta: float, gamma: float, **more: Any
 
 PAPER_MOMENTUM = {"outer.swap_momentum": False}
 MODULO = codec("modulo8", "modulo8", "int4")
-SHORT = outer(5, 0.0, 1.0, 1.0)
+CLOSED = {"outer.closing_rounds": "auto"}
+
+
+def averaging(inner_steps: int) -> dict[str, Any]:
+    return outer(inner_steps, 0.0, 1.0, 1.0)
+
+
+SHORT = averaging(5)
 
 
 def muon(learning_rate: float) -> dict[str, Any]:
@@ -73,9 +80,17 @@ STUDIES: dict[str, list[Case]] = {
         Case("diloco", rule="diloco"),
         Case("noloco"),
         Case("noloco, momentum not swapped", PAPER_MOMENTUM),
+        Case("noloco, 0 1 1", averaging(20)),
+        Case("noloco, 5: 0 1 1", SHORT),
         Case("gasloc", rule="gasloc"),
         Case("pairs", rule="pairs"),
         Case("local", rule="local"),
+    ],
+    "best": [  # what `noloco init` writes, at 5, 8 and 20 steps, beside its peers
+        Case("ddp, adamw", adamw(4e-3), rule="ddp"),
+        Case("ddp", muon(16e-3), rule="ddp"),
+        *(Case(f"diloco 20, {rate:g}", muon(rate), rule="diloco") for rate in (16e-3, 24e-3)),
+        *(Case(f"{steps}: 0 1 1", {**muon(24e-3), **averaging(steps), **MODULO, **CLOSED}) for steps in (5, 8, 20)),
     ],
     "codecs": [
         Case("fp32"),
@@ -89,22 +104,22 @@ STUDIES: dict[str, list[Case]] = {
     ],
     "rounds": [
         Case("50: 0.5 0.7 0.7", outer(50, 0.5, 0.7, 0.7)),
-        Case("50: 0 1 1", outer(50, 0.0, 1.0, 1.0)),
+        Case("50: 0 1 1", averaging(50)),
         Case("20: 0.5 0.7 0.7", outer(20, 0.5, 0.7, 0.7)),
         Case("20: 0.3 0.9 0.9", outer(20, 0.3, 0.9, 0.9)),
-        Case("20: 0 1 1", outer(20, 0.0, 1.0, 1.0)),
+        Case("20: 0 1 1", averaging(20)),
         Case("10: 0.5 0.7 0.7", outer(10, 0.5, 0.7, 0.7)),
         Case("10: 0.2 1 0.96", outer(10, 0.2, 1.0, 0.96)),
-        Case("10: 0 1 1", outer(10, 0.0, 1.0, 1.0)),
+        Case("10: 0 1 1", averaging(10)),
         Case("5: 0.5 0.7 0.7", outer(5, 0.5, 0.7, 0.7)),
         Case("5: 0.2 1 0.96", outer(5, 0.2, 1.0, 0.96)),
         Case("5: 0 1 1", SHORT),
     ],
     "momentum": [  # with --steps 1000: whether outer momentum pays off in longer runs
         Case("20: 0.5 0.7 0.7", outer(20, 0.5, 0.7, 0.7)),
-        Case("20: 0 1 1", outer(20, 0.0, 1.0, 1.0)),
+        Case("20: 0 1 1", averaging(20)),
         Case("50: 0.5 0.7 0.7", outer(50, 0.5, 0.7, 0.7)),
-        Case("50: 0 1 1", outer(50, 0.0, 1.0, 1.0)),
+        Case("50: 0 1 1", averaging(50)),
     ],
     "gamma": [
         Case(f"gamma {gamma:g}", outer(20, 0.5, 0.7, gamma or 1e-9, swap_momentum=False))
@@ -127,7 +142,7 @@ STUDIES: dict[str, list[Case]] = {
         *(Case(f"diloco 20, {rate:g}", muon(rate), rule="diloco") for rate in (8e-3, 16e-3)),
         *(Case(f"20: 0.5 0.7 0.7, {rate:g}", {**muon(rate), **MODULO}) for rate in (8e-3, 16e-3)),
         *(Case(f"5: 0 1 1, {rate:g}", {**muon(rate), **SHORT, **MODULO}) for rate in (8e-3, 16e-3, 24e-3)),
-        Case("8: 0 1 1, 0.016", {**muon(16e-3), **outer(8, 0.0, 1.0, 1.0), **MODULO}),
+        Case("8: 0 1 1, 0.016", {**muon(16e-3), **averaging(8), **MODULO}),
     ],
     "learning_rate": [Case(f"{rate:g}", adamw(rate)) for rate in (1e-3, 2e-3, 4e-3, 8e-3)],
     "waiting": [
@@ -146,7 +161,7 @@ STUDIES: dict[str, list[Case]] = {
         Case("each reads modules of its own", plan={"slices": "{replica}"}),
         Case("each reads modules of its own, 5: 0 1 1", SHORT, {"slices": "{replica}"}),
     ],
-    "closing": [Case(f"{rounds} closing rounds", plan={"closing_rounds": rounds}) for rounds in (0, 3, 6)],
+    "closing": [Case(f"{rounds} closing rounds", {"outer.closing_rounds": rounds}) for rounds in (0, 3, 6)],
 }
 
 

@@ -32,7 +32,7 @@ from noloco_p2p.gossip.frames import (
 )
 from noloco_p2p.gossip.layout import MAX_LAYOUT_BYTES, ModelLayout
 from noloco_p2p.gossip.uploads import UploadLine
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import OuterSpec, RunSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,9 @@ class StateServer:
             raise Unreachable(f"the state file cannot be read: {error}") from None
 
 
-def state_file_bytes(num_elements: int) -> int:
-    """Size of a state file: two fp32 vectors and the header that safetensors gives them (a test holds that)."""
-    names = ("outer_momentum", "slow_weights")
+def state_file_bytes(num_elements: int, outer: OuterSpec) -> int:
+    """Size of a state file: its fp32 vectors and the header that safetensors gives them (a test holds that)."""
+    names = ("outer_momentum", "slow_weights") if outer.keeps_momentum else ("slow_weights",)
     header = {
         name: {
             "dtype": "F32",
@@ -118,4 +118,4 @@ def state_file_bytes(num_elements: int) -> int:
         for index, name in enumerate(names)
     }
     text = json.dumps(header, separators=(",", ":"))
-    return 8 + -(-len(text) // 8) * 8 + 8 * num_elements
+    return 8 + -(-len(text) // 8) * 8 + len(names) * 4 * num_elements

@@ -14,7 +14,8 @@ from noloco_p2p.telemetry.console import named
 
 
 async def wait_for_partner(live: LiveRound, wait_s: float) -> None:
-    """Returns when the round of now has all it can get, when nothing more can come in time, and after `wait_s`."""
+    """Returns when the round of now has all it can get, when nothing more can come in time, after `wait_s`, and soon
+    when this peer is asked to leave."""
     round_, until_s = live.round, live.clock() + wait_s
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(wait_s):
@@ -31,7 +32,7 @@ def conclude(live: LiveRound, round_: Round) -> Outcome:
 
 
 def _is_settled(live: LiveRound, round_: Round) -> bool:
-    return round_.phase in (Phase.DONE, Phase.HALF, Phase.CLOSED) or live.is_hopeless()
+    return round_.phase in (Phase.DONE, Phase.HALF, Phase.CLOSED) or live.is_leaving or live.is_hopeless()
 
 
 def _is_worth_waiting(live: LiveRound, round_: Round, until_s: float) -> bool:

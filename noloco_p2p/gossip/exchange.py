@@ -46,8 +46,7 @@ class Exchange:
         round_index: int,
         *,
         progress: float,
-        slow_weights: Tensor,
-        outer_momentum: Tensor,
+        state: dict[SectionName, Tensor],
         steps_done: int = 0,
         inner_steps: int | None = None,
         shortest_round_s: float | None = None,
@@ -55,19 +54,19 @@ class Exchange:
         """Begin a round: from now on a partner is sought and the early part travels, in the background.
 
         `steps_done`: inner steps of it that were taken before a restart. `inner_steps`: its length; None = as long as
-        the last one. `shortest_round_s`: that this peer can keep up with, for others to know. `slow_weights`,
-        `outer_momentum`: flat fp32 vectors on the CPU that do not change until `collect` returns, but for a correction
-        that `late` gave. Sections are coded from them as they are sent. Returns at once.
+        the last one. `shortest_round_s`: that this peer can keep up with, for others to know. `state`: slow weights,
+        and momentum where it is swapped, flat fp32 vectors on the CPU that do not change until `collect` returns, but
+        for a correction that `late` gave. Sections are coded from them as they are sent. Returns at once.
         """
-        outer = self._spec.outer
         self._plans = section_plans(
-            self._spec.codec, swap_momentum=outer.sends_momentum, num_elements=slow_weights.numel()
+            self._spec.codec,
+            swap_momentum=self._spec.outer.sends_momentum,
+            num_elements=state[SectionName.SLOW_WEIGHTS].numel(),
         )
-        early_state = {SectionName.SLOW_WEIGHTS: slow_weights, SectionName.OUTER_MOMENTUM: outer_momentum}
         self.pace.open_round(
             time.monotonic(), steps_done=steps_done, inner_steps=inner_steps, shortest_round_s=shortest_round_s
         )
-        opening = Opening(round_index, progress, self._spec.train.total_steps, early_state)
+        opening = Opening(round_index, progress, self._spec.train.total_steps, state)
         self._ask(self._runner.open(opening, self._plans), None)
 
     def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:

@@ -88,6 +88,7 @@ class LiveRound:
         self.plans: tuple[SectionPlan, ...] = ()
         self.corrections: deque[Correction] = deque(maxlen=2)
         self.correcting = False  # the main thread adds a correction to the vectors now
+        self.is_leaving = False  # this peer was asked to: no boundary waits any more
         self.trailing: Running | None = None
         self.on_change: Callable[[], None] = lambda: None
         self.round = Round(0, own_id=hello().peer_id)

@@ -113,6 +113,10 @@ class RoundRunner:
     def corrections(self) -> deque[Correction]:
         return self._live.corrections
 
+    def hurry(self) -> None:
+        """This peer was asked to leave: no boundary waits any more. Safe in a signal handler and from any thread."""
+        self._live.is_leaving = True
+
     def swap_now(self) -> tuple[Swap, float] | None:
         """The swap that runs, or whose late part is still on its way, and when it began (monotonic seconds)."""
         running = self._live.running or self._live.trailing

@@ -7,7 +7,7 @@ Paper -> code, for peer i in its group (itself and one partner j, or itself alon
     Delta_i = theta_i - phi_i outer gradient          points downhill
     mean_j Delta_j            mean_outer_gradient     over the group: own + h, alone: own
     mean_j phi_j - phi_i      mean_slow_offset        h of the slow weights, alone: None
-    delta_i                   outer_momentum          carried from round to round
+    delta_i                   outer_momentum          carried from round to round; with alpha 0 there is none
     alpha, beta, gamma        momentum kept, outer learning rate, mixing strength (the run spec checks their bound)
 
 h is a half-difference, see `halves.py`.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 def outer_step(
     slow_weights: Tensor,  # fp32, updated in place
-    outer_momentum: Tensor,  # fp32, same shape, updated in place
+    outer_momentum: Tensor | None,  # fp32, same shape, updated in place; None where alpha is 0
     mean_outer_gradient: Tensor,  # fp32, same shape
     mean_slow_offset: Tensor | None,  # fp32, same shape; None = 0, for a lonely step
     *,
@@ -34,9 +34,17 @@ def outer_step(
     Elements do not meet each other, so a vector may be updated slice by slice with the same result. Nothing is
     allocated. Where momenta are swapped too, add their half-difference to `outer_momentum` first. The sign of beta is
     that of the proof (eq. 32) and of the published code: eq. 2 of the paper prints a minus although Delta points
-    downhill. Raises ValueError, before anything is changed, when dtypes, shapes or devices do not fit.
+    downhill. Raises ValueError, before anything is changed, when dtypes, shapes or devices do not fit, or when there is
+    an alpha and no momentum.
     """
     _check(slow_weights, outer_momentum, mean_outer_gradient, mean_slow_offset)
+    if outer_momentum is None:
+        if alpha:
+            raise ValueError(f"alpha {alpha:g} needs an outer_momentum")
+        slow_weights.add_(mean_outer_gradient, alpha=beta)
+        if mean_slow_offset is not None:
+            slow_weights.add_(mean_slow_offset, alpha=gamma)
+        return
     outer_momentum.mul_(alpha).add_(mean_outer_gradient, alpha=beta)  # eq. 2, first two terms
     if mean_slow_offset is not None:
         outer_momentum.add_(mean_slow_offset, alpha=gamma)  # eq. 2, last term
@@ -44,7 +52,7 @@ def outer_step(
 
 
 def _check(
-    slow_weights: Tensor, outer_momentum: Tensor, mean_outer_gradient: Tensor, mean_slow_offset: Tensor | None
+    slow_weights: Tensor, outer_momentum: Tensor | None, mean_outer_gradient: Tensor, mean_slow_offset: Tensor | None
 ) -> None:
     named = {
         "slow_weights": slow_weights,

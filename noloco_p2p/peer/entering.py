@@ -69,6 +69,7 @@ class Entering:
 
     def __init__(
         self,
+        spec: RunSpec,
         *,
         thread: NetworkThread,
         directory: SwarmDirectory,
@@ -79,6 +80,7 @@ class Entering:
         progress: Progress,
         leaving: threading.Event,
     ) -> None:
+        self._spec = spec
         self._thread = thread
         self._directory = directory
         self._transport = transport
@@ -167,7 +169,7 @@ class Entering:
                 donors,
                 layout=layout.digest(),
                 num_elements=layout.num_elements,
-                num_bytes=state_file_bytes(layout.num_elements),
+                num_bytes=state_file_bytes(layout.num_elements, self._spec.outer),
                 target=target,
                 on_progress=report,
                 on_place=line.note,

@@ -204,6 +204,8 @@ class Peer:
     def request_leave(self) -> None:
         """Ask the training loop to end politely; safe in a signal handler and from any thread."""
         self.leave_requested.set()
+        if self._network:
+            self._network.runner.hurry()
 
     def wait_while_paused(self) -> None:
         """Until `noloco resume`, or until this peer is asked to leave; the swarm is told of both ends.
@@ -396,6 +398,7 @@ class Peer:
     def _make_entering(self, directory: SwarmDirectory, transport: GrpcTransport, outside: Outside) -> Entering:
         assert self._thread is not None
         return Entering(
+            self.spec,
             thread=self._thread,
             directory=directory,
             transport=transport,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from noloco_p2p.gossip.frames import Chunk, SectionName
-from noloco_p2p.gossip.outcome import Alone, Outcome
+from noloco_p2p.gossip.outcome import Alone, Outcome, Received
 from noloco_p2p.simulate.replica import Replica
 from noloco_p2p.testing.faults import At, FaultPlan, NotFinite
 from noloco_p2p.testing.memory import Wrap, unchanged
@@ -49,16 +49,16 @@ class HostileReplica(Replica):
         self._noise = torch.Generator().manual_seed(seed)
         self._first: dict[str, Tensor] = {}
 
-    def _sent_state(self) -> Mapping[SectionName, Tensor]:
+    def _sent_state(self) -> dict[SectionName, Tensor]:
         return {name: self._altered(name.name, vector, 0) for name, vector in super()._sent_state().items()}
 
     def _sent_gradient(self) -> Iterator[Tensor]:
         for index, chunk in enumerate(super()._sent_gradient()):
             yield self._altered(f"gradient {index}", chunk, 1)
 
-    def _apply(self, outcome: Outcome, *, inner_steps: int) -> None:
+    def _apply(self, outcome: Outcome, *, is_closing: bool = False) -> Received | None:
         """What it is given does not change it."""
-        super()._apply(Alone("an attacker takes nothing"), inner_steps=inner_steps)
+        return super()._apply(Alone("an attacker takes nothing"), is_closing=is_closing)
 
     def _altered(self, name: str, vector: Tensor, part: int) -> Tensor:
         match self._attack:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from torch import Tensor
 
 from noloco_p2p.gossip.donor import StateServer
 from noloco_p2p.gossip.frames import Hello, SectionName
 from noloco_p2p.gossip.live_round import Opening
-from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
+from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Received, Swapped
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.round_length import RoundLength
 from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.optim.gates import LIMITS, GateLimits
-from noloco_p2p.optim.mixing import CLOSING, gradient_weight, late_beta, strengths
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.network import LinkDirectory, LinkNetwork, LinkTransport
@@ -29,7 +28,7 @@ from noloco_p2p.train.loop import AT_END
 from noloco_p2p.train.outer_state import OuterState, admitted, progress_after
 
 AT_POINT = 1e-6  # progress is a sum of fractions
-CLOSING_WAIT_S = 600.0  # for a partner's vectors in a closing round: nobody trains, so nobody is kept from it
+PATIENCE_S = 600.0  # for a partner's vectors in a closing round: nobody trains, so nobody is kept from it
 
 
 class Replica:
@@ -52,7 +51,7 @@ class Replica:
         self.number = number
         self.peer_id = peer_id
         self.model = material.model()
-        self.state = OuterState(self.model, limits=gates)
+        self.state = OuterState(self.model, material.spec.outer, limits=gates)
         self.inner = InnerStep(self.model, material.spec.train)
         self.progress = 0.0
         self.round = 0
@@ -134,7 +133,9 @@ class Replica:
         outcome = (
             Alone("this replica cannot be reached") if is_absent else await self._boundary(self._spec.outer.max_wait_s)
         )
-        self._apply(outcome, inner_steps=inner_steps)
+        received = self._apply(outcome)
+        if received:
+            self.progress = progress_after(self.progress, received, inner_steps=inner_steps, spec=self._spec)
         self.rounds_s.append(self._now_s() - began_s)
         self._note_point()
 
@@ -148,14 +149,11 @@ class Replica:
 
     async def _open(self) -> None:
         await self.runner.open(
-            Opening(self.round, self.progress, self._spec.train.total_steps, dict(self._sent_state())), self._plans
+            Opening(self.round, self.progress, self._spec.train.total_steps, self._sent_state()), self._plans
         )
 
-    def _sent_state(self) -> Mapping[SectionName, Tensor]:
-        return {
-            SectionName.SLOW_WEIGHTS: self.state.slow_weights,
-            SectionName.OUTER_MOMENTUM: self.state.outer_momentum,
-        }
+    def _sent_state(self) -> dict[SectionName, Tensor]:
+        return self.state.sections()
 
     def _sent_gradient(self) -> Iterator[Tensor]:
         return self.state.outer_gradient()
@@ -169,43 +167,37 @@ class Replica:
         await self._apply_late()
         return outcome
 
-    def _apply(self, outcome: Outcome, *, inner_steps: int) -> None:
+    def _apply(self, outcome: Outcome, *, is_closing: bool = False) -> Received | None:
+        """The outer step with what the gates let through, which is returned."""
         outcome, verdict = admitted(outcome, self.state)
-        match outcome:
-            case Swapped(received):
-                self.swapped += 1
-            case Half(received):
-                self.half += 1
-            case Alone():
-                self.alone += 1
-                received = None
+        if not is_closing:
+            self._count(outcome)
+        received = None if isinstance(outcome, Alone) else outcome.received
         link = outcome.link if isinstance(outcome, Alone) else outcome.received.link
         if link:
             self._length.note(link)
-        mixing = strengths(self._spec.outer, received.agreed.inner_steps if received else inner_steps)
-        share = gradient_weight(self._spec.outer, received.agreed) if received else 1.0
-        clipped = self.state.step(
-            received,
-            alpha=mixing.alpha,
-            beta=mixing.beta,
-            gamma=mixing.gamma,
-            gradient_weight=share,
-            scales=verdict.scales,
-        )
+        clipped = self.state.step(received, scales=verdict.scales, is_closing=is_closing)
         self.refused += bool(verdict.refusal)
         self.cut_share += clipped.cut_share
         self.clipped += clipped.num_clipped > 0 or verdict.scales.partner < 1
-        if received:
-            self.progress = progress_after(self.progress, received, inner_steps=inner_steps, spec=self._spec)
         self.round += 1
+        return received
+
+    def _count(self, outcome: Outcome) -> None:
+        match outcome:
+            case Swapped():
+                self.swapped += 1
+            case Half():
+                self.half += 1
+            case Alone():
+                self.alone += 1
 
     async def _apply_late(self) -> None:
         correction = await self.runner.take_correction(self.round)
         if correction:
             verdict = self.state.judge(correction.gradient, correction.agreed)
             if not verdict.refusal:
-                beta = late_beta(self._spec.outer, correction.agreed)
-                self.state.correct(correction, beta=beta, scales=verdict.scales)
+                self.state.correct(correction, scales=verdict.scales)
                 self.late += 1
             self.refused += bool(verdict.refusal)
             self.runner.corrected()
@@ -214,10 +206,7 @@ class Replica:
         """Mixing without training, with gamma 1: both partners go to the middle."""
         self._pace.open_round(self._now_s(), steps_done=self._pace.inner_steps)
         await self._open()
-        outcome = await self._boundary(CLOSING_WAIT_S)
-        received = None if isinstance(outcome, Alone) else outcome.received
-        self.state.step(received, alpha=CLOSING.alpha, beta=CLOSING.beta, gamma=CLOSING.gamma)
-        self.round += 1
+        self._apply(await self._boundary(PATIENCE_S), is_closing=True)
 
     # measuring
 

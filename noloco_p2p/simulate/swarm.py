@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from noloco_p2p.codec import num_chunks
+from noloco_p2p.gossip.donor import state_file_bytes
 from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.optim.mixing import closing_rounds
 from noloco_p2p.optim.rules import NOLOCO
@@ -23,7 +24,6 @@ from noloco_p2p.testing.memory import unchanged
 from noloco_p2p.train.flat import FlatParameters
 
 LISTED_S = 60.0  # after a crash: the life of a record
-STATE_BYTES = 8  # a parameter, which a newcomer fetches
 
 
 def simulate_swarm(material: Material, plan: Plan, *, on_made: Callable[[list[Replica]], None] | None = None) -> Result:
@@ -50,7 +50,7 @@ class _Swarm:
         plans = section_plans(
             material.spec.codec, swap_momentum=material.spec.outer.sends_momentum, num_elements=num_elements
         )
-        self.state_bytes = STATE_BYTES * num_elements
+        self.state_bytes = state_file_bytes(num_elements, material.spec.outer)
         frames_a_swap = 1 + len(plans) * (3 + num_chunks(num_elements)) + 2
         self.network = LinkNetwork(lose=plan.churn.lose, frames_a_swap=frames_a_swap, seed=plan.seed)
         self.replicas: dict[int, Replica] = {}

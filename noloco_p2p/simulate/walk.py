@@ -93,7 +93,7 @@ class _Walkers:
         self.rounds: list[Walked] = []
         self.spec = RunSpec(
             name="walk",
-            outer=OuterSpec(inner_steps=plan.inner_steps, max_wait_s=plan.max_wait_s, swap_momentum=False),
+            outer=OuterSpec(inner_steps=plan.inner_steps, max_wait_s=plan.max_wait_s),
             codec=CodecSpec(slow_weights="fp32", outer_gradient="fp32"),
         )
         names = [f"walker-{plan.seed}-{number}" for number in range(plan.num_peers)]
@@ -160,17 +160,16 @@ class _Walker:
 
     async def _round(self, index: int) -> None:
         loop, plan = asyncio.get_running_loop(), self.walkers.plan
-        zero = torch.zeros(NUM_ELEMENTS)
         self.transport.num_offers = 0
         self.pace.open_round(loop.time())
-        state = {SectionName.SLOW_WEIGHTS: self.vector, SectionName.OUTER_MOMENTUM: zero}
+        state = {SectionName.SLOW_WEIGHTS: self.vector}
         await self.runner.open(Opening(index, 0.0, plan.num_rounds * plan.inner_steps, state), self.plans)
         for _ in range(plan.inner_steps):
             await asyncio.sleep(self.step_s * self.rng.uniform(0.98, 1.02))
             self.pace.step(loop.time())
             await self._late(index)
         if await self.runner.begin_stage():
-            self.runner.stage(self.plans[-1].codec.encode(zero))
+            self.runner.stage(self.plans[-1].codec.encode(torch.zeros(NUM_ELEMENTS)))
         outcome = await self.runner.collect(plan.max_wait_s)
         await self._late(index + 1)
         partner, partner_round, reason = "", 0, ""

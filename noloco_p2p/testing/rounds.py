@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.codec import chunk_bounds
+from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Outcome
 from noloco_p2p.testing.peers import MemoryPeer
 
@@ -32,14 +33,15 @@ class Vectors:
         generator = torch.Generator().manual_seed(seed)
         return cls(*(torch.randn(num_elements, generator=generator) for _ in range(3)))
 
+    def state(self) -> dict[SectionName, Tensor]:
+        return {SectionName.SLOW_WEIGHTS: self.slow_weights, SectionName.OUTER_MOMENTUM: self.outer_momentum}
+
     def gradient_chunks(self) -> list[Tensor]:
         return [self.outer_gradient[start:stop] for start, stop in chunk_bounds(self.outer_gradient.numel())]
 
 
 def open_round(peer: MemoryPeer, vectors: Vectors, *, round_index: int = 0, progress: float = 0.0) -> None:
-    peer.exchange.open(
-        round_index, progress=progress, slow_weights=vectors.slow_weights, outer_momentum=vectors.outer_momentum
-    )
+    peer.exchange.open(round_index, progress=progress, state=vectors.state())
 
 
 def end_round(peer: MemoryPeer, vectors: Vectors, *, wait_s: float) -> Outcome:

@@ -13,9 +13,9 @@ from noloco_p2p.gossip.round_length import LinkMeasure
 from noloco_p2p.gossip.sections import Coding, SectionPair, Squares, section_plans
 from noloco_p2p.optim.mixing import Agreement
 from noloco_p2p.spec import CodecSpec
+from noloco_p2p.testing.specs import FP32
 
 EVEN = Agreement(50.0)
-FP32 = CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32")
 NO_LINK = LinkMeasure(swap_s=1.0, late_s=0.0, is_whole=True)
 
 

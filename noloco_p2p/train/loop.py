@@ -29,8 +29,8 @@ from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.follower import LeadingStep
 from noloco_p2p.train.gauges import Gauges
 from noloco_p2p.train.inner_step import InnerStep
-from noloco_p2p.train.model import build_model, build_tokenizer, check_vocabulary
-from noloco_p2p.train.needs import Needs, estimate, probe_step_s
+from noloco_p2p.train.model import build_model, build_tokenizer, check_vocabulary, count_parameters
+from noloco_p2p.train.needs import Needs, check_memory, estimate, probe_step_s
 from noloco_p2p.train.outer import LossCheck, NoLoCo, RoundResult
 from noloco_p2p.train.prefetch import Prefetcher
 from noloco_p2p.train.ranks import Ranks, Verb, text_payload
@@ -61,6 +61,12 @@ class Trainer:
         self.device = ranks.device if ranks else choose_device(settings.device)
         if settings.threads:
             torch.set_num_threads(settings.threads)
+        compute = Compute.of(settings, num_ranks=ranks.size if ranks else 1)
+        size = {"sequence_length": spec.data.sequence_length, "folders": settings.models}
+        num_parameters, frozen_bytes = count_parameters(spec.model, **size)
+        check_memory(
+            spec, num_parameters=num_parameters, frozen_bytes=frozen_bytes, compute=compute, device=self.device
+        )
         self.events = EventLog(peer.run_folder / "events.jsonl")
         tokenizer = build_tokenizer(spec.data, folders=settings.models)
         stream = TokenStream(
@@ -83,14 +89,14 @@ class Trainer:
             faults=Faults(self._data_fault),
         )
         with peer.progress.task("building the model"):
-            self.model = build_model(spec.model, sequence_length=spec.data.sequence_length, folders=settings.models)
+            self.model = build_model(spec.model, **size)
         check_vocabulary(self.model, tokenizer)
         peer.tell_long_swaps(lambda swap: self.events.write("swap", **asdict(swap)))
         self.checkpoints = Checkpoints(peer.run_folder / "checkpoints", keep=settings.keep_checkpoints)
         self._losses: list[Tensor] = []
         newest = self.checkpoints.newest()
         has_start = newest is None and load_start(self.model, spec.model.start, state_dir=settings.state_dir)
-        self.inner_step, parameters = self._place_model(ranks)
+        self.inner_step, parameters = self._place_model(ranks, compute)
         rise = settings.max_loss_rise
         check = LossCheck(self._private_loss, rise) if rise is not None else None
         self.outer = NoLoCo(
@@ -120,9 +126,8 @@ class Trainer:
         )
         self._round_began_s = time.monotonic()
 
-    def _place_model(self, ranks: Ranks | None) -> tuple[InnerStep, FlatParameters]:
+    def _place_model(self, ranks: Ranks | None, compute: Compute) -> tuple[InnerStep, FlatParameters]:
         """Bring the model to the device, or split it over those of all ranks."""
-        compute = Compute.of(self.peer.settings, num_ranks=ranks.size if ranks else 1)
         switch_on(self.model, compute)
         if ranks:
             ranks.order(Verb.BUILD, payload=text_payload(self.spec.canonical_json()))
@@ -156,6 +161,7 @@ class Trainer:
             step_s=step_s,
             folder=settings.state_dir,
             compute=self.inner_step.compute,
+            device=self.device,
             keep_checkpoints=settings.keep_checkpoints,
         )
 

@@ -25,6 +25,16 @@ def free_memory() -> int:
     return free if limit == "max" else min(free, max(0, int(limit) - used))
 
 
+def total_memory() -> int:
+    """Bytes of main memory and swap space of the machine, or of main memory of the container where that is less."""
+    total = psutil.virtual_memory().total + psutil.swap_memory().total
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return total if limit == "max" else min(total, int(limit))
+
+
 def free_bytes(device: torch.device, *, num_parameters: int, has_moments: bool) -> int:
     """What `device` has for activations once its optimizer has taken its moments (`has_moments`: on that device)."""
     moments = MOMENT_BYTES * num_parameters if has_moments else 0

@@ -102,7 +102,8 @@ async def from_swarm(
                 report(taken, wanted)
                 if taken == wanted:
                     break
-                state = await _one(transport, peer, parameters, progress)
+                num_bytes = state_file_bytes(parameters.num_elements, spec.outer)
+                state = await _one(transport, peer, parameters, progress, num_bytes=num_bytes)
                 if state is None:
                     continue
                 total, taken = state if total is None else total.add_(state), taken + 1
@@ -113,7 +114,7 @@ async def from_swarm(
 
 
 async def _one(
-    transport: GrpcTransport, peer: Candidate, parameters: FlatParameters, progress: Progress
+    transport: GrpcTransport, peer: Candidate, parameters: FlatParameters, progress: Progress, *, num_bytes: int
 ) -> Tensor | None:
     """The slow weights of one peer; None when it has no saved state or vanishes."""
     with tempfile.TemporaryDirectory(prefix="noloco-merge-") as folder:
@@ -124,7 +125,7 @@ async def _one(
                 [peer],
                 layout=parameters.layout(),
                 num_elements=parameters.num_elements,
-                num_bytes=state_file_bytes(parameters.num_elements),
+                num_bytes=num_bytes,
                 target=target,
                 on_progress=report,
             )

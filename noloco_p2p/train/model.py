@@ -54,6 +54,23 @@ def build_model(spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, 
     return model.train()
 
 
+def count_parameters(
+    spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, str] | None = None
+) -> tuple[int, int]:
+    """(Trainable parameters, bytes of the frozen ones) of what `build_model` would give; takes no memory for them.
+
+    Of a model by name only the config is read. Raises ModelError.
+    """
+    with torch.device("meta"):
+        model = build_model(
+            spec.model_copy(update={"random_weights": bool(spec.pretrained)}),
+            sequence_length=sequence_length,
+            folders=folders,
+        )
+    trainable = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    return trainable, sum(param.nbytes for param in model.parameters() if not param.requires_grad)
+
+
 def build_tokenizer(data: DataSpec, *, folders: Mapping[str, str] | None = None) -> PreTrainedTokenizerBase:
     """`bytes` needs no file and no network; another name is one of `folders`, or of the hub. Raises ModelError."""
     if data.tokenizer == "bytes":

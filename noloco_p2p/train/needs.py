@@ -1,4 +1,5 @@
-"""What a run needs of a machine, said before it trains: memory, disk, and megabytes an hour."""
+"""What a run needs of a machine, said before it trains: memory, disk, and megabytes an hour. A run that a machine can
+never hold is refused before its model is built."""
 
 from __future__ import annotations
 
@@ -9,18 +10,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from noloco_p2p.errors import SettingsError
 from noloco_p2p.gossip.frames import Part
 from noloco_p2p.gossip.sections import part_bytes, section_plans
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.console import count, mib
 from noloco_p2p.train.compute import Compute
-from noloco_p2p.train.memory import MOMENT_BYTES, free_memory
+from noloco_p2p.train.memory import MOMENT_BYTES, free_memory, total_memory
 
-TRAINING_BYTES = 16  # a parameter: fp32 weights, gradients and the two moments of AdamW
-OUTER_BYTES = 8  # a parameter: slow weights and outer momentum, fp32, on the CPU
-CHECKPOINT_BYTES = 20  # a parameter: outer state, moments, and the fast weights of a round that was left
+CPU = torch.device("cpu")
+WEIGHT_BYTES = 8  # a parameter: fp32 weights and gradients; the moments of AdamW on top
+VECTOR_BYTES = 4  # a parameter: slow weights, outer momentum where there is any, and each is fp32 on the CPU
+CHECKPOINT_BYTES = 12  # a parameter: moments, and the fast weights of a round that was left; the outer state on top
 PROBE_STEPS = 2
 PROBE_TOKENS = 2048  # enough to keep a small machine busy, few enough to wait for
 
@@ -37,6 +41,7 @@ class Needs:
     step_s: float
     memory_free_bytes: int
     disk_free_bytes: int
+    is_on_host: bool  # the model is in main memory, too
 
     def lines(self) -> list[str]:
         """For people."""
@@ -51,7 +56,7 @@ class Needs:
 
     def warnings(self) -> list[str]:
         warnings = []
-        if self.model_bytes + self.outer_bytes > self.memory_free_bytes:
+        if self.outer_bytes + (self.model_bytes if self.is_on_host else 0) > self.memory_free_bytes:
             warnings.append("this run needs more memory than this machine has free; it may be killed")
         if self.disk_bytes > self.disk_free_bytes:
             warnings.append("checkpoints need more disk than is free; free some, or use another --state-dir")
@@ -69,28 +74,69 @@ def estimate(
     step_s: float,
     folder: Path,
     compute: Compute | None = None,
+    device: torch.device = CPU,
     keep_checkpoints: int = 2,
 ) -> Needs:
     """`num_parameters`: trainable ones; `frozen_bytes`: of the others; `step_s`: seconds of one inner step here."""
     compute = compute or Compute()
     moments = MOMENT_BYTES if compute.offload_optimizer else 0
-    plans = section_plans(spec.codec, swap_momentum=spec.outer.sends_momentum, num_elements=num_parameters)
-    round_bytes = sum(part_bytes(plans, part) for part in Part)
+    vectors = 2 if spec.outer.keeps_momentum else 1
+    round_bytes = _round_bytes(spec, num_parameters)
     inner_steps = spec.outer.inner_steps
     shortest = spec.outer.min_inner_steps if inner_steps == "auto" else inner_steps
     rounds_per_hour = 3600 / max(step_s * shortest, 1e-6)
     return Needs(
         num_parameters=num_parameters,
-        model_bytes=((TRAINING_BYTES - moments) * num_parameters + frozen_bytes) // compute.num_ranks,
-        outer_bytes=(OUTER_BYTES + moments) * num_parameters + 2 * round_bytes,
-        disk_bytes=(keep_checkpoints + 1) * CHECKPOINT_BYTES * num_parameters,  # one is being written
+        model_bytes=((WEIGHT_BYTES + MOMENT_BYTES - moments) * num_parameters + frozen_bytes) // compute.num_ranks,
+        outer_bytes=moments * num_parameters + _outer_bytes(spec, num_parameters),
+        disk_bytes=(keep_checkpoints + 1) * (vectors * VECTOR_BYTES + CHECKPOINT_BYTES) * num_parameters,
         round_bytes=round_bytes,
         hour_bytes=int(round_bytes * rounds_per_hour),
         has_fixed_rounds=not spec.outer.is_auto,
         step_s=step_s,
         memory_free_bytes=free_memory(),
         disk_free_bytes=shutil.disk_usage(folder).free,
+        is_on_host=device.type == "cpu",
     )
+
+
+def check_memory(
+    spec: RunSpec, *, num_parameters: int, frozen_bytes: int, compute: Compute, device: torch.device
+) -> None:
+    """Raises SettingsError, with numbers, when this machine has less memory in all than the run takes at the least.
+
+    At the least: without activations, and nobody else uses any.
+    """
+    moments = MOMENT_BYTES if spec.train.inner_optimizer == "adamw" else MOMENT_BYTES // 2  # of most parameters
+    offloaded = moments if compute.offload_optimizer else 0
+    model_bytes = frozen_bytes + (WEIGHT_BYTES + moments - offloaded) * num_parameters
+    host_bytes = offloaded * num_parameters + _outer_bytes(spec, num_parameters)
+    if device.type == "cpu":
+        _must_fit(model_bytes + host_bytes, total_memory(), spec, num_parameters, what="main memory and swap space")
+        return
+    _must_fit(host_bytes, total_memory(), spec, num_parameters, what="main memory and swap space")
+    total = torch.get_device_module(device).mem_get_info(device)[1]
+    _must_fit(model_bytes // compute.num_ranks, total, spec, num_parameters, what=f"memory on {device}")
+
+
+def _must_fit(least_bytes: int, total_bytes: int, spec: RunSpec, num_parameters: int, *, what: str) -> None:
+    if least_bytes > total_bytes:
+        raise SettingsError(
+            f"the run {spec.name} trains {count(num_parameters)} parameters and takes at least {mib(least_bytes)} of "
+            f"{what}, before any activations; there are {mib(total_bytes)} in all: join a smaller run, split the model "
+            "over several GPUs (--gpus), or with one GPU --offload-optimizer"
+        )
+
+
+def _outer_bytes(spec: RunSpec, num_parameters: int) -> int:
+    """The outer state, and one coded payload per direction and section."""
+    vectors = 2 if spec.outer.keeps_momentum else 1
+    return vectors * VECTOR_BYTES * num_parameters + 2 * _round_bytes(spec, num_parameters)
+
+
+def _round_bytes(spec: RunSpec, num_parameters: int) -> int:
+    plans = section_plans(spec.codec, swap_momentum=spec.outer.sends_momentum, num_elements=num_parameters)
+    return sum(part_bytes(plans, part) for part in Part)
 
 
 def probe_step_s(backward: Callable[[Tensor], Tensor], batch: Tensor) -> float:

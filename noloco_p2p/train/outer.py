@@ -26,7 +26,6 @@ from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import Alone, Correction, Half, LonelyCause, Outcome, Swapped
 from noloco_p2p.gossip.round_length import RoundLength
-from noloco_p2p.optim.mixing import CLOSING, gradient_weight, late_beta, strengths
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.metrics import Metrics
@@ -133,7 +132,7 @@ class NoLoCo:
         self._peer = peer
         self._exchange = peer.exchange
         self._model = model
-        self._state = OuterState(parameters or model)
+        self._state = OuterState(parameters or model, self.spec.outer)
         self._steps = 0
         self._length = RoundLength(self.spec.outer)
         self._save_every_rounds = save_every_rounds
@@ -316,8 +315,7 @@ class NoLoCo:
             inner_steps=self.inner_steps,
             shortest_round_s=self._length.told_s(self._exchange.pace.seconds_per_step),
             progress=self.progress,
-            slow_weights=self._state.slow_weights,
-            outer_momentum=self._state.outer_momentum,
+            state=self._state.sections(),
         )
         self._peer.sketch(self._state.slow_weights)
 
@@ -386,17 +384,7 @@ class NoLoCo:
 
     def _step(self, outcome: Outcome, verdict: Verdict) -> None:
         metrics, received = self._peer.metrics, None if isinstance(outcome, Alone) else outcome.received
-        agreed_steps = received.agreed.inner_steps if received else self._steps
-        mixing = CLOSING if self._is_closing else strengths(self.spec.outer, agreed_steps)
-        share = gradient_weight(self.spec.outer, received.agreed) if received else 1.0
-        clipped = self._state.step(
-            received,
-            alpha=mixing.alpha,
-            beta=mixing.beta,
-            gamma=mixing.gamma,
-            gradient_weight=share,
-            scales=verdict.scales,
-        )
+        clipped = self._state.step(received, scales=verdict.scales, is_closing=self._is_closing)
         metrics.clipped_gradients += verdict.scales.partner < 1
         metrics.clipped_offsets += clipped.num_clipped
         metrics.gated_offsets += clipped.num_pieces
@@ -437,8 +425,7 @@ class NoLoCo:
             what = "the late part of %s was refused: %s | early part kept"
             log.warning(f"round %d | {what}", correction.round, named(correction.partner), verdict.refusal)
             return
-        beta = late_beta(self.spec.outer, correction.agreed)
-        self._state.correct(correction, beta=beta, scales=verdict.scales)
+        self._state.correct(correction, scales=verdict.scales)
         metrics.clipped_gradients += verdict.scales.partner < 1
         metrics.late += 1
 

@@ -13,9 +13,9 @@ from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, LonelyCause, Outcome, Received
 from noloco_p2p.gossip.sections import SectionPair
 from noloco_p2p.optim.gates import LIMITS, GateLimits, GradientScales
-from noloco_p2p.optim.mixing import Agreement
+from noloco_p2p.optim.mixing import CLOSING, Agreement, gradient_weight
 from noloco_p2p.optim.noloco import outer_step
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import OuterSpec, RunSpec
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.gating import UNSCALED, Clipped, Gating, Verdict, scaled_half_difference
@@ -26,34 +26,41 @@ SPREAD_CHUNKS = 16  # of the slow weights, or twice as many: an estimate takes m
 
 
 class OuterState:
-    """`slow_weights`, `outer_momentum`: flat fp32 vectors on the CPU, 8 bytes a parameter.
+    """`slow_weights`, and where alpha is above 0 `outer_momentum`: flat fp32 vectors on the CPU.
 
     The model may be on any one device and of any floating dtype; its weights are the slow weights at the start. All
     steps go chunk by chunk: there is never a second vector of the model's size.
     """
 
-    def __init__(self, model: nn.Module | FlatParameters, *, limits: GateLimits = LIMITS) -> None:
+    def __init__(self, model: nn.Module | FlatParameters, outer: OuterSpec, *, limits: GateLimits = LIMITS) -> None:
         self.parameters = model if isinstance(model, FlatParameters) else FlatParameters(model)
         self.layout = self.parameters.layout()
         self.num_elements = self.parameters.num_elements
         self.slow_weights = torch.empty(self.num_elements)
-        self.outer_momentum = torch.zeros(self.num_elements)
+        self.outer_momentum = torch.zeros(self.num_elements) if outer.keeps_momentum else None
         self.spread: float | None = None  # distance to the last partner over 2^0.5, as a share of the own norm
+        self._outer = outer
         self._bounds = chunk_bounds(self.num_elements)
         self._gating = Gating([param.numel() for _, param in self.parameters.named], limits)
         for start, stop in self._bounds:
             self.slow_weights[start:stop] = self.parameters.read(start, stop)
         self.parameters.flush()
         self._staging = Staging(self.parameters.device)
-        for vector in (self.slow_weights, self.outer_momentum):
+        for vector in self.tensors().values():
             pin(vector, self.parameters.device)
 
     def tensors(self) -> dict[str, Tensor]:
         """What a newcomer takes (`take`): the vectors themselves, not copies."""
-        return {SLOW_WEIGHTS: self.slow_weights, OUTER_MOMENTUM: self.outer_momentum}
+        momentum = {} if self.outer_momentum is None else {OUTER_MOMENTUM: self.outer_momentum}
+        return {SLOW_WEIGHTS: self.slow_weights, **momentum}
+
+    def sections(self) -> dict[SectionName, Tensor]:
+        """What is sent while a round goes on."""
+        return {SectionName[name.upper()]: vector for name, vector in self.tensors().items()}
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Slow weights and momentum become those of `tensors`; the model's weights become the slow weights.
+        """Slow weights and momentum become those of `tensors`, what is more there is left alone; the model's weights
+        become the slow weights.
 
         Raises CheckpointError, before anything is changed, for another model's state or numbers that are not finite.
         """
@@ -68,16 +75,17 @@ class OuterState:
             self.parameters.write(start, self.slow_weights[start:stop])
         self.parameters.flush()
 
-    def copy(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Slow weights, momentum and the model's weights as they are: 12 bytes a parameter."""
-        return self.slow_weights.clone(), self.outer_momentum.clone(), self.parameters.read(0, self.num_elements)
+    def copy(self) -> tuple[dict[str, Tensor], Tensor]:
+        """Slow weights and momentum, and the model's weights as they are: 4 bytes a parameter and vector."""
+        vectors = {name: vector.clone() for name, vector in self.tensors().items()}
+        return vectors, self.parameters.read(0, self.num_elements)
 
     @torch.no_grad()
-    def restore(self, copy: tuple[Tensor, Tensor, Tensor]) -> None:
+    def restore(self, copy: tuple[dict[str, Tensor], Tensor]) -> None:
         """Bit for bit what `copy` gave."""
-        slow_weights, outer_momentum, fast_weights = copy
-        self.slow_weights.copy_(slow_weights)
-        self.outer_momentum.copy_(outer_momentum)
+        vectors, fast_weights = copy
+        for name, vector in self.tensors().items():
+            vector.copy_(vectors[name])
         for start, stop in self._bounds:
             self.parameters.write(start, fast_weights[start:stop])
         self.parameters.flush()
@@ -98,38 +106,34 @@ class OuterState:
 
     @torch.no_grad()
     def step(
-        self,
-        received: Received | None,
-        *,
-        alpha: float,
-        beta: float,
-        gamma: float,
-        gradient_weight: float = 1.0,
-        scales: GradientScales = UNSCALED,
+        self, received: Received | None, *, scales: GradientScales = UNSCALED, is_closing: bool = False
     ) -> Clipped:
         """The outer step; None = alone. The model's weights become the new slow weights.
 
-        Own exact vectors plus half-differences, so that coding errors cannot move a pair's mean; `gradient_weight` is
-        of that of the outer gradients, the others have the weight that the swap agreed on. scales: of the outer
-        gradients, from `judge`. Offsets are clipped on the way, and what was clipped is told. On an accelerator the
-        next chunk comes and the last one goes back while the CPU works on this one.
+        Own exact vectors plus half-differences, so that coding errors cannot move a pair's mean. scales: of the outer
+        gradients, from `judge`. is_closing: nobody trains, and both partners go to the middle. Offsets are clipped on
+        the way, and what was clipped is told. On an accelerator the next chunk comes and the last one goes back while
+        the CPU works on this one.
         """
+        outer = CLOSING if is_closing else self._outer
         weight = received.agreed.weight if received else 1.0
+        own_weight = gradient_weight(outer, received.agreed) if received else 1.0
         gated = self._gating.open_step(received, scales)
         self._staging.begin()
         gradients_here = self._staging.chunks(self._gradient, [stop - start for start, stop in self._bounds])
         apart, length, sampled = 0.0, 0.0, max(1, len(self._bounds) // SPREAD_CHUNKS)
         for index, ((start, stop), gradient) in enumerate(zip(self._bounds, gradients_here, strict=True)):
-            slow, momentum = self.slow_weights[start:stop], self.outer_momentum[start:stop]
+            slow = self.slow_weights[start:stop]
+            momentum = None if self.outer_momentum is None else self.outer_momentum[start:stop]
             gated.own_gradient(index, gradient)
             if (difference := gated.gradient(index)) is not None:
-                gradient.add_(difference, alpha=gradient_weight)
-            if (difference := gated.offset(SectionName.OUTER_MOMENTUM, index)) is not None:
+                gradient.add_(difference, alpha=own_weight)
+            if momentum is not None and (difference := gated.offset(SectionName.OUTER_MOMENTUM, index)) is not None:
                 momentum.add_(difference, alpha=weight)
             offset = gated.offset(SectionName.SLOW_WEIGHTS, index)
             if offset is not None and index % sampled == 0:
                 apart, length = apart + float(offset.square().sum()), length + float(slow.square().sum())
-            outer_step(slow, momentum, gradient, offset, alpha=alpha, beta=beta, gamma=gamma * weight)
+            outer_step(slow, momentum, gradient, offset, alpha=outer.alpha, beta=outer.beta, gamma=outer.gamma * weight)
             with self._staging.going_up():
                 self.parameters.write(start, slow)
         self.parameters.flush()
@@ -139,10 +143,12 @@ class OuterState:
         return gated.close()
 
     @torch.no_grad()
-    def correct(self, correction: Correction, *, beta: float, scales: GradientScales = UNSCALED) -> None:
+    def correct(self, correction: Correction, *, scales: GradientScales = UNSCALED) -> None:
         """The partner's gradient came after the boundary: `beta h` goes into slow, fast weights and momentum."""
+        beta = self._outer.beta * gradient_weight(self._outer, correction.agreed)
+        vectors = [*self.tensors().values()]
         for start, late in late_steps(correction.gradient, beta=beta, scales=scales):
-            for vector in (self.slow_weights, self.outer_momentum):
+            for vector in vectors:
                 vector[start : start + len(late)].add_(late)
             self.parameters.add(start, late)
         self.parameters.flush()

@@ -20,20 +20,19 @@ from badboy.flags import FLAGS, Flag
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, LonelyCause, Outcome, Swapped
-from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
+from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.loopback import LoopbackSwarm
 from noloco_p2p.testing.peers import MemoryPeer
 from noloco_p2p.testing.rounds import Vectors, end_round, open_round, together
+from noloco_p2p.testing.specs import FP32, published
 from noloco_p2p.testing.swapped import received
 from noloco_p2p.train.outer import LossCheck, NoLoCo
 from noloco_p2p.train.outer_state import OuterState
 
-FP32 = CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32")
 WAIT_S, ENOUGH_S = 30.0, 20.0  # a loaded machine; every fault is found long before
-SPEC = RunSpec(name="badboy", codec=FP32, outer=OuterSpec(inner_steps=1, max_wait_s=WAIT_S))
+SPEC = RunSpec(name="badboy", codec=FP32, outer=published(inner_steps=1, max_wait_s=WAIT_S))
 DEADLINES = Deadlines(status_s=2.0, progress_s=2.0, farewell_s=0.5)
 KINDS = {"nothing": Alone, "early": Half, "clipped": Swapped}
-STRENGTHS = (SPEC.outer.alpha, SPEC.outer.beta, SPEC.outer.gamma)
 
 
 def make_model() -> nn.Module:
@@ -51,27 +50,25 @@ def train(model: nn.Module) -> None:
 
 def all_numbers(state: OuterState) -> torch.Tensor:
     """What I1 is about, as one vector: slow weights, momentum, the model's weights."""
-    return torch.cat([state.slow_weights, state.outer_momentum, state.parameters.read(0, state.num_elements)])
+    return torch.cat([*state.tensors().values(), state.parameters.read(0, state.num_elements)])
 
 
 def twin_with(outcome: Outcome, theirs: Vectors) -> OuterState:
     """A peer that got exactly what the victim may have kept: nothing, or the early part."""
     model = make_model()
-    twin = OuterState(model)
-    own = {SectionName.SLOW_WEIGHTS: twin.slow_weights, SectionName.OUTER_MOMENTUM: twin.outer_momentum}
+    twin = OuterState(model, SPEC.outer)
     kept = {SectionName.SLOW_WEIGHTS: theirs.slow_weights, SectionName.OUTER_MOMENTUM: theirs.outer_momentum}
-    early = received(own, kept) if isinstance(outcome, Half) else None
+    early = received(twin.sections(), kept) if isinstance(outcome, Half) else None
     train(model)
-    alpha, beta, gamma = STRENGTHS
-    twin.step(early, alpha=alpha, beta=beta, gamma=gamma)
+    twin.step(early)
     return twin
 
 
 def partner_vectors() -> Vectors:
     """An honest partner: the same start, and an outer gradient of the usual length."""
-    state = OuterState(make_model())
+    state = OuterState(make_model(), SPEC.outer)
     gradient = torch.randn(state.num_elements, generator=torch.Generator().manual_seed(99)) * 0.01
-    return Vectors(state.slow_weights, state.outer_momentum, gradient)
+    return Vectors(state.slow_weights, torch.zeros(state.num_elements), gradient)
 
 
 def one_round(victim: NoLoCo, model: nn.Module, peer: MemoryPeer, theirs: Vectors, *, round_index: int) -> Outcome:

@@ -48,13 +48,14 @@ from noloco_p2p.gossip.uploads import MAX_UPLOADS
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.options import MAX_MESSAGE_BYTES
 from noloco_p2p.net.server import GrpcServer
-from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
+from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.faults import At, Cut, FaultPlan
 from noloco_p2p.testing.loopback import LoopbackSwarm
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, wait_until
+from noloco_p2p.testing.specs import FP32, published
 
-SPEC = RunSpec(name="grpc", codec=CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32"))
+SPEC = RunSpec(name="grpc", codec=FP32, outer=published())
 SHORT = Deadlines(dial_s=1.0, offer_s=1.0, status_s=0.5, progress_s=1.0, farewell_s=0.1)
 WAIT_S = 20.0
 SWAP = "/noloco_p2p.wire.v1.Peer/Swap"
@@ -167,7 +168,7 @@ def test_a_peer_that_gives_up_tells_its_partner_why(swarm: LoopbackSwarm, who: s
 
 
 def test_a_peer_of_another_spec_is_refused_with_the_difference(swarm: LoopbackSwarm) -> None:
-    stranger = swarm.peer("b", spec=RunSpec(name="grpc", outer=OuterSpec(alpha=0.25)))
+    stranger = swarm.peer("b", spec=RunSpec(name="grpc", outer=published(alpha=0.25)))
     peers = [swarm.peer("a"), stranger]
     outcomes = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=WAIT_S)
     assert [type(outcome) for outcome in outcomes] == [Alone, Alone]

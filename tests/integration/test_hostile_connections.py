@@ -28,12 +28,13 @@ from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
-from noloco_p2p.spec import CodecSpec, RunSpec
+from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.identities import identity_of
 from noloco_p2p.testing.loopback import LoopbackSwarm
 from noloco_p2p.testing.rounds import Vectors, one_round
+from noloco_p2p.testing.specs import FP32, published
 
-SPEC = RunSpec(name="entry", codec=CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32"))
+SPEC = RunSpec(name="entry", codec=FP32, outer=published())
 SHORT = Deadlines(dial_s=1.0, offer_s=1.0, status_s=0.5, progress_s=1.0, farewell_s=0.1)
 PING = Refuse(RefuseCode.BUSY, "still here?")
 HANDSHAKE_S, IDLE_S = 5.0, 8.0

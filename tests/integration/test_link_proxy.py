@@ -18,6 +18,7 @@ from noloco_p2p.testing.link_proxy import HOME_FIBRE, LinkProfile, LinkProxy
 from noloco_p2p.testing.loopback import LoopbackSwarm
 from noloco_p2p.testing.peers import MemoryPeer
 from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, together, wait_until
+from noloco_p2p.testing.specs import published
 
 PERFECT = LinkProfile("perfect", down_mbit_s=10_000, up_mbit_s=10_000, delay_ms=0, jitter_ms=0)
 PATIENCE_S = 5.0
@@ -193,7 +194,7 @@ class Links:
 @contextmanager
 def peers_with_links(profile: LinkProfile) -> Iterator[tuple[Links, list[MemoryPeer]]]:
     """Two peers; each reaches the other over the link of the other."""
-    with LoopbackSwarm(RunSpec(name="link"), deadlines=SHORT) as swarm:
+    with LoopbackSwarm(RunSpec(name="link", outer=published()), deadlines=SHORT) as swarm:
         peers = [swarm.peer("a"), swarm.peer("b")]
         links = Links(swarm, profile)
         links.start()

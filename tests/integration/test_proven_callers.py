@@ -37,8 +37,9 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.identities import identity_of
+from noloco_p2p.testing.specs import published
 
-SPEC = RunSpec(name="entry")
+SPEC = RunSpec(name="entry", outer=published())
 BOUNDARY = Boundary(0, None, None, 0.0)
 CALLER = Session(identity_of("caller"))
 PATIENCE_S = 10.0

@@ -19,24 +19,22 @@ from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.replica import Replica
 from noloco_p2p.simulate.swarm import peer_name, simulate_swarm
-from noloco_p2p.spec import CodecSpec, DataSpec, EvaluateSpec, ModelSpec, OuterSpec, RunSpec, TrainSpec
+from noloco_p2p.spec import TrainSpec
 from noloco_p2p.testing.loopback import LoopbackSwarm
 from noloco_p2p.testing.peers import MemoryPeer
 from noloco_p2p.testing.rounds import together, wait_until
+from noloco_p2p.testing.specs import published, tiny_llama
 from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.inner_step import InnerStep
 from noloco_p2p.train.loop import AT_END
 from noloco_p2p.train.outer import NoLoCo
 
 INNER_STEPS, NUM_ROUNDS = 3, 4
-SPEC = RunSpec(
-    name="twin",
-    model=ModelSpec(hidden_size=32, num_layers=1, num_heads=2, mlp_size=48),
-    data=DataSpec(sequence_length=32),
+SPEC = tiny_llama(
+    "twin",
     train=TrainSpec(total_steps=INNER_STEPS * NUM_ROUNDS, batch_size=2, warmup_steps=2),
-    outer=OuterSpec(inner_steps=INNER_STEPS, max_wait_s=30.0),
-    codec=CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32"),
-    evaluate=EvaluateSpec(num_sequences=4),
+    outer=published(inner_steps=INNER_STEPS, max_wait_s=30.0),
+    num_sequences=4,
 )
 
 

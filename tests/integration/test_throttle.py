@@ -21,11 +21,12 @@ from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.lanes import WINDOW_FRAMES
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.throttle import DEPTH_S, READ_AHEAD_S, Limits, Throttle
-from noloco_p2p.spec import CodecSpec, RunSpec
+from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.loopback import LoopbackSwarm
 from noloco_p2p.testing.rounds import Vectors, one_round
+from noloco_p2p.testing.specs import FP32, published
 
-SPEC = RunSpec(name="throttle", codec=CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32"))
+SPEC = RunSpec(name="throttle", codec=FP32, outer=published())
 RATE = 4e6  # 32 Mbit/s
 CHUNK_BYTES = 256 * 1024  # an int8 chunk
 NUM_CHUNKS = 48  # three seconds

@@ -17,15 +17,15 @@ from torch.nn.utils import parameters_to_vector
 
 from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.gossip.round import Phase
-from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
+from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.loopback import LoopbackSwarm
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.testing.rounds import together, wait_until
+from noloco_p2p.testing.specs import FP32, published
 from noloco_p2p.train.outer import NoLoCo
 
 INNER_STEPS, NUM_ROUNDS = 3, 5
 NAMES = ("a", "b")
-FP32 = CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32")
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def one_thread() -> Iterator[None]:
 
 def spec(*, swap_momentum: bool) -> RunSpec:
     return RunSpec(
-        name="twin", codec=FP32, outer=OuterSpec(inner_steps=INNER_STEPS, max_wait_s=30.0, swap_momentum=swap_momentum)
+        name="twin", codec=FP32, outer=published(inner_steps=INNER_STEPS, max_wait_s=30.0, swap_momentum=swap_momentum)
     )
 
 

@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def write_checkpoint(folder: Path, *, amount: float, spec: RunSpec = SPEC) -> Path:
-    state = OuterState(build_model(spec.model, sequence_length=32))
+    state = OuterState(build_model(spec.model, sequence_length=32), spec.outer)
     state.slow_weights.add_(amount)
     meta = {
         "spec": spec.model_dump(mode="json"),

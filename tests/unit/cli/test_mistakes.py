@@ -63,9 +63,9 @@ def test_usage_is_2(arguments: list[str], said: str, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("gamma = 0.7", "gamma = 1.9", "outer.gamma must be < 2 (2 - alpha^2) / (2 + alpha) = 1.4"),
+        ("gamma = 1.0", "gamma = 2.5", "outer.gamma must be < 2 (2 - alpha^2) / (2 + alpha) = 2"),
         ('inner_steps = "auto"', 'inner_steps = "few"', "outer.inner_steps"),
-        ("alpha = 0.5", "alfa = 0.5", "outer.alfa: is not a known field"),
+        ("alpha = 0.0", "alfa = 0.5", "outer.alfa: is not a known field"),
         ("[outer]", "[outer", "cannot be read as TOML"),
         ('source = "stdlib"', 'source = "/etc/passwd"', "a spec never holds a path"),
     ],

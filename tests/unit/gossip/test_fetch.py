@@ -32,8 +32,9 @@ from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.gossip.uploads import MAX_UPLOADS
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.memory import MemoryNetwork, MemoryTransport
+from noloco_p2p.testing.specs import published
 
-SPEC = RunSpec(name="fetch")
+SPEC = RunSpec(name="fetch", outer=published())
 NUM_BYTES = 3 * STATE_CHUNK_BYTES + 500  # four chunks
 
 
@@ -219,7 +220,7 @@ def test_a_chunk_longer_than_its_place_is_refused_though_its_digest_fits(fetchin
 def test_the_spec_comes_from_the_first_donor_that_has_the_right_one(fetching: Fetching) -> None:
     async def another_spec(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
         async for _ in items:
-            yield SpecJson(RunSpec(name="other").canonical_json())
+            yield SpecJson(RunSpec(name="other", outer=published()).canonical_json())
 
     fetching.donor(1, another_spec)
     fetching.network.listed["dead"] = None

@@ -11,12 +11,13 @@ from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import Frame, Offer, Part, Ready, SectionName, SwapState
 from noloco_p2p.gossip.outcome import Alone
 from noloco_p2p.gossip.seams import FrameStream
-from noloco_p2p.spec import CodecSpec, RunSpec
+from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.faults import At, Cut, Drop, Fault, FaultPlan, Repeat
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, one_round
+from noloco_p2p.testing.specs import FP32, published
 
-SPEC = RunSpec(name="half", codec=CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32"))
+SPEC = RunSpec(name="half", codec=FP32, outer=published())
 SHORT = Deadlines(dial_s=1.5, offer_s=1.5, status_s=1.5, progress_s=1.5, farewell_s=0.05)
 SECTIONS_OF = {
     Part.EARLY: {SectionName.SLOW_WEIGHTS, SectionName.OUTER_MOMENTUM},

@@ -11,12 +11,13 @@ from noloco_p2p.gossip.frames import Chunk, Frame
 from noloco_p2p.gossip.outcome import Half, Swapped
 from noloco_p2p.gossip.round import Phase
 from noloco_p2p.gossip.seams import FrameStream
-from noloco_p2p.spec import OuterSpec, RunSpec
+from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, end_round, open_round, together, wait_until
+from noloco_p2p.testing.specs import published
 
 STEPS = 50
-SPEC = RunSpec(name="in-time", outer=OuterSpec(inner_steps=STEPS))
+SPEC = RunSpec(name="in-time", outer=published(inner_steps=STEPS))
 A, B = Vectors.random(1), Vectors.random(2)
 
 
@@ -29,8 +30,7 @@ def open_at(peer: MemoryPeer, vectors: Vectors, *, seconds_per_step: float, step
     peer.exchange.open(
         index,
         progress=0.0,
-        slow_weights=vectors.slow_weights,
-        outer_momentum=vectors.outer_momentum,
+        state=vectors.state(),
         steps_done=STEPS - steps_left,
     )
 

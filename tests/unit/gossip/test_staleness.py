@@ -16,9 +16,10 @@ from noloco_p2p.gossip.staleness import (
     refuse_stale,
     rounds_apart,
 )
-from noloco_p2p.spec import OuterSpec, RunSpec, TrainSpec
+from noloco_p2p.spec import RunSpec, TrainSpec
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, end_round, open_round, together, wait_until
+from noloco_p2p.testing.specs import published
 
 STEPS = 10_000
 
@@ -78,7 +79,7 @@ def test_most_peers_must_be_far_ahead_before_one_catches_up() -> None:
 
 
 def test_peers_too_far_apart_do_not_swap_and_read_why() -> None:
-    spec = RunSpec(name="stale", outer=OuterSpec(inner_steps=10, max_wait_s=0.5), train=TrainSpec(total_steps=STEPS))
+    spec = RunSpec(name="stale", outer=published(inner_steps=10, max_wait_s=0.5), train=TrainSpec(total_steps=STEPS))
     with MemorySwarm(spec) as swarm:
         ahead, behind = swarm.peer("a"), swarm.peer("b")
         vectors = Vectors.random(1)

@@ -12,12 +12,12 @@ from noloco_p2p.codec import CHUNK_ELEMENTS, chunk_bounds
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Received, Swapped
 from noloco_p2p.gossip.round import Phase
-from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
+from noloco_p2p.spec import CodecSpec, RunSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, together, wait_until
+from noloco_p2p.testing.specs import FP32, published
 
-FP32 = CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32")
-SPEC = RunSpec(name="swap", codec=FP32)
+SPEC = RunSpec(name="swap", codec=FP32, outer=published())
 A, B = Vectors.random(1), Vectors.random(2)
 SECTIONS = {
     SectionName.SLOW_WEIGHTS: "slow_weights",
@@ -71,7 +71,7 @@ def test_the_two_half_differences_are_opposite_bit_for_bit(codec: str) -> None:
 
 
 def test_momentum_stays_at_home_when_the_spec_says_so() -> None:
-    with MemorySwarm(RunSpec(name="swap", outer=OuterSpec(swap_momentum=False), codec=FP32)) as swarm:
+    with MemorySwarm(RunSpec(name="swap", outer=published(swap_momentum=False), codec=FP32)) as swarm:
         outcomes = one_round([swarm.peer("a"), swarm.peer("b")], [A, B], wait_s=20.0)
     for outcome in outcomes:
         assert set(received(outcome).sections) == {SectionName.SLOW_WEIGHTS, SectionName.OUTER_GRADIENT}

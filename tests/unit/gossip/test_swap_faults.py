@@ -36,7 +36,7 @@ from noloco_p2p.gossip.frames import (
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
 from noloco_p2p.gossip.round import Phase
 from noloco_p2p.gossip.seams import FrameStream, Service
-from noloco_p2p.spec import CodecSpec, RunSpec
+from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.faults import (
     Announce,
     At,
@@ -54,8 +54,9 @@ from noloco_p2p.testing.faults import (
 )
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, wait_until
+from noloco_p2p.testing.specs import FP32, published
 
-SPEC = RunSpec(name="faults", codec=CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32"))
+SPEC = RunSpec(name="faults", codec=FP32, outer=published())
 SHORT = Deadlines(dial_s=1.0, offer_s=1.0, status_s=1.0, progress_s=1.0, farewell_s=0.05)
 WAIT_S = 20.0
 ENOUGH_S = 5.0  # far above what any fault costs with SHORT, far below WAIT_S

@@ -16,13 +16,15 @@ from noloco_p2p.gossip.frames import Chunk, Grid, SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Received, Swapped
 from noloco_p2p.gossip.round import Phase
 from noloco_p2p.gossip.seams import FrameStream
-from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
+from noloco_p2p.spec import CodecSpec, RunSpec
 from noloco_p2p.testing.faults import At, FaultPlan, FlipBit, Replace
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, wait_until
+from noloco_p2p.testing.specs import published
 
 NUM_ELEMENTS = 2 * CHUNK_ELEMENTS + 1000
-SPEC = RunSpec(name="modulo", codec=CodecSpec(slow_weights="modulo8", outer_momentum="modulo8", outer_gradient="int4"))
+CODECS = CodecSpec(slow_weights="modulo8", outer_momentum="modulo8", outer_gradient="int4")
+SPEC = RunSpec(name="modulo", codec=CODECS, outer=published())
 SHORT = Deadlines(dial_s=0.3, offer_s=0.3, status_s=0.3, progress_s=1.0, farewell_s=0.05)
 MODULO_BYTES = sum(MODULO8.num_bytes(stop - start) for start, stop in chunk_bounds(NUM_ELEMENTS))
 INT8_BYTES = section_bytes(INT8, NUM_ELEMENTS)
@@ -137,7 +139,7 @@ def test_a_grid_that_no_peer_proposes_ends_the_swap(exponents: bytes) -> None:
 
 
 def test_the_next_partner_waits_until_the_late_part_is_here_and_applied() -> None:
-    spec = SPEC.model_copy(update={"outer": OuterSpec(max_wait_s=0.0)})
+    spec = SPEC.model_copy(update={"outer": published(max_wait_s=0.0)})
     with MemorySwarm(spec, deadlines=SHORT) as swarm:
         a, b = swarm.peer("a"), swarm.peer("b")
         vectors = near(1), near(2)

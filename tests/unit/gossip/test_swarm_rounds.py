@@ -14,12 +14,13 @@ from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import Chunk, Part, Ready, SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
 from noloco_p2p.gossip.round import Phase
-from noloco_p2p.spec import OuterSpec, RunSpec
+from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.faults import At, Cut, FaultPlan, Stall
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, wait_until
+from noloco_p2p.testing.specs import published
 
-SPEC = RunSpec(name="rounds")
+SPEC = RunSpec(name="rounds", outer=published())
 WAIT_S = 20.0
 
 
@@ -66,7 +67,7 @@ def test_sixteen_peers_in_lock_step_pair_off_round_after_round() -> None:
     num_peers, num_rounds, inner_steps, step_s = 16, 5, 5, 0.06
     names = [f"peer-{number:02}" for number in range(num_peers)]
 
-    with MemorySwarm(RunSpec(name="rounds", outer=OuterSpec(inner_steps=inner_steps))) as swarm:
+    with MemorySwarm(RunSpec(name="rounds", outer=published(inner_steps=inner_steps))) as swarm:
         peers = {name: swarm.peer(name) for name in names}
         start = Barrier(num_peers)
 
@@ -162,8 +163,8 @@ class Stranger(NamedTuple):
     "stranger",
     [
         Stranger(("protocol version", "1.0", "2.0"), protocol_version="2.0"),
-        Stranger(("run", "rounds", "another"), spec=RunSpec(name="another")),
-        Stranger(("spec digest", SPEC.digest()[:16]), spec=RunSpec(name="rounds", outer=OuterSpec(alpha=0.3))),
+        Stranger(("run", "rounds", "another"), spec=RunSpec(name="another", outer=published())),
+        Stranger(("spec digest", SPEC.digest()[:16]), spec=RunSpec(name="rounds", outer=published(alpha=0.3))),
         Stranger(("model layout", "this-model", "another-model"), layout="another-model"),
     ],
     ids=lambda stranger: stranger.words[0],

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from noloco_p2p.gossip.round import Phase
-from noloco_p2p.spec import CodecSpec, RunSpec
+from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, open_round, wait_until
+from noloco_p2p.testing.specs import FP32, published
 
-SPEC = RunSpec(name="v", codec=CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32"))
+SPEC = RunSpec(name="v", codec=FP32, outer=published())
 
 
 @pytest.mark.parametrize("theirs", ["1.1", "1.2", "1.97"])

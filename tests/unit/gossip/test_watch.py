@@ -10,9 +10,10 @@ from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.faults import At, FaultPlan, Stall
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, end_round, open_round, together, wait_until
+from noloco_p2p.testing.specs import published
 
 NUM_ELEMENTS = CHUNK_ELEMENTS + 100
-SPEC = RunSpec(name="watched")
+SPEC = RunSpec(name="watched", outer=published())
 
 
 def test_a_swap_is_told_from_its_early_part_to_its_end() -> None:

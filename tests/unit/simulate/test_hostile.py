@@ -12,16 +12,13 @@ from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.result import Result
 from noloco_p2p.simulate.swarm import simulate_swarm
-from noloco_p2p.spec import CodecSpec, DataSpec, EvaluateSpec, ModelSpec, OuterSpec, RunSpec, TrainSpec
+from noloco_p2p.spec import TrainSpec
+from noloco_p2p.testing.specs import published, tiny_llama
 
-SPEC = RunSpec(
-    name="hostile",
-    model=ModelSpec(hidden_size=32, num_layers=1, num_heads=2, mlp_size=48),
-    data=DataSpec(sequence_length=32),
+SPEC = tiny_llama(
+    "hostile",
     train=TrainSpec(total_steps=6, batch_size=2, warmup_steps=1),
-    outer=OuterSpec(inner_steps=2, max_wait_s=100.0, closing_rounds=0),
-    codec=CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32"),
-    evaluate=EvaluateSpec(num_sequences=8),
+    outer=published(inner_steps=2, max_wait_s=100.0, closing_rounds=0),
 )
 
 

@@ -20,18 +20,14 @@ from noloco_p2p.simulate.replica import Replica
 from noloco_p2p.simulate.result import Result, table
 from noloco_p2p.simulate.run import check_rules, seeded
 from noloco_p2p.simulate.swarm import simulate_swarm
-from noloco_p2p.spec import CodecSpec, DataSpec, EvaluateSpec, ModelSpec, OuterSpec, RunSpec, TrainSpec
+from noloco_p2p.spec import RunSpec, TrainSpec
 from noloco_p2p.testing.link_proxy import LinkProfile
+from noloco_p2p.testing.specs import FP32, published, tiny_llama
 
-FP32 = CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32")
-SPEC = RunSpec(
-    name="simulated",
-    model=ModelSpec(hidden_size=32, num_layers=1, num_heads=2, mlp_size=48),
-    data=DataSpec(sequence_length=32),
+SPEC = tiny_llama(
+    "simulated",
     train=TrainSpec(total_steps=12, batch_size=2, warmup_steps=2),
-    outer=OuterSpec(inner_steps=3, max_wait_s=100.0, closing_rounds=0),
-    codec=FP32,
-    evaluate=EvaluateSpec(num_sequences=8),
+    outer=published(inner_steps=3, max_wait_s=100.0, closing_rounds=0),
 )
 
 

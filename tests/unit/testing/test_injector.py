@@ -7,12 +7,13 @@ import torch
 
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
-from noloco_p2p.spec import CodecSpec, RunSpec
+from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.injector import Injector, Phase
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, one_round
+from noloco_p2p.testing.specs import FP32, published
 
-SPEC = RunSpec(name="inject", codec=CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32"))
+SPEC = RunSpec(name="inject", codec=FP32, outer=published())
 DEADLINES = Deadlines(dial_s=3.0, offer_s=3.0, status_s=3.0, progress_s=3.0, farewell_s=0.05)  # a cut shows at once
 KILLS = 10
 ALLOWED: dict[Phase, set[type[Outcome]]] = {  # a lost Ready is asked for; who is asked may not have verified yet

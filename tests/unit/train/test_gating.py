@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, LonelyCause, Swapped
+from noloco_p2p.testing.specs import published
 from noloco_p2p.testing.swapped import EVEN, received
 from noloco_p2p.train.outer_state import OuterState, admitted
 
@@ -23,7 +24,7 @@ def make_state(seed: int = 1) -> OuterState:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(600, 500), nn.Linear(500, 3))
-    state = OuterState(model)
+    state = OuterState(model, published())
     with torch.no_grad():
         for param in model.parameters():
             param.add_(0.1)
@@ -32,22 +33,20 @@ def make_state(seed: int = 1) -> OuterState:
 
 def sections(state: OuterState) -> Sections:
     gradient = torch.cat([chunk.clone() for chunk in state.outer_gradient()])
-    return {SLOW: state.slow_weights.clone(), MOMENTUM: state.outer_momentum.clone(), GRADIENT: gradient}
+    return {name: vector.clone() for name, vector in state.sections().items()} | {GRADIENT: gradient}
 
 
 def fingerprint(state: OuterState) -> str:
     """All that a swap may change (I1)."""
     fast = state.parameters.read(0, state.num_elements)
-    numbers = (state.slow_weights, state.outer_momentum, fast)
+    numbers = (*state.tensors().values(), fast)
     return blake3(b"".join(vector.numpy().tobytes() for vector in numbers)).hexdigest()
 
 
 def take(state: OuterState, theirs: Mapping[SectionName, Tensor]) -> Swapped | Alone:
     """One outer step as a peer takes it."""
     outcome, verdict = admitted(Swapped(received(sections(state), theirs)), state)
-    state.step(
-        None if isinstance(outcome, Alone) else outcome.received, alpha=0.5, beta=0.7, gamma=0.7, scales=verdict.scales
-    )
+    state.step(None if isinstance(outcome, Alone) else outcome.received, scales=verdict.scales)
     assert isinstance(outcome, Swapped | Alone)
     return outcome
 
@@ -78,7 +77,7 @@ def test_a_gradient_of_ten_times_the_usual_length_refuses_the_swap_and_the_round
     assert "outer gradient" in outcome.reason
     assert "..artner" in outcome.reason
     take(here, theirs)
-    alone.step(None, alpha=0.5, beta=0.7, gamma=0.7)
+    alone.step(None)
     assert fingerprint(here) == fingerprint(alone), "bit for bit the lonely step"
 
 
@@ -125,7 +124,7 @@ def test_the_pull_is_bounded_for_each_tensor_by_itself() -> None:
 
 
 def test_a_thousand_swaps_with_a_liar_leave_every_number_finite() -> None:
-    state = OuterState(nn.Linear(4, 3))
+    state = OuterState(nn.Linear(4, 3), published())
     noise = torch.Generator().manual_seed(5)
     for _ in range(1000):
         with torch.no_grad():

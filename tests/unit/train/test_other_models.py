@@ -12,16 +12,17 @@ from torch import nn
 
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.spec import OuterSpec, RunSpec, TrainSpec
+from noloco_p2p.spec import RunSpec, TrainSpec
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.processes import until
+from noloco_p2p.testing.specs import published
 from noloco_p2p.train.buffers import persistent_buffers
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.outer import NoLoCo
 
 SPEC = RunSpec(
-    name="t", outer=OuterSpec(inner_steps=2, max_wait_s=0.0), train=TrainSpec(total_steps=50, warmup_steps=1)
+    name="t", outer=published(inner_steps=2, max_wait_s=0.0), train=TrainSpec(total_steps=50, warmup_steps=1)
 )
 
 

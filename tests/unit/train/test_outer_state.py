@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from noloco_p2p.errors import CheckpointError
+from noloco_p2p.spec import OuterSpec
+from noloco_p2p.testing.specs import published
 from noloco_p2p.train.outer_state import OuterState, met_progress
 from noloco_p2p.train.staging import Staging
 
@@ -14,7 +16,7 @@ from noloco_p2p.train.staging import Staging
 def test_a_refused_state_changes_nothing() -> None:
     """A donor's slow weights must not stay behind when its momentum turns out to be useless."""
     model = nn.Linear(3, 2)
-    state = OuterState(model)
+    state = OuterState(model, published())
     before = state.slow_weights.clone()
     for momentum in (torch.full((8,), torch.nan), torch.zeros(7)):
         with pytest.raises(CheckpointError):
@@ -24,11 +26,29 @@ def test_a_refused_state_changes_nothing() -> None:
 
 
 def test_a_taken_state_is_the_models() -> None:
-    state = OuterState(nn.Linear(3, 2))
+    state = OuterState(nn.Linear(3, 2), published())
     state.take({"slow_weights": torch.arange(8.0), "outer_momentum": torch.ones(8)})
     assert torch.equal(state.parameters.read(0, 8), torch.arange(8.0))
-    state.step(None, alpha=0.5, beta=0.7, gamma=0.7)
+    state.step(None)
     assert torch.equal(state.parameters.read(0, 8), torch.arange(8.0) + 0.5)
+
+
+def test_without_alpha_there_is_no_momentum_and_a_round_goes_all_the_way() -> None:
+    state = OuterState(nn.Linear(3, 2), OuterSpec())
+    assert [*state.tensors()] == ["slow_weights"]
+    before = state.slow_weights.clone()
+    for _ in range(2):
+        state.parameters.add(0, torch.ones(8))
+        state.step(None)
+    assert torch.allclose(state.slow_weights, before + 2)
+    assert torch.equal(state.parameters.read(0, 8), state.slow_weights)
+
+
+def test_a_state_with_more_than_is_needed_is_taken() -> None:
+    """A run that was forked without its momentum."""
+    state = OuterState(nn.Linear(3, 2), OuterSpec())
+    state.take({"slow_weights": torch.arange(8.0), "outer_momentum": torch.ones(8)})
+    assert torch.equal(state.parameters.read(0, 8), torch.arange(8.0))
 
 
 @pytest.mark.parametrize(("partner_opened_at", "met"), [(0.4, 0.5), (0.44, 0.52), (0.9, 0.6), (0.0, 0.4)])
@@ -42,12 +62,12 @@ def test_the_overlapped_outer_step_is_the_plain_one() -> None:
     for is_overlapped in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(1000, 700)  # three chunks
-        state = OuterState(model)
+        state = OuterState(model, published())
         state._staging = Staging(torch.device("cpu"), is_overlapped=is_overlapped)
         for _ in range(2):
             with torch.no_grad():
                 model.weight.add_(torch.randn_like(model.weight))
-            state.step(None, alpha=0.5, beta=0.7, gamma=0.7)
+            state.step(None)
         assert torch.equal(state.parameters.read(0, state.num_elements), state.slow_weights)
         ends.append(state.slow_weights)
     assert torch.equal(ends[0], ends[1])

@@ -22,6 +22,7 @@ from noloco_p2p.gossip.outcome import Outcome, Swapped
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import DataSpec, ModelSpec, RunSpec, TrainSpec
 from noloco_p2p.testing.peers import MemorySwarm
+from noloco_p2p.testing.specs import published
 from noloco_p2p.train.compute import Compute
 from noloco_p2p.train.evaluate import evaluate_loss
 from noloco_p2p.train.flat import FlatParameters
@@ -38,6 +39,7 @@ SPEC = RunSpec(
     model=ModelSpec(vocab_size=99, hidden_size=20, num_layers=2, num_heads=2, mlp_size=30),  # no size that 3 divides
     data=DataSpec(sequence_length=16),
     train=TrainSpec(warmup_steps=1, total_steps=50, weight_decay=0.1),
+    outer=published(),
 )
 CPU = torch.device("cpu")
 WINDOW_ELEMENTS = 1000  # the model has several of them
@@ -60,13 +62,13 @@ def train(inner: InnerStep, state: OuterState, steps: range) -> list[float]:
             with inner.together():
                 losses.append(evaluate_loss(inner.model, [batch(90), batch(91)]))
             list(state.outer_gradient())
-            state.step(None, alpha=0.5, beta=0.7, gamma=0.7)
+            state.step(None)
     return losses
 
 
 def plain(steps: range, spec: RunSpec) -> tuple[list[float], dict[str, Tensor]]:
     model = build_model(SPEC.model, sequence_length=16)
-    inner, state = InnerStep(model, spec.train), OuterState(model)
+    inner, state = InnerStep(model, spec.train), OuterState(model, spec.outer)
     losses = train(inner, state, steps)
     return losses, {**inner.state(), **state.parameters.named_values()}
 
@@ -88,7 +90,7 @@ def lead(ranks: Ranks, spec: RunSpec = SPEC) -> tuple[LeadingStep, OuterState]:
     layout = FlatParameters(model).model_layout
     shard(model, ranks, compute)
     parameters = ShardedParameters(model, ranks, layout=layout, window_elements=WINDOW_ELEMENTS)
-    return LeadingStep(model, spec.train, compute, ranks), OuterState(parameters)
+    return LeadingStep(model, spec.train, compute, ranks), OuterState(parameters, spec.outer)
 
 
 def train_sharded(ranks: Ranks, spec: RunSpec, steps: range, resume: Path | None, to: Path) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from noloco_p2p.errors import CheckpointError
-from noloco_p2p.spec import OuterSpec, RunSpec, TrainSpec
+from noloco_p2p.spec import RunSpec, TrainSpec
 from noloco_p2p.testing.peers import MemorySwarm
+from noloco_p2p.testing.specs import published
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.train.outer import NoLoCo
 from noloco_p2p.train.saver import Saver
@@ -68,7 +69,7 @@ def test_a_full_disk_is_told_and_nothing_else(tmp_path: Path, caplog: pytest.Log
 
 def test_the_state_that_is_served_is_the_one_that_was_written(tmp_path: Path) -> None:
     """Rounds go on while the disk is busy; what newcomers then get tells the round it was taken in."""
-    spec = RunSpec(name="test", outer=OuterSpec(inner_steps=2), train=TrainSpec(total_steps=100, warmup_steps=1))
+    spec = RunSpec(name="test", outer=published(inner_steps=2), train=TrainSpec(total_steps=100, warmup_steps=1))
     with MemorySwarm(spec) as swarm:
         peer = swarm.peer("a", run_folder=tmp_path)
         model, disk = nn.Linear(3, 2), SlowDisk(tmp_path / "checkpoints")
