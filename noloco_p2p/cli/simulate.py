@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from noloco_p2p.cli.options import Data
+from noloco_p2p.cli.options import Changes, Data, parse_changes
 from noloco_p2p.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -36,10 +36,7 @@ def simulate(
     churn: Annotated[
         str, typer.Option(help="join:8@300,leave:2@500,crash:3@200 (virtual seconds), lose:0.2, absent:0.2 (shares).")
     ] = "",
-    closing: Annotated[
-        int | None,
-        typer.Option(help="Rounds of mixing without training at the end.", show_default="the spec's", min=0),
-    ] = None,
+    changes: Changes = None,
     seed: Annotated[int, typer.Option(help="Of pairing, faults and start weights.", min=0)] = 0,
     threads: Annotated[int, typer.Option(help="Threads of torch; the bits depend on it.", min=1)] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda:N or auto; same bits each time on a CPU only.")] = "cpu",
@@ -56,7 +53,7 @@ def simulate(
     from noloco_p2p.simulate.plan import Plan, parse_churn, parse_links, parse_speeds
     from noloco_p2p.spec import RunSpec
 
-    spec = RunSpec.load(file)
+    spec = RunSpec.load(file).with_changes(parse_changes(changes), origin="--set")
     if steps:
         warmup = min(spec.train.warmup_steps, steps // 10)
         spec = spec.with_changes({"train.total_steps": steps, "train.warmup_steps": warmup}, origin="--steps")
@@ -67,7 +64,6 @@ def simulate(
         speeds=parse_speeds(speeds),
         links=parse_links(link.split(",")),
         churn=parse_churn(churn, num_replicas=replicas),
-        closing_rounds=closing,
     )
     names = [name.strip() for name in rules.split(",")]
     import torch

@@ -55,7 +55,6 @@ class Plan:
     speeds: tuple[float, ...] = (1.0,)
     links: tuple[LinkProfile, ...] = (IDEAL,)
     churn: Churn = Churn()
-    closing_rounds: int | None = None  # after the schedule: mixing without training; None = as the spec says
     gates: GateLimits = LIMITS  # of all replicas
     attackers: tuple[tuple[int, str], ...] = ()  # replica, name of its `hostile.Attack`; results do not count them
     evaluations: int = 4  # points of the curve of validation loss

@@ -99,9 +99,7 @@ class _Swarm:
         return replica
 
     def _life(self, replica: Replica) -> Coroutine[Any, Any, None]:
-        told = self.plan.closing_rounds
-        rounds = closing_rounds(self.material.spec.outer, self.plan.num_replicas) if told is None else told
-        return replica.run(closing_rounds=rounds)
+        return replica.run(closing_rounds=closing_rounds(self.material.spec.outer, self.plan.num_replicas))
 
     async def _at(self, event: Event) -> None:
         await asyncio.sleep(event.at_s)

@@ -3,33 +3,18 @@ bootstrap, which everybody reaches, is the only entrance, dials back, and is the
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import netlab
 import pytest
 
 from noloco_p2p.control import ask
 from noloco_p2p.testing.processes import START_S, Command, PeerProcess, small_spec, until, write_spec
 
 pytestmark = pytest.mark.slow
-
-
-def load_netlab() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "netlab.py"
-    spec = importlib.util.spec_from_file_location("netlab", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look up their annotations
-    spec.loader.exec_module(module)
-    return module
-
-
-netlab = load_netlab()
 
 
 def why_not() -> str:
@@ -57,11 +42,11 @@ def test_peers_behind_closed_ports_swap_by_a_relay_and_are_told_what_to_open(tmp
         flags = ("--state-dir", tmp_path / "boot", "--listen", f"{middle.address}:0", "--address-file", door)
         with Command("bootstrap", *flags, log=tmp_path / "boot.txt", namespace=middle.namespace) as bootstrap:
             bootstrap.wait_for("others enter with:")
-            where = [{"namespace": home.namespace, "host": home.address} for home in homes]
-            with PeerProcess(file, tmp_path / "one", "--bootstrap", f"@{door}", **where[0]) as one:
+            where = [partial(PeerProcess, namespace=home.namespace, host=home.address) for home in homes]
+            with where[0](file, tmp_path / "one", "--bootstrap", f"@{door}") as one:
                 found = until(lambda: relayed(one), timeout_s=START_S, what="a relay for the first")
                 assert "1 of 1 peers could not dial port" in found["sentence"]
                 assert "forward TCP" in found["sentence"]
-                with PeerProcess(one.ticket, tmp_path / "two", **where[1]) as two:  # spec and state come by the tunnel
+                with where[1](one.ticket, tmp_path / "two") as two:  # spec and state come by the tunnel
                     two.swap_with(one, timeout_s=2 * START_S)
                     one.swap_with(two)

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import shutil
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import netlab
 import pytest
 
-
-def load_netlab() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "netlab.py"
-    spec = importlib.util.spec_from_file_location("netlab", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look up their annotations
-    spec.loader.exec_module(module)
-    return module
-
-
-netlab = load_netlab()
 PACKET_BYTES = 1250  # 0.1 ms at 100 Mbit/s
 
 

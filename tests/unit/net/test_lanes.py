@@ -58,7 +58,12 @@ class MemoryWire:
         await self.outgoing.put(None)
 
     async def close(self) -> None:
+        """Ends who reads, as the end of a call does."""
         self.is_closed = True
+        messages = self.incoming.messages
+        while not messages.empty():
+            messages.get_nowait()
+        messages.put_nowait(None)
 
 
 class Stream(LaneStream):

@@ -115,7 +115,9 @@ def test_who_joins_stands_where_its_donor_stands_and_who_crashes_is_missing() ->
 
 
 def test_closing_rounds_bring_replicas_together() -> None:
-    spreads = [weights_after(SPEC, Plan(4, closing_rounds=rounds))[0].spread for rounds in (0, 6)]
+    spreads = [
+        weights_after(SPEC.with_changes({"outer.closing_rounds": rounds}), Plan(4))[0].spread for rounds in (0, 6)
+    ]
     assert spreads[1] < spreads[0] / 5, spreads
 
 
