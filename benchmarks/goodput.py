@@ -10,25 +10,19 @@ the machine is shared. Bytes are of payloads, both directions added up.
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
 
-import grpc.aio
 import torch
+from bare_stream import BareStream
 from claims import Claim, run
-from pair import Side, run_pair, start_loop
+from pair import Side, run_pair
 
 from noloco_p2p.codec import CHUNK_ELEMENTS, chunk_bounds, get_codec
 from noloco_p2p.gossip.outcome import Swapped
-from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.identity import Identity
-from noloco_p2p.net import options
-from noloco_p2p.net.session import SERVER_NAME, Session
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.specs import published
 
@@ -51,80 +45,25 @@ def swap_side(name: str, pipe: Connection, num_elements: int, repeats: int) -> N
     peer.stop()
 
 
-def on(loop: asyncio.AbstractEventLoop, coroutine: Any) -> Any:
-    return asyncio.run_coroutine_threadsafe(coroutine, loop).result(300)
-
-
 def bare_side(name: str, pipe: Connection, num_elements: int, is_plain: bool, repeats: int) -> None:
-    """The same messages over a bidirectional stream of bytes, without coding them or looking at them; with TLS or
-    without."""
-    session = Session(Identity.from_seed(bytes(32)))
-    loop = start_loop()
-    sizes = [get_codec(codec).num_bytes(stop - start) for codec in CODECS for start, stop in chunk_bounds(num_elements)]
-    payloads = {size: bytes(size) for size in set(sizes)}
-    served = threading.Event()
-
-    async def messages() -> AsyncIterator[bytes]:
-        for size in sizes:
-            yield payloads[size]
-
-    async def answer(requests: AsyncIterator[bytes], context: Any) -> None:
-        async def send() -> None:
-            async for message in messages():
-                await context.write(message)
-
-        sender = asyncio.create_task(send())
-        async for _ in requests:
-            pass
-        await sender
-        served.set()
-
-    async def serve() -> tuple[Any, int]:
-        server = grpc.aio.server(options=options.SERVER)
-        method = grpc.stream_stream_rpc_method_handler(answer)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare.Bare", {"Stream": method}),))
-        address = "127.0.0.1:0"
-        port = (
-            server.add_insecure_port(address)
-            if is_plain
-            else server.add_secure_port(address, session.server_credentials())
-        )
-        await server.start()
-        return server, port
-
-    def channel_to(address: str, key: bytes) -> grpc.aio.Channel:
-        if is_plain:
-            return grpc.aio.insecure_channel(address, options=options.CLIENT)
-        credentials = session.channel_credentials(Candidate("", address, session_key=key))
-        named = ("grpc.ssl_target_name_override", SERVER_NAME)
-        return grpc.aio.secure_channel(address, credentials, options=[*options.CLIENT, named])
-
-    async def call(address: str, key: bytes) -> None:
-        async with channel_to(address, key) as channel:
-            stream = channel.stream_stream("/bare.Bare/Stream")(messages())
-            async for _ in stream:
-                pass
-
-    server, port = on(loop, serve())
-    pipe.send((port, session.key))
-    _, address, key = pipe.recv()
+    stream = BareStream(name, pipe, message_sizes(num_elements), is_plain=is_plain)
     for _ in range(repeats):
         pipe.recv()
         began_s = time.monotonic()
-        if name == "a":
-            on(loop, call(address, key))
-        else:
-            assert served.wait(300)
-            served.clear()
-        pipe.send((time.monotonic() - began_s, sum(sizes)))
-    on(loop, server.stop(0.1))
+        stream.start()
+        stream.wait()
+        pipe.send((time.monotonic() - began_s, sum(message_sizes(num_elements))))
+    stream.stop()
+
+
+def message_sizes(num_elements: int) -> list[int]:
+    """Those of the chunks of a swap."""
+    return [get_codec(codec).num_bytes(stop - start) for codec in CODECS for start, stop in chunk_bounds(num_elements)]
 
 
 def tcp_side(name: str, pipe: Connection, num_elements: int, repeats: int) -> None:
     """The same number of bytes through a socket each way, in writes of one chunk."""
-    total = sum(
-        get_codec(codec).num_bytes(stop - start) for codec in CODECS for start, stop in chunk_bounds(num_elements)
-    )
+    total = sum(message_sizes(num_elements))
     listener = socket.create_server(("127.0.0.1", 0))
     pipe.send(listener.getsockname()[1])
     _, address = pipe.recv()

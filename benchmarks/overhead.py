@@ -4,9 +4,9 @@
 
 One process trains a small transformer layer on one torch thread and swaps with another process, which does nothing
 else, over a link proxy in a third one. All of them share this machine's cores, so partner and proxy cost training
-something too; in real life they are elsewhere. So the processor time that the training process itself spends on the
-swap, in all threads but the training one, is told beside it. Windows with and without a swap take turns; the median
-counts.
+something too; in real life they are elsewhere. So the same bytes over a bare gRPC stream are measured as well, and the
+processor time that the training process itself spends on either, in all threads but the training one, is told beside.
+Windows with and without traffic take turns; the median counts.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from multiprocessing.connection import Connection
 from statistics import median
 
 import torch
+from bare_stream import BareStream
 from claims import Claim, run
 from pair import Side, run_pair, start_loop
 from torch import nn
 
+from noloco_p2p.codec import chunk_bounds, get_codec
 from noloco_p2p.gossip.round import Phase
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.link_proxy import LinkProfile, LinkProxy
 from noloco_p2p.testing.specs import published
 
 SPEC = RunSpec(name="overhead", outer=published(inner_steps=1, max_wait_s=300.0))
+BF16 = get_codec("bf16")  # slow weights and momentum, as SPEC has them
 
 
 def make_training() -> Callable[[], None]:
@@ -67,6 +70,29 @@ def side(name: str, pipe: Connection, num_elements: int, repeats: int) -> None:
     peer.stop()
 
 
+def bare_side(name: str, pipe: Connection, num_elements: int, repeats: int) -> None:
+    """The messages of the early part, which is what the other one is measured by."""
+    sizes = [BF16.num_bytes(stop - start) for start, stop in chunk_bounds(num_elements)] * 2
+    stream = BareStream(name, pipe, sizes)
+    torch.set_num_threads(1)
+    step = make_training()
+    for _ in range(repeats):
+        pipe.recv()
+        if name == "b":
+            stream.start()
+            stream.wait()
+            pipe.send((0.0, 0.0, 0.0))
+            continue
+        alone = steps_per_s(step, lambda seconds: seconds > 3.0)
+        began_s, others_s = time.monotonic(), time.process_time() - time.thread_time()
+        stream.start()
+        beside = steps_per_s(step, lambda seconds: stream.is_over())
+        seconds = time.monotonic() - began_s
+        others_s = time.process_time() - time.thread_time() - others_s
+        pipe.send((beside / alone, seconds, others_s / seconds))
+    stream.stop()
+
+
 def steps_per_s(step: Callable[[], None], is_over: Callable[[float], bool]) -> float:
     began_s, steps = time.monotonic(), 0
     while not is_over(time.monotonic() - began_s) or not steps:
@@ -88,16 +114,18 @@ def measure(quick: bool) -> list[Claim]:
             asyncio.run_coroutine_threadsafe(proxy.start(), loop).result(10)
             return int(proxy.address.rpartition(":")[2])
 
-        results = run_pair(side, num_elements, repeats=3 if quick else 7, between=between)
-        ratio, swap_s, others = (median(a[field] for a, _ in results) for field in (0, 1, 2))
-        goodput = num_elements * 4 * 8 / swap_s / 1e6
-        claims += [
-            Claim(f"goodput of the swap at {mbit_s} Mbit/s, each way", goodput, "Mbit/s"),
-            Claim(
-                f"processor time of the swap at {mbit_s} Mbit/s, in the training process", 100 * others, "% of a core"
-            ),
-            Claim(f"training beside a swap at {mbit_s} Mbit/s", ratio, "of its speed", f">= {least}", ratio >= least),
-        ]
+        for what, one_side in (("a bare stream", bare_side), ("a swap", side)):
+            results = run_pair(one_side, num_elements, repeats=3 if quick else 7, between=between)
+            ratio, seconds_taken, others = (median(a[field] for a, _ in results) for field in (0, 1, 2))
+            goodput = num_elements * 4 * 8 / seconds_taken / 1e6
+            told = (f">= {least}", ratio >= least) if one_side is side else ()
+            claims += [
+                Claim(f"{what} at {mbit_s} Mbit/s: goodput each way", goodput, "Mbit/s"),
+                Claim(
+                    f"{what} at {mbit_s} Mbit/s: processor time in the training process", 100 * others, "% of a core"
+                ),
+                Claim(f"{what} at {mbit_s} Mbit/s: training beside it", ratio, "of its speed", *told),
+            ]
     return claims
 
 
