@@ -115,7 +115,7 @@ SECTIONS: Mapping[str, str] = {
     "data": "What the swarm reads. A spec names data and never holds a path: paths belong to one machine.",
     "train": "The inner optimization of each peer.",
     "outer": "The NoLoCo outer step (arXiv 2506.10911): mixing with one random live peer after each round.",
-    "codec": "How vectors are coded on the wire: fp32, bf16, int8 or int4; slow weights and momentum also modulo8.",
+    "codec": "How vectors travel: fp32, bf16, int8 or int4; slow weights and momentum also modulo8, modulo4.",
     "evaluate": "Perplexity on held-out sequences, the same ones for every peer.",
 }
 
@@ -172,7 +172,7 @@ COMMENTS: Mapping[str, str] = {
     "outer.swap_momentum": "average outer momentum too; false = the paper's exact rule",
     "outer.max_wait_s": "seconds to wait for a partner's gradient at the end of a round, before going on without it",
     "outer.closing_rounds": 'rounds of mixing alone when training is done; "auto" = log2 of the peers, and 3 more',
-    "codec.slow_weights": "int8 or better; modulo8 takes as many bytes as int8 and is far more exact",
+    "codec.slow_weights": "int8 or better; modulo8 has int8's bytes and is far more exact; modulo4 half of them",
     "codec.outer_momentum": "bf16 or modulo8 recommended",
     "codec.outer_gradient": "int8 loses nothing in published runs, int4 hardly anything",
     "evaluate.every_rounds": "rounds between two evaluations",

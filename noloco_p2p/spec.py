@@ -23,7 +23,8 @@ SPEC_VERSION = 1
 MAX_SPEC_BYTES = 64 * 1024  # a spec that comes from the network is refused above this size
 
 CodecName = Literal["fp32", "bf16", "int8", "int4"]
-StateCodecName = Literal["fp32", "bf16", "int8", "int4", "modulo8"]  # modulo: for what partners have nearly in common
+# modulo: for what partners have nearly in common
+StateCodecName = Literal["fp32", "bf16", "int8", "int4", "modulo8", "modulo4"]
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]

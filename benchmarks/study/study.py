@@ -56,6 +56,7 @@ def outer(inner_steps: int, alpha: float, beta: float, gamma: float, **more: Any
 
 PAPER_MOMENTUM = {"outer.swap_momentum": False}
 MODULO = codec("modulo8", "modulo8", "int4")
+MODULO4 = codec("modulo4", "modulo8", "int4")
 CLOSED = {"outer.closing_rounds": "auto"}
 
 
@@ -91,6 +92,10 @@ STUDIES: dict[str, list[Case]] = {
         Case("ddp", muon(16e-3), rule="ddp"),
         *(Case(f"diloco 20, {rate:g}", muon(rate), rule="diloco") for rate in (16e-3, 24e-3)),
         *(Case(f"{steps}: 0 1 1", {**muon(24e-3), **averaging(steps), **MODULO, **CLOSED}) for steps in (5, 8, 20)),
+        *(
+            Case(f"{steps}: 0 1 1, modulo4", {**muon(24e-3), **averaging(steps), **MODULO4, **CLOSED})
+            for steps in (5, 6)
+        ),
     ],
     "codecs": [
         Case("fp32"),

@@ -39,7 +39,6 @@ MAX_INTEGER = 2.0**30  # in magnitude; own integer plus difference then fits int
 UNKNOWN = 127  # as an exponent: nothing is known of this block, its chunk is not coded modulo
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -100, 100  # steps, their reciprocals and all h are then normal fp32 numbers
 FINEST = 24  # a step is at least 2**-24 of the largest value of its block: fp32 itself knows no finer one
-MARGIN = 2.0  # a bound over the largest distance that was seen
 REMEMBERED = 4  # swaps in which it was seen
 
 
@@ -78,10 +77,11 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class ModuloCodec:
-    """`bits` low-order bits of each grid integer."""
+    """`bits` low-order bits of each grid integer. margin: of a bound over the largest distance that was seen."""
 
     name: str
     bits: int
+    margin: float
 
     @property
     def half_range(self) -> int:
@@ -178,10 +178,10 @@ class ModuloCodec:
         return torch.cat([residues, residues >> 4])[:num_elements] if self.bits == 4 else residues
 
 
-MODULO8 = ModuloCodec(name="modulo8", bits=8)  # 1.0001 bytes a parameter
-MODULO4 = ModuloCodec(name="modulo4", bits=4)  # 0.5001 bytes a parameter
-# Seven steps from 0 to the bound: at MARGIN an error of modulo4 is larger than a typical difference, and in a study
-# with gamma 0.7 replicas no longer come together. It wants short rounds, little momentum and a bound that is close.
+MODULO8 = ModuloCodec(name="modulo8", bits=8, margin=2.0)  # 1.0001 bytes a parameter
+# 0.5001 bytes a parameter. Seven steps from 0 to the bound, so an error is as large as a typical difference: it wants
+# a bound that is close, and breaks a little more often for it. With gamma 0.7 replicas did not come together.
+MODULO4 = ModuloCodec(name="modulo4", bits=4, margin=1.0)
 
 
 def num_blocks(num_elements: int) -> int:
@@ -211,8 +211,8 @@ class Bounds:
     REMEMBERED + 1 numbers a block. Each chunk is updated by one thread at a time; chunks do not meet.
     """
 
-    def __init__(self, num_elements: int, *, codec: ModuloCodec, margin: float = MARGIN) -> None:
-        self._distance_to_step = margin / (codec.half_range - 1)  # rounding adds less than one to a difference
+    def __init__(self, num_elements: int, *, codec: ModuloCodec) -> None:
+        self._distance_to_step = codec.margin / (codec.half_range - 1)  # rounding adds less than one to a difference
         self._distances = torch.zeros(REMEMBERED, num_blocks(num_elements))  # newest first
         self._magnitudes = torch.zeros(num_blocks(num_elements))  # of the values, in the last swap
 

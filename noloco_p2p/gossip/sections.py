@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.codec import Codec, Scratch, chunk_range, get_codec, section_bytes
-from noloco_p2p.codec.modulo import MODULO8, Grid, ModuloCodec
+from noloco_p2p.codec.modulo import MODULO4, MODULO8, Grid, ModuloCodec
 from noloco_p2p.gossip.frames import Part, Payload, SectionName
 from noloco_p2p.optim.halves import half_difference_
 from noloco_p2p.spec import CodecSpec
 
-MODULO_CODECS = {MODULO8.name: MODULO8}
+MODULO_CODECS = {codec.name: codec for codec in (MODULO8, MODULO4)}
 BESIDE_MODULO = "int8"  # for a chunk whose bounds are not known yet, or were broken
 
 

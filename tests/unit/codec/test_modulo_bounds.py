@@ -14,7 +14,6 @@ from noloco_p2p.codec.dither import dither_seed
 from noloco_p2p.codec.modulo import (
     BLOCK_ELEMENTS,
     BLOCKS_A_CHUNK,
-    MARGIN,
     MODULO4,
     MODULO8,
     REMEMBERED,
@@ -48,7 +47,7 @@ def seen(bounds: Bounds, distance: float, *, value: float = 1.0, num_elements: i
 @given(distance=st.floats(1e-6, 1e6))
 def test_the_step_is_the_power_of_two_above_what_the_margin_needs(codec: ModuloCodec, distance: float) -> None:
     (exponent,) = seen(Bounds(10, codec=codec), distance, value=0.0)
-    needed = MARGIN * distance / (codec.half_range - 1)
+    needed = codec.margin * distance / (codec.half_range - 1)
     assert needed * 0.999999 <= 2.0**exponent <= 2.000001 * needed
 
 
@@ -112,7 +111,7 @@ def test_a_partner_within_the_margin_is_never_broken(seed: int, spread: float) -
     bounds = Bounds(500, codec=MODULO8)
     bounds.update(0, half_difference=half, values=own)
     grid = Grid(agree(bounds.propose(), bounds.propose()), seed)
-    partner = own + (torch.rand(500, generator=generator) * 2 - 1) * half.abs().max() * 2 * MARGIN * 0.999
+    partner = own + (torch.rand(500, generator=generator) * 2 - 1) * half.abs().max() * 2 * MODULO8.margin * 0.999
     payload = MODULO8.encode(partner, grid=grid, chunk_index=0)
     assert MODULO8.differences(own, payload, grid=grid, chunk_index=0) is not None
 

@@ -10,7 +10,7 @@ import torch
 
 from noloco_p2p.codec import CHUNK_ELEMENTS, chunk_bounds, section_bytes
 from noloco_p2p.codec.blocks import INT4, INT8
-from noloco_p2p.codec.modulo import MODULO8
+from noloco_p2p.codec.modulo import MODULO4, MODULO8
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import Chunk, Grid, SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Received, Swapped
@@ -68,6 +68,19 @@ def test_the_first_swap_learns_the_bounds_and_the_next_ones_send_a_byte_a_number
     assert error < (halves(first, SectionName.SLOW_WEIGHTS) - exact).abs().max() / 20
     assert [peer.runner.traffic.modulo_chunks for peer in peers] == [6, 6]
     assert [peer.runner.traffic.broken_chunks for peer in peers] == [0, 0]
+
+
+def test_modulo4_sends_half_a_byte_a_number() -> None:
+    spec = SPEC.with_changes({"codec.slow_weights": "modulo4", "outer.alpha": 0.0})
+    with MemorySwarm(spec, deadlines=SHORT) as swarm:
+        peers, vectors = [swarm.peer("a"), swarm.peer("b")], [near(1), near(2)]
+        first, second = (swapped(peers, vectors, index)[0] for index in range(2))
+        ours, theirs = (halves(received, SectionName.SLOW_WEIGHTS) for received in swapped(peers, vectors, 2))
+    num_bytes = sum(MODULO4.num_bytes(stop - start) for start, stop in chunk_bounds(NUM_ELEMENTS))
+    assert (first.bytes_sent, second.bytes_sent) == (INT8_BYTES + INT4_BYTES, num_bytes + INT4_BYTES)
+    exact = (vectors[1].slow_weights - vectors[0].slow_weights) / 2
+    assert (ours - exact).abs().max() < exact.abs().max()
+    assert torch.equal(ours, -theirs)
 
 
 @pytest.mark.parametrize("name", [SectionName.SLOW_WEIGHTS, SectionName.OUTER_MOMENTUM])
