@@ -115,14 +115,15 @@ BANDWIDTH_HEAD = """# What a run sends
 Written by `docs/generate.py` from the presets and the sizes of the codecs: change those, not this page.
 
 A peer sends this much in each round with a partner, and receives as much. Frames and digests add less than 0.1 %;
-`modulo8` up to a tenth, for chunks whose bound broke and that are sent again. "No momentum" is `outer.alpha = 0`, where
-none is kept, or `outer.swap_momentum = false`. A round should last at least three times as long as its swap takes:
+modulo coding up to a tenth, for chunks whose bound broke and that are sent again. "With momentum" is `outer.alpha` above 0
+with `outer.swap_momentum`. A round should last at least three times as long as its swap takes:
 `outer.inner_steps = "auto"` sees to it.
 """
 CODECS = {
     "fp32": ("fp32", "fp32", "fp32"),
     "bf16 + int8": ("bf16", "bf16", "int8"),
     "modulo8 + int4": ("modulo8", "modulo8", "int4"),
+    "modulo4 + int4": ("modulo4", "modulo4", "int4"),
 }
 SIZES = ("small", "medium", "large")
 ROUND_MINUTES = (5, 30)
@@ -131,7 +132,7 @@ LINKS_MBIT_S = (20, 100)
 
 def bandwidth_page() -> list[str]:
     heads = (
-        *("model", "parameters", "weights, momentum + gradient", "MB a round"),
+        *("model", "parameters", "weights + gradient", "MB a round"),
         *(f"minutes at {rate} Mbit/s" for rate in LINKS_MBIT_S),
         *(f"MB an hour, rounds of {minutes} min" for minutes in ROUND_MINUTES),
     )
@@ -139,7 +140,7 @@ def bandwidth_page() -> list[str]:
         _bandwidth_row(size, codecs, sends_momentum=sends_momentum)
         for size in SIZES
         for codecs in CODECS
-        for sends_momentum in (True, False)
+        for sends_momentum in (False, True)
     ]
     return [BANDWIDTH_HEAD, *table([heads, *rows])]
 
@@ -154,7 +155,7 @@ def _bandwidth_row(size: str, codecs: str, *, sends_momentum: bool) -> tuple[str
     plans = section_plans(spec.codec, swap_momentum=sends_momentum, num_elements=num_parameters)
     megabytes = sum(part_bytes(plans, part) for part in Part) / 1e6
     return (
-        *(size, f"{num_parameters / 1e6:,.0f}M", f"{codecs}{'' if sends_momentum else ', no momentum'}"),
+        *(size, f"{num_parameters / 1e6:,.0f}M", f"{codecs}{', with momentum' if sends_momentum else ''}"),
         f"{megabytes:,.0f}",
         *(f"{megabytes * 8 / rate / 60:,.1f}" for rate in LINKS_MBIT_S),
         *(f"{megabytes * 60 / minutes:,.0f}" for minutes in ROUND_MINUTES),

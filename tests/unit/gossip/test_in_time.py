@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from threading import Timer
 
 import pytest
 
@@ -50,6 +51,21 @@ def test_a_partner_that_comes_too_late_is_not_waited_for() -> None:
         assert time.monotonic() - began_s < 5.0
         assert isinstance(outcome, Half)
         assert isinstance(end_round(b, B, wait_s=30.0), Swapped), "b has what a staged, and needs not wait"
+
+
+def test_who_is_asked_to_leave_waits_for_nobody() -> None:
+    with MemorySwarm(SPEC) as swarm:
+        a, b = swarm.peer("a"), swarm.peer("b")
+        open_at(a, A, seconds_per_step=1.0, steps_left=1)
+        open_at(b, B, seconds_per_step=1.0, steps_left=1)
+        both_early(a, b)
+        asked = Timer(0.2, a.runner.hurry)
+        asked.start()
+        began_s = time.monotonic()
+        outcome = end_round(a, A, wait_s=30.0)
+        asked.join()
+        assert isinstance(outcome, Half)
+        assert 0.2 <= time.monotonic() - began_s < 10.0
 
 
 def test_the_partners_lateness_is_told_apart_from_the_transfer() -> None:
