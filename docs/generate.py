@@ -115,8 +115,8 @@ BANDWIDTH_HEAD = """# What a run sends
 Written by `docs/generate.py` from the presets and the sizes of the codecs: change those, not this page.
 
 A peer sends this much in each round with a partner, and receives as much. Frames and digests add less than 0.1 %;
-modulo coding up to a tenth, for chunks whose bound broke and that are sent again. "With momentum" is `outer.alpha` above 0
-with `outer.swap_momentum`. A round should last at least three times as long as its swap takes:
+modulo coding up to a tenth, for chunks whose bound broke and that are sent again. "With momentum" is `outer.alpha`
+above 0 with `outer.swap_momentum`. A round should last at least three times as long as its swap takes:
 `outer.inner_steps = "auto"` sees to it.
 """
 CODECS = {

@@ -7,7 +7,7 @@ number of elements, before a byte is read.
 
 from __future__ import annotations
 
-from noloco_p2p.codec.base import CHUNK_ELEMENTS, Codec, Scratch
+from noloco_p2p.codec.base import CHUNK_ELEMENTS, Codec, Scratch, Sized
 from noloco_p2p.codec.blocks import INT4, INT8
 from noloco_p2p.codec.raw import BF16, FP32
 
@@ -52,8 +52,8 @@ def chunk_bounds(num_elements: int) -> list[tuple[int, int]]:
     return [chunk_range(num_elements, index) for index in range(num_chunks(num_elements))]
 
 
-def section_bytes(codec: Codec, num_elements: int) -> int:
+def section_bytes(codec: Sized, num_elements: int) -> int:
     """Sum of the payloads of all chunks of a section."""
     whole, rest = divmod(num_elements, CHUNK_ELEMENTS)
     num_chunks(num_elements)  # refuses a negative number
-    return whole * codec.num_bytes(CHUNK_ELEMENTS) + codec.num_bytes(rest)
+    return whole * codec.num_bytes(CHUNK_ELEMENTS) + (codec.num_bytes(rest) if rest else 0)

@@ -34,16 +34,20 @@ class Scratch:
         return self._tensors[key][:num_elements]
 
 
-class Codec(Protocol):
+class Sized(Protocol):
+    """What is known of a codec before a byte is read."""
+
+    def num_bytes(self, num_elements: int) -> int:
+        """Exact size of the payload of a chunk; ValueError unless 0 <= num_elements <= CHUNK_ELEMENTS."""
+        ...
+
+
+class Codec(Sized, Protocol):
     """Vector <-> bytes for one chunk. Stateless: the same values give the same bytes on every call."""
 
     @property
     def name(self) -> str:
         """The name in a run spec."""
-        ...
-
-    def num_bytes(self, num_elements: int) -> int:
-        """Exact size of the payload of a chunk; ValueError unless 0 <= num_elements <= CHUNK_ELEMENTS."""
         ...
 
     def encode_into(self, values: Tensor, out: Tensor, *, scratch: Scratch) -> None:

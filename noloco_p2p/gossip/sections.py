@@ -35,6 +35,11 @@ class SectionPlan:
     def codec_name(self) -> str:
         return self.modulo.name if self.modulo else self.codec.name
 
+    @property
+    def num_bytes(self) -> int:
+        """Sum of the payloads; with modulo as long as every bound is known and holds."""
+        return section_bytes(self.modulo or self.codec, self.num_elements)
+
 
 def section_plans(codecs: CodecSpec, *, swap_momentum: bool, num_elements: int) -> tuple[SectionPlan, ...]:
     """The sections of every swap of a run, in the order in which they travel."""
@@ -48,8 +53,8 @@ def section_plans(codecs: CodecSpec, *, swap_momentum: bool, num_elements: int) 
 
 
 def part_bytes(plans: Iterable[SectionPlan], part: Part) -> int:
-    """What a part moves each way: exact without modulo; with it as if no bound were known, 1 % more."""
-    return sum(section_bytes(plan.codec, plan.num_elements) for plan in plans if plan.part is part)
+    """What a part moves each way, see `SectionPlan.num_bytes`."""
+    return sum(plan.num_bytes for plan in plans if plan.part is part)
 
 
 def _plan(name: SectionName, part: Part, codec: str, num_elements: int) -> SectionPlan:

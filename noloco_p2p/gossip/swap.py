@@ -38,7 +38,7 @@ from noloco_p2p.gossip.outcome import Traffic
 from noloco_p2p.gossip.payload_memory import PayloadMemory
 from noloco_p2p.gossip.pipeline import Beside, CheckBehind, Staged, code_ahead
 from noloco_p2p.gossip.seams import FrameStream
-from noloco_p2p.gossip.sections import Coding, SectionPair, SectionPlan, Squares, part_bytes
+from noloco_p2p.gossip.sections import Coding, SectionPair, SectionPlan, Squares
 
 ALIVE_PER_PROGRESS = 4  # signs of life in the time without one that ends a swap
 RECEIVE_TIMEOUT_S = 86_400.0  # `_progress` and the owner of the swap end it long before
@@ -133,8 +133,14 @@ class Swap:
         return {plan.name: self.pair(plan.name) for plan in self._plans if plan.part in self.ledger.committed}
 
     def num_bytes(self, part: Part) -> int:
-        """What a part moves each way, see `part_bytes`."""
-        return part_bytes(self._plans, part)
+        """What a part moves each way, but for chunks that are sent again."""
+        return sum(self._section_bytes(plan) for plan in self._plans if plan.part is part)
+
+    def _section_bytes(self, plan: SectionPlan) -> int:
+        coding = self._codings[plan.name]
+        if plan.modulo is None or not coding.done() or coding.cancelled():
+            return plan.num_bytes
+        return coding.result().num_bytes(range(num_chunks(plan.num_elements)))
 
     @property
     def waits(self) -> bool:
