@@ -26,6 +26,7 @@ BEST = {
     "5: 0 1 1": "NoLoCo, 5 steps, Muon",
     "8: 0 1 1": "NoLoCo, 8 steps, Muon",
     "20: 0 1 1": "NoLoCo, 20 steps, Muon",
+    "5: 0 1 1, modulo4": "NoLoCo, 5 steps, modulo4, Muon",
 }
 PAPER = {
     "ddp": "synchronous",
@@ -40,26 +41,24 @@ PAPER = {
 
 
 class Study:
-    """Rows of one file by case; of cases tried at several rates, `names` may end before the rate: the best counts."""
+    """Rows of one file by case; without the file there are none."""
 
     def __init__(self, path: Path) -> None:
         self.cases: dict[str, list[dict[str, Any]]] = {}
-        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []:
             self.cases.setdefault(row["case"], []).append(row)
 
     def losses(self, name: str) -> list[float]:
+        """One a seed; of a case that was tried at several rates ("name, 0.016") those at the best. [] = not tried."""
         tried = [
-            [row["loss"] for row in rows] for case, rows in self.cases.items() if case in (name, *rates(case, name))
+            [row["loss"] for row in rows]
+            for case, rows in self.cases.items()
+            if case == name or case.startswith(f"{name}, 0.")
         ]
-        return min(tried, key=fmean)
+        return min(tried, key=fmean, default=[])
 
     def mean(self, name: str, field: str) -> float:
         return fmean(row[field] for row in self.cases[name])
-
-
-def rates(case: str, name: str) -> Sequence[str]:
-    """The case itself when it is `name` at some learning rate."""
-    return (case,) if case.startswith(f"{name}, 0.") else ()
 
 
 def figure(columns: int, width: float = 5.0) -> tuple[Figure, list[Any]]:
@@ -79,9 +78,10 @@ def peers(results: Path, to: Path) -> None:
     """Loss of each rule at 4, 8 and 16 replicas: the paper's comparison, and what `noloco init` writes."""
     made, (paper, best) = figure(2, 6.0)
     for axes, study, names in ((paper, "rules", PAPER), (best, "best", BEST)):
-        found = [Study(results / f"study_{study}_{size}.json") for size in PEERS]
+        found = {size: Study(results / f"study_{study}_{size}.json") for size in PEERS}
         for name, label in names.items():
-            line(axes, PEERS, [each.losses(name) for each in found], label)
+            samples = {size: each.losses(name) for size, each in found.items() if each.losses(name)}
+            line(axes, [*samples], [*samples.values()], label)
         axes.set_xscale("log", base=2)
         axes.set_xticks(PEERS, [str(size) for size in PEERS])
         axes.set_xlabel("replicas, each with the same batch")
