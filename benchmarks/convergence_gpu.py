@@ -29,6 +29,7 @@ from noloco_p2p.spec import RunSpec
 from noloco_p2p.train.compute import choose_device
 from noloco_p2p.train.inner_step import InnerStep
 
+PUBLISHED = {"train.inner_optimizer": "adamw", "outer.alpha": 0.5, "outer.beta": 0.7, "outer.gamma": 0.7}
 PLAIN = {"outer.alpha": 0.0, "outer.beta": 1.0, "outer.gamma": 1.0}
 MODULO = {"codec.slow_weights": "modulo8", "codec.outer_momentum": "modulo8", "codec.outer_gradient": "int4"}
 MUON = {"train.inner_optimizer": "muon"}
@@ -40,6 +41,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "synchronous, Muon": ("ddp", MUON),
     "DiLoCo, 50 steps, Muon": ("diloco", {"outer.inner_steps": 50, **MUON}),
     "NoLoCo, 5 steps, Muon": ("noloco", {"outer.inner_steps": 5, **PLAIN, **MODULO, **MUON}),
+    "NoLoCo, 5 steps, modulo4, Muon": (
+        "noloco",
+        {"outer.inner_steps": 5, **PLAIN, **MODULO, "codec.slow_weights": "modulo4", **MUON},
+    ),
 }
 JUDGING = 1.5  # of the time of the steps alone: rounds, evaluation, models
 
@@ -53,6 +58,7 @@ def spec_of(size: str, *, steps: int, source: str) -> RunSpec:
         "train.total_steps": steps,
         "train.warmup_steps": max(1, steps // 10),
         "outer.max_wait_s": 1000.0,
+        **PUBLISHED,
     }
     if size == "113m":
         changes |= {"model.vocab_size": 384, "train.batch_size": 16, "evaluate.num_sequences": 64}

@@ -28,16 +28,6 @@ BEST = {
     "20: 0 1 1": "NoLoCo, 20 steps, Muon",
     "5: 0 1 1, modulo4": "NoLoCo, 5 steps, modulo4, Muon",
 }
-PAPER = {
-    "ddp": "synchronous",
-    "diloco": "DiLoCo, 20 steps",
-    "noloco": "NoLoCo, 20 steps, 0.5 0.7 0.7",
-    "noloco, 0 1 1": "NoLoCo, 20 steps, 0 1 1",
-    "noloco, 5: 0 1 1": "NoLoCo, 5 steps, 0 1 1",
-    "gasloc": "GASLoC",
-    "pairs": "AD-PSGD",
-    "local": "never mixed",
-}
 
 
 class Study:
@@ -75,20 +65,18 @@ def line(axes: Any, places: Sequence[float], samples: Sequence[Sequence[float]],
 
 
 def peers(results: Path, to: Path) -> None:
-    """Loss of each rule at 4, 8 and 16 replicas: the paper's comparison, and what `noloco init` writes."""
-    made, (paper, best) = figure(2, 6.0)
-    for axes, study, names in ((paper, "rules", PAPER), (best, "best", BEST)):
-        found = {size: Study(results / f"study_{study}_{size}.json") for size in PEERS}
-        for name, label in names.items():
-            samples = {size: each.losses(name) for size, each in found.items() if each.losses(name)}
+    """Loss at 4, 8 and 16 replicas of what `noloco init` writes, beside its peers."""
+    made, (axes,) = figure(1, 6.5)
+    found = {size: Study(results / f"study_best_{size}.json") for size in PEERS}
+    for name, label in BEST.items():
+        samples = {size: each.losses(name) for size, each in found.items() if each.losses(name)}
+        if samples:
             line(axes, [*samples], [*samples.values()], label)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(PEERS, [str(size) for size in PEERS])
-        axes.set_xlabel("replicas, each with the same batch")
-        axes.set_ylabel("validation loss, nats a token")
-        axes.legend(fontsize=8)
-    paper.set_title("AdamW, fp32")
-    best.set_title("what noloco init writes, and its peers")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(PEERS, [str(size) for size in PEERS])
+    axes.set_xlabel("replicas, each with the same batch")
+    axes.set_ylabel("validation loss, nats a token")
+    axes.legend(fontsize=8)
     made.savefig(to / "peers.png", dpi=110)
 
 

@@ -154,6 +154,7 @@ STUDIES: dict[str, list[Case]] = {
         Case("waiting"),
         Case("eager, late by a quarter of a round", {"outer.max_wait_s": 0.0}, {"speeds": (1.0,), "link_s": 5.0}),
         Case("5: 0 1 1, waiting", SHORT),
+        Case("5: 0 1 1, eager, late by a twentieth", {**SHORT, "outer.max_wait_s": 0.0}, {"link_s": 0.25}),
         Case("5: 0 1 1, eager, late by a quarter of a round", {**SHORT, "outer.max_wait_s": 0.0}, {"link_s": 1.25}),
     ],
     "churn": [
