@@ -101,6 +101,7 @@ class Swap:
             for plan in plans
         }
         self._theirs: dict[SectionName, list[Payload]] = {}
+        self._num_bytes = {plan.name: plan.num_bytes for plan in plans}  # exact once the grids are agreed on
         self._squares = Squares()  # of the outer gradients
         sizes = {plan.name: section_bytes(plan.codec, plan.num_elements) for plan in plans}
         self._own_slabs = {name: memory.take(size) for name, size in sizes.items() if name in early_state}
@@ -134,13 +135,7 @@ class Swap:
 
     def num_bytes(self, part: Part) -> int:
         """What a part moves each way, but for chunks that are sent again."""
-        return sum(self._section_bytes(plan) for plan in self._plans if plan.part is part)
-
-    def _section_bytes(self, plan: SectionPlan) -> int:
-        coding = self._codings[plan.name]
-        if plan.modulo is None or not coding.done() or coding.cancelled():
-            return plan.num_bytes
-        return coding.result().num_bytes(range(num_chunks(plan.num_elements)))
+        return sum(self._num_bytes[plan.name] for plan in self._plans if plan.part is part)
 
     @property
     def waits(self) -> bool:
@@ -286,6 +281,7 @@ class Swap:
             raise CorruptPayload(f"expected the grid of {name.name.lower()}, got {_show(frame)}", peer=self.partner)
         exponents = agree(proposal, frame.exponents)
         coding = Coding(self._plan(name), AgreedGrid(exponents, dither_seed(self.swap_id, name)))
+        self._num_bytes[name] = coding.num_bytes(range(num_chunks(coding.plan.num_elements)))
         self._codings[name].set_result(coding)
 
     async def _repair(self, broken: Sequence[tuple[SectionPlan, list[int]]]) -> None:

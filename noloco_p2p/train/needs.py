@@ -80,7 +80,6 @@ def estimate(
     """`num_parameters`: trainable ones; `frozen_bytes`: of the others; `step_s`: seconds of one inner step here."""
     compute = compute or Compute()
     moments = MOMENT_BYTES if compute.offload_optimizer else 0
-    vectors = 2 if spec.outer.keeps_momentum else 1
     round_bytes = _round_bytes(spec, num_parameters)
     inner_steps = spec.outer.inner_steps
     shortest = spec.outer.min_inner_steps if inner_steps == "auto" else inner_steps
@@ -89,7 +88,7 @@ def estimate(
         num_parameters=num_parameters,
         model_bytes=((WEIGHT_BYTES + MOMENT_BYTES - moments) * num_parameters + frozen_bytes) // compute.num_ranks,
         outer_bytes=moments * num_parameters + _outer_bytes(spec, num_parameters),
-        disk_bytes=(keep_checkpoints + 1) * (vectors * VECTOR_BYTES + CHECKPOINT_BYTES) * num_parameters,
+        disk_bytes=(keep_checkpoints + 1) * (_state_bytes(spec, num_parameters) + CHECKPOINT_BYTES * num_parameters),
         round_bytes=round_bytes,
         hour_bytes=int(round_bytes * rounds_per_hour),
         has_fixed_rounds=not spec.outer.is_auto,
@@ -130,8 +129,11 @@ def _must_fit(least_bytes: int, total_bytes: int, spec: RunSpec, num_parameters:
 
 def _outer_bytes(spec: RunSpec, num_parameters: int) -> int:
     """The outer state, and one coded payload per direction and section."""
-    vectors = 2 if spec.outer.keeps_momentum else 1
-    return vectors * VECTOR_BYTES * num_parameters + 2 * _round_bytes(spec, num_parameters)
+    return _state_bytes(spec, num_parameters) + 2 * _round_bytes(spec, num_parameters)
+
+
+def _state_bytes(spec: RunSpec, num_parameters: int) -> int:
+    return (2 if spec.outer.keeps_momentum else 1) * VECTOR_BYTES * num_parameters
 
 
 def _round_bytes(spec: RunSpec, num_parameters: int) -> int:

@@ -117,7 +117,7 @@ class OuterState:
         """
         outer = CLOSING if is_closing else self._outer
         weight = received.agreed.weight if received else 1.0
-        own_weight = gradient_weight(outer, received.agreed) if received else 1.0
+        gradient_share = gradient_weight(outer, received.agreed) if received else 1.0
         gated = self._gating.open_step(received, scales)
         self._staging.begin()
         gradients_here = self._staging.chunks(self._gradient, [stop - start for start, stop in self._bounds])
@@ -127,7 +127,7 @@ class OuterState:
             momentum = None if self.outer_momentum is None else self.outer_momentum[start:stop]
             gated.own_gradient(index, gradient)
             if (difference := gated.gradient(index)) is not None:
-                gradient.add_(difference, alpha=own_weight)
+                gradient.add_(difference, alpha=gradient_share)
             if momentum is not None and (difference := gated.offset(SectionName.OUTER_MOMENTUM, index)) is not None:
                 momentum.add_(difference, alpha=weight)
             offset = gated.offset(SectionName.SLOW_WEIGHTS, index)

@@ -40,12 +40,18 @@ def both_early(*peers: MemoryPeer) -> None:
     wait_until(lambda: all(peer.runner.phase is Phase.EARLY for peer in peers))
 
 
+def paired(swarm: MemorySwarm, *, seconds_per_step: float, steps_left: tuple[int, int]) -> list[MemoryPeer]:
+    """Two peers on their way to their boundaries, with each other's early part."""
+    peers = [swarm.peer("a"), swarm.peer("b")]
+    for peer, vectors, left in zip(peers, (A, B), steps_left, strict=True):
+        open_at(peer, vectors, seconds_per_step=seconds_per_step, steps_left=left)
+    both_early(*peers)
+    return peers
+
+
 def test_a_partner_that_comes_too_late_is_not_waited_for() -> None:
     with MemorySwarm(SPEC) as swarm:
-        a, b = swarm.peer("a"), swarm.peer("b")
-        open_at(a, A, seconds_per_step=20.0, steps_left=1)
-        open_at(b, B, seconds_per_step=20.0, steps_left=15)
-        both_early(a, b)
+        a, b = paired(swarm, seconds_per_step=20.0, steps_left=(1, 15))
         began_s = time.monotonic()
         outcome = end_round(a, A, wait_s=30.0)
         assert time.monotonic() - began_s < 5.0
@@ -55,10 +61,7 @@ def test_a_partner_that_comes_too_late_is_not_waited_for() -> None:
 
 def test_who_is_asked_to_leave_waits_for_nobody() -> None:
     with MemorySwarm(SPEC) as swarm:
-        a, b = swarm.peer("a"), swarm.peer("b")
-        open_at(a, A, seconds_per_step=1.0, steps_left=1)
-        open_at(b, B, seconds_per_step=1.0, steps_left=1)
-        both_early(a, b)
+        a, _ = paired(swarm, seconds_per_step=1.0, steps_left=(1, 1))
         asked = Timer(0.2, a.runner.hurry)
         asked.start()
         began_s = time.monotonic()
