@@ -149,11 +149,28 @@ STUDIES: dict[str, list[Case]] = {
         *(Case(f"5: 0 1 1, {rate:g}", {**muon(rate), **SHORT, **MODULO}) for rate in (8e-3, 16e-3, 24e-3)),
         Case("8: 0 1 1, 0.016", {**muon(16e-3), **averaging(8), **MODULO}),
     ],
+    "muon_momentum": [
+        *(
+            Case(
+                f"{steps}: {alpha:g} {beta:g} {beta:g}, {rate:g}",
+                {**muon(rate), **outer(steps, alpha, beta, beta), **PAPER_MOMENTUM, **MODULO},
+            )
+            for steps, rate, alpha, beta in (
+                (8, 24e-3, 0.5, 0.7),
+                (20, 16e-3, 0.0, 1.0),
+                (20, 16e-3, 0.5, 0.7),
+                (50, 16e-3, 0.0, 1.0),
+                (50, 16e-3, 0.5, 0.7),
+            )
+        ),
+        Case("20: 0.5 0.7 0.7, 0.024, momentum swapped", {**muon(24e-3), **outer(20, 0.5, 0.7, 0.7), **MODULO}),
+    ],
     "learning_rate": [Case(f"{rate:g}", adamw(rate)) for rate in (1e-3, 2e-3, 4e-3, 8e-3)],
     "waiting": [
         Case("waiting"),
         Case("eager, late by a quarter of a round", {"outer.max_wait_s": 0.0}, {"speeds": (1.0,), "link_s": 5.0}),
         Case("5: 0 1 1, waiting", SHORT),
+        Case("5: 0 1 1, eager, late by a step", {**SHORT, "outer.max_wait_s": 0.0}),
         Case("5: 0 1 1, eager, late by a twentieth", {**SHORT, "outer.max_wait_s": 0.0}, {"link_s": 0.25}),
         Case("5: 0 1 1, eager, late by a quarter of a round", {**SHORT, "outer.max_wait_s": 0.0}, {"link_s": 1.25}),
     ],
