@@ -14,7 +14,8 @@ from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.monitor.notices import notices
 from noloco_p2p.monitor.roster import Health, Member, Roster, lonely
 from noloco_p2p.monitor.spread import Spread, measure
-from noloco_p2p.swarm.dht import Headcount, SwarmDirectory
+from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.lookout import Headcount
 from noloco_p2p.swarm.reader import WHOLE_S, find_somebody, reader
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.ticket import Ticket

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from noloco_p2p._version import __version__
 from noloco_p2p.bans import BanList
-from noloco_p2p.control import ControlServer, FolderLock, Handler
+from noloco_p2p.control import ControlServer, FolderLock
 from noloco_p2p.errors import (
     DirectoryError,
     IdentityError,
@@ -30,9 +27,8 @@ from noloco_p2p.errors import (
 )
 from noloco_p2p.gossip.donor import SavedState, StateServer
 from noloco_p2p.gossip.exchange import Exchange
-from noloco_p2p.gossip.frames import Hello, StateManifest
+from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.gossip.outcome import LonelyCause, Traffic
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.seams import Candidate
@@ -45,30 +41,31 @@ from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import Limits
+from noloco_p2p.peer.account import Account
 from noloco_p2p.peer.entering import ENTER_TIMEOUT_S, Entering, find_spec
 from noloco_p2p.peer.kept import find_invitation, folder_of, keep
+from noloco_p2p.peer.network import Network
 from noloco_p2p.peer.network_thread import STOP_TIMEOUT_S, NetworkThread
 from noloco_p2p.peer.outside import Outside
 from noloco_p2p.peer.ports import Ports
-from noloco_p2p.peer.sketcher import Sketcher
-from noloco_p2p.settings import PeerSettings, split_address
+from noloco_p2p.peer.verbs import verbs
+from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.node import end_tasks
-from noloco_p2p.swarm.reachability import OUTBOUND_ONLY, DialBack, Verdict
+from noloco_p2p.swarm.reachability import DialBack, Verdict
 from noloco_p2p.swarm.reader import stranger_to
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.progress import Progress
-from noloco_p2p.ticket import MAX_ADDRESSES, Ticket, is_ticket
+from noloco_p2p.ticket import Ticket, is_ticket
 
 if TYPE_CHECKING:
     from typing import Self
 
     from torch import Tensor
 
-    from noloco_p2p.telemetry.http import HttpServer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -88,23 +85,6 @@ def resolve(target: RunSpec | Ticket | Path | str) -> RunSpec | Ticket:
     return RunSpec.load(target)
 
 
-@dataclass(slots=True)
-class _Network:
-    """What lives on the network thread once it has started."""
-
-    directory: SwarmDirectory
-    transport: GrpcTransport
-    runner: RoundRunner
-    states: StateServer
-    service: PeerService
-    server: GrpcServer
-    control: ControlServer
-    watch: SwapWatch
-    outside: Outside
-    entering: Entering
-    watching: asyncio.Task[None]
-
-
 class Peer:
     """A running peer. Use `Peer.join(...)` as a context manager; leaving it says good-bye to the swarm."""
 
@@ -112,13 +92,11 @@ class Peer:
         self.settings = settings
         self.progress = progress or Progress()  # what takes long now; `noloco status` tells it
         self.metrics = Metrics()
-        self.state = "training"
         self.leave_requested = threading.Event()
         self.fault: NolocoError | None = None  # why this peer has to leave, when nobody asked it to
         self.pause_requested = threading.Event()  # look after each inner step
         self.spec: RunSpec
         self.exchange: Exchange
-        self._started_at_s = self._state_since_s = time.time()
         self._target = target
         # Name and digest of the run: known before the spec is, when it comes from the swarm.
         self._run = (
@@ -129,19 +107,13 @@ class Peer:
         self._identity: Identity
         self._invitation: Invitation | None = None
         self._session: Session
+        self._account: Account
         self.bans = BanList(settings.state_dir / "bans.json")
         self._thread: NetworkThread | None = None
-        self._network: _Network | None = None
+        self._network: Network | None = None
         self._directory: SwarmDirectory | None = None
         self._outside: Outside | None = None
-        self._layout: ModelLayout | None = None
-        self._entered = False
-        self._traffic_before, self._relayed_before = Traffic(), 0  # before a restart
-        self._told_outbound_only = False
-        self.metrics_address = ""  # HOST:PORT of /metrics, when it is served
-        self._metrics_server: HttpServer | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-codec")
-        self._sketcher = Sketcher(self._run[1])
 
     @classmethod
     def join(
@@ -181,8 +153,22 @@ class Peer:
     @property
     def ticket(self) -> str:
         """Hand it on: whoever has it can enter the run through this peer, its bootstraps, and others alive now."""
-        doors = tuple(self._net.outside.doors())[:MAX_ADDRESSES]
-        return Ticket(self.spec.name, self.spec.digest(), doors, self._invitation).encode()
+        return self._account.ticket()
+
+    @property
+    def state(self) -> str:
+        """What others see in the record: training, paused, leaving or done."""
+        return self._account.state
+
+    @property
+    def has_entered(self) -> bool:
+        """It has a model, and the swarm has heard of it."""
+        return self._account.has_entered
+
+    @property
+    def metrics_address(self) -> str:
+        """HOST:PORT of /metrics; empty when it is not served."""
+        return self._account.metrics_address
 
     @property
     def address(self) -> str:
@@ -220,9 +206,7 @@ class Peer:
 
     def announce(self, state: str) -> None:
         """Change the state that others see: training, paused, leaving or done. Swaps are offered in training only."""
-        if state != self.state:
-            self._state_since_s = time.time()
-        self.state = state
+        self._account.change_state(state)
         self._net.runner.state = state
         try:
             self._call(self._net.directory.announce_now(), START_TIMEOUT_S)
@@ -242,23 +226,21 @@ class Peer:
         return self._net.outside.verdict()
 
     async def _ask_to_dial_back(self, candidate: Candidate, ports: Sequence[int]) -> DialBack:
-        probed = await probe.ask(candidate, self._hello(), [*ports], timeout_s=DIAL_BACK_S, session=self._session)
+        hello = self._account.hello()
+        probed = await probe.ask(candidate, hello, [*ports], timeout_s=DIAL_BACK_S, session=self._session)
         return DialBack(probed.observed_host, probed.reached)
 
     def count_traffic(self) -> None:
         """Bring the counters of bytes and chunks in `metrics` up to date."""
-        for name, number in asdict(self._net.runner.traffic).items():
-            setattr(self.metrics, name, getattr(self._traffic_before, name) + number)
-        self.metrics.relayed_bytes = self._relayed_before + self._net.directory.relayed_bytes
+        self._account.count_traffic()
 
     def restore_metrics(self, values: dict[str, Any]) -> None:
         """Go on counting where a checkpoint stopped; unknown names are ignored."""
-        for name in Metrics.__dataclass_fields__:
-            if name in values:
-                setattr(self.metrics, name, values[name])
-        counted = asdict(self._traffic_before)
-        self._traffic_before = Traffic(**{name: getattr(self.metrics, name) for name in counted})
-        self._relayed_before = self.metrics.relayed_bytes
+        self._account.restore_metrics(values)
+
+    def status(self) -> dict[str, Any]:
+        """What `noloco status` shows; docs/monitoring.md tells what each key means."""
+        return self._account.status()
 
     # for the outer step
 
@@ -268,14 +250,13 @@ class Peer:
         Raises Left when this peer is asked to leave meanwhile, and ModelError, with the first tensor that differs, when
         live peers train another model.
         """
-        self._layout = layout
-        self._net.runner.layout = self._net.states.layout = layout
+        self._account.layout = self._net.runner.layout = self._net.states.layout = layout
         manifest = None
         if target is not None:
             manifest = self._net.entering.enter(layout, target=target)
         self._call(self._net.directory.check_clock(CHECK_CLOCK_S), START_TIMEOUT_S)
         self._call(self._net.outside.wait_for_dial_back(), START_TIMEOUT_S)
-        self._entered, self._state_since_s = True, time.time()
+        self._account.enter()
         self.announce("training")
         return manifest
 
@@ -284,9 +265,9 @@ class Peer:
 
         Costs nothing to ask. None, too, when nobody gives a newer state: it is then tried again after a while.
         """
-        assert self._layout, "`enter` comes first"
+        assert self._account.layout, "`enter` comes first"
         return self._net.entering.catch_up(
-            self._layout,
+            self._account.layout,
             progress=progress,
             round_progress=inner_steps / self.spec.train.total_steps,
             target=target,
@@ -298,7 +279,7 @@ class Peer:
 
     def sketch(self, slow_weights: Tensor) -> None:
         """Sketch these weights in the background, for the record of this peer; at most once an announcement."""
-        self._sketcher.sketch(slow_weights)
+        self._account.sketch(slow_weights)
 
     # starting and stopping
 
@@ -308,6 +289,15 @@ class Peer:
             self._identity = Identity.load_or_create(self.settings.state_dir / "identity.key")
             self._invitation = find_invitation(self._target, self.settings)
             self._session = Session(self._identity, self._invitation)
+            self._account = Account(
+                self._run,
+                self._identity,
+                self._session,
+                self._invitation,
+                settings=self.settings,
+                metrics=self.metrics,
+                progress=self.progress,
+            )
             self._thread = NetworkThread()
             self._call(self._start_network(), START_TIMEOUT_S + ENTER_TIMEOUT_S)
         except TimeoutError:
@@ -321,7 +311,6 @@ class Peer:
 
     def close(self) -> None:
         """Say good-bye and stop everything; returns when no thread and no process is left. Safe to call twice."""
-        self.state = "leaving"
         if self._thread:
             try:
                 self._call(self._stop_network(), STOP_TIMEOUT_S)
@@ -330,7 +319,6 @@ class Peer:
             self._thread.stop()
             self._thread = None
         self._executor.shutdown(wait=False, cancel_futures=True)
-        self._sketcher.close()
         self._lock.release()
 
     async def _start_network(self) -> None:
@@ -342,7 +330,7 @@ class Peer:
             upload_bytes_per_s=self.settings.upload_bytes_per_s,
             download_bytes_per_s=self.settings.download_bytes_per_s,
         )
-        transport = GrpcTransport(self._hello, limits, session=self._session, why_banned=self.bans.why)
+        transport = GrpcTransport(self._account.hello, limits, session=self._session, why_banned=self.bans.why)
         entrances = self._entrances()
         self._outside = outside = Outside(
             directory, self.settings, self._address_book, entrances=entrances, ask=self._ask_to_dial_back
@@ -361,7 +349,7 @@ class Peer:
             raise TicketError("the run is private, and the ticket holds no invitation to it: ask for a new ticket")
         pace = Pace(self.spec.outer.first_inner_steps)
         runner = RoundRunner(
-            hello=self._hello,
+            hello=self._account.hello,
             transport=transport,
             directory=outside,
             pace=pace,
@@ -371,13 +359,13 @@ class Peer:
         )
         self.exchange = Exchange(spec=self.spec, loop=asyncio.get_running_loop(), runner=runner, pace=pace)
         states = StateServer(self.spec)
-        service = PeerService(runner=runner, states=states, status=self._status)
+        service = PeerService(runner=runner, states=states, status=self._account.standing)
         server = GrpcServer(service, limits, session=self._session, why_banned=self.bans.why)
         await ports.try_both(ports.grpc, lambda port: server.start(self.settings.listen_host, port))
-        control = ControlServer(self.settings.state_dir, self._verbs())
+        control = ControlServer(self.settings.state_dir, verbs(self))
         await control.start()
         watch = SwapWatch(runner)
-        self._network = _Network(
+        self._network = self._account.network = Network(
             directory,
             transport,
             runner,
@@ -393,7 +381,7 @@ class Peer:
         await outside.start(server, num_calls=lambda: service.num_calls)
         ports.remember(grpc=server.port, libp2p=directory.port)
         keep(self.spec, self._invitation, self.run_folder)
-        await self._serve_metrics()
+        await self._account.serve_metrics()
 
     def _make_entering(self, directory: SwarmDirectory, transport: GrpcTransport, outside: Outside) -> Entering:
         assert self._thread is not None
@@ -409,22 +397,6 @@ class Peer:
             leaving=self.leave_requested,
         )
 
-    async def _serve_metrics(self) -> None:
-        if not self.settings.metrics:
-            return
-        from noloco_p2p.telemetry.http import HttpServer, metrics_app
-
-        host, port = split_address(self.settings.metrics)
-        self._metrics_server = HttpServer(metrics_app(self._metrics_page), host=host, port=port)
-        await self._metrics_server.start(flag="--metrics")
-        self.metrics_address = f"{host}:{self._metrics_server.port}"
-
-    def _metrics_page(self) -> bytes:
-        from noloco_p2p.telemetry.prometheus import peer_page
-
-        self.count_traffic()
-        return peer_page(self.metrics, peer_id=self.peer_id, run=self._run[0], live_peers=self.live_peers())
-
     async def _start_directory(self, port: int) -> SwarmDirectory:
         settings = self.settings
         announce_host, announce_port = settings.announced
@@ -439,7 +411,7 @@ class Peer:
             relays=not settings.max_upload,
             address_book=self._address_book,
             spec_digest=self._run[1],
-            describe=self._describe,
+            describe=self._account.record,
             on_copy=self._on_copy,
             ignores=self._ignores,
         )
@@ -451,8 +423,8 @@ class Peer:
         return [*self.settings.bootstrap, *(self._target.addresses if isinstance(self._target, Ticket) else ())]
 
     async def _stop_network(self) -> None:
-        if self._metrics_server:
-            await self._metrics_server.stop()
+        self._account.state = "leaving"
+        await self._account.stop()
         if self._network:
             await end_tasks([self._network.watching])
             await self._network.control.stop()
@@ -461,98 +433,11 @@ class Peer:
             await self._outside.stop()
         if self._directory:
             # The last words of a copy would be taken for those of the other.
-            await self._directory.stop(farewell=self._entered and self.fault is None)
+            await self._directory.stop(farewell=self.has_entered and self.fault is None)
         if self._network:
             await self._network.runner.stop()
             await self._network.server.stop(0.5)
-        self._network = self._directory = self._outside = None
-
-    # what others are told
-
-    def _hello(self) -> Hello:
-        return Hello(self._identity.peer_id, *self._run, layout=self._layout.digest() if self._layout else "")
-
-    def _status(self) -> tuple[Hello, str, int, float]:
-        return self._hello(), self.state, self.metrics.round, self.metrics.progress
-
-    def _describe(self) -> PeerRecord | None:
-        """The record of this peer; None until it has a model, as it cannot swap before."""
-        if not self._entered:
-            return None
-        self.count_traffic()
-        metrics, reach, (sketch, norm) = self.metrics, self.reach(), self._sketcher.latest
-        if reach.state == OUTBOUND_ONLY and not self._told_outbound_only:
-            self._told_outbound_only = True
-            log.warning("outbound only: %s", reach.sentence)
-        return PeerRecord(
-            peer_id=self.peer_id,
-            run_name=self.spec.name,
-            spec_digest=self.spec.digest(),
-            addresses=self._net.outside.addresses(),
-            multiaddrs=self._net.outside.ways_in(),
-            state=self.state,
-            progress=metrics.progress,
-            round=metrics.round,
-            swaps=metrics.swaps,
-            alone=metrics.alone,
-            inner_steps_per_s=metrics.inner_steps_per_s,
-            tokens_per_s=metrics.tokens_per_s,
-            loss=metrics.loss,
-            last_partner=metrics.last_partner,
-            reachability=reach.state,
-            bytes_sent=metrics.bytes_sent,
-            bytes_received=metrics.bytes_received,
-            halves=metrics.halves,
-            late=metrics.late,
-            lonely=tuple(getattr(metrics, f"alone_{cause}") for cause in LonelyCause),
-            validation_loss=metrics.validation_loss,
-            blocked_s=round(metrics.blocked_s, 3),
-            sketch=sketch,
-            norm=norm,
-            session_key=self._session.key_text,
-            started_at_ms=self._session.started_at_ms,
-            mark=self._invitation.mark(self.peer_id) if self._invitation else "",
-        )
-
-    def status(self) -> dict[str, Any]:
-        """What `noloco status` shows; docs/monitoring.md tells what each key means."""
-        self.count_traffic()
-        now_s, net = time.time(), self._net
-        swap, reach = net.watch.now(now_s=time.monotonic()), self.reach()
-        headcount = net.directory.headcount()
-        return {
-            "peer_id": self.peer_id,
-            "pid": os.getpid(),
-            "software": __version__,
-            "run": self.spec.name,
-            "spec_digest": self.spec.digest(),
-            "state": self.state if self._entered else "entering",
-            "state_since_s": round(now_s - (self._state_since_s if self._entered else self._started_at_s), 1),
-            "running_since_s": round(now_s - self._started_at_s, 1),
-            "doing": self.progress.now(),
-            "swap": asdict(swap) if swap else None,
-            "address": self.address,
-            "reach": {"state": reach.state, "sentence": reach.sentence},
-            "ticket": self.ticket,
-            "live_peers": headcount.others,
-            "live_peers_is_estimate": headcount.is_estimate,
-            "last_fault": self.last_fault(),
-            "last_fault_since_s": round(now_s - net.runner.faults.at_s, 1) if net.runner.last_fault else None,
-            "last_fault_advice": net.runner.faults.advice,
-            "settings": self._settings(),
-            **self.metrics.as_dict(),
-        }
-
-    def _settings(self) -> dict[str, dict[str, Any]]:
-        values, origins = self.settings.model_dump(mode="json"), self.settings.origins()
-        return {name: {"value": value, "origin": origins[name]} for name, value in values.items()}
-
-    def _verbs(self) -> dict[str, Handler]:
-        return {"status": self.status, "leave": self._on_leave, "pause": self._on_pause, "resume": self._on_resume}
-
-    def _on_leave(self) -> dict[str, Any]:
-        self.request_leave()
-        return {"leaving": True, "pid": os.getpid()}
+        self._network = self._account.network = self._directory = self._outside = None
 
     def _on_copy(self, other: PeerRecord) -> None:
         if self.fault is None:
@@ -565,27 +450,8 @@ class Peer:
             log.error("%s", self.fault)
             self.request_leave()
 
-    def _on_pause(self) -> dict[str, Any]:
-        refusal = self._why_no_pause()
-        was_asked = self.pause_requested.is_set()
-        if not refusal:
-            self.pause_requested.set()
-        return {"refusal": refusal, "was_asked": was_asked, "state": self.state, "pid": os.getpid()}
-
-    def _on_resume(self) -> dict[str, Any]:
-        was_asked = self.pause_requested.is_set()
-        self.pause_requested.clear()
-        return {"was_asked": was_asked, "state": self.state, "pid": os.getpid()}
-
-    def _why_no_pause(self) -> str:
-        if self.leave_requested.is_set():
-            return "it is leaving"
-        if not self._entered:
-            return "it has not begun to train yet; try again, or stop it with `noloco leave`"
-        return "the run is done, and it trains no more" if self.state == "done" else ""
-
     @property
-    def _net(self) -> _Network:
+    def _net(self) -> Network:
         if self._network is None:
             raise SettingsError("this peer is not running")
         return self._network

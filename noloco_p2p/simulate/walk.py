@@ -31,7 +31,7 @@ from noloco_p2p.testing.link_proxy import LinkProfile
 
 LINE = LinkProfile("line", down_mbit_s=float("inf"), up_mbit_s=float("inf"), delay_ms=20, jitter_ms=5)
 NUM_ELEMENTS = 64
-VIEW_S = 10.0  # how often one of two buckets is drawn anew, as in `swarm.dht`
+VIEW_S = 10.0  # how often one of two buckets is drawn anew, as in `swarm.lookout`
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Directories of many peers in memory, on a clock of their own: the production census and draw, a dictionary for a DHT.
 
-Every peer announces itself, reads buckets and looks aside as often as `swarm.dht` does; what is read is what is stored.
+Every peer announces itself, reads buckets and looks aside as often as `swarm.lookout` does; what is read is what is
+stored.
 """
 
 from __future__ import annotations

@@ -26,9 +26,11 @@ from noloco_p2p.identity import Identity, peer_id_of
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.buckets import ROOT, bucket_of
 from noloco_p2p.swarm.daemon import probe_port
-from noloco_p2p.swarm.dht import Headcount, SwarmDirectory, Timing
+from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.lookout import Headcount
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import PeerRecord, encode_record
+from noloco_p2p.swarm.timing import Timing
 
 RUN = "ab" * 32
 QUICK = Timing(heartbeat_s=2.0, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshen_s=1.0)

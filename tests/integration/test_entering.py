@@ -17,8 +17,9 @@ import uvloop
 
 from noloco_p2p.identity import Identity
 from noloco_p2p.swarm.addresses import host_port
-from noloco_p2p.swarm.dht import SwarmDirectory, Timing
+from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.records import PeerRecord
+from noloco_p2p.swarm.timing import Timing
 
 RUN = "cd" * 32
 QUICK = Timing(heartbeat_s=2.0, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshen_s=5.0)

@@ -16,9 +16,10 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import Identity
 from noloco_p2p.swarm.buckets import bucket_of
 from noloco_p2p.swarm.daemon import ListenOn
-from noloco_p2p.swarm.dht import SwarmDirectory, Timing
+from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
+from noloco_p2p.swarm.timing import Timing
 from noloco_p2p.testing.identities import identity_of
 
 RUN = "ab" * 32

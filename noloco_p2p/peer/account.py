@@ -1,0 +1,217 @@
+"""What a peer tells of itself: its record to the swarm, its status to its user, its numbers to a scraper."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from noloco_p2p._version import __version__
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.layout import ModelLayout
+from noloco_p2p.gossip.outcome import LonelyCause, Traffic
+from noloco_p2p.identity import Identity
+from noloco_p2p.invitation import Invitation
+from noloco_p2p.net.session import Session
+from noloco_p2p.peer.network import Network
+from noloco_p2p.peer.sketcher import Sketcher
+from noloco_p2p.settings import PeerSettings, split_address
+from noloco_p2p.swarm.reachability import OUTBOUND_ONLY
+from noloco_p2p.swarm.records import PeerRecord
+from noloco_p2p.telemetry.metrics import Metrics
+from noloco_p2p.telemetry.progress import Progress
+from noloco_p2p.ticket import MAX_ADDRESSES, Ticket
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from noloco_p2p.telemetry.http import HttpServer
+
+log = logging.getLogger(__name__)
+
+
+class Account:
+    """`network` is there once everything has started; until then only `hello` and what is counted are asked for.
+
+    run: name and digest. `layout`: of the model, once it is there. `state`: what others see in the record; training,
+    paused, leaving or done. They see it once the peer `has_entered`.
+    """
+
+    def __init__(
+        self,
+        run: tuple[str, str],
+        identity: Identity,
+        session: Session,
+        invitation: Invitation | None,
+        *,
+        settings: PeerSettings,
+        metrics: Metrics,
+        progress: Progress,
+    ) -> None:
+        self.network: Network | None = None
+        self.layout: ModelLayout | None = None
+        self.state = "training"
+        self.has_entered = False
+        self.metrics_address = ""  # HOST:PORT of /metrics, when it is served
+        self._run = run
+        self._identity = identity
+        self._session = session
+        self._invitation = invitation
+        self._settings = settings
+        self._metrics = metrics
+        self._progress = progress
+        self._sketcher = Sketcher(run[1])
+        self._started_at_s = self._state_since_s = time.time()
+        self._traffic_before, self._relayed_before = Traffic(), 0  # before a restart
+        self._told_outbound_only = False
+        self._metrics_server: HttpServer | None = None
+
+    async def serve_metrics(self) -> None:
+        """Begin to answer a scraper, where the settings say so. Raises SettingsError: the port is taken."""
+        if not self._settings.metrics:
+            return
+        from noloco_p2p.telemetry.http import HttpServer, metrics_app
+
+        host, port = split_address(self._settings.metrics)
+        self._metrics_server = HttpServer(metrics_app(self._metrics_page), host=host, port=port)
+        await self._metrics_server.start(flag="--metrics")
+        self.metrics_address = f"{host}:{self._metrics_server.port}"
+
+    async def stop(self) -> None:
+        if self._metrics_server:
+            await self._metrics_server.stop()
+        self._sketcher.close()
+
+    def enter(self) -> None:
+        """From now on there is something to tell."""
+        self.has_entered, self._state_since_s = True, time.time()
+
+    def change_state(self, state: str) -> None:
+        if state != self.state:
+            self._state_since_s = time.time()
+        self.state = state
+
+    def sketch(self, slow_weights: Tensor) -> None:
+        """Sketch these weights in the background, for the record; at most once an announcement."""
+        self._sketcher.sketch(slow_weights)
+
+    # what is counted
+
+    def count_traffic(self) -> None:
+        """Bring the counters of bytes and chunks up to date."""
+        for name, number in asdict(self._net.runner.traffic).items():
+            setattr(self._metrics, name, getattr(self._traffic_before, name) + number)
+        self._metrics.relayed_bytes = self._relayed_before + self._net.directory.relayed_bytes
+
+    def restore_metrics(self, values: dict[str, Any]) -> None:
+        """Go on counting where a checkpoint stopped; unknown names are ignored."""
+        for name in Metrics.__dataclass_fields__:
+            if name in values:
+                setattr(self._metrics, name, values[name])
+        counted = asdict(self._traffic_before)
+        self._traffic_before = Traffic(**{name: getattr(self._metrics, name) for name in counted})
+        self._relayed_before = self._metrics.relayed_bytes
+
+    # what is told
+
+    def hello(self) -> Hello:
+        """The first words of every call."""
+        return Hello(self._identity.peer_id, *self._run, layout=self.layout.digest() if self.layout else "")
+
+    def standing(self) -> tuple[Hello, str, int, float]:
+        """The answer to another peer that asks: hello, state, round, progress."""
+        return self.hello(), self.state, self._metrics.round, self._metrics.progress
+
+    def ticket(self) -> str:
+        """Whoever has it can enter the run through this peer, its bootstraps, and others alive now."""
+        doors = tuple(self._net.outside.doors())[:MAX_ADDRESSES]
+        return Ticket(*self._run, doors, self._invitation).encode()
+
+    def record(self) -> PeerRecord | None:
+        """For the directory; None until this peer has a model, as it cannot swap before."""
+        if not self.has_entered:
+            return None
+        self.count_traffic()
+        metrics, outside, (sketch, norm) = self._metrics, self._net.outside, self._sketcher.latest
+        reach = outside.verdict()
+        if reach.state == OUTBOUND_ONLY and not self._told_outbound_only:
+            self._told_outbound_only = True
+            log.warning("outbound only: %s", reach.sentence)
+        return PeerRecord(
+            peer_id=self._identity.peer_id,
+            run_name=self._run[0],
+            spec_digest=self._run[1],
+            addresses=outside.addresses(),
+            multiaddrs=outside.ways_in(),
+            state=self.state,
+            progress=metrics.progress,
+            round=metrics.round,
+            swaps=metrics.swaps,
+            alone=metrics.alone,
+            inner_steps_per_s=metrics.inner_steps_per_s,
+            tokens_per_s=metrics.tokens_per_s,
+            loss=metrics.loss,
+            last_partner=metrics.last_partner,
+            reachability=reach.state,
+            bytes_sent=metrics.bytes_sent,
+            bytes_received=metrics.bytes_received,
+            halves=metrics.halves,
+            late=metrics.late,
+            lonely=tuple(getattr(metrics, f"alone_{cause}") for cause in LonelyCause),
+            validation_loss=metrics.validation_loss,
+            blocked_s=round(metrics.blocked_s, 3),
+            sketch=sketch,
+            norm=norm,
+            session_key=self._session.key_text,
+            started_at_ms=self._session.started_at_ms,
+            mark=self._invitation.mark(self._identity.peer_id) if self._invitation else "",
+        )
+
+    def status(self) -> dict[str, Any]:
+        """What `noloco status` shows; docs/monitoring.md tells what each key means."""
+        self.count_traffic()
+        now_s, net = time.time(), self._net
+        swap, reach, runner = net.watch.now(now_s=time.monotonic()), net.outside.verdict(), net.runner
+        headcount = net.directory.headcount()
+        return {
+            "peer_id": self._identity.peer_id,
+            "pid": os.getpid(),
+            "software": __version__,
+            "run": self._run[0],
+            "spec_digest": self._run[1],
+            "state": self.state if self.has_entered else "entering",
+            "state_since_s": round(now_s - (self._state_since_s if self.has_entered else self._started_at_s), 1),
+            "running_since_s": round(now_s - self._started_at_s, 1),
+            "doing": self._progress.now(),
+            "swap": asdict(swap) if swap else None,
+            "address": net.outside.address,
+            "reach": {"state": reach.state, "sentence": reach.sentence},
+            "ticket": self.ticket(),
+            "live_peers": headcount.others,
+            "live_peers_is_estimate": headcount.is_estimate,
+            "last_fault": runner.last_fault,
+            "last_fault_since_s": round(now_s - runner.faults.at_s, 1) if runner.last_fault else None,
+            "last_fault_advice": runner.faults.advice,
+            "settings": self._settings_told(),
+            **self._metrics.as_dict(),
+        }
+
+    def _settings_told(self) -> dict[str, dict[str, Any]]:
+        values, origins = self._settings.model_dump(mode="json"), self._settings.origins()
+        return {name: {"value": value, "origin": origins[name]} for name, value in values.items()}
+
+    def _metrics_page(self) -> bytes:
+        from noloco_p2p.telemetry.prometheus import peer_page
+
+        self.count_traffic()
+        live_peers = self._net.directory.headcount().others
+        return peer_page(self._metrics, peer_id=self._identity.peer_id, run=self._run[0], live_peers=live_peers)
+
+    @property
+    def _net(self) -> Network:
+        if self.network is None:
+            raise SettingsError("this peer is not running")
+        return self.network

@@ -1,0 +1,34 @@
+"""The parts of a peer that live on its network thread."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from noloco_p2p.control import ControlServer
+from noloco_p2p.gossip.donor import StateServer
+from noloco_p2p.gossip.runner import RoundRunner
+from noloco_p2p.gossip.service import PeerService
+from noloco_p2p.gossip.watch import SwapWatch
+from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.peer.entering import Entering
+from noloco_p2p.peer.outside import Outside
+from noloco_p2p.swarm.dht import SwarmDirectory
+
+
+@dataclass(slots=True)
+class Network:
+    """All of them, once they have started. watching: the task of `watch`."""
+
+    directory: SwarmDirectory
+    transport: GrpcTransport
+    runner: RoundRunner
+    states: StateServer
+    service: PeerService
+    server: GrpcServer
+    control: ControlServer
+    watch: SwapWatch
+    outside: Outside
+    entering: Entering
+    watching: asyncio.Task[None]

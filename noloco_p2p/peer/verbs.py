@@ -1,0 +1,42 @@
+"""What `noloco status`, `leave`, `pause` and `resume` get from a running peer."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from noloco_p2p.control import Handler
+
+if TYPE_CHECKING:
+    from noloco_p2p.peer.peer import Peer
+
+
+def verbs(peer: Peer) -> dict[str, Handler]:
+    """Verb of the control socket -> what it does to `peer`, and answers."""
+
+    def leave() -> dict[str, Any]:
+        peer.request_leave()
+        return {"leaving": True, "pid": os.getpid()}
+
+    def pause() -> dict[str, Any]:
+        refusal = why_no_pause(peer)
+        was_asked = peer.pause_requested.is_set()
+        if not refusal:
+            peer.pause_requested.set()
+        return {"refusal": refusal, "was_asked": was_asked, "state": peer.state, "pid": os.getpid()}
+
+    def resume() -> dict[str, Any]:
+        was_asked = peer.pause_requested.is_set()
+        peer.pause_requested.clear()
+        return {"was_asked": was_asked, "state": peer.state, "pid": os.getpid()}
+
+    return {"status": peer.status, "leave": leave, "pause": pause, "resume": resume}
+
+
+def why_no_pause(peer: Peer) -> str:
+    """Why `peer` cannot be paused now; empty when it can."""
+    if peer.leave_requested.is_set():
+        return "it is leaving"
+    if not peer.has_entered:
+        return "it has not begun to train yet; try again, or stop it with `noloco leave`"
+    return "the run is done, and it trains no more" if peer.state == "done" else ""

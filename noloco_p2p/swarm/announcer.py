@@ -1,0 +1,111 @@
+"""The own record: stored in the DHT again and again, and looked for under the own peer id, where a copy would speak."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from noloco_p2p.errors import DirectoryError
+from noloco_p2p.identity import Identity
+from noloco_p2p.swarm.buckets import bucket_of
+from noloco_p2p.swarm.clock import CLOCK
+from noloco_p2p.swarm.copies import CopyWatch
+from noloco_p2p.swarm.lookout import EXPIRY_SLACK_S, Lookout
+from noloco_p2p.swarm.node import SwarmNode
+from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
+
+
+class Announcer:
+    """Stores what `describe` returns, in the buckets that the lookout counts with.
+
+    describe: the record of now but for the fields of the directory; None until there is something to announce.
+    multiaddrs: where this node can be dialled, when the record does not tell. on_copy: called, perhaps again and
+    again, when a later start with the same key announces itself.
+    """
+
+    def __init__(
+        self,
+        node: SwarmNode,
+        identity: Identity,
+        lookout: Lookout,
+        *,
+        spec_digest: str,
+        describe: Callable[[], PeerRecord | None],
+        multiaddrs: Callable[[], list[str]],
+        every_s: float,
+        on_copy: Callable[[PeerRecord], None],
+    ) -> None:
+        self._node = node
+        self._identity = identity
+        self._lookout = lookout
+        self._spec_digest = spec_digest
+        self._describe = describe
+        self._multiaddrs = multiaddrs
+        self._every_s = every_s
+        self._on_copy = on_copy
+        self._copies = CopyWatch()
+        self._sequence = 0
+        self._expires_at_s = 0.0
+        self._announcing = asyncio.Lock()
+
+    async def beat(self) -> float:
+        """One heartbeat; returns the pause after it. Raises DirectoryError."""
+        with suppress(DirectoryError):
+            await self._look_for_copies()
+        await self.announce()
+        return self._every_s
+
+    async def announce(self, state: str | None = None, *, timeout_s: float | None = None) -> None:
+        """Store the record now, with `state` instead of its own. Raises DirectoryError."""
+        async with self._announcing:
+            described = self._describe()
+            if described is None:
+                return  # nothing to say yet
+            depths = self._lookout.depths()
+            record = replace(
+                described,
+                depths=() if depths == (0,) else depths,
+                peer_id=self._identity.peer_id,
+                spec_digest=self._spec_digest,
+                multiaddrs=tuple(described.multiaddrs or self._multiaddrs()),
+                state=state or described.state,
+                loss=described.loss if described.loss is None or math.isfinite(described.loss) else None,
+                sequence=self._next_sequence(),
+                expires_at_s=self._next_expiry_s(),
+            )
+            await self._store(record, depths, timeout_s=timeout_s or self._every_s)
+
+    async def _store(self, record: PeerRecord, depths: tuple[int, ...], *, timeout_s: float) -> None:
+        value, expires_at_s = encode_record(record, self._identity), record.expires_at_s
+        keys = [bucket_of(record.peer_id, depth).key(self._spec_digest) for depth in depths]
+        results = await asyncio.gather(
+            *(
+                self._node.store(key, record.peer_id, value, expires_at_s=expires_at_s, timeout_s=timeout_s)
+                for key in keys
+            ),
+            return_exceptions=True,  # all are tried
+        )
+        for fault in filter(None, results):
+            raise fault
+
+    async def _look_for_copies(self) -> None:
+        """What is stored under the own peer id must be the own word."""
+        own = self._describe()
+        if own is None:
+            return
+        for found in await self._lookout.stored_under(self._identity.peer_id, timeout_s=self._every_s):
+            if self._copies.must_stop(own, found):
+                self._on_copy(found)
+
+    def _next_sequence(self) -> int:
+        """Rises over restarts too: milliseconds of DHT time, or one more than the last."""
+        self._sequence = max(self._sequence + 1, int(CLOCK.now() * 1000))
+        return self._sequence
+
+    def _next_expiry_s(self) -> float:
+        """A DHT node keeps the record that expires last, so the newest must."""
+        self._expires_at_s = max(self._expires_at_s + EXPIRY_SLACK_S, CLOCK.now() + TTL_S)
+        return self._expires_at_s

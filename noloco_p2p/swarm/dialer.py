@@ -1,0 +1,114 @@
+"""Entering the DHT and staying in it: bootstraps and peers met before are dialled while they are missing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from noloco_p2p.errors import DirectoryError
+from noloco_p2p.identity import short_id
+from noloco_p2p.swarm.address_book import AddressBook
+from noloco_p2p.swarm.addresses import split_peer_id
+from noloco_p2p.swarm.clock import CLOCK, Offset, check_clock
+from noloco_p2p.swarm.dialing import DialPlan
+from noloco_p2p.swarm.node import SwarmNode
+
+logger = logging.getLogger(__name__)
+
+LONGEST_SLEEP_S = 1.0  # between looks at the plan
+
+
+class Dialer:
+    """Carries out a `DialPlan`, and compares the clocks of those who answer with the one here.
+
+    heard_of: peers whose records arrive. on_met: awaited when somebody has answered. on_wrong_clock: called when the
+    clock of this machine is not that of the others; `check_clock` then raises.
+    """
+
+    def __init__(
+        self,
+        node: SwarmNode,
+        bootstraps: Mapping[str, Sequence[str]],
+        address_book: AddressBook,
+        *,
+        own_peer_id: str,
+        every_s: float,
+        heard_of: Callable[[], Iterable[str]],
+        on_met: Callable[[], Awaitable[None]],
+        on_wrong_clock: Callable[[], None],
+    ) -> None:
+        self._node = node
+        self._plan = DialPlan(own_peer_id, bootstraps, longest_pause_s=every_s)
+        self._address_book = address_book
+        self._sleep_s = min(every_s, LONGEST_SLEEP_S)
+        self._heard_of = heard_of
+        self._on_met = on_met
+        self._on_wrong_clock = on_wrong_clock
+        self._dial_now = asyncio.Event()
+        self._has_dialled = asyncio.Event()
+        self._offsets: dict[str, Offset] = {}  # of the clocks of nodes, while it is not known whose is right
+        self._clock_is_right = False
+
+    async def dial(self) -> float:
+        """Dial who is due, then wait until somebody may be; returns 0, the pause after it."""
+        book, near = self._address_book.addresses(), self._node.neighbours()
+        due = self._plan.due(book, near, heard_of=self._heard_of(), now_s=time.monotonic())
+        reached = await asyncio.gather(*(self._dial_one(peer, addresses) for peer, addresses in due.items()))
+        self._has_dialled.set()
+        if any(reached):
+            self._look_at_clocks()
+            await self._on_met()
+        if not self._clock_is_right and not self._node.neighbours():
+            CLOCK.follow_wall()
+        await asyncio.to_thread(self._address_book.save)
+        self._dial_now.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._dial_now.wait(), self._sleep_s)
+        return 0.0
+
+    def dial_all_now(self) -> None:
+        """The network of this machine has just come back."""
+        self._plan.forget_failures()
+        self._dial_now.set()
+
+    def failures(self) -> dict[str, str]:
+        """Bootstraps that could not be reached so far: peer id -> why."""
+        return self._plan.failures()
+
+    def check_clock(self) -> None:
+        """Raises DirectoryError when the clock of this machine is not that of the others."""
+        check_clock(self._offsets)
+
+    async def wait_until_tried(self, timeout_s: float) -> None:
+        """Until those to enter through have been tried once; `timeout_s` at most."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._has_dialled.wait(), timeout_s)
+
+    async def _dial_one(self, peer_id: str, multiaddrs: Sequence[str]) -> bool:
+        try:
+            offset = await self._node.dial(peer_id, [split_peer_id(multiaddr)[0] for multiaddr in multiaddrs])
+        except DirectoryError as error:
+            logger.debug("%s", error)
+            self._plan.failed(peer_id, str(error), now_s=time.monotonic())
+            return False
+        logger.info("entered the DHT through %s", short_id(peer_id))
+        self._plan.reached(peer_id, now_s=time.monotonic())
+        CLOCK.heard(offset.seconds)
+        if not self._clock_is_right:
+            self._offsets[peer_id] = offset
+        self._address_book.remember(peer_id, multiaddrs)
+        return True
+
+    def _look_at_clocks(self) -> None:
+        """Once others agree on the time, or nobody asked, this peer never doubts it again."""
+        try:
+            self.check_clock()
+        except DirectoryError as error:
+            logger.warning("%s", error)
+            self._on_wrong_clock()
+        else:
+            self._clock_is_right = True
+            self._offsets.clear()

@@ -1,0 +1,233 @@
+"""Who is alive in a run: buckets of records are read into the view, and counted.
+
+Of a small run there is one bucket, which holds all records. Of a large one this peer reads a bucket at a time, drawn at
+random; a monitor reads all of them. Looks aside, at buckets of another depth, find those who count otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from noloco_p2p.errors import DirectoryError
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.identity import short_id
+from noloco_p2p.swarm.address_book import AddressBook
+from noloco_p2p.swarm.buckets import (
+    MAX_DEPTH,
+    Bucket,
+    Census,
+    Draw,
+    bucket_of,
+    buckets_at,
+    random_bucket,
+    within_limit,
+)
+from noloco_p2p.swarm.clock import CLOCK
+from noloco_p2p.swarm.node import CALL_S, SwarmNode
+from noloco_p2p.swarm.records import PeerRecord, RecordError, decode_record
+from noloco_p2p.swarm.timing import Timing
+from noloco_p2p.swarm.view import View
+
+logger = logging.getLogger(__name__)
+
+EXPIRY_SLACK_S = 1e-3  # between what a record says and what the DHT was told
+READS_AT_ONCE = 16
+WHOLE_POLL_S = 0.1
+LONGEST_SURVEY_PAUSE_S = 30.0
+
+Read = tuple[Bucket, list[PeerRecord], float]  # a bucket, the records found there, and their share of all of it
+
+
+@dataclass(frozen=True, slots=True)
+class Headcount:
+    """Live peers of a run, without the one that counts. An estimate where not all of them were read."""
+
+    others: int
+    is_estimate: bool
+
+
+class Lookout:
+    """`live`, `records` and `headcount` never wait, and are for any thread; the rest belongs to the loop.
+
+    is_monitor: reads all buckets, and is no peer itself. ignores: records that are never seen. `somebody` is set while
+    a live peer is known.
+    """
+
+    def __init__(
+        self,
+        node: SwarmNode,
+        own_peer_id: str,
+        address_book: AddressBook,
+        *,
+        spec_digest: str,
+        is_monitor: bool,
+        timing: Timing,
+        ignores: Callable[[PeerRecord], bool],
+    ) -> None:
+        self.somebody = asyncio.Event()
+        self._node = node
+        self._address_book = address_book
+        self._spec_digest = spec_digest
+        self._is_monitor = is_monitor
+        self._timing = timing
+        self._ignores = ignores
+        self._view = View(own_peer_id)
+        rng = random.SystemRandom()
+        self._rng, self._census, self._draw = rng, Census(rng), Draw(rng)
+        self._whole_depth: int | None = None  # at which all buckets were read
+        self._survey_at_s, self._survey_pause_s = 0.0, timing.quick_view_s
+        self._started_at_s = self._read_at_s = time.monotonic()
+
+    # what is known
+
+    def live(self) -> Sequence[Candidate]:
+        """Others heard of within the TTL and not leaving; of many buckets, those in the two that were drawn last."""
+        drawn = None if self._is_monitor or self._census.depth == 0 else self._draw.peers()
+        return self._view.live(now_s=time.monotonic(), among=drawn)
+
+    def records(self) -> list[tuple[PeerRecord, float]]:
+        """(record, age in seconds) of all that were read, leaving ones too."""
+        return self._view.records(now_s=time.monotonic())
+
+    def headcount(self) -> Headcount:
+        """How many others are alive."""
+        num_known = len(self.live())
+        if self._census.depth == 0 or (self._is_monitor and self._whole_depth == self._census.depth):
+            return Headcount(num_known, is_estimate=False)
+        return Headcount(max(num_known, round(self._census.size) - (not self._is_monitor)), is_estimate=True)
+
+    def read_age_s(self) -> float:
+        """Seconds since the DHT last answered; since the start when it never did."""
+        return time.monotonic() - self._read_at_s
+
+    def depths(self) -> tuple[int, ...]:
+        """Of the buckets in which the own record belongs now; the first is the home."""
+        return self._census.depths(time.monotonic())
+
+    # reading; all raise DirectoryError, and the view then stays as it was
+
+    async def look(self) -> float:
+        """One look at the run, as often as the returned pause says."""
+        await self.refresh()
+        now_s = time.monotonic()
+        is_young = now_s - self._started_at_s < self._timing.quick_for_s
+        if not self.live() and self._node.neighbours() and now_s >= self._survey_at_s:
+            await self._survey()
+        elif is_young:
+            await self.look_aside()
+        if is_young or not self.live():
+            return self._timing.quick_view_s
+        return self._timing.bucket_view_s if self._census.depth else self._timing.view_s
+
+    async def refresh(self) -> None:
+        """Read a bucket now (all for a monitor)."""
+        depth = self._census.depth
+        buckets = buckets_at(depth) if self._is_monitor else [self._draw.next(depth)]
+        self._rng.shuffle(buckets)
+        for start in range(0, len(buckets), READS_AT_ONCE):
+            for bucket, records, share in await self._read(buckets[start : start + READS_AT_ONCE]):
+                self._count(bucket, records, share)
+            if self._census.depth != depth:
+                return  # other buckets are in use
+        self._whole_depth = depth if self._is_monitor else None
+
+    async def look_aside(self, depth: int | None = None) -> None:
+        """Are there peers that settled at another depth? At the one that is looked at next, or at `depth`."""
+        bucket_there = random_bucket(self._census.aside() if depth is None else depth, self._rng)
+        for bucket, records, share in await self._read([bucket_there]):
+            live = [record for record in records if record.state != "leaving"]
+            apart = [record for record in live if self._census.depth not in (record.depths or (0,))]
+            self._census.note_aside(bucket.depth, len(apart) / share, now_s=time.monotonic())
+
+    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
+        """One particular peer: its bucket is read when it is not among those drawn. None when it cannot be found."""
+        known = next((candidate for candidate in self.live() if candidate.peer_id == peer_id), None)
+        depth = self._census.depth
+        if known or depth == 0:
+            return known
+        try:
+            await self._read([bucket_of(peer_id, depth)], timeout_s=timeout_s)
+        except DirectoryError:
+            return None
+        return next(iter(self._view.live(now_s=time.monotonic(), among={peer_id})), None)
+
+    async def stored_under(self, peer_id: str, *, timeout_s: float) -> list[PeerRecord]:
+        """What the buckets of now hold under one peer id."""
+        buckets = [bucket_of(peer_id, depth) for depth in self.depths()]
+        stored = await self._get(buckets, timeout_s=timeout_s)
+        only = [{key: value for key, value in entries.items() if key == peer_id} for entries in stored]
+        return [record for both in zip(buckets, only, strict=True) for record in self._readable(*both)]
+
+    async def wait_until_whole(self, timeout_s: float) -> bool:
+        """For a monitor: wait until it has read all buckets of the run; False when it has not."""
+        until_s = time.monotonic() + timeout_s
+        while self._whole_depth != self._census.depth:
+            if time.monotonic() > until_s:
+                return False
+            await asyncio.sleep(WHOLE_POLL_S)
+        return True
+
+    async def _survey(self) -> None:
+        """A newcomer does not know the depth: look at all of them until somebody is found, ever more rarely."""
+        self._survey_at_s = time.monotonic() + self._survey_pause_s
+        self._survey_pause_s = min(2 * self._survey_pause_s, LONGEST_SURVEY_PAUSE_S)
+        before = self._census.depth
+        for depth in range(MAX_DEPTH + 1):
+            if depth != before:
+                await self.look_aside(depth)
+            if self._census.depth != before:
+                await self.refresh()
+                return
+
+    async def _read(self, buckets: Iterable[Bucket], *, timeout_s: float = CALL_S) -> list[Read]:
+        """Read buckets at once, and take what they hold into the view. Empty when there is nobody to ask."""
+        buckets = list(buckets)
+        found = await self._get(buckets, timeout_s=timeout_s)
+        if not any(found) and not self._node.neighbours():
+            return []
+        self._read_at_s = time.monotonic()
+        reads = []
+        for bucket, entries in zip(buckets, found, strict=True):
+            some = within_limit(entries, self._rng)
+            reads.append((bucket, self._readable(bucket, some), len(some) / len(entries) if entries else 1.0))
+        everybody = [record for _, records, _ in reads for record in records]
+        news = self._view.merge(everybody, now_s=time.monotonic(), dht_now_s=CLOCK.now())
+        for record in news:
+            self._address_book.remember(record.peer_id, record.multiaddrs)
+        if self.live():
+            self.somebody.set()
+        else:
+            self.somebody.clear()
+        return reads
+
+    async def _get(self, buckets: Sequence[Bucket], *, timeout_s: float) -> list[dict[str, tuple[bytes, float]]]:
+        keys = [bucket.key(self._spec_digest) for bucket in buckets]
+        return await asyncio.gather(*(self._node.get(key, timeout_s=timeout_s) for key in keys))
+
+    def _count(self, bucket: Bucket, records: Sequence[PeerRecord], share: float) -> None:
+        """A bucket at the depth of now was read, or `share` of it."""
+        live = [record for record in records if record.state != "leaving"]
+        self._draw.took(bucket, [record.peer_id for record in live])
+        if bucket.depth == self._census.depth:
+            homes = [record.depths[0] if record.depths else 0 for record in live]
+            self._census.note(len(live) / share, homes=homes, now_s=time.monotonic())
+
+    def _readable(self, bucket: Bucket, entries: dict[str, tuple[bytes, float]]) -> list[PeerRecord]:
+        """The checks of the validator once more, on what was read, and the rest of the fields."""
+        records: list[PeerRecord] = []
+        for subkey, (value, expires_at_s) in entries.items():
+            try:
+                record = decode_record(value)
+            except RecordError as error:
+                logger.debug("ignored what is stored for %s: %s", short_id(subkey), error)
+                continue
+            is_own_word = record.peer_id == subkey and record.spec_digest == self._spec_digest
+            is_in_time = abs(record.expires_at_s - expires_at_s) <= EXPIRY_SLACK_S
+            if is_own_word and bucket.holds(subkey) and is_in_time and not self._ignores(record):
+                records.append(record)
+        return records
