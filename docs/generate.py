@@ -1,4 +1,4 @@
-"""Write the pages of docs/ that follow from the code, or with --check tell whether they are what it says.
+"""Write the files of docs/ and docker/ that follow from the code, or with --check tell whether they are what it says.
 
 python docs/generate.py [--check]
 """
@@ -13,14 +13,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-from noloco_p2p.presets import COMMENTS, PRESETS, SECTIONS
+from noloco_p2p.presets import COMMENTS, PRESETS, SECTIONS, render
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry import prometheus
 from noloco_p2p.telemetry.metrics import Metrics
-
-DOCS = Path(__file__).resolve().parent
 
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:
@@ -162,10 +161,19 @@ def _bandwidth_row(size: str, codecs: str, *, sends_momentum: bool) -> tuple[str
     )
 
 
+# docker/run.toml
+
+
+def docker_spec() -> list[str]:
+    """The spec of the swarm that docker/compose.yaml starts: what `noloco init --name swarm` writes."""
+    return render(PRESETS["tiny"].with_changes({"name": "swarm"})).splitlines()
+
+
 PAGES: dict[str, Callable[[], list[str]]] = {
-    "metrics.md": metrics_page,
-    "spec.md": spec_page,
-    "bandwidth.md": bandwidth_page,
+    "docs/metrics.md": metrics_page,
+    "docs/spec.md": spec_page,
+    "docs/bandwidth.md": bandwidth_page,
+    "docker/run.toml": docker_spec,
 }
 
 
@@ -173,7 +181,7 @@ def main() -> int:
     stale = []
     for name, page in PAGES.items():
         text = "\n".join(page()).rstrip() + "\n"
-        path = DOCS / name
+        path = ROOT / name
         if "--check" not in sys.argv[1:]:
             path.write_text(text, encoding="utf-8")
         elif not path.exists() or path.read_text(encoding="utf-8") != text:

@@ -14,9 +14,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
-from noloco_p2p.spec import CodecSpec, DataSpec, EvaluateSpec, ModelSpec, OuterSpec, RunSpec, TrainSpec
+from noloco_p2p.spec import (
+    CodecName,
+    CodecSpec,
+    DataSpec,
+    EvaluateSpec,
+    ModelSpec,
+    OuterSpec,
+    RunSpec,
+    StateCodecName,
+    TrainSpec,
+)
 
 # The tokenizer of Llama 3 (128,256 entries) from a copy that asks for no account.
 LLAMA3_TOKENIZER = "NousResearch/Meta-Llama-3-8B"
@@ -115,7 +125,8 @@ SECTIONS: Mapping[str, str] = {
     "data": "What the swarm reads. A spec names data and never holds a path: paths belong to one machine.",
     "train": "The inner optimization of each peer.",
     "outer": "The NoLoCo outer step (arXiv 2506.10911): mixing with one random live peer after each round.",
-    "codec": "How vectors travel: fp32, bf16, int8 or int4; slow weights and momentum also modulo8, modulo4.",
+    "codec": f"How vectors travel: {', '.join(get_args(CodecName))}; slow weights and momentum also "
+    f"{', '.join(name for name in get_args(StateCodecName) if name not in get_args(CodecName))}.",
     "evaluate": "Perplexity on held-out sequences, the same ones for every peer.",
 }
 

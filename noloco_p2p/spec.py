@@ -24,7 +24,7 @@ MAX_SPEC_BYTES = 64 * 1024  # a spec that comes from the network is refused abov
 
 CodecName = Literal["fp32", "bf16", "int8", "int4"]
 # modulo: for what partners have nearly in common
-StateCodecName = Literal["fp32", "bf16", "int8", "int4", "modulo8", "modulo4"]
+StateCodecName = Literal[CodecName, "modulo8", "modulo4"]
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]

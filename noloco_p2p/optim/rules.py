@@ -22,14 +22,17 @@ NOLOCO = "noloco"  # no rule of this kind: replicas of it run as peers do
 class Rule(Protocol):
     """All tensors are fp32 of shape (replicas, parameters), changed in place."""
 
-    is_collective: bool  # everybody waits for everybody; else for one other
+    is_collective: bool  # how its time is counted: as a ring all-reduce; else as one exchange with one other
 
     def mix_gradients(self, gradients: Tensor) -> None:
         """After each backward, before clipping and the inner optimizer."""
         ...
 
     def outer_step(self, slow_weights: Tensor, fast_weights: Tensor) -> None:
-        """At the end of a round; the fast weights then become the slow weights."""
+        """At the end of a round: `slow_weights` holds where it began, and is left with where the next one begins.
+
+        The caller sets the fast weights to it; what a rule does to `fast_weights` is lost.
+        """
         ...
 
     def sent_bytes(self, num_elements: int, num_replicas: int) -> tuple[float, float]:

@@ -47,7 +47,7 @@ def test_encode_refuses_every_kind_of_nan(name: str, bits: int) -> None:
         get_codec(name).encode(values)
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("name", [name for name in CODEC_NAMES if name != "fp32"])
 def test_encode_refuses_what_its_own_decoder_would_refuse(name: str) -> None:
     with pytest.raises(ValueError, match=f"element 2 of 3 .* is too large for {name}"):
         get_codec(name).encode(torch.tensor([1.0, 2.0, torch.finfo(torch.float32).max]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from codec_promises import LARGEST, PROMISES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -12,12 +13,8 @@ from torch import Tensor
 
 from noloco_p2p.codec import CHUNK_ELEMENTS, CODEC_NAMES, Scratch, get_codec
 
-BLOCKS = {"int8": (256, 127), "int4": (128, 7)}
-BYTES_A_PARAMETER = {"fp32": 4, "bf16": 2, "int8": 1 + 2 / 256, "int4": 0.5 + 2 / 128}
-TINY = float(torch.finfo(torch.float32).tiny)
-
 codec_names = st.sampled_from(CODEC_NAMES)
-finite = st.floats(width=32, allow_nan=False, min_value=-(2.0**127), max_value=2.0**127)
+finite = st.floats(width=32, allow_nan=False, min_value=-LARGEST, max_value=LARGEST)
 vectors = hnp.arrays(np.float32, st.integers(0, 600), elements=finite, fill=finite).map(torch.from_numpy)
 
 
@@ -28,15 +25,7 @@ def round_trip(name: str, values: Tensor) -> Tensor:
 
 def error_bound(name: str, values: Tensor) -> Tensor:
     """Largest allowed error of each element, float64."""
-    exact = values.double()
-    if name == "fp32" or not len(exact):
-        return torch.zeros_like(exact)
-    if name == "bf16":
-        return exact.abs() * 2**-8 + 2.0**-134  # half a unit in the last of 8 bits; the smallest subnormals
-    block, max_code = BLOCKS[name]
-    largest = torch.cat([part.abs().max().expand(len(part)) for part in exact.split(block)])
-    scale = (largest / max_code).clamp_min(TINY) * (1 + 2**-7)  # rounded up to bf16
-    return scale / 2 * (1 + 2**-13)  # half a step; and fp32 rounding of up to max_code steps
+    return PROMISES[name].error_bound(values.double())
 
 
 @settings(deadline=None, max_examples=300)
@@ -82,7 +71,7 @@ def test_a_slice_of_at_most_one_element_may_have_any_stride(name: str, stop: int
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
 def test_bytes_a_parameter_of_a_full_chunk(name: str) -> None:
-    assert get_codec(name).num_bytes(CHUNK_ELEMENTS) == BYTES_A_PARAMETER[name] * CHUNK_ELEMENTS
+    assert get_codec(name).num_bytes(CHUNK_ELEMENTS) == PROMISES[name].bytes_a_parameter * CHUNK_ELEMENTS
 
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
@@ -118,11 +107,12 @@ def test_decode_gives_memory_of_its_own(name: str) -> None:
     decoded.add_(1)  # writable
 
 
-@pytest.mark.parametrize(("name", "most"), [("bf16", 0.0020), ("int8", 0.0075), ("int4", 0.125)])
-def test_relative_error_for_a_gaussian(name: str, most: float) -> None:
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_relative_error_for_a_gaussian(name: str) -> None:
     values = torch.randn(CHUNK_ELEMENTS, generator=torch.Generator().manual_seed(0))
     error = (round_trip(name, values) - values).norm() / values.norm()
-    assert 0 < error.item() < most
+    most = PROMISES[name].gaussian_error
+    assert most / 4 <= error.item() <= most
 
 
 @pytest.mark.parametrize("name", CODEC_NAMES)

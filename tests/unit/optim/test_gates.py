@@ -50,7 +50,8 @@ def test_an_offset_is_never_longer_than_its_radius(radius: float, size: float) -
     direction = offset / offset.norm() if math.isfinite(float(offset.norm())) else None
     norm, kept = clip_offset_(offset, radius)
     assert kept <= radius
-    assert float(offset.norm()) <= radius * 1.0001
+    # In float64: the squares of what is this short are no longer fp32. And a step of the smallest number.
+    assert float(offset.double().norm()) <= radius * 1.0001 + 2.0**-148
     if kept < norm and direction is not None and radius > 1e-3:
         assert torch.allclose(offset / offset.norm(), direction, atol=1e-3), "shortened, not turned"
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from codec_promises import LARGEST
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -18,7 +19,7 @@ from noloco_p2p.optim.noloco import outer_step
 
 MAX = float(torch.finfo(torch.float32).max)
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
-codable = st.floats(width=32, allow_nan=False, min_value=-(2.0**127), max_value=2.0**127)
+codable = st.floats(width=32, allow_nan=False, min_value=-LARGEST, max_value=LARGEST)
 
 
 def pairs(elements: st.SearchStrategy[float]) -> st.SearchStrategy[tuple[Tensor, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,22 +14,31 @@ from noloco_p2p.optim.diloco import DiLoCo
 from noloco_p2p.optim.gasloc import GASLoC
 from noloco_p2p.optim.groups import Groups
 from noloco_p2p.optim.pair_averaging import average_pairs
-from noloco_p2p.optim.rules import RULE_NAMES, RULES
+from noloco_p2p.optim.rules import RULES
 from noloco_p2p.spec import OuterSpec
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def vectors(seed: int, num_replicas: int = 4) -> Tensor:
     return torch.randn(num_replicas, 6, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", ["ddp", "diloco", "local", "gasloc", "groups", "pairs"])
+@pytest.mark.parametrize("name", RULES)
 def test_every_rule_keeps_replicas_that_agree(name: str) -> None:
     """With one fast vector for all, no rule may pull them apart; and beta 1, alpha 0 makes each the plain step."""
-    assert name in RULE_NAMES
     rule = RULES[name](OuterSpec(alpha=0.0, beta=1.0), random.Random(0))
     slow, fast = torch.zeros(4, 6), vectors(1)[:1].expand(4, 6).clone()
     rule.outer_step(slow, fast)
     assert torch.allclose(slow, fast)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_is_told_in_the_help_and_in_the_docs(name: str) -> None:
+    from noloco_p2p.cli import simulate
+
+    assert name in Path(simulate.__file__).read_text(encoding="utf-8"), "the help of --rules"
+    assert f"`{name}`" in (ROOT / "docs" / "simulate.md").read_text(encoding="utf-8"), "the row of --rules"
 
 
 def test_only_data_parallel_mixes_gradients() -> None:

@@ -1,0 +1,97 @@
+"""What each codec promises, a row each: tests hold every codec to its row. A new codec adds one."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from noloco_p2p.codec import CODEC_NAMES
+
+# What the golden bytes and digests are of.
+VALUES = torch.tensor([0.0, 1.0, -1.0, 0.5, -0.25, 3.14159, 0.001, -2.75, 12.7])
+RAMP = (torch.arange(300, dtype=torch.float32) - 150) / 7  # several blocks and a short one
+TINY = float(torch.finfo(torch.float32).tiny)
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """golden: bytes of VALUES, hexadecimal. ramp_digest: 16 bytes of BLAKE3 of those of RAMP. by_hand: payload and
+    number of elements to values, written without the codec. error_bound: exact values, float64, to the largest error
+    of each. gaussian_error: most of a normal vector's length that is lost. largest: any value up to it can be coded.
+    """
+
+    golden: str
+    ramp_digest: str
+    bytes_a_parameter: float
+    by_hand: Callable[[bytes, int], list[float]]
+    error_bound: Callable[[Tensor], Tensor]
+    gaussian_error: float
+    largest: float = 2.0**127
+
+
+def bf16(data: bytes) -> list[float]:
+    """bf16 is the upper half of an fp32."""
+    return [struct.unpack("<f", b"\0\0" + data[i : i + 2])[0] for i in range(0, len(data), 2)]
+
+
+def blocks_by_hand(payload: bytes, num_elements: int, *, block: int, is_packed: bool) -> list[float]:
+    """Scales in bf16, then codes; packed: the low halves of all bytes first, then the high ones."""
+    num_blocks = -(-num_elements // block)
+    scales = bf16(payload[: 2 * num_blocks])
+    codes = list(struct.unpack(f"<{len(payload) - 2 * num_blocks}b", payload[2 * num_blocks :]))
+    if is_packed:
+        low = [(code + 8) % 16 - 8 for code in codes]
+        high = [(code - part) // 16 for code, part in zip(codes, low, strict=True)]
+        codes = (low + high)[:num_elements]
+    return [code * scales[i // block] for i, code in enumerate(codes)]
+
+
+def half_a_step(exact: Tensor, *, block: int, max_code: int) -> Tensor:
+    if not len(exact):
+        return exact
+    largest = torch.cat([part.abs().max().expand(len(part)) for part in exact.split(block)])
+    scale = (largest / max_code).clamp_min(TINY) * (1 + 2**-7)  # rounded up to bf16
+    return scale / 2 * (1 + 2**-13)  # and fp32 rounding of up to max_code steps
+
+
+PROMISES: Mapping[str, Promise] = {
+    "fp32": Promise(
+        golden="00000000 0000803f 000080bf 0000003f 000080be d00f4940 6f12833a 000030c0 33334b41",
+        ramp_digest="177be7a2bdbdfa419a9adeea2edb0d41",
+        bytes_a_parameter=4,
+        by_hand=lambda payload, num_elements: list(struct.unpack(f"<{num_elements}f", payload)),
+        error_bound=torch.zeros_like,
+        gaussian_error=0.0,
+    ),
+    "bf16": Promise(
+        golden="0000 803f 80bf 003f 80be 4940 833a 30c0 4b41",
+        ramp_digest="d47511dfab6c8b576dfd88dbbbb5f1e6",
+        bytes_a_parameter=2,
+        by_hand=lambda payload, num_elements: bf16(payload),
+        error_bound=lambda exact: exact.abs() * 2**-8 + 2.0**-134,  # half a unit in the last of 8 bits; subnormals
+        gaussian_error=0.0020,
+    ),
+    "int8": Promise(
+        golden="cd3d 00 0a f6 05 fe 1f 00 e5 7f",
+        ramp_digest="0b1426a85977513626a43e8261734f34",
+        bytes_a_parameter=1 + 2 / 256,
+        by_hand=partial(blocks_by_hand, block=256, is_packed=False),
+        error_bound=partial(half_a_step, block=256, max_code=127),
+        gaussian_error=0.0075,
+    ),
+    "int4": Promise(
+        golden="e93f 20 01 df 70 00",
+        ramp_digest="75156c60b6b8213f2ecd165083cf229c",
+        bytes_a_parameter=0.5 + 2 / 128,
+        by_hand=partial(blocks_by_hand, block=128, is_packed=True),
+        error_bound=partial(half_a_step, block=128, max_code=7),
+        gaussian_error=0.125,
+    ),
+}
+assert set(PROMISES) == set(CODEC_NAMES), "a codec without a row here; add what it promises"
+LARGEST = min(promise.largest for promise in PROMISES.values())
