@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install demo test test-slow chaos format lint types check docker-check clean
+.PHONY: install demo test test-slow coverage chaos format lint types check docker-check clean
 
 install: $(STAMP)
 
@@ -26,6 +26,13 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
+# The same tests with every line counted that they run, in the processes that they start, too; prints what they miss.
+coverage: $(STAMP)
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -m "not slow"
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
 # A quarter of an hour of real peers that are killed, frozen and asked to leave, from a seed; not a part of `test`.
 chaos: $(STAMP)
 	$(BIN)/python -m pytest tests/badboy tests/chaos
@@ -40,6 +47,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python docs/generate.py --check
+	$(BIN)/python benchmarks/study/tables.py --check
 	$(BIN)/hadolint docker/Dockerfile
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker/compose.yaml
 
@@ -53,4 +61,4 @@ docker-check:
 	$(PYTHON) docker/check.py
 
 clean:
-	rm -rf .venv .proto-venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .proto-venv build dist *.egg-info .pytest_cache .coverage* .ruff_cache .hypothesis

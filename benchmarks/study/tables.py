@@ -1,0 +1,144 @@
+"""The tables of docs/results.md, from benchmarks/results/study_*.json: each stands between its two marks there.
+
+    python benchmarks/study/tables.py [--check]
+
+A loss is the mean over the seeds that a case was run with. --check: tell whether the page is what the results say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+RESULTS = Path(__file__).parent.parent / "results"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "results.md"
+SYNCHRONOUS_BYTES = 7.0  # that ddp sends a parameter and step
+SIZES = (4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """All runs of one case of one study."""
+
+    by_seed: Mapping[int, float]  # loss
+    spread: float
+    num_bytes: float  # a parameter and step
+
+    @property
+    def losses(self) -> list[float]:
+        return [*self.by_seed.values()]
+
+    @property
+    def loss(self) -> float:
+        return fmean(self.losses)
+
+    @property
+    def range(self) -> str:
+        return f"{min(self.losses):.4f}-{max(self.losses):.4f}" if len(self.losses) > 1 else "one seed"
+
+
+def study(name: str) -> dict[str, Runs]:
+    """Cases of one study in the order in which they were run first; none where it was not."""
+    path = RESULTS / f"study_{name}.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    cases = {row["case"]: [each for each in rows if each["case"] == row["case"]] for row in rows}
+    return {
+        case: Runs(
+            {row["seed"]: row["loss"] for row in runs},
+            fmean(row["spread"] for row in runs),
+            fmean(row["sent_per_parameter_step"] for row in runs),
+        )
+        for case, runs in cases.items()
+    }
+
+
+def percent(runs: Runs, against: Runs) -> str:
+    """By the seeds that both were run with."""
+    seeds = runs.by_seed.keys() & against.by_seed.keys()
+    ratio = fmean(runs.by_seed[seed] for seed in seeds) / fmean(against.by_seed[seed] for seed in seeds)
+    return f"{100 * (ratio - 1):+.1f} %"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def distances(name: str, against: Mapping[str, str]) -> list[str]:
+    """Every case of a study beside those in `against` (case -> what the column calls it), and its share of bytes."""
+    cases = study(name)
+    head = ("", "loss", "lowest to highest", *(f"against {label}" for label in against.values()), "spread")
+    rows = [
+        (
+            case,
+            f"{runs.loss:.4f}",
+            runs.range,
+            *("" if case == other else percent(runs, cases[other]) for other in against),
+            f"{100 * runs.spread:.2f} %",
+            f"{runs.num_bytes:.3f}",
+            f"{100 * runs.num_bytes / SYNCHRONOUS_BYTES:.1f} %",
+        )
+        for case, runs in cases.items()
+    ]
+    return table((*head, "bytes a parameter and step", "share of ddp's"), rows)
+
+
+def sizes(name: str) -> list[str]:
+    """Loss of every case with 4, 8 and 16 replicas."""
+    found = {size: study(f"{name}_{size}") for size in SIZES}
+    cases = list(dict.fromkeys(case for cases in found.values() for case in cases))
+    rows = [(case, *(_with_range(found[size].get(case)) for size in SIZES)) for case in cases]
+    return table(("", *(f"{size} replicas" for size in SIZES)), rows)
+
+
+def _with_range(runs: Runs | None) -> str:
+    return "" if runs is None else f"{runs.loss:.4f} ({runs.range})"
+
+
+TABLES: Mapping[str, Callable[[], list[str]]] = {
+    "best": partial(distances, "best_8", {"ddp, adamw": "ddp, AdamW", "ddp": "ddp, Muon"}),
+    "best_sizes": partial(sizes, "best"),
+    "small": partial(distances, "small", {"ddp, adamw": "ddp, AdamW", "ddp": "ddp, Muon"}),
+    "rules": partial(sizes, "rules"),
+    "inner": partial(distances, "inner", {}),
+    "rounds": partial(distances, "rounds", {}),
+    "codecs": partial(distances, "codecs", {"fp32": "fp32"}),
+    "churn": partial(distances, "churn", {"no churn": "no churn"}),
+    "modulo_churn": partial(distances, "modulo_churn", {"modulo4, no churn": "modulo4, no churn"}),
+    "waiting": partial(distances, "waiting", {}),
+    "gamma": partial(distances, "gamma", {"gamma 0.7": "gamma 0.7"}),
+    "alpha": partial(distances, "alpha", {"alpha 0.5": "alpha 0.5"}),
+    "groups": partial(distances, "groups", {"n = 2: pairs": "pairs"}),
+    "learning_rate": partial(distances, "learning_rate", {"0.004": "0.004"}),
+    "closing": partial(distances, "closing", {}),
+}
+
+
+def filled(page: str) -> str:
+    """The page with every table written anew. Raises KeyError for a mark without a table."""
+
+    def written(found: re.Match[str]) -> str:
+        lines = "\n".join(TABLES[found[1]]())
+        return f"<!-- {found[1]} -->\n\n{lines}\n\n<!-- /{found[1]} -->"
+
+    return re.sub(r"<!-- (\w+) -->\n.*?<!-- /\1 -->", written, page, flags=re.DOTALL)
+
+
+def main() -> int:
+    before = PAGE.read_text(encoding="utf-8")
+    after = filled(before)
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(after, encoding="utf-8")
+    elif before != after:
+        print(f"not what the results say: {PAGE}; run python benchmarks/study/tables.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
