@@ -72,6 +72,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def distances(name: str, against: Mapping[str, str]) -> list[str]:
     """Every case of a study beside those in `against` (case -> what the column calls it), and its share of bytes."""
     cases = study(name)
+    against = {case: label for case, label in against.items() if case in cases}
     head = ("", "loss", "lowest to highest", *(f"against {label}" for label in against.values()), "spread")
     rows = [
         (

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+import threading
+from typing import Any, Protocol
 
 from noloco_p2p.control import Handler
 
-if TYPE_CHECKING:
-    from noloco_p2p.peer.peer import Peer
+
+class Controlled(Protocol):
+    """What of a peer the verbs touch."""
+
+    leave_requested: threading.Event
+    pause_requested: threading.Event
+
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def has_entered(self) -> bool: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+    def request_leave(self) -> None: ...
 
 
-def verbs(peer: Peer) -> dict[str, Handler]:
+def verbs(peer: Controlled) -> dict[str, Handler]:
     """Verb of the control socket -> what it does to `peer`, and answers."""
 
     def leave() -> dict[str, Any]:
@@ -33,7 +48,7 @@ def verbs(peer: Peer) -> dict[str, Handler]:
     return {"status": peer.status, "leave": leave, "pause": pause, "resume": resume}
 
 
-def why_no_pause(peer: Peer) -> str:
+def why_no_pause(peer: Controlled) -> str:
     """Why `peer` cannot be paused now; empty when it can."""
     if peer.leave_requested.is_set():
         return "it is leaving"
