@@ -1,7 +1,7 @@
 """NoLoCo in somebody else's training script: any model, any data, your own loop.
 
-    python examples/plain_pytorch.py                # the first peer; prints a ticket
-    python examples/plain_pytorch.py noloco1...     # another one, on any machine
+    python examples/plain_pytorch.py --steps 500000              # the first peer; prints a ticket
+    python examples/plain_pytorch.py noloco1... --steps 500000   # another one; here too: --state-dir other
 
 Two lines are ours: `Peer.join` and `outer.step()`.
 """

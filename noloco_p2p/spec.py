@@ -331,7 +331,9 @@ class RunSpec(Section):
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise SpecError(f"{path}: no such file; `noloco init {path}` writes a run spec") from None
+            is_cut = path.name.startswith("noloco1")
+            fix = "a ticket is longer: copy all of it" if is_cut else f"`noloco init {path}` writes a run spec"
+            raise SpecError(f"{path}: no such file; {fix}") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise SpecError(f"{path}: cannot be read as TOML: {error}") from None
         return cls.from_dict(values, origin=str(path))

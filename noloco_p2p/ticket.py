@@ -110,7 +110,9 @@ def _unarmour(text: str) -> bytes:
             raise TicketError(
                 f"this ticket is of version {text[6]}, and this program reads version 1: install a newer noloco_p2p"
             )
-        raise TicketError(f"not a ticket: a ticket begins with {PREFIX}")
+        raise TicketError(
+            f"not a ticket: a ticket begins with {PREFIX}; `noloco join` prints one, and so does `noloco ticket`"
+        )
     body = text[len(PREFIX) :]
     for position, character in enumerate(body):
         if character not in _ALPHABET:

@@ -63,6 +63,8 @@ def demo(
     swarm = Demo(plan)
     noun = "peer" if peers == 1 else "peers"
     print(f"{peers} {noun} on this machine, {steps} inner steps each; logs: {folder}/peer-*/log.txt", flush=True)
+    if keep is None:
+        print("(they and the checkpoints are deleted at the end; --keep DIR keeps them)", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the demo, and the demo its peers
     try:
         _watch(swarm)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from noloco_p2p.cli.options import Model
+from noloco_p2p.cli.options import Model, check_folder
 from noloco_p2p.errors import SettingsError
 
 
@@ -29,6 +29,8 @@ def export(
 
     if merge != is_ticket(source):
         raise SettingsError("--merge goes with a ticket, and a ticket with --merge; a checkpoint is a folder")
+    if not merge:
+        check_folder(Path(source))
     if sample and not merge:
         raise SettingsError("--sample goes with --merge")
     folders = PeerSettings.load({"models": parse_folders(model) if model else None}).models

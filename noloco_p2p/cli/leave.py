@@ -32,4 +32,4 @@ def leave(
             print(f"the peer (process {reply['pid']}) was asked to leave and has not gone within {timeout_s:.0f} s")
             raise typer.Exit(1)
         time.sleep(0.05)
-    print("the peer has left; the command that started it resumes from its last checkpoint")
+    print("the peer has left; the command that started it starts it again, from its last checkpoint where it keeps any")

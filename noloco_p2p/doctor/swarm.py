@@ -111,6 +111,8 @@ def reachability(probed: probe.Probed, peer: Candidate) -> Check:
             f"and join with --announce {probed.observed_host}"
         )
         return Check("reached", "failed", f"{seen}; {told}", fix)
+    if not probed.reached:
+        return Check("reached", "skipped", f"{seen}; no port of this one was free to be tried")
     return Check("reached", "ok", f"{seen}, and reached port {' and '.join(map(str, probed.reached))}")
 
 

@@ -58,8 +58,10 @@ def _outcome(live: LiveRound, round_: Round) -> Outcome:
         running.swap.abandon(Unreachable("the round ended before the early part was committed"))
         reason = f"the swap with {named(partner)} was not ready at the boundary"
         return Alone(reason, LonelyCause.SLOW, running.link(now_s))
-    if not live.directory.live():
-        return Alone("no other live peer", LonelyCause.NOBODY)
+    others = live.directory.live()
+    if not any(other.state == "training" for other in others):
+        resting = ", ".join(sorted({other.state for other in others}))
+        return Alone(f"no other live peer{f' trains: {resting}' if resting else ''}", LonelyCause.NOBODY)
     return Alone(live.reason or "no answer to an offer yet", live.cause, live.failed_link)
 
 

@@ -27,7 +27,7 @@ class Metrics:
     swaps: int = _metric("counter", "rounds", "rounds with a committed early part and late part", 0)
     halves: int = _metric("counter", "rounds", "rounds with a committed early part only; not in swaps, not in alone", 0)
     alone: int = _metric("counter", "rounds", "rounds without a committed part", 0)
-    alone_nobody: int = _metric("counter", "rounds", "alone: no other live peer was known", 0)
+    alone_nobody: int = _metric("counter", "rounds", "alone: no other live peer was known to train", 0)
     alone_refused: int = _metric("counter", "rounds", "alone: who was asked said no", 0)
     alone_no_answer: int = _metric("counter", "rounds", "alone: who was asked could not be reached or was silent", 0)
     alone_failed: int = _metric("counter", "rounds", "alone: a swap began and broke before anything was committed", 0)

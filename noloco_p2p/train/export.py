@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from noloco_p2p.errors import CheckpointError, SettingsError
 from noloco_p2p.spec import ModelSpec
+from noloco_p2p.train.byte_tokenizer import for_export
 from noloco_p2p.train.lora import has_adapters, merged_weights, save_adapters
 from noloco_p2p.train.model import quiet
 
@@ -64,7 +65,7 @@ def _write(
                 model.save_pretrained(folder, state_dict=merged_weights(model))
             else:
                 model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+            for_export(tokenizer).save_pretrained(folder)
     finally:
         model.config.use_cache = use_cache
     for path in folder.iterdir():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from noloco_p2p.errors import CheckpointError, SettingsError
 from noloco_p2p.spec import DataSpec, ModelSpec
@@ -26,9 +26,9 @@ sys.addaudithook(refuse)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-ids = tokenizer("import o", add_special_tokens=False, return_tensors="pt").input_ids
+ids = tokenizer("import o", return_tensors="pt").input_ids
 written = model.generate(ids, max_new_tokens=4, do_sample=False)
-print(type(tokenizer).__name__, ids.tolist(), written.shape[1], model.config.use_cache)
+print(ids.tolist(), written.shape[1], model.config.use_cache)
 """
 
 
@@ -44,9 +44,11 @@ def test_model_and_tokenizer_load_again(tmp_path: Path, tied: bool, capfd: pytes
     weights = dict(loaded.named_parameters(remove_duplicate=False))
     assert (weights["lm_head.weight"] is weights["model.embed_tokens.weight"]) is tied
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert isinstance(tokenizer, ByT5Tokenizer)  # not the Llama one that the model's kind suggests
-    text = "def f(x):\n    return 'é'\n"
-    assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+    text = "def f(x):\n    return 'é \x00\U0001f642'\n"
+    ids = tokenizer(text).input_ids
+    assert ids == [byte + 3 for byte in text.encode()], "as it was trained, and open at its end: a prompt goes on"
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.pad_token_id == 0
     assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == tokenizer.eos_token_id == 1
     assert sorted(path.name for path in folder.parent.iterdir()) == ["exported"]
 
@@ -56,7 +58,7 @@ def test_a_stranger_needs_no_network_to_use_it(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", STRANGER, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     ids = [byte + 3 for byte in b"import o"]
-    assert done.stdout.startswith(f"ByT5Tokenizer [{ids}] ")
+    assert done.stdout.startswith(f"[{ids}] ")
     assert done.stdout.endswith(" True\n")
 
 
@@ -85,16 +87,16 @@ def test_an_empty_folder_is_used(tmp_path: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o755
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     model, tokenizer = build_model(SMALL, sequence_length=16), build_tokenizer(DataSpec())
     with pytest.raises(CheckpointError, match="cannot be exported"):
         export_model(model, tokenizer, tmp_path / "file" / "below")
 
-    class Broken(ByT5Tokenizer):
-        def save_pretrained(self, *_args: object, **_kwargs: object) -> tuple[str, ...]:
-            raise OSError(28, "No space left on device")
+    def full(*_args: object, **_kwargs: object) -> tuple[str, ...]:
+        raise OSError(28, "No space left on device")
 
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", full)
     with pytest.raises(CheckpointError, match="No space left"):
-        export_model(model, Broken(), tmp_path / "exported")
+        export_model(model, tokenizer, tmp_path / "exported")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
