@@ -56,3 +56,5 @@ def export(
         export_model(state.fill_model(), tokenizer, folder, adapters_of=state.spec.model if adapters else None)
     of = f"the mean of {state.num_peers} peers" if merge else "the checkpoint"
     print(f"wrote {folder}: {of} of run {state.spec.name}")
+    if state.num_silent:
+        print(f"{state.num_silent} more gave no state: a peer has one after its first round; try again in a minute")

@@ -52,6 +52,8 @@ def monitor(
     entry = Ticket.decode(resolve(ticket))
     if not web and (listen or history):
         raise SettingsError("--listen and --history go with --web")
+    if web and (watch or as_json):
+        raise SettingsError("--web is a page, with /api/status as JSON; --watch and --json are without it")
     import uvloop
 
     from noloco_p2p.monitor.terminal import Choice, plain, view

@@ -41,6 +41,7 @@ class TakenState:
     model: PreTrainedModel
     slow_weights: Tensor
     num_peers: int
+    num_silent: int = 0  # live peers that were asked and gave none: nothing saved yet, or gone
 
     def fill_model(self) -> PreTrainedModel:
         FlatParameters(self.model).write(0, self.slow_weights)
@@ -96,13 +97,14 @@ async def from_swarm(
         model = build_model(spec.model, sequence_length=spec.data.sequence_length, folders=folders)
         parameters = FlatParameters(model)
         random.shuffle(peers)
-        total, taken, wanted = None, 0, min(sample or len(peers), len(peers))
+        total, taken, asked, wanted = None, 0, 0, min(sample or len(peers), len(peers))
         with progress.task("merging", unit="peers") as report:
             for peer in peers:
                 report(taken, wanted)
                 if taken == wanted:
                     break
                 num_bytes = state_file_bytes(parameters.num_elements, spec.outer)
+                asked += 1
                 state = await _one(transport, peer, parameters, progress, num_bytes=num_bytes)
                 if state is None:
                     continue
@@ -110,7 +112,7 @@ async def from_swarm(
             report(taken, wanted)
     if total is None:
         raise Unreachable(f"none of {len(peers)} live peers of {ticket.run_name} gave its state; try again in a minute")
-    return TakenState(spec, model, total.div_(taken), taken)
+    return TakenState(spec, model, total.div_(taken), taken, num_silent=asked - taken)
 
 
 async def _one(

@@ -163,6 +163,7 @@ def test_settings_in_the_environment_and_in_the_file_name_themselves(
         (["init", "--preset", "huge", "other.toml"], 3, "must be one of tiny, small, medium, large, paper"),
         (["init", "nowhere/run.toml"], 3, "cannot be written"),
         (["monitor", "run.toml"], 3, "not a ticket"),
+        (["evaluate", "nothing"], 1, "nothing: no such folder"),
         (["export", TICKET, "out"], 3, "--merge goes with a ticket"),
         (["export", "--merge", "checkpoint", "out"], 3, "--merge goes with a ticket"),
         (["export", "nothing", "out"], 1, "nothing: no such folder"),
