@@ -9,6 +9,7 @@ STAMP := .venv/installed
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "installing into .venv; downloads take minutes, and print nothing"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	# torch first, pinned: a later resolution then finds it and brings no other build.
