@@ -131,6 +131,10 @@ class Entering:
         if manifest and manifest.progress <= progress:
             forget(target)
             return None
+        if manifest:
+            log.warning(
+                "it has caught up with round %d, %.1f %% of the schedule", manifest.round, 100 * manifest.progress
+            )
         return manifest
 
     def _far_ahead(self, progress: float, *, round_progress: float) -> list[Candidate]:
