@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
+# A script that starts the tests in its background has them ignore Ctrl-C, and every process that they start would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
