@@ -1,6 +1,6 @@
 """The ablations of docs/results.md at toy scale, on simulated swarms.
 
-    python benchmarks/study/study.py STUDY [--spec toy.toml] [--steps 400] [--replicas 8] [--seeds 0,1,2] [--json FILE]
+    python benchmarks/study/study.py STUDY [--steps 400] [--replicas 8] [--seeds 0,1,2] [--json FILE]
 
 Prints a line a case. With --json the file is written after every case, and cases that it holds are not run again.
 """
@@ -58,6 +58,14 @@ PAPER_MOMENTUM = {"outer.swap_momentum": False}
 MODULO = codec("modulo8", "modulo8", "int4")
 MODULO4 = codec("modulo4", "modulo8", "int4")
 CLOSED = {"outer.closing_rounds": "auto"}
+SMALL = {  # 0.9M parameters
+    "name": "small",
+    "model.hidden_size": 128,
+    "model.num_layers": 4,
+    "model.mlp_size": 344,
+    "data.sequence_length": 128,
+    "train.batch_size": 8,
+}
 
 
 def averaging(inner_steps: int) -> dict[str, Any]:
@@ -97,12 +105,12 @@ STUDIES: dict[str, list[Case]] = {
             for steps in (5, 6)
         ),
     ],
-    "small": [  # with --spec small.toml: whether it holds for seven times the parameters and four times the batch
-        Case("ddp, adamw", adamw(4e-3), rule="ddp"),
-        Case("6: 0 1 1, modulo4", {**muon(24e-3), **averaging(6), **MODULO4, **CLOSED}),
-        Case("ddp", muon(16e-3), rule="ddp"),
-        Case("5: 0 1 1", {**muon(24e-3), **averaging(5), **MODULO, **CLOSED}),
-        Case("diloco 20", muon(16e-3), rule="diloco"),
+    "small": [  # whether it holds for seven times the parameters and four times the tokens a step
+        Case("ddp, adamw", {**SMALL, **adamw(4e-3)}, rule="ddp"),
+        Case("6: 0 1 1, modulo4", {**SMALL, **muon(24e-3), **averaging(6), **MODULO4, **CLOSED}),
+        Case("ddp", {**SMALL, **muon(16e-3)}, rule="ddp"),
+        Case("5: 0 1 1", {**SMALL, **muon(24e-3), **averaging(5), **MODULO, **CLOSED}),
+        Case("diloco 20", {**SMALL, **muon(16e-3)}, rule="diloco"),
     ],
     "inner": [  # what keeps short rounds of Muon from synchronous Muon, beside the case of the same name in "best"
         Case("5: 0 1 1, everybody mixes", {**muon(24e-3), **SHORT}, rule="diloco"),
@@ -203,7 +211,7 @@ STUDIES: dict[str, list[Case]] = {
         Case("each reads modules of its own", plan={"slices": "{replica}"}),
         Case("each reads modules of its own, 5: 0 1 1", SHORT, {"slices": "{replica}"}),
     ],
-    "modulo_churn": [  # whether the default's coding, which needs partners that are near, bears lost swaps
+    "modulo_churn": [  # whether modulo coding, which needs partners that are near, bears lost swaps
         Case(f"{codec_name}, {churn_name}", {**muon(24e-3), **averaging(6), **coded, **CLOSED}, plan)
         for codec_name, coded in (("modulo4", MODULO4), ("modulo8", MODULO))
         for churn_name, plan in (
@@ -216,8 +224,8 @@ STUDIES: dict[str, list[Case]] = {
 }
 
 
-def run_case(case: Case, *, toml: Path = TOY, steps: int, replicas: int, seed: int) -> dict[str, Any]:
-    spec = RunSpec.load(toml).with_changes({"train.total_steps": steps, **case.changes}, origin=case.name)
+def run_case(case: Case, *, steps: int, replicas: int, seed: int) -> dict[str, Any]:
+    spec = RunSpec.load(TOY).with_changes({"train.total_steps": steps, **case.changes}, origin=case.name)
     options, bindings = dict(case.plan), {}
     if link_s := options.pop("link_s", None):
         options["links"] = (link_of(spec, seconds=link_s),)
@@ -284,14 +292,13 @@ def machine() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("--spec", type=Path, default=TOY, help="what the cases change")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    report = {"machine": machine(), "spec": args.spec.name, "steps": args.steps, "replicas": args.replicas, "rows": []}
+    report = {"machine": machine(), "steps": args.steps, "replicas": args.replicas, "rows": []}
     if args.json and args.json.exists():
         report = json.loads(args.json.read_text(encoding="utf-8"))
         assert (report["steps"], report["replicas"]) == (args.steps, args.replicas), "the file is of another study"
@@ -299,7 +306,7 @@ def main() -> None:
     for row in rows:
         print(show(row), flush=True)
     for case, seed in missing(STUDIES[args.study], [int(seed) for seed in args.seeds.split(",")], rows):
-        rows.append(run_case(case, toml=args.spec, steps=args.steps, replicas=args.replicas, seed=seed))
+        rows.append(run_case(case, steps=args.steps, replicas=args.replicas, seed=seed))
         print(show(rows[-1]), flush=True)
         if args.json:
             args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

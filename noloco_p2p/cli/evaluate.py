@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from noloco_p2p.cli.options import Data, Json, Model, check_folder, print_json
+from noloco_p2p.cli.options import Data, Json, Model, print_json
 
 
 def evaluate(
@@ -23,10 +23,11 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Perplexity on the held-out sequences of the run: of each peer's weights, and of the merged model."""
+    from noloco_p2p.peer.kept import check_checkpoint_folder
     from noloco_p2p.settings import PeerSettings, parse_bindings, parse_folders
 
     for folder in checkpoints:
-        check_folder(folder)
+        check_checkpoint_folder(folder)
     flags = {
         "data": parse_bindings(data) if data else None,
         "models": parse_folders(model) if model else None,

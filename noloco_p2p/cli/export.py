@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from noloco_p2p.cli.options import Model, check_folder
+from noloco_p2p.cli.options import Model
 from noloco_p2p.errors import SettingsError
 
 
@@ -24,13 +24,14 @@ def export(
     ] = None,
 ) -> None:
     """Write a model folder for transformers, from a checkpoint or from the live swarm."""
+    from noloco_p2p.peer.kept import check_checkpoint_folder
     from noloco_p2p.settings import PeerSettings, parse_folders
     from noloco_p2p.ticket import Ticket, is_ticket
 
     if merge != is_ticket(source):
         raise SettingsError("--merge goes with a ticket, and a ticket with --merge; a checkpoint is a folder")
     if not merge:
-        check_folder(Path(source))
+        check_checkpoint_folder(Path(source))
     if sample and not merge:
         raise SettingsError("--sample goes with --merge")
     folders = PeerSettings.load({"models": parse_folders(model) if model else None}).models

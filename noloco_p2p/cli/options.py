@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from noloco_p2p.errors import CheckpointError, SettingsError
+from noloco_p2p.errors import SettingsError
 
 StateDir = Annotated[
     Path | None,
@@ -84,9 +84,3 @@ def _parse(change: str) -> tuple[str, Any]:
 
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str))
-
-
-def check_folder(folder: Path) -> None:
-    """Said before seconds of imports. Raises CheckpointError."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; a peer names its checkpoint when it leaves")

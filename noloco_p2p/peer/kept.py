@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from noloco_p2p.atomic_file import write_atomically
-from noloco_p2p.errors import SettingsError, SpecError
+from noloco_p2p.errors import CheckpointError, SettingsError, SpecError
 from noloco_p2p.identity import Identity
 from noloco_p2p.invitation import Invitation, invite
 from noloco_p2p.settings import PeerSettings
@@ -25,6 +25,12 @@ OWN_INVITATION_S = 365 * 86400.0  # that the holder of the run key gives itself,
 def folder_of(state_dir: Path, run_id: str) -> Path:
     """What this machine keeps of one run: spec, checkpoints, events."""
     return state_dir / "runs" / run_id
+
+
+def check_checkpoint_folder(folder: Path) -> None:
+    """For who names one: asked before seconds of imports. Raises CheckpointError."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; a peer names its checkpoint when it leaves")
 
 
 def keep(spec: RunSpec, invitation: Invitation | None, folder: Path) -> None:

@@ -19,6 +19,7 @@ from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.session import Session
+from noloco_p2p.peer.kept import check_checkpoint_folder
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.reader import WHOLE_S, find_somebody, reader
 from noloco_p2p.telemetry.console import named
@@ -54,8 +55,7 @@ def from_checkpoint(folder: Path, *, folders: Mapping[str, str] | None = None) -
     `folders`: of models, by name. Raises CheckpointError, also when the checkpoint is of another model than its spec
     gives here.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; a peer names its checkpoint when it leaves")
+    check_checkpoint_folder(folder)
     if (folder / "manifest.json").exists():
         checkpoint = Checkpoint(folder)
     else:
