@@ -51,9 +51,9 @@ class Pipe:
             await asyncio.gather(*tasks, pinging, return_exceptions=True)
             writer.close()
 
-    async def close(self) -> None:
+    def close(self) -> None:
+        """Awaits nothing, so that whoever is cancelled on its way out closes it all the same."""
         self._filling.cancel()
-        await asyncio.gather(self._filling, return_exceptions=True)
         if self.is_done:
             self._writer.close()
         else:  # nobody may read what is still to be written, and the connection would stay

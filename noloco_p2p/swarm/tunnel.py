@@ -91,7 +91,7 @@ class Tunnels:
         for port in self._ports.values():
             port.close()
         for session in list(self._sessions.values()):
-            await session.pipe.close()
+            session.pipe.close()
 
     def live(self) -> Sequence[Candidate]:
         """As the directory tells them, but for those that only a tunnel reaches."""
@@ -133,7 +133,9 @@ class Tunnels:
         while True:
             connection, _ = await loop.sock_accept(listener)
             reader, writer = await asyncio.open_connection(sock=connection)
-            self._own(self._call(peer_id, Pipe(reader, writer)))
+            pipe = Pipe(reader, writer)
+            calling = self._own(self._call(peer_id, pipe))
+            calling.add_done_callback(lambda _, pipe=pipe: pipe.close())  # also of a task that never began
 
     async def _call(self, peer_id: str, pipe: Pipe) -> None:
         """Carry one connection until it is through, or no path can be had for RESUME_S."""
@@ -152,8 +154,6 @@ class Tunnels:
                 await asyncio.sleep(RETRY_S)
         except ConnectionAbortedError:  # it is through there, or given up
             return
-        finally:
-            await pipe.close()
 
     async def _path(
         self, peer_id: str, relay: str, address: str, session_id: bytes, received: int
@@ -202,7 +202,7 @@ class Tunnels:
         if not session.pipe.is_done:
             await asyncio.sleep(RESUME_S)
         if session.writer is writer and self._sessions.pop(session_id, None):
-            await session.pipe.close()
+            session.pipe.close()
 
     async def _connect(self) -> Ends:
         reader, writer = await asyncio.open_connection(*self._server())

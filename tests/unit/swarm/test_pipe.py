@@ -70,7 +70,7 @@ def test_every_byte_comes_once_whatever_breaks(seed: int) -> None:
         assert await over_paths(near, far, lengths=lengths) >= 2
         heard = await said
         for pipe in (near, far):
-            await pipe.close()
+            pipe.close()
         for _, writer in (caller, callee):
             writer.close()
         return heard[1], heard[0]
@@ -91,7 +91,7 @@ def test_what_cannot_be_is_refused(frame: bytes) -> None:
             with pytest.raises(CorruptPayload, match="a tunnel"):
                 await pipe.carry(*path, peer_received=0)
         finally:
-            await pipe.close()
+            pipe.close()
             caller.close()
             stranger.close()
 
