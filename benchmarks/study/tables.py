@@ -7,55 +7,17 @@ A loss is the mean over the seeds that a case was run with. --check: tell whethe
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 
-RESULTS = Path(__file__).parent.parent / "results"
-PAGE = Path(__file__).parent.parent.parent / "docs" / "results.md"
+from runs import DOCS, Runs, study
+
+PAGE = DOCS / "results.md"
 SYNCHRONOUS_BYTES = 7.0  # that ddp sends a parameter and step
 SIZES = (4, 8, 16)
-
-
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """All runs of one case of one study."""
-
-    by_seed: Mapping[int, float]  # loss
-    spread: float
-    num_bytes: float  # a parameter and step
-
-    @property
-    def losses(self) -> list[float]:
-        return [*self.by_seed.values()]
-
-    @property
-    def loss(self) -> float:
-        return fmean(self.losses)
-
-    @property
-    def range(self) -> str:
-        return f"{min(self.losses):.4f}-{max(self.losses):.4f}" if len(self.losses) > 1 else "one seed"
-
-
-def study(name: str) -> dict[str, Runs]:
-    """Cases of one study in the order in which they were run first; none where it was not."""
-    path = RESULTS / f"study_{name}.json"
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-    cases = {row["case"]: [each for each in rows if each["case"] == row["case"]] for row in rows}
-    return {
-        case: Runs(
-            {row["seed"]: row["loss"] for row in runs},
-            fmean(row["spread"] for row in runs),
-            fmean(row["sent_per_parameter_step"] for row in runs),
-        )
-        for case, runs in cases.items()
-    }
 
 
 def percent(runs: Runs, against: Runs) -> str:

@@ -67,7 +67,13 @@ def _options(
 def configure_logging(level: int) -> None:
     """Logs go to standard error; those of other libraries only with -vv."""
     handlers: list[logging.Handler] = [_StandardError()]
-    logging.basicConfig(format="%(levelname)s %(message)s", handlers=handlers, level=logging.WARNING, force=True)
+    logging.basicConfig(
+        format="%(asctime)s %(levelname)s %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+        handlers=handlers,
+        level=logging.WARNING,
+        force=True,
+    )
     logging.getLogger("noloco_p2p").setLevel(level)
     if level == logging.DEBUG:
         logging.getLogger().setLevel(logging.INFO)

@@ -122,7 +122,7 @@ def join(
     if place and place.rank:
         return _follow(place, settings)
     run = _ticket_in(run) if run.startswith("@") else run
-    ticket = _check(run, settings.state_dir)
+    ticket = _check(run, settings)
     entry.check_writable(ticket_file, flag="--ticket-file")
     if settings.gpus > 1 and place is None:
         raise typer.Exit(gpus_of_peer.launch(sys.argv[1:], settings.gpus))
@@ -160,7 +160,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, place: Pl
         _say(f"peer {peer.peer_id} of run {peer.spec.name} ({peer.spec.digest()[:16]}), announces {peer.address}")
         if peer.metrics_address:
             _say(f"metrics at http://{peer.metrics_address}/metrics")
-        for warning in [*peer.spec.outer.warnings(), *unused_data(peer.spec, settings)]:
+        for warning in [*peer.spec.outer.warnings(), *unused_data(peer.spec, settings), *unknown_name(settings)]:
             log.warning(warning)
         trainer = Trainer(peer, say=_say, ranks=ranks)
         needs = trainer.needs()
@@ -214,17 +214,22 @@ def _ticket_in(at_file: str) -> str:
     return ticket
 
 
-def _check(run: str, state_dir: Path) -> Ticket | None:
-    """A mistyped file or ticket and a folder in use are told before seconds of imports. The ticket, if it is one."""
+def _check(run: str, settings: PeerSettings) -> Ticket | None:
+    """What is mistyped, missing or taken is told before seconds of imports. The ticket, if `run` is one."""
     from noloco_p2p.control import FolderLock
+    from noloco_p2p.peer.ports import Ports
     from noloco_p2p.spec import RunSpec
     from noloco_p2p.ticket import Ticket, is_ticket
 
-    ticket = Ticket.decode(run) if is_ticket(run) else None
-    if ticket is None:
-        RunSpec.load(Path(run))
-    FolderLock(state_dir).check()
-    return ticket
+    entered = Ticket.decode(run) if is_ticket(run) else RunSpec.load(Path(run))
+    FolderLock(settings.state_dir).check()
+    Ports(settings).check()
+    if isinstance(entered, Ticket):
+        return entered
+    from noloco_p2p.train.sources import check_bindings
+
+    check_bindings(entered.data, settings.data)
+    return None
 
 
 def unused_data(spec: RunSpec, settings: PeerSettings) -> list[str]:
@@ -233,6 +238,16 @@ def unused_data(spec: RunSpec, settings: PeerSettings) -> list[str]:
 
     reads = ", ".join(part.source for part, _ in spec.data.parts())
     return [f"--data {name}=.. is ignored: the run reads {reads}" for name in unused_bindings(spec.data, settings.data)]
+
+
+def unknown_name(settings: PeerSettings) -> list[str]:
+    """A mistyped host of --announce; others may have another name server, so it is no error."""
+    from noloco_p2p.swarm.addresses import resolves
+
+    host = settings.announced[0]
+    if not host or resolves(host):
+        return []
+    return [f"--announce {host}: this machine finds no address for that name; peers that find none either cannot call"]
 
 
 def _leave_on_signals(peer: Peer) -> None:

@@ -86,10 +86,11 @@ def fault_lines(reply: dict[str, Any]) -> list[str]:
 
 
 def settings_lines(settings: dict[str, dict[str, Any]]) -> list[str]:
-    """Every setting and where its value came from."""
-    rows = [(name, _shown(setting["value"]), setting["origin"]) for name, setting in sorted(settings.items())]
-    width = max(len(name) for name, _, _ in rows)
-    lines = [f"{name.ljust(width)}  {value}  ({origin})" for name, value, origin in rows]
+    """The settings that somebody made, and where; `--json` has the others, too."""
+    made = {name: setting for name, setting in sorted(settings.items()) if setting["origin"] != "default"}
+    width = max(map(len, made), default=0)
+    lines = [f"{name.ljust(width)}  {_shown(row['value'])}  ({row['origin']})" for name, row in made.items()]
+    lines.append(f"{len(settings) - len(made)} have their defaults (--json shows them)")
     return [f"{'settings' if index == 0 else '':8}  {line}" for index, line in enumerate(lines)]
 
 

@@ -66,6 +66,14 @@ def host_of(address: str) -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
+def resolves(host: str) -> bool:
+    """Whether an IP address, or a name that this machine finds an address for; that may take its resolver seconds."""
+    try:
+        return bool(socket.getaddrinfo(_plain(host), None))
+    except (OSError, UnicodeError):
+        return False
+
+
 def is_public(host: str) -> bool:
     """Whether machines of other networks may be able to dial it: a public IP address, or a name that is not local."""
     try:

@@ -38,6 +38,13 @@ def has_own_validation(part: SourceSpec) -> bool:
     return part.source.startswith("hub:") and bool(part.validation_split)
 
 
+def check_bindings(data: DataSpec, bindings: Mapping[str, str]) -> None:
+    """Raises DataError when the files of a run are not bound here, or cannot be read. Asks no hub."""
+    for part, _ in data.parts():
+        if not part.source.startswith("hub:"):
+            open_source(part, bindings)
+
+
 def unused_bindings(data: DataSpec, bindings: Mapping[str, str]) -> list[str]:
     """Names that are bound, and of no use as the run reads other data."""
     names = {part.source for part, _ in data.parts()}

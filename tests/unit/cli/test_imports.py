@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,12 @@ def test_light_verbs_load_nothing_heavy(verb: str, exit_code: int, tmp_path: Pat
     assert loaded_by(*verb.format(place).split()) == (exit_code, [])
 
 
-def test_a_mistyped_spec_is_told_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
+def test_what_cannot_work_is_told_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
     spec = tmp_path / "run.toml"
+    join = ("join", str(spec), f"--state-dir={tmp_path}")
     spec.write_text('name = "x"\n[outer]\nalfa = 1\n')
-    assert loaded_by("join", str(spec), f"--state-dir={tmp_path}") == (3, [])
+    assert loaded_by(*join) == (3, []), "a mistyped spec"
+    spec.write_text('name = "x"\n[data]\nsource = "mine"\n')
+    assert loaded_by(*join) == (1, ["numpy"]), "data that was not bound"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert loaded_by(*join, "--listen", f"127.0.0.1:{taken.getsockname()[1]}") == (3, []), "a taken port"

@@ -10,6 +10,7 @@ from noloco_p2p.swarm.addresses import (
     by_reach,
     is_wildcard,
     listen_multiaddr,
+    resolves,
     split_peer_id,
     tcp_target,
 )
@@ -37,6 +38,11 @@ def test_names_are_announced_but_not_listened_on() -> None:
 
 def test_wildcards() -> None:
     assert [is_wildcard(host) for host in ("0.0.0.0", "::", "127.0.0.1", "a.example")] == [True, True, False, False]
+
+
+def test_a_name_that_nobody_knows_is_told() -> None:
+    hosts = ("127.0.0.1", "[::1]", "localhost", "nobody.invalid", "a..b", "x" * 300)
+    assert [resolves(host) for host in hosts] == [True, True, True, False, False, False]
 
 
 def test_the_peer_id_comes_off() -> None:

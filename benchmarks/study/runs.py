@@ -1,0 +1,48 @@
+"""What the studies found: benchmarks/results/study_*.json, case by case."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+RESULTS = Path(__file__).parent.parent / "results"
+DOCS = Path(__file__).parent.parent.parent / "docs"
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """All runs of one case of one study."""
+
+    by_seed: Mapping[int, float]  # loss
+    spread: float
+    num_bytes: float  # a parameter and step
+
+    @property
+    def losses(self) -> list[float]:
+        return [*self.by_seed.values()]
+
+    @property
+    def loss(self) -> float:
+        return fmean(self.losses)
+
+    @property
+    def range(self) -> str:
+        return f"{min(self.losses):.4f}-{max(self.losses):.4f}" if len(self.losses) > 1 else "one seed"
+
+
+def study(name: str) -> dict[str, Runs]:
+    """Cases of one study in the order in which they were run first; none where it was not."""
+    path = RESULTS / f"study_{name}.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    cases = {row["case"]: [each for each in rows if each["case"] == row["case"]] for row in rows}
+    return {
+        case: Runs(
+            {row["seed"]: row["loss"] for row in runs},
+            fmean(row["spread"] for row in runs),
+            fmean(row["sent_per_parameter_step"] for row in runs),
+        )
+        for case, runs in cases.items()
+    }
