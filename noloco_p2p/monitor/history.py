@@ -39,6 +39,19 @@ CREATE TABLE IF NOT EXISTS meeting (at_s REAL, peer TEXT, partner TEXT);
 """
 
 
+def _opened(path: Path | str) -> sqlite3.Connection:
+    """With its tables. Raises sqlite3.Error."""
+    db = sqlite3.connect(path, check_same_thread=False, timeout=5.0)
+    try:
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")
+        db.executescript(SCHEMA)
+    except sqlite3.Error:
+        db.close()
+        raise
+    return db
+
+
 class History:
     """One file a run. Every method may be called from any one thread at a time. A full disk is told once."""
 
@@ -47,13 +60,10 @@ class History:
         try:
             if isinstance(path, Path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path, check_same_thread=False, timeout=5.0)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.executescript(SCHEMA)
-            self._ids = {name: number for number, name in self._db.execute("SELECT id, name FROM peer")}
+            self._db = _opened(path)
         except (OSError, sqlite3.Error) as error:
             raise SettingsError(f"--history {path}: cannot be used: {error}; name another file") from None
+        self._ids = {name: number for number, name in self._db.execute("SELECT id, name FROM peer")}
         self._last_tick = self._db.execute("SELECT max(tick) FROM swarm").fetchone()[0] or 0
         self._failed = False
         self._thinned_tick = 0

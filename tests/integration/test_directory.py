@@ -39,15 +39,20 @@ PATIENCE_S = 20.0
 
 def run(main: Callable[[], Coroutine[object, object, None]]) -> None:
     """Each test on a uvloop of its own, and nothing of it left behind."""
-    sockets = _sockets()
+    before = _sockets()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.wait_for(main(), 60))
-    assert _sockets() == sockets
+    assert not [path for path in _sockets() - before if not _is_served(path)]  # other peers may come to this machine
     assert not [child for child in psutil.Process().children(recursive=True) if child.name() == "p2pd"]
 
 
 def _sockets() -> set[str]:
     return {path for name in ("noloco", "hivemind") for path in glob.glob(f"{tempfile.gettempdir()}/{name}-*.sock")}
+
+
+def _is_served(path: str) -> bool:
+    """Whether a process of now listens there."""
+    return any(connection.laddr == path for connection in psutil.net_connections("unix"))
 
 
 def record_of(identity: Identity, *, state: str = "training", round_: int = 0) -> PeerRecord:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,12 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str
     return run
 
 
+def small_llama() -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    )
+
+
 def losses(out: str) -> list[float]:
     return [float(line.split("loss ")[1].split(",")[0]) for line in out.splitlines() if line.startswith("round ")]
 
@@ -38,6 +45,18 @@ def test_every_example_fits_on_a_page_and_has_a_test() -> None:
     assert sorted(names) == ["hf_trainer.py", "lora.py", "plain_pytorch.py"]
     for name in names:
         assert len((FOLDER / name).read_text().splitlines()) < MAX_LINES, name
+
+
+def test_the_script_in_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [script] = re.findall(r"```python\n(.*?)```", (FOLDER.parent / "README.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NOLOCO_LISTEN", "127.0.0.1:0")
+    model = small_llama()
+    batch = {name: torch.randint(0, 256, (2, 8)) for name in ("input_ids", "labels")}
+    yours = {"ticket": None, "model": model, "data": [batch] * 100, "optimizer": torch.optim.AdamW(model.parameters())}
+    exec(script, yours)
+    assert yours["peer"].metrics.round == 2
+    assert (tmp_path / "my-peer" / "identity.key").exists()
 
 
 def test_a_plain_script(run: Callable[..., str]) -> None:
@@ -54,10 +73,7 @@ def test_a_hugging_face_trainer(run: Callable[..., str]) -> None:
 
 def test_a_lora_fine_tune(run: Callable[..., str], tmp_path: Path) -> None:
     torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    small_llama().save_pretrained(tmp_path / "model")
     out = run("lora.py", str(tmp_path / "model"), "--steps", "60", "--save", str(tmp_path / "adapters"))
     rounds = losses(out)
     assert len(rounds) == 3

@@ -1,0 +1,33 @@
+"""The `noloco ...` commands that README and docs show."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from noloco_p2p.cli.app import VERBOSITY
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docker/*.md")])
+FENCED = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`(noloco [^`]+)`")
+OPERATORS = {"|", ">", ">>", "&&", ";"}
+
+
+def in_blocks(page: Path) -> list[str]:
+    """Those of code blocks, in the order of the page: a line each, a backslash goes on."""
+    lines = "\n".join(FENCED.findall(page.read_text(encoding="utf-8"))).replace("\\\n", " ").splitlines()
+    return [line.strip() for line in lines if line.strip().startswith("noloco ")]
+
+
+def in_sentences(page: Path) -> list[str]:
+    """Those between backticks, where a part of a command may be meant."""
+    return [" ".join(each.split()) for each in INLINE.findall(FENCED.sub("", page.read_text(encoding="utf-8")))]
+
+
+def arguments(command: str) -> list[str]:
+    """What follows `noloco`, up to a pipe or a comment; without -v and -q, which stand anywhere."""
+    words = shlex.split(command, comments=True)[1:]
+    ends = [place for place, word in enumerate(words) if word in OPERATORS]
+    return [word for word in words[: min(ends, default=len(words))] if word not in VERBOSITY]
