@@ -85,6 +85,7 @@ class LiveRound:
         self.clock = clock
         self.goodput = Goodput()
         self.faults = Faults()
+        self.told_stale = False  # a peer has refused this one, as they are too far apart in the run
         self.plans: tuple[SectionPlan, ...] = ()
         self.corrections: deque[Correction] = deque(maxlen=2)
         self.correcting = False  # the main thread adds a correction to the vectors now

@@ -24,7 +24,7 @@ WINDOW_SWAPS = 7  # remembered; a change of the link is believed when it has sho
 FILL = 1 / 3
 
 # Share of the time that training may stand still for late parts where it waits for them. Twice as many swaps are worth
-# some per cent of the loss (see optim/mixing.py for the study), a twentieth of the inner steps less than one.
+# some per cent of the loss (docs/results.md), a twentieth of the inner steps less than one.
 BLOCKED_SHARE = 0.05
 
 MAX_CHANGE = 1.5  # factor from one round to the next

@@ -101,6 +101,11 @@ class RoundRunner:
     def last_fault(self) -> str:
         return self._live.faults.last
 
+    def take_told_stale(self) -> bool:
+        """Whether anybody has refused this peer as too far away in the run since this was asked last. Any thread."""
+        told, self._live.told_stale = self._live.told_stale, False
+        return told
+
     @property
     def traffic(self) -> Traffic:
         return self._swapping.traffic

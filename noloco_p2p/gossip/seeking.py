@@ -105,6 +105,7 @@ class Seeking:
         live, peer_id, code = self._live, candidate.peer_id, RefuseCode[error.code]
         live.pairing.refused(peer_id, code=code, retry_after_s=error.retry_after_s, now_s=live.clock())
         live.reason, live.cause = f"{named(peer_id)} refused: {error}", LonelyCause.REFUSED
+        live.told_stale |= code is RefuseCode.STALE
         if code in OTHERS:
             live.faults.tell(f"{named(peer_id)} is not of this run: {error}", error)
         if code is RefuseCode.OTHER_MODEL and live.layout:

@@ -7,12 +7,13 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from noloco_p2p.errors import CheckpointError, Left, ModelError, Unreachable
+from noloco_p2p.errors import CheckpointError, Left, ModelError, PeerError, Unreachable
 from noloco_p2p.gossip.donor import state_file_bytes
 from noloco_p2p.gossip.fetch import can_give, fetch_from_swarm, fetch_spec, find_difference
 from noloco_p2p.gossip.frames import QueuePlace, StateManifest
@@ -40,6 +41,8 @@ ANSWER_S = 120.0  # for what takes seconds, on a slow machine
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0
 CATCH_UP_AGAIN_S = 60.0
 DONORS_ASKED = 3  # for their tensors, when none of them had a state that fits
+PLACES_ASKED = 5  # peers that are asked where they stand
+PLACE_S = 5.0  # for the answer
 
 
 async def find_spec(
@@ -63,7 +66,8 @@ async def find_spec(
 class Entering:
     """`enter` and `catch_up` belong to the main thread; everything that they ask of others runs on the network thread.
 
-    ticket: that this peer enters with. expects_others: it has other ways in, and waits a little for somebody. leaving:
+    is_told_stale: has a peer refused this one as too far away in the run since that was asked last? ticket: that this
+    peer enters with. expects_others: it has other ways in, and waits a little for somebody. leaving:
     set when this peer is to end, which also ends what takes long here (`Left`).
     """
 
@@ -75,6 +79,7 @@ class Entering:
         directory: SwarmDirectory,
         transport: GrpcTransport,
         outside: Outside,
+        is_told_stale: Callable[[], bool],
         ticket: Ticket | None,
         expects_others: bool,
         progress: Progress,
@@ -85,6 +90,7 @@ class Entering:
         self._directory = directory
         self._transport = transport
         self._outside = outside
+        self._is_told_stale = is_told_stale
         self._ticket = ticket
         self._expects_others = expects_others
         self._progress = progress
@@ -109,11 +115,16 @@ class Entering:
     ) -> StateManifest | None:
         """Fetch the state of a live peer into `target` when most of the swarm is far ahead; None when it is not.
 
-        progress: own, of the schedule; round_progress: of one round. Costs nothing to ask. None, too, when nobody gives
-        a newer state: it is then tried again after a while.
+        progress: own, of the schedule; round_progress: of one round. Costs nothing to ask, but after a refusal. None,
+        too, when nobody gives a newer state: it is then tried again after a while.
         """
-        ahead = self._far_ahead(progress, round_progress=round_progress)
-        if not ahead or time.monotonic() < self._catch_up_again_s:
+        if time.monotonic() < self._catch_up_again_s:
+            return None
+        try:
+            ahead = self._far_ahead(progress, round_progress=round_progress)
+        except Left:
+            return None
+        if not ahead:
             return None
         self._catch_up_again_s = time.monotonic() + CATCH_UP_AGAIN_S
         log.warning(
@@ -138,8 +149,14 @@ class Entering:
         return manifest
 
     def _far_ahead(self, progress: float, *, round_progress: float) -> list[Candidate]:
-        """Peers that stand where the swarm does, shuffled; none while this one stands there, too."""
+        """Peers that stand where the swarm does, shuffled; none while this one stands there, too. Raises Left.
+
+        Records are up to a heartbeat old, which can be more short rounds than partners may be apart: a peer that was
+        refused for its place asks some others for theirs.
+        """
         live = self._outside.live()
+        if self._is_told_stale():
+            live = self._thread.call(self._ask_for_places(live), ANSWER_S, leaving=self._leaving)
         places = [each.progress for each in live if each.state in ("training", "done")]
         if not is_left_behind(progress, places, round_progress=round_progress):
             return []
@@ -147,6 +164,20 @@ class Entering:
         ahead = [each for each in live if can_give(each) and each.progress >= middle]
         random.shuffle(ahead)
         return ahead
+
+    async def _ask_for_places(self, live: Sequence[Candidate]) -> Sequence[Candidate]:
+        """A few of the live peers, as they are now; those who do not answer are left out."""
+
+        async def ask(peer: Candidate) -> Candidate | None:
+            try:
+                status = await self._transport.status(peer, timeout_s=PLACE_S)
+            except PeerError:
+                return None
+            return replace(peer, state=status.state, round=status.round, progress=status.progress)
+
+        callable_ = [peer for peer in live if peer.can_be_called]
+        asked = random.sample(callable_, min(len(callable_), PLACES_ASKED))
+        return [peer for peer in await asyncio.gather(*map(ask, asked)) if peer]
 
     async def _look_around(self) -> None:
         """Wait until a live peer is heard of, where there should be one. Raises Unreachable: a ticket, and nobody."""

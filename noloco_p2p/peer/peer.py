@@ -375,7 +375,7 @@ class Peer:
             control,
             watch,
             outside,
-            self._make_entering(directory, transport, outside),
+            self._make_entering(directory, transport, outside, runner),
             asyncio.create_task(watch.run()),
         )
         await outside.start(server, num_calls=lambda: service.num_calls)
@@ -383,7 +383,9 @@ class Peer:
         keep(self.spec, self._invitation, self.run_folder)
         await self._account.serve_metrics()
 
-    def _make_entering(self, directory: SwarmDirectory, transport: GrpcTransport, outside: Outside) -> Entering:
+    def _make_entering(
+        self, directory: SwarmDirectory, transport: GrpcTransport, outside: Outside, runner: RoundRunner
+    ) -> Entering:
         assert self._thread is not None
         return Entering(
             self.spec,
@@ -391,6 +393,7 @@ class Peer:
             directory=directory,
             transport=transport,
             outside=outside,
+            is_told_stale=runner.take_told_stale,
             ticket=self._target if isinstance(self._target, Ticket) else None,
             expects_others=bool(self.settings.bootstrap or self._address_book.addresses()),
             progress=self.progress,

@@ -35,6 +35,7 @@ KNOCK_S = 4.0
 CONNECT_S = 8.0
 CALL_S = 15.0
 CLOSE_S = 2.0
+NOTICE_TURNS = 3  # of the event loop, for connections to an ended daemon to be closed on this side, too
 EXIT_S = 0.5  # a dying process is seen by its closed connection first
 PING_S = 2.0
 HUNG_S = 9.0  # without an answer of p2pd; with a restart it is back within 15 s
@@ -202,6 +203,8 @@ class SwarmNode:
         finally:
             if daemon is not None:
                 await daemon.stop()
+                for _ in range(NOTICE_TURNS):
+                    await asyncio.sleep(0)
 
     async def _watch(self) -> None:
         while True:

@@ -1,0 +1,90 @@
+"""Who is behind finds out: by the records, and by asking, as records are older than short rounds are long."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from noloco_p2p.errors import TimedOut
+from noloco_p2p.gossip.frames import PeerStatus
+from noloco_p2p.gossip.layout import ModelLayout
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.gossip.staleness import STALE_ROUNDS
+from noloco_p2p.peer import entering
+from noloco_p2p.peer.entering import Entering
+from noloco_p2p.peer.network_thread import NetworkThread
+from noloco_p2p.telemetry.progress import Progress
+
+ROUND = 1e-3  # of the run
+OWN = 0.1
+NEAR, FAR = OWN + 5 * ROUND, OWN + (STALE_ROUNDS + 5) * ROUND
+
+
+class Others:
+    """Peers whose records say one thing, and who say another when they are asked; one that does not answer."""
+
+    def __init__(self, *, recorded: float, told: float) -> None:
+        self.candidates = [Candidate(name, f"{name}:1", progress=recorded) for name in ("a", "b", "silent")]
+        self.told = told
+        self.num_asked = 0
+
+    def live(self) -> list[Candidate]:
+        return [*self.candidates, replace(self.candidates[0], peer_id="outbound", can_be_called=False)]
+
+    async def status(self, candidate: Candidate, *, timeout_s: float) -> PeerStatus:
+        self.num_asked += 1
+        if candidate.peer_id == "silent":
+            raise TimedOut("no answer", peer="silent")
+        return PeerStatus(cast(Any, None), "training", 700, self.told)
+
+
+def asked_of(others: Others, *, is_told_stale: bool, monkeypatch: pytest.MonkeyPatch) -> list[Candidate]:
+    """Those whose state this peer would take."""
+    found: list[Candidate] = []
+
+    async def fetch(transport: object, directory: object, donors: list[Candidate], **rest: Any) -> None:
+        found.extend(donors)
+
+    monkeypatch.setattr(entering, "fetch_from_swarm", fetch)
+    monkeypatch.setattr(entering, "state_file_bytes", lambda *_: 0)
+    thread = NetworkThread()
+    made = Entering(
+        cast(Any, type("Spec", (), {"outer": None})),
+        thread=thread,
+        directory=cast(Any, None),
+        transport=cast(Any, others),
+        outside=cast(Any, others),
+        is_told_stale=lambda: is_told_stale,
+        ticket=None,
+        expects_others=True,
+        progress=Progress(),
+        leaving=threading.Event(),
+    )
+    layout = cast(ModelLayout, type("Layout", (), {"digest": bytes, "num_elements": 0}))
+    try:
+        assert made.catch_up(layout, progress=OWN, round_progress=ROUND, target=Path("nowhere")) is None
+    finally:
+        thread.stop()
+    return found
+
+
+def test_what_the_records_say_is_believed_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = Others(recorded=FAR, told=FAR)
+    assert len(asked_of(others, is_told_stale=False, monkeypatch=monkeypatch)) == 3
+    assert others.num_asked == 0
+    assert not asked_of(Others(recorded=NEAR, told=FAR), is_told_stale=False, monkeypatch=monkeypatch)
+
+
+def test_who_was_refused_for_its_place_asks_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    donors = asked_of(Others(recorded=NEAR, told=FAR), is_told_stale=True, monkeypatch=monkeypatch)
+    assert {(donor.peer_id, donor.round, donor.progress) for donor in donors} == {("a", 700, FAR), ("b", 700, FAR)}
+
+
+def test_one_refusal_moves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = Others(recorded=NEAR, told=NEAR)
+    assert not asked_of(others, is_told_stale=True, monkeypatch=monkeypatch)
+    assert others.num_asked == 3
