@@ -58,7 +58,7 @@ class RefuseCode(IntEnum):
     BETWEEN_ROUNDS = 2  # my round is not open
     CROSSED = 3  # we offered to each other; the stream of the higher peer id stands, and that is mine
     TAKEN = 4  # I have a partner for this round
-    TOO_FAR = 5  # our boundaries are more than half a round apart
+    TOO_FAR = 5  # our boundaries are more than 0.6 of the shorter round apart
     NOT_TRAINING = 6  # paused, leaving or done
     OTHER_RUN = 7
     OTHER_SPEC = 8

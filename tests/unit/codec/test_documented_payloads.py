@@ -1,0 +1,25 @@
+"""The payloads that docs/protocol.md shows are those that the codecs make."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import torch
+from documented import ROOT
+
+from noloco_p2p.codec import get_codec
+from noloco_p2p.codec.dither import dither_seed
+from noloco_p2p.codec.modulo import MODULO4, MODULO8, Grid
+
+
+def test_the_payloads_of_the_protocol_page() -> None:
+    [block] = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8"), re.DOTALL)
+    shown = json.loads(block)
+    values = torch.tensor(shown["values"])
+    grid = Grid((-5).to_bytes(1, "big", signed=True), dither_seed(bytes(range(16)), 1))
+    assert shown["seed"] == grid.seed
+    for codec in (MODULO8, MODULO4):
+        assert codec.encode(values, grid=grid, chunk_index=0).hex() == shown[codec.name]
+    for name in ("int8", "int4"):
+        assert bytes(get_codec(name).encode(values)).hex() == shown[name]
