@@ -17,16 +17,21 @@ from typing import TYPE_CHECKING, Any
 from noloco_p2p._version import __version__
 
 if TYPE_CHECKING:
+    from noloco_p2p.gossip.outcome import Alone, Half, Swapped
     from noloco_p2p.peer.peer import Peer
     from noloco_p2p.settings import PeerSettings
     from noloco_p2p.spec import CodecSpec, DataSpec, EvaluateSpec, ModelSpec, OuterSpec, RunSpec, TrainSpec
     from noloco_p2p.ticket import Ticket
-    from noloco_p2p.train.outer import NoLoCo
+    from noloco_p2p.train.checkpoint import Checkpoints
+    from noloco_p2p.train.outer import NoLoCo, RoundResult
 
 _HOME = {
     "Peer": "noloco_p2p.peer.peer",
     "PeerSettings": "noloco_p2p.settings",
     "NoLoCo": "noloco_p2p.train.outer",
+    "RoundResult": "noloco_p2p.train.outer",
+    "Checkpoints": "noloco_p2p.train.checkpoint",
+    **dict.fromkeys(("Swapped", "Half", "Alone"), "noloco_p2p.gossip.outcome"),
     "Ticket": "noloco_p2p.ticket",
     **dict.fromkeys(
         ("RunSpec", "OuterSpec", "CodecSpec", "ModelSpec", "DataSpec", "TrainSpec", "EvaluateSpec"), "noloco_p2p.spec"
@@ -34,15 +39,20 @@ _HOME = {
 }
 
 __all__ = [
+    "Alone",
+    "Checkpoints",
     "CodecSpec",
     "DataSpec",
     "EvaluateSpec",
+    "Half",
     "ModelSpec",
     "NoLoCo",
     "OuterSpec",
     "Peer",
     "PeerSettings",
+    "RoundResult",
     "RunSpec",
+    "Swapped",
     "Ticket",
     "TrainSpec",
     "__version__",

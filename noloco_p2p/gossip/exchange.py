@@ -34,6 +34,8 @@ NETWORK_ANSWER_S = 5.0  # what the network thread may take to answer, beyond the
 class Exchange:
     """The training thread's side. No method raises for a fault of a partner, and none blocks past its deadline."""
 
+    owner: object = None  # who trains by it; another one may take it over
+
     def __init__(self, *, spec: RunSpec, loop: asyncio.AbstractEventLoop, runner: RoundRunner, pace: Pace) -> None:
         self.pace = pace
         self._spec = spec

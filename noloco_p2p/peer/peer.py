@@ -72,6 +72,7 @@ T = TypeVar("T")
 
 START_TIMEOUT_S = 120.0  # importing hivemind on a slow disk included
 POLL_S = 0.05
+NOT_RUNNING = "this peer is not running: it was closed, as the end of its `with` block does"
 DIAL_BACK_S = 12.0  # for one peer to answer whether it gets through; it tries for 4 s
 CHECK_CLOCK_S = 6.0  # for those that this peer enters through to be tried once
 
@@ -274,8 +275,9 @@ class Peer:
         )
 
     def serve_state(self, saved: SavedState) -> None:
-        """From now on newcomers get this state."""
-        self._net.states.saved = saved
+        """From now on newcomers get this state. Of a peer that is closed nobody gets it."""
+        if network := self._network:
+            network.states.saved = saved
 
     def sketch(self, slow_weights: Tensor) -> None:
         """Sketch these weights in the background, for the record of this peer; at most once an announcement."""
@@ -456,7 +458,7 @@ class Peer:
     @property
     def _net(self) -> Network:
         if self._network is None:
-            raise SettingsError("this peer is not running")
+            raise SettingsError(NOT_RUNNING)
         return self._network
 
     def _call(
@@ -464,5 +466,5 @@ class Peer:
     ) -> T:
         if self._thread is None:
             coroutine.close()
-            raise SettingsError("this peer is not running")
+            raise SettingsError(NOT_RUNNING)
         return self._thread.call(coroutine, timeout_s, leaving=leaving)

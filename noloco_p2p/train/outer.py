@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from noloco_p2p.errors import CheckpointError
+from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
 from noloco_p2p.gossip.donor import SavedState, describe_state
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import StateManifest
@@ -104,9 +104,12 @@ class NoLoCo:
     model: its trainable parameters are one flat vector, in the order of `named_parameters()`; they may be on any one
         device and of any floating dtype. Frozen parameters must be the same on all peers (their content is compared),
         and never travel. Buffers stay each peer's own; a checkpoint keeps the persistent ones.
-    peer: a running `Peer`. When it enters a swarm that already trains, the model takes the swarm's state; otherwise the
-        model's own weights are the start. Peers that start apart must start equal: seed the model.
-    save_every_rounds: how often the state that newcomers fetch is written; 0 = the caller does it (`save`).
+    peer: a running `Peer`; it trains one model, that of the NoLoCo that was made last. When it enters a swarm that
+        already trains, the model takes the swarm's state; otherwise the model's own weights are the start. Peers that
+        start apart must start equal: seed the model.
+    save_every_rounds: how often the state that newcomers fetch is written; 0 = the caller does it (`save`), and until
+        it did newcomers keep their own weights. Where nobody gives a newcomer a state and this folder has one, as after
+        a restart of the only peer, the model goes on from that.
     end_at: progress at which no other round is opened, as nobody will train it.
     loss_check: None = off.
     resume: a checkpoint that `save` wrote; the model and the place in the round are then as they were.
@@ -138,11 +141,14 @@ class NoLoCo:
         self._save_every_rounds = save_every_rounds
         self._saver = Saver()
         self._checkpoints = Checkpoints(peer.run_folder / "served", keep=1) if save_every_rounds else None
+        self._served_round = -1
         self.entered = False  # took the state of a live peer
         self._end_at = end_at
         self._loss_check = loss_check
         self._is_open = False
         self._is_closing = False
+        self._trainable = _trainable(model) if parameters is None else None  # FSDP puts others there at times
+        self._exchange.owner = self
         self._enter(resume)
 
     @property
@@ -157,7 +163,14 @@ class NoLoCo:
 
     def step(self) -> RoundResult | None:
         """Call after every optimizer step. Returns what a round brought at its end, None in between. Never raises for
-        a fault of another peer; blocks at most `outer.max_wait_s`, and only at the end of a round."""
+        a fault of another peer; blocks at most `outer.max_wait_s`, and only at the end of a round.
+
+        SettingsError: another NoLoCo was made for this peer. ModelError: other parameters are trained than at first.
+        """
+        if self._exchange.owner is not self:
+            raise SettingsError(
+                "another NoLoCo was made for this peer, which trains one model: put several into one nn.ModuleDict"
+            )
         if not self._is_open:
             self._open()
         self._steps += 1
@@ -261,6 +274,9 @@ class NoLoCo:
             self._resume(resume)
         elif manifest and target and self._take_fetched(target):
             self.round, self.progress, self.entered = manifest.round, manifest.progress, True
+        elif self._checkpoints and (served := self._checkpoints.newest()):
+            log.warning("nobody gives the state of the run: this peer goes on from the one that it served last")
+            self._resume(served)
         self._peer.metrics.round, self._peer.metrics.progress = self.round, self.progress
 
     def _catch_up(self) -> None:
@@ -301,13 +317,20 @@ class NoLoCo:
         self._serve(checkpoint.path, state)
 
     def _open(self) -> None:
+        if self._trainable is not None and _trainable(self._model) != self._trainable:
+            raise ModelError(
+                "parameters of the model were replaced, frozen or unfrozen since this NoLoCo was made; it swaps those of "
+                "then: make another one"
+            )
         self._catch_up()
         self._is_open = True
         if not self._steps:  # a round that was begun before a restart keeps its length
             pace = self._exchange.pace
             self._length.next(pace.seconds_per_step, others_s=pace.others_s(time.monotonic()))
         self._peer.metrics.inner_steps = self.inner_steps
-        if self._checkpoints and self.round % self._save_every_rounds == 0:
+        is_due = self.round % self._save_every_rounds == 0 if self._checkpoints else False
+        if self._checkpoints and is_due and self.round != self._served_round:
+            self._served_round = self.round
             self.save_in_background(self._checkpoints)
         self._exchange.open(
             self.round,
@@ -428,6 +451,11 @@ class NoLoCo:
         self._state.correct(correction, scales=verdict.scales)
         metrics.clipped_gradients += verdict.scales.partner < 1
         metrics.late += 1
+
+
+def _trainable(model: nn.Module) -> list[int]:
+    """Which parameters are trained: the tensors themselves, whatever is in them."""
+    return [id(param) for param in model.parameters() if param.requires_grad]
 
 
 def check_layout(checkpoint: Checkpoint, layout: ModelLayout) -> None:

@@ -43,7 +43,8 @@ class Saver:
         is unfinished.
 
         `done` is called with the folder by the thread that wrote it; a failure is logged, and the last good checkpoint
-        stays. Where memory is too short for a copy, returns when all is written.
+        stays. A program that ends meanwhile ends when all is written. Where memory is too short for a copy, returns
+        when it is.
         """
         if self.is_busy:
             log.warning("the checkpoint of round %d is left out: the last one is still being written", round)
@@ -62,7 +63,7 @@ class Saver:
             except CheckpointError as error:
                 log.error("%s", error)
 
-        self._thread = threading.Thread(target=write, name="noloco-checkpoint", daemon=True)
+        self._thread = threading.Thread(target=write, name="noloco-checkpoint")
         self._thread.start()
         if not has_room:
             self.wait()
