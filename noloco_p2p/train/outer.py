@@ -319,8 +319,8 @@ class NoLoCo:
     def _open(self) -> None:
         if self._trainable is not None and _trainable(self._model) != self._trainable:
             raise ModelError(
-                "parameters of the model were replaced, frozen or unfrozen since this NoLoCo was made; it swaps those of "
-                "then: make another one"
+                "parameters of the model were replaced, frozen or unfrozen since this NoLoCo was made: "
+                "make another one, as it swaps those of then"
             )
         self._catch_up()
         self._is_open = True

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import runpy
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,16 +49,41 @@ def test_every_example_fits_on_a_page_and_has_a_test() -> None:
         assert len((FOLDER / name).read_text().splitlines()) < MAX_LINES, name
 
 
-def test_the_script_in_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [script] = re.findall(r"```python\n(.*?)```", (FOLDER.parent / "README.md").read_text(), re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NOLOCO_LISTEN", "127.0.0.1:0")
+def run_shown(page: str, *, num_batches: int) -> dict[str, Any]:
+    """Run the script that a page shows, with a model, data and an optimizer; gives its variables."""
+    [script] = re.findall(r"```python\n(.*?)```", (FOLDER.parent / page).read_text(), re.DOTALL)
     model = small_llama()
     batch = {name: torch.randint(0, 256, (2, 8)) for name in ("input_ids", "labels")}
-    yours = {"ticket": None, "model": model, "data": [batch] * 100, "optimizer": torch.optim.AdamW(model.parameters())}
+    optimizer = torch.optim.AdamW(model.parameters())
+    yours: dict[str, Any] = {"ticket": None, "model": model, "data": [batch] * num_batches, "optimizer": optimizer}
     exec(script, yours)
-    assert yours["peer"].metrics.round == 2
-    assert (tmp_path / "my-peer" / "identity.key").exists()
+    return yours
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NOLOCO_LISTEN", "127.0.0.1:0")
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_the_script_in_the_readme() -> None:
+    assert run_shown("README.md", num_batches=100)["peer"].metrics.round == 2
+    assert Path("my-peer", "identity.key").exists()
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_the_script_of_the_library_page_resumes(capsys: pytest.CaptureFixture[str]) -> None:
+    first = run_shown("docs/library.md", num_batches=510)
+    assert first["outer"].round == 10
+    again = run_shown("docs/library.md", num_batches=50)
+    assert "goes on after 500 steps" in capsys.readouterr().out
+    assert (again["outer"].round, again["step"]) == (11, 550)
+    moments = again["optimizer"].state[next(again["model"].parameters())]
+    assert moments["step"] == 550
 
 
 def test_a_plain_script(run: Callable[..., str]) -> None:
