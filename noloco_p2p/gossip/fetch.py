@@ -33,6 +33,7 @@ from noloco_p2p.gossip.kept_chunks import KeptChunks
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.seams import Candidate, Directory, Transport
 from noloco_p2p.spec import RunSpec
+from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.progress import Report, ignore
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expec
                         return RunSpec.from_json(item.data, expected_digest=expected_digest, origin=donor.address)
             raise CorruptPayload("it gave no spec", peer=donor.peer_id)
         except (PeerError, ValueError) as error:
-            reasons.append(f"{donor.address}: {error}")
+            reasons.append(f"{named(donor.peer_id)}: {error}")
     raise Unreachable("no live peer gave the run spec: " + ("; ".join(reasons) or "nobody is there"))
 
 

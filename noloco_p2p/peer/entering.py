@@ -96,6 +96,7 @@ class Entering:
         self._progress = progress
         self._leaving = leaving
         self._catch_up_again_s = 0.0
+        self._ask_again_s = 0.0
 
     def enter(self, layout: ModelLayout, *, target: Path) -> StateManifest | None:
         """Fetch the state of a live peer into `target`; None when nobody has one.
@@ -152,10 +153,11 @@ class Entering:
         """Peers that stand where the swarm does, shuffled; none while this one stands there, too. Raises Left.
 
         Records are up to a heartbeat old, which can be more short rounds than partners may be apart: a peer that was
-        refused for its place asks some others for theirs.
+        refused for its place asks some others for theirs; not often, as anybody can refuse, and training waits.
         """
         live = self._outside.live()
-        if self._is_told_stale():
+        if time.monotonic() >= self._ask_again_s and self._is_told_stale():
+            self._ask_again_s = time.monotonic() + CATCH_UP_AGAIN_S
             live = self._thread.call(self._ask_for_places(live), ANSWER_S, leaving=self._leaving)
         places = [each.progress for each in live if each.state in ("training", "done")]
         if not is_left_behind(progress, places, round_progress=round_progress):
