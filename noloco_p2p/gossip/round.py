@@ -105,6 +105,6 @@ class Round:
                 return Refuse(RefuseCode.TAKEN, f"I have a partner for round {self.index}", wait_s)
         far_s = too_far_s(mine, offer.boundary)
         if far_s > 0:
-            sentence = f"our boundaries are {far_s:.2g} s further apart than 0.6 of a round"
+            sentence = f"our boundaries are {far_s:.2f} s further apart than 0.6 of a round"
             return Refuse(RefuseCode.TOO_FAR, sentence, far_s)
         return None

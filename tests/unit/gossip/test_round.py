@@ -128,7 +128,7 @@ def test_a_peer_half_a_round_away_is_refused_with_the_seconds() -> None:
     answer = Round(0, own_id="beta").answer(offer("alpha", boundary=FAR), mine=HERE)
     assert answer is not None
     assert answer.code is RefuseCode.TOO_FAR
-    assert "78.0 s" in answer.sentence
+    assert "78.00 s" in answer.sentence
 
 
 # Crossed offers. Each side: its offer goes out (at once, as both are seeking), and two messages reach it: the other's
