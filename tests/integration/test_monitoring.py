@@ -179,8 +179,9 @@ def test_a_peer_serves_prometheus_and_tells_where_its_settings_came_from(swarm: 
     assert status["running_since_s"] > 0
     text = noloco("status", "--state-dir", swarm.peers[0].folder).stdout
     assert "settings  " in text
-    assert "save_every_rounds" in text
-    assert "(flag)" in text
+    assert "127.0.0.1:0  (flag)" in text
+    assert "have their defaults (--json shows them)" in text
+    assert "save_every_rounds" not in text
 
 
 def test_the_doctor_finds_nothing_wrong_and_is_dialled_back(swarm: Swarm) -> None:
