@@ -1,4 +1,4 @@
-"""The `noloco ...` commands that README and docs show."""
+"""The pages for users and developers, and the `noloco ...` commands that they show."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from noloco_p2p.cli.app import VERBOSITY
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docker/*.md")])
+PAGES = sorted(page for folder in (".", "docs", "docker") for page in ROOT.joinpath(folder).glob("*.md"))
 FENCED = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(noloco [^`]+)`")
 OPERATORS = {"|", ">", ">>", "&&", ";"}

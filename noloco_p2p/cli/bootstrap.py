@@ -13,7 +13,6 @@ import typer
 
 from noloco_p2p.cli import entry
 from noloco_p2p.cli.options import Announce, Bootstrap, Listen, StateDir
-from noloco_p2p.errors import DirectoryError, SettingsError
 
 if TYPE_CHECKING:
     from noloco_p2p.control import ControlServer
@@ -37,8 +36,8 @@ def bootstrap(
 
     from noloco_p2p.control import FolderLock
     from noloco_p2p.identity import Identity
+    from noloco_p2p.peer.ports import check_free
     from noloco_p2p.settings import PeerSettings
-    from noloco_p2p.swarm.daemon import probe_port
 
     flags = {"listen": listen, "announce": announce, "state_dir": state_dir}
     addresses = tuple(entry.resolve(address) for address in bootstrap or ())
@@ -46,11 +45,8 @@ def bootstrap(
     entry.check_writable(address_file, flag="--address-file")
     lock = FolderLock(settings.state_dir)
     lock.acquire()
-    try:
-        if settings.libp2p_port:
-            probe_port(settings.listen_host, settings.libp2p_port)
-    except DirectoryError as error:
-        raise SettingsError(str(error)) from None
+    if settings.libp2p_port:
+        check_free(settings.listen_host, settings.libp2p_port)
     identity = Identity.load_or_create(settings.state_dir / "identity.key")
     print("starting (loading hivemind takes some seconds)", flush=True)
     uvloop.run(_serve(settings, identity, address_file=address_file))

@@ -29,11 +29,8 @@ class Ports:
 
     def check(self) -> None:
         """Raises SettingsError when a port that the user named is taken: before anything is started."""
-        try:
-            for port in (self.grpc, self.libp2p) if self._fixed else ():
-                probe_port(self._host, port)
-        except DirectoryError as error:
-            raise SettingsError(str(error)) from None
+        if self._fixed:
+            check_free(self._host, self.grpc, self.libp2p)
 
     async def try_both(self, port: int, start: Callable[[int], Coroutine[Any, Any, T]]) -> T:
         """Start on `port`; a remembered port that is taken by now gives way to any free one."""
@@ -56,3 +53,12 @@ class Ports:
             return {name: int(ports[name]) for name in ("grpc", "libp2p")}
         except (OSError, ValueError, KeyError, TypeError):
             return {}
+
+
+def check_free(host: str, *ports: int) -> None:
+    """Raises SettingsError when one of them is taken, or the host is no address of this machine."""
+    try:
+        for port in ports:
+            probe_port(host, port)
+    except DirectoryError as error:
+        raise SettingsError(str(error)) from None

@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -141,7 +142,7 @@ class Tunnels:
         """Carry one connection until it is through, or no path can be had for RESUME_S."""
         session_id, loop = secrets.token_bytes(16), asyncio.get_running_loop()
         had_path_s = loop.time()
-        try:
+        with suppress(ConnectionAbortedError):  # it is through there, or given up
             while not pipe.is_done and loop.time() - had_path_s < RESUME_S:
                 for relay, address in relays_of(self._multiaddrs().get(peer_id, ())).items():
                     try:
@@ -152,8 +153,6 @@ class Tunnels:
                     except FAULTS as error:
                         logger.debug("a tunnel to %s by %s broke: %s", short_id(peer_id), short_id(relay), error)
                 await asyncio.sleep(RETRY_S)
-        except ConnectionAbortedError:  # it is through there, or given up
-            return
 
     async def _path(
         self, peer_id: str, relay: str, address: str, session_id: bytes, received: int

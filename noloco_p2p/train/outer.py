@@ -141,7 +141,7 @@ class NoLoCo:
         self._save_every_rounds = save_every_rounds
         self._saver = Saver()
         self._checkpoints = Checkpoints(peer.run_folder / "served", keep=1) if save_every_rounds else None
-        self._served_round = -1
+        self._served_round = -1  # which round's start was written last
         self.entered = False  # took the state of a live peer
         self._end_at = end_at
         self._loss_check = loss_check
@@ -277,6 +277,7 @@ class NoLoCo:
         elif self._checkpoints and (served := self._checkpoints.newest()):
             log.warning("nobody gives the state of the run: this peer goes on from the one that it served last")
             self._resume(served)
+            self._served_round = self.round
         self._peer.metrics.round, self._peer.metrics.progress = self.round, self.progress
 
     def _catch_up(self) -> None:
@@ -328,10 +329,7 @@ class NoLoCo:
             pace = self._exchange.pace
             self._length.next(pace.seconds_per_step, others_s=pace.others_s(time.monotonic()))
         self._peer.metrics.inner_steps = self.inner_steps
-        is_due = self.round % self._save_every_rounds == 0 if self._checkpoints else False
-        if self._checkpoints and is_due and self.round != self._served_round:
-            self._served_round = self.round
-            self.save_in_background(self._checkpoints)
+        self._write_served()
         self._exchange.open(
             self.round,
             steps_done=self.inner_steps if self._is_closing else self._steps,
@@ -341,6 +339,13 @@ class NoLoCo:
             state=self._state.sections(),
         )
         self._peer.sketch(self._state.slow_weights)
+
+    def _write_served(self) -> None:
+        """Where this NoLoCo writes what newcomers fetch, and it is time for that: once in a round."""
+        if not self._checkpoints or self.round == self._served_round or self.round % self._save_every_rounds:
+            return
+        self._served_round = self.round
+        self.save_in_background(self._checkpoints)
 
     def _serve(self, folder: Path, state: dict[str, Any]) -> None:
         """Newcomers get the checkpoint in `folder`, of which `state` tells the place in the run."""

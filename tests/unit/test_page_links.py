@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from documented import ROOT
+from documented import PAGES
 
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docker/*.md")])
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
