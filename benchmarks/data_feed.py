@@ -25,11 +25,11 @@ import torch
 from claims import Claim
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
+from noloco_p2p.data.corpus import Source, builtin_corpus
+from noloco_p2p.data.prefetch import Prefetcher
+from noloco_p2p.data.reader import Document, Piece, Row
+from noloco_p2p.data.stream import TokenStream
 from noloco_p2p.spec import DataSpec
-from noloco_p2p.train.corpus import Source, builtin_corpus
-from noloco_p2p.train.data import TokenStream
-from noloco_p2p.train.prefetch import Prefetcher
-from noloco_p2p.train.reader import Document, Piece, Row
 
 NUM_PEERS = 16
 NUM_SWARMS = 8  # whole shards are read, so that one swarm of 16 is not enough to tell chance from habit

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
+from noloco_p2p.data.corpus import builtin_corpus, is_held_out
+from noloco_p2p.data.reader import Document
 from noloco_p2p.simulate.plan import Churn, Plan
 from noloco_p2p.simulate.run import simulate
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.train.corpus import builtin_corpus, is_held_out
-from noloco_p2p.train.reader import Document
 
 TOY = Path(__file__).with_name("toy.toml")
 

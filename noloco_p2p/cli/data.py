@@ -12,7 +12,7 @@ import typer
 from noloco_p2p.cli.options import Data, Json, Model, print_json
 
 if TYPE_CHECKING:
-    from noloco_p2p.train.data_check import DataReport
+    from noloco_p2p.data.check import DataReport
 
 SHOWN_FAULTS = 20
 SHOWN_CHARS = 300
@@ -40,12 +40,12 @@ def check(
     spec = RunSpec.load(file)
     flags = {"data": parse_bindings(data) if data else None, "models": parse_folders(model) if model else None}
     settings = PeerSettings.load(flags)
+    from noloco_p2p.data.check import check_data
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
-    from noloco_p2p.train.data_check import check_data
     from noloco_p2p.train.model import build_tokenizer
 
-    logging.getLogger("noloco_p2p.train.faults").setLevel(logging.ERROR)  # the report names them
+    logging.getLogger("noloco_p2p.data.faults").setLevel(logging.ERROR)  # the report names them
     report = check_data(
         spec.data,
         tokenizer=build_tokenizer(spec.data, folders=settings.models),

@@ -226,7 +226,7 @@ def _check(run: str, settings: PeerSettings) -> Ticket | None:
     Ports(settings).check()
     if isinstance(entered, Ticket):
         return entered
-    from noloco_p2p.train.sources import check_bindings
+    from noloco_p2p.data.sources import check_bindings
 
     check_bindings(entered.data, settings.data)
     return None
@@ -234,7 +234,7 @@ def _check(run: str, settings: PeerSettings) -> Ticket | None:
 
 def unused_data(spec: RunSpec, settings: PeerSettings) -> list[str]:
     """Bindings that are ignored, as the run reads other data."""
-    from noloco_p2p.train.sources import unused_bindings
+    from noloco_p2p.data.sources import unused_bindings
 
     reads = ", ".join(part.source for part, _ in spec.data.parts())
     return [f"--data {name}=.. is ignored: the run reads {reads}" for name in unused_bindings(spec.data, settings.data)]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from noloco_p2p.data.stream import TokenStream, validation_batches
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.train.data import TokenStream, validation_batches
 from noloco_p2p.train.evaluate import evaluate_loss
 from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.model import build_model, build_tokenizer, check_vocabulary

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from noloco_p2p.data.stream import validation_batches
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.progress import Progress
-from noloco_p2p.train.data import validation_batches
 from noloco_p2p.train.evaluate import evaluate_loss
 from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.merge import TakenState, from_checkpoint

@@ -13,6 +13,9 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from noloco_p2p.data.faults import Fault, Faults
+from noloco_p2p.data.prefetch import Prefetcher
+from noloco_p2p.data.stream import TokenStream, validation_batches
 from noloco_p2p.errors import CheckpointError, DataError, ModelError
 from noloco_p2p.gossip.outcome import Alone
 from noloco_p2p.optim.mixing import closing_rounds
@@ -22,9 +25,7 @@ from noloco_p2p.telemetry.console import loss as show_loss
 from noloco_p2p.telemetry.events import EventLog
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.train.compute import Compute, choose_device, switch_on
-from noloco_p2p.train.data import TokenStream, validation_batches
 from noloco_p2p.train.evaluate import evaluate_loss, perplexity
-from noloco_p2p.train.faults import Fault, Faults
 from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.follower import LeadingStep
 from noloco_p2p.train.gauges import Gauges
@@ -32,7 +33,6 @@ from noloco_p2p.train.inner_step import InnerStep
 from noloco_p2p.train.model import build_model, build_tokenizer, check_vocabulary, count_parameters
 from noloco_p2p.train.needs import Needs, check_memory, estimate, probe_step_s
 from noloco_p2p.train.outer import LossCheck, NoLoCo, RoundResult
-from noloco_p2p.train.prefetch import Prefetcher
 from noloco_p2p.train.ranks import Ranks, Verb, text_payload
 from noloco_p2p.train.sharded import ShardedParameters, shard
 from noloco_p2p.train.start import load_start

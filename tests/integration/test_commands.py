@@ -23,11 +23,11 @@ import pytest
 import torch
 
 from noloco_p2p.cli.app import run
+from noloco_p2p.data.stream import TokenStream
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.processes import LEAVE_S, START_S, Command, PeerProcess, noloco, small_spec, until, write_spec
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.train.checkpoint import Checkpoint
-from noloco_p2p.train.data import TokenStream
 from noloco_p2p.train.model import build_tokenizer
 
 MONITOR_KEYS = {"peer_id", "state", "round", "swaps", "alone", "loss", "tokens_per_s", "age_s", "reachability"}

@@ -19,7 +19,7 @@ ORDER = [
     {"peer"},
     {"net", "swarm"},
     {"gossip"},
-    {"optim", "codec"},
+    {"optim", "codec", "data"},
     {"bans", "control", "presets", "settings", "ticket"},
     {"invitation"},
     {"identity"},

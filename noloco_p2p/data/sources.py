@@ -6,10 +6,10 @@ import glob
 from collections.abc import Mapping
 from pathlib import Path
 
+from noloco_p2p.data.corpus import Source, builtin_corpus
+from noloco_p2p.data.files import file_piece
 from noloco_p2p.errors import DataError
 from noloco_p2p.spec import DataSpec, SourceSpec
-from noloco_p2p.train.corpus import Source, builtin_corpus
-from noloco_p2p.train.files import file_piece
 
 
 def open_source(part: SourceSpec, bindings: Mapping[str, str]) -> Source:
@@ -82,6 +82,6 @@ def _file_source(paths: list[Path], part: SourceSpec) -> Source:
 
 
 def _hub_source(part: SourceSpec, split: str) -> Source:
-    from noloco_p2p.train.hub import hub_source  # the library behind it takes a second to import
+    from noloco_p2p.data.hub import hub_source  # the library behind it takes a second to import
 
     return hub_source(part, split)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from noloco_p2p.train.data import TokenStream
+from noloco_p2p.data.stream import TokenStream
 
 MIN_AHEAD = 4  # batches
 AHEAD_TOKENS = 1 << 19  # as many batches as hold these: 4 MB, and a block is made while the last one is trained on

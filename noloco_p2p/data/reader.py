@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from blake3 import blake3
 
+from noloco_p2p.data.faults import Fault, Faults
 from noloco_p2p.errors import DataError
-from noloco_p2p.train.faults import Fault, Faults
 
 log = logging.getLogger(__name__)
 

@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import ByT5Tokenizer
 
+from noloco_p2p.data.corpus import Source, builtin_corpus, is_held_out
+from noloco_p2p.data.encode import make_encoder
+from noloco_p2p.data.faults import Fault
+from noloco_p2p.data.hub import shard_source
+from noloco_p2p.data.reader import Document, Piece
+from noloco_p2p.data.sources import open_source
+from noloco_p2p.data.stream import BLOCK_TOKENS, TokenStream, validation_batches
 from noloco_p2p.errors import DataError
 from noloco_p2p.spec import DataSpec
-from noloco_p2p.train.corpus import Source, builtin_corpus, is_held_out
-from noloco_p2p.train.data import BLOCK_TOKENS, TokenStream, validation_batches
-from noloco_p2p.train.encode import make_encoder
-from noloco_p2p.train.faults import Fault
-from noloco_p2p.train.hub import shard_source
-from noloco_p2p.train.reader import Document, Piece
-from noloco_p2p.train.sources import open_source
 
 TOKENIZER = ByT5Tokenizer()
 STDLIB = DataSpec(sequence_length=64)
@@ -151,7 +151,7 @@ import sys
 sys.addaudithook(lambda event, args: (_ for _ in ()).throw(RuntimeError(event)) if event == "socket.connect" else None)
 from transformers import ByT5Tokenizer
 from noloco_p2p.spec import DataSpec
-from noloco_p2p.train.data import TokenStream
+from noloco_p2p.data.stream import TokenStream
 next(TokenStream(DataSpec(), tokenizer=ByT5Tokenizer(), bindings={}, peer_id="a", batch_size=2))
 sys.exit("datasets" in sys.modules or "pyarrow" in sys.modules)
 """
@@ -331,7 +331,7 @@ def test_nothing_is_left_in_the_cache(tmp_path: Path) -> None:
     write_json_lines(tmp_path / "a.jsonl", ["x"])
     code = f"""
 from noloco_p2p.spec import DataSpec
-from noloco_p2p.train.sources import open_source
+from noloco_p2p.data.sources import open_source
 print([d.content for d in open_source(DataSpec(source="mine"), {{"mine": r"{tmp_path}/a.jsonl"}}).read()])
 """
     home = tmp_path / "home"

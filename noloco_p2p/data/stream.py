@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from noloco_p2p.data.corpus import is_held_out
+from noloco_p2p.data.encode import Encode, make_encoder
+from noloco_p2p.data.faults import Fault, Faults
+from noloco_p2p.data.feed import Feed
+from noloco_p2p.data.reader import Context, permutation
+from noloco_p2p.data.sources import has_own_validation, open_source, open_validation
 from noloco_p2p.errors import DataError
 from noloco_p2p.spec import DataSpec, SourceSpec
 from noloco_p2p.telemetry.progress import Progress, Report, ignore
-from noloco_p2p.train.corpus import is_held_out
-from noloco_p2p.train.encode import Encode, make_encoder
-from noloco_p2p.train.faults import Fault, Faults
-from noloco_p2p.train.feed import Feed
-from noloco_p2p.train.reader import Context, permutation
-from noloco_p2p.train.sources import has_own_validation, open_source, open_validation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,9 +15,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from noloco_p2p.data.faults import Fault
+from noloco_p2p.data.reader import Document, Piece, Row, Unavailable
 from noloco_p2p.errors import DataError
-from noloco_p2p.train.faults import Fault
-from noloco_p2p.train.reader import Document, Piece, Row, Unavailable
 
 if TYPE_CHECKING:
     from pyarrow import Table

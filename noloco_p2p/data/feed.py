@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from noloco_p2p.data.corpus import Source, is_held_out
+from noloco_p2p.data.encode import Encode
+from noloco_p2p.data.faults import Fault
+from noloco_p2p.data.reader import START, Context, Document, Place, Reader
 from noloco_p2p.errors import DataError
 from noloco_p2p.spec import SourceSpec
-from noloco_p2p.train.corpus import Source, is_held_out
-from noloco_p2p.train.encode import Encode
-from noloco_p2p.train.faults import Fault
-from noloco_p2p.train.reader import START, Context, Document, Place, Reader
 
 log = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import ByT5Tokenizer
 
+from noloco_p2p.data.corpus import Source
+from noloco_p2p.data.prefetch import Prefetcher
+from noloco_p2p.data.reader import START, Document, Piece, Unavailable
+from noloco_p2p.data.sources import unused_bindings
+from noloco_p2p.data.stream import TokenStream, validation_batches
 from noloco_p2p.errors import DataError, SpecError
 from noloco_p2p.spec import DataSpec, MixSpec, RunSpec
-from noloco_p2p.train.corpus import Source
-from noloco_p2p.train.data import TokenStream, validation_batches
-from noloco_p2p.train.prefetch import Prefetcher
-from noloco_p2p.train.reader import START, Document, Piece, Unavailable
-from noloco_p2p.train.sources import unused_bindings
 
 TOKENIZER = ByT5Tokenizer()
 THREE = (MixSpec(source="a", weight=6), MixSpec(source="b", weight=3), MixSpec(source="c", weight=1))

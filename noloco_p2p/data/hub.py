@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from noloco_p2p.data.corpus import Source
+from noloco_p2p.data.faults import Fault
+from noloco_p2p.data.files import ROWS_A_READ, first_line, table_rows
+from noloco_p2p.data.reader import Piece, Row, Unavailable
 from noloco_p2p.errors import DataError
 from noloco_p2p.spec import SourceSpec
-from noloco_p2p.train.corpus import Source
-from noloco_p2p.train.faults import Fault
-from noloco_p2p.train.files import ROWS_A_READ, first_line, table_rows
-from noloco_p2p.train.reader import Piece, Row, Unavailable
 
 if TYPE_CHECKING:
     from datasets import IterableDataset

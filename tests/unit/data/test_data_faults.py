@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import ByT5Tokenizer
 
+from noloco_p2p.data.corpus import Source
+from noloco_p2p.data.faults import Fault, Faults
+from noloco_p2p.data.reader import MAX_FAILURES, START, Context, Document, Piece, Place, Row, Unavailable
+from noloco_p2p.data.sources import open_source
+from noloco_p2p.data.stream import TokenStream
 from noloco_p2p.errors import DataError
 from noloco_p2p.spec import DataSpec
-from noloco_p2p.train.corpus import Source
-from noloco_p2p.train.data import TokenStream
-from noloco_p2p.train.faults import Fault, Faults
-from noloco_p2p.train.reader import MAX_FAILURES, START, Context, Document, Piece, Place, Row, Unavailable
-from noloco_p2p.train.sources import open_source
 
 MINE = DataSpec(source="mine", sequence_length=16, holdout=0.2)
 
@@ -131,7 +131,7 @@ def test_reading_a_damaged_group_from_any_row_gives_the_same_rows(tmp_path: Path
 
 
 def test_faults_are_told_at_the_first_and_then_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="noloco_p2p.train.faults")  # `noloco data check` turns it down
+    caplog.set_level(logging.WARNING, logger="noloco_p2p.data.faults")  # `noloco data check` turns it down
     faults = Faults()
     for number in range(1, 1201):
         faults.note(Fault("f.jsonl", number, "not JSON"))

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from noloco_p2p.data.faults import Fault
+from noloco_p2p.data.reader import START, Context, Document, Piece, Place, Reader, Row
 from noloco_p2p.errors import DataError
-from noloco_p2p.train.faults import Fault
-from noloco_p2p.train.reader import START, Context, Document, Piece, Place, Reader, Row
 
 FEW_PIECES = 16
 THINNED_PASSES = 8

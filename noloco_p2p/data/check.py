@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from noloco_p2p.data.corpus import Source
+from noloco_p2p.data.faults import Fault, Faults
+from noloco_p2p.data.reader import Document, Unavailable
+from noloco_p2p.data.sources import open_source
+from noloco_p2p.data.stream import TokenStream, validation_batches
 from noloco_p2p.spec import DataSpec, SourceSpec
 from noloco_p2p.telemetry.progress import Progress
-from noloco_p2p.train.corpus import Source
-from noloco_p2p.train.data import TokenStream, validation_batches
-from noloco_p2p.train.faults import Fault, Faults
-from noloco_p2p.train.reader import Document, Unavailable
-from noloco_p2p.train.sources import open_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

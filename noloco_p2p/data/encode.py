@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from noloco_p2p.data.faults import Fault
+from noloco_p2p.data.reader import Document
 from noloco_p2p.errors import DataError
 from noloco_p2p.spec import DataSpec
-from noloco_p2p.train.faults import Fault
-from noloco_p2p.train.reader import Document
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
