@@ -23,9 +23,10 @@ from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.network import LinkDirectory, LinkNetwork, LinkTransport
 from noloco_p2p.simulate.result import Point
 from noloco_p2p.testing.memory import Wrap, unchanged
+from noloco_p2p.train.admission import admitted
 from noloco_p2p.train.inner_step import InnerStep
 from noloco_p2p.train.loop import AT_END
-from noloco_p2p.train.outer_state import OuterState, admitted, progress_after
+from noloco_p2p.train.outer_state import OuterState, progress_after
 
 AT_POINT = 1e-6  # progress is a sum of fractions
 PATIENCE_S = 600.0  # for a partner's vectors in a closing round: nobody trains, so nobody is kept from it

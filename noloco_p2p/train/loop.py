@@ -23,6 +23,7 @@ from noloco_p2p.peer.peer import Peer
 from noloco_p2p.telemetry.console import closing_line, round_line
 from noloco_p2p.telemetry.console import loss as show_loss
 from noloco_p2p.telemetry.events import EventLog
+from noloco_p2p.train.admission import LossCheck
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.train.compute import Compute, choose_device, switch_on
 from noloco_p2p.train.evaluate import evaluate_loss, perplexity
@@ -32,7 +33,7 @@ from noloco_p2p.train.gauges import Gauges
 from noloco_p2p.train.inner_step import InnerStep
 from noloco_p2p.train.model import build_model, build_tokenizer, check_vocabulary, count_parameters
 from noloco_p2p.train.needs import Needs, check_memory, estimate, probe_step_s
-from noloco_p2p.train.outer import LossCheck, NoLoCo, RoundResult
+from noloco_p2p.train.outer import NoLoCo, RoundResult
 from noloco_p2p.train.ranks import Ranks, Verb, text_payload
 from noloco_p2p.train.sharded import ShardedParameters, shard
 from noloco_p2p.train.start import load_start

@@ -28,7 +28,7 @@ from noloco_p2p.ticket import Ticket
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.model import build_model
-from noloco_p2p.train.outer import check_layout
+from noloco_p2p.train.outer_files import check_layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -20,28 +20,25 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
-from noloco_p2p.gossip.donor import SavedState, describe_state
+from noloco_p2p.gossip.donor import SavedState
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.gossip.outcome import Alone, Correction, Half, LonelyCause, Outcome, Swapped
+from noloco_p2p.gossip.outcome import Alone, Half, LonelyCause, Outcome, Swapped
 from noloco_p2p.gossip.round_length import RoundLength
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.metrics import Metrics
-from noloco_p2p.train.buffers import persistent_buffers, restore_buffers
+from noloco_p2p.train import outer_files
+from noloco_p2p.train.admission import Admission, LossCheck
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.train.flat import FlatParameters
-from noloco_p2p.train.gating import Verdict
-from noloco_p2p.train.outer_state import OuterState, admitted, progress_after, refused
+from noloco_p2p.train.outer_state import OuterState, progress_after
 from noloco_p2p.train.saver import Saver
 
 log = logging.getLogger(__name__)
 
-STATE_FILE = "outer"  # stem of the file with slow weights and outer momentum in a checkpoint
 FETCHED_FILE = "fetched.safetensors"  # the state of a live peer, until it is in memory
-FAST_FILE = "fast"  # stem of the file with the model's weights, when a checkpoint is taken within a round
-BUFFERS_FILE = "buffers"  # stem of the file with running statistics and the like, where a model has some
 
 
 class Swarm(Protocol):
@@ -85,19 +82,6 @@ class RoundResult:
     blocked_s: float  # the training thread waited for the network so long
 
 
-@dataclass(frozen=True, slots=True)
-class LossCheck:
-    """The gate that asks the model itself: a swap that raises the loss on a private batch too much is undone.
-
-    measure: the loss of the model as it is, nats a token, on a batch that no partner knows; called twice a swap.
-    max_rise: what a swap may add to it. While a step is checked, slow weights, momentum and the model's weights are
-    held twice: 12 bytes a parameter. A gradient that comes after its boundary is not checked.
-    """
-
-    measure: Callable[[], float]
-    max_rise: float
-
-
 class NoLoCo:
     """The outer optimizer of one peer.
 
@@ -136,6 +120,7 @@ class NoLoCo:
         self._exchange = peer.exchange
         self._model = model
         self._state = OuterState(parameters or model, self.spec.outer)
+        self._admission = Admission(self._state, peer.metrics, loss_check)
         self._steps = 0
         self._length = RoundLength(self.spec.outer)
         self._save_every_rounds = save_every_rounds
@@ -144,7 +129,6 @@ class NoLoCo:
         self._served_round = -1  # which round's start was written last
         self.entered = False  # took the state of a live peer
         self._end_at = end_at
-        self._loss_check = loss_check
         self._is_open = False
         self._is_closing = False
         self._trainable = _trainable(model) if parameters is None else None  # FSDP puts others there at times
@@ -234,10 +218,10 @@ class NoLoCo:
         `content()` gives files and meta; it is not called then. `done` gets the folder, on the thread that wrote it. A
         failure is logged.
         """
-        state = self._place()
+        place = self._place()
 
         def written(folder: Path) -> None:
-            self._serve(folder, state)
+            self._serve(folder, place)
             done(folder)
 
         return self._saver.begin(checkpoints, self.round, content=lambda: self._content(*content()), done=written)
@@ -257,12 +241,8 @@ class NoLoCo:
         self, files: dict[str, dict[str, Tensor]], meta: dict[str, Any]
     ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """What a checkpoint holds: the outer state beside what the caller gives."""
-        tensors = {STATE_FILE: self._state.tensors()}
-        if buffers := persistent_buffers(self._model):
-            tensors[BUFFERS_FILE] = buffers
-        if self._steps:
-            tensors[FAST_FILE] = self._state.parameters.named_values()
-        return {**tensors, **files}, {**meta, "outer": self._place()}
+        own = outer_files.tensors_of(self._state, self._model, is_within_round=not self.is_between_rounds)
+        return {**own, **files}, {**meta, "outer": self._place()}
 
     # entering
 
@@ -305,17 +285,11 @@ class NoLoCo:
         return True
 
     def _resume(self, checkpoint: Checkpoint) -> None:
-        state = checkpoint.meta["outer"]
-        check_layout(checkpoint, self._state.parameters.model_layout)
-        self._state.take(checkpoint.load(STATE_FILE))
-        self.round, self.progress, self._steps = state["round"], state["progress"], state["steps"]
-        if "inner_steps" in state:  # older ones are of runs with a fixed length
-            self._length.resume(state["inner_steps"])
-        if self._steps:
-            self._state.parameters.take(checkpoint.load(FAST_FILE))
-        if buffers := persistent_buffers(self._model):
-            restore_buffers(buffers, checkpoint.load(BUFFERS_FILE))
-        self._serve(checkpoint.path, state)
+        place = outer_files.put_back(checkpoint, self._state, self._model)
+        self.round, self.progress, self._steps = place["round"], place["progress"], place["steps"]
+        if "inner_steps" in place:  # older ones are of runs with a fixed length
+            self._length.resume(place["inner_steps"])
+        self._serve(checkpoint.path, place)
 
     def _open(self) -> None:
         if self._trainable is not None and _trainable(self._model) != self._trainable:
@@ -347,17 +321,8 @@ class NoLoCo:
         self._served_round = self.round
         self.save_in_background(self._checkpoints)
 
-    def _serve(self, folder: Path, state: dict[str, Any]) -> None:
-        """Newcomers get the checkpoint in `folder`, of which `state` tells the place in the run."""
-        self._peer.serve_state(
-            describe_state(
-                folder / f"{STATE_FILE}.safetensors",
-                layout=self._state.layout,
-                num_elements=self._state.num_elements,
-                round_index=state["round"],
-                progress=state["progress"],
-            )
-        )
+    def _serve(self, folder: Path, place: dict[str, Any]) -> None:
+        self._peer.serve_state(outer_files.for_newcomers(folder, self._state, place))
 
     # the end of a round
 
@@ -376,7 +341,7 @@ class NoLoCo:
         if link:
             self._length.note(link)
         self._apply_late()  # one that waited for the early part of this round
-        outcome = self._mix(outcome)
+        outcome = self._admission.step(outcome, is_closing=self._is_closing)
         received = None if isinstance(outcome, Alone) else outcome.received
         if received:
             if not self._is_closing:
@@ -388,34 +353,6 @@ class NoLoCo:
         self._is_open = False
         self._count(result)
         return result
-
-    def _mix(self, outcome: Outcome) -> Outcome:
-        """The outer step with what the gates let through, and what is then left of the outcome."""
-        metrics = self._peer.metrics
-        admitted_outcome, verdict = admitted(outcome, self._state)
-        if verdict.refusal:
-            metrics.refused_gradients += 1
-        if isinstance(admitted_outcome, Alone) or not self._loss_check:
-            self._step(admitted_outcome, verdict)
-            return admitted_outcome
-        before = self._state.copy()
-        loss = self._loss_check.measure()
-        self._step(admitted_outcome, verdict)
-        rise = self._loss_check.measure() - loss
-        if rise <= self._loss_check.max_rise:  # not so for NaN
-            return admitted_outcome
-        self._state.restore(before)
-        metrics.refused_losses += 1
-        alone = refused(admitted_outcome.received, f"it raised the loss on a private batch by {rise:.3g} nats a token")
-        self._step(alone, Verdict())
-        return alone
-
-    def _step(self, outcome: Outcome, verdict: Verdict) -> None:
-        metrics, received = self._peer.metrics, None if isinstance(outcome, Alone) else outcome.received
-        clipped = self._state.step(received, scales=verdict.scales, is_closing=self._is_closing)
-        metrics.clipped_gradients += verdict.scales.partner < 1
-        metrics.clipped_offsets += clipped.num_clipped
-        metrics.gated_offsets += clipped.num_pieces
 
     def _count(self, result: RoundResult) -> None:
         metrics = self._peer.metrics
@@ -443,38 +380,13 @@ class NoLoCo:
     def _apply_late(self) -> None:
         correction = self._exchange.late(self.round)
         if correction:
-            self._correct(correction)
+            self._admission.correct(correction)
             self._exchange.corrected()
-
-    def _correct(self, correction: Correction) -> None:
-        metrics, verdict = self._peer.metrics, self._state.judge(correction.gradient, correction.agreed)
-        if verdict.refusal:
-            metrics.refused_gradients += 1
-            what = "the late part of %s was refused: %s | early part kept"
-            log.warning(f"round %d | {what}", correction.round, named(correction.partner), verdict.refusal)
-            return
-        self._state.correct(correction, scales=verdict.scales)
-        metrics.clipped_gradients += verdict.scales.partner < 1
-        metrics.late += 1
 
 
 def _trainable(model: nn.Module) -> list[int]:
     """Which parameters are trained: the tensors themselves, whatever is in them."""
     return [id(param) for param in model.parameters() if param.requires_grad]
-
-
-def check_layout(checkpoint: Checkpoint, layout: ModelLayout) -> None:
-    """Raises CheckpointError, with the first tensor that differs, when a checkpoint is of another model."""
-    state = checkpoint.meta["outer"]
-    if state["layout"] == layout.digest():
-        return
-    try:
-        difference = layout.first_difference(ModelLayout.from_json(state["tensors"]))
-    except (KeyError, ValueError):
-        difference = "it does not say which"
-    raise CheckpointError(
-        f"{checkpoint.path} is of another model: {difference}; use another --state-dir, or `noloco fork`"
-    )
 
 
 def describe_outcome(outcome: Outcome) -> str:

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from noloco_p2p.codec import CHUNK_ELEMENTS, Scratch, chunk_bounds
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.frames import SectionName
-from noloco_p2p.gossip.outcome import Alone, Correction, LonelyCause, Outcome, Received
+from noloco_p2p.gossip.outcome import Correction, Received
 from noloco_p2p.gossip.sections import SectionPair
 from noloco_p2p.optim.gates import LIMITS, GateLimits, GradientScales
 from noloco_p2p.optim.mixing import CLOSING, Agreement, gradient_weight
 from noloco_p2p.optim.noloco import outer_step
 from noloco_p2p.spec import OuterSpec, RunSpec
-from noloco_p2p.telemetry.console import named
 from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.gating import UNSCALED, Clipped, Gating, Verdict, scaled_half_difference
 from noloco_p2p.train.staging import Staging, pin
@@ -168,22 +167,6 @@ def late_steps(
     scratch = Scratch()
     for index, (start, _) in enumerate(chunk_bounds(gradient.coding.plan.num_elements)):
         yield start, scaled_half_difference(gradient, index, scales, scratch=scratch).mul_(beta)
-
-
-def admitted(outcome: Outcome, state: OuterState) -> tuple[Outcome, Verdict]:
-    """What is left of an outcome behind the gates that may refuse a whole swap: the round is then a lonely one."""
-    if isinstance(outcome, Alone):
-        return outcome, Verdict()
-    received = outcome.received
-    verdict = state.judge(received.sections.get(SectionName.OUTER_GRADIENT), received.agreed)
-    if not verdict.refusal:
-        return outcome, verdict
-    return refused(received, verdict.refusal), verdict
-
-
-def refused(received: Received, why: str) -> Alone:
-    reason = f"what {named(received.partner)} sent was refused: {why}"
-    return Alone(reason, LonelyCause.REFUSED_STATE, received.link)
 
 
 def progress_after(progress: float, received: Received, *, inner_steps: int, spec: RunSpec) -> float:

@@ -26,7 +26,8 @@ from noloco_p2p.testing.peers import MemoryPeer
 from noloco_p2p.testing.rounds import Vectors, end_round, open_round, together
 from noloco_p2p.testing.specs import FP32, published
 from noloco_p2p.testing.swapped import received
-from noloco_p2p.train.outer import LossCheck, NoLoCo
+from noloco_p2p.train.admission import LossCheck
+from noloco_p2p.train.outer import NoLoCo
 from noloco_p2p.train.outer_state import OuterState
 
 WAIT_S, ENOUGH_S = 30.0, 20.0  # a loaded machine; every fault is found long before

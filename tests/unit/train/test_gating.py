@@ -13,7 +13,8 @@ from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, LonelyCause, Swapped
 from noloco_p2p.testing.specs import published
 from noloco_p2p.testing.swapped import EVEN, received
-from noloco_p2p.train.outer_state import OuterState, admitted
+from noloco_p2p.train.admission import admitted
+from noloco_p2p.train.outer_state import OuterState
 
 SLOW, MOMENTUM, GRADIENT = SectionName
 Sections = dict[SectionName, Tensor]
