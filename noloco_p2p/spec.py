@@ -218,6 +218,11 @@ class OuterSpec(Section):
             return round(math.sqrt(self.min_inner_steps * self.max_inner_steps))
         return self.inner_steps
 
+    @property
+    def longest_round(self) -> int:
+        """In inner steps: no peer of the run has a longer one."""
+        return self.max_inner_steps if self.inner_steps == "auto" else self.inner_steps
+
     @field_validator("inner_steps", mode="before")
     @classmethod
     def _a_number_or_auto(cls, value: object) -> object:

@@ -14,7 +14,7 @@ from noloco_p2p.gossip.live_round import LiveRound
 from noloco_p2p.gossip.round import Phase, Round
 from noloco_p2p.gossip.running import Running
 from noloco_p2p.gossip.seams import FrameStream
-from noloco_p2p.gossip.staleness import refuse_stale
+from noloco_p2p.gossip.staleness import refuse_stale, too_long
 from noloco_p2p.gossip.swapping import Swapping
 
 log = logging.getLogger(__name__)
@@ -120,6 +120,8 @@ class Answering:
             left_s = live.running.expected_s(live.clock(), live.goodput) - live.clock()
             refuse = replace(refuse, retry_after_s=max(refuse.retry_after_s, left_s))
         if refuse is None and live.opening is not None:
+            if wrong := too_long(offer.boundary, live.opening.longest_round):
+                return Refuse(RefuseCode.MALFORMED, wrong)
             refuse = refuse_stale(mine, offer.boundary, total_steps=live.opening.total_steps)
         return refuse
 

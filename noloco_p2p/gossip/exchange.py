@@ -68,7 +68,8 @@ class Exchange:
         self.pace.open_round(
             time.monotonic(), steps_done=steps_done, inner_steps=inner_steps, shortest_round_s=shortest_round_s
         )
-        opening = Opening(round_index, progress, self._spec.train.total_steps, state)
+        spec = self._spec
+        opening = Opening(round_index, progress, spec.train.total_steps, spec.outer.longest_round, state)
         self._ask(self._runner.open(opening, self._plans), None)
 
     def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:

@@ -45,6 +45,7 @@ class Opening:
     round: int
     progress: float
     total_steps: int  # of the run: what progress is a share of
+    longest_round: int  # inner steps that a round of this run may have
     early_state: dict[SectionName, Tensor]  # flat, fp32, on the CPU
 
 

@@ -16,6 +16,7 @@ from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.gossip.round import Phase, Round
 from noloco_p2p.gossip.seams import Candidate, Transport
 from noloco_p2p.gossip.sections import part_bytes
+from noloco_p2p.gossip.staleness import too_long
 from noloco_p2p.gossip.swapping import Swapping
 from noloco_p2p.telemetry.console import named
 
@@ -94,6 +95,9 @@ class Seeking:
             self._live.pace.hear(candidate.peer_id, reply.boundary, now_s=self._live.clock())
             if not round_.is_offering_to(candidate.peer_id):
                 return  # overtaken while the answer was on its way
+            assert self._live.opening is not None
+            if wrong := too_long(reply.boundary, self._live.opening.longest_round):
+                raise CorruptPayload(f"it accepted with {wrong}", peer=candidate.peer_id)
             _, running = self._swapping.bind(stream, swap_id, candidate.peer_id, mine, reply.boundary)
             bound = True
             self._tasks.start(self._swapping.run(round_, running))

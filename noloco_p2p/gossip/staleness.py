@@ -32,6 +32,14 @@ def age_weight(age_rounds: float) -> float:
     return min(1.0, FRESH_ROUNDS / age_rounds) if age_rounds else 1.0
 
 
+def too_long(told: Boundary, longest_round: int) -> str:
+    """What is wrong with a round that is longer than the run allows, or ""; by its length the partner would weigh in
+    and be believed to be near."""
+    if told.inner_steps <= longest_round:
+        return ""
+    return f"a round of {told.inner_steps} inner steps, and this run has none of more than {longest_round}"
+
+
 def refuse_stale(mine: Boundary, theirs: Boundary, *, total_steps: int) -> Refuse | None:
     """The answer to an offer from a peer that is too far behind, or ahead; None when it is neither."""
     age = rounds_apart(mine, theirs, total_steps=total_steps)

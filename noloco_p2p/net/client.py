@@ -110,7 +110,7 @@ class GrpcTransport:
                         case _:
                             raise CorruptPayload("an answer of an unknown kind", peer=candidate.peer_id)
                 if manifest:
-                    yield _join_manifest(manifest)
+                    yield join_manifest(manifest)
             except grpc.aio.AioRpcError as error:
                 raise translate(error, candidate.peer_id) from None
             except TimeoutError:
@@ -139,13 +139,14 @@ def _fetch_request(want: frames.FetchWant) -> pb.FetchRequest:
             return pb.FetchRequest(chunks=pb.ChunksRequest(manifest_digest=manifest_digest, indices=indices))
 
 
-def _join_manifest(parts: list[pb.Manifest]) -> frames.StateManifest:
+def join_manifest(parts: list[pb.Manifest]) -> frames.StateManifest:
     first = parts[0]
+    round_index, progress = convert.place(first.round, first.progress)
     return frames.StateManifest(
         layout=convert.text(first.layout),
         num_elements=first.num_elements,
-        round=first.round,
-        progress=convert.finite(first.progress),
+        round=round_index,
+        progress=progress,
         num_bytes=first.num_bytes,
         chunk_digests=tuple(digest for part in parts for digest in part.chunk_digests),
     )

@@ -15,6 +15,7 @@ from noloco_p2p.gossip import frames
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 MAX_TEXT = 1000  # characters of any name or sentence that another peer sends
+MAX_ROUND = 2**53  # beyond any run, and below where a counter of the wire ends
 
 
 def hello_to_wire(hello: frames.Hello) -> pb.Hello:
@@ -98,9 +99,8 @@ def status_from_wire(message: pb.StatusReply) -> frames.PeerStatus:
         verified=tuple(_known(frames.Part, part) for part in message.swap_verified[:8]),
         committed=tuple(_known(frames.Part, part) for part in message.swap_committed[:8]),
     )
-    return frames.PeerStatus(
-        hello_from_wire(message.hello), text(message.state), message.round, finite(message.progress), swap
-    )
+    round_index, progress = place(message.round, message.progress)
+    return frames.PeerStatus(hello_from_wire(message.hello), text(message.state), round_index, progress, swap)
 
 
 def text(value: str) -> str:
@@ -112,6 +112,13 @@ def finite(value: float) -> float:
     if not math.isfinite(value):
         raise CorruptPayload(f"a number that is {value} arrived where a finite one belongs")
     return value
+
+
+def place(round_index: int, progress: float) -> tuple[int, float]:
+    """Where a peer says that it stands in the run: both are gone on from, and must not end a counter or a schedule."""
+    if round_index > MAX_ROUND or not 0 <= progress < math.inf:
+        raise CorruptPayload(f"round {round_index} at progress {progress:g} is no place in a run")
+    return round_index, progress
 
 
 def _enum(value: int) -> Any:
@@ -143,9 +150,8 @@ def _boundary_from_wire(message: pb.Boundary) -> frames.Boundary:
     to_boundary_s = finite(message.seconds_to_boundary) if message.HasField("seconds_to_boundary") else None
     per_round_s = finite(message.seconds_per_round) if message.HasField("seconds_per_round") else None
     shortest_s = finite(message.shortest_round_s) if message.HasField("shortest_round_s") else None
-    return frames.Boundary(
-        message.round, to_boundary_s, per_round_s, finite(message.progress), message.inner_steps, shortest_s
-    )
+    round_index, progress = place(message.round, message.progress)
+    return frames.Boundary(round_index, to_boundary_s, per_round_s, progress, message.inner_steps, shortest_s)
 
 
 _TO_WIRE: Mapping[type, tuple[str, Callable[[Any], Any]]] = {

@@ -149,9 +149,9 @@ class Replica:
         await self._apply_late()
 
     async def _open(self) -> None:
-        await self.runner.open(
-            Opening(self.round, self.progress, self._spec.train.total_steps, self._sent_state()), self._plans
-        )
+        total_steps, longest_round = self._spec.train.total_steps, self._spec.outer.longest_round
+        opening = Opening(self.round, self.progress, total_steps, longest_round, self._sent_state())
+        await self.runner.open(opening, self._plans)
 
     def _sent_state(self) -> dict[SectionName, Tensor]:
         return self.state.sections()

@@ -163,7 +163,9 @@ class _Walker:
         self.transport.num_offers = 0
         self.pace.open_round(loop.time())
         state = {SectionName.SLOW_WEIGHTS: self.vector}
-        await self.runner.open(Opening(index, 0.0, plan.num_rounds * plan.inner_steps, state), self.plans)
+        await self.runner.open(
+            Opening(index, 0.0, plan.num_rounds * plan.inner_steps, plan.inner_steps, state), self.plans
+        )
         for _ in range(plan.inner_steps):
             await asyncio.sleep(self.step_s * self.rng.uniform(0.98, 1.02))
             self.pace.step(loop.time())

@@ -93,3 +93,16 @@ def test_peers_too_far_apart_do_not_swap_and_read_why() -> None:
     told = " ".join(outcome.reason for outcome in outcomes if isinstance(outcome, Alone))
     assert "round 500" in told
     assert "round 3 " in told
+
+
+def test_a_round_longer_than_the_run_allows_is_refused_by_either_side() -> None:
+    """By its length its peer would be believed to be near, and drag the partner along by as much."""
+    spec = RunSpec(name="long", outer=published(inner_steps=10, max_wait_s=0.5), train=TrainSpec(total_steps=STEPS))
+    with MemorySwarm(spec) as swarm:
+        honest, liar = swarm.peer("a"), swarm.peer("b")
+        vectors = Vectors.random(1)
+        liar.exchange.open(0, progress=0.0, state=vectors.state(), inner_steps=60_000)
+        open_round(honest, vectors, progress=0.002)
+        wait_until(lambda: "60000 inner steps" in honest.runner.last_fault + liar.runner._live.reason)
+        alone = together(lambda: end_round(honest, vectors, wait_s=0.5), lambda: end_round(liar, vectors, wait_s=0.5))
+    assert all(isinstance(outcome, Alone) for outcome in alone)

@@ -13,19 +13,21 @@ from hypothesis import strategies as st
 from noloco_p2p.codec import CHUNK_ELEMENTS
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.gossip import frames
-from noloco_p2p.net import convert, framing
+from noloco_p2p.net import client, convert, framing
 from noloco_p2p.net.options import MAX_MESSAGE_BYTES
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 UINT64 = st.integers(0, 2**64 - 1)
 NUMBER = st.floats(allow_nan=False, allow_infinity=False)
+ROUND = st.integers(0, convert.MAX_ROUND)
+PROGRESS = st.floats(0, allow_nan=False, allow_infinity=False)
 TEXT = st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), max_size=40)
 BYTES = st.binary(max_size=300)
 SECTION = st.sampled_from(frames.SectionName)
 PART = st.sampled_from(frames.Part)
 
 HELLO = st.builds(frames.Hello, TEXT, TEXT, TEXT, protocol_version=TEXT, layout=TEXT, features=st.tuples(TEXT, TEXT))
-BOUNDARY = st.builds(frames.Boundary, UINT64, st.none() | NUMBER, st.none() | NUMBER, NUMBER, UINT64)
+BOUNDARY = st.builds(frames.Boundary, ROUND, st.none() | NUMBER, st.none() | NUMBER, PROGRESS, UINT64)
 RETRY = st.floats(0, 3600)
 FRAME: st.SearchStrategy[frames.Frame] = st.one_of(
     st.builds(frames.Offer, HELLO, BYTES, BOUNDARY),
@@ -155,7 +157,6 @@ def test_a_number_that_is_not_finite_is_refused(number: float) -> None:
     for boundary in (
         pb.Boundary(seconds_to_boundary=number),
         pb.Boundary(seconds_per_round=number),
-        pb.Boundary(progress=number),
     ):
         with pytest.raises(CorruptPayload, match="finite"):
             framing.decode(pb.Frame(offer=pb.Offer(boundary=boundary)).SerializeToString())
@@ -163,8 +164,21 @@ def test_a_number_that_is_not_finite_is_refused(number: float) -> None:
             framing.decode(pb.Frame(accept=pb.Accept(boundary=boundary)).SerializeToString())
     with pytest.raises(CorruptPayload, match="finite"):
         convert.refuse_from_wire(pb.Refuse(code=pb.REFUSE_BUSY, retry_after_s=number))
-    with pytest.raises(CorruptPayload, match="finite"):
-        convert.status_from_wire(pb.StatusReply(progress=number))
+
+
+@pytest.mark.parametrize(
+    ("round_index", "progress"), [(0, -0.01), (0, math.nan), (0, math.inf), (0, -math.inf), (2**64 - 1, 0.0)]
+)
+def test_a_place_that_nobody_can_be_at_is_refused(round_index: int, progress: float) -> None:
+    """Whoever took it over would end a schedule of the learning rate, or a counter of the wire."""
+    boundary = pb.Boundary(round=round_index, progress=progress)
+    for frame in (pb.Frame(offer=pb.Offer(boundary=boundary)), pb.Frame(accept=pb.Accept(boundary=boundary))):
+        with pytest.raises(CorruptPayload, match="no place in a run"):
+            framing.decode(frame.SerializeToString())
+    with pytest.raises(CorruptPayload, match="no place in a run"):
+        convert.status_from_wire(pb.StatusReply(round=round_index, progress=progress))
+    with pytest.raises(CorruptPayload, match="no place in a run"):
+        client.join_manifest([pb.Manifest(round=round_index, progress=progress)])
 
 
 @pytest.mark.parametrize(("sent_s", "believed_s"), [(-5.0, 0.0), (1e9, 3600.0), (7.0, 7.0)])
@@ -183,8 +197,8 @@ def test_the_text_of_a_stranger_is_bounded_and_cannot_play_with_a_terminal() -> 
         frames.PeerStatus,
         HELLO,
         TEXT,
-        UINT64,
-        NUMBER,
+        ROUND,
+        PROGRESS,
         st.builds(frames.SwapState, st.booleans(), st.tuples(PART), st.tuples(PART)),
     )
 )
