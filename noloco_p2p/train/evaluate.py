@@ -12,12 +12,16 @@ from torch.nn.functional import cross_entropy
 
 from noloco_p2p.telemetry.progress import Progress
 
+LOGITS_BYTES = 512 << 20  # of one pass, in fp32; the loss needs as much once more
+IGNORED = -100  # a target that does not count
+
 
 def evaluate_loss(model: nn.Module, batches: Sequence[Tensor], *, progress: Progress | None = None) -> float:
     """Mean cross-entropy in nats per predicted token over `batches` of token ids, (batch, sequence) each.
 
-    Each token counts once, whatever the size of its batch; the first token of a sequence is not predicted. Draws no
-    random number and leaves the model as it was. One sync with the device, at the end.
+    Each token counts once, whatever the size of its batch; the first token of a sequence is not predicted. A batch goes
+    through the model in as many parts as its logits need, which are far larger than all else where the vocabulary is.
+    Draws no random number and leaves the model as it was. One sync with the device, at the end.
     """
     assert batches, "nothing to evaluate on"
     device = next(model.parameters()).device
@@ -27,13 +31,25 @@ def evaluate_loss(model: nn.Module, batches: Sequence[Tensor], *, progress: Prog
     with evaluating(model), torch.no_grad(), task as report:
         for index, batch in enumerate(batches):
             report(index, len(batches))
-            logits = model(input_ids=batch.to(device)).logits[:, :-1]
-            targets = batch[:, 1:].to(device)
-            losses.append(cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"))
-            num_predicted += targets.numel()
+            for part in batch.to(device).split(rows_at_once(model, batch.shape[1])):
+                losses.append(_summed_loss(model(input_ids=part).logits, part))
+            num_predicted += batch[:, 1:].numel()
         total = sum(torch.stack(losses).tolist())
         report(len(batches), len(batches))
     return total / num_predicted
+
+
+def rows_at_once(model: nn.Module, sequence_length: int) -> int:
+    """How many sequences go through the model together. From sizes alone: the same on every rank of a sharded one."""
+    vocabulary = max((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), default=1)
+    return max(1, LOGITS_BYTES // (4 * sequence_length * vocabulary))
+
+
+def _summed_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The logits are not cut, as that would copy them: the last token of each row has a target that is ignored."""
+    targets = torch.full_like(tokens, IGNORED)
+    targets[:, :-1] = tokens[:, 1:]
+    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def perplexity(loss: float) -> float:

@@ -276,10 +276,9 @@ class Trainer:
             )
         self._round_began_s = time.monotonic()
 
-    @torch.no_grad()
     def _private_loss(self) -> float:
         with self.inner_step.together():
-            return float(self.inner_step.loss(self._batch.to(self.device)))
+            return evaluate_loss(self.model, [self._batch])
 
     def _evaluate(self) -> None:
         """Perplexity on the held-out sequences, the same for every peer."""
