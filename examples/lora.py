@@ -38,6 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     with Peer.join(args.ticket or spec, state_dir=args.state_dir, listen=args.listen) as peer:
         print(f"others join with: python {__file__} {args.model} --ticket {peer.ticket}", flush=True)
         outer = NoLoCo(model, peer)  # frozen weights are compared, and never sent
+        torch.seed()  # from here on each peer draws data of its own
         for _ in range(args.steps):
             start = torch.randint(3, 200, (4, 1))  # your text here: these are rows of numbers that count up
             batch = start + torch.arange(16)

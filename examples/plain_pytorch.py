@@ -33,6 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     with Peer.join(args.ticket or spec, state_dir=args.state_dir, listen=args.listen) as peer:
         print(f"others join with: python {__file__} {peer.ticket}", flush=True)
         outer = NoLoCo(model, peer)
+        torch.seed()  # from here on each peer draws data of its own
         for _ in range(args.steps):
             inputs = torch.randn(32, 8)
             loss = (model(inputs) - inputs.sum(1, keepdim=True).sin()).square().mean()

@@ -25,8 +25,7 @@ from noloco_p2p.simulate.result import Point
 from noloco_p2p.testing.memory import Wrap, unchanged
 from noloco_p2p.train.admission import admitted
 from noloco_p2p.train.inner_step import InnerStep
-from noloco_p2p.train.loop import AT_END
-from noloco_p2p.train.outer_state import OuterState, progress_after
+from noloco_p2p.train.outer_state import OuterState, next_progress, progress_after
 
 AT_POINT = 1e-6  # progress is a sum of fractions
 PATIENCE_S = 600.0  # for a partner's vectors in a closing round: nobody trains, so nobody is kept from it
@@ -106,7 +105,7 @@ class Replica:
         """`closing_rounds`: rounds of mixing without training, once the schedule is done."""
         self._network.add(self.peer_id, self._service, wrap=self._wrap)
         try:
-            while self.progress < AT_END and not self._is_leaving:
+            while self.progress < 1 and not self._is_leaving:
                 await self._round()
             for _ in range(0 if self._is_leaving else closing_rounds):
                 await self._closing_round()
@@ -144,7 +143,7 @@ class Replica:
         self.inner(next(self._batches), progress=self.progress)
         await asyncio.sleep(self._step_s)
         self.steps += 1
-        self.progress += 1 / self._spec.train.total_steps
+        self.progress = next_progress(self.progress, self._spec.train.total_steps)
         self._pace.step(self._now_s())
         await self._apply_late()
 

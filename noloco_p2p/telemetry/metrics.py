@@ -47,6 +47,9 @@ class Metrics:
         "counter", "pieces", "of the partner's slow weights and momentum, shortened to the radius around the own", 0
     )
     gated_offsets: int = _metric("counter", "pieces", "of slow weights and momentum that were looked at", 0)
+    diverged: int = _metric(
+        "counter", "rounds", "given up: own weights were not finite, and went back to those of the round's start", 0
+    )
     late: int = _metric("counter", "corrections", "outer gradients that came after their boundary and were applied", 0)
     catch_ups: int = _metric("counter", "times", "the swarm was far ahead, and the state of a live peer was taken", 0)
     loss: float | None = _metric("gauge", "nats/token", "training loss, mean of the last round", None)

@@ -37,25 +37,23 @@ class Admission:
         self._metrics = metrics
         self._loss_check = loss_check
 
-    def step(self, outcome: Outcome, *, is_closing: bool) -> Outcome:
-        """The outer step of a round; returns what is left of its outcome."""
+    def step(self, outcome: Outcome, *, is_closing: bool) -> tuple[Outcome, bool]:
+        """The outer step of a round; returns what is left of its outcome, and whether own weights were not finite."""
         admitted_outcome, verdict = admitted(outcome, self._state)
         if verdict.refusal:
             self._metrics.refused_gradients += 1
         if isinstance(admitted_outcome, Alone) or not self._loss_check:
-            self._apply(admitted_outcome, verdict, is_closing=is_closing)
-            return admitted_outcome
+            return admitted_outcome, self._apply(admitted_outcome, verdict, is_closing=is_closing)
         before = self._state.copy()
         loss = self._loss_check.measure()
-        self._apply(admitted_outcome, verdict, is_closing=is_closing)
+        diverged = self._apply(admitted_outcome, verdict, is_closing=is_closing)
         rise = self._loss_check.measure() - loss
         if rise <= self._loss_check.max_rise:  # not so for NaN
-            return admitted_outcome
+            return admitted_outcome, diverged
         self._state.restore(before)
         self._metrics.refused_losses += 1
         alone = _refused(admitted_outcome.received, f"it raised the loss on a private batch by {rise:.3g} nats a token")
-        self._apply(alone, Verdict(), is_closing=is_closing)
-        return alone
+        return alone, self._apply(alone, Verdict(), is_closing=is_closing)
 
     def correct(self, correction: Correction) -> None:
         """What a late part adds after its boundary."""
@@ -69,12 +67,13 @@ class Admission:
         metrics.clipped_gradients += verdict.scales.partner < 1
         metrics.late += 1
 
-    def _apply(self, outcome: Outcome, verdict: Verdict, *, is_closing: bool) -> None:
+    def _apply(self, outcome: Outcome, verdict: Verdict, *, is_closing: bool) -> bool:
         metrics, received = self._metrics, None if isinstance(outcome, Alone) else outcome.received
         clipped = self._state.step(received, scales=verdict.scales, is_closing=is_closing)
         metrics.clipped_gradients += verdict.scales.partner < 1
         metrics.clipped_offsets += clipped.num_clipped
         metrics.gated_offsets += clipped.num_pieces
+        return clipped.num_lost > 0
 
 
 def admitted(outcome: Outcome, state: OuterState) -> tuple[Outcome, Verdict]:

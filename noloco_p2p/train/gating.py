@@ -40,11 +40,15 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Clipped:
-    """What one outer step shortened: pieces of the offsets, of so many that the swap brought."""
+    """What one outer step shortened: pieces of the offsets, of so many that the swap brought.
+
+    num_lost: chunks of the own outer gradient that were not finite, and became 0.
+    """
 
     num_clipped: int = 0
     num_pieces: int = 0
     cut_share: float = 0.0  # length of what was cut off, of the length of all offsets
+    num_lost: int = 0
 
 
 class Gating:
@@ -82,15 +86,23 @@ class GatedStep:
         self._usual = {name: gating.offsets[name].usual() for name in self._offsets}
         self._norms: dict[SectionName, list[float]] = {name: [] for name in self._offsets}
         self._num_clipped = 0
+        self._num_lost = 0
         self._squares = self._cut_squares = 0.0
         self._usual_own = gating.own.usual()
         self._own_norms: list[float] = []  # of the pieces of the chunk at hand
         self._all_own_norms: list[float] = []
 
     def own_gradient(self, index: int, gradient: Tensor) -> None:
-        """The exact own outer gradient of a chunk: what offsets of that chunk are measured against."""
+        """The exact own outer gradient of a chunk: what offsets of that chunk are measured against.
+
+        One that is not finite becomes 0: the chunk goes back to its slow weights, and the others go on with theirs.
+        """
         places = self._gating.pieces.in_chunk[index]
         self._own_norms = [float(torch.linalg.vector_norm(gradient[place])) for _, place in places]
+        if not all(map(math.isfinite, self._own_norms)):
+            gradient.zero_()
+            self._own_norms = [0.0] * len(places)
+            self._num_lost += 1
         self._all_own_norms += self._own_norms
 
     def gradient(self, index: int) -> Tensor | None:
@@ -122,7 +134,8 @@ class GatedStep:
         for name, norms in self._norms.items():
             self._gating.offsets[name].note(norms)
         share = math.sqrt(self._cut_squares / self._squares) if self._squares else 0.0
-        return Clipped(self._num_clipped, len(self._offsets) * self._gating.pieces.num_pieces, share)
+        num_pieces = len(self._offsets) * self._gating.pieces.num_pieces
+        return Clipped(self._num_clipped, num_pieces, share, self._num_lost)
 
 
 def scaled_half_difference(pair: SectionPair, index: int, scales: GradientScales, *, scratch: Scratch) -> Tensor:

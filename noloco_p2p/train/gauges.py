@@ -19,6 +19,7 @@ PEAKS = {
     "A100": 312e12,
     "A800": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
     "A10G": 70e12,
     "RTX 4090": 165e12,
@@ -27,12 +28,13 @@ PEAKS = {
 
 
 class Gauges:
-    """Of one model on one device. `take` reads them into metrics, once a round."""
+    """Of one model on one device, or split over several of its kind. `take` reads them into metrics, once a round."""
 
-    def __init__(self, model: nn.Module, device: torch.device, *, sequence_length: int) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, *, sequence_length: int, num_devices: int = 1) -> None:
         self._device = device
         self._flops_per_token = flops_per_token(model, sequence_length=sequence_length)
-        self._peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self._peak = peak and peak * num_devices
         self._waited_s = 0.0
 
     def take(self, metrics: Metrics, *, gradient_norm: Tensor | None, waited_s: float) -> None:

@@ -41,7 +41,6 @@ from noloco_p2p.train.trackers import Trackers
 
 log = logging.getLogger(__name__)
 
-AT_END = 1 - 1e-9  # progress is a sum of fractions
 SEED_BYTES = 6  # 2 ** 48 seeds
 CLOSING_WAIT_S = (10.0, 600.0)  # for a partner in a closing round: at least, at most; in between a round's time
 
@@ -105,7 +104,7 @@ class Trainer:
             peer,
             save_every_rounds=0,
             resume=newest,
-            end_at=AT_END,
+            end_at=1.0,
             loss_check=check,
             parameters=parameters,
         )
@@ -117,7 +116,12 @@ class Trainer:
                 "live peer gave its state; join with a ticket of a live peer, or make it again with `noloco fork`"
             )
         self._batch = self.validation[0]  # the one of now; its own order of the data is what no partner knows
-        self.gauges = Gauges(self.model, self.device, sequence_length=spec.data.sequence_length)
+        self.gauges = Gauges(
+            self.model,
+            self.device,
+            sequence_length=spec.data.sequence_length,
+            num_devices=ranks.size if ranks else 1,
+        )
         self.trackers = Trackers.of(
             settings.trackers,
             folder=peer.run_folder,
@@ -125,7 +129,7 @@ class Trainer:
             peer_id=peer.peer_id,
             config=spec.model_dump(mode="json"),
         )
-        self._round_began_s = time.monotonic()
+        self._timed_from_s, self._timed_steps = time.monotonic(), 0
 
     def _place_model(self, ranks: Ranks | None, compute: Compute) -> tuple[InnerStep, FlatParameters]:
         """Bring the model to the device, or split it over those of all ranks."""
@@ -178,7 +182,7 @@ class Trainer:
         if not self.peer.leave_requested.is_set():
             self._evaluate()
         self.model.train()
-        self._round_began_s = time.monotonic()
+        self._timed_from_s = time.monotonic()
         while not self.finished:
             batch = draw(self._next_batch)
             if batch is None:
@@ -187,6 +191,7 @@ class Trainer:
             loss = self.inner_step(batch, progress=self.outer.progress, seed=seed)
             self._losses.append(loss)
             metrics.step += 1
+            self._timed_steps += 1
             result = self.outer.step()
             if result:
                 self._round_done(result)
@@ -209,7 +214,7 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """The schedule is done and the last round with it."""
-        return self.outer.progress >= AT_END and self.outer.is_between_rounds
+        return self.outer.progress >= 1 and self.outer.is_between_rounds
 
     def _next_batch(self) -> Tensor | None:
         """None when somebody asked to leave while the data was waited for."""
@@ -230,7 +235,7 @@ class Trainer:
         self.events.write("paused", step=self.peer.metrics.step)
         began_s = time.monotonic()
         self.peer.wait_while_paused()
-        self._round_began_s += time.monotonic() - began_s
+        self._timed_from_s += time.monotonic() - began_s
         self.say("resumed" if not self.peer.leave_requested.is_set() else "asked to leave")
         self.events.write("resumed", step=self.peer.metrics.step)
 
@@ -254,18 +259,18 @@ class Trainer:
     # once a round
 
     def _round_done(self, result: RoundResult) -> None:
-        metrics, steps = self.peer.metrics, len(self._losses)
-        seconds = time.monotonic() - self._round_began_s
+        metrics = self.peer.metrics
         if self._losses:  # a pause may end a round before its first step
             metrics.loss = float(torch.stack(self._losses).mean())  # waits for the accelerator, once a round
-        metrics.inner_steps_per_s = steps / seconds
-        metrics.tokens_per_s = steps * self.spec.train.batch_size * self.spec.data.sequence_length / seconds
+        self._time_steps()
         self.gauges.take(metrics, gradient_norm=self.inner_step.gradient_norm, waited_s=self.batches.waited_s)
         self.peer.count_traffic()
         self.trackers.log(metrics.as_dict())
         self.events.write("round", **metrics.as_dict(), live_peers=self.peer.live_peers())
         self.say(round_line(metrics, num_live=self.peer.live_peers()))
         self._losses.clear()
+        if result.diverged:
+            self.inner_step.restore({})  # its moments are not finite either
         if result.round % self.spec.evaluate.every_rounds == self.spec.evaluate.every_rounds - 1:
             self._evaluate()
         every = self.peer.settings.save_every_rounds
@@ -274,7 +279,13 @@ class Trainer:
             self.outer.save_in_background(
                 self.checkpoints, content=self._content, done=lambda folder: self._saved(folder, step)
             )
-        self._round_began_s = time.monotonic()
+
+    def _time_steps(self) -> None:
+        """How fast the steps since the last call were; all that was done since then counts as their time."""
+        metrics, now_s = self.peer.metrics, time.monotonic()
+        metrics.inner_steps_per_s = self._timed_steps / (now_s - self._timed_from_s)
+        metrics.tokens_per_s = metrics.inner_steps_per_s * self.spec.train.batch_size * self.spec.data.sequence_length
+        self._timed_from_s, self._timed_steps = now_s, 0
 
     def _private_loss(self) -> float:
         with self.inner_step.together():

@@ -9,6 +9,8 @@ import psutil
 import torch
 from torch import Tensor
 
+CGROUP = Path("/sys/fs/cgroup")
+CACHES = ("inactive_file ", "active_file ")  # of files: counted as used, and given up when somebody needs memory
 USED_SHARE = 0.8  # of free memory: allocators lose some to fragments
 MOMENT_BYTES = 8  # a trainable parameter: what the optimizer will take at its first step
 TEMPORARY = 1.5  # on the CPU: all that forward and backward need, as a multiple of what is kept between them
@@ -18,21 +20,28 @@ def free_memory() -> int:
     """Bytes of free main memory of the machine, or of the container where that is less."""
     free = psutil.virtual_memory().available
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
+        limit = container_limit()
+        used = int((CGROUP / "memory.current").read_text())
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+        cached = sum(int(line.split()[1]) for line in lines if line.startswith(CACHES))
+    except (OSError, ValueError, IndexError):
         return free
-    return free if limit == "max" else min(free, max(0, int(limit) - used))
+    return free if limit is None else min(free, max(0, limit - used + cached))
 
 
 def total_memory() -> int:
     """Bytes of main memory and swap space of the machine, or of main memory of the container where that is less."""
     total = psutil.virtual_memory().total + psutil.swap_memory().total
+    limit = container_limit()
+    return total if limit is None else min(total, limit)
+
+
+def container_limit() -> int | None:
+    """Bytes of main memory that the container may use; None where nobody has set it."""
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return total
-    return total if limit == "max" else min(total, int(limit))
+        return int((CGROUP / "memory.max").read_text())
+    except (OSError, ValueError):  # "max"
+        return None
 
 
 def free_bytes(device: torch.device, *, num_parameters: int, has_moments: bool) -> int:

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BUCKET_BYTES = (
-    64 << 20
-)  # parameters stepped together: what the accelerator holds of the moments is two or three times it
+BUCKET_BYTES = 64 << 20  # parameters stepped together: of the moments the accelerator holds two or three times it
 
 
 class OffloadedOptimizer:
@@ -45,8 +43,8 @@ class OffloadedOptimizer:
             for param in bucket:
                 param.grad = None
                 self._put_back(param)
-        if self._buckets and self._buckets[0][0].device.type != "cpu":
-            torch.accelerator.synchronize()  # a checkpoint may read the moments as soon as this returns
+        if self._buckets and (device := self._buckets[0][0].device).type != "cpu":
+            torch.accelerator.synchronize(device)  # a checkpoint may read the moments as soon as this returns
 
     def _fetch(self, param: Tensor) -> None:
         for field, value in self._state(param).items():

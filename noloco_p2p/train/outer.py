@@ -33,7 +33,7 @@ from noloco_p2p.train import outer_files
 from noloco_p2p.train.admission import Admission, LossCheck
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.train.flat import FlatParameters
-from noloco_p2p.train.outer_state import OuterState, progress_after
+from noloco_p2p.train.outer_state import OuterState, next_progress, progress_after
 from noloco_p2p.train.saver import Saver
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ class RoundResult:
     outcome: Outcome
     progress: float
     blocked_s: float  # the training thread waited for the network so long
+    diverged: bool = False  # own weights were not finite, and went back to those of the round's start
 
 
 class NoLoCo:
@@ -158,7 +159,7 @@ class NoLoCo:
         if not self._is_open:
             self._open()
         self._steps += 1
-        self.progress += 1 / self.spec.train.total_steps
+        self.progress = next_progress(self.progress, self.spec.train.total_steps)
         self._exchange.pace.step(time.monotonic())
         self._apply_late()
         if self._steps < self.inner_steps:
@@ -341,13 +342,13 @@ class NoLoCo:
         if link:
             self._length.note(link)
         self._apply_late()  # one that waited for the early part of this round
-        outcome = self._admission.step(outcome, is_closing=self._is_closing)
+        outcome, diverged = self._admission.step(outcome, is_closing=self._is_closing)
         received = None if isinstance(outcome, Alone) else outcome.received
         if received:
             if not self._is_closing:
                 self.progress = progress_after(self.progress, received, inner_steps=self._steps, spec=self.spec)
             received.sections.clear()  # the payloads are as large as the model, and somebody may keep the result
-        result = RoundResult(self.round, outcome, self.progress, blocked_s)
+        result = RoundResult(self.round, outcome, self.progress, blocked_s, diverged)
         self.round += 1
         self._steps = 0
         self._is_open = False
@@ -358,6 +359,9 @@ class NoLoCo:
         metrics = self._peer.metrics
         metrics.round, metrics.progress = self.round, self.progress
         metrics.rounds_here += 1
+        if result.diverged:
+            metrics.diverged += 1
+            log.error("round %d | own weights were not finite: they go back to the round's start", result.round)
         metrics.blocked_s = result.blocked_s
         metrics.last_outcome = describe_outcome(result.outcome)
         match result.outcome:

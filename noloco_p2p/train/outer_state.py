@@ -21,6 +21,7 @@ from noloco_p2p.train.gating import UNSCALED, Clipped, Gating, Verdict, scaled_h
 from noloco_p2p.train.staging import Staging, pin
 
 SLOW_WEIGHTS, OUTER_MOMENTUM = "slow_weights", "outer_momentum"
+ROUNDING = 1e-9  # progress is a sum of fractions: so near to 1 it is 1
 SPREAD_CHUNKS = 16  # of the slow weights, or twice as many: an estimate takes milliseconds, and all of them would not
 
 
@@ -66,6 +67,8 @@ class OuterState:
         for name, own in self.tensors().items():
             if name not in tensors or tensors[name].shape != own.shape:
                 raise CheckpointError(f"a state without {name} of {own.numel()} numbers: it is of another model")
+            if tensors[name].dtype is not torch.float32:
+                raise CheckpointError(f"a state whose {name} is {tensors[name].dtype}, not float32")
             if not bool(torch.isfinite(tensors[name]).all()):
                 raise CheckpointError(f"a state whose {name} is not finite")
         for name, own in self.tensors().items():
@@ -75,9 +78,13 @@ class OuterState:
         self.parameters.flush()
 
     def copy(self) -> tuple[dict[str, Tensor], Tensor]:
-        """Slow weights and momentum, and the model's weights as they are: 4 bytes a parameter and vector."""
+        """Slow weights, momentum and the model's weights as they are, on the CPU: 4 bytes a parameter and vector."""
         vectors = {name: vector.clone() for name, vector in self.tensors().items()}
-        return vectors, self.parameters.read(0, self.num_elements)
+        fast_weights = torch.empty(self.num_elements)
+        for start, stop in self._bounds:
+            fast_weights[start:stop] = self.parameters.read(start, stop)
+        self.parameters.flush()
+        return vectors, fast_weights
 
     @torch.no_grad()
     def restore(self, copy: tuple[dict[str, Tensor], Tensor]) -> None:
@@ -169,6 +176,11 @@ def late_steps(
         yield start, scaled_half_difference(gradient, index, scales, scratch=scratch).mul_(beta)
 
 
+def next_progress(progress: float, total_steps: int) -> float:
+    """One inner step on."""
+    return _settled(progress + 1 / total_steps)
+
+
 def progress_after(progress: float, received: Received, *, inner_steps: int, spec: RunSpec) -> float:
     """Where a peer stands on the schedule after a swap.
 
@@ -188,4 +200,8 @@ def met_progress(progress: float, partner_progress: float, *, round_progress: fl
     progress: own, at the end of a round of `round_progress`; partner_progress: the partner's, when it opened its round.
     """
     apart = (partner_progress - (progress - round_progress)) / 2
-    return progress + max(-at_most, min(at_most, apart))
+    return _settled(progress + max(-at_most, min(at_most, apart)))
+
+
+def _settled(progress: float) -> float:
+    return 1.0 if abs(progress - 1) < ROUNDING else progress

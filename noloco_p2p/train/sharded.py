@@ -178,6 +178,7 @@ class ShardedParameters(FlatParameters):
 
     def flush(self) -> None:
         """Send what was written; what was read is forgotten, as inner steps will change it."""
+        super().flush()  # it may have been written by another stream than that which sends
         self._send()
         self._read_start = self._read_stop = 0
 

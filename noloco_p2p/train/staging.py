@@ -25,7 +25,11 @@ class Staging:
         self._api = torch.get_device_module(device)
         if is_overlapped is None:
             is_overlapped = device.type != "cpu"
-        self._down, self._up = (self._api.Stream(), self._api.Stream()) if is_overlapped else (None, None)
+        self._down, self._up = (self._stream(), self._stream()) if is_overlapped else (None, None)
+
+    def _stream(self) -> Any:
+        """Of the model's device, which need not be the current one."""
+        return self._api.Stream() if self.device.type == "cpu" else self._api.Stream(device=self.device)
 
     def chunks(self, chunk: Chunk, sizes: Sequence[int]) -> Iterator[Tensor]:
         """Each chunk on the CPU, made on the device and copied while the one before it is used.
@@ -36,7 +40,7 @@ class Staging:
             memory = torch.empty(max(sizes))
             yield from (chunk(index, memory) for index in range(len(sizes)))
             return
-        self._down.wait_stream(self._api.current_stream())
+        self._down.wait_stream(self._api.current_stream(self.device))
         slots = [_Slot(max(sizes), self.device) for _ in range(2)]
         for index in range(len(sizes) + 1):
             if index < len(sizes):
@@ -52,7 +56,7 @@ class Staging:
     def begin(self) -> None:
         """What is copied up from now on comes after all that the device was asked to compute until now."""
         if self._up is not None:
-            self._up.wait_stream(self._api.current_stream())
+            self._up.wait_stream(self._api.current_stream(self.device))
 
 
 class _Slot:

@@ -38,7 +38,8 @@ def flatten_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[str, Tens
     flat: dict[str, Tensor] = {}
     for parameter in _parameters(optimizer):
         for field, value in optimizer.state.get(parameter, {}).items():
-            assert isinstance(value, Tensor), f"optimizer state {field} is no tensor"
+            if not isinstance(value, Tensor):
+                raise CheckpointError(f"{type(optimizer).__name__} cannot be kept: its {field} is no tensor")
             flat[f"{field}/{name_of[id(parameter)]}"] = value
     return flat
 
@@ -56,7 +57,7 @@ def restore_optimizer(
     fields: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         field, _, name = key.partition("/")
-        if name not in names or (tensor.ndim and tensor.shape != names[name].shape):
+        if name not in names or not _fits(tensor, names[name]):
             raise CheckpointError(f"optimizer state {key} {tuple(tensor.shape)} belongs to no parameter of this model")
         fields.setdefault(name, {})[field] = tensor.clone()  # the checkpoint may be a mapped file
     name_of = {id(parameter): name for name, parameter in names.items()}
@@ -74,6 +75,13 @@ def restore_optimizer(
         optimizer.state[parameter].update(
             {field: value.pin_memory() for field, value in moments.get(index, {}).items()}
         )
+
+
+def _fits(value: Tensor, parameter: Tensor) -> bool:
+    """As large as the parameter, or a part of a factored one: Adafactor keeps a row and a column."""
+    if value.ndim == parameter.ndim:
+        return all(mine in (1, whole) for mine, whole in zip(value.shape, parameter.shape, strict=True))
+    return value.ndim <= 1
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -26,7 +26,6 @@ from noloco_p2p.testing.rounds import together, wait_until
 from noloco_p2p.testing.specs import published, tiny_llama
 from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.inner_step import InnerStep
-from noloco_p2p.train.loop import AT_END
 from noloco_p2p.train.outer import NoLoCo
 
 INNER_STEPS, NUM_ROUNDS = 3, 4
@@ -50,7 +49,7 @@ def train(peer: MemoryPeer, model: PreTrainedModel, material: Material, step_tog
     """The weights of one real peer at its end; no lonely round: a boundary comes when both have a partner."""
     torch.set_num_threads(1)
     inner, batches = InnerStep(model, material.spec.train), material.batches(peer.peer_id)
-    outer = NoLoCo(model, peer, save_every_rounds=0, end_at=AT_END)
+    outer = NoLoCo(model, peer, save_every_rounds=0, end_at=1.0)
     for step in range(INNER_STEPS * NUM_ROUNDS):
         inner(next(batches), progress=outer.progress)
         if (step + 1) % INNER_STEPS == 0:

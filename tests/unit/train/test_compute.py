@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from noloco_p2p.errors import ModelError, SettingsError
 from noloco_p2p.optim.inner import make_inner_optimizer
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import ModelSpec, TrainSpec
+from noloco_p2p.train import memory
 from noloco_p2p.train.compute import Compute, blocks, micro_batches, switch_on
 from noloco_p2p.train.inner_step import InnerStep
-from noloco_p2p.train.memory import fitting, sequence_bytes
+from noloco_p2p.train.memory import fitting, free_memory, sequence_bytes, total_memory
 from noloco_p2p.train.model import build_model
 from noloco_p2p.train.offload import OffloadedOptimizer
 
@@ -204,3 +206,16 @@ def test_blocks_are_the_layers_that_a_model_repeats() -> None:
     model = build_model(MODEL, sequence_length=16)
     assert [type(block).__name__ for block in blocks(model)] == ["LlamaDecoderLayer"] * 2
     assert blocks(nn.Linear(2, 2)) == []
+
+
+def test_what_a_container_caches_of_files_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    whole = free_memory()
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 300000\nactive_file 200000\ninactive_file 400000\nfile_dirty 1000\n")
+    assert free_memory() == 700_000
+    assert total_memory() == 1_000_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory() > whole / 2
+    assert total_memory() > 1_000_000

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.donor import state_file_bytes
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
@@ -516,3 +517,36 @@ def test_a_useless_state_of_a_donor_leaves_the_own_weights(tmp_path: Path, name:
         assert torch.equal(flat(model), flat(make_model(5)))
         assert (outer.round, outer.progress, outer.entered) == (0, 0.0, False)
         assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_weights_that_are_not_finite_go_back_to_the_start_of_their_round(caplog: pytest.LogCaptureFixture) -> None:
+    spec = RunSpec(name="nan", outer=OuterSpec(inner_steps=2, max_wait_s=0.1))
+    with MemorySwarm(spec) as swarm:
+        peer, model = swarm.peer("a"), make_model(1)
+        outer = NoLoCo(model, peer, save_every_rounds=0)
+        nudge(model, 0.5)
+        outer.step()
+        assert (result := outer.step())
+        assert not result.diverged
+        before = flat(model)
+        nudge(model, float("nan"))
+        outer.step()
+        assert (result := outer.step())
+        assert result.diverged
+        assert torch.equal(flat(model), before)
+        assert peer.metrics.diverged == 1
+        nudge(model, 0.5)
+        outer.step()
+        assert (result := outer.step())
+        assert not result.diverged
+        assert torch.allclose(flat(model), before + 0.5)
+    assert "own weights were not finite" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
+def test_a_state_of_other_numbers_than_fp32_is_refused(dtype: torch.dtype) -> None:
+    with MemorySwarm(make_spec()) as swarm:
+        outer = NoLoCo(make_model(1), swarm.peer("a"), save_every_rounds=0)
+        given = {name: vector.to(dtype) for name, vector in outer._state.tensors().items()}
+        with pytest.raises(CheckpointError, match="not float32"):
+            outer._state.take(given)

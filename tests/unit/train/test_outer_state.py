@@ -9,7 +9,7 @@ from torch import nn
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.spec import OuterSpec
 from noloco_p2p.testing.specs import published
-from noloco_p2p.train.outer_state import OuterState, met_progress
+from noloco_p2p.train.outer_state import OuterState, met_progress, next_progress
 from noloco_p2p.train.staging import Staging
 
 
@@ -71,3 +71,13 @@ def test_the_overlapped_outer_step_is_the_plain_one() -> None:
         assert torch.equal(state.parameters.read(0, state.num_elements), state.slow_weights)
         ends.append(state.slow_weights)
     assert torch.equal(ends[0], ends[1])
+
+
+@pytest.mark.parametrize("total_steps", [7, 480, 2_000, 20_000, 60_000])
+def test_the_schedule_ends_at_one_however_its_fractions_are_rounded(total_steps: int) -> None:
+    progress = 0.0
+    for _ in range(total_steps):
+        assert progress < 1
+        progress = next_progress(progress, total_steps)
+    assert progress == 1.0
+    assert met_progress(1 - 1e-12, 0.999, round_progress=1e-3, at_most=1e-3) == 1.0

@@ -73,5 +73,25 @@ def test_the_state_of_another_model_is_refused() -> None:
     names = dict(model.named_parameters())
     with pytest.raises(CheckpointError, match=r"exp_avg/elsewhere .* belongs to no parameter"):
         restore_optimizer(optimizer, names, {"exp_avg/elsewhere": torch.zeros(4)})
-    with pytest.raises(CheckpointError, match=r"exp_avg/1\.weight \(3,\) belongs to no parameter"):
-        restore_optimizer(optimizer, names, {"exp_avg/1.weight": torch.zeros(3)})
+    with pytest.raises(CheckpointError, match=r"exp_avg/1\.weight \(3, 2\) belongs to no parameter"):
+        restore_optimizer(optimizer, names, {"exp_avg/1.weight": torch.zeros(3, 2)})
+
+
+def test_a_factored_state_is_kept_too() -> None:
+    """Adafactor has a row and a column of each matrix."""
+    model, _ = make_model()
+    names, optimizer = dict(model.named_parameters()), torch.optim.Adafactor(model.parameters())
+    train(model, optimizer, first=1, last=2)
+    flat = {key: value.clone() for key, value in flatten_optimizer(optimizer, names).items()}
+    again = torch.optim.Adafactor(model.parameters())
+    restore_optimizer(again, names, flat)
+    assert flat.keys() == flatten_optimizer(again, names).keys()
+    assert all(torch.equal(value, flat[key]) for key, value in flatten_optimizer(again, names).items())
+
+
+def test_an_optimizer_that_cannot_be_kept_is_told() -> None:
+    model, _ = make_model()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    optimizer.step(lambda: sum(param.square().sum() for param in model.parameters()))
+    with pytest.raises(CheckpointError, match="LBFGS cannot be kept"):
+        flatten_optimizer(optimizer, dict(model.named_parameters()))
