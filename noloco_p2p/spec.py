@@ -80,11 +80,15 @@ class ModelSpec(Section):
     def _heads_divide(self) -> ModelSpec:
         if self.hidden_size % self.num_heads:
             raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}")
+        if self.hidden_size // self.num_heads % 2:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} / num_heads {self.num_heads} must be even, for the positions"
+            )
         if self.num_heads % (self.num_kv_heads or self.num_heads):
             raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
         return self
 
-    def num_parameters(self, sequence_length: int = 0) -> int:
+    def num_parameters(self) -> int:
         """True count for a Llama made from sizes (rotary positions have no parameters); 0 when `pretrained` is set."""
         if self.pretrained:
             return 0
@@ -350,7 +354,7 @@ class RunSpec(Section):
             raise SpecError(f"{origin}: a spec of {len(data)} bytes is over the limit of {MAX_SPEC_BYTES}")
         try:
             values = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SpecError(f"{origin}: not JSON: {error}") from None
         spec = cls.from_dict(values, origin=origin)
         if spec.digest() != expected_digest:

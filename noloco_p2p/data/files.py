@@ -52,7 +52,7 @@ def _guarded(path: Path, rows: Iterator[Row], start: int, *, skipped: bool = Fal
             number += 1
             if skipped or number > start:
                 yield row
-    except (EOFError, zlib.error, ValueError, *GONE) as error:
+    except (EOFError, zlib.error, ValueError, NotImplementedError, RecursionError, *GONE) as error:
         line = number + 1 if skipped and number > start else None
         yield Fault(str(path), line, f"cannot be read: {first_line(error)}", rest=True)
     except OSError as error:
@@ -152,16 +152,29 @@ def _text_document(text: Any, file: str, number: int, text_field: str) -> Row:
 
 def _ids_document(ids: Any, mask: Any, file: str, number: int) -> Row:
     """Positions that the attention mask calls padding are left out."""
-    if ids is None or len(ids) == 0:
+    if ids is None:
         return None
-    ids = np.asarray(ids)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+    ids = _integers(ids)
+    if ids is None:
         return Fault(file, number, f"field {TOKENS_FIELD!r} holds no list of whole numbers")
     if mask is not None:
+        mask = _integers(mask, kinds="iub")
+        if mask is None:
+            return Fault(file, number, f"field {MASK_FIELD!r} holds no list of 0 and 1")
         if len(mask) != len(ids):
             return Fault(file, number, f"{MASK_FIELD} has {len(mask)} entries, {TOKENS_FIELD} {len(ids)}")
-        ids = ids[np.asarray(mask) != 0]
+        ids = ids[mask != 0]
     return Document(ids, origin=file, line=number) if len(ids) else None
+
+
+def _integers(values: Any, *, kinds: str = "iu") -> np.ndarray | None:
+    """A list of whole numbers, which may be empty; None when it is something else."""
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError):  # of lists of several lengths
+        return None
+    is_list = array.ndim == 1 and (array.dtype.kind in kinds or not array.size)
+    return array if is_list else None
 
 
 def _no_field(text_field: str, fields: list[str]) -> str:
@@ -205,7 +218,7 @@ def _group_rows(
             for row in table_rows(table.slice(skip), str(path), first + number, text_field):
                 number += 1
                 yield row
-    except (OSError, ValueError) as error:  # pyarrow gives OSError for damaged pages, too
+    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow gives OSError for damaged pages, too
         if isinstance(error, GONE):
             raise
         reason = f"rows {first + number + 1} to {first + num_rows} cannot be read: {first_line(error)}"
@@ -232,8 +245,10 @@ def table_rows(table: Table, origin: str, first: int, text_field: str) -> Iterat
 
 
 def _numbers(scalar: Any) -> Any:
+    if not scalar.is_valid:
+        return None
     values = getattr(scalar, "values", None)
-    return None if values is None else values.to_numpy(zero_copy_only=False)
+    return scalar.as_py() if values is None else values.to_numpy(zero_copy_only=False)
 
 
 def first_line(error: BaseException) -> str:

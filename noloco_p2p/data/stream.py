@@ -186,8 +186,11 @@ def validation_batches(
     encode = make_encoder(data, tokenizer)
     chosen: list[np.ndarray] = []
     with (progress or Progress()).task("reading held-out data", unit="tokens") as report:
+        share_so_far, num_asked = 0.0, 0
         for part, share in data.parts():
-            wanted = max(1, round(share * num_sequences))
+            share_so_far += share
+            wanted = max(1, round(share_so_far * num_sequences) - num_asked)  # what is rounded off goes to the next
+            num_asked += wanted
             pool = _validation_pool(data, part, bindings, encode, wanted, report, faults or Faults())
             chosen.append(pool[np.linspace(0, len(pool) - 1, min(wanted, len(pool))).round().astype(int)])
     sequences = np.concatenate(chosen)[:num_sequences]

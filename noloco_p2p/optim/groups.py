@@ -15,7 +15,6 @@ from noloco_p2p.optim.allreduce import ring_bytes
 from noloco_p2p.optim.noloco import outer_step
 
 SIZE = 4
-VECTORS = 3  # slow weights, outer momentum, outer gradient
 
 
 class Groups:
@@ -48,4 +47,5 @@ class Groups:
         self._momentum = momentum
 
     def sent_bytes(self, num_elements: int, num_replicas: int) -> tuple[float, float]:
-        return 0.0, VECTORS * ring_bytes(num_elements, min(self._size, num_replicas))
+        num_vectors = 3 if self._strengths["alpha"] else 2  # slow weights, outer gradient, and momentum if there is one
+        return 0.0, num_vectors * ring_bytes(num_elements, min(self._size, num_replicas))

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from noloco_p2p.codec import num_chunks
+from noloco_p2p.errors import SettingsError
 from noloco_p2p.gossip.donor import state_file_bytes
 from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.optim.mixing import closing_rounds
@@ -136,6 +137,8 @@ class _Swarm:
         honest = {number: replica for number, replica in self.replicas.items() if number not in self.attacks}
         everybody = list(honest.values())
         survivors = [replica for number, replica in honest.items() if number not in self.crashed]
+        if not survivors:
+            raise SettingsError("every replica has crashed, and none is left to judge: a smaller --churn")
         traffic = [replica.runner.traffic for replica in everybody]
         steps = sum(replica.steps for replica in everybody)
         sent_bytes = sum(each.bytes_sent for each in traffic)

@@ -61,7 +61,6 @@ class Walked:
     partner: str  # empty: alone
     partner_round: int
     num_offers: int  # of its own
-    ended_s: float
     reason: str
 
 
@@ -182,7 +181,7 @@ class _Walker:
             partner, partner_round = received.partner, received.partner_round
             self.vector = self.vector + received.sections[SectionName.SLOW_WEIGHTS].half_difference(0)
         offers = self.transport.num_offers
-        self.walkers.rounds.append(Walked(self.name, index, partner, partner_round, offers, loop.time(), reason))
+        self.walkers.rounds.append(Walked(self.name, index, partner, partner_round, offers, reason))
 
     async def _late(self, index: int) -> None:
         if await self.runner.take_correction(index):

@@ -36,9 +36,9 @@ class _Ticking:
         self._threads: dict[Task, threading.Thread] = {}
 
     def begin(self, task: Task) -> None:
-        self._ended[task] = threading.Event()
+        self._ended[task] = ended = threading.Event()
         self._threads[task] = thread = threading.Thread(
-            target=self._main, args=(task,), name="noloco-progress", daemon=True
+            target=self._main, args=(task, ended), name="noloco-progress", daemon=True
         )
         thread.start()
 
@@ -49,8 +49,7 @@ class _Ticking:
         if seconds >= TELL_AFTER_S:
             self._say(_told(task, seconds))
 
-    def _main(self, task: Task) -> None:
-        ended = self._ended[task]
+    def _main(self, task: Task, ended: threading.Event) -> None:
         pause_s = self._first_s
         try:
             while not ended.wait(pause_s):

@@ -17,7 +17,7 @@ def mib(num_bytes: float) -> str:
 def count(number: float) -> str:
     """1_234_567 -> '1.23M'."""
     for limit, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= limit:
+        if abs(number) >= 0.9995 * limit:  # it is rounded to three digits
             return f"{number / limit:.3g}{suffix}"
     return f"{number:.0f}"
 

@@ -17,8 +17,6 @@ from noloco_p2p.telemetry.metrics import numbers
 
 log = logging.getLogger(__name__)
 
-TRACKERS = ("tensorboard", "wandb")
-
 
 class Tracker(Protocol):
     """Takes numbers by name at an inner step. May raise whatever its library raises."""
@@ -36,7 +34,7 @@ class Trackers:
 
     @classmethod
     def of(cls, names: Sequence[str], *, folder: Path, run: str, peer_id: str, config: Mapping[str, Any]) -> Trackers:
-        """`config`: what the tracker shows beside the curves. Raises SettingsError when an extra is not installed."""
+        """`config`: what the tracker shows beside the curves. Raises SettingsError when one cannot start."""
         made: dict[str, Tracker] = {}
         for name in names:
             try:
@@ -49,6 +47,8 @@ class Trackers:
                 raise SettingsError(
                     f"--tracker {name} needs a package that is not here: pip install 'noloco_p2p[{name}]'"
                 ) from None
+            except Exception as error:  # no login, no network, no room: whatever its library raises
+                raise SettingsError(f"--tracker {name} cannot start: {error}") from error
         return cls(made)
 
     def log(self, metrics: Mapping[str, Any]) -> None:

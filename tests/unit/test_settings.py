@@ -115,3 +115,14 @@ def test_split_address_refuses(address: str) -> None:
 def test_a_binding_has_a_name_and_a_pattern(pair: str) -> None:
     with pytest.raises(SettingsError, match="must be NAME=GLOB"):
         parse_bindings([pair])
+
+
+def test_a_folder_of_a_model_must_be_here_wherever_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "llama").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert PeerSettings.load({"models": {"llama": "llama"}}).models == {"llama": str(tmp_path / "llama")}
+    with pytest.raises(SettingsError, match=r"models.* llama=nowhere: there is no such folder"):
+        PeerSettings.load({"models": {"llama": "nowhere"}})
+    monkeypatch.setenv("NOLOCO_MODELS", "llama=nowhere")
+    with pytest.raises(SettingsError, match=r"environment NOLOCO.*llama=nowhere: there is no such folder"):
+        PeerSettings.load()

@@ -35,6 +35,7 @@ def refuse(**values: object) -> str:
         ({"outer": {"max_inner_steps": 0}}, "outer.max_inner_steps: "),
         ({"outer": {"beta": float("nan")}}, "outer.beta: "),
         ({"train": {"warmup_steps": 9, "total_steps": 9}}, "train.warmup_steps 9 must be less than total_steps 9"),
+        ({"model": {"hidden_size": 15, "num_heads": 5}}, "model.hidden_size 15 / num_heads 5 must be even"),
         ({"model": {"hidden_size": 100, "num_heads": 3}}, "model.hidden_size 100 must be a multiple of num_heads 3"),
         ({"model": {"start": "../../etc/passwd"}}, "model.start: "),
         ({"data": {"source": "/etc/passwd"}}, "data.source '/etc/passwd' must be"),

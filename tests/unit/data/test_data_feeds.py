@@ -85,6 +85,12 @@ def test_held_out_sequences_come_from_all_sources(bindings: dict[str, str]) -> N
     assert [int((rows == ord(name) + 3).any(1).sum()) for name in "abc"] == [12, 6, 2]
 
 
+def test_shares_that_are_rounded_off_are_not_lost(bindings: dict[str, str]) -> None:
+    thirds = DataSpec(source="mix", sequence_length=32, holdout=0.2, mix=tuple(MixSpec(source=name) for name in "abc"))
+    batches = validation_batches(thirds, tokenizer=TOKENIZER, bindings=bindings, num_sequences=10, batch_size=8)
+    assert [int((torch.cat(batches) == ord(name) + 3).any(1).sum()) for name in "abc"] == [3, 4, 3]
+
+
 def test_a_mixture_is_named_as_such_and_has_no_mixture_within() -> None:
     def refused(**data: object) -> str:
         with pytest.raises(SpecError) as raised:

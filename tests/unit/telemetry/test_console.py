@@ -22,7 +22,8 @@ def test_bytes(num_bytes: int, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(0, "0"), (999, "999"), (1_000, "1k"), (8_124, "8.12k"), (1_234_567, "1.23M"), (7e9, "7B")]
+    ("number", "text"),
+    [(0, "0"), (999, "999"), (1_000, "1k"), (8_124, "8.12k"), (1_234_567, "1.23M"), (7e9, "7B"), (999_700, "1M")],
 )
 def test_counts(number: float, text: str) -> None:
     assert count(number) == text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -81,3 +83,14 @@ def test_the_schedule_ends_at_one_however_its_fractions_are_rounded(total_steps:
         progress = next_progress(progress, total_steps)
     assert progress == 1.0
     assert met_progress(1 - 1e-12, 0.999, round_progress=1e-3, at_most=1e-3) == 1.0
+
+
+def test_streams_are_those_of_the_models_card_whichever_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, waited = list[object](), list[object]()
+    stream = SimpleNamespace(wait_stream=waited.append)
+    api = SimpleNamespace(Stream=lambda device: made.append(device) or stream, current_stream=lambda device: device)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: api)
+    second = torch.device("cuda", 1)
+    Staging(second).begin()
+    assert made == [second, second]
+    assert waited == [second]

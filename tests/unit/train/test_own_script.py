@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from noloco_p2p.errors import ModelError, SettingsError
+from noloco_p2p.gossip.round import Phase
 from noloco_p2p.spec import RunSpec, TrainSpec
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.specs import published
@@ -52,6 +53,21 @@ def test_the_only_peer_goes_on_from_what_it_served(tmp_path: Path, caplog: pytes
         again._saver.wait()
     assert "goes on from the one that it served last" in caplog.text
     torch.testing.assert_close(other.weight, model.weight - 0.5)
+
+
+@pytest.mark.parametrize("total_steps", [480, 2_000])
+def test_a_script_that_trains_to_the_end_may_close(tmp_path: Path, total_steps: int) -> None:
+    """Sums of fractions end beside 1: no step may be left over, and no round open."""
+    spec = SPEC.model_copy(update={"train": TrainSpec(total_steps=total_steps)})
+    with MemorySwarm(spec) as swarm:
+        model, peer = make_model(), swarm.peer("a", run_folder=tmp_path)
+        outer, num_steps = NoLoCo(model, peer, save_every_rounds=0, end_at=1.0), 0
+        while outer.progress < 1:
+            train(model, outer, num_steps=1)
+            num_steps += 1
+        assert num_steps == total_steps
+        assert peer.runner._live.round.phase is Phase.CLOSED
+        outer.closing_round(wait_s=0.0)
 
 
 def test_one_peer_trains_one_model(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.telemetry.metrics import NUMBERS, Metrics, numbers
-from noloco_p2p.train.trackers import TRACKERS, Trackers, WeightsAndBiases
+from noloco_p2p.train.trackers import Trackers, WeightsAndBiases
 
 METRICS = Metrics(step=40, loss=3.5, tokens_per_s=100.0, last_outcome="alone")
 
@@ -90,7 +91,17 @@ def test_an_extra_that_is_missing_is_named(tmp_path: Path) -> None:
         make(tmp_path, "wandb")
 
 
+def test_a_tracker_that_cannot_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**options: object) -> None:
+        raise RuntimeError("no API key configured")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=refuse, Settings=lambda **options: options))
+    with pytest.raises(SettingsError, match="--tracker wandb cannot start: no API key configured"):
+        make(tmp_path, "wandb")
+
+
 def test_settings_know_the_trackers() -> None:
-    assert PeerSettings.load({"trackers": TRACKERS}).trackers == TRACKERS
+    both = ("tensorboard", "wandb")
+    assert PeerSettings.load({"trackers": both}).trackers == both
     with pytest.raises(SettingsError, match="trackers"):
         PeerSettings.load({"trackers": ("mlflow",)})
