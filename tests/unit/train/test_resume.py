@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.testing.processes import small_spec
 from noloco_p2p.train.checkpoint import Checkpoint
+from noloco_p2p.train.inner_step import InnerStep
 from noloco_p2p.train.loop import Trainer
 
 NUM_STEPS = 11
@@ -83,3 +85,22 @@ def test_the_losses_after_a_stop_are_those_without_it(tmp_path: Path, stops: lis
 def test_the_last_k_checkpoints_are_kept(tmp_path: Path) -> None:
     train(tmp_path, NUM_STEPS)
     assert len(list((tmp_path / "checkpoints").glob("*-round-*"))) == PeerSettings().keep_checkpoints
+
+
+def test_weights_that_are_not_finite_cost_their_round_and_the_moments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, number = InnerStep.__call__, count()
+
+    def once_broken(self: InnerStep, batch: torch.Tensor, **options: Any) -> torch.Tensor:
+        if next(number) == 5:
+            with torch.no_grad():
+                next(iter(self.trainable.values())).fill_(torch.nan)
+        return take(self, batch, **options)
+
+    monkeypatch.setattr(InnerStep, "__call__", once_broken)
+    last = train(tmp_path, NUM_STEPS)
+    for stem in ("outer", "fast", "optimizer"):
+        assert all(bool(values.isfinite().all()) for values in last.load(stem).values()), stem
+    events = [event for event in read_events(tmp_path / "events.jsonl") if event["event"] == "round"]
+    assert [event["diverged"] for event in events] == [0, 1]
