@@ -19,6 +19,7 @@ from noloco_p2p._version import __version__
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.gossip.frames import PROTOCOL_VERSION
 from noloco_p2p.identity import Identity, verify
+from noloco_p2p.swarm.buckets import MAX_DEPTH
 
 TTL_S = 60.0
 MAX_RECORD_BYTES = 1024
@@ -175,6 +176,8 @@ def _check(record: PeerRecord) -> None:
         _CHECKS[str(field.type)](field.name, getattr(record, field.name))
     if record.state not in STATES:
         raise RecordError(f"unknown state {record.state!r} in the record of {record.peer_id}")
+    if any(depth > MAX_DEPTH for depth in record.depths):  # a reader looks there
+        raise RecordError(f"a depth in the record of {record.peer_id} is over {MAX_DEPTH}")
     suffix = f"/p2p/{record.peer_id}"
     if not all(address.startswith("/") and address.endswith(suffix) for address in record.multiaddrs):
         raise RecordError(f"a multiaddr in the record of {record.peer_id} does not end in {suffix}")

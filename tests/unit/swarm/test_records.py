@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from noloco_p2p.codec.sketch import SKETCH_SIZE, pack
 from noloco_p2p.identity import Identity, peer_id_of
+from noloco_p2p.swarm.buckets import MAX_DEPTH
 from noloco_p2p.swarm.records import (
     DOMAIN,
     KEYS,
@@ -120,6 +121,7 @@ def test_another_peer_cannot_sign() -> None:
         ({"loss": "low"}, "loss"),
         ({"prog": 10**30}, "progress"),
         ({"run": "demo\x1b[2J"}, "printable"),
+        ({"at": [0, MAX_DEPTH + 1]}, "depth"),
         ({"grpc": "203.0.113.5:1"}, "short list"),
         ({"grpc": ["a:1"] * 9}, "short list"),
         ({"id": 5}, "peer_id"),
