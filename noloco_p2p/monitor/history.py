@@ -117,7 +117,10 @@ class History:
 
     def _insert(self, tick: int, summary: dict[str, Any], meetings: Sequence[Meeting]) -> None:
         totals = summary["totals"]
-        values = (tick, totals[Health.ALIVE] + totals[Health.SILENT], *(totals[name] for name in TOTALS))
+        sums = (
+            None if totals[name] is None else float(totals[name]) for name in TOTALS
+        )  # SQLite's integers end at 2^63
+        values = (tick, totals[Health.ALIVE] + totals[Health.SILENT], *sums)
         self._db.execute(f"INSERT OR REPLACE INTO swarm VALUES ({', '.join('?' * len(values))})", values)
         living = [peer for peer in summary["peers"] if peer["health"] in (Health.ALIVE, Health.SILENT)]
         self._name([peer["peer_id"] for peer in living])

@@ -79,6 +79,15 @@ def test_many_peers_and_meetings_are_bounded() -> None:
     history.close()
 
 
+def test_counts_beyond_what_sqlite_counts_are_kept() -> None:
+    history = History(":memory:")
+    (summary,) = summaries(2, every_s=1.0, number=1)
+    summary["totals"]["swaps"] = 2**63
+    assert history.add(summary, [])
+    assert history.swarm()["swaps"] == [2.0**63]
+    history.close()
+
+
 def test_a_file_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a database, but long enough to be read as one" * 100)
     for path in (tmp_path / "file", tmp_path / "file" / "curves.sqlite"):
