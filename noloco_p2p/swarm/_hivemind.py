@@ -99,18 +99,19 @@ def connection_tasks(p2p: P2P) -> list[asyncio.Task[None]]:
 
 async def create_dht(p2p: P2P, *, is_client: bool) -> DHTNode:
     """A DHT node on an attached client, without peers. Its place in the key space follows from the peer id, so that
-    others need not learn it anew after a restart. Caches are off: the view is always read fresh, and hivemind's
-    sharing of requests keeps an entry for every key ever asked for.
+    others need not learn it anew after a restart. Caches are off: the view is always read fresh, others would
+    be answered from a cache that strangers fill, and hivemind's sharing of requests keeps an entry for every key ever
+    asked for.
     """
     from hivemind.dht.node import DHTNode
-    from hivemind.dht.routing import DHTID
 
-    from noloco_p2p.swarm.storage import NewestStorage
+    from noloco_p2p.swarm.neighbourhood import believe_less, place_of
+    from noloco_p2p.swarm.storage import NewestStorage, NoStorage
     from noloco_p2p.swarm.validator import RecordValidator
 
     node = await DHTNode.create(
         p2p,
-        node_id=DHTID.generate(source=str(p2p.peer_id)),
+        node_id=place_of(str(p2p.peer_id)),
         client_mode=is_client,
         record_validator=RecordValidator(),
         wait_timeout=WAIT_TIMEOUT_S,
@@ -119,7 +120,8 @@ async def create_dht(p2p: P2P, *, is_client: bool) -> DHTNode:
         cache_nearest=0,
         reuse_get_requests=False,
     )
-    node.protocol.storage = NewestStorage()
+    node.protocol.storage, node.protocol.cache = NewestStorage(), NoStorage()
+    believe_less(node.protocol)
     return node
 
 
