@@ -12,19 +12,16 @@ import importlib.util
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.swarm.clock import CLOCK, Offset
+from noloco_p2p.swarm.streams import StreamHandler
 
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
     from hivemind.p2p import P2P, PeerID
-
-logger = logging.getLogger(__name__)
-
-StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 WAIT_TIMEOUT_S = 3.0  # hivemind's limit for one call to one other node
 
@@ -153,8 +150,6 @@ async def handle_streams(p2p: P2P, protocol: str, handler: StreamHandler) -> Non
     async def on_stream(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await handler(str(info.peer_id), reader, writer)
-        except (OSError, EOFError, RuntimeError) as error:  # TimeoutError is an OSError
-            logger.debug("a stream of %s ended: %s", protocol, error)
         finally:
             writer.close()
 
