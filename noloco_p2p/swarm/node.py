@@ -243,12 +243,12 @@ class SwarmNode:
 
     async def _restart(self) -> None:
         for attempt in range(2**31):
-            await self._tear_down()
-            await asyncio.sleep(RESTART_PAUSES_S[min(attempt, len(RESTART_PAUSES_S) - 1)])
             try:
+                await self._tear_down()
+                await asyncio.sleep(RESTART_PAUSES_S[min(attempt, len(RESTART_PAUSES_S) - 1)])
                 await self._bring_up()
                 return
-            except DirectoryError as error:
+            except (DirectoryError, OSError) as error:  # out of descriptors, for example
                 logger.warning("p2pd could not be started again: %s", error)
 
 
