@@ -46,7 +46,9 @@ class Outside:
         self._directory = directory
         self._settings = settings
         self._book = book
-        self._entrances = {split_peer_id(door)[1]: door for door in entrances}
+        self._entrances: dict[str, str] = {}
+        for door in entrances:  # of each its first, which is its best
+            self._entrances.setdefault(split_peer_id(door)[1], door)
         self._ask = ask
         self._server: GrpcServer | None = None
         self._num_calls: Callable[[], int] = lambda: 0
