@@ -12,9 +12,9 @@ from noloco_p2p.identity import Identity
 from noloco_p2p.swarm.buckets import bucket_of
 from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.copies import CopyWatch
-from noloco_p2p.swarm.lookout import EXPIRY_SLACK_S, Lookout
+from noloco_p2p.swarm.lookout import Lookout
 from noloco_p2p.swarm.node import SwarmNode
-from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record, tellable
+from noloco_p2p.swarm.records import EXPIRY_SLACK_S, TTL_S, PeerRecord, encode_record, tellable
 
 
 class Announcer:

@@ -27,6 +27,7 @@ MAX_ADDRESSES = 4  # of each kind
 LARGEST = 2.0**53  # of any number: whole numbers are exact so far in a page, too, and sums of them are finite
 MAX_CAUSES = 16  # of lonely rounds; a newer peer may know more than this one
 SIGNATURE_BYTES = 64
+EXPIRY_SLACK_S = 1e-3  # between what a record says and what the DHT was told
 DOMAIN = b"noloco_p2p record 1\x00"
 STATES = frozenset({"training", "paused", "leaving", "done"})
 
