@@ -1,7 +1,10 @@
-"""What a DHT node believes of others: the place in the key space that follows from their peer id, and answers of now.
+"""What a DHT node believes of others: one place in the key space for each, and answers of now.
 
-hivemind takes any place that a node claims, so one identity could stand on every side of a run's key and be the only
+hivemind takes all places that a node claims, so one identity could stand on every side of a run's key and be the only
 one that is asked; and an answer that says to be good for ever ends a search, empty as it may be.
+
+Of itself a node may claim one place, the first (that of a plain hivemind node is random). Of a third one only the place
+is believed that follows from its peer id.
 This file imports hivemind: only `_hivemind.py` imports it, when a node starts.
 """
 
@@ -30,7 +33,7 @@ def believe_less(protocol: DHTProtocol) -> None:
     update_routing_table, call_find = protocol.update_routing_table, protocol.call_find
 
     async def update(node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
-        if node_id is None or _stands_at(peer_id, node_id):
+        if node_id is None or protocol.routing_table.get(peer_id=peer_id, default=node_id) == node_id:
             await update_routing_table(node_id, peer_id, responded)
 
     async def find(peer: PeerID, keys: Collection[DHTID]) -> dict[DHTID, tuple[Any, dict[DHTID, PeerID]]] | None:
@@ -40,12 +43,8 @@ def believe_less(protocol: DHTProtocol) -> None:
     protocol.update_routing_table, protocol.call_find = update, find
 
 
-def _stands_at(peer_id: PeerID, node_id: DHTID) -> bool:
-    return place_of(str(peer_id)) == node_id
-
-
 def _placed(nodes: dict[DHTID, PeerID]) -> dict[DHTID, PeerID]:
-    return {node_id: peer_id for node_id, peer_id in nodes.items() if _stands_at(peer_id, node_id)}
+    return {node_id: peer_id for node_id, peer_id in nodes.items() if place_of(str(peer_id)) == node_id}
 
 
 def _of_now(value: Any) -> Any:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from hivemind.dht.routing import DHTID
+from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import PeerID
 from hivemind.utils.timed_storage import ValueWithExpiration
@@ -23,23 +23,31 @@ KEY = DHTID.generate("run")
 INVENTED = [DHTID(KEY ^ number) for number in range(1, 21)]  # the places nearest to a key
 
 
-def test_a_node_stands_where_its_peer_id_says() -> None:
-    met: list[tuple[DHTID | None, PeerID]] = []
+def test_a_node_stands_in_one_place_until_it_is_gone() -> None:
+    table = RoutingTable(DHTID.generate("me"), bucket_size=20, depth_modulo=5)
 
     async def update(node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
-        met.append((node_id, peer_id))
+        if responded and node_id is not None:
+            table.add_or_update_node(node_id, peer_id)
+        else:
+            del table[table.peer_id_to_uid[peer_id]]
 
+    protocol: Any = SimpleNamespace(update_routing_table=update, call_find=None, routing_table=table)
+    believe_less(protocol)
+    for place in INVENTED:
+        asyncio.run(protocol.update_routing_table(place, ROGUE, responded=True))
+    assert table.uid_to_peer_id == {INVENTED[0]: ROGUE}
+    asyncio.run(protocol.update_routing_table(None, ROGUE, responded=False))
+    asyncio.run(protocol.update_routing_table(INVENTED[1], ROGUE, responded=True))
+    assert table.uid_to_peer_id == {INVENTED[1]: ROGUE}
+
+
+def test_a_third_node_stands_where_its_peer_id_says() -> None:
     async def find(peer: PeerID, keys: object) -> Any:
         return {KEY: (None, {place_of(str(HONEST)): HONEST, **dict.fromkeys(INVENTED, ROGUE)})}
 
-    protocol: Any = SimpleNamespace(update_routing_table=update, call_find=find)
+    protocol: Any = SimpleNamespace(update_routing_table=None, call_find=find)
     believe_less(protocol)
-    for place in (*INVENTED, place_of(str(HONEST))):
-        asyncio.run(protocol.update_routing_table(place, ROGUE, responded=True))
-    assert not met
-    asyncio.run(protocol.update_routing_table(place_of(str(HONEST)), HONEST))
-    asyncio.run(protocol.update_routing_table(None, ROGUE, responded=False))
-    assert met == [(place_of(str(HONEST)), HONEST), (None, ROGUE)]
     assert asyncio.run(protocol.call_find(ROGUE, [KEY])) == {KEY: (None, {place_of(str(HONEST)): HONEST})}
 
 
