@@ -17,8 +17,21 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     try:
         with open(draft, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(draft, path)
+        _sync_folder(path.parent)
     except OSError:
         with suppress(OSError):
             draft.unlink()
         raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """The new name is on the disk, too, where the file system can do that."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

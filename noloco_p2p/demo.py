@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from noloco_p2p.errors import NolocoError, SettingsError
+from noloco_p2p.peer.kept import folder_of
 from noloco_p2p.presets import PRESETS, render
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm import launch
@@ -184,7 +185,7 @@ class Demo:
             raise NolocoError(
                 f"no peer has come to its end; the first one's log ends with: {self.peers[0].last_line()}"
             )
-        folders = [peer.folder / "runs" / self.spec.run_id / "checkpoints" for peer in left]
+        folders = [folder_of(peer.folder, self.spec.run_id) / "checkpoints" for peer in left]
         verdict = judge(self.spec, folders, progress=progress)
         export_dir = export_model(verdict.model, build_tokenizer(self.spec.data), self.plan.folder / "export")
         return {

@@ -58,6 +58,11 @@ class Ticket:
                     f"{address!r} is not an address to dial, such as /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo.."
                 )
 
+    @property
+    def run_id(self) -> str:
+        """As the spec of the run has it (`RunSpec.run_id`)."""
+        return f"{self.run_name}-{self.spec_digest[:8]}"
+
     def encode(self) -> str:
         """The ticket as one line. Raises TicketError when it would be longer than 4 KiB."""
         fields = _field(RUN_NAME, self.run_name.encode()) + _field(SPEC_DIGEST, bytes.fromhex(self.spec_digest))

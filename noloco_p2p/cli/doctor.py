@@ -41,7 +41,8 @@ def doctor(
 
 
 async def _examine(ticket: Ticket | None, settings: PeerSettings, *, tell: bool) -> list[Check]:
-    from noloco_p2p.doctor import machine
+    from noloco_p2p.doctor.check import is_healthy
+    from noloco_p2p.doctor.versions import versions
 
     checks: list[Check] = []
 
@@ -50,7 +51,12 @@ async def _examine(ticket: Ticket | None, settings: PeerSettings, *, tell: bool)
         for check in news if tell else ():
             print("\n".join(check.lines()), flush=True)
 
-    found(machine.versions(), machine.ports(settings))
+    found(versions())
+    if not is_healthy(checks):
+        return checks  # the others need what is missing
+    from noloco_p2p.doctor import machine
+
+    found(machine.ports(settings))
     found(machine.disk(settings), machine.memory(), machine.accelerator(), machine.codec_speed())
     found(await machine.p2pd())
     if ticket:

@@ -34,12 +34,12 @@ def check_writable(path: Path | None, *, flag: str) -> None:
         raise SettingsError(f"{flag} {path}: cannot be written there; name a file in a folder that this user may write")
 
 
-def write(path: Path | None, line: str, *, flag: str) -> None:
-    """Whole or not at all, as others may read at any moment. Raises SettingsError."""
+def write(path: Path | None, line: str, *, flag: str, is_secret: bool = False) -> None:
+    """Whole or not at all, as others may read at any moment; a secret for this user alone. Raises SettingsError."""
     if path is None:
         return
     try:
-        write_atomically(path, f"{line}\n".encode())
+        write_atomically(path, f"{line}\n".encode(), mode=0o600 if is_secret else 0o666)
     except OSError as error:
         raise SettingsError(f"{flag} {path}: cannot be written: {error.strerror}") from None
 

@@ -43,6 +43,7 @@ def fork(
         entry.with_changes(values, origin="--set")  # a wrong value is told before seconds of imports
     import uvloop
 
+    from noloco_p2p.peer.kept import folder_of
     from noloco_p2p.presets import render
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
@@ -54,7 +55,7 @@ def fork(
     elif isinstance(entry, Ticket):
         state = uvloop.run(from_swarm(entry, sample=1, progress=Progress(drawing(print)), folders=folders))
     else:
-        run_folder = folder / "runs" / entry.run_id
+        run_folder = folder_of(folder, entry.run_id)
         if not run_folder.is_dir():
             raise CheckpointError(
                 f"this machine has no checkpoint of the run {entry.name} in {run_folder}; "

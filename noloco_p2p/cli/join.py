@@ -174,7 +174,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, place: Pl
             _say(
                 "(it holds addresses of a private network alone; for peers elsewhere start with --announce HOST[:PORT])"
             )
-        entry.write(ticket_file, peer.ticket, flag="--ticket-file")
+        entry.write(ticket_file, peer.ticket, flag="--ticket-file", is_secret=bool(peer.spec.run_key))
         _leave_on_signals(peer)
         checkpoint = trainer.train()
         if ranks:
@@ -251,11 +251,14 @@ def unknown_name(settings: PeerSettings) -> list[str]:
 
 
 def _leave_on_signals(peer: Peer) -> None:
-    """The first SIGINT or SIGTERM leaves politely, the second exits now."""
+    """The first SIGINT or SIGTERM leaves politely, the second exits now; whoever else asked to leave is not counted."""
+    is_signalled = False
 
     def leave(signum: int, frame: FrameType | None) -> None:
-        if peer.leave_requested.is_set():
+        nonlocal is_signalled
+        if is_signalled:
             os._exit(128 + signum)
+        is_signalled = True
         peer.request_leave()
 
     for signum in (signal.SIGINT, signal.SIGTERM):

@@ -138,7 +138,7 @@ async def _serve(entry: Ticket, listen: str, history: Path | None) -> None:
     except ValueError as error:
         raise SettingsError(f"--listen: {error}") from None
     folder = PeerSettings.load().state_dir / "monitor"
-    path = history or folder / f"{entry.run_name}-{entry.spec_digest[:8]}.sqlite"
+    path = history or folder / f"{entry.run_id}.sqlite"
     stop = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)

@@ -34,8 +34,6 @@ def status(state_dir: StateDir = None, as_json: Json = False) -> None:
 
 def lines(reply: dict[str, Any]) -> list[str]:
     """The status of a training peer for people."""
-    from noloco_p2p.telemetry.console import mib
-
     others = "1 other live peer" if reply["live_peers"] == 1 else f"{reply['live_peers']} other live peers"
     if reply["live_peers_is_estimate"]:
         others = f"about {others}"

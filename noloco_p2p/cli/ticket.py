@@ -37,7 +37,7 @@ def ticket(
         print(f"no peer of a run runs in {settings.state_dir}")
         raise typer.Exit(1)
     found = Ticket.decode(reply["ticket"])
-    if expires or settings.run_key:
+    if expires or run_key or (settings.run_key and found.invitation):  # the setting says nothing of an open run
         found = _invited(found, settings.run_key, parse_duration(expires or "7d", flag="--expires"))
     print(found.encode())
 
@@ -48,7 +48,7 @@ def _invited(ticket: Ticket, run_key: Path | None, for_s: float) -> Ticket:
     from noloco_p2p.invitation import invite
 
     if ticket.invitation is None:
-        raise SettingsError("--expires: the run is open, everybody may enter, and its tickets do not end")
+        raise SettingsError("--expires, --run-key: the run is open, everybody may enter, and its tickets do not end")
     if run_key is None:
         raise SettingsError("--expires needs the run key (--run-key FILE): a peer can only hand on what it holds")
     key = Identity.load(run_key)

@@ -1,43 +1,31 @@
-"""What can be seen without a swarm: versions, ports, p2pd, disk, memory, accelerator, the speed of the codecs."""
+"""What can be seen without a swarm: ports, p2pd, disk, memory, accelerator, the speed of the codecs."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-import platform
 import shutil
 import tempfile
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 import torch
 
-from noloco_p2p._version import __version__
 from noloco_p2p.codec import CHUNK_ELEMENTS, Scratch, get_codec
 from noloco_p2p.control import ask
 from noloco_p2p.doctor.check import Check
 from noloco_p2p.errors import NolocoError
 from noloco_p2p.identity import Identity
 from noloco_p2p.settings import PeerSettings
+from noloco_p2p.swarm import _hivemind
 from noloco_p2p.swarm.daemon import Daemon, ListenOn, probe_port
 from noloco_p2p.telemetry.console import mib
 
-PACKAGES = ("torch", "hivemind", "grpcio", "transformers")
 LOW_DISK_BYTES = 5 << 30
 LOW_MEMORY_BYTES = 2 << 30
 SLOW_CODEC_BYTES_PER_S = 200e6  # of fp32; below it a swap over a good link waits for the codec
 CODEC_CHUNKS = 8
-
-
-def versions() -> Check:
-    found = {name: _version(name) for name in PACKAGES}
-    told = ", ".join(f"{name} {number or 'missing'}" for name, number in found.items())
-    told = f"noloco_p2p {__version__}, Python {platform.python_version()}, {told}"
-    missing = [name for name, number in found.items() if number is None]
-    if missing:
-        return Check("versions", "failed", told, f"install what is missing: pip install {' '.join(missing)}")
-    return Check("versions", "ok", told)
 
 
 def ports(settings: PeerSettings) -> Check:
@@ -56,6 +44,7 @@ def ports(settings: PeerSettings) -> Check:
 
 async def p2pd() -> Check:
     """The libp2p daemon comes up, under a passing identity."""
+    await asyncio.to_thread(_hivemind.load)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="noloco-doctor-") as folder:
         key = Path(folder) / "identity.key"
@@ -115,10 +104,3 @@ def codec_speed(name: str = "int8") -> Check:
     if speed < SLOW_CODEC_BYTES_PER_S:
         return Check("codec", "warning", told, "the processor is slow or busy: swaps of large models will wait for it")
     return Check("codec", "ok", told)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -59,9 +59,22 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
         manifest, donor, check = await _download(peers, transport)
         checks.append(check)
         if manifest and donor:
-            spec = await fetch_spec(transport, peers, expected_digest=ticket.spec_digest)
-            checks.append(needs(spec, manifest.num_elements, settings))
+            checks.append(await _model(transport, peers, ticket, manifest, settings))
         return checks
+
+
+async def _model(
+    transport: GrpcTransport,
+    peers: Sequence[Candidate],
+    ticket: Ticket,
+    manifest: StateManifest,
+    settings: PeerSettings,
+) -> Check:
+    try:
+        spec = await fetch_spec(transport, peers, expected_digest=ticket.spec_digest)
+    except NolocoError as error:
+        return Check("the model", "skipped", f"no peer gave the spec: {error}")
+    return needs(spec, manifest.num_elements, settings)
 
 
 def _versions(directory: SwarmDirectory) -> Check:

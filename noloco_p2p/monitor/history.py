@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def _opened(path: Path | str) -> sqlite3.Connection:
 
 
 class History:
-    """One file a run. Every method may be called from any one thread at a time. A full disk is told once."""
+    """One file a run, for any thread. A full disk is told once."""
 
     def __init__(self, path: Path | str, *, max_peer_rows: int = MAX_PEER_ROWS) -> None:
         """Raises SettingsError when the file cannot be used."""
@@ -63,6 +64,7 @@ class History:
             self._db = _opened(path)
         except (OSError, sqlite3.Error) as error:
             raise SettingsError(f"--history {path}: cannot be used: {error}; name another file") from None
+        self._using = threading.Lock()  # the connection, and with it what is known here of its rows
         self._ids = {name: number for number, name in self._db.execute("SELECT id, name FROM peer")}
         self._last_tick = self._db.execute("SELECT max(tick) FROM swarm").fetchone()[0] or 0
         self._failed = False
@@ -79,7 +81,7 @@ class History:
             return False
         self._last_tick = tick
         try:
-            with self._db:
+            with self._using, self._db:
                 self._insert(tick, summary, meetings)
                 if tick - self._thinned_tick >= THIN_EVERY_TICKS:
                     self._thin(tick)
@@ -91,33 +93,39 @@ class History:
 
     def swarm(self) -> dict[str, list[Any]]:
         """Column by column: time_s, alive and the totals."""
-        rows = self._db.execute(f"SELECT tick, alive, {', '.join(TOTALS)} FROM swarm ORDER BY tick").fetchall()
+        with self._using:
+            rows = self._db.execute(f"SELECT tick, alive, {', '.join(TOTALS)} FROM swarm ORDER BY tick").fetchall()
         columns = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(2 + len(TOTALS))]
         times = [tick * SAMPLE_S for tick in columns[0]]
         return {"time_s": times, **dict(zip(("alive", *TOTALS), columns[1:], strict=True))}
 
     def peers(self, names: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
         """The curves of these peers (the first MAX_SERIES that are known): time_s, loss, tokens_per_s."""
-        found = {}
-        for name in [name for name in names if name in self._ids][:MAX_SERIES]:
-            rows = self._db.execute(
-                "SELECT tick, loss, tokens_per_s FROM sample WHERE peer = ? ORDER BY tick", (self._ids[name],)
-            ).fetchall()
-            ticks, losses, speeds = ([list(column) for column in zip(*rows, strict=True)]) or ([], [], [])
-            found[name] = {"time_s": [tick * SAMPLE_S for tick in ticks], "loss": losses, "tokens_per_s": speeds}
-        return found
+        with self._using:
+            return {name: self._curves(name) for name in [name for name in names if name in self._ids][:MAX_SERIES]}
 
     def meetings(self, *, since_s: float) -> list[Meeting]:
-        rows = self._db.execute("SELECT at_s, peer, partner FROM meeting WHERE at_s >= ? ORDER BY at_s", (since_s,))
-        return [Meeting(*row) for row in rows]
+        query = "SELECT at_s, peer, partner FROM meeting WHERE at_s >= ? ORDER BY at_s"
+        with self._using:
+            return [Meeting(*row) for row in self._db.execute(query, (since_s,))]
 
     def num_rows(self) -> dict[str, int]:
         tables = ("swarm", "peer", "sample", "meeting")
         return {name: self._db.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in tables}
 
+    def _curves(self, name: str) -> dict[str, list[Any]]:
+        rows = self._db.execute(
+            "SELECT tick, loss, tokens_per_s FROM sample WHERE peer = ? ORDER BY tick", (self._ids[name],)
+        ).fetchall()
+        ticks, losses, speeds = ([list(column) for column in zip(*rows, strict=True)]) or ([], [], [])
+        return {"time_s": [tick * SAMPLE_S for tick in ticks], "loss": losses, "tokens_per_s": speeds}
+
     def _insert(self, tick: int, summary: dict[str, Any], meetings: Sequence[Meeting]) -> None:
         totals = summary["totals"]
-        values = (tick, totals[Health.ALIVE] + totals[Health.SILENT], *(totals[name] for name in TOTALS))
+        sums = (
+            None if totals[name] is None else float(totals[name]) for name in TOTALS
+        )  # SQLite's integers end at 2^63
+        values = (tick, totals[Health.ALIVE] + totals[Health.SILENT], *sums)
         self._db.execute(f"INSERT OR REPLACE INTO swarm VALUES ({', '.join('?' * len(values))})", values)
         living = [peer for peer in summary["peers"] if peer["health"] in (Health.ALIVE, Health.SILENT)]
         self._name([peer["peer_id"] for peer in living])

@@ -67,18 +67,15 @@ class Roster:
 
     members: dict[str, Member] = field(default_factory=dict)
     meetings: deque[Meeting] = field(default_factory=lambda: deque(maxlen=MAX_MEETINGS))
-    changed: list[str] = field(default_factory=list)  # peers with news in the last `take`
     _counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ROUNDS, 0))  # since this roster began
     _window: deque[tuple[float, dict[str, int]]] = field(default_factory=deque)
 
     def take(self, records: Iterable[tuple[PeerRecord, float]], *, now_s: float) -> None:
         """(record, age in seconds) of the directory, those of peers that are known already too."""
-        self.changed = []
         for record, age_s in records:
             known = self.members.get(record.peer_id)
             if known is not None and record.sequence <= known.record.sequence:
                 continue
-            self.changed.append(record.peer_id)
             if known is not None:
                 self._count(known.record, record, now_s=now_s - age_s)
             self.members[record.peer_id] = Member(record, now_s - age_s)

@@ -155,19 +155,24 @@ class Entering:
         Records are up to a heartbeat old, which can be more short rounds than partners may be apart: a peer that was
         refused for its place asks some others for theirs; not often, as anybody can refuse, and training waits.
         """
-        live = self._outside.live()
+        live = self._directory.live()
         if time.monotonic() >= self._ask_again_s and self._is_told_stale():
             self._ask_again_s = time.monotonic() + CATCH_UP_AGAIN_S
-            live = self._thread.call(self._ask_for_places(live), ANSWER_S, leaving=self._leaving)
+            live = self._thread.call(self._ask_for_places(), ANSWER_S, leaving=self._leaving)
         places = [each.progress for each in live if each.state in ("training", "done")]
         if not is_left_behind(progress, places, round_progress=round_progress):
             return []
         middle = median(places)
-        ahead = [each for each in live if can_give(each) and each.progress >= middle]
+        reached = self._thread.call(self._reached(live), ANSWER_S, leaving=self._leaving)
+        ahead = [each for each in reached if can_give(each) and each.progress >= middle]
         random.shuffle(ahead)
         return ahead
 
-    async def _ask_for_places(self, live: Sequence[Candidate]) -> Sequence[Candidate]:
+    async def _reached(self, live: Sequence[Candidate]) -> Sequence[Candidate]:
+        """The same peers, with ways to those that cannot be dialled."""
+        return self._outside.reached(live)
+
+    async def _ask_for_places(self) -> Sequence[Candidate]:
         """A few of the live peers, as they are now; those who do not answer are left out."""
 
         async def ask(peer: Candidate) -> Candidate | None:
@@ -177,7 +182,7 @@ class Entering:
                 return None
             return replace(peer, state=status.state, round=status.round, progress=status.progress)
 
-        callable_ = [peer for peer in live if peer.can_be_called]
+        callable_ = [peer for peer in self._outside.live() if peer.can_be_called]
         asked = random.sample(callable_, min(len(callable_), PLACES_ASKED))
         return [peer for peer in await asyncio.gather(*map(ask, asked)) if peer]
 

@@ -47,7 +47,7 @@ def keep(spec: RunSpec, invitation: Invitation | None, folder: Path) -> None:
 
 def kept_spec(ticket: Ticket, state_dir: Path) -> RunSpec | None:
     """The spec of the ticket's run, when this machine has it whole."""
-    path = folder_of(state_dir, f"{ticket.run_name}-{ticket.spec_digest[:8]}") / SPEC_FILE
+    path = folder_of(state_dir, ticket.run_id) / SPEC_FILE
     if not path.exists():
         return None
     try:

@@ -46,7 +46,9 @@ class Outside:
         self._directory = directory
         self._settings = settings
         self._book = book
-        self._entrances = {split_peer_id(door)[1]: door for door in entrances}
+        self._entrances: dict[str, str] = {}
+        for door in entrances:  # of each its first, which is its best
+            self._entrances.setdefault(split_peer_id(door)[1], door)
         self._ask = ask
         self._server: GrpcServer | None = None
         self._num_calls: Callable[[], int] = lambda: 0
@@ -83,13 +85,20 @@ class Outside:
         await self._dial_backs.wait(FIRST_DIAL_BACK_S)
 
     def live(self) -> Sequence[Candidate]:
-        """The seam `gossip.seams.Directory`: live peers, with the address of a tunnel where there is no other."""
+        """The seam `gossip.seams.Directory`: live peers, with the address of a tunnel where there is no other.
+
+        On the network thread alone.
+        """
         return self._tunnels.live()
+
+    def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """The same peers with such addresses. On the network thread alone: a tunnel is made where there is none."""
+        return self._tunnels.reached(candidates)
 
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
         """The same for one particular peer, wherever its record lies."""
         found = await self._directory.find(peer_id, timeout_s=timeout_s)
-        return self._tunnels.reached([found])[0] if found else None
+        return self.reached([found])[0] if found else None
 
     # what others are told
 

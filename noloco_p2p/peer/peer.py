@@ -461,10 +461,8 @@ class Peer:
             raise SettingsError(NOT_RUNNING)
         return self._network
 
-    def _call(
-        self, coroutine: Coroutine[Any, Any, T], timeout_s: float, *, leaving: threading.Event | None = None
-    ) -> T:
+    def _call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         if self._thread is None:
             coroutine.close()
             raise SettingsError(NOT_RUNNING)
-        return self._thread.call(coroutine, timeout_s, leaving=leaving)
+        return self._thread.call(coroutine, timeout_s)

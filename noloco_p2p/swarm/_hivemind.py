@@ -12,19 +12,16 @@ import importlib.util
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.swarm.clock import CLOCK, Offset
+from noloco_p2p.swarm.streams import StreamHandler
 
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
     from hivemind.p2p import P2P, PeerID
-
-logger = logging.getLogger(__name__)
-
-StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 WAIT_TIMEOUT_S = 3.0  # hivemind's limit for one call to one other node
 
@@ -99,18 +96,19 @@ def connection_tasks(p2p: P2P) -> list[asyncio.Task[None]]:
 
 async def create_dht(p2p: P2P, *, is_client: bool) -> DHTNode:
     """A DHT node on an attached client, without peers. Its place in the key space follows from the peer id, so that
-    others need not learn it anew after a restart. Caches are off: the view is always read fresh, and hivemind's
-    sharing of requests keeps an entry for every key ever asked for.
+    others need not learn it anew after a restart. Caches are off: the view is always read fresh, others would
+    be answered from a cache that strangers fill, and hivemind's sharing of requests keeps an entry for every key ever
+    asked for.
     """
     from hivemind.dht.node import DHTNode
-    from hivemind.dht.routing import DHTID
 
-    from noloco_p2p.swarm.storage import NewestStorage
+    from noloco_p2p.swarm.neighbourhood import believe_less, place_of
+    from noloco_p2p.swarm.storage import NewestStorage, NoStorage
     from noloco_p2p.swarm.validator import RecordValidator
 
     node = await DHTNode.create(
         p2p,
-        node_id=DHTID.generate(source=str(p2p.peer_id)),
+        node_id=place_of(str(p2p.peer_id)),
         client_mode=is_client,
         record_validator=RecordValidator(),
         wait_timeout=WAIT_TIMEOUT_S,
@@ -119,7 +117,8 @@ async def create_dht(p2p: P2P, *, is_client: bool) -> DHTNode:
         cache_nearest=0,
         reuse_get_requests=False,
     )
-    node.protocol.storage = NewestStorage()
+    node.protocol.storage, node.protocol.cache = NewestStorage(), NoStorage()
+    believe_less(node.protocol)
     return node
 
 
@@ -151,8 +150,6 @@ async def handle_streams(p2p: P2P, protocol: str, handler: StreamHandler) -> Non
     async def on_stream(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await handler(str(info.peer_id), reader, writer)
-        except (OSError, EOFError, RuntimeError) as error:  # TimeoutError is an OSError
-            logger.debug("a stream of %s ended: %s", protocol, error)
         finally:
             writer.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -13,9 +12,9 @@ from noloco_p2p.identity import Identity
 from noloco_p2p.swarm.buckets import bucket_of
 from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.copies import CopyWatch
-from noloco_p2p.swarm.lookout import EXPIRY_SLACK_S, Lookout
+from noloco_p2p.swarm.lookout import Lookout
 from noloco_p2p.swarm.node import SwarmNode
-from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
+from noloco_p2p.swarm.records import EXPIRY_SLACK_S, TTL_S, PeerRecord, encode_record, tellable
 
 
 class Announcer:
@@ -72,7 +71,9 @@ class Announcer:
                 spec_digest=self._spec_digest,
                 multiaddrs=tuple(described.multiaddrs or self._multiaddrs()),
                 state=state or described.state,
-                loss=described.loss if described.loss is None or math.isfinite(described.loss) else None,
+                loss=tellable(described.loss),
+                validation_loss=tellable(described.validation_loss),
+                norm=tellable(described.norm),
                 sequence=self._next_sequence(),
                 expires_at_s=self._next_expiry_s(),
             )
@@ -107,5 +108,8 @@ class Announcer:
 
     def _next_expiry_s(self) -> float:
         """A DHT node keeps the record that expires last, so the newest must."""
-        self._expires_at_s = max(self._expires_at_s + EXPIRY_SLACK_S, CLOCK.now() + TTL_S)
+        expires_at_s = CLOCK.now() + TTL_S
+        if self._expires_at_s <= expires_at_s + TTL_S:  # else the clock was ahead, and no node would take what is later
+            expires_at_s = max(expires_at_s, self._expires_at_s + EXPIRY_SLACK_S)
+        self._expires_at_s = expires_at_s
         return self._expires_at_s

@@ -168,21 +168,21 @@ def probe_port(host: str, port: int) -> int:
     without that option tells.
     """
     plain_host = listen_multiaddr(host, port).split("/")[2]
-    with socket.socket(socket.AF_INET6 if ":" in plain_host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger are no obstacle
-        try:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in plain_host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger are no obstacle
             probe.bind((plain_host, port))
             return probe.getsockname()[1]
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise DirectoryError(_taken(host, port)) from None
-            if error.errno == errno.EADDRNOTAVAIL:
-                raise DirectoryError(
-                    f"this machine has no address {host}; --listen 0.0.0.0:PORT takes all its networks"
-                ) from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise DirectoryError(_taken(host, port)) from None
+        if error.errno == errno.EADDRNOTAVAIL:
             raise DirectoryError(
-                f"cannot listen on {host}, port {port}: {error.strerror}; choose another with --listen"
+                f"this machine has no address {host}; --listen 0.0.0.0:PORT takes all its networks"
             ) from None
+        raise DirectoryError(
+            f"cannot listen on {host}, port {port}: {error.strerror}; choose another with --listen"
+        ) from None
 
 
 def _taken(host: str, port: int) -> str:
@@ -197,6 +197,7 @@ def _remove_stale_sockets() -> None:
     for path in glob.glob(os.path.join(tempfile.gettempdir(), f"{SOCKET_PREFIX}*.sock")):
         with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
             if time.time() - os.stat(path).st_mtime > STALE_S:
+                probe.setblocking(False)  # one that accepts nobody would be waited for
                 try:
                     probe.connect(path)
                 except ConnectionRefusedError:  # nobody listens any more; another user's socket: permission denied

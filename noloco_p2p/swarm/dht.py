@@ -134,7 +134,11 @@ class SwarmDirectory:
         node = await SwarmNode.start(identity_path, identity.peer_id, listen_on, is_client=is_monitor)
         relay = Relay(node) if relays and not is_monitor else None
         if relay:
-            await relay.start()
+            try:
+                await relay.start()
+            except BaseException:
+                await node.stop()
+                raise
         directory = cls(
             node,
             identity,

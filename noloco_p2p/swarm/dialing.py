@@ -53,8 +53,8 @@ class DialPlan:
         `heard_of` are peers whose records arrive: while there are many neighbours, they are not missing.
         """
         near = {*neighbours, self._own_peer_id}
-        for peer in near & self._attempts.keys():
-            del self._attempts[peer]
+        reachable = {*self._bootstraps, *remembered} - near
+        self._attempts = {peer: attempts for peer, attempts in self._attempts.items() if peer in reachable}
         known = near | {*heard_of} if len(near) > ENOUGH_NEIGHBOURS else near
         missing = [peer for peer in remembered if peer not in known and peer not in self._bootstraps]
         self._lost = frozenset(missing[:LOST_PEERS])

@@ -29,13 +29,12 @@ from noloco_p2p.swarm.buckets import (
 )
 from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.node import CALL_S, SwarmNode
-from noloco_p2p.swarm.records import PeerRecord, RecordError, decode_record
+from noloco_p2p.swarm.records import EXPIRY_SLACK_S, PeerRecord, RecordError, decode_record
 from noloco_p2p.swarm.timing import Timing
 from noloco_p2p.swarm.view import View
 
 logger = logging.getLogger(__name__)
 
-EXPIRY_SLACK_S = 1e-3  # between what a record says and what the DHT was told
 READS_AT_ONCE = 16
 WHOLE_POLL_S = 0.1
 LONGEST_SURVEY_PAUSE_S = 30.0

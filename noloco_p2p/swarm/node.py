@@ -22,6 +22,7 @@ from noloco_p2p.swarm import _hivemind
 from noloco_p2p.swarm.addresses import announce_multiaddr, by_reach, tcp_target
 from noloco_p2p.swarm.clock import Offset
 from noloco_p2p.swarm.daemon import Daemon, ListenOn, probe_port
+from noloco_p2p.swarm.streams import StreamHandler, Streams
 
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
@@ -57,7 +58,8 @@ class SwarmNode:
         self._dht: DHTNode | None = None
         self._listening: list[str] = []  # multiaddrs without peer id, as the daemon tells them
         self._watchdog: asyncio.Task[None] | None = None
-        self._handlers: dict[str, _hivemind.StreamHandler] = {}
+        self._handlers: dict[str, StreamHandler] = {}
+        self._streams = Streams()
 
     @classmethod
     async def start(
@@ -135,12 +137,11 @@ class SwarmNode:
         found = await _guard(_hivemind.remote_addresses(self._running_p2p()), ATTACH_S, "asking p2pd for its peers")
         return next((address for peer, address in found if peer == peer_id and tcp_target(address)), "")
 
-    async def handle_streams(self, protocol: str, handler: _hivemind.StreamHandler) -> None:
+    async def handle_streams(self, protocol: str, handler: StreamHandler) -> None:
         """`handler` gets (peer id, reader, writer) of each stream that others open, after a restart too."""
         self._handlers[protocol] = handler
-        await _guard(
-            _hivemind.handle_streams(self._running_p2p(), protocol, handler), ATTACH_S, "asking p2pd for streams"
-        )
+        handling = _hivemind.handle_streams(self._running_p2p(), protocol, self._streams.bounded(handler))
+        await _guard(handling, ATTACH_S, "asking p2pd for streams")
 
     async def store(
         self, key: str, subkey: str, value: bytes, *, expires_at_s: float, timeout_s: float = CALL_S
@@ -242,12 +243,12 @@ class SwarmNode:
 
     async def _restart(self) -> None:
         for attempt in range(2**31):
-            await self._tear_down()
-            await asyncio.sleep(RESTART_PAUSES_S[min(attempt, len(RESTART_PAUSES_S) - 1)])
             try:
+                await self._tear_down()
+                await asyncio.sleep(RESTART_PAUSES_S[min(attempt, len(RESTART_PAUSES_S) - 1)])
                 await self._bring_up()
                 return
-            except DirectoryError as error:
+            except (DirectoryError, OSError) as error:  # out of descriptors, for example
                 logger.warning("p2pd could not be started again: %s", error)
 
 

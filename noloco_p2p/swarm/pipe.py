@@ -41,7 +41,7 @@ class Pipe:
         """Returns when everything is through both ways. Raises OSError, EOFError or CorruptPayload: the path is no
         more, and another one may go on. The path is closed in any case."""
         self._acknowledge(peer_received)
-        tasks = [asyncio.create_task(job) for job in (self._send(writer, self._acked), self._receive(reader, writer))]
+        tasks = [asyncio.create_task(job) for job in (self._send(writer, self._acked), self._receive(reader))]
         pinging = asyncio.create_task(_ping(writer))
         try:
             await asyncio.gather(*tasks)
@@ -77,20 +77,24 @@ class Pipe:
                 return
 
     async def _send(self, writer: asyncio.StreamWriter, position: int) -> None:
-        while not self.is_done:
+        """Acknowledgements, too: one for all that came while the path took nothing, so that they cannot pile up."""
+        told = self.received
+        while not self.is_done or told < self.received:
             begin = position - self._acked
-            chunk = bytes(self._unacked[begin : begin + CHUNK_BYTES]) if begin >= 0 else b""
-            if chunk:
+            if told < self.received:
+                told = self.received
+                writer.write(FRAME.pack(ACK, told))
+            elif chunk := bytes(self._unacked[begin : begin + CHUNK_BYTES]) if begin >= 0 else b"":
                 writer.write(FRAME.pack(DATA, len(chunk)) + chunk)
                 position += len(chunk)
-                await writer.drain()
             elif self._is_read_out and position == self._acked + len(self._unacked) and not self._is_through:
                 writer.write(FRAME.pack(END, 0))
                 position += 1
             else:
                 await self._change()
+            await writer.drain()
 
-    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _receive(self, reader: asyncio.StreamReader) -> None:
         while not self.is_done:
             async with asyncio.timeout(SILENT_S):
                 kind, number = FRAME.unpack(await reader.readexactly(FRAME.size))
@@ -101,10 +105,9 @@ class Pipe:
                 self._acknowledge(number)
             elif kind in (DATA, END):
                 await self._hand_on(payload)
-                writer.write(FRAME.pack(ACK, self.received))
+                self._notify()
             elif kind != PING:
                 raise CorruptPayload(f"a tunnel brought a frame of kind {kind}")
-        await writer.drain()  # the last acknowledgement is out
 
     async def _hand_on(self, payload: bytes) -> None:
         self.received += len(payload) or 1
@@ -116,7 +119,6 @@ class Pipe:
                 self._has_end = True
                 if self._writer.can_write_eof():
                     self._writer.write_eof()
-                self._notify()
         except OSError:  # the local end has closed; the rest has no reader
             self._is_local_gone = True
 
@@ -145,4 +147,5 @@ async def _ping(writer: asyncio.StreamWriter) -> None:
     with suppress(OSError):  # the one who reads finds out
         while True:
             writer.write(FRAME.pack(PING, 0))
+            await writer.drain()
             await asyncio.sleep(PING_S)

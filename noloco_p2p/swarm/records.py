@@ -9,7 +9,6 @@ a peer that is gone. Unknown JSON fields are ignored. Imports no hivemind: the v
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -19,13 +18,16 @@ from noloco_p2p._version import __version__
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.gossip.frames import PROTOCOL_VERSION
 from noloco_p2p.identity import Identity, verify
+from noloco_p2p.swarm.buckets import MAX_DEPTH
 
 TTL_S = 60.0
 MAX_RECORD_BYTES = 1024
 MAX_TEXT_CHARS = 320  # a host name of 253, and a peer id after it
 MAX_ADDRESSES = 4  # of each kind
+LARGEST = 2.0**53  # of any number: whole numbers are exact so far in a page, too, and sums of them are finite
 MAX_CAUSES = 16  # of lonely rounds; a newer peer may know more than this one
 SIGNATURE_BYTES = 64
+EXPIRY_SLACK_S = 1e-3  # between what a record says and what the DHT was told
 DOMAIN = b"noloco_p2p record 1\x00"
 STATES = frozenset({"training", "paused", "leaving", "done"})
 
@@ -97,6 +99,11 @@ KEYS = {
     "session_key": "key",
     "started_at_ms": "up",
 }
+
+
+def tellable(value: float | None) -> float | None:
+    """None for what a record cannot tell: a peer that diverges goes on speaking."""
+    return value if value is not None and abs(value) <= LARGEST else None
 
 
 def encode_record(record: PeerRecord, identity: Identity) -> bytes:
@@ -175,6 +182,8 @@ def _check(record: PeerRecord) -> None:
         _CHECKS[str(field.type)](field.name, getattr(record, field.name))
     if record.state not in STATES:
         raise RecordError(f"unknown state {record.state!r} in the record of {record.peer_id}")
+    if any(depth > MAX_DEPTH for depth in record.depths):  # a reader looks there
+        raise RecordError(f"a depth in the record of {record.peer_id} is over {MAX_DEPTH}")
     suffix = f"/p2p/{record.peer_id}"
     if not all(address.startswith("/") and address.endswith(suffix) for address in record.multiaddrs):
         raise RecordError(f"a multiaddr in the record of {record.peer_id} does not end in {suffix}")
@@ -193,7 +202,7 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
 
 
 def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
         raise RecordError(f"{name} in a record is not a count")
     return value
 
@@ -207,8 +216,8 @@ def _counts(name: str, value: object) -> tuple[int, ...]:
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RecordError(f"{name} in a record is not a number")
-    if not math.isfinite(value) if isinstance(value, float) else abs(value) >= 2**63:
-        raise RecordError(f"{name} in a record is not finite")
+    if not abs(value) <= LARGEST:  # nor is it NaN
+        raise RecordError(f"{name} in a record is not finite, or over 2^53")
     return float(value)
 
 

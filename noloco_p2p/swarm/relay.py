@@ -21,6 +21,7 @@ from noloco_p2p.swarm.address_book import CIRCUIT
 from noloco_p2p.swarm.addresses import listen_multiaddr, split_peer_id, tcp_target
 from noloco_p2p.swarm.node import SwarmNode, end_tasks, knock
 from noloco_p2p.swarm.reachability import DialBack
+from noloco_p2p.swarm.streams import count_down
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Relay:
         except (*BROKEN, TimeoutError) as error:
             logger.debug("%s lost its place: %s", short_id(peer), error)
         finally:
-            _count_down(self._places, peer)
+            count_down(self._places, peer)
 
     async def _on_call(self, caller: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with asyncio.timeout(ANSWER_S):
@@ -91,7 +92,7 @@ class Relay:
         except BROKEN as error:
             logger.debug("a call of %s to %s ended: %s", short_id(caller), short_id(wanted), error)
         finally:
-            _count_down(self._calls, caller)
+            count_down(self._calls, caller)
 
     def _count(self, num_bytes: int) -> None:
         self.passed_bytes += num_bytes
@@ -102,11 +103,14 @@ class Relay:
             ports = [int(port) for port in (await reader.readline()).split()][:MAX_PORTS]
         now_s = time.monotonic()
         is_often = len(self._dialled_s) == DIALS_A_MINUTE and now_s - self._dialled_s[0] < 60.0
-        target = tcp_target(await self._node.remote_address(peer))
-        if target is None or is_often or not all(0 < port < 65_536 for port in ports):
+        if is_often or not all(0 < port < 65_536 for port in ports):
             writer.write(NO)
             return
         self._dialled_s.append(now_s)
+        target = tcp_target(await self._node.remote_address(peer))
+        if target is None:
+            writer.write(NO)
+            return
         host = target[0]
         answers = await asyncio.gather(*(knock(listen_multiaddr(host, port)) for port in ports))
         writer.write(json.dumps([host, dict(zip(map(str, ports), answers, strict=True))]).encode() + b"\n")
@@ -157,12 +161,6 @@ async def _pass_on(
             await writer.drain()
             num_bytes += len(data)
             on_passed(len(data))
-
-
-def _count_down(counter: Counter[str], key: str) -> None:
-    counter[key] -= 1
-    if counter[key] <= 0:
-        del counter[key]
 
 
 class Places:

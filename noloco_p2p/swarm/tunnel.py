@@ -13,7 +13,6 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,7 +52,7 @@ class _Port:
 class _Session:
     """A connection that came in by a tunnel."""
 
-    pipe: Pipe
+    pipe: Pipe | None = None  # while the own server is being connected to
     writer: asyncio.StreamWriter | None = None  # of the path of now
     carrying: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -92,7 +91,8 @@ class Tunnels:
         for port in self._ports.values():
             port.close()
         for session in list(self._sessions.values()):
-            session.pipe.close()
+            if session.pipe:
+                session.pipe.close()
 
     def live(self) -> Sequence[Candidate]:
         """As the directory tells them, but for those that only a tunnel reaches."""
@@ -132,8 +132,13 @@ class Tunnels:
     async def _listen(self, peer_id: str, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(listener)
-            reader, writer = await asyncio.open_connection(sock=connection)
+            try:
+                connection, _ = await loop.sock_accept(listener)
+                reader, writer = await asyncio.open_connection(sock=connection)
+            except OSError as error:  # out of descriptors, for example: not for ever
+                logger.debug("a call to %s could not be taken: %s", short_id(peer_id), error)
+                await asyncio.sleep(RETRY_S)
+                continue
             pipe = Pipe(reader, writer)
             calling = self._own(self._call(peer_id, pipe))
             calling.add_done_callback(lambda _, pipe=pipe: pipe.close())  # also of a task that never began
@@ -142,17 +147,18 @@ class Tunnels:
         """Carry one connection until it is through, or no path can be had for RESUME_S."""
         session_id, loop = secrets.token_bytes(16), asyncio.get_running_loop()
         had_path_s = loop.time()
-        with suppress(ConnectionAbortedError):  # it is through there, or given up
-            while not pipe.is_done and loop.time() - had_path_s < RESUME_S:
-                for relay, address in relays_of(self._multiaddrs().get(peer_id, ())).items():
-                    try:
-                        reader, writer, received = await self._path(peer_id, relay, address, session_id, pipe.received)
-                        had_path_s = loop.time()
-                        await pipe.carry(reader, writer, peer_received=received)
-                        return
-                    except FAULTS as error:
-                        logger.debug("a tunnel to %s by %s broke: %s", short_id(peer_id), short_id(relay), error)
-                await asyncio.sleep(RETRY_S)
+        while not pipe.is_done and loop.time() - had_path_s < RESUME_S:
+            for relay, address in relays_of(self._multiaddrs().get(peer_id, ())).items():
+                try:
+                    reader, writer, received = await self._path(peer_id, relay, address, session_id, pipe.received)
+                    had_path_s = loop.time()
+                    await pipe.carry(reader, writer, peer_received=received)
+                    return
+                except ConnectionAbortedError:  # it is through there, or given up
+                    return
+                except FAULTS as error:
+                    logger.debug("a tunnel to %s by %s broke: %s", short_id(peer_id), short_id(relay), error)
+            await asyncio.sleep(RETRY_S)
 
     async def _path(
         self, peer_id: str, relay: str, address: str, session_id: bytes, received: int
@@ -183,13 +189,14 @@ class Tunnels:
             if received or len(self._sessions) >= MAX_SESSIONS:
                 writer.write(ANSWER.pack(0, 0))
                 return
-            session = self._sessions[session_id] = _Session(Pipe(*await self._connect()))
+            session = self._sessions[session_id] = _Session()  # at once: another stream may name it meanwhile
         if session.writer:
             session.writer.close()  # a path that its caller has given up
         session.writer = writer
         async with session.carrying:
-            writer.write(ANSWER.pack(1, session.pipe.received))
             try:
+                session.pipe = session.pipe or Pipe(*await self._connect())
+                writer.write(ANSWER.pack(1, session.pipe.received))
                 await session.pipe.carry(reader, writer, peer_received=received)
             except FAULTS as error:
                 logger.debug("a tunnel by %s broke: %s", short_id(relay), error)
@@ -198,10 +205,12 @@ class Tunnels:
 
     async def _end(self, session_id: bytes, session: _Session, writer: asyncio.StreamWriter) -> None:
         """At once when it is through, else when no other path came in time."""
-        if not session.pipe.is_done:
+        if session.pipe and not session.pipe.is_done:
             await asyncio.sleep(RESUME_S)
-        if session.writer is writer and self._sessions.pop(session_id, None):
-            session.pipe.close()
+        if session.writer is writer:
+            del self._sessions[session_id]
+            if session.pipe:
+                session.pipe.close()
 
     async def _connect(self) -> Ends:
         reader, writer = await asyncio.open_connection(*self._server())

@@ -13,9 +13,7 @@ from hivemind.dht.routing import DHTID
 
 from noloco_p2p.swarm.buckets import MAX_DEPTH, bucket_of
 from noloco_p2p.swarm.clock import CLOCK
-from noloco_p2p.swarm.records import MAX_RECORD_BYTES, TTL_S, RecordError, open_envelope
-
-EXPIRY_SLACK_S = 1e-3
+from noloco_p2p.swarm.records import EXPIRY_SLACK_S, MAX_RECORD_BYTES, TTL_S, RecordError, open_envelope
 
 
 class RecordValidator(RecordValidatorBase):

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvloop
 
@@ -124,6 +124,40 @@ def test_a_rogue_node_can_neither_forge_nor_outlive_nor_erase(tmp_path: Path) ->
             await reader.refresh_now()
             assert [(record.peer_id, record.round) for record, _ in reader.records()] == [(honest.peer_id, 2)]
             assert [candidate.peer_id for candidate in reader.live()] == [honest.peer_id]
+
+    run(main)
+
+
+def test_a_rogue_node_can_neither_surround_a_key_nor_answer_for_another(tmp_path: Path) -> None:
+    async def main() -> None:
+        from hivemind.dht.routing import DHTID
+        from hivemind.p2p import PeerID
+        from hivemind.proto import dht_pb2
+
+        async with (
+            directory(tmp_path, "hub", spec_digest=None) as hub,
+            rogue(tmp_path, hub.multiaddrs()[0]) as node,
+        ):
+            assert node._dht is not None
+            protocol, key, other = node._dht.protocol, DHTID.generate(key_of("any")), PeerID.from_base58(hub.peer_id)
+            await put(node, record_of("honest"), identity_of("honest"))
+            late = record_of("late", in_s=2 * TTL_S - 1)
+            packed = protocol.serializer.dumps(encode_record(late, identity_of("late")))
+            await protocol.call_store(
+                other, [key], [packed], [late.expires_at_s], subkeys=[late.peer_id], in_cache=True
+            )
+            for number in range(1, 21):  # nearer to the key than anybody
+                request: Any = vars(dht_pb2)["PingRequest"](
+                    peer=vars(dht_pb2)["NodeInfo"](node_id=DHTID(key ^ number).to_bytes())
+                )
+                await protocol.get_stub(other).rpc_ping(request, timeout=3)
+            found = await protocol.call_find(other, [key])
+            assert found
+            value = cast(Any, found[key][0])
+            assert [subkey for subkey, _ in value.value.items()] == [identity_of("honest").peer_id]
+            assert hub.node._dht is not None
+            known = hub.node._dht.protocol.routing_table.uid_to_peer_id
+            assert {place: str(peer) for place, peer in known.items()} == {protocol.node_id: node.peer_id}
 
     run(main)
 

@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+import asyncio
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any, cast
 
 from noloco_p2p.doctor import machine
 from noloco_p2p.doctor.check import Check, is_healthy, report
-from noloco_p2p.doctor.swarm import clock, needs, reachability
+from noloco_p2p.doctor.swarm import _model, clock, needs, reachability
+from noloco_p2p.doctor.versions import versions
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.probe import Probed
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import RunSpec
+from noloco_p2p.ticket import Ticket
 
 PEER = Candidate("12D3KooWaaaaaa", "192.0.2.1:1")
 
@@ -34,7 +41,7 @@ def test_a_warning_is_healthy_a_failure_is_not_and_both_are_told_with_their_fix(
 
 def test_this_machine_can_be_examined(tmp_path: Path) -> None:
     own = settings(tmp_path)
-    for check in (machine.versions(), machine.ports(own), machine.disk(own), machine.memory(), machine.codec_speed()):
+    for check in (versions(), machine.ports(own), machine.disk(own), machine.memory(), machine.codec_speed()):
         assert check.level in ("ok", "warning"), check
         assert bool(check.fix) == (check.level != "ok")
 
@@ -60,3 +67,34 @@ def test_a_wrong_clock_and_a_closed_port_are_failures_with_a_way_out() -> None:
 def test_a_model_that_is_too_large_is_a_failure(tmp_path: Path) -> None:
     assert needs(RunSpec(name="r"), 1_000_000, settings(tmp_path)).level == "ok"
     assert needs(RunSpec(name="r"), 10**13, settings(tmp_path)).level == "failed"
+
+
+def test_a_spec_that_nobody_gives_takes_no_other_finding_away(tmp_path: Path) -> None:
+    nobody, ticket = cast(Any, None), Ticket("run", "0" * 64)
+    check = asyncio.run(_model(nobody, [], ticket, nobody, settings(tmp_path)))
+    assert (check.name, check.level) == ("the model", "skipped")
+
+
+PROGRAM = """
+import sys
+sys.modules.update(dict.fromkeys(("torch", "hivemind")))  # an import of them is a ModuleNotFoundError
+from noloco_p2p.doctor import versions
+known = versions.version
+def version(name):
+    if name in ("torch", "hivemind"):
+        raise versions.PackageNotFoundError(name)
+    return known(name)
+versions.version = version
+from noloco_p2p.cli.app import run
+sys.exit(run(["doctor", "--listen", "127.0.0.1:0"]))
+"""
+
+
+def test_what_is_not_installed_is_told(tmp_path: Path) -> None:
+    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert found.returncode == 1
+    assert "pip install torch hivemind" in found.stdout
+    assert "Traceback" not in found.stderr

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,41 @@ def test_many_peers_and_meetings_are_bounded() -> None:
     rows = history.num_rows()
     assert rows["sample"] <= 2_000 + THIN_EVERY_TICKS * 100
     assert rows["meeting"] <= MAX_MEETINGS + THIN_EVERY_TICKS * 50
+    history.close()
+
+
+def test_counts_beyond_what_sqlite_counts_are_kept() -> None:
+    history = History(":memory:")
+    (summary,) = summaries(2, every_s=1.0, number=1)
+    summary["totals"]["swaps"] = 2**63
+    assert history.add(summary, [])
+    assert history.swarm()["swaps"] == [2.0**63]
+    history.close()
+
+
+def test_a_reader_is_not_thinned_under_its_hands() -> None:
+    """The page asks for curves in one thread while another takes a sample, and forgets who has none left."""
+    history = History(":memory:")
+    summary, *_ = summaries(2, every_s=1.0, number=1)
+    history.add(summary, [])
+    later = {**summary, "time_s": summary["time_s"] + THIN_EVERY_TICKS * SAMPLE_S, "peers": []}
+
+    class Asked(dict[str, int]):
+        def __contains__(self, name: object) -> bool:
+            adding.start()
+            adding.join(0.1)  # in vain, as long as the reader reads
+            return super().__contains__(name)
+
+    def add() -> None:
+        history._db.execute("DELETE FROM sample")
+        history.add(later, [])
+
+    adding = threading.Thread(target=add)
+    name = summary["peers"][0]["peer_id"]
+    history._ids = Asked(history._ids)
+    assert list(history.peers([name])) == [name]
+    adding.join()
+    assert history.peers([name]) == {}
     history.close()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +37,11 @@ class Others:
     def live(self) -> list[Candidate]:
         return [*self.candidates, replace(self.candidates[0], peer_id="outbound", can_be_called=False)]
 
+    def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """As `swarm.tunnel` does it: where a way is missing, a task is made."""
+        asyncio.get_running_loop()
+        return [replace(each, can_be_called=True) if each.peer_id == "relayed" else each for each in candidates]
+
     async def status(self, candidate: Candidate, *, timeout_s: float) -> PeerStatus:
         self.num_asked += 1
         if candidate.peer_id == "silent":
@@ -57,7 +64,7 @@ def asked_of(
     made = Entering(
         cast(Any, type("Spec", (), {"outer": None})),
         thread=thread,
-        directory=cast(Any, None),
+        directory=cast(Any, others),
         transport=cast(Any, others),
         outside=cast(Any, others),
         is_told_stale=lambda: is_told_stale,
@@ -80,6 +87,14 @@ def test_what_the_records_say_is_believed_without_a_call(monkeypatch: pytest.Mon
     assert len(asked_of(others, is_told_stale=False, monkeypatch=monkeypatch)) == 3
     assert others.num_asked == 0
     assert not asked_of(Others(recorded=NEAR, told=FAR), is_told_stale=False, monkeypatch=monkeypatch)
+
+
+def test_who_is_reached_by_a_tunnel_alone_gives_its_state_to_the_thread_that_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    others = Others(recorded=FAR, told=FAR)
+    others.candidates = [Candidate("relayed", "", progress=FAR, can_be_called=False)]
+    assert [donor.peer_id for donor in asked_of(others, is_told_stale=False, monkeypatch=monkeypatch)] == ["relayed"]
 
 
 def test_who_was_refused_for_its_place_asks_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,16 @@ def test_failures_are_told_until_the_bootstrap_is_there() -> None:
     assert dialing.failures() == {}
 
 
+def test_those_that_the_book_has_forgotten_are_forgotten() -> None:
+    made = plan()
+    for number in range(100):
+        peer = f"invented {number}"
+        assert peer in made.due({peer: ("/x",)}, (), now_s=number)
+        made.failed(peer, "closed", now_s=number)
+    made.due({}, (), now_s=100.0)
+    assert len(made._attempts) == 0
+
+
 def test_after_a_restart_everybody_is_due() -> None:
     dialing = plan()
     dialing.failed("boot", "refused", now_s=0)

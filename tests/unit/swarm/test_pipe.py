@@ -96,3 +96,25 @@ def test_what_cannot_be_is_refused(frame: bytes) -> None:
             stranger.close()
 
     asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_path_that_sends_and_never_reads_is_told_no_more_than_it_takes() -> None:
+    """Each frame is acknowledged, but not by a frame of its own while the last one is not taken."""
+
+    async def main() -> None:
+        local, (listener, caller) = await pair()
+        near, far = socket.socketpair()
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        path, (_, stranger) = await asyncio.open_connection(sock=near), await asyncio.open_connection(sock=far)
+        pipe, num_frames = Pipe(*local), 20_000
+        carrying = asyncio.create_task(pipe.carry(*path, peer_received=0))
+        stranger.write((FRAME.pack(DATA, 1) + b"x") * num_frames)
+        assert await listener.readexactly(num_frames) == b"x" * num_frames
+        assert path[1].transport.get_write_buffer_size() <= 64 * 1024 + FRAME.size
+        carrying.cancel()
+        await asyncio.wait({carrying})
+        pipe.close()
+        caller.close()
+        stranger.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from noloco_p2p.codec.sketch import SKETCH_SIZE, pack
 from noloco_p2p.identity import Identity, peer_id_of
+from noloco_p2p.swarm.buckets import MAX_DEPTH
 from noloco_p2p.swarm.records import (
     DOMAIN,
     KEYS,
+    LARGEST,
     MAX_RECORD_BYTES,
     PeerRecord,
     RecordError,
@@ -52,8 +54,8 @@ RECORD = PeerRecord(
     bytes_sent=2**40,
     bytes_received=2**40,
 )
-counts = st.integers(0, 2**63 - 1)
-numbers = st.floats(allow_nan=False, allow_infinity=False)
+counts = st.integers(0, 2**53)
+numbers = st.floats(-LARGEST, LARGEST)
 records = st.builds(
     replace,
     st.just(RECORD),
@@ -115,11 +117,13 @@ def test_another_peer_cannot_sign() -> None:
         ({"round": "1"}, "round"),
         ({"round": True}, "round"),
         ({"round": -1}, "round"),
-        ({"round": 2**63}, "round"),
+        ({"round": 2**53 + 1}, "round"),
+        ({"tok/s": 1.7e308}, "tokens_per_s"),
         ({"loss": math.nan}, "not JSON"),
         ({"loss": "low"}, "loss"),
         ({"prog": 10**30}, "progress"),
         ({"run": "demo\x1b[2J"}, "printable"),
+        ({"at": [0, MAX_DEPTH + 1]}, "depth"),
         ({"grpc": "203.0.113.5:1"}, "short list"),
         ({"grpc": ["a:1"] * 9}, "short list"),
         ({"id": 5}, "peer_id"),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, cast
 
+from hivemind.dht.node import _SearchState
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+from hivemind.utils.timed_storage import ValueWithExpiration
 
-from noloco_p2p.swarm.storage import MAX_RECORDS_PER_KEY, NewestStorage
+from noloco_p2p.swarm.storage import MAX_RECORDS_PER_KEY, NewestStorage, NoStorage
 
 KEY = DHTID.generate("run")
 SOON_S, LONG_S = 0.2, 60.0
@@ -49,6 +52,45 @@ def test_a_key_stays_small_enough_to_be_read() -> None:
     taken = [storage.store_subkey(KEY, f"invented {i}", b"x", now_s + 10) for i in range(MAX_RECORDS_PER_KEY + 100)]
     assert sum(taken) == MAX_RECORDS_PER_KEY
     assert storage.store_subkey(KEY, "invented 7", b"newer", now_s + 11), "who is in may go on"
+
+
+def test_what_others_answer_is_not_merged_into_what_is_kept_here() -> None:
+    storage, now_s = NewestStorage(), time.time()
+    storage.store_subkey(KEY, "peer", b"1", now_s + LONG_S)
+    search, answer = _SearchState(KEY, float("inf"), future=cast(Any, Future())), DictionaryDHTValue()
+    for number in range(MAX_RECORDS_PER_KEY + 1):
+        answer.store(f"invented {number}", b"x", now_s + LONG_S)
+    search.add_candidate(storage.get(KEY), source_node_id=None)
+    search.add_candidate(ValueWithExpiration(answer, now_s + LONG_S), source_node_id=None)
+    assert len(cast(Any, search.binary_value)) == MAX_RECORDS_PER_KEY + 2
+    found = storage.get(KEY)
+    assert found
+    assert [subkey for subkey, _ in found.value.items()] == ["peer"]
+    assert found.expiration_time == now_s + LONG_S
+
+
+def test_the_known_are_kept_when_invented_ones_have_taken_all_room() -> None:
+    storage, now_s = NewestStorage(max_records=10), time.time()
+    assert storage.store_subkey(KEY, "peer", b"1", now_s + 30)
+    for number in range(20):
+        storage.store_subkey(DHTID.generate(str(number)), "invented", b"x", now_s + LONG_S)
+    assert storage.store_subkey(KEY, "peer", b"2", now_s + 45)
+    assert not storage.store_subkey(KEY, "newcomer", b"1", now_s + 45)
+    assert kept(storage) == b"2"
+
+
+def test_records_told_again_and_again_take_no_room() -> None:
+    storage, now_s = NewestStorage(max_records=10), time.time()
+    assert all(storage.store_subkey(KEY, "peer", b"x", now_s + 30 + number) for number in range(20))
+    storage._counted_at_s = time.monotonic()
+    assert storage.store_subkey(KEY, "newcomer", b"1", now_s + 45)
+
+
+def test_nothing_is_kept_in_place_of_a_cache() -> None:
+    storage, now_s = NoStorage(), time.time()
+    assert not storage.store_subkey(KEY, "peer", b"x", now_s + LONG_S)
+    assert not storage.store(KEY, b"x", now_s + LONG_S)
+    assert storage.get(KEY) is None
 
 
 def test_a_flood_of_keys_is_bounded_and_passes() -> None:

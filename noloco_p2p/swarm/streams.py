@@ -1,0 +1,48 @@
+"""Streams that other peers open to this one: so many and no more, and what one of them brings ends that one alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from noloco_p2p.errors import NolocoError
+from noloco_p2p.identity import short_id
+
+logger = logging.getLogger(__name__)
+
+StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+MAX_STREAMS = 256  # each is a descriptor
+MAX_STREAMS_OF_ONE = 64  # a relay brings the calls of many
+FAULTS = (OSError, EOFError, RuntimeError, ValueError, NolocoError)  # TimeoutError is an OSError
+
+
+class Streams:
+    """Of one node, whatever their protocol."""
+
+    def __init__(self) -> None:
+        self._open: Counter[str] = Counter()
+
+    def bounded(self, handler: StreamHandler) -> StreamHandler:
+        """The same handler; it is not called for streams too many, and raises nothing for what a stranger sends."""
+
+        async def on_stream(peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if self._open[peer] >= MAX_STREAMS_OF_ONE or self._open.total() >= MAX_STREAMS:
+                return
+            self._open[peer] += 1
+            try:
+                await handler(peer, reader, writer)
+            except FAULTS as error:
+                logger.debug("a stream of %s ended: %s", short_id(peer), error)
+            finally:
+                count_down(self._open, peer)
+
+        return on_stream
+
+
+def count_down(counter: Counter[str], key: str) -> None:
+    counter[key] -= 1
+    if counter[key] <= 0:
+        del counter[key]

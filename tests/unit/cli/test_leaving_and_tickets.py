@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from noloco_p2p import control
+from noloco_p2p.cli.app import run
+from noloco_p2p.cli.join import _leave_on_signals
+from noloco_p2p.identity import Identity
+from noloco_p2p.invitation import invite
+from noloco_p2p.ticket import Ticket
+
+
+class LeavingPeer:
+    """As `noloco leave`, or a copied key, has left it: asked to leave already."""
+
+    def __init__(self) -> None:
+        self.leave_requested = threading.Event()
+        self.leave_requested.set()
+
+    def request_leave(self) -> None:
+        self.leave_requested.set()
+
+
+@pytest.fixture
+def _handlers_as_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_handlers_as_before")
+def test_the_second_signal_ends_at_once_and_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    _leave_on_signals(cast(Any, LeavingPeer()))
+    signal.raise_signal(signal.SIGTERM)
+    assert not codes, "the last checkpoint is being written"
+    signal.raise_signal(signal.SIGTERM)
+    assert codes == [143]
+
+
+def test_a_run_key_of_the_settings_is_for_private_runs_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = Identity.load_or_create(tmp_path / "run.key")
+    invitation = invite(key, expires_at_s=4e9, seed=bytes(32))
+    told = {"open": Ticket("demo", "0" * 64).encode(), "private": Ticket("demo", "0" * 64, (), invitation).encode()}
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("NOLOCO_RUN_KEY", str(tmp_path / "run.key"))
+
+    def ticket_of(kind: str, *arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(control, "ask", lambda *_: {"ticket": told[kind]})
+        code = run(["ticket", "--state-dir", str(tmp_path), *arguments])
+        return code, capsys.readouterr().out.strip()
+
+    assert ticket_of("open") == (0, told["open"])
+    assert ticket_of("open", "--expires", "7d")[0] == 3
+    code, made = ticket_of("private")
+    assert (code, made != told["private"]) == (0, True)

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from typing import Any, cast
+
+from noloco_p2p.peer.outside import Outside
+from noloco_p2p.settings import PeerSettings
+from noloco_p2p.testing.identities import identity_of
+
+
+class Alone:
+    """A directory and an address book of a peer that knows nobody yet."""
+
+    node = None
+
+    def live(self) -> list[Any]:
+        return []
+
+    def multiaddrs(self) -> list[str]:
+        return []
+
+    def addresses(self) -> dict[str, tuple[str, ...]]:
+        return {}
+
+
+async def ask(*_: object) -> Any:
+    raise AssertionError("nobody is there to be asked")
+
+
+def test_a_ticket_hands_on_the_best_address_of_each_entrance() -> None:
+    first, second = (identity_of(name).peer_id for name in ("first", "second"))
+    entrances = [
+        f"/ip4/8.8.4.4/tcp/4001/p2p/{first}",
+        f"/ip4/10.0.0.9/tcp/4001/p2p/{first}",
+        f"/ip4/8.8.8.8/tcp/4001/p2p/{second}",
+        f"/ip4/127.0.0.1/tcp/4001/p2p/{second}",
+    ]
+    nobody = cast(Any, Alone())
+    outside = Outside(nobody, PeerSettings(), nobody, entrances=entrances, ask=ask)
+    assert outside.doors() == [entrances[0], entrances[2]]

@@ -1,0 +1,84 @@
+"""p2pd is started, and started again, on a machine that has run short of something or keeps what others left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from noloco_p2p.errors import DirectoryError
+from noloco_p2p.swarm import daemon, dht, node
+from noloco_p2p.swarm.daemon import ListenOn, probe_port
+from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.node import SwarmNode
+from noloco_p2p.testing.identities import identity_of
+
+TOO_MANY = OSError(24, "Too many open files")
+
+
+def test_a_shortage_of_descriptors_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> socket.socket:
+        raise TOO_MANY
+
+    monkeypatch.setattr(daemon.socket, "socket", none_left)
+    with pytest.raises(DirectoryError, match="Too many open files"):
+        probe_port("127.0.0.1", 0)
+
+
+def test_the_watchdog_tries_again_whatever_was_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "RESTART_PAUSES_S", (0.0,))
+    faults: list[Exception] = [TOO_MANY, DirectoryError("the port is taken")]
+
+    class Short(SwarmNode):
+        async def _bring_up(self) -> None:
+            if faults:
+                raise faults.pop(0)
+
+    asyncio.run(Short(Path("key"), "peer", ListenOn("127.0.0.1"), is_client=False)._restart())
+    assert not faults
+
+
+def test_a_socket_that_accepts_nobody_holds_up_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        full, gone = (Path(folder) / f"{daemon.SOCKET_PREFIX}{name}.sock" for name in ("full", "gone"))
+        with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as waiting:
+            listener.bind(str(full))
+            listener.listen(0)
+            waiting.connect(str(full))
+            with socket.socket(socket.AF_UNIX) as stale:
+                stale.bind(str(gone))
+            for path in (full, gone):
+                os.utime(path, (0, 0))
+            daemon._remove_stale_sockets()
+            assert (full.exists(), gone.exists()) == (True, False)
+
+
+def test_a_node_without_its_relay_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[bool] = []
+
+    class Node:
+        @classmethod
+        async def start(cls, *_: object, **__: object) -> Node:
+            return cls()
+
+        async def handle_streams(self, *_: object) -> None:
+            raise DirectoryError("asking p2pd for streams: no answer")
+
+        async def stop(self) -> None:
+            stopped.append(True)
+
+    async def start() -> Any:
+        return await SwarmDirectory.start(
+            identity_path=tmp_path, identity=identity_of("me"), listen_host="", listen_port=0, spec_digest=None
+        )
+
+    monkeypatch.setattr(dht, "SwarmNode", Node)
+    with pytest.raises(DirectoryError, match="no answer"):
+        asyncio.run(start())
+    assert stopped

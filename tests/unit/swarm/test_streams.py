@@ -1,0 +1,87 @@
+"""However many streams strangers open, and whatever they say, the node goes on and has room for others."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from noloco_p2p.errors import DirectoryError
+from noloco_p2p.swarm.relay import DIALS_A_MINUTE, NO, Relay
+from noloco_p2p.swarm.streams import MAX_STREAMS, MAX_STREAMS_OF_ONE, Streams
+
+NOBODY: Any = None
+
+
+def test_one_peer_holds_so_many_streams_and_all_together_so_many() -> None:
+    async def main() -> None:
+        begun: list[str] = []
+        may_end = asyncio.Event()
+
+        async def handler(peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            begun.append(peer)
+            await may_end.wait()
+
+        async def open_streams(peer: str, number: int) -> None:
+            for _ in range(number):
+                opened.append(asyncio.create_task(cast(Any, bounded(peer, NOBODY, NOBODY))))
+            await asyncio.sleep(0)
+
+        streams, opened = Streams(), list[asyncio.Task[None]]()
+        bounded = streams.bounded(handler)
+        await open_streams("greedy", MAX_STREAMS_OF_ONE + 5)
+        assert len(begun) == MAX_STREAMS_OF_ONE
+        for number in range(MAX_STREAMS):
+            await open_streams(f"one of many {number}", 1)
+        assert len(begun) == MAX_STREAMS
+        may_end.set()
+        await asyncio.gather(*opened)
+        await open_streams("greedy", 1)
+        assert len(begun) == MAX_STREAMS + 1, "a stream that has ended makes room"
+        await asyncio.gather(*opened)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("fault", [ValueError("abc is no port"), DirectoryError("gone"), ConnectionResetError()])
+def test_what_a_stranger_says_wrong_ends_its_stream_alone(fault: Exception) -> None:
+    async def handler(peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        raise fault
+
+    async def main() -> None:
+        await Streams().bounded(handler)("peer", NOBODY, NOBODY)
+
+    asyncio.run(main())
+
+
+def test_a_burst_of_questions_is_not_dialled_back_more_often_than_a_slow_one() -> None:
+    class Node:
+        """One that takes its time to tell where a peer is."""
+
+        num_asked = 0
+
+        async def remote_address(self, peer: str) -> str:
+            self.num_asked += 1
+            await asyncio.sleep(0)
+            return ""
+
+    class Writer:
+        said = b""
+
+        def write(self, data: bytes) -> None:
+            self.said += data
+
+    async def ask(relay: Relay, writer: Writer) -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(b"4000\n")
+        await relay._on_dial("peer", reader, cast(Any, writer))
+
+    async def main() -> None:
+        node, writers = Node(), [Writer() for _ in range(2 * DIALS_A_MINUTE)]
+        relay = Relay(cast(Any, node))
+        await asyncio.gather(*(ask(relay, writer) for writer in writers))
+        assert node.num_asked == DIALS_A_MINUTE
+        assert all(writer.said == NO for writer in writers)
+
+    asyncio.run(main())
