@@ -115,7 +115,7 @@ class Boundary:
     seconds_to_boundary: float | None  # None = not measured yet (first round)
     seconds_per_round: float | None
     progress: float  # fraction of the run's schedule at the opening of the round
-    inner_steps: int = 0  # length of this round; progress and age are counted in the mean of both sides' (0 = not told)
+    inner_steps: int = 0  # length of this round; progress and age are counted in the mean of both sides' (0 = as yours)
     shortest_round_s: float | None = None  # that the peer can keep up with; None = not measured, or of fixed length
 
 
