@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
 import grpc.aio
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - missing in the stubs
@@ -84,7 +85,8 @@ class GrpcTransport:
             request.hello.layout = ""  # a peer of another layout would refuse
         async with self._dialer.dialled(candidate, timeout_s=timeout_s) as connection:
             call = PeerStub(connection.channel).Fetch(request, metadata=connection.metadata)
-            manifest: list[pb.Manifest] = []
+            manifest: frames.StateManifest | None = None
+            digests: list[bytes] = []
             try:
                 while True:
                     reply = await asyncio.wait_for(call.read(), timeout_s)
@@ -104,13 +106,15 @@ class GrpcTransport:
                         case "place":
                             yield convert.place_from_wire(reply.place)
                         case "manifest":
-                            manifest.append(reply.manifest)
-                            if sum(len(part.chunk_digests) for part in manifest) > MAX_MANIFEST_CHUNKS:
+                            part = convert.manifest_from_wire(reply.manifest)
+                            manifest = manifest or part
+                            digests += part.chunk_digests
+                            if len(digests) > MAX_MANIFEST_CHUNKS:
                                 raise CorruptPayload("a manifest without end", peer=candidate.peer_id)
                         case _:
                             raise CorruptPayload("an answer of an unknown kind", peer=candidate.peer_id)
                 if manifest:
-                    yield join_manifest(manifest)
+                    yield replace(manifest, chunk_digests=tuple(digests))
             except grpc.aio.AioRpcError as error:
                 raise translate(error, candidate.peer_id) from None
             except TimeoutError:
@@ -137,16 +141,3 @@ def _fetch_request(want: frames.FetchWant) -> pb.FetchRequest:
             return pb.FetchRequest(layout=pb.LayoutRequest())
         case frames.WantChunks(manifest_digest, indices):
             return pb.FetchRequest(chunks=pb.ChunksRequest(manifest_digest=manifest_digest, indices=indices))
-
-
-def join_manifest(parts: list[pb.Manifest]) -> frames.StateManifest:
-    first = parts[0]
-    round_index, progress = convert.place(first.round, first.progress)
-    return frames.StateManifest(
-        layout=convert.text(first.layout),
-        num_elements=first.num_elements,
-        round=round_index,
-        progress=progress,
-        num_bytes=first.num_bytes,
-        chunk_digests=tuple(digest for part in parts for digest in part.chunk_digests),
-    )

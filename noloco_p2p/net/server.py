@@ -375,5 +375,5 @@ def _replies(item: frames.FetchItem) -> list[pb.FetchReply]:
             return [pb.FetchReply(place=convert.place_to_wire(item))]
         case frames.StateManifest(chunk_digests=digests):
             step = MANIFEST_DIGESTS_PER_REPLY
-            parts = [digests[start : start + step] for start in range(0, len(digests), step)] or [()]
+            parts = [digests[start : start + step] for start in range(0, len(digests), step)]
             return [pb.FetchReply(manifest=convert.manifest_to_wire(item, part)) for part in parts]
