@@ -22,6 +22,7 @@ from blake3 import blake3
 
 PROTOCOL_VERSION = "1.0"  # same major number = can talk
 STATE_CHUNK_BYTES = 1 << 20
+MAX_CHUNKS_PER_REQUEST = 65_536  # 64 GiB; of a larger state the rest is asked for in further calls
 
 Payload = bytes | memoryview  # what came from the network is a view of the message
 

@@ -34,7 +34,6 @@ JOIN_S = 5.0  # from the call of a lane to its Join
 FIRST_WORDS_S = 5.0  # from any other call to its request
 TAKE_S = 20.0  # for one answer, of 1 MiB at most: who reads slower would hold an upload for ever
 MANIFEST_DIGESTS_PER_REPLY = 16_384
-MAX_CHUNKS_PER_REQUEST = 65_536
 
 
 class GrpcServer:
@@ -356,8 +355,8 @@ def _want(request: pb.FetchRequest) -> frames.FetchWant:
         case "layout":
             return frames.WantLayout()
         case "chunks":
-            if len(request.chunks.indices) > MAX_CHUNKS_PER_REQUEST:
-                raise CorruptPayload(f"at most {MAX_CHUNKS_PER_REQUEST} chunks can be asked for at once")
+            if len(request.chunks.indices) > frames.MAX_CHUNKS_PER_REQUEST:
+                raise CorruptPayload(f"at most {frames.MAX_CHUNKS_PER_REQUEST} chunks can be asked for at once")
             return frames.WantChunks(request.chunks.manifest_digest, tuple(request.chunks.indices))
         case _:
             raise CorruptPayload("a request of an unknown kind; the caller may speak a newer protocol")
