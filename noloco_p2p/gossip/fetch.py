@@ -48,6 +48,8 @@ T = TypeVar("T", bound=FetchItem)
 
 GIVING = ("training", "paused", "done")  # states of peers that may have a state to give
 FETCH_TIMEOUT_S = 15.0  # for one chunk, one part of a manifest, or the next word from the line
+BUSY_FOR_S = 600.0  # a donor whose line is full, or whose state is a newer one by now, is asked again for so long
+BUSY_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0  # after at least and at most so long, whatever it says
 ANSWER_S = 60.0  # for all of a spec, a layout or a manifest; that of 64 GiB has 2 MiB
 
 
@@ -192,26 +194,43 @@ class _Fetching:
         self._on_place = on_place
         self._clock = clock
 
+    @property
+    def num_missing(self) -> int:
+        return len(self._kept.missing)
+
     async def try_all(
         self, donors: Iterable[Candidate], *, may_wait: bool = False, may_be_slow: bool = False
     ) -> StateManifest | None:
         """The manifest of the donor with which all chunks are here; None when there is none."""
         for donor in donors:
+            if manifest := await self._try(donor, may_wait=may_wait, may_be_slow=may_be_slow):
+                return manifest
+        return None
+
+    async def _try(self, donor: Candidate, *, may_wait: bool, may_be_slow: bool) -> StateManifest | None:
+        num_missing, until_s = -1, 0.0
+        while True:
             try:
                 manifest = await self._manifest(donor)
                 await self._chunks(donor, manifest, may_wait=may_wait, may_be_slow=may_be_slow)
             except _PassedOver as why:
                 log.info("no state from %s yet: %s", donor.address, why)
+                return None
             except PeerError as error:
-                if isinstance(error, Refused) and error.code == RefuseCode.BUSY.name:
-                    self.lines[donor] = error.retry_after_s
-                num_missing = len(self._kept.missing)
-                log.info("no state from %s: %s; %d chunks are still missing", donor.address, error, num_missing)
+                log.info("no state from %s: %s; %d chunks are still missing", donor.address, error, self.num_missing)
+                if not isinstance(error, Refused) or error.code != RefuseCode.BUSY.name:
+                    return None
+                self.lines[donor] = error.retry_after_s
+                if num_missing != self.num_missing:
+                    num_missing, until_s = self.num_missing, self._clock() + BUSY_FOR_S
+                if not may_wait or self._clock() > until_s:
+                    return None
+                await asyncio.sleep(min(max(error.retry_after_s, BUSY_RETRY_S), LONGEST_RETRY_S))
             else:
-                if not self._kept.missing:
-                    await self._kept.finish()
-                    return manifest
-        return None
+                if self._kept.missing:
+                    return None
+                await self._kept.finish()
+                return manifest
 
     async def _manifest(self, donor: Candidate) -> StateManifest:
         manifest = await _answer(self._transport, donor, WantManifest(), StateManifest)

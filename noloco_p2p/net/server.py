@@ -298,11 +298,15 @@ class _Servicer:
         async with self._door.visit(context) as caller:
             try:
                 self._admitted(request.hello, caller)
-                async with aclosing(self._service.on_fetch(_want(request))) as items:
-                    async for item in items:
-                        for reply in _replies(item):
-                            await self._limits.sending(reply.ByteSize())
-                            yield reply
+                want = _want(request)
+                uploads_to = caller if isinstance(want, frames.WantChunks) else ""
+                with self._door.fetching(uploads_to) as check:
+                    async with aclosing(self._service.on_fetch(want)) as items:
+                        async for item in items:
+                            check()
+                            for reply in _replies(item):
+                                await self._limits.sending(reply.ByteSize())
+                                yield reply
             except PeerError as error:
                 yield pb.FetchReply(refuse=refuse_to_wire(error))
 

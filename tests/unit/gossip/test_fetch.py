@@ -25,6 +25,7 @@ from noloco_p2p.gossip.frames import (
     Hello,
     PeerStatus,
     QueuePlace,
+    RefuseCode,
     SpecJson,
     StateChunk,
     StateManifest,
@@ -291,7 +292,7 @@ def test_a_third_newcomer_waits_in_line_until_one_of_the_two_has_ended(tmp_path:
         async with aclosing(running[1]):
             pass  # a newcomer that goes away in the middle
         assert [type(item) for item in await listed(fourth)] == [StateChunk, StateChunk]
-        assert states._line.num_uploads == 0
+        assert not states._line._line
 
     asyncio.run(main())
 
@@ -386,6 +387,20 @@ def test_a_line_that_does_not_move_is_left(fetching: Fetching, monkeypatch: pyte
     assert len(told) < 12
 
 
+def test_a_donor_whose_line_is_full_is_asked_again(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = iter(range(3))
+
+    async def is_full_at_first(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        async for item in items:
+            if isinstance(item, StateChunk) and next(refusals, None) is not None:
+                raise Refused("16 newcomers wait here already", code=RefuseCode.BUSY.name)
+            yield item
+
+    monkeypatch.setattr(fetch_module, "BUSY_RETRY_S", 0.01)
+    _, data = fetching.donor(1, is_full_at_first)
+    assert asyncio.run(fetching.fetch())[1] == data
+
+
 def test_more_chunks_than_one_call_may_ask_for_take_several(
     fetching: Fetching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -469,6 +484,15 @@ def test_a_chunk_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     states.saved = saved(tmp_path)
     with pytest.raises(CorruptPayload, match="chunk 4 does not exist"):
         asyncio.run(listed(states.serve(WantChunks(states.saved.manifest.digest(), (0, 4)))))
+
+
+@pytest.mark.parametrize("indices", [(0, 0), (0, 1, 0, 1), (2, 1)])
+def test_no_chunk_is_asked_for_again_and_again(tmp_path: Path, indices: tuple[int, ...]) -> None:
+    """Who repeats them would hold a place for ever."""
+    states = StateServer(SPEC)
+    states.saved = saved(tmp_path)
+    with pytest.raises(CorruptPayload, match="rising order"):
+        asyncio.run(listed(states.serve(WantChunks(states.saved.manifest.digest(), indices))))
 
 
 def test_a_state_file_that_vanished_is_told_in_words(tmp_path: Path) -> None:
