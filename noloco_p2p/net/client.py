@@ -16,7 +16,7 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import convert
 from noloco_p2p.net.caller import SWAP_METHOD, CallerStream, connect
 from noloco_p2p.net.climb import LaneMemory, LanePolicy
-from noloco_p2p.net.connection import Dialer, nobody_is_banned, refused, translate
+from noloco_p2p.net.connection import Dialer, check_parsed, nobody_is_banned, refused, translate
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
@@ -71,7 +71,7 @@ class GrpcTransport:
                 reply = await call
             except grpc.aio.AioRpcError as error:
                 raise translate(error, candidate.peer_id) from None
-        _check_parsed(reply, candidate.peer_id)
+        check_parsed(reply, candidate.peer_id)
         if reply.HasField("refuse"):
             raise refused(reply.refuse, candidate.peer_id)
         return convert.status_from_wire(reply)
@@ -92,7 +92,7 @@ class GrpcTransport:
                     reply = await asyncio.wait_for(call.read(), timeout_s)
                     if reply is EOF:
                         break
-                    _check_parsed(reply, candidate.peer_id)
+                    check_parsed(reply, candidate.peer_id)
                     await self._limits.receiving(reply.ByteSize())
                     match reply.WhichOneof("what"):
                         case "refuse":
@@ -123,12 +123,6 @@ class GrpcTransport:
                 ) from None
             finally:
                 call.cancel()
-
-
-def _check_parsed(message: object, peer: str) -> None:
-    """gRPC gives None for bytes that are no message."""
-    if message is None:
-        raise CorruptPayload("what came is no message of this protocol", peer=peer)
 
 
 def _fetch_request(want: frames.FetchWant) -> pb.FetchRequest:
