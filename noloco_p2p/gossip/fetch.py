@@ -208,11 +208,11 @@ class _Fetching:
         return None
 
     async def _try(self, donor: Candidate, *, may_wait: bool, may_be_slow: bool) -> StateManifest | None:
-        num_missing, until_s = -1, 0.0
+        patience, num_missing, until_s = Patience(self._num_bytes), -1, 0.0
         while True:
             try:
                 manifest = await self._manifest(donor)
-                await self._chunks(donor, manifest, may_wait=may_wait, may_be_slow=may_be_slow)
+                await self._chunks(donor, manifest, patience, may_wait=may_wait, may_be_slow=may_be_slow)
             except _PassedOver as why:
                 log.info("no state from %s yet: %s", donor.address, why)
                 return None
@@ -238,11 +238,13 @@ class _Fetching:
             raise CorruptPayload("its state is of another model or size", peer=donor.peer_id)
         return manifest
 
-    async def _chunks(self, donor: Candidate, manifest: StateManifest, *, may_wait: bool, may_be_slow: bool) -> None:
+    async def _chunks(
+        self, donor: Candidate, manifest: StateManifest, patience: Patience, *, may_wait: bool, may_be_slow: bool
+    ) -> None:
         """What is missing, in as many calls as that takes; all of it unless the donor leaves something out."""
         while wanted := tuple(self._kept.missing[:MAX_CHUNKS_PER_REQUEST]):
-            patience, waits = Patience(self._num_bytes), False
-            want = WantChunks(manifest.digest(), wanted)
+            patience.asks_again()
+            want, waits = WantChunks(manifest.digest(), wanted), False
             async with aclosing(self._transport.fetch(donor, want, timeout_s=FETCH_TIMEOUT_S)) as items:
                 async for item in items:
                     if isinstance(item, QueuePlace):
@@ -255,7 +257,7 @@ class _Fetching:
                     self._keep(item, manifest)
                     self._on_progress(self._kept.done_bytes, self._num_bytes)
                     whole_s = patience.whole_s(STATE_CHUNK_BYTES, self._clock())
-                    if whole_s is not None and whole_s > SLOW_S and not may_be_slow:
+                    if whole_s is not None and whole_s > SLOW_S and not may_be_slow and self._kept.missing:
                         self.slow[donor] = whole_s
                         raise _PassedOver("it is slow")
             if wanted[-1] in self._kept.missing:

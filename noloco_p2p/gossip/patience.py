@@ -13,13 +13,17 @@ SLOW_S = 3600.0  # a donor at whose rate the whole state takes longer is slow
 
 
 class Patience:
-    """With one donor, from when its chunks are asked for."""
+    """With one donor, over all the calls that ask it for chunks."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes  # of the whole state
         self._line_ends_s: float | None = None
         self._window_begins_s: float | None = None
         self._window_bytes = 0
+
+    def asks_again(self) -> None:
+        """A further call is at the end of the line; the rate is that of all calls."""
+        self._line_ends_s = None
 
     def waits(self, left_s: float | None, now_s: float) -> bool:
         """After a word from its line: whether to stay. By twice what the first one said the turn must have come."""

@@ -387,6 +387,31 @@ def test_a_line_that_does_not_move_is_left(fetching: Fetching, monkeypatch: pyte
     assert len(told) < 12
 
 
+def test_a_donor_that_gives_one_chunk_a_call_is_slow(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(fetch_module, "BUSY_RETRY_S", 0.01)
+
+    async def one_and_busy(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        async for item in items:
+            yield item
+            if isinstance(item, StateChunk):
+                clock.now_s += WINDOW_S
+                raise Refused("I have a newer state by now", code=RefuseCode.BUSY.name)
+
+    async def has_a_line(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        async for item in items:
+            if isinstance(item, StateChunk):
+                yield QueuePlace(1, 5.0)
+            yield item
+
+    fetching.donor(1, one_and_busy)
+    (_, honest) = fetching.donor(2, has_a_line)
+    manifest, fetched = asyncio.run(fetching.fetch(clock=clock))
+    assert manifest is not None
+    assert manifest.round == 2
+    assert fetched[-500:] == honest[-500:]
+
+
 def test_a_donor_whose_line_is_full_is_asked_again(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
     refusals = iter(range(3))
 
