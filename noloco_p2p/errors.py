@@ -10,7 +10,6 @@ NolocoError
  |    +-- Unreachable     no connection could be made
  |    +-- TimedOut        connected, but too slow or frozen
  |    +-- Refused         it answered no: `code`, a sentence, `retry_after_s`
- |    +-- Incompatible    another run, spec, protocol version or model
  |    +-- CorruptPayload  what it sent is damaged, of another size or not finite
  |         +-- NotFinite  it is whole, and holds NaN or infinity
  +-- CheckpointError      a checkpoint cannot be written or read
@@ -83,10 +82,6 @@ class Refused(PeerError):
         super().__init__(message, peer=peer)
         self.code = code
         self.retry_after_s = retry_after_s
-
-
-class Incompatible(PeerError):
-    """The peer belongs to another run, spec, protocol version or model."""
 
 
 class CorruptPayload(PeerError):

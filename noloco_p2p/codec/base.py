@@ -37,6 +37,11 @@ class Scratch:
 class Sized(Protocol):
     """What is known of a codec before a byte is read."""
 
+    @property
+    def name(self) -> str:
+        """The name in a run spec."""
+        ...
+
     def num_bytes(self, num_elements: int) -> int:
         """Exact size of the payload of a chunk; ValueError unless 0 <= num_elements <= CHUNK_ELEMENTS."""
         ...
@@ -44,11 +49,6 @@ class Sized(Protocol):
 
 class Codec(Sized, Protocol):
     """Vector <-> bytes for one chunk. Stateless: the same values give the same bytes on every call."""
-
-    @property
-    def name(self) -> str:
-        """The name in a run spec."""
-        ...
 
     def encode_into(self, values: Tensor, out: Tensor, *, scratch: Scratch) -> None:
         """Code a chunk: 1-D, contiguous, any floating dtype, any device, at most CHUNK_ELEMENTS.
@@ -96,16 +96,20 @@ def check_values(values: Tensor) -> None:
     check_num_elements(values.numel())
 
 
-def payload_bytes(payload: bytes | memoryview, *, codec: Codec, num_elements: int) -> Tensor:
-    """The payload as a uint8 tensor, only to be read; CorruptPayload when its length is wrong."""
-    expected = codec.num_bytes(num_elements)
-    received = memoryview(payload).nbytes
+def check_length(payload: bytes | memoryview, *, codec: Sized, num_elements: int) -> None:
+    """Raises CorruptPayload for a chunk of another length."""
+    expected, received = codec.num_bytes(num_elements), memoryview(payload).nbytes
     if received != expected:
         raise CorruptPayload(
             f"{codec.name} chunk of {num_elements} elements must have {expected} bytes, it has {received}; "
             "discard the part"
         )
-    if not expected:
+
+
+def payload_bytes(payload: bytes | memoryview, *, codec: Codec, num_elements: int) -> Tensor:
+    """The payload as a uint8 tensor, only to be read; CorruptPayload when its length is wrong."""
+    check_length(payload, codec=codec, num_elements=num_elements)
+    if not memoryview(payload).nbytes:
         return torch.empty(0, dtype=torch.uint8)
     view = memoryview(payload)
     # The copy costs 11 us for bf16; torch warns of read-only memory.

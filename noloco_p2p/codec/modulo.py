@@ -26,7 +26,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from noloco_p2p.codec.base import CHUNK_ELEMENTS, check_num_elements, check_values, within
+from noloco_p2p.codec.base import CHUNK_ELEMENTS, check_length, check_num_elements, check_values, within
 from noloco_p2p.codec.dither import DITHER_ELEMENTS, fill_dither
 from noloco_p2p.errors import CorruptPayload
 
@@ -138,12 +138,7 @@ class ModuloCodec:
 
     def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
         """Raises CorruptPayload for a payload of another length; any residues of the right length are good."""
-        expected, received = self.num_bytes(num_elements), memoryview(payload).nbytes
-        if received != expected:
-            raise CorruptPayload(
-                f"{self.name} chunk of {num_elements} elements must have {expected} bytes, it has {received}; "
-                "discard the part"
-            )
+        check_length(payload, codec=self, num_elements=num_elements)
 
     def half_difference(
         self, differences: bytes | memoryview, *, num_elements: int, grid: Grid, chunk_index: int

@@ -11,6 +11,7 @@ import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from blake3 import blake3
@@ -90,8 +91,10 @@ class StateServer:
         return self.saved
 
     async def _chunks(self, saved: SavedState, indices: Sequence[int]) -> AsyncGenerator[FetchItem]:
-        if indices and max(indices) >= len(saved.manifest.chunk_digests):
-            raise CorruptPayload(f"chunk {max(indices)} does not exist")
+        if any(later <= earlier for earlier, later in pairwise(indices)):
+            raise CorruptPayload("chunks are asked for in rising order, each once")
+        if indices and indices[-1] >= len(saved.manifest.chunk_digests):
+            raise CorruptPayload(f"chunk {indices[-1]} does not exist")
         try:
             with saved.path.open("rb") as file, self._line.join(len(indices)) as upload:
                 # Open while it waits: a newer checkpoint may remove the file, which stays readable then.

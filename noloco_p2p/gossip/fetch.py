@@ -6,18 +6,23 @@ and the rest comes from another donor: the result is then a point between two re
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import TypeVar
 
 from blake3 import blake3
 
-from noloco_p2p.errors import CorruptPayload, PeerError, Refused, Unreachable
+from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import (
+    MAX_CHUNKS_PER_REQUEST,
     STATE_CHUNK_BYTES,
     FetchItem,
+    FetchWant,
     LayoutJson,
     QueuePlace,
     RefuseCode,
@@ -31,6 +36,7 @@ from noloco_p2p.gossip.frames import (
 )
 from noloco_p2p.gossip.kept_chunks import KeptChunks
 from noloco_p2p.gossip.layout import ModelLayout
+from noloco_p2p.gossip.patience import SLOW_S, Patience
 from noloco_p2p.gossip.seams import Candidate, Directory, Transport
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.console import named
@@ -38,8 +44,13 @@ from noloco_p2p.telemetry.progress import Report, ignore
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T", bound=FetchItem)
+
 GIVING = ("training", "paused", "done")  # states of peers that may have a state to give
-FETCH_TIMEOUT_S = 15.0  # for one chunk, one manifest, or the next word from the line
+FETCH_TIMEOUT_S = 15.0  # for one chunk, one part of a manifest, or the next word from the line
+BUSY_FOR_S = 600.0  # a donor whose line is full, or whose state is a newer one by now, is asked again for so long
+BUSY_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0  # after at least and at most so long, whatever it says
+ANSWER_S = 60.0  # for all of a spec, a layout or a manifest; that of 64 GiB has 2 MiB
 
 
 async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expected_digest: str) -> RunSpec:
@@ -47,11 +58,8 @@ async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expec
     reasons = []
     for donor in donors:
         try:
-            async with aclosing(transport.fetch(donor, WantSpec(), timeout_s=FETCH_TIMEOUT_S)) as items:
-                async for item in items:
-                    if isinstance(item, SpecJson):
-                        return RunSpec.from_json(item.data, expected_digest=expected_digest, origin=donor.address)
-            raise CorruptPayload("it gave no spec", peer=donor.peer_id)
+            spec = await _answer(transport, donor, WantSpec(), SpecJson)
+            return RunSpec.from_json(spec.data, expected_digest=expected_digest, origin=donor.address)
         except (PeerError, ValueError) as error:
             reasons.append(f"{named(donor.peer_id)}: {error}")
     raise Unreachable("no live peer gave the run spec: " + ("; ".join(reasons) or "nobody is there"))
@@ -60,13 +68,26 @@ async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expec
 async def find_difference(transport: Transport, peer: Candidate, ours: ModelLayout) -> str:
     """The first tensor that is another one in the model of `peer`, for people; "" when it has the same or is silent."""
     try:
-        async with aclosing(transport.fetch(peer, WantLayout(), timeout_s=FETCH_TIMEOUT_S)) as items:
-            async for item in items:
-                if isinstance(item, LayoutJson):
-                    return ours.first_difference(ModelLayout.from_json(item.data))
+        layout = await _answer(transport, peer, WantLayout(), LayoutJson)
+        return ours.first_difference(ModelLayout.from_json(layout.data))
     except (PeerError, ValueError) as error:
         log.debug("%s does not tell its tensors: %s", peer.address, error)
-    return ""
+        return ""
+
+
+async def _answer(transport: Transport, donor: Candidate, want: FetchWant, kind: type[T]) -> T:
+    """The one item that answers a question. Raises PeerError."""
+    try:
+        async with (
+            asyncio.timeout(ANSWER_S),
+            aclosing(transport.fetch(donor, want, timeout_s=FETCH_TIMEOUT_S)) as items,
+        ):
+            item = await anext(items, None)
+    except TimeoutError:
+        raise TimedOut(f"its answer did not come whole within {ANSWER_S:.0f} s", peer=donor.peer_id) from None
+    if not isinstance(item, kind):
+        raise CorruptPayload(f"it gave no {kind.__name__}", peer=donor.peer_id)
+    return item
 
 
 def nobody_waits(donor: Candidate, place: QueuePlace | None) -> None:
@@ -83,29 +104,30 @@ async def fetch_state(
     target: Path,
     on_progress: Report = ignore,
     on_place: Callable[[Candidate, QueuePlace | None], None] = nobody_waits,
+    clock: Callable[[], float] = time.monotonic,
 ) -> StateManifest | None:
     """Write the state of a live peer to `target`; None when no donor has one that fits.
 
-    Each donor is asked in turn; those with a line of newcomers come last, and are waited for, the shortest first.
-    Verified chunks are kept when their donor dies, and in `target` for an hour when this program does.
+    Each donor is asked in turn; those with a line of newcomers come next, and are waited for, the shortest first; those
+    that were left as they are slow come last, the fastest first. Verified chunks are kept when their donor dies, and in
+    `target` for an hour when this program does.
 
     `num_bytes` is the size of our own state file: any other is refused before a byte is read. The manifest that is
     returned is of the donor that gave the last chunk. `on_progress` is told the verified bytes, those kept of a dead
     donor too; `on_place` the place in a donor's line, and None when the turn has come. Raises OSError.
     """
-    with KeptChunks(target, num_bytes=num_bytes) as kept:
+    async with KeptChunks(target, num_bytes=num_bytes) as kept:
         on_progress(kept.done_bytes, num_bytes)
-        fetching = _Fetching(transport, kept, layout, num_elements, num_bytes, on_progress, on_place)
-        lines: dict[str, float] = {}  # seconds to wait, by peer id
-        for donor in donors:
-            manifest = await fetching.try_donor(donor, lines, may_wait=False)
-            if manifest:
-                return manifest
-        for donor in sorted((donor for donor in donors if donor.peer_id in lines), key=lambda d: lines[d.peer_id]):
-            manifest = await fetching.try_donor(donor, lines, may_wait=True)
-            if manifest:
-                return manifest
-    return None
+        fetching = _Fetching(transport, kept, layout, num_elements, num_bytes, on_progress, on_place, clock)
+        return (
+            await fetching.try_all(donors)
+            or await fetching.try_all(_in_order(fetching.lines), may_wait=True)
+            or await fetching.try_all(_in_order(fetching.slow), may_wait=True, may_be_slow=True)
+        )
+
+
+def _in_order(seconds: dict[Candidate, float]) -> Sequence[Candidate]:
+    return sorted(seconds, key=seconds.__getitem__)
 
 
 async def fetch_from_swarm(
@@ -146,7 +168,10 @@ def can_give(peer: Candidate) -> bool:
 
 
 class _Fetching:
-    """One fetch over its donors."""
+    """One fetch over its donors.
+
+    Those that were passed over: `lines`, the seconds to wait there; `slow`, those that the whole state would take.
+    """
 
     def __init__(
         self,
@@ -157,58 +182,96 @@ class _Fetching:
         num_bytes: int,
         on_progress: Report,
         on_place: Callable[[Candidate, QueuePlace | None], None],
+        clock: Callable[[], float],
     ) -> None:
+        self.lines: dict[Candidate, float] = {}
+        self.slow: dict[Candidate, float] = {}
         self._transport = transport
         self._kept = kept
         self._shape = (layout, num_elements, num_bytes, -(-num_bytes // STATE_CHUNK_BYTES))
         self._num_bytes = num_bytes
         self._on_progress = on_progress
         self._on_place = on_place
+        self._clock = clock
 
-    async def try_donor(self, donor: Candidate, lines: dict[str, float], *, may_wait: bool) -> StateManifest | None:
-        """Its manifest when all chunks are here now. Notes in `lines` how long a donor that is not waited for takes."""
-        try:
-            manifest = await self._manifest(donor)
-            await self._chunks(donor, manifest, may_wait=may_wait)
-        except _InLine as error:
-            lines[donor.peer_id] = math.inf if error.place.left_s is None else error.place.left_s
-        except PeerError as error:
-            if isinstance(error, Refused) and error.code == RefuseCode.BUSY.name:
-                lines[donor.peer_id] = error.retry_after_s
-            num_missing = len(self._kept.missing)
-            log.info("no state from %s: %s; %d chunks are still missing", donor.address, error, num_missing)
-        else:
-            if not self._kept.missing:
-                self._kept.finish()
+    @property
+    def num_missing(self) -> int:
+        return len(self._kept.missing)
+
+    async def try_all(
+        self, donors: Iterable[Candidate], *, may_wait: bool = False, may_be_slow: bool = False
+    ) -> StateManifest | None:
+        """The manifest of the donor with which all chunks are here; None when there is none."""
+        for donor in donors:
+            if manifest := await self._try(donor, may_wait=may_wait, may_be_slow=may_be_slow):
                 return manifest
         return None
 
-    async def _manifest(self, donor: Candidate) -> StateManifest:
-        async with aclosing(self._transport.fetch(donor, WantManifest(), timeout_s=FETCH_TIMEOUT_S)) as items:
-            async for item in items:
-                if isinstance(item, StateManifest):
-                    shape = (item.layout, item.num_elements, item.num_bytes, len(item.chunk_digests))
-                    if shape != self._shape:
-                        raise CorruptPayload("its state is of another model or size", peer=donor.peer_id)
-                    return item
-        raise CorruptPayload("it gave no manifest", peer=donor.peer_id)
+    async def _try(self, donor: Candidate, *, may_wait: bool, may_be_slow: bool) -> StateManifest | None:
+        patience, num_missing, until_s = Patience(self._num_bytes), -1, 0.0
+        while True:
+            try:
+                manifest = await self._manifest(donor)
+                await self._chunks(donor, manifest, patience, may_wait=may_wait, may_be_slow=may_be_slow)
+            except _PassedOver as why:
+                log.info("no state from %s yet: %s", donor.address, why)
+                return None
+            except PeerError as error:
+                log.info("no state from %s: %s; %d chunks are still missing", donor.address, error, self.num_missing)
+                if not isinstance(error, Refused) or error.code != RefuseCode.BUSY.name:
+                    return None
+                self.lines[donor] = error.retry_after_s
+                if num_missing != self.num_missing:
+                    num_missing, until_s = self.num_missing, self._clock() + BUSY_FOR_S
+                if not may_wait or self._clock() > until_s:
+                    return None
+                await asyncio.sleep(min(max(error.retry_after_s, BUSY_RETRY_S), LONGEST_RETRY_S))
+            else:
+                if self._kept.missing:
+                    return None
+                await self._kept.finish()
+                return manifest
 
-    async def _chunks(self, donor: Candidate, manifest: StateManifest, *, may_wait: bool) -> None:
-        want = WantChunks(manifest.digest(), tuple(self._kept.missing))
-        waits = False
-        async with aclosing(self._transport.fetch(donor, want, timeout_s=FETCH_TIMEOUT_S)) as items:
-            async for item in items:
-                if isinstance(item, QueuePlace):
-                    if not may_wait:
-                        raise _InLine(item)
-                    waits = True
-                    self._on_place(donor, item)
-                    continue
-                if waits:
-                    waits = False
-                    self._on_place(donor, None)
-                self._keep(item, manifest)
-                self._on_progress(self._kept.done_bytes, self._num_bytes)
+    async def _manifest(self, donor: Candidate) -> StateManifest:
+        manifest = await _answer(self._transport, donor, WantManifest(), StateManifest)
+        if (manifest.layout, manifest.num_elements, manifest.num_bytes, len(manifest.chunk_digests)) != self._shape:
+            raise CorruptPayload("its state is of another model or size", peer=donor.peer_id)
+        return manifest
+
+    async def _chunks(
+        self, donor: Candidate, manifest: StateManifest, patience: Patience, *, may_wait: bool, may_be_slow: bool
+    ) -> None:
+        """What is missing, in as many calls as that takes; all of it unless the donor leaves something out."""
+        while wanted := tuple(self._kept.missing[:MAX_CHUNKS_PER_REQUEST]):
+            patience.asks_again()
+            want, waits = WantChunks(manifest.digest(), wanted), False
+            async with aclosing(self._transport.fetch(donor, want, timeout_s=FETCH_TIMEOUT_S)) as items:
+                async for item in items:
+                    if isinstance(item, QueuePlace):
+                        waits = True
+                        self._wait(donor, item, patience, may_wait=may_wait)
+                        continue
+                    if waits:
+                        waits = False
+                        self._on_place(donor, None)
+                    self._keep(item, manifest)
+                    self._on_progress(self._kept.done_bytes, self._num_bytes)
+                    whole_s = patience.whole_s(STATE_CHUNK_BYTES, self._clock())
+                    if whole_s is not None and whole_s > SLOW_S and not may_be_slow and self._kept.missing:
+                        self.slow[donor] = whole_s
+                        raise _PassedOver("it is slow")
+            if wanted[-1] in self._kept.missing:
+                return
+
+    def _wait(self, donor: Candidate, place: QueuePlace, patience: Patience, *, may_wait: bool) -> None:
+        """Raises _PassedOver, or TimedOut when the turn should have come long ago."""
+        if not may_wait:
+            self.lines[donor] = math.inf if place.left_s is None else place.left_s
+            raise _PassedOver(f"place {place.position} in its line")
+        if not patience.waits(place.left_s, self._clock()):
+            self._on_place(donor, None)
+            raise TimedOut("its line takes much longer than it said", peer=donor.peer_id)
+        self._on_place(donor, place)
 
     def _keep(self, item: FetchItem, manifest: StateManifest) -> None:
         """Raises CorruptPayload for what was not asked for next, or is damaged."""
@@ -221,9 +284,5 @@ class _Fetching:
         kept.put(item.index, item.payload, digest)
 
 
-class _InLine(Exception):
-    """The donor is busy; `place` is that of this newcomer in its line."""
-
-    def __init__(self, place: QueuePlace) -> None:
-        super().__init__(f"place {place.position}")
-        self.place = place
+class _PassedOver(Exception):
+    """This donor is asked again after the others."""

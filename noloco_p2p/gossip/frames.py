@@ -22,6 +22,7 @@ from blake3 import blake3
 
 PROTOCOL_VERSION = "1.0"  # same major number = can talk
 STATE_CHUNK_BYTES = 1 << 20
+MAX_CHUNKS_PER_REQUEST = 65_536  # 64 GiB; of a larger state the rest is asked for in further calls
 
 Payload = bytes | memoryview  # what came from the network is a view of the message
 
@@ -115,7 +116,7 @@ class Boundary:
     seconds_to_boundary: float | None  # None = not measured yet (first round)
     seconds_per_round: float | None
     progress: float  # fraction of the run's schedule at the opening of the round
-    inner_steps: int = 0  # length of this round; progress and age are counted in the mean of both sides' (0 = not told)
+    inner_steps: int = 0  # length of this round; progress and age are counted in the mean of both sides' (0 = as yours)
     shortest_round_s: float | None = None  # that the peer can keep up with; None = not measured, or of fixed length
 
 

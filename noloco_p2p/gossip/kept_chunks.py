@@ -6,6 +6,7 @@ What a crash tore is found by hashing again, so nothing needs to reach the disk 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from pathlib import Path
@@ -29,7 +30,10 @@ def _digests_path(path: Path) -> Path:
 
 
 class KeptChunks:
-    """Use as a context manager; `missing` are the indices of the chunks that are not here. Raises OSError."""
+    """Use as an async context manager: what takes long is done off the loop. Raises OSError.
+
+    missing: indices of the chunks that are not here. done_bytes: of those that are.
+    """
 
     def __init__(self, path: Path, *, num_bytes: int) -> None:
         self._path = path
@@ -37,12 +41,17 @@ class KeptChunks:
         self._num_bytes = num_bytes
         self._num_chunks = -(-num_bytes // STATE_CHUNK_BYTES)
         self.missing = list(range(self._num_chunks))
+        self.done_bytes = 0
 
-    @property
-    def done_bytes(self) -> int:
-        return self._num_bytes - sum(self.size(index) for index in self.missing)
+    async def __aenter__(self) -> KeptChunks:
+        await asyncio.to_thread(self._open)  # hashes all that was kept
+        return self
 
-    def __enter__(self) -> KeptChunks:
+    async def __aexit__(self, *exception: object) -> None:
+        os.close(self._file)
+        os.close(self._digests)
+
+    def _open(self) -> None:
         is_fresh = self._is_fresh()
         flags = os.O_RDWR | os.O_CREAT | (0 if is_fresh else os.O_TRUNC)
         self._file = os.open(self._path, flags, 0o600)
@@ -51,11 +60,7 @@ class KeptChunks:
         os.ftruncate(self._digests, DIGEST_BYTES * self._num_chunks)
         if is_fresh:
             self.missing = [index for index in self.missing if not self._is_here(index)]
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        os.close(self._file)
-        os.close(self._digests)
+        self.done_bytes = self._num_bytes - sum(self.size(index) for index in self.missing)
 
     def size(self, index: int) -> int:
         """Bytes of a chunk; all but the last have STATE_CHUNK_BYTES."""
@@ -66,11 +71,12 @@ class KeptChunks:
         os.pwrite(self._file, payload, index * STATE_CHUNK_BYTES)
         os.pwrite(self._digests, digest, index * DIGEST_BYTES)
         self.missing.remove(index)
+        self.done_bytes += len(payload)
 
-    def finish(self) -> None:
+    async def finish(self) -> None:
         """All is here and on the disk; what was kept beside it goes."""
         assert not self.missing
-        os.fsync(self._file)
+        await asyncio.to_thread(os.fsync, self._file)
         self._digests_path.unlink()
 
     def _is_fresh(self) -> bool:

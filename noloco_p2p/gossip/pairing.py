@@ -125,6 +125,11 @@ class Pairing:
             self._memory[peer_id] = _Memory(_Answer.NO, now_s + retry_after_s)
 
     def failed(self, peer_id: str, *, now_s: float) -> None:
+        self._memory = {
+            peer: memory
+            for peer, memory in self._memory.items()
+            if memory.answer is not _Answer.NONE or memory.retry_at_s > now_s
+        }
         self._memory[peer_id] = _Memory(_Answer.NONE, now_s + FAILED_RETRY_S)
 
     def _eligible(self, candidate: Candidate) -> bool:
@@ -132,7 +137,7 @@ class Pairing:
 
     def _may_ask(self, candidate: Candidate, now_s: float) -> bool:
         memory = self._memory.get(candidate.peer_id)
-        return self._eligible(candidate) and (memory is None or memory.retry_at_s <= now_s)
+        return memory is None or memory.retry_at_s <= now_s
 
     def _in_time(self, candidate: Candidate, now_s: float, latest_s: float) -> bool:
         """May be asked now, or will be free before `latest_s`; not for one that could not be reached."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from noloco_p2p.gossip.frames import Boundary, Part
 from noloco_p2p.gossip.goodput import Goodput
 from noloco_p2p.gossip.round_length import LinkMeasure, measure_link
-from noloco_p2p.gossip.staleness import age_weight, rounds_apart
+from noloco_p2p.gossip.staleness import age_weight, rounds_apart, told_lengths
 from noloco_p2p.gossip.swap import Swap
 from noloco_p2p.optim.mixing import Agreement, agreed_inner_steps
 
@@ -31,7 +31,7 @@ class Running:
 
     @property
     def agreed(self) -> Agreement:
-        own, other = self.mine.inner_steps, self.partner.inner_steps
+        own, other = told_lengths(self.mine, self.partner)
         return Agreement(
             agreed_inner_steps(own, other),
             weight=age_weight(rounds_apart(self.mine, self.partner, total_steps=self.total_steps)),

@@ -62,7 +62,7 @@ class Transport(Protocol):
 
 
 class Service(Protocol):
-    """What a peer answers. A transport's server calls it; Refused, Incompatible and Unreachable go back in words."""
+    """What a peer answers. A transport's server calls it; Refused and Unreachable go back in words."""
 
     def admit(self, hello: Hello) -> None:
         """Raises Refused when the caller may not ask anything here."""

@@ -70,6 +70,7 @@ class Seeking:
             told = peer_id in self._swapping.unreachable  # it stays in the directory until its record expires
             level = logging.DEBUG if told else logging.WARNING
             live.faults.tell(f"offer to {named(peer_id)} failed: {error}", error, level=level)
+            self._swapping.unreachable &= {peer.peer_id for peer in live.directory.live()}
             self._swapping.unreachable.add(peer_id)
             live.pairing.failed(peer_id, now_s=live.clock())
         finally:

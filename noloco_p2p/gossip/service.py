@@ -22,7 +22,6 @@ class PeerService:
     def admit(self, hello: Hello) -> None:
         self.num_calls += 1
         self._runner.admit(hello)
-        self.was_reached = True
 
     async def on_swap(self, stream: FrameStream) -> None:
         self.num_calls += 1

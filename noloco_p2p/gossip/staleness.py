@@ -21,9 +21,14 @@ STALE_ROUNDS = 32.0
 STALE_RETRY_S = 30.0  # long enough to have caught up with a small model
 
 
+def told_lengths(mine: Boundary, theirs: Boundary) -> tuple[int, int]:
+    """Inner steps of both rounds; who tells none is taken to have the other's, so that to be silent hides no age."""
+    return mine.inner_steps or theirs.inner_steps, theirs.inner_steps or mine.inner_steps
+
+
 def rounds_apart(mine: Boundary, theirs: Boundary, *, total_steps: int) -> float:
-    """Age of the older one, in rounds of the length that both agree on: the same number for both. 0 = not known."""
-    agreed = agreed_inner_steps(mine.inner_steps, theirs.inner_steps)
+    """Age of the older one, in rounds of the length that both agree on: the same number for both. 0 = none is told."""
+    agreed = agreed_inner_steps(*told_lengths(mine, theirs))
     return abs(mine.progress - theirs.progress) * total_steps / agreed if agreed else 0.0
 
 

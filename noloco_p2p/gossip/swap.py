@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 
 from blake3 import blake3
@@ -255,13 +255,18 @@ class Swap:
 
     async def _send(self, frame: Frame) -> None:
         async with self._send_lock:  # sections and Ready come from two tasks; a stream takes one writer
-            await self._stream.send(frame)
+            with self._of_partner():  # a stream that broke of what came tells so to its writer, too
+                await self._stream.send(frame)
 
     # receiving
 
     async def _receive_parts(self) -> None:
-        for name, proposal in self._proposals.items():
-            await self._agree_on_grid(name, proposal)
+        with self._of_partner():
+            for name, proposal in self._proposals.items():
+                await self._agree_on_grid(name, proposal)
+            await self._take_parts()
+
+    async def _take_parts(self) -> None:
         for part in Part:
             broken = [(plan, await self._receive_section(plan)) for plan in self._plans_of(part)]
             if part is Part.EARLY:
@@ -278,7 +283,7 @@ class Swap:
     async def _agree_on_grid(self, name: SectionName, proposal: bytes) -> None:
         frame = await self._receive()
         if not isinstance(frame, Grid) or frame.section is not name:
-            raise CorruptPayload(f"expected the grid of {name.name.lower()}, got {_show(frame)}", peer=self.partner)
+            raise CorruptPayload(f"expected the grid of {name.name.lower()}, got {_show(frame)}")
         exponents = agree(proposal, frame.exponents)
         coding = Coding(self._plan(name), AgreedGrid(exponents, dither_seed(self.swap_id, name)))
         self._num_bytes[name] = coding.num_bytes(range(num_chunks(coding.plan.num_elements)))
@@ -326,7 +331,7 @@ class Swap:
         plan = coding.plan
         header, expected = await self._receive(), _header(coding, indices)
         if header != expected:
-            raise CorruptPayload(f"announced {_show(header)}, expected {_show(expected)}", peer=self.partner)
+            raise CorruptPayload(f"announced {_show(header)}, expected {_show(expected)}")
         if plan.part is Part.LATE:
             self.partner_staged_s = self._loop.time()
         self._progress()
@@ -339,14 +344,14 @@ class Swap:
             chunk = await self._receive()
             if not isinstance(chunk, Chunk) or (chunk.section, chunk.index) != (plan.name, index):
                 wanted = f"chunk {index} of {plan.name.name.lower()}"
-                raise CorruptPayload(f"{wanted} is missing: got {_show(chunk)}", peer=self.partner)
+                raise CorruptPayload(f"{wanted} is missing: got {_show(chunk)}")
             await check.add(chunk)
             digests.update(chunk.digest)
             self.bytes_received += len(chunk.payload)
             self._traffic.bytes_received += len(chunk.payload)
             self._progress()
         if await self._receive() != End(plan.name, digests.digest()):
-            raise CorruptPayload(f"{plan.name.name.lower()} does not end as it should", peer=self.partner)
+            raise CorruptPayload(f"{plan.name.name.lower()} does not end as it should")
         await check.finish()
         return check
 
@@ -363,7 +368,7 @@ class Swap:
                     raise
                 return
             if frame is not None:
-                raise CorruptPayload(f"expected Ready, got {_show(frame)}", peer=self.partner)
+                raise CorruptPayload(f"expected Ready, got {_show(frame)}")
 
     async def _receive(self, *, until_ready: bool = False) -> Frame | None:
         """The next frame that is no Ready (those are noted); with `until_ready` a Ready ends the wait, with None."""
@@ -379,6 +384,15 @@ class Swap:
                 return None
 
     # both
+
+    @contextlib.contextmanager
+    def _of_partner(self) -> Iterator[None]:
+        """What is found corrupt here came from the partner; whoever finds it knows no name, or an address."""
+        try:
+            yield
+        except CorruptPayload as error:
+            error.peer = self.partner
+            raise
 
     def _plan(self, name: SectionName) -> SectionPlan:
         return next(plan for plan in self._plans if plan.name is name)

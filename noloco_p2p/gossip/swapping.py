@@ -80,6 +80,9 @@ class Swapping:
             await running.swap.run()
         except PeerError as error:
             self.ended(round_, running, error)
+            # Its frames hold the swap, and the swap holds it: payloads as large as the model would wait for the
+            # garbage collector.
+            error.__traceback__ = error.__context__ = None
         except BaseException:  # cancelled, or a mistake of ours: the round must not wait for it
             self.ended(round_, running, Unreachable("it was broken off here", peer=running.swap.partner))
             raise
@@ -149,7 +152,7 @@ class Swapping:
         else:
             live.pairing.failed(partner, now_s=now_s)
         if round_.phase is Phase.SWAPPING:
-            live.failed_link = running.link(now_s)
+            live.failed_link, live.running = running.link(now_s), None
         round_.swap_failed()
         live.reason = f"the swap with {named(partner)} failed: {error}"
         live.cause = LonelyCause.FAILED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
 import grpc.aio
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - missing in the stubs
@@ -15,7 +16,7 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import convert
 from noloco_p2p.net.caller import SWAP_METHOD, CallerStream, connect
 from noloco_p2p.net.climb import LaneMemory, LanePolicy
-from noloco_p2p.net.connection import Dialer, nobody_is_banned, refused, translate
+from noloco_p2p.net.connection import Dialer, check_parsed, nobody_is_banned, refused, translate
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
@@ -70,7 +71,7 @@ class GrpcTransport:
                 reply = await call
             except grpc.aio.AioRpcError as error:
                 raise translate(error, candidate.peer_id) from None
-        _check_parsed(reply, candidate.peer_id)
+        check_parsed(reply, candidate.peer_id)
         if reply.HasField("refuse"):
             raise refused(reply.refuse, candidate.peer_id)
         return convert.status_from_wire(reply)
@@ -84,13 +85,14 @@ class GrpcTransport:
             request.hello.layout = ""  # a peer of another layout would refuse
         async with self._dialer.dialled(candidate, timeout_s=timeout_s) as connection:
             call = PeerStub(connection.channel).Fetch(request, metadata=connection.metadata)
-            manifest: list[pb.Manifest] = []
+            manifest: frames.StateManifest | None = None
+            digests: list[bytes] = []
             try:
                 while True:
                     reply = await asyncio.wait_for(call.read(), timeout_s)
                     if reply is EOF:
                         break
-                    _check_parsed(reply, candidate.peer_id)
+                    check_parsed(reply, candidate.peer_id)
                     await self._limits.receiving(reply.ByteSize())
                     match reply.WhichOneof("what"):
                         case "refuse":
@@ -104,13 +106,15 @@ class GrpcTransport:
                         case "place":
                             yield convert.place_from_wire(reply.place)
                         case "manifest":
-                            manifest.append(reply.manifest)
-                            if sum(len(part.chunk_digests) for part in manifest) > MAX_MANIFEST_CHUNKS:
+                            part = convert.manifest_from_wire(reply.manifest)
+                            manifest = manifest or part
+                            digests += part.chunk_digests
+                            if len(digests) > MAX_MANIFEST_CHUNKS:
                                 raise CorruptPayload("a manifest without end", peer=candidate.peer_id)
                         case _:
                             raise CorruptPayload("an answer of an unknown kind", peer=candidate.peer_id)
                 if manifest:
-                    yield join_manifest(manifest)
+                    yield replace(manifest, chunk_digests=tuple(digests))
             except grpc.aio.AioRpcError as error:
                 raise translate(error, candidate.peer_id) from None
             except TimeoutError:
@@ -119,12 +123,6 @@ class GrpcTransport:
                 ) from None
             finally:
                 call.cancel()
-
-
-def _check_parsed(message: object, peer: str) -> None:
-    """gRPC gives None for bytes that are no message."""
-    if message is None:
-        raise CorruptPayload("what came is no message of this protocol", peer=peer)
 
 
 def _fetch_request(want: frames.FetchWant) -> pb.FetchRequest:
@@ -137,16 +135,3 @@ def _fetch_request(want: frames.FetchWant) -> pb.FetchRequest:
             return pb.FetchRequest(layout=pb.LayoutRequest())
         case frames.WantChunks(manifest_digest, indices):
             return pb.FetchRequest(chunks=pb.ChunksRequest(manifest_digest=manifest_digest, indices=indices))
-
-
-def join_manifest(parts: list[pb.Manifest]) -> frames.StateManifest:
-    first = parts[0]
-    round_index, progress = convert.place(first.round, first.progress)
-    return frames.StateManifest(
-        layout=convert.text(first.layout),
-        num_elements=first.num_elements,
-        round=round_index,
-        progress=progress,
-        num_bytes=first.num_bytes,
-        chunk_digests=tuple(digest for part in parts for digest in part.chunk_digests),
-    )

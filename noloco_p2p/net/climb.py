@@ -129,7 +129,8 @@ class Climb:
 
     def _knows(self, direction: Direction) -> bool:
         meter = self._meters[direction]
-        return meter.active_s >= self._policy.window_s and meter.num_frames >= FRAMES_PER_LANE * self._lanes
+        is_long = meter.active_s >= self._policy.window_s and meter.num_frames >= FRAMES_PER_LANE * self._lanes
+        return is_long and meter.num_bytes > 0  # empty chunks have no rate
 
     def _window_is_full(self, now_s: float) -> bool:
         if not any(self._knows(direction) for direction in Direction):

@@ -117,9 +117,14 @@ class Dialer:
             if isinstance(fault, Unreachable):  # all that TLS 1.3 tells of a certificate that is not taken
                 fault = Unreachable(f"{fault}{self._perhaps()}", peer=fault.peer)
             raise fault from None
-        if reply is None:
-            raise CorruptPayload("what answers a greeting is no message of this protocol", peer=candidate.peer_id)
+        check_parsed(reply, candidate.peer_id)
         return greeting.prove(reply, self._session)
+
+
+def check_parsed(message: object, peer: str) -> None:
+    """gRPC gives None for bytes that are no message."""
+    if message is None:
+        raise CorruptPayload("what came is no message of this protocol", peer=peer)
 
 
 def translate(error: grpc.aio.AioRpcError, peer: str) -> PeerError:

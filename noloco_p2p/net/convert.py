@@ -12,6 +12,7 @@ from typing import Any
 
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.gossip import frames
+from noloco_p2p.gossip.kept_chunks import DIGEST_BYTES
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 MAX_TEXT = 1000  # characters of any name or sentence that another peer sends
@@ -70,6 +71,17 @@ def manifest_to_wire(manifest: frames.StateManifest, digests: tuple[bytes, ...])
         progress=manifest.progress,
         num_bytes=manifest.num_bytes,
         chunk_digests=digests,
+    )
+
+
+def manifest_from_wire(message: pb.Manifest) -> frames.StateManifest:
+    """A manifest, or a part of one; one without digests, or with others, could be repeated without end."""
+    digests = tuple(message.chunk_digests)
+    if not digests or any(len(digest) != DIGEST_BYTES for digest in digests):
+        raise CorruptPayload(f"a manifest arrived without digests of {DIGEST_BYTES} bytes")
+    round_index, progress = place(message.round, message.progress)
+    return frames.StateManifest(
+        text(message.layout), message.num_elements, round_index, progress, message.num_bytes, digests
     )
 
 

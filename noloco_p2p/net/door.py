@@ -12,7 +12,7 @@ import ipaddress
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NoReturn
 
 import grpc
@@ -51,6 +51,7 @@ class Door:
         self._challenges = Challenges(session, clock=clock) if session else None
         self._greetings = Greetings(clock)
         self._open = Counter[str]()
+        self._fetches: dict[str, object] = {}
         self._turned_away = TurnedAway(clock)
 
     async def greet(self, request: pb.GreetRequest, context: Any) -> pb.GreetReply:
@@ -84,6 +85,22 @@ class Door:
             self._open[caller] -= 1
             if not self._open[caller]:
                 del self._open[caller]
+
+    @contextlib.contextmanager
+    def fetching(self, caller: str) -> Iterator[Callable[[], None]]:
+        """For the time of one fetch of chunks. What it gives raises Refused once the same peer has begun another: the
+        newer one counts, as the older may hang in a connection that is dead."""
+        mine = self._fetches[caller] = object()
+
+        def check() -> None:
+            if caller and self._fetches.get(caller) is not mine:
+                raise Refused("you fetch here in another call", code=frames.RefuseCode.BUSY.name, retry_after_s=5.0)
+
+        try:
+            yield check
+        finally:
+            if self._fetches.get(caller) is mine:
+                del self._fetches[caller]
 
     def _proven(self, context: Any) -> str:
         if self._challenges is None:

@@ -22,6 +22,7 @@ from noloco_p2p.errors import CorruptPayload, PeerError, Refused
 from noloco_p2p.gossip.frames import RefuseCode
 from noloco_p2p.identity import short_id, verify
 from noloco_p2p.invitation import NotInvited
+from noloco_p2p.net.convert import text
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
@@ -104,7 +105,7 @@ class Challenges:
         own = self._session
         words = _words(CALLER, proof.nonce, challenge, own.key, own.identity.peer_id + proof.peer_id)
         if not verify(proof.peer_id, words, proof.signature):
-            raise _not_proven(f"the signature is not that of ..{short_id(proof.peer_id)}, made for this peer")
+            raise _not_proven(f"the signature is not that of ..{short_id(text(proof.peer_id))}, made for this peer")
         self._take(challenge, now_s)
         check_membership(own, proof.membership, proof.peer_id)
         return proof.peer_id

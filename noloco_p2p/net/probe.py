@@ -19,7 +19,7 @@ from noloco_p2p.errors import CorruptPayload, Refused
 from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import convert
-from noloco_p2p.net.connection import Dialer, refused, translate
+from noloco_p2p.net.connection import Dialer, check_parsed, refused, translate
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
@@ -78,11 +78,17 @@ async def ask(
     clock, began_wall_s, round_trip_s = await _asked(dialer, candidate, empty, timeout_s)
     reply, _, _ = await _asked(dialer, candidate, request, timeout_s)
     for answer in (clock, reply):
+        check_parsed(answer, candidate.peer_id)
         if answer.HasField("refuse"):
             raise refused(answer.refuse, candidate.peer_id)
-    reached = {port.port: "" if port.is_reached else port.sentence[:200] or "no reason given" for port in reply.ports}
-    offset_s = clock.time_s - (began_wall_s + round_trip_s / 2)
-    return Probed(reply.observed_host[:100], reached, offset_s, round_trip_s)
+    answers = [answer for answer in reply.ports[:MAX_PORTS] if answer.port in ports]
+    reached = {each.port: "" if each.is_reached else _reason(each.sentence) for each in answers}
+    offset_s = convert.finite(clock.time_s) - (began_wall_s + round_trip_s / 2)
+    return Probed(convert.text(reply.observed_host)[:100], reached, offset_s, round_trip_s)
+
+
+def _reason(sentence: str) -> str:
+    return convert.text(sentence)[:200] or "no reason given"
 
 
 async def _asked(

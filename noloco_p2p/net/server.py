@@ -34,7 +34,6 @@ JOIN_S = 5.0  # from the call of a lane to its Join
 FIRST_WORDS_S = 5.0  # from any other call to its request
 TAKE_S = 20.0  # for one answer, of 1 MiB at most: who reads slower would hold an upload for ever
 MANIFEST_DIGESTS_PER_REPLY = 16_384
-MAX_CHUNKS_PER_REQUEST = 65_536
 
 
 class GrpcServer:
@@ -299,11 +298,15 @@ class _Servicer:
         async with self._door.visit(context) as caller:
             try:
                 self._admitted(request.hello, caller)
-                async with aclosing(self._service.on_fetch(_want(request))) as items:
-                    async for item in items:
-                        for reply in _replies(item):
-                            await self._limits.sending(reply.ByteSize())
-                            yield reply
+                want = _want(request)
+                uploads_to = caller if isinstance(want, frames.WantChunks) else ""
+                with self._door.fetching(uploads_to) as check:
+                    async with aclosing(self._service.on_fetch(want)) as items:
+                        async for item in items:
+                            check()
+                            for reply in _replies(item):
+                                await self._limits.sending(reply.ByteSize())
+                                yield reply
             except PeerError as error:
                 yield pb.FetchReply(refuse=refuse_to_wire(error))
 
@@ -356,8 +359,8 @@ def _want(request: pb.FetchRequest) -> frames.FetchWant:
         case "layout":
             return frames.WantLayout()
         case "chunks":
-            if len(request.chunks.indices) > MAX_CHUNKS_PER_REQUEST:
-                raise CorruptPayload(f"at most {MAX_CHUNKS_PER_REQUEST} chunks can be asked for at once")
+            if len(request.chunks.indices) > frames.MAX_CHUNKS_PER_REQUEST:
+                raise CorruptPayload(f"at most {frames.MAX_CHUNKS_PER_REQUEST} chunks can be asked for at once")
             return frames.WantChunks(request.chunks.manifest_digest, tuple(request.chunks.indices))
         case _:
             raise CorruptPayload("a request of an unknown kind; the caller may speak a newer protocol")
@@ -375,5 +378,5 @@ def _replies(item: frames.FetchItem) -> list[pb.FetchReply]:
             return [pb.FetchReply(place=convert.place_to_wire(item))]
         case frames.StateManifest(chunk_digests=digests):
             step = MANIFEST_DIGESTS_PER_REPLY
-            parts = [digests[start : start + step] for start in range(0, len(digests), step)] or [()]
+            parts = [digests[start : start + step] for start in range(0, len(digests), step)]
             return [pb.FetchReply(manifest=convert.manifest_to_wire(item, part)) for part in parts]

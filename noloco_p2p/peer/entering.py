@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from noloco_p2p.errors import CheckpointError, Left, ModelError, PeerError, Unreachable
+from noloco_p2p.errors import CheckpointError, Left, ModelError, PeerError, TimedOut, Unreachable
 from noloco_p2p.gossip.donor import state_file_bytes
 from noloco_p2p.gossip.fetch import can_give, fetch_from_swarm, fetch_spec, find_difference
 from noloco_p2p.gossip.frames import QueuePlace, StateManifest
@@ -38,8 +38,9 @@ ENTER_TIMEOUT_S = 30.0  # to hear of a live peer of the run that a ticket names
 LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps or peers met before: nobody need be there
 ASK_AGAIN_S = 1.0  # for the spec
 ANSWER_S = 120.0  # for what takes seconds, on a slow machine
-FETCH_STATE_TIMEOUT_S = 24 * 3600.0
-CATCH_UP_AGAIN_S = 60.0
+FETCH_STATE_TIMEOUT_S = 24 * 3600.0  # at its start a peer has nothing else to do
+CATCH_UP_TIMEOUT_S = 600.0  # training waits: what came is kept, and the next try goes on with it
+CATCH_UP_AGAIN_S = 60.0  # after the last try, and at least as long as that took
 DONORS_ASKED = 3  # for their tensors, when none of them had a state that fits
 PLACES_ASKED = 5  # peers that are asked where they stand
 PLACE_S = 5.0  # for the answer
@@ -101,12 +102,14 @@ class Entering:
     def enter(self, layout: ModelLayout, *, target: Path) -> StateManifest | None:
         """Fetch the state of a live peer into `target`; None when nobody has one.
 
-        Raises Left, Unreachable (a ticket, and nobody is there), CheckpointError (the disk), and ModelError, with the
-        first tensor that differs, when live peers train another model.
+        Raises Left, Unreachable (a ticket, and nobody is there), TimedOut, CheckpointError (the disk), and ModelError,
+        with the first tensor that differs, when live peers train another model.
         """
         with self._progress.task("looking for live peers"):
             donors = self._thread.call(self._find_donors(), ANSWER_S, leaving=self._leaving)
-        manifest = self._fetch_state(donors, layout, target=target) if donors else None
+        manifest = None
+        if donors:
+            manifest = self._fetch_state(donors, layout, target=target, timeout_s=FETCH_STATE_TIMEOUT_S)
         if manifest is None:
             self._check_model(donors, layout)
         return manifest
@@ -123,23 +126,26 @@ class Entering:
             return None
         try:
             ahead = self._far_ahead(progress, round_progress=round_progress)
-        except Left:
+        except (Left, TimeoutError):  # asked to leave, or the network thread is stuck
             return None
         if not ahead:
             return None
-        self._catch_up_again_s = time.monotonic() + CATCH_UP_AGAIN_S
+        began_s = time.monotonic()
         log.warning(
             "this peer stands at %.1f %% of the schedule and most of the swarm at %.1f %% or beyond: it catches up",
             100 * progress,
             100 * min(donor.progress for donor in ahead),
         )
         try:
-            manifest = self._fetch_state(ahead, layout, target=target)
+            manifest = self._fetch_state(ahead, layout, target=target, timeout_s=CATCH_UP_TIMEOUT_S)
         except Left:
             return None
-        except CheckpointError as error:
+        except (CheckpointError, TimedOut) as error:
             log.error("%s", error)
             return None
+        finally:
+            now_s = time.monotonic()
+            self._catch_up_again_s = now_s + max(CATCH_UP_AGAIN_S, now_s - began_s)
         if manifest and manifest.progress <= progress:
             forget(target)
             return None
@@ -201,7 +207,9 @@ class Entering:
         middle = median(donor.progress for donor in donors) if donors else 0.0
         return sorted(donors, key=lambda donor: donor.progress < middle)  # who is behind is asked last
 
-    def _fetch_state(self, donors: Sequence[Candidate], layout: ModelLayout, *, target: Path) -> StateManifest | None:
+    def _fetch_state(
+        self, donors: Sequence[Candidate], layout: ModelLayout, *, target: Path, timeout_s: float
+    ) -> StateManifest | None:
         line = _LineNews()
 
         def fetching(report: Report) -> Coroutine[Any, Any, StateManifest | None]:
@@ -219,9 +227,11 @@ class Entering:
 
         try:
             with self._progress.task(line.what, unit="bytes") as report:
-                manifest = self._thread.call(fetching(report), FETCH_STATE_TIMEOUT_S, leaving=self._leaving)
+                manifest = self._thread.call(fetching(report), timeout_s, leaving=self._leaving)
             if manifest is None:
                 forget(target)
+        except TimeoutError:
+            raise TimedOut(f"the state of the swarm did not come within {duration(timeout_s)}") from None
         except OSError as error:
             raise CheckpointError(f"the state of the swarm cannot be written to {target}: {error}") from None
         if manifest is None and any(donor.round > 0 for donor in donors):

@@ -156,9 +156,13 @@ class DialBacks:
         self._seen = fresh or self._seen
 
     async def _ask_one(self, peer: Candidate, found: dict[str, DialBack]) -> None:
+        self._not_before_s[peer.peer_id] = self._clock() + ASK_AGAIN_S
         try:
             found[peer.peer_id] = await self._ask(peer)
             self._first.set()
         except PeerError as error:
             log.debug("%s could not be asked to dial back: %s", short_id(peer.peer_id), error)
-            self._not_before_s[peer.peer_id] = self._clock() + ASK_AGAIN_S
+        except Exception:  # whatever a stranger answers, the others are asked
+            log.exception(
+                "the answer of %s, that was asked to dial back, has led to a fault here", short_id(peer.peer_id)
+            )

@@ -33,6 +33,7 @@ from noloco_p2p.train.outer_state import OuterState
 WAIT_S, ENOUGH_S = 30.0, 20.0  # a loaded machine; every fault is found long before
 SPEC = RunSpec(name="badboy", codec=FP32, outer=published(inner_steps=1, max_wait_s=WAIT_S))
 DEADLINES = Deadlines(status_s=2.0, progress_s=2.0, farewell_s=0.5)
+STRUCK_ROWS = {"4", "5", "6", "7", "8", "35", "36"}  # what no honest peer sends: three times is a ban
 KINDS = {"nothing": Alone, "early": Half, "clipped": Swapped}
 
 
@@ -94,6 +95,8 @@ def test_a_row(flag: Flag, caplog: pytest.LogCaptureFixture) -> None:
     model, random_state = make_model(), torch.get_rng_state()
     with LoopbackSwarm(SPEC, deadlines=DEADLINES) as swarm:
         peer = swarm.peer("victim")
+        struck: list[str] = []
+        peer.runner._swapping.on_corrupt = lambda peer_id, reason: struck.append(peer_id)
         faults = flag.plan.wrapper()
         badboy = swarm.peer("the-badboy", wrap=faults, wrap_accepted=faults)
         victim = NoLoCo(model, peer, save_every_rounds=0)
@@ -101,6 +104,7 @@ def test_a_row(flag: Flag, caplog: pytest.LogCaptureFixture) -> None:
         outcome = one_round(victim, model, badboy, theirs, round_index=flag.round)
         assert time.monotonic() - began_s < ENOUGH_S  # I2
         assert faults.fired or not flag.plan.sending
+        assert struck == (["the-badboy"] if flag.row in STRUCK_ROWS else [])
         assert type(outcome) is KINDS[flag.left], outcome
         state = victim._state  # the numbers themselves: no public way shows them all
         after, twin = all_numbers(state), twin_with(outcome, theirs)

@@ -23,8 +23,10 @@ from noloco_p2p.gossip.frames import (
     Hello,
     Offer,
     PeerStatus,
+    QueuePlace,
     SpecJson,
     SwapState,
+    WantChunks,
     WantSpec,
 )
 from noloco_p2p.gossip.seams import Candidate, FrameStream
@@ -69,6 +71,9 @@ class Answering:
         return PeerStatus(hello_of("answerer"), "training", 41, 0.5, SwapState())
 
     async def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
+        while isinstance(want, WantChunks):
+            yield QueuePlace(1, 1.0)
+            await asyncio.sleep(0.01)
         yield SpecJson(SPEC.canonical_json())
 
 
@@ -98,6 +103,10 @@ def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
 
 async def first_item(transport: GrpcTransport, there: Candidate) -> FetchItem:
     return await anext(transport.fetch(there, WantSpec(), timeout_s=PATIENCE_S))
+
+
+async def rest(items: AsyncGenerator[FetchItem]) -> list[FetchItem]:
+    return [item async for item in items]
 
 
 def test_every_call_goes_over_tls_and_names_its_caller() -> None:
@@ -198,5 +207,26 @@ def test_no_proof_and_a_proof_used_before_are_told_in_words() -> None:
                     assert words
                     assert words in str(fault)
             assert len(service.admitted) == 1
+
+    run(main)
+
+
+def test_the_newest_fetch_of_a_peer_is_the_one_that_counts() -> None:
+    """Else one peer could have a place in the line for each of its calls."""
+    want = WantChunks(bytes(32), (0,))
+
+    async def main() -> None:
+        async with answering() as (_, there):
+            older, newer = (transport().fetch(there, want, timeout_s=PATIENCE_S) for _ in range(2))
+            friend = transport(Session(identity_of("friend")), name="friend").fetch(there, want, timeout_s=PATIENCE_S)
+            for items in (older, friend, newer):
+                assert isinstance(await anext(items), QueuePlace)
+            assert isinstance(await first_item(transport(), there), SpecJson), "which ends none of them"
+            with pytest.raises(Refused, match="in another call"):
+                await rest(older)
+            for items in (newer, friend):
+                for _ in range(5):
+                    assert isinstance(await anext(items), QueuePlace)
+                await items.aclose()
 
     run(main)

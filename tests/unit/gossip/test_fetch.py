@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from noloco_p2p.errors import CorruptPayload, Refused, Unreachable
+from noloco_p2p.gossip import fetch as fetch_module
+from noloco_p2p.gossip import kept_chunks
 from noloco_p2p.gossip.donor import SavedState, StateServer, describe_state
 from noloco_p2p.gossip.fetch import fetch_spec, fetch_state
 from noloco_p2p.gossip.frames import (
@@ -21,6 +25,7 @@ from noloco_p2p.gossip.frames import (
     Hello,
     PeerStatus,
     QueuePlace,
+    RefuseCode,
     SpecJson,
     StateChunk,
     StateManifest,
@@ -28,6 +33,7 @@ from noloco_p2p.gossip.frames import (
     WantManifest,
     WantSpec,
 )
+from noloco_p2p.gossip.patience import SLOW_S, WINDOW_S
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.gossip.uploads import MAX_UPLOADS
 from noloco_p2p.spec import RunSpec
@@ -235,6 +241,19 @@ def test_without_a_donor_every_reason_is_told(fetching: Fetching) -> None:
         asyncio.run(fetch_spec(fetching.transport, fetching.candidates(), expected_digest=SPEC.digest()))
 
 
+def test_who_answers_with_words_of_a_line_gives_no_spec(fetching: Fetching) -> None:
+    async def only_words(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        async for _ in items:
+            while True:
+                await asyncio.sleep(0)
+                yield QueuePlace(1, 0.0)
+
+    fetching.donor(1, only_words)
+    fetching.donor(2)
+    fetched = asyncio.run(fetch_spec(fetching.transport, fetching.candidates(), expected_digest=SPEC.digest()))
+    assert fetched == SPEC
+
+
 # the donor
 
 
@@ -273,7 +292,7 @@ def test_a_third_newcomer_waits_in_line_until_one_of_the_two_has_ended(tmp_path:
         async with aclosing(running[1]):
             pass  # a newcomer that goes away in the middle
         assert [type(item) for item in await listed(fourth)] == [StateChunk, StateChunk]
-        assert states._line.num_uploads == 0
+        assert not states._line._line
 
     asyncio.run(main())
 
@@ -307,6 +326,115 @@ def test_when_all_donors_are_busy_the_shortest_line_is_waited_for_and_told(fetch
     assert told == [("donor-2", QueuePlace(2, 10.0)), ("donor-2", QueuePlace(1, 5.0)), ("donor-2", None)]
 
 
+class Clock:
+    """Time that passes with the items of a donor: not too much for each of them, but for all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(fetch_module, "SLOW_S", SLOW_S / 100)  # for a state of four chunks
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    async def slowed(self, items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        async for item in items:
+            self.now_s += WINDOW_S / 2
+            yield item
+
+    async def always_next_in_line(self, items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        async for item in items:
+            while isinstance(item, StateChunk):
+                self.now_s += 10.0
+                yield QueuePlace(1, 0.0)
+            yield item
+
+
+def test_a_slow_donor_is_left_for_a_faster_one(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    (slow, first), (_, second) = fetching.donor(1, clock.slowed), fetching.donor(2)
+    manifest, fetched = asyncio.run(fetching.fetch(clock=clock))
+    assert manifest is not None
+    assert manifest.round == 2
+    kept = 3 * STATE_CHUNK_BYTES
+    assert fetched == first[:kept] + second[kept:], "what it gave in one window is kept"
+    assert len(slow.asked) == 2
+
+
+def test_a_slow_donor_is_gone_back_to_when_there_is_no_other(
+    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    slow, data = fetching.donor(1, clock.slowed)
+    assert asyncio.run(fetching.fetch(clock=clock))[1] == data
+    assert len(slow.asked) == 4
+
+
+def test_a_line_that_does_not_move_is_left(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    async def has_a_line(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        async for item in items:
+            if isinstance(item, StateChunk) and item.index == 0:
+                yield QueuePlace(1, 5.0)
+            yield item
+
+    (_, _), (_, honest) = fetching.donor(1, clock.always_next_in_line), fetching.donor(2, has_a_line)
+    told: list[tuple[str, QueuePlace | None]] = []
+    note = told.append
+    _, fetched = asyncio.run(fetching.fetch(clock=clock, on_place=lambda donor, place: note((donor.peer_id, place))))
+    assert fetched == honest
+    assert told[-3:] == [("donor-1", None), ("donor-2", QueuePlace(1, 5.0)), ("donor-2", None)]
+    assert len(told) < 12
+
+
+def test_a_donor_that_gives_one_chunk_a_call_is_slow(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(fetch_module, "BUSY_RETRY_S", 0.01)
+
+    async def one_and_busy(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        async for item in items:
+            yield item
+            if isinstance(item, StateChunk):
+                clock.now_s += WINDOW_S
+                raise Refused("I have a newer state by now", code=RefuseCode.BUSY.name)
+
+    async def has_a_line(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        async for item in items:
+            if isinstance(item, StateChunk):
+                yield QueuePlace(1, 5.0)
+            yield item
+
+    fetching.donor(1, one_and_busy)
+    (_, honest) = fetching.donor(2, has_a_line)
+    manifest, fetched = asyncio.run(fetching.fetch(clock=clock))
+    assert manifest is not None
+    assert manifest.round == 2
+    assert fetched[-500:] == honest[-500:]
+
+
+def test_a_donor_whose_line_is_full_is_asked_again(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = iter(range(3))
+
+    async def is_full_at_first(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        async for item in items:
+            if isinstance(item, StateChunk) and next(refusals, None) is not None:
+                raise Refused("16 newcomers wait here already", code=RefuseCode.BUSY.name)
+            yield item
+
+    monkeypatch.setattr(fetch_module, "BUSY_RETRY_S", 0.01)
+    _, data = fetching.donor(1, is_full_at_first)
+    assert asyncio.run(fetching.fetch())[1] == data
+
+
+def test_more_chunks_than_one_call_may_ask_for_take_several(
+    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch_module, "MAX_CHUNKS_PER_REQUEST", 3)
+    donor, data = fetching.donor(1)
+    assert asyncio.run(fetching.fetch())[1] == data
+    assert [want.indices for want in donor.asked if isinstance(want, WantChunks)] == [(0, 1, 2), (3,)]
+
+
 def test_a_newcomer_that_starts_again_asks_only_for_what_it_lacks(fetching: Fetching) -> None:
     _, first = fetching.donor(1, dies_after_two_chunks)
     assert asyncio.run(fetching.fetch())[0] is None
@@ -320,6 +448,22 @@ def test_a_newcomer_that_starts_again_asks_only_for_what_it_lacks(fetching: Fetc
     assert told[0] == kept
     assert [want.indices for want in second_donor.asked if isinstance(want, WantChunks)] == [(2, 3)]
     assert not list(fetching.folder.glob("*.digests"))
+
+
+def test_disk_and_hashes_do_not_hold_the_loop(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def noted(work: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (threads.append(threading.current_thread().name), work(*args))[1]
+
+    fetching.donor(1, dies_after_two_chunks)
+    asyncio.run(fetching.fetch())
+    fetching.donor(2)
+    monkeypatch.setattr(kept_chunks, "blake3", noted(kept_chunks.blake3))
+    monkeypatch.setattr(os, "fsync", noted(os.fsync))
+    assert asyncio.run(fetching.fetch())[0] is not None
+    assert len(threads) == 3, "two chunks that were kept, and the whole file"
+    assert threading.current_thread().name not in threads
 
 
 @pytest.mark.parametrize("spoil", ["torn", "old", "other size"])
@@ -365,6 +509,15 @@ def test_a_chunk_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     states.saved = saved(tmp_path)
     with pytest.raises(CorruptPayload, match="chunk 4 does not exist"):
         asyncio.run(listed(states.serve(WantChunks(states.saved.manifest.digest(), (0, 4)))))
+
+
+@pytest.mark.parametrize("indices", [(0, 0), (0, 1, 0, 1), (2, 1)])
+def test_no_chunk_is_asked_for_again_and_again(tmp_path: Path, indices: tuple[int, ...]) -> None:
+    """Who repeats them would hold a place for ever."""
+    states = StateServer(SPEC)
+    states.saved = saved(tmp_path)
+    with pytest.raises(CorruptPayload, match="rising order"):
+        asyncio.run(listed(states.serve(WantChunks(states.saved.manifest.digest(), indices))))
 
 
 def test_a_state_file_that_vanished_is_told_in_words(tmp_path: Path) -> None:

@@ -180,6 +180,13 @@ def test_a_dead_peer_is_remembered_over_rounds_and_then_asked_again() -> None:
     assert chosen(pairing, live, FAILED_RETRY_S) == "peer0"
 
 
+def test_dead_peers_are_not_remembered_without_end() -> None:
+    pairing = Pairing(random.Random(0))
+    for number in range(1000):
+        pairing.failed(f"peer{number}", now_s=float(number))
+    assert len(pairing._memory) <= FAILED_RETRY_S + 1
+
+
 def test_hope_ends_when_the_last_of_many_has_said_no() -> None:
     pairing, live = Pairing(random.Random(8)), candidates(4)
     answers: list[Callable[[str], None]] = [

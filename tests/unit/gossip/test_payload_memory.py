@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from noloco_p2p.codec import get_codec
+from noloco_p2p.gossip.frames import Chunk, SectionName
 from noloco_p2p.gossip.payload_memory import PayloadMemory
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.testing.faults import At, FaultPlan, NotFinite
+from noloco_p2p.testing.peers import MemorySwarm
+from noloco_p2p.testing.rounds import Vectors, one_round, wait_until
+from noloco_p2p.testing.specs import FP32, published
 
+SPEC = RunSpec(name="memory", codec=FP32, outer=published())
 CODEC = get_codec("fp32")
 CHUNK = torch.arange(4.0)
 
@@ -57,3 +67,29 @@ def test_no_more_fits_than_was_asked_for() -> None:
 
 def test_an_empty_section_takes_no_memory() -> None:
     assert bytes(PayloadMemory().take(0).keep(b"")) == b""
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize(
+    ("section", "num_free"), [(SectionName.SLOW_WEIGHTS, 3), (SectionName.OUTER_GRADIENT, 5)], ids=["early", "late"]
+)
+def test_a_swap_that_failed_gives_its_memory_back_at_once(section: SectionName, num_free: int) -> None:
+    """Its vectors are as large as the model: the garbage collector may come minutes later.
+
+    num_free: three vectors of its partner; of its own the early ones may still lie in the stream.
+    """
+    faults = FaultPlan().fail_at(At(Chunk, section=section), send=NotFinite()).wrapper()
+    with MemorySwarm(SPEC) as swarm:
+        peers = [swarm.peer("a"), swarm.peer("b", wrap=faults, wrap_accepted=faults)]
+        one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=0.5)
+        assert faults.fired
+        for peer in peers:
+            free = peer.runner.memory._free[400]
+            wait_until(lambda free=free: len(free) >= num_free)

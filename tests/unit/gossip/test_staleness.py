@@ -51,8 +51,12 @@ def test_an_older_partner_counts_less(rounds: float, weight: float) -> None:
     assert age_weight(age) == pytest.approx(weight)
 
 
-def test_a_round_length_that_was_not_told_is_no_age() -> None:
-    assert rounds_apart(at(0.1, inner_steps=0), at(0.9), total_steps=STEPS) == 0
+def test_who_tells_no_length_of_its_round_is_as_old_as_with_the_other_ones() -> None:
+    silent, far = at(0.1, inner_steps=0), at(0.9)
+    expected = rounds_apart(at(0.1), far, total_steps=STEPS)
+    assert rounds_apart(silent, far, total_steps=STEPS) == rounds_apart(far, silent, total_steps=STEPS) == expected
+    assert refuse_stale(far, silent, total_steps=STEPS) is not None
+    assert rounds_apart(silent, at(0.9, inner_steps=0), total_steps=STEPS) == 0
 
 
 def test_the_refusal_names_both_rounds_and_who_has_to_move() -> None:

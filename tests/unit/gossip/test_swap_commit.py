@@ -158,12 +158,16 @@ def test_a_gradient_that_is_not_finite_leaves_the_swap_half_at_once(swarm: Memor
     assert time.monotonic() - began_s < 5.0, "nobody waits for a gradient that cannot be sent"
 
 
-def test_weights_that_are_not_finite_are_not_sent(swarm: MemorySwarm) -> None:
+def test_weights_that_are_not_finite_are_not_sent_and_are_no_fault_of_the_partner(swarm: MemorySwarm) -> None:
     broken = Vectors(torch.full((100,), torch.inf), A.outer_momentum, A.outer_gradient)
     a, b = swarm.peer("a"), swarm.peer("b")
+    struck: list[str] = []
+    for peer in (a, b):
+        peer.runner._swapping.on_corrupt = lambda peer_id, reason: struck.append(peer_id)
     outcomes = one_round([a, b], [broken, B], wait_s=20.0)
     assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
     assert "own slow_weights cannot be sent" in a.runner.last_fault
+    assert not struck
 
 
 def test_an_outcome_that_nobody_collected_does_not_stop_the_next_round(swarm: MemorySwarm) -> None:

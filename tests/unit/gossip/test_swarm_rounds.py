@@ -202,3 +202,12 @@ def test_a_peer_that_meets_its_own_id_says_what_is_wrong(swarm: MemorySwarm) -> 
     outcome = end_round(a, Vectors.random(1), wait_s=WAIT_S)
     assert isinstance(outcome, Alone)
     assert "a key must not be used on two machines" in outcome.reason
+
+
+def test_who_cannot_be_reached_is_remembered_as_long_as_it_is_listed(swarm: MemorySwarm) -> None:
+    a = swarm.peer("a")
+    open_round(a, Vectors.random(1))
+    for name in ("dead-1", "dead-2"):
+        swarm.network.listed = {"a": None, name: None}
+        wait_until(lambda name=name: name in a.runner._swapping.unreachable)
+        assert a.runner._swapping.unreachable == {name}

@@ -7,7 +7,7 @@ from noloco_p2p.gossip.frames import Chunk, Part, SectionName
 from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.gossip.watch import LONG_S, SwapProgress, SwapWatch
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.faults import At, FaultPlan, Stall
+from noloco_p2p.testing.faults import At, FaultPlan, NotFinite, Stall
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, end_round, open_round, together, wait_until
 from noloco_p2p.testing.specs import published
@@ -49,6 +49,16 @@ def test_a_swap_is_told_from_its_early_part_to_its_end() -> None:
         assert all(isinstance(outcome, Swapped) for outcome in outcomes)
         watch.sample(now_s=began_s + 2.0)
         assert watch.now(now_s=began_s + 2.0) is None
+
+
+def test_a_swap_that_has_failed_is_no_swap_that_runs() -> None:
+    faults = FaultPlan().fail_at(At(Chunk), send=NotFinite()).wrapper()
+    with MemorySwarm(SPEC) as swarm:
+        peers = [swarm.peer("a"), swarm.peer("b", wrap=faults, wrap_accepted=faults)]
+        for peer, seed in zip(peers, range(2), strict=True):
+            open_round(peer, Vectors.random(seed, num_elements=NUM_ELEMENTS))
+        wait_until(lambda: all(peer.runner.last_fault for peer in peers))
+        wait_until(lambda: all(peer.runner.swap_now() is None for peer in peers))
 
 
 def test_a_swap_that_stands_still_says_so_and_is_told_again_and_again() -> None:

@@ -188,3 +188,11 @@ def test_memory_is_bounded_and_of_each_address() -> None:
         memory.learn(f"peer {index}", long)
     assert memory.num_lanes("first") == 1
     assert memory.num_lanes("peer 0") == 8
+
+
+def test_chunks_without_a_byte_have_no_rate() -> None:
+    """By one of 0 bytes a second no gain could be told."""
+    climb = Climb(POLICY, start=1, is_trying=True, settle_s=0.0)
+    climb.in_place(1, 0.0)
+    assert not any(climb.moved(Direction.RECEIVED, 0, 0.1 * number, lane=1) for number in range(100))
+    assert not climb.has_measured

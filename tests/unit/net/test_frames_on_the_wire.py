@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from noloco_p2p.codec import CHUNK_ELEMENTS
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.gossip import frames
-from noloco_p2p.net import client, convert, framing
+from noloco_p2p.net import convert, framing
 from noloco_p2p.net.options import MAX_MESSAGE_BYTES
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
@@ -178,7 +178,7 @@ def test_a_place_that_nobody_can_be_at_is_refused(round_index: int, progress: fl
     with pytest.raises(CorruptPayload, match="no place in a run"):
         convert.status_from_wire(pb.StatusReply(round=round_index, progress=progress))
     with pytest.raises(CorruptPayload, match="no place in a run"):
-        client.join_manifest([pb.Manifest(round=round_index, progress=progress)])
+        convert.manifest_from_wire(pb.Manifest(round=round_index, progress=progress, chunk_digests=[bytes(32)]))
 
 
 @pytest.mark.parametrize(("sent_s", "believed_s"), [(-5.0, 0.0), (1e9, 3600.0), (7.0, 7.0)])

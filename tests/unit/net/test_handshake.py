@@ -103,6 +103,14 @@ def test_nobody_takes_the_name_of_another() -> None:
         challenges.check(proof, ADDRESS)
 
 
+def test_a_name_that_is_not_proven_cannot_play_with_a_terminal() -> None:
+    challenges = Challenges(ANSWERER)
+    proof = proof_for(challenges)
+    proof.peer_id = "x\x1bc\nHI"
+    with pytest.raises(Refused, match=r"that of \.\.xcHI,"):
+        challenges.check(proof, ADDRESS)
+
+
 def test_one_peer_has_one_name() -> None:
     """Counts and bans go by the peer id, and the decoder of base58 forgives blanks."""
     challenges = Challenges(ANSWERER)

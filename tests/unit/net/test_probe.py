@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
 from noloco_p2p.errors import CorruptPayload, Refused
 from noloco_p2p.gossip.frames import Hello, RefuseCode
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import probe
-from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.net.server import SERVICE, GrpcServer
+from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 HELLO = Hello("caller", "r", "0" * 64)
 
@@ -56,6 +60,45 @@ def test_open_and_closed_ports_are_told_apart_and_clocks_compared() -> None:
     assert found.observed_host == "127.0.0.1"
     assert [bool(why) for why in found.reached.values()] == [False, True]
     assert abs(found.clock_offset_s) <= found.round_trip_s / 2 + 0.1
+
+
+@asynccontextmanager
+async def answering(reply: bytes) -> AsyncIterator[Candidate]:
+    async def probed(_: bytes, context: Any) -> bytes:
+        return reply
+
+    server = grpc.aio.server()
+    handlers = {"Probe": grpc.unary_unary_rpc_method_handler(probed)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield Candidate("answering", f"127.0.0.1:{port}")
+    finally:
+        await server.stop(0)
+
+
+async def ask_who_says(reply: bytes) -> probe.Probed:
+    async with answering(reply) as candidate:
+        return await probe.ask(candidate, HELLO, [9], timeout_s=20.0)
+
+
+@pytest.mark.parametrize(
+    "reply", [b"\xff\xff\xff", pb.ProbeReply(time_s=math.nan).SerializeToString()], ids=["no message", "no time"]
+)
+def test_an_answer_that_is_none_is_the_fault_of_who_gave_it(reply: bytes) -> None:
+    with pytest.raises(CorruptPayload):
+        asyncio.run(ask_who_says(reply))
+
+
+def test_what_is_told_of_ports_and_hosts_cannot_play_with_a_terminal() -> None:
+    told = [pb.PortProbe(port=port, sentence="\x1b]0;owned\x07no" + 500 * "x") for port in (9, 10)]
+    reply = pb.ProbeReply(observed_host="\x1b[2J192.0.2.7", ports=told, time_s=1.0)
+    found = asyncio.run(ask_who_says(reply.SerializeToString()))
+    assert found.observed_host == "[2J192.0.2.7"
+    assert list(found.reached) == [9], "the port that was asked for"
+    assert found.reached[9].startswith("]0;ownedno")
+    assert len(found.reached[9]) == 200
 
 
 def test_strangers_get_nothing() -> None:

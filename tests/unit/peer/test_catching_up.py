@@ -59,6 +59,14 @@ def asked_of(
         found.extend(donors)
 
     monkeypatch.setattr(entering, "fetch_from_swarm", fetch)
+    catch_up(others, is_told_stale=is_told_stale, monkeypatch=monkeypatch, num_rounds=num_rounds)
+    return found
+
+
+def catch_up(
+    others: Others, *, is_told_stale: bool = False, monkeypatch: pytest.MonkeyPatch, num_rounds: int = 1
+) -> None:
+    """Nobody gives a state."""
     monkeypatch.setattr(entering, "state_file_bytes", lambda *_: 0)
     thread = NetworkThread()
     made = Entering(
@@ -79,7 +87,6 @@ def asked_of(
             assert made.catch_up(layout, progress=OWN, round_progress=ROUND, target=Path("nowhere")) is None
     finally:
         thread.stop()
-    return found
 
 
 def test_what_the_records_say_is_believed_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,3 +113,15 @@ def test_one_refusal_moves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     others = Others(recorded=NEAR, told=NEAR)
     assert not asked_of(others, is_told_stale=True, monkeypatch=monkeypatch, num_rounds=5)
     assert others.num_asked == 3, "once, however often it is refused"
+
+
+def test_training_does_not_wait_for_a_donor_without_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fetch(*_: object, **rest: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(entering, "fetch_from_swarm", fetch)
+    monkeypatch.setattr(entering, "CATCH_UP_TIMEOUT_S", 0.05)
+    catch_up(Others(recorded=FAR, told=FAR), monkeypatch=monkeypatch, num_rounds=2)
+    assert caplog.text.count("did not come within") == 1, "the second round does not try at once"

@@ -121,11 +121,14 @@ class Peers:
         self.candidates = candidates
         self.asked: list[str] = []
         self.silent: set[str] = set()
+        self.strange: set[str] = set()
 
     async def ask(self, candidate: Candidate) -> DialBack:
         self.asked.append(candidate.peer_id)
         if candidate.peer_id in self.silent:
             raise Unreachable("silent", peer=candidate.peer_id)
+        if candidate.peer_id in self.strange:
+            raise AttributeError("what a stranger says")
         return DialBack("1.2.3.4", OPEN)
 
 
@@ -151,7 +154,7 @@ def test_three_are_asked_however_many_there_are_and_none_that_cannot_be_called()
 
 def test_one_that_does_not_answer_is_replaced() -> None:
     peers = Peers(*(Candidate(f"peer{n}", "host:1") for n in range(6)))
-    peers.silent = {"peer0", "peer1", "peer2"}
+    peers.silent, peers.strange = {"peer0", "peer1"}, {"peer2"}
     assert len(dial_back(peers, enough=ASKED_PEERS)) == ASKED_PEERS
 
 

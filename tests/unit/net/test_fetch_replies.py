@@ -1,0 +1,58 @@
+"""What a hostile donor may answer to a fetch, over real gRPC: refused before it costs memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from noloco_p2p.errors import CorruptPayload
+from noloco_p2p.gossip.frames import FetchItem, Hello, WantManifest
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.server import SERVICE
+from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+
+
+@asynccontextmanager
+async def repeating(reply: pb.FetchReply) -> AsyncIterator[Candidate]:
+    """A donor that answers every fetch with this, without end."""
+
+    async def fetch(_: bytes, context: Any) -> None:
+        while True:
+            await context.write(reply.SerializeToString())
+
+    server = grpc.aio.server()
+    handlers = {"Fetch": grpc.unary_stream_rpc_method_handler(fetch)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield Candidate("hostile", f"127.0.0.1:{port}")
+    finally:
+        await server.stop(0)
+
+
+async def all_items(there: Candidate) -> list[FetchItem]:
+    transport = GrpcTransport(lambda: Hello("caller", "r", "0" * 64))
+    async with aclosing(transport.fetch(there, WantManifest(), timeout_s=5.0)) as items:
+        return [item async for item in items]
+
+
+@pytest.mark.parametrize(
+    "digests", [[], [bytes(32), b""], [bytes(1_000_000)], [bytes(32)] * 30_000], ids=["none", "empty", "long", "many"]
+)
+def test_a_manifest_without_end_is_refused(digests: list[bytes]) -> None:
+    reply = pb.FetchReply(manifest=pb.Manifest(layout="x" * 50_000, num_elements=5, chunk_digests=digests))
+
+    async def main() -> None:
+        async with repeating(reply) as there:
+            with pytest.raises(CorruptPayload, match="manifest"):
+                await asyncio.wait_for(all_items(there), 5.0)
+
+    asyncio.run(main())
