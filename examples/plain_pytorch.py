@@ -41,6 +41,8 @@ def main(arguments: list[str] | None = None) -> None:
             optimizer.step()
             optimizer.zero_grad()
             result = outer.step()
+            if result and result.diverged:  # the weights were not finite, and neither are the moments
+                optimizer.state.clear()
             if result:
                 print(f"round {result.round}: loss {loss.item():.4f}, {peer.metrics.last_outcome}", flush=True)
             if peer.leave_requested.is_set():  # `noloco leave --state-dir ...` asks for it

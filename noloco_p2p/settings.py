@@ -109,11 +109,7 @@ class PeerSettings(BaseModel):
 
     @field_validator("models")
     @classmethod
-    def _models_are_here(cls, models: dict[str, str]) -> dict[str, str]:
-        """Of a folder that is not here the hub would be asked, where its name is somebody else's."""
-        for name, folder in models.items():
-            if not Path(folder).expanduser().is_dir():
-                raise ValueError(f"{name}={folder}: there is no such folder")
+    def _absolute_folders(cls, models: dict[str, str]) -> dict[str, str]:
         return {name: str(Path(folder).expanduser().absolute()) for name, folder in models.items()}
 
     @field_validator("max_upload", "max_download")
@@ -215,7 +211,11 @@ def parse_bindings(pairs: list[str]) -> dict[str, str]:
 
 def parse_folders(pairs: list[str]) -> dict[str, str]:
     """`--model NAME=FOLDER` flags -> {name: folder}. Raises SettingsError."""
-    return _parse_pairs(pairs, "--model", "NAME=FOLDER, for example --model llama=/models/llama")
+    folders = _parse_pairs(pairs, "--model", "NAME=FOLDER, for example --model llama=/models/llama")
+    for name, folder in folders.items():
+        if not Path(folder).expanduser().is_dir():
+            raise SettingsError(f"--model {name}={folder}: there is no such folder")
+    return folders
 
 
 def _parse_pairs(pairs: list[str], flag: str, form: str) -> dict[str, str]:

@@ -36,7 +36,7 @@ from noloco_p2p.gossip.frames import (
 )
 from noloco_p2p.gossip.kept_chunks import KeptChunks
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.gossip.patience import SLOW_S, Patience
+from noloco_p2p.gossip.patience import Patience
 from noloco_p2p.gossip.seams import Candidate, Directory, Transport
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.console import named
@@ -117,17 +117,8 @@ async def fetch_state(
     donor too; `on_place` the place in a donor's line, and None when the turn has come. Raises OSError.
     """
     async with KeptChunks(target, num_bytes=num_bytes) as kept:
-        on_progress(kept.done_bytes, num_bytes)
         fetching = _Fetching(transport, kept, layout, num_elements, num_bytes, on_progress, on_place, clock)
-        return (
-            await fetching.try_all(donors)
-            or await fetching.try_all(_in_order(fetching.lines), may_wait=True)
-            or await fetching.try_all(_in_order(fetching.slow), may_wait=True, may_be_slow=True)
-        )
-
-
-def _in_order(seconds: dict[Candidate, float]) -> Sequence[Candidate]:
-    return sorted(seconds, key=seconds.__getitem__)
+        return await fetching.from_one_of(donors)
 
 
 async def fetch_from_swarm(
@@ -142,23 +133,17 @@ async def fetch_from_swarm(
     on_progress: Report = ignore,
     on_place: Callable[[Candidate, QueuePlace | None], None] = nobody_waits,
 ) -> StateManifest | None:
-    """As `fetch_state`; when none of `donors` has given all, those that came to the swarm meanwhile are asked, too."""
+    """As `fetch_state`; when none of `donors` has given all, those that came to the swarm meanwhile are asked, too, and
+    again those that were too busy: None when nobody is left who may have a state."""
     asked: set[str] = set()
-    while donors:
-        manifest = await fetch_state(
-            transport,
-            donors,
-            layout=layout,
-            num_elements=num_elements,
-            num_bytes=num_bytes,
-            target=target,
-            on_progress=on_progress,
-            on_place=on_place,
-        )
-        if manifest:
-            return manifest
-        asked |= {donor.peer_id for donor in donors}
-        donors = [donor for donor in directory.live() if donor.peer_id not in asked and can_give(donor)]
+    async with KeptChunks(target, num_bytes=num_bytes) as kept:
+        fetching = _Fetching(transport, kept, layout, num_elements, num_bytes, on_progress, on_place, time.monotonic)
+        while donors:
+            if manifest := await fetching.from_one_of(donors):
+                return manifest
+            asked |= {donor.peer_id for donor in donors}
+            new = [donor for donor in directory.live() if donor.peer_id not in asked and can_give(donor)]
+            donors = [*new, *fetching.slow]
     return None
 
 
@@ -170,7 +155,8 @@ def can_give(peer: Candidate) -> bool:
 class _Fetching:
     """One fetch over its donors.
 
-    Those that were passed over: `lines`, the seconds to wait there; `slow`, those that the whole state would take.
+    Those that were passed over: `lines`, the seconds to wait there; `slow`, those that the whole state would take,
+    infinite where a turn never came.
     """
 
     def __init__(
@@ -193,15 +179,24 @@ class _Fetching:
         self._on_progress = on_progress
         self._on_place = on_place
         self._clock = clock
+        on_progress(kept.done_bytes, num_bytes)
 
     @property
     def num_missing(self) -> int:
         return len(self._kept.missing)
 
-    async def try_all(
+    async def from_one_of(self, donors: Sequence[Candidate]) -> StateManifest | None:
+        """The manifest of the donor with which all chunks are here; None when there is none: who might give a state
+        another time is in `slow`."""
+        self.lines, self.slow = {}, {}
+        if manifest := await self._try_all(donors) or await self._try_all(_in_order(self.lines), may_wait=True):
+            return manifest
+        slow, self.slow = self.slow, {}
+        return await self._try_all(_in_order(slow), may_wait=True, may_be_slow=True)
+
+    async def _try_all(
         self, donors: Iterable[Candidate], *, may_wait: bool = False, may_be_slow: bool = False
     ) -> StateManifest | None:
-        """The manifest of the donor with which all chunks are here; None when there is none."""
         for donor in donors:
             if manifest := await self._try(donor, may_wait=may_wait, may_be_slow=may_be_slow):
                 return manifest
@@ -223,7 +218,10 @@ class _Fetching:
                 self.lines[donor] = error.retry_after_s
                 if num_missing != self.num_missing:
                     num_missing, until_s = self.num_missing, self._clock() + BUSY_FOR_S
-                if not may_wait or self._clock() > until_s:
+                if not may_wait:
+                    return None
+                if self._clock() > until_s:
+                    self.slow[donor] = math.inf
                     return None
                 await asyncio.sleep(min(max(error.retry_after_s, BUSY_RETRY_S), LONGEST_RETRY_S))
             else:
@@ -256,21 +254,22 @@ class _Fetching:
                         self._on_place(donor, None)
                     self._keep(item, manifest)
                     self._on_progress(self._kept.done_bytes, self._num_bytes)
-                    whole_s = patience.whole_s(STATE_CHUNK_BYTES, self._clock())
-                    if whole_s is not None and whole_s > SLOW_S and not may_be_slow and self._kept.missing:
-                        self.slow[donor] = whole_s
+                    slow_s = patience.slow_s(STATE_CHUNK_BYTES, self._clock())
+                    if slow_s and not may_be_slow and self._kept.missing:
+                        self.slow[donor] = slow_s
                         raise _PassedOver("it is slow")
             if wanted[-1] in self._kept.missing:
                 return
 
     def _wait(self, donor: Candidate, place: QueuePlace, patience: Patience, *, may_wait: bool) -> None:
-        """Raises _PassedOver, or TimedOut when the turn should have come long ago."""
+        """Raises _PassedOver when it is not waited for, or the turn should have come long ago."""
         if not may_wait:
             self.lines[donor] = math.inf if place.left_s is None else place.left_s
             raise _PassedOver(f"place {place.position} in its line")
-        if not patience.waits(place.left_s, self._clock()):
+        if not patience.waits(place, self._clock()):
             self._on_place(donor, None)
-            raise TimedOut("its line takes much longer than it said", peer=donor.peer_id)
+            self.slow[donor] = math.inf
+            raise _PassedOver("its line takes much longer than it said")
         self._on_place(donor, place)
 
     def _keep(self, item: FetchItem, manifest: StateManifest) -> None:
@@ -282,6 +281,10 @@ class _Fetching:
         if len(item.payload) != kept.size(item.index) or blake3(item.payload).digest() != digest:
             raise CorruptPayload(f"chunk {item.index} of the state is damaged")
         kept.put(item.index, item.payload, digest)
+
+
+def _in_order(seconds: dict[Candidate, float]) -> Sequence[Candidate]:
+    return sorted(seconds, key=seconds.__getitem__)
 
 
 class _PassedOver(Exception):

@@ -177,6 +177,8 @@ class Replica:
         if link:
             self._length.note(link)
         clipped = self.state.step(received, scales=verdict.scales, is_closing=is_closing)
+        if clipped.num_lost:
+            self.inner.restore({})
         self.refused += bool(verdict.refusal)
         self.cut_share += clipped.cut_share
         self.clipped += clipped.num_clipped > 0 or verdict.scales.partner < 1

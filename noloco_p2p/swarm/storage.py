@@ -8,6 +8,7 @@ and with it make the peer vanish. This file imports hivemind: only `_hivemind.py
 from __future__ import annotations
 
 import time
+from copy import copy
 from typing import Any
 
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
@@ -69,7 +70,7 @@ class NoStorage(DHTLocalStorage):
 def _copied(value: Any) -> Any:
     if not isinstance(value, DictionaryDHTValue):
         return value
-    copy = DictionaryDHTValue()
-    for subkey, entry in value.items():
-        copy.store(subkey, entry.value, entry.expiration_time)
-    return copy
+    copied = copy(value)  # entries are values, and stay; what holds them is copied
+    for name in ("data", "expiration_heap", "key_to_heap"):
+        setattr(copied, name, copy(getattr(value, name)))
+    return copied

@@ -47,9 +47,11 @@ class Admission:
         before = self._state.copy()
         loss = self._loss_check.measure()
         diverged = self._apply(admitted_outcome, verdict, is_closing=is_closing)
+        if diverged:  # there is no loss to compare with, and none of it is the partner's doing
+            return admitted_outcome, True
         rise = self._loss_check.measure() - loss
         if rise <= self._loss_check.max_rise:  # not so for NaN
-            return admitted_outcome, diverged
+            return admitted_outcome, False
         self._state.restore(before)
         self._metrics.refused_losses += 1
         alone = _refused(admitted_outcome.received, f"it raised the loss on a private batch by {rise:.3g} nats a token")

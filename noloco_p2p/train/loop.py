@@ -244,17 +244,22 @@ class Trainer:
         others = self.peer.live_peers()
         num_rounds = closing_rounds(self.spec.outer, others + 1) if others else 0
         least_s, most_s = CLOSING_WAIT_S
-        wait_s = min(max(self.spec.outer.max_wait_s, self.peer.exchange.pace.seconds_per_round() or 0, least_s), most_s)
+        round_s = self.peer.exchange.pace.seconds_per_round() or 0.0
+        wait_s = min(max(self.spec.outer.max_wait_s, round_s, least_s), most_s)
+        metrics, before = self.peer.metrics, ""
         for number in range(1, num_rounds + 1):
             if self.peer.leave_requested.is_set():
                 return
             result = self.outer.closing_round(wait_s=wait_s)
-            metrics = self.peer.metrics
             self.peer.count_traffic()
             self.events.write("closed", **metrics.as_dict(), number=number, of=num_rounds)
             self.say(closing_line(metrics, number=number, num_rounds=num_rounds))
             if isinstance(result.outcome, Alone):
                 return
+            if metrics.last_partner == before and others > 1:
+                # The same two again are where they were: those who still train are given time to come.
+                self.peer.leave_requested.wait(min(round_s, wait_s / num_rounds))
+            before = metrics.last_partner
 
     # once a round
 

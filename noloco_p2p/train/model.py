@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def build_model(spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, 
     """
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(spec.seed)  # torch.manual_seed would touch the accelerators' state too
-        place = (folders or {}).get(spec.pretrained, spec.pretrained)
+        place = _place_of(spec.pretrained, folders)
         model = _named(spec, place) if spec.pretrained else _llama(spec, sequence_length)
         if spec.lora.rank:
             torch.nn.Module.to(model, base_dtype(spec.lora))
@@ -71,13 +72,22 @@ def count_parameters(
     return trainable, sum(param.nbytes for param in model.parameters() if not param.requires_grad)
 
 
+def _place_of(name: str, folders: Mapping[str, str] | None) -> str:
+    """The folder that is bound to the name, or the name itself, for the hub. Raises ModelError: of a folder that is not
+    here the hub would be asked, where its name may be somebody else's."""
+    place = (folders or {}).get(name, name)
+    if place != name and not Path(place).is_dir():
+        raise ModelError(f"{name} is bound to {place}: there is no such folder")
+    return place
+
+
 def build_tokenizer(data: DataSpec, *, folders: Mapping[str, str] | None = None) -> PreTrainedTokenizerBase:
     """`bytes` needs no file and no network; another name is one of `folders`, or of the hub. Raises ModelError."""
     if data.tokenizer == "bytes":
         return ByT5Tokenizer()
     try:
         with quiet():
-            place = (folders or {}).get(data.tokenizer, data.tokenizer)
+            place = _place_of(data.tokenizer, folders)
             return AutoTokenizer.from_pretrained(
                 place, revision=data.tokenizer_revision or "main", trust_remote_code=False
             )

@@ -78,10 +78,10 @@ def restore_optimizer(
 
 
 def _fits(value: Tensor, parameter: Tensor) -> bool:
-    """As large as the parameter, or a part of a factored one: Adafactor keeps a row and a column."""
+    """As large as the parameter, a number, or a part of a factored one: Adafactor keeps a row and a column."""
     if value.ndim == parameter.ndim:
         return all(mine in (1, whole) for mine, whole in zip(value.shape, parameter.shape, strict=True))
-    return value.ndim <= 1
+    return not value.ndim
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

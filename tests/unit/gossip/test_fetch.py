@@ -9,15 +9,16 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from noloco_p2p.errors import CorruptPayload, Refused, Unreachable
 from noloco_p2p.gossip import fetch as fetch_module
-from noloco_p2p.gossip import kept_chunks
+from noloco_p2p.gossip import kept_chunks, patience
 from noloco_p2p.gossip.donor import SavedState, StateServer, describe_state
-from noloco_p2p.gossip.fetch import fetch_spec, fetch_state
+from noloco_p2p.gossip.fetch import fetch_from_swarm, fetch_spec, fetch_state
 from noloco_p2p.gossip.frames import (
     STATE_CHUNK_BYTES,
     FetchItem,
@@ -33,11 +34,11 @@ from noloco_p2p.gossip.frames import (
     WantManifest,
     WantSpec,
 )
-from noloco_p2p.gossip.patience import SLOW_S, WINDOW_S
+from noloco_p2p.gossip.patience import WINDOW_S
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.gossip.uploads import MAX_UPLOADS
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.memory import MemoryNetwork, MemoryTransport
+from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport
 from noloco_p2p.testing.specs import published
 
 SPEC = RunSpec(name="fetch", outer=published())
@@ -133,6 +134,12 @@ class Fetching:
         target = self.folder / "fetched"
         settings = {"layout": "layout", "num_elements": 10, "num_bytes": NUM_BYTES, "target": target, **changes}
         manifest = await fetch_state(self.transport, self.candidates(), **settings)  # pyright: ignore[reportArgumentType]
+        return manifest, target.read_bytes()
+
+    async def fetch_from_swarm(self) -> tuple[StateManifest | None, bytes]:
+        target, directory = self.folder / "fetched", MemoryDirectory(self.network, own_id="newcomer")
+        shape = {"layout": "layout", "num_elements": 10, "num_bytes": NUM_BYTES}
+        manifest = await fetch_from_swarm(self.transport, directory, self.candidates(), **shape, target=target)  # pyright: ignore[reportArgumentType]
         return manifest, target.read_bytes()
 
 
@@ -331,7 +338,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        monkeypatch.setattr(fetch_module, "SLOW_S", SLOW_S / 100)  # for a state of four chunks
+        monkeypatch.setattr(patience, "SLOW_S", patience.SLOW_S / 100)  # for a state of four chunks
 
     def __call__(self) -> float:
         return self.now_s
@@ -385,6 +392,24 @@ def test_a_line_that_does_not_move_is_left(fetching: Fetching, monkeypatch: pyte
     assert fetched == honest
     assert told[-3:] == [("donor-1", None), ("donor-2", QueuePlace(1, 5.0)), ("donor-2", None)]
     assert len(told) < 12
+
+
+def test_the_only_donor_is_asked_again_when_its_line_took_too_long(
+    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, lines = Clock(monkeypatch), iter([20, 20, 20, 2, 2])
+    monkeypatch.setattr(fetch_module, "time", SimpleNamespace(monotonic=clock))
+
+    async def has_a_line(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        async for item in items:
+            for _ in range(next(lines) if isinstance(item, StateChunk) and item.index == 0 else 0):
+                clock.now_s += 10.0
+                yield QueuePlace(1, 5.0)
+            yield item
+
+    _, data = fetching.donor(1, has_a_line)
+    assert asyncio.run(fetching.fetch_from_swarm())[1] == data
+    assert next(lines, None) is None
 
 
 def test_a_donor_that_gives_one_chunk_a_call_is_slow(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,3 +146,12 @@ def test_a_path_in_a_spec_is_refused_with_the_way_to_name_it() -> None:
 
 def _embeddings(model: PreTrainedModel) -> torch.Tensor:
     return model.get_parameter("model.embed_tokens.weight")
+
+
+def test_a_folder_that_is_bound_and_not_here_is_told(tmp_path: Path) -> None:
+    """The hub is not asked for it: there the name may be somebody else's."""
+    bound = {"llama": str(tmp_path / "llama")}
+    with pytest.raises(ModelError, match=r"llama is bound to .*llama: there is no such folder"):
+        build_model(ModelSpec(pretrained="llama"), sequence_length=16, folders=bound)
+    with pytest.raises(ModelError, match="there is no such folder"):
+        build_tokenizer(DataSpec(tokenizer="llama"), folders=bound)

@@ -73,8 +73,9 @@ def test_the_state_of_another_model_is_refused() -> None:
     names = dict(model.named_parameters())
     with pytest.raises(CheckpointError, match=r"exp_avg/elsewhere .* belongs to no parameter"):
         restore_optimizer(optimizer, names, {"exp_avg/elsewhere": torch.zeros(4)})
-    with pytest.raises(CheckpointError, match=r"exp_avg/1\.weight \(3, 2\) belongs to no parameter"):
-        restore_optimizer(optimizer, names, {"exp_avg/1.weight": torch.zeros(3, 2)})
+    for shape in ((3,), (3, 2)):
+        with pytest.raises(CheckpointError, match=r"exp_avg/1\.weight \(3,.*\) belongs to no parameter"):
+            restore_optimizer(optimizer, names, {"exp_avg/1.weight": torch.zeros(shape)})
 
 
 def test_a_factored_state_is_kept_too() -> None:
