@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
     base = AutoModelForCausalLM.from_pretrained(args.model)
     torch.manual_seed(0)  # adapters of peers that start apart must start equal
     model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=2e-4)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
     model.print_trainable_parameters()
 
     spec = RunSpec(name="lora-example", outer=OuterSpec(inner_steps=20))
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
         outer = NoLoCo(model, peer)  # frozen weights are compared, and never sent
         torch.seed()  # from here on each peer draws data of its own
         for _ in range(args.steps):
-            start = torch.randint(3, 200, (4, 1))  # your text here: these are rows of numbers that count up
+            start = torch.randint(3, 200, (16, 1))  # your text here: these are rows of numbers that count up
             batch = start + torch.arange(16)
             loss = model(input_ids=batch, labels=batch).loss
             loss.backward()

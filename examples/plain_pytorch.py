@@ -35,8 +35,8 @@ def main(arguments: list[str] | None = None) -> None:
         outer = NoLoCo(model, peer)
         torch.seed()  # from here on each peer draws data of its own
         for _ in range(args.steps):
-            inputs = torch.randn(32, 8)
-            loss = (model(inputs) - inputs.sum(1, keepdim=True).sin()).square().mean()
+            inputs = torch.randn(256, 8)
+            loss = (model(inputs) - inputs.sin().sum(1, keepdim=True)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
