@@ -111,7 +111,8 @@ class History:
 
     def num_rows(self) -> dict[str, int]:
         tables = ("swarm", "peer", "sample", "meeting")
-        return {name: self._db.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in tables}
+        with self._using:
+            return {name: self._db.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in tables}
 
     def _curves(self, name: str) -> dict[str, list[Any]]:
         rows = self._db.execute(
@@ -122,9 +123,8 @@ class History:
 
     def _insert(self, tick: int, summary: dict[str, Any], meetings: Sequence[Meeting]) -> None:
         totals = summary["totals"]
-        sums = (
-            None if totals[name] is None else float(totals[name]) for name in TOTALS
-        )  # SQLite's integers end at 2^63
+        # SQLite's integers end at 2^63, which a sum of counts may pass.
+        sums = [None if totals[name] is None else float(totals[name]) for name in TOTALS]
         values = (tick, totals[Health.ALIVE] + totals[Health.SILENT], *sums)
         self._db.execute(f"INSERT OR REPLACE INTO swarm VALUES ({', '.join('?' * len(values))})", values)
         living = [peer for peer in summary["peers"] if peer["health"] in (Health.ALIVE, Health.SILENT)]

@@ -16,6 +16,7 @@ import grpc.aio
 import pytest
 import torch
 import uvloop
+from rogue_server import rogue
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, SettingsError, TimedOut, Unreachable
 from noloco_p2p.gossip.deadlines import Deadlines
@@ -332,25 +333,17 @@ def test_garbage_ends_the_stream_with_a_sentence_on_either_side(
     async def rogue_server(requests: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         await context.write(garbage)
 
-    class Rogue(grpc.GenericRpcHandler):
-        def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-            return grpc.stream_stream_rpc_method_handler(rogue_server)
-
     async def main() -> None:
         began_s = time.monotonic()
         async with serving(Answering(on_swap=on_swap)) as there, grpc.aio.insecure_channel(there.address) as channel:
             call = channel.stream_stream(SWAP)()
             await call.write(garbage)
             await call.read()
-        server = grpc.aio.server()
-        server.add_generic_rpc_handlers((Rogue(),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        stream = await transport().open_swap(Candidate("rogue", f"127.0.0.1:{port}"), timeout_s=2.0)
-        with pytest.raises(CorruptPayload):
-            await stream.receive(10.0)
-        await stream.close()
-        await server.stop(0.0)
+        async with rogue("Swap", grpc.stream_stream_rpc_method_handler(rogue_server)) as there:
+            stream = await transport().open_swap(there, timeout_s=2.0)
+            with pytest.raises(CorruptPayload):
+                await stream.receive(10.0)
+            await stream.close()
         assert time.monotonic() - began_s < 5.0
 
     with caplog.at_level(logging.ERROR):

@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
 import grpc
-import grpc.aio
 import pytest
+from rogue_server import rogue
 
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.gossip.frames import FetchItem, Hello, WantManifest
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.server import SERVICE
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 
-@asynccontextmanager
-async def repeating(reply: pb.FetchReply) -> AsyncIterator[Candidate]:
+def repeating(reply: pb.FetchReply) -> AbstractAsyncContextManager[Candidate]:
     """A donor that answers every fetch with this, without end."""
 
     async def fetch(_: bytes, context: Any) -> None:
         while True:
             await context.write(reply.SerializeToString())
 
-    server = grpc.aio.server()
-    handlers = {"Fetch": grpc.unary_stream_rpc_method_handler(fetch)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield Candidate("hostile", f"127.0.0.1:{port}")
-    finally:
-        await server.stop(0)
+    return rogue("Fetch", grpc.unary_stream_rpc_method_handler(fetch))
 
 
 async def all_items(there: Candidate) -> list[FetchItem]:

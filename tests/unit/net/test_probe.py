@@ -11,12 +11,13 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from rogue_server import rogue
 
 from noloco_p2p.errors import CorruptPayload, Refused
 from noloco_p2p.gossip.frames import Hello, RefuseCode
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import probe
-from noloco_p2p.net.server import SERVICE, GrpcServer
+from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 HELLO = Hello("caller", "r", "0" * 64)
@@ -62,24 +63,11 @@ def test_open_and_closed_ports_are_told_apart_and_clocks_compared() -> None:
     assert abs(found.clock_offset_s) <= found.round_trip_s / 2 + 0.1
 
 
-@asynccontextmanager
-async def answering(reply: bytes) -> AsyncIterator[Candidate]:
+async def ask_who_says(reply: bytes) -> probe.Probed:
     async def probed(_: bytes, context: Any) -> bytes:
         return reply
 
-    server = grpc.aio.server()
-    handlers = {"Probe": grpc.unary_unary_rpc_method_handler(probed)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield Candidate("answering", f"127.0.0.1:{port}")
-    finally:
-        await server.stop(0)
-
-
-async def ask_who_says(reply: bytes) -> probe.Probed:
-    async with answering(reply) as candidate:
+    async with rogue("Probe", grpc.unary_unary_rpc_method_handler(probed)) as candidate:
         return await probe.ask(candidate, HELLO, [9], timeout_s=20.0)
 
 
