@@ -37,9 +37,18 @@ def ticket(
         print(f"no peer of a run runs in {settings.state_dir}")
         raise typer.Exit(1)
     found = Ticket.decode(reply["ticket"])
-    if expires or run_key or (settings.run_key and found.invitation):  # the setting says nothing of an open run
+    if expires or run_key or _opens(settings.run_key, found):
         found = _invited(found, settings.run_key, parse_duration(expires or "7d", flag="--expires"))
     print(found.encode())
+
+
+def _opens(run_key: Path | None, ticket: Ticket) -> bool:
+    """Whether the key of the settings is that of this run: it may be of another one, and this one open to all."""
+    from noloco_p2p.identity import Identity
+
+    if run_key is None or ticket.invitation is None:
+        return False
+    return Identity.load(run_key).peer_id == ticket.invitation.run_key
 
 
 def _invited(ticket: Ticket, run_key: Path | None, for_s: float) -> Ticket:

@@ -13,8 +13,8 @@ from noloco_p2p._version import __version__
 from noloco_p2p.control import ask
 from noloco_p2p.doctor.check import Check
 from noloco_p2p.errors import DirectoryError, NolocoError, PeerError
-from noloco_p2p.gossip.fetch import FETCH_TIMEOUT_S, fetch_spec
-from noloco_p2p.gossip.frames import Hello, StateChunk, StateManifest, WantChunks, WantManifest
+from noloco_p2p.gossip.fetch import FETCH_TIMEOUT_S, fetch_manifest, fetch_spec
+from noloco_p2p.gossip.frames import Hello, StateChunk, StateManifest, WantChunks
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import probe
 from noloco_p2p.net.client import GrpcTransport
@@ -160,7 +160,7 @@ async def _download(
     faults = []
     for peer in peers[:ASKED_PEERS]:
         try:
-            manifest = await _manifest(transport, peer)
+            manifest = await fetch_manifest(transport, peer)
             speed = await _speed(transport, peer, manifest)
         except (NolocoError, TimeoutError) as error:
             faults.append(f"{named(peer.peer_id)}: {error or 'too slow'}")
@@ -171,14 +171,6 @@ async def _download(
             return manifest, peer, Check("bandwidth", "warning", told, fix)
         return manifest, peer, Check("bandwidth", "ok", told)
     return None, None, Check("bandwidth", "skipped", "no peer gave a piece of its state: " + "; ".join(faults))
-
-
-async def _manifest(transport: GrpcTransport, peer: Candidate) -> StateManifest:
-    async with aclosing(transport.fetch(peer, WantManifest(), timeout_s=FETCH_TIMEOUT_S)) as items:
-        async for item in items:
-            if isinstance(item, StateManifest):
-                return item
-    raise PeerError("it gave no manifest", peer=peer.peer_id)
 
 
 async def _speed(transport: GrpcTransport, peer: Candidate, manifest: StateManifest) -> float:

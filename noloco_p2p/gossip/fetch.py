@@ -75,6 +75,11 @@ async def find_difference(transport: Transport, peer: Candidate, ours: ModelLayo
         return ""
 
 
+async def fetch_manifest(transport: Transport, donor: Candidate) -> StateManifest:
+    """What a peer says of the state that it can give. Raises PeerError."""
+    return await _answer(transport, donor, WantManifest(), StateManifest)
+
+
 async def _answer(transport: Transport, donor: Candidate, want: FetchWant, kind: type[T]) -> T:
     """The one item that answers a question. Raises PeerError."""
     try:
@@ -231,7 +236,7 @@ class _Fetching:
                 return manifest
 
     async def _manifest(self, donor: Candidate) -> StateManifest:
-        manifest = await _answer(self._transport, donor, WantManifest(), StateManifest)
+        manifest = await fetch_manifest(self._transport, donor)
         if (manifest.layout, manifest.num_elements, manifest.num_bytes, len(manifest.chunk_digests)) != self._shape:
             raise CorruptPayload("its state is of another model or size", peer=donor.peer_id)
         return manifest

@@ -42,12 +42,26 @@ class KeptChunks:
         self._num_chunks = -(-num_bytes // STATE_CHUNK_BYTES)
         self.missing = list(range(self._num_chunks))
         self.done_bytes = 0
+        self._is_given_up = False
 
     async def __aenter__(self) -> KeptChunks:
-        await asyncio.to_thread(self._open)  # hashes all that was kept
+        opening = asyncio.get_running_loop().run_in_executor(None, self._open)  # hashes all that was kept
+        try:
+            await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            self._is_given_up = True
+            opening.add_done_callback(self._close_opened)
+            raise
         return self
 
     async def __aexit__(self, *exception: object) -> None:
+        self._close()
+
+    def _close_opened(self, opening: asyncio.Future[None]) -> None:
+        if not opening.exception():
+            self._close()
+
+    def _close(self) -> None:
         os.close(self._file)
         os.close(self._digests)
 
@@ -90,6 +104,6 @@ class KeptChunks:
 
     def _is_here(self, index: int) -> bool:
         digest = os.pread(self._digests, DIGEST_BYTES, index * DIGEST_BYTES)
-        if not any(digest):
+        if not any(digest) or self._is_given_up:
             return False
         return blake3(os.pread(self._file, self.size(index), index * STATE_CHUNK_BYTES)).digest() == digest

@@ -47,12 +47,17 @@ def test_the_second_signal_ends_at_once_and_not_the_first(monkeypatch: pytest.Mo
     assert codes == [143]
 
 
-def test_a_run_key_of_the_settings_is_for_private_runs_alone(
+def test_a_run_key_of_the_settings_is_for_its_own_run_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     key = Identity.load_or_create(tmp_path / "run.key")
     invitation = invite(key, expires_at_s=4e9, seed=bytes(32))
-    told = {"open": Ticket("demo", "0" * 64).encode(), "private": Ticket("demo", "0" * 64, (), invitation).encode()}
+    other = invite(Identity.load_or_create(tmp_path / "other.key"), expires_at_s=4e9, seed=bytes(32))
+    told = {
+        "open": Ticket("demo", "0" * 64).encode(),
+        "private": Ticket("demo", "0" * 64, (), invitation).encode(),
+        "another": Ticket("demo", "0" * 64, (), other).encode(),
+    }
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("NOLOCO_RUN_KEY", str(tmp_path / "run.key"))
 
@@ -65,3 +70,5 @@ def test_a_run_key_of_the_settings_is_for_private_runs_alone(
     assert ticket_of("open", "--expires", "7d")[0] == 3
     code, made = ticket_of("private")
     assert (code, made != told["private"]) == (0, True)
+    assert ticket_of("another") == (0, told["another"])
+    assert ticket_of("another", "--expires", "7d")[0] == 3

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from noloco_p2p.errors import CorruptPayload, Refused, Unreachable
 from noloco_p2p.gossip import fetch as fetch_module
@@ -489,6 +490,32 @@ def test_disk_and_hashes_do_not_hold_the_loop(fetching: Fetching, monkeypatch: p
     assert asyncio.run(fetching.fetch())[0] is not None
     assert len(threads) == 3, "two chunks that were kept, and the whole file"
     assert threading.current_thread().name not in threads
+
+
+def test_a_fetch_that_is_cancelled_while_it_hashes_leaves_nothing_open(
+    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetching.donor(1, dies_after_two_chunks)
+    asyncio.run(fetching.fetch())
+    hashing, may_go_on = threading.Event(), threading.Event()
+
+    def slow_hash(data: bytes) -> Any:
+        hashing.set()
+        assert may_go_on.wait(10)
+        return blake3(data)
+
+    async def cancelled() -> None:
+        fetch = asyncio.create_task(fetching.fetch())
+        assert await asyncio.to_thread(hashing.wait, 10)
+        fetch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetch
+        may_go_on.set()
+
+    monkeypatch.setattr(kept_chunks, "blake3", slow_hash)
+    open_before = len(os.listdir("/proc/self/fd"))
+    asyncio.run(cancelled())
+    assert len(os.listdir("/proc/self/fd")) == open_before
 
 
 @pytest.mark.parametrize("spoil", ["torn", "old", "other size"])
