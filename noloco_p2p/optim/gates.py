@@ -11,7 +11,7 @@ stand between it and the weights; all measure against what this peer itself has 
 * offset     the half-differences of slow weights and outer momentum are clipped to a radius around oneself
              (ClippedGossip, arXiv 2202.01545), for each tensor by itself: twice the median of the last ones, and
              between half the own outer gradient there and twice it. Each side has a radius of its own.
-* loss       `train/outer.py`: the loss on a private batch, before and after. Off unless a peer asks for it.
+* loss       `train/admission.py`: the loss on a private batch, before and after. Off unless a peer asks for it.
 
 A filter by cosine is not here: it refuses honest merges.
 """

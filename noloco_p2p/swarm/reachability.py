@@ -2,7 +2,7 @@
 
 direct          others get through to the gRPC port
 outbound-only   they do not: this peer makes offers, and nobody offers to it
-relayed         the same, but other outbound-only peers get through by a relay (net/tunnel.py)
+relayed         the same, but other outbound-only peers get through by a relay (tunnel.py)
 unknown         nobody has dialled back yet
 """
 

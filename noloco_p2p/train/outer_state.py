@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,16 @@ from noloco_p2p.train.staging import Staging, pin
 SLOW_WEIGHTS, OUTER_MOMENTUM = "slow_weights", "outer_momentum"
 ROUNDING = 1e-9  # progress is a sum of fractions: so near to 1 it is 1
 SPREAD_CHUNKS = 16  # of the slow weights, or twice as many: an estimate takes milliseconds, and all of them would not
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """All that an outer step changes, as it was."""
+
+    vectors: Mapping[str, Tensor]
+    fast_weights: Tensor
+    gating: Gating
+    spread: float | None
 
 
 class OuterState:
@@ -77,24 +89,24 @@ class OuterState:
             self.parameters.write(start, self.slow_weights[start:stop])
         self.parameters.flush()
 
-    def copy(self) -> tuple[dict[str, Tensor], Tensor]:
+    def copy(self) -> Kept:
         """Slow weights, momentum and the model's weights as they are, on the CPU: 4 bytes a parameter and vector."""
         vectors = {name: vector.clone() for name, vector in self.tensors().items()}
         fast_weights = torch.empty(self.num_elements)
         for start, stop in self._bounds:
             fast_weights[start:stop] = self.parameters.read(start, stop)
         self.parameters.flush()
-        return vectors, fast_weights
+        return Kept(vectors, fast_weights, deepcopy(self._gating), self.spread)
 
     @torch.no_grad()
-    def restore(self, copy: tuple[dict[str, Tensor], Tensor]) -> None:
-        """Bit for bit what `copy` gave."""
-        vectors, fast_weights = copy
+    def restore(self, kept: Kept) -> None:
+        """Bit for bit what `copy` gave; the gates forget what they saw since, too."""
         for name, vector in self.tensors().items():
-            vector.copy_(vectors[name])
+            vector.copy_(kept.vectors[name])
         for start, stop in self._bounds:
-            self.parameters.write(start, fast_weights[start:stop])
+            self.parameters.write(start, kept.fast_weights[start:stop])
         self.parameters.flush()
+        self._gating, self.spread = kept.gating, kept.spread
 
     def outer_gradient(self) -> Iterator[Tensor]:
         """fast - slow, chunk by chunk, where the model lies; each in the memory of the one before."""

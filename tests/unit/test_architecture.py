@@ -29,6 +29,8 @@ ORDER = [
 ]
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 PURE = ["optim", "codec", "gossip/pairing.py", "gossip/round.py", "gossip/round_length.py", "gossip/pace.py"]
+TOPS = ("noloco_p2p", "benchmarks", "docs")  # where the files lie that comments speak of
+OWN_FILE = re.compile(r"(?<![\w/.-])(?!hivemind/)(?:[a-z_]+/)*[a-z_]+\.(?:py|md)\b")
 IMPURE = {"asyncio", "grpc", "hivemind", "time", "socket", "threading"}
 
 
@@ -78,3 +80,14 @@ def test_every_folder_has_three_files() -> None:
 def test_no_drawers_for_everything() -> None:
     names = {path.name for path in PACKAGE.rglob("*.py")}
     assert not names & {"utils.py", "helpers.py", "common.py", "manager.py", "misc.py"}
+
+
+def test_files_that_the_sources_speak_of_are_there() -> None:
+    """A comment that sends the reader to a file must not outlive a move of walls."""
+    root = PACKAGE.parent
+    names = [f"/{path.relative_to(root)}" for top in TOPS for path in (root / top).rglob("*.*")]
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.parent.name == "wire":  # generated
+            continue
+        for named in OWN_FILE.findall(path.read_text(encoding="utf-8")):
+            assert any(name.endswith(f"/{named}") for name in names), f"{path} speaks of {named}"

@@ -147,3 +147,16 @@ def test_what_is_restored_is_bit_for_bit_what_was_copied() -> None:
     assert fingerprint(state) != before
     state.restore(copy)
     assert fingerprint(state) == before
+
+
+def test_a_swap_that_was_undone_does_not_widen_the_gates() -> None:
+    tried, other = make_state(), make_state()
+    far = sections(tried)
+    far[SLOW] = far[SLOW] + 20.0
+    before = tried.copy()
+    take(tried, far)
+    tried.restore(before)
+    assert tried.spread is None, "of a partner whose swap does not count"
+    for state in (tried, other):
+        take(state, far)
+    assert fingerprint(tried) == fingerprint(other)
