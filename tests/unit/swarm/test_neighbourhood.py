@@ -42,6 +42,20 @@ def test_a_node_stands_in_one_place_until_it_is_gone() -> None:
     assert table.uid_to_peer_id == {INVENTED[1]: ROGUE}
 
 
+def test_nodes_without_a_place_are_kept_while_they_are_few() -> None:
+    table = RoutingTable(DHTID(0), bucket_size=2, depth_modulo=1)
+
+    async def update(node_id: DHTID, peer_id: PeerID, responded: bool) -> None:
+        table.add_or_update_node(node_id, peer_id)
+
+    protocol: Any = SimpleNamespace(update_routing_table=update, call_find=None, routing_table=table)
+    believe_less(protocol)
+    peers = [PeerID(bytes([number]) * 34) for number in range(10)]
+    for number, peer in enumerate(peers):
+        asyncio.run(protocol.update_routing_table(DHTID(DHTID.MAX - 100 + number), peer))
+    assert [*table.peer_id_to_uid] == [*peers[:2], *peers[-2:]], "two in their places, and the last two for later"
+
+
 def test_a_third_node_stands_where_its_peer_id_says() -> None:
     async def find(peer: PeerID, keys: object) -> Any:
         return {KEY: (None, {place_of(str(HONEST)): HONEST, **dict.fromkeys(INVENTED, ROGUE)})}
