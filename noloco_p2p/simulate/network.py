@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from noloco_p2p.errors import TimedOut, Unreachable
@@ -114,20 +114,6 @@ class LinkTransport:
         """Simulated newcomers take their donor's state directly."""
         raise Unreachable("states are not fetched in a simulation", peer=candidate.peer_id)
         yield
-
-
-class LinkDirectory:
-    """Everybody on the network but oneself."""
-
-    def __init__(self, network: LinkNetwork, *, own_id: str) -> None:
-        self._network = network
-        self._own_id = own_id
-
-    def live(self) -> Sequence[Candidate]:
-        return [Candidate(peer, address=peer) for peer in self._network.listed if peer != self._own_id]
-
-    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
-        return Candidate(peer_id, address=peer_id) if peer_id in self._network.listed else None
 
 
 class LinkStream:

@@ -20,9 +20,9 @@ from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.optim.gates import LIMITS, GateLimits
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.material import Material
-from noloco_p2p.simulate.network import LinkDirectory, LinkNetwork, LinkTransport
+from noloco_p2p.simulate.network import LinkNetwork, LinkTransport
 from noloco_p2p.simulate.result import Point
-from noloco_p2p.testing.memory import Wrap, unchanged
+from noloco_p2p.testing.memory import MemoryDirectory, Wrap, unchanged
 from noloco_p2p.train.admission import admitted
 from noloco_p2p.train.inner_step import InnerStep
 from noloco_p2p.train.outer_state import OuterState, next_progress, progress_after
@@ -80,7 +80,7 @@ class Replica:
         self.runner = RoundRunner(
             hello=lambda: self._hello,
             transport=LinkTransport(network, lambda: self._hello, wrap=wrap),
-            directory=LinkDirectory(network, own_id=peer_id),
+            directory=MemoryDirectory(network, own_id=peer_id),
             pace=self._pace,
             executor=InlineExecutor(),
             rng=random.Random(f"pairing/{seed}/{peer_id}"),

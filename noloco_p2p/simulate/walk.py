@@ -24,10 +24,11 @@ from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream
 from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.simulate.clock import InlineExecutor, run_virtual
-from noloco_p2p.simulate.network import Link, LinkDirectory, LinkNetwork, LinkTransport
+from noloco_p2p.simulate.network import Link, LinkNetwork, LinkTransport
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
 from noloco_p2p.swarm.buckets import Bucket, Draw, best_depth, bucket_of
 from noloco_p2p.testing.link_proxy import LinkProfile
+from noloco_p2p.testing.memory import MemoryDirectory
 
 LINE = LinkProfile("line", down_mbit_s=float("inf"), up_mbit_s=float("inf"), delay_ms=20, jitter_ms=5)
 NUM_ELEMENTS = 64
@@ -205,7 +206,7 @@ class _CountingTransport:
 
 
 def _directory(walkers: _Walkers, name: str) -> Directory:
-    return _Drawn(walkers, name) if walkers.depth else LinkDirectory(walkers.network, own_id=name)
+    return _Drawn(walkers, name) if walkers.depth else MemoryDirectory(walkers.network, own_id=name)
 
 
 class _Drawn:
