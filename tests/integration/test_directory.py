@@ -65,7 +65,13 @@ def public_bytes(key: Ed25519PrivateKey) -> bytes:
 
 @asynccontextmanager
 async def directory(
-    folder: Path, name: str, *, bootstraps: tuple[str, ...] = (), port: int = 0, spec_digest: str | None = RUN
+    folder: Path,
+    name: str,
+    *,
+    bootstraps: tuple[str, ...] = (),
+    port: int = 0,
+    spec_digest: str | None = RUN,
+    is_monitor: bool = False,
 ) -> AsyncIterator[SwarmDirectory]:
     path = folder / f"{name}.key"
     identity = Identity.load_or_create(path)
@@ -77,7 +83,7 @@ async def directory(
         bootstraps=bootstraps,
         address_book=AddressBook(folder / f"{name}.json"),
         spec_digest=spec_digest,
-        describe=(lambda: record_of(identity)) if spec_digest else None,
+        describe=(lambda: record_of(identity)) if spec_digest and not is_monitor else None,
         timing=QUICK,
     )
     try:
@@ -221,22 +227,11 @@ def test_a_port_in_use_is_told(tmp_path: Path) -> None:
 def test_a_monitor_reads_and_is_not_seen(tmp_path: Path) -> None:
     async def main() -> None:
         async with directory(tmp_path, "a") as a:
-            path = tmp_path / "monitor.key"
-            monitor = await SwarmDirectory.start(
-                identity_path=path,
-                identity=Identity.load_or_create(path),
-                listen_host="127.0.0.1",
-                listen_port=0,
-                bootstraps=a.multiaddrs(),
-                spec_digest=RUN,
-                timing=QUICK,
-            )
-            try:
+            door = tuple(a.multiaddrs())
+            async with directory(tmp_path, "monitor", bootstraps=door, is_monitor=True) as monitor:
                 await until(sees(monitor, a), "the monitor sees a")
                 assert a.neighbours() == set()
                 assert a.live() == []
-            finally:
-                await monitor.stop()
 
     run(main)
 
@@ -269,22 +264,10 @@ def test_a_large_run_is_counted_by_a_part_of_it_and_read_whole_by_a_monitor(tmp_
             assert found
             assert found.peer_id == hidden
             assert await a.find("nobody", timeout_s=5.0) is None
-            path = tmp_path / "monitor.key"
-            monitor = await SwarmDirectory.start(
-                identity_path=path,
-                identity=Identity.load_or_create(path),
-                listen_host="127.0.0.1",
-                listen_port=0,
-                bootstraps=door,
-                spec_digest=RUN,
-                timing=QUICK,
-            )
-            try:
-                await until(lambda: len(monitor.live()) >= 122, "the monitor reads all buckets")
-                assert await monitor.wait_until_whole(PATIENCE_S)
-                assert monitor.headcount() == Headcount(122, is_estimate=False)
-            finally:
-                await monitor.stop()
+            monitor = await stack.enter_async_context(directory(tmp_path, "monitor", bootstraps=door, is_monitor=True))
+            await until(lambda: len(monitor.live()) >= 122, "the monitor reads all buckets")
+            assert await monitor.wait_until_whole(PATIENCE_S)
+            assert monitor.headcount() == Headcount(122, is_estimate=False)
 
     run(main)
 

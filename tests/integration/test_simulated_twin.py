@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from threading import Barrier
 
@@ -28,6 +27,8 @@ from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.inner_step import InnerStep
 from noloco_p2p.train.outer import NoLoCo
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 INNER_STEPS, NUM_ROUNDS = 3, 4
 SPEC = tiny_llama(
     "twin",
@@ -35,14 +36,6 @@ SPEC = tiny_llama(
     outer=published(inner_steps=INNER_STEPS, max_wait_s=30.0),
     num_sequences=4,
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def train(peer: MemoryPeer, model: PreTrainedModel, material: Material, step_together: Barrier) -> Tensor:

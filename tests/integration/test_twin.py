@@ -6,7 +6,7 @@ It holds for fp32 codecs, fixed identities, one thread, a large max_wait_s and n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from threading import Barrier
 
@@ -24,16 +24,10 @@ from noloco_p2p.testing.rounds import together, wait_until
 from noloco_p2p.testing.specs import FP32, published
 from noloco_p2p.train.outer import NoLoCo
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 INNER_STEPS, NUM_ROUNDS = 3, 5
 NAMES = ("a", "b")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def spec(*, swap_momentum: bool) -> RunSpec:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from noloco_p2p.simulate.hostile import Attack
 from noloco_p2p.simulate.material import Material
@@ -15,19 +12,13 @@ from noloco_p2p.simulate.swarm import simulate_swarm
 from noloco_p2p.spec import TrainSpec
 from noloco_p2p.testing.specs import published, tiny_llama
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SPEC = tiny_llama(
     "hostile",
     train=TrainSpec(total_steps=6, batch_size=2, warmup_steps=1),
     outer=published(inner_steps=2, max_wait_s=100.0, closing_rounds=0),
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,6 +24,8 @@ from noloco_p2p.spec import RunSpec, TrainSpec
 from noloco_p2p.testing.link_proxy import LinkProfile
 from noloco_p2p.testing.specs import FP32, published, tiny_llama
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SPEC = tiny_llama(
     "simulated",
     train=TrainSpec(total_steps=12, batch_size=2, warmup_steps=2),
@@ -39,14 +40,6 @@ def material(spec: RunSpec = SPEC) -> Material:
 @functools.cache
 def _material(canonical: bytes, digest: str) -> Material:
     return Material.of(RunSpec.from_json(canonical, expected_digest=digest, origin="test"), {})
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def weights_after(spec: RunSpec, plan: Plan) -> tuple[Result, list[Tensor]]:
