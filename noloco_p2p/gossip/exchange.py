@@ -52,13 +52,15 @@ class Exchange:
         steps_done: int = 0,
         inner_steps: int | None = None,
         shortest_round_s: float | None = None,
+        patience_s: float = 0.0,
     ) -> None:
         """Begin a round: from now on a partner is sought and the early part travels, in the background.
 
         `steps_done`: inner steps of it that were taken before a restart. `inner_steps`: its length; None = as long as
-        the last one. `shortest_round_s`: that this peer can keep up with, for others to know. `state`: slow weights,
-        and momentum where it is swapped, flat fp32 vectors on the CPU that do not change until `collect` returns, but
-        for a correction that `late` gave. Sections are coded from them as they are sent. Returns at once.
+        the last one. `shortest_round_s`: that this peer can keep up with, for others to know. `patience_s`: of a
+        closing round, see `Opening`. `state`: slow weights, and momentum where it is swapped, flat fp32 vectors on the
+        CPU that do not change until `collect` returns, but for a correction that `late` gave. Sections are coded from
+        them as they are sent. Returns at once.
         """
         self._plans = section_plans(
             self._spec.codec,
@@ -69,7 +71,8 @@ class Exchange:
             time.monotonic(), steps_done=steps_done, inner_steps=inner_steps, shortest_round_s=shortest_round_s
         )
         spec = self._spec
-        opening = Opening(round_index, progress, spec.train.total_steps, spec.outer.longest_round, state)
+        total_steps, longest_round = spec.train.total_steps, spec.outer.longest_round
+        opening = Opening(round_index, progress, total_steps, longest_round, state, patience_s)
         self._ask(self._runner.open(opening, self._plans), None)
 
     def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:

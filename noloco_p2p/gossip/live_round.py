@@ -40,13 +40,18 @@ TRAILING_SHARE = 1 / 3  # of a round, in which the late part of the last one has
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The state of a peer at the opening of a round. The tensors must not change until the outcome is collected."""
+    """The state of a peer at the opening of a round. The tensors must not change until the outcome is collected.
+
+    patience_s: of a closing round. Nobody is kept from training, so another partner than the last one is looked for so
+    long, and trainers that are in the middle of a round are waited for.
+    """
 
     round: int
     progress: float
     total_steps: int  # of the run: what progress is a share of
     longest_round: int  # inner steps that a round of this run may have
     early_state: dict[SectionName, Tensor]  # flat, fp32, on the CPU
+    patience_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -103,7 +108,7 @@ class LiveRound:
         self.round = Round(opening.round, own_id=self.hello().peer_id, progress=opening.progress)
         self._begin(opening)
         self.correcting = False  # whoever opens a round is done with correcting, also when he could not say so
-        self.pairing.open_round()
+        self.pairing.open_round(is_patient=opening.patience_s > 0)
 
     def _begin(self, opening: Opening | None) -> None:
         self.opening = opening
@@ -112,6 +117,7 @@ class LiveRound:
         self.reason, self.cause = "", LonelyCause.NO_ANSWER
         self.failed_link: LinkMeasure | None = None
         self.opened_s = self.clock()
+        self.patient_until_s = self.opened_s + (opening.patience_s if opening else 0.0)
         self.boundary_s: float | None = None  # when its boundary came
 
     def boundary(self) -> Boundary:
@@ -148,9 +154,9 @@ class LiveRound:
         if self.round.phase is not Phase.SEEKING:
             return False
         now_s = self.clock()
-        if self.boundary_s is not None and now_s - self.boundary_s > LAST_LOOK_S:
+        if self.boundary_s is not None and now_s > max(self.boundary_s + LAST_LOOK_S, self.patient_until_s):
             return True
-        return not self.pairing.hopeful(self.directory.live(), now_s)
+        return not self.pairing.hopeful(self.directory.live(), now_s, latest_s=max(now_s, self.patient_until_s))
 
     def notify(self) -> None:
         self._changed.set()

@@ -53,15 +53,19 @@ class Pairing:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._target = ""
+        self._is_patient = False
         self._turned_away: set[str] = set()  # in the round of now, as this peer had a partner
         self._waiting: set[str] = set()  # of the last round: they may have waited for this one
         self._last_partner = ""
         self._memory: dict[str, _Memory] = {}
         self._incompatible: dict[str, str] = {}
 
-    def open_round(self) -> None:
-        """A new round asks everybody afresh, but for those that are of another run or could not be reached lately."""
-        self._target = ""
+    def open_round(self, *, is_patient: bool = False) -> None:
+        """A new round asks everybody afresh, but for those that are of another run or could not be reached lately.
+
+        is_patient: the last partner is not asked while anybody else is here, however long that one has no time.
+        """
+        self._target, self._is_patient = "", is_patient
         self._waiting, self._turned_away = self._turned_away, set()
         self._memory = {peer: memory for peer, memory in self._memory.items() if memory.answer is _Answer.NONE}
 
@@ -85,8 +89,7 @@ class Pairing:
         partner is drawn only when there is nobody else. Who drew this peer in its last round, and was turned away, goes
         before all others: it may wait for just this round, and would else be late again.
         """
-        eligible = (peer for peer in live if self._eligible(peer))
-        reachable = {peer.peer_id: peer for peer in eligible if self._in_time(peer, now_s, latest_s)}
+        reachable = {peer.peer_id: peer for peer in self._eligible(live) if self._in_time(peer, now_s, latest_s)}
         if self._target not in reachable:
             others = [peer_id for peer_id in reachable if peer_id != self._last_partner]
             waiting = [peer_id for peer_id in others if peer_id in self._waiting]
@@ -99,9 +102,9 @@ class Pairing:
         memory = self._memory.get(self._target)
         return memory.retry_at_s - now_s if memory and memory.retry_at_s > now_s else math.inf
 
-    def hopeful(self, live: Sequence[Candidate], now_s: float) -> bool:
-        """Is there anybody who could still say yes within moments? False = stepping alone is right."""
-        return any(self._is_hope(candidate, now_s) for candidate in live if self._eligible(candidate))
+    def hopeful(self, live: Sequence[Candidate], now_s: float, *, latest_s: float) -> bool:
+        """Could anybody still say yes within moments, or by `latest_s`? False = stepping alone is right."""
+        return any(self._in_time(candidate, now_s, latest_s) for candidate in self._eligible(live))
 
     def refused(self, peer_id: str, *, code: RefuseCode, retry_after_s: float, now_s: float) -> None:
         if peer_id in self._waiting:  # it has found somebody else: it is no longer waited for, either
@@ -132,8 +135,11 @@ class Pairing:
         }
         self._memory[peer_id] = _Memory(_Answer.NONE, now_s + FAILED_RETRY_S)
 
-    def _eligible(self, candidate: Candidate) -> bool:
-        return candidate.state == "training" and candidate.can_be_called and candidate.peer_id not in self._incompatible
+    def _eligible(self, live: Sequence[Candidate]) -> Sequence[Candidate]:
+        training = [peer for peer in live if peer.state == "training" and peer.can_be_called]
+        eligible = [peer for peer in training if peer.peer_id not in self._incompatible]
+        others = [peer for peer in eligible if peer.peer_id != self._last_partner] if self._is_patient else []
+        return others or eligible
 
     def _may_ask(self, candidate: Candidate, now_s: float) -> bool:
         memory = self._memory.get(candidate.peer_id)
@@ -145,7 +151,3 @@ class Pairing:
         if memory is None or memory.retry_at_s <= now_s:
             return True
         return memory.answer is _Answer.PASSING or (memory.answer is _Answer.NO and memory.retry_at_s <= latest_s)
-
-    def _is_hope(self, candidate: Candidate, now_s: float) -> bool:
-        memory = self._memory.get(candidate.peer_id)
-        return self._may_ask(candidate, now_s) or (memory is not None and memory.answer is _Answer.PASSING)

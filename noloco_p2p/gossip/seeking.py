@@ -125,6 +125,8 @@ class Seeking:
     def _latest_offer_s(self, now_s: float) -> float:
         """Until when an offer may wait, if the early part is to arrive within the round."""
         live = self._live
-        left_s = None if live.boundary_s is not None else live.pace.seconds_to_boundary(now_s)
         early_s = live.goodput.seconds_for(part_bytes(live.plans, Part.EARLY)) or 0.0
+        if live.patient_until_s > now_s:
+            return live.patient_until_s - early_s
+        left_s = None if live.boundary_s is not None else live.pace.seconds_to_boundary(now_s)
         return now_s if left_s is None else now_s + left_s - early_s

@@ -10,6 +10,7 @@ from noloco_p2p.spec import OuterSpec
 # Of a closing round, in which nobody trains: both partners go to the middle.
 CLOSING = OuterSpec(alpha=0.0, beta=1.0, gamma=1.0)
 CLOSING_MORE = 3  # rounds beyond log2 of the peers
+CLOSING_WAIT_S = (10.0, 600.0)  # for a partner in a closing round: at least, at most; in between a round's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +49,9 @@ def closing_rounds(outer: OuterSpec, num_peers: int) -> int:
     if outer.closing_rounds == "auto":
         return math.ceil(math.log2(num_peers)) + CLOSING_MORE if num_peers > 1 else 0
     return outer.closing_rounds
+
+
+def closing_wait_s(outer: OuterSpec, round_s: float | None) -> float:
+    """How long a closing round may take: whoever trains on for a round more is waited for."""
+    least_s, most_s = CLOSING_WAIT_S
+    return min(max(outer.max_wait_s, round_s or 0.0, least_s), most_s)

@@ -18,6 +18,7 @@ from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.optim.gates import LIMITS, GateLimits
+from noloco_p2p.optim.mixing import closing_wait_s
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.network import LinkNetwork, LinkTransport
@@ -28,7 +29,6 @@ from noloco_p2p.train.inner_step import InnerStep
 from noloco_p2p.train.outer_state import OuterState, next_progress, progress_after
 
 AT_POINT = 1e-6  # progress is a sum of fractions
-PATIENCE_S = 600.0  # for a partner's vectors in a closing round: nobody trains, so nobody is kept from it
 
 
 class Replica:
@@ -147,9 +147,9 @@ class Replica:
         self._pace.step(self._now_s())
         await self._apply_late()
 
-    async def _open(self) -> None:
+    async def _open(self, *, patience_s: float = 0.0) -> None:
         total_steps, longest_round = self._spec.train.total_steps, self._spec.outer.longest_round
-        opening = Opening(self.round, self.progress, total_steps, longest_round, self._sent_state())
+        opening = Opening(self.round, self.progress, total_steps, longest_round, self._sent_state(), patience_s)
         await self.runner.open(opening, self._plans)
 
     def _sent_state(self) -> dict[SectionName, Tensor]:
@@ -207,8 +207,9 @@ class Replica:
     async def _closing_round(self) -> None:
         """Mixing without training, with gamma 1: both partners go to the middle."""
         self._pace.open_round(self._now_s(), steps_done=self._pace.inner_steps)
-        await self._open()
-        self._apply(await self._boundary(PATIENCE_S), is_closing=True)
+        wait_s = closing_wait_s(self._spec.outer, self._pace.seconds_per_round())
+        await self._open(patience_s=wait_s)
+        self._apply(await self._boundary(wait_s), is_closing=True)
 
     # measuring
 

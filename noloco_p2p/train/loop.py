@@ -17,8 +17,8 @@ from noloco_p2p.data.faults import Fault, Faults
 from noloco_p2p.data.prefetch import Prefetcher
 from noloco_p2p.data.stream import TokenStream, validation_batches
 from noloco_p2p.errors import CheckpointError, DataError, ModelError
-from noloco_p2p.gossip.outcome import Alone
-from noloco_p2p.optim.mixing import closing_rounds
+from noloco_p2p.gossip.outcome import Alone, LonelyCause
+from noloco_p2p.optim.mixing import closing_rounds, closing_wait_s
 from noloco_p2p.peer.peer import Peer
 from noloco_p2p.telemetry.console import closing_line, round_line
 from noloco_p2p.telemetry.console import loss as show_loss
@@ -42,7 +42,6 @@ from noloco_p2p.train.trackers import Trackers
 log = logging.getLogger(__name__)
 
 SEED_BYTES = 6  # 2 ** 48 seeds
-CLOSING_WAIT_S = (10.0, 600.0)  # for a partner in a closing round: at least, at most; in between a round's time
 
 
 class Trainer:
@@ -243,10 +242,8 @@ class Trainer:
         """Training is done: mix alone, until this peer is near the mean of all, or nobody is left to mix with."""
         others = self.peer.live_peers()
         num_rounds = closing_rounds(self.spec.outer, others + 1) if others else 0
-        least_s, most_s = CLOSING_WAIT_S
-        round_s = self.peer.exchange.pace.seconds_per_round() or 0.0
-        wait_s = min(max(self.spec.outer.max_wait_s, round_s, least_s), most_s)
-        metrics, before = self.peer.metrics, ""
+        wait_s = closing_wait_s(self.spec.outer, self.peer.exchange.pace.seconds_per_round())
+        metrics = self.peer.metrics
         for number in range(1, num_rounds + 1):
             if self.peer.leave_requested.is_set():
                 return
@@ -254,12 +251,8 @@ class Trainer:
             self.peer.count_traffic()
             self.events.write("closed", **metrics.as_dict(), number=number, of=num_rounds)
             self.say(closing_line(metrics, number=number, num_rounds=num_rounds))
-            if isinstance(result.outcome, Alone):
+            if isinstance(result.outcome, Alone) and result.outcome.cause is LonelyCause.NOBODY:
                 return
-            if metrics.last_partner == before and others > 1:
-                # The same two again are where they were: those who still train are given time to come.
-                self.peer.leave_requested.wait(min(round_s, wait_s / num_rounds))
-            before = metrics.last_partner
 
     # once a round
 

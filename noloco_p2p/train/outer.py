@@ -170,12 +170,13 @@ class NoLoCo:
         """A round without inner steps, once training is done: this peer and its partner go to the middle between them.
 
         After about log2 of the number of peers, and three more, each is nearly where the mean of all is, without any
-        of them having to know the others. Blocks at most `wait_s`. The progress of this peer does not change.
+        of them having to know the others. Blocks at most `wait_s`, most of all for those who still train: the last
+        partner is met again only where nobody else is alive. The progress of this peer does not change.
         """
         assert self.is_between_rounds, "inner steps were taken since the last outer step"
         self._is_closing = True
         try:
-            self._open()
+            self._open(patience_s=wait_s)
             return self._end_round(wait_s)
         finally:
             self._is_closing = False
@@ -292,7 +293,7 @@ class NoLoCo:
             self._length.resume(place["inner_steps"])
         self._serve(checkpoint.path, place)
 
-    def _open(self) -> None:
+    def _open(self, *, patience_s: float = 0.0) -> None:
         if self._trainable is not None and _trainable(self._model) != self._trainable:
             raise ModelError(
                 "parameters of the model were replaced, frozen or unfrozen since this NoLoCo was made: "
@@ -312,6 +313,7 @@ class NoLoCo:
             shortest_round_s=self._length.told_s(self._exchange.pace.seconds_per_step),
             progress=self.progress,
             state=self._state.sections(),
+            patience_s=patience_s,
         )
         self._peer.sketch(self._state.slow_weights)
 

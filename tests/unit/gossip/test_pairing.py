@@ -76,14 +76,14 @@ def test_who_was_turned_away_and_still_waits_is_asked_first_and_only_in_the_next
 def test_nobody_there_is_nobody_chosen() -> None:
     pairing = Pairing(random.Random(0))
     assert chosen(pairing, [], 0.0) == ""
-    assert not pairing.hopeful([], 0.0)
+    assert not pairing.hopeful([], 0.0, latest_s=0.0)
 
 
 @pytest.mark.parametrize("state", ["paused", "leaving", "done", "unheard of"])
 def test_only_a_training_peer_is_asked(state: str) -> None:
     pairing, live = Pairing(random.Random(0)), candidates(3, state=state)
     assert chosen(pairing, live, 0.0) == ""
-    assert not pairing.hopeful(live, 0.0)
+    assert not pairing.hopeful(live, 0.0, latest_s=0.0)
 
 
 def test_a_taken_target_is_kept_while_its_next_round_is_in_time() -> None:
@@ -123,7 +123,7 @@ def test_a_passing_refusal_is_waited_out_and_asked_again(code: RefuseCode) -> No
     pairing, live = Pairing(random.Random(4)), candidates(1)
     pairing.refused("peer0", code=code, retry_after_s=0.1, now_s=0.0)
     assert chosen(pairing, live, 0.05) == ""
-    assert pairing.hopeful(live, 0.05)
+    assert pairing.hopeful(live, 0.05, latest_s=0.05)
     assert chosen(pairing, live, 0.25) == "peer0"
 
 
@@ -136,7 +136,7 @@ def test_a_peer_that_only_puts_off_is_given_up_for_another(code: RefuseCode) -> 
         pairing.refused(target, code=code, retry_after_s=0.1, now_s=now_s)
         now_s += 0.25
     assert chosen(pairing, live, now_s, latest_s=now_s + PASSED_OVER_S / 2) not in ("", target)
-    assert not pairing.hopeful([Candidate(target, "host:0")], now_s)
+    assert not pairing.hopeful([Candidate(target, "host:0")], now_s, latest_s=now_s)
 
 
 @pytest.mark.parametrize("code", sorted(LASTING))
@@ -155,7 +155,7 @@ def test_nobody_is_asked_without_a_pause_whatever_it_answers(code: RefuseCode) -
 def test_a_lasting_refusal_ends_the_hope_for_this_round_only(code: RefuseCode) -> None:
     pairing, live = Pairing(random.Random(5)), candidates(1)
     pairing.refused("peer0", code=code, retry_after_s=5.0, now_s=0.0)
-    assert not pairing.hopeful(live, 1.0)
+    assert not pairing.hopeful(live, 1.0, latest_s=1.0)
     assert chosen(pairing, live, 1.0, latest_s=2.0) == ""
     pairing.open_round()
     assert chosen(pairing, live, 1.0) == "peer0"
@@ -168,7 +168,7 @@ def test_a_peer_of_another_run_is_never_asked_again(code: RefuseCode) -> None:
     for _ in range(3):
         pairing.open_round()
         assert chosen(pairing, live, 1e6) == ""
-        assert not pairing.hopeful(live, 1e6)
+        assert not pairing.hopeful(live, 1e6, latest_s=1e6)
 
 
 def test_a_dead_peer_is_remembered_over_rounds_and_then_asked_again() -> None:
@@ -176,7 +176,7 @@ def test_a_dead_peer_is_remembered_over_rounds_and_then_asked_again() -> None:
     pairing.failed("peer0", now_s=0.0)
     pairing.open_round()
     assert chosen(pairing, live, FAILED_RETRY_S - 0.1) == ""
-    assert not pairing.hopeful(live, FAILED_RETRY_S - 0.1)
+    assert not pairing.hopeful(live, FAILED_RETRY_S - 0.1, latest_s=FAILED_RETRY_S - 0.1)
     assert chosen(pairing, live, FAILED_RETRY_S) == "peer0"
 
 
@@ -196,9 +196,9 @@ def test_hope_ends_when_the_last_of_many_has_said_no() -> None:
         lambda peer: pairing.failed(peer, now_s=0.0),
     ]
     for candidate, answer in zip(live, answers, strict=True):
-        assert pairing.hopeful(live, 0.0)
+        assert pairing.hopeful(live, 0.0, latest_s=0.0)
         answer(candidate.peer_id)
-    assert not pairing.hopeful(live, 0.0)
+    assert not pairing.hopeful(live, 0.0, latest_s=0.0)
 
 
 def test_same_seed_same_draws() -> None:
@@ -247,8 +247,21 @@ def test_the_last_partner_is_drawn_only_when_there_is_nobody_else() -> None:
     assert pairing.choose(peers[:1], 0.0, latest_s=0.0) == peers[0]
 
 
+def test_in_a_patient_round_others_are_waited_for_and_the_last_partner_is_not_asked() -> None:
+    pairing, peers = Pairing(random.Random(0)), candidates(3)
+    pairing.met("peer0")
+    pairing.open_round(is_patient=True)
+    for peer in ("peer1", "peer2"):
+        pairing.refused(peer, code=RefuseCode.TOO_FAR, retry_after_s=5.0, now_s=0.0)
+    assert chosen(pairing, peers, 1.0, latest_s=10.0) == ""
+    assert pairing.hopeful(peers, 1.0, latest_s=10.0)
+    assert chosen(pairing, peers, 5.0, latest_s=10.0) in ("peer1", "peer2")
+    assert not pairing.hopeful(peers, 1.0, latest_s=4.0), "too late: to go to the same middle again is of no use"
+    assert chosen(pairing, peers[:1], 1.0, latest_s=4.0) == "peer0", "nobody else is here"
+
+
 def test_a_peer_that_cannot_be_called_is_not_drawn_and_not_waited_for() -> None:
     pairing = Pairing(random.Random(0))
     peers = [Candidate("closed", "", can_be_called=False), Candidate("open", "host:1")]
     assert {drawn.peer_id for _ in range(20) if (drawn := pairing.choose(peers, 0.0, latest_s=0.0))} == {"open"}
-    assert not pairing.hopeful(peers[:1], 0.0)
+    assert not pairing.hopeful(peers[:1], 0.0, latest_s=0.0)

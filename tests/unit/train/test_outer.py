@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.donor import state_file_bytes
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
+from noloco_p2p.gossip.live_round import LAST_LOOK_S
 from noloco_p2p.gossip.outcome import Alone, Half, Swapped
 from noloco_p2p.gossip.round import Phase
 from noloco_p2p.gossip.staleness import FRESH_ROUNDS
@@ -149,6 +151,34 @@ def test_closing_rounds_bring_two_peers_to_the_middle_and_nowhere_else(tmp_path:
         assert all(torch.allclose(flat(model), middle, atol=1e-6) for model in models)
         assert [outer.progress for outer in outers] == progress
         assert [outer.round for outer in outers] == [3, 3]
+
+
+def test_a_closing_round_waits_for_who_trains_on_and_not_for_the_last_partner(tmp_path: Path) -> None:
+    """Two pairs: the first would else go to its middle again and again, and be done before the second comes."""
+    models = {name: make_model(1) if name in "ac" else make_neighbour() for name in "abcd"}
+    outers: dict[str, NoLoCo] = {}
+    met: dict[str, str] = {}
+
+    def train(name: str) -> None:
+        one_round(outers[name], models[name], 0.1)
+
+    def close(name: str) -> None:
+        outcome = outers[name].closing_round(wait_s=30.0).outcome
+        met[name] = outcome.received.partner if isinstance(outcome, Swapped) else ""
+
+    with MemorySwarm(make_spec()) as swarm:
+        for pair in ("ab", "cd"):
+            for name in pair:
+                peer = swarm.peer(name, run_folder=tmp_path / name)
+                outers[name] = NoLoCo(models[name], peer, save_every_rounds=0, end_at=2 / 100)
+            together(*(partial(train, name) for name in pair))
+        first = threading.Thread(target=together, args=[partial(close, "a"), partial(close, "b")])
+        first.start()
+        first.join(2 * LAST_LOOK_S)
+        together(partial(close, "c"), partial(close, "d"))
+        first.join(60)
+    assert {met["a"], met["b"]} == {"c", "d"}
+    assert met[met["a"]] == "a"
 
 
 @pytest.mark.parametrize("codec", [FP32, COARSE])
