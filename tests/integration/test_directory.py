@@ -31,6 +31,7 @@ from noloco_p2p.swarm.lookout import Headcount
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import PeerRecord, encode_record
 from noloco_p2p.swarm.timing import Timing
+from noloco_p2p.testing.rounds import wait_until
 
 RUN = "ab" * 32
 QUICK = Timing(heartbeat_s=2.0, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshen_s=1.0)
@@ -42,7 +43,8 @@ def run(main: Callable[[], Coroutine[object, object, None]]) -> None:
     before = _sockets()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.wait_for(main(), 60))
-    assert not [path for path in _sockets() - before if not _is_served(path)]  # other peers may come to this machine
+    # Other programs start and end peers on this machine, too: what one of them leaves for a moment is not ours.
+    wait_until(lambda: all(_is_served(path) for path in _sockets() - before))
     assert not [child for child in psutil.Process().children(recursive=True) if child.name() == "p2pd"]
 
 
@@ -256,7 +258,7 @@ def test_a_large_run_is_counted_by_a_part_of_it_and_read_whole_by_a_monitor(tmp_
             for start in range(0, len(many), 20):
                 await asyncio.gather(*(announce(b._node, identity) for identity in many[start : start + 20]))
             await until(lambda: a.headcount().is_estimate and len(a.live()) > 40, "a looked aside and went there")
-            assert 90 <= a.headcount().others <= 150
+            await until(lambda: 90 <= a.headcount().others <= 150, "the estimate settles")
             drawn = {candidate.peer_id for candidate in a.live()}
             assert len(drawn) < 100, "two buckets of four"
             hidden = next(identity.peer_id for identity in many if identity.peer_id not in drawn)
