@@ -68,7 +68,7 @@ class CallerWire:
 
     async def _do(self, action: Callable[[Any], Awaitable[Any]]) -> Any:
         """Raises PeerError when the call has ended."""
-        fault: PeerError = Unreachable("the stream is closed", peer=self._peer)
+        fault: PeerError | asyncio.CancelledError = Unreachable("the stream is closed", peer=self._peer)
         if self._call is not None:
             try:
                 return await action(self._call)

@@ -186,8 +186,7 @@ class LaneStream:
             await lane.wire.close()
         tasks = [task for lane in lanes for task in (lane.reading, lane.writing) if task and not task.done()]
         if tasks:
-            # They end with their call. One that is cancelled in gRPC instead keeps the call, and thus the connection,
-            # in a traceback until the garbage collector comes.
+            # They end with their call; none is cut off inside gRPC that can do without.
             await asyncio.wait(tasks, timeout=LAST_WORDS_S)
         for task in tasks:
             task.cancel()
@@ -298,12 +297,11 @@ class LaneStream:
                 self._agreed(offer)
 
 
-def call_cancelled(peer: str) -> Unreachable:
-    """A gRPC call that has ended may raise CancelledError in whoever uses it. Raises that of a task that really is."""
+def call_cancelled(peer: str) -> Unreachable | asyncio.CancelledError:
+    """What to raise: a gRPC call that has ended may raise CancelledError in whoever uses it, and so does a task that is
+    cancelled. A new one for it, as the one that came has the call in its traceback."""
     task = asyncio.current_task()
-    if task and task.cancelling():
-        raise asyncio.CancelledError
-    return Unreachable("the stream is closed", peer=peer)
+    return asyncio.CancelledError() if task and task.cancelling() else Unreachable("the stream is closed", peer=peer)
 
 
 def _with_feature(frame: Frame) -> Frame:

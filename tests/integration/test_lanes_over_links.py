@@ -33,15 +33,17 @@ from noloco_p2p.gossip.frames import (
 )
 from noloco_p2p.gossip.outcome import Alone, Outcome, Swapped
 from noloco_p2p.gossip.round import Phase
-from noloco_p2p.gossip.seams import FrameStream
+from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.net import convert, framing, options
-from noloco_p2p.net.caller import LANE_METHOD, SWAP_METHOD
+from noloco_p2p.net.caller import LANE_METHOD, SWAP_METHOD, connect
 from noloco_p2p.net.climb import LanePolicy
+from noloco_p2p.net.connection import Dialer
 from noloco_p2p.net.lanes import FEATURE, LEAVE, MAX_LANES
 from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.net.throttle import UNLIMITED
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.spec import CodecSpec, RunSpec
-from noloco_p2p.testing.link_proxy import LinkProfile, LinkProxy
+from noloco_p2p.testing.link_proxy import HOME_FIBRE, LinkProfile, LinkProxy
 from noloco_p2p.testing.loopback import LoopbackSwarm
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, together, wait_until
@@ -293,5 +295,27 @@ def test_a_swap_has_so_many_lanes_and_no_more_and_none_when_it_is_over() -> None
             _, answer = await ask_for_a_lane()
             assert "no swap with this id" in answer.refuse.sentence
             assert [type(fault) for fault in service.faults] == [Unreachable]
+
+    run(main)
+
+
+def test_a_connection_ends_with_its_wire_while_somebody_keeps_what_was_cancelled_on_it() -> None:
+    """As when a swap ends while it asks for a lane: a task keeps its CancelledError, and a stream its tasks."""
+
+    async def main() -> None:
+        server = GrpcServer(Holding())
+        await server.start("127.0.0.1", 0)
+        async with LinkProxy(f"127.0.0.1:{server.port}", HOME_FIBRE) as link:
+            there = Candidate("acceptor", link.address)
+            wire = await connect(Dialer(), there, LANE_METHOD, timeout_s=5.0, limits=UNLIMITED)
+            reading = asyncio.create_task(wire.read())
+            await asyncio.sleep(0.1)
+            reading.cancel()
+            await asyncio.wait({reading})
+            await wire.close()
+            # The server would close it after eight seconds.
+            await asyncio.to_thread(wait_until, lambda: link.num_open == 0, timeout_s=5.0)
+            assert reading.cancelled()
+        await server.stop(0.0)
 
     run(main)
