@@ -27,8 +27,6 @@ from noloco_p2p.train.flat import FlatParameters
 from noloco_p2p.train.inner_step import InnerStep
 from noloco_p2p.train.outer import NoLoCo
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 INNER_STEPS, NUM_ROUNDS = 3, 4
 SPEC = tiny_llama(
     "twin",
@@ -40,7 +38,6 @@ SPEC = tiny_llama(
 
 def train(peer: MemoryPeer, model: PreTrainedModel, material: Material, step_together: Barrier) -> Tensor:
     """The weights of one real peer at its end; no lonely round: a boundary comes when both have a partner."""
-    torch.set_num_threads(1)
     inner, batches = InnerStep(model, material.spec.train), material.batches(peer.peer_id)
     outer = NoLoCo(model, peer, save_every_rounds=0, end_at=1.0)
     for step in range(INNER_STEPS * NUM_ROUNDS):

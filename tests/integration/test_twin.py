@@ -24,8 +24,6 @@ from noloco_p2p.testing.rounds import together, wait_until
 from noloco_p2p.testing.specs import FP32, published
 from noloco_p2p.train.outer import NoLoCo
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 INNER_STEPS, NUM_ROUNDS = 3, 5
 NAMES = ("a", "b")
 
@@ -50,7 +48,6 @@ def batch(peer: int, step: int) -> tuple[Tensor, Tensor]:
 
 def train(peer: MemoryPeer, net: nn.Module, number: int, step_together: Barrier) -> list[Tensor]:
     """Train NUM_ROUNDS rounds; returns all weights as one vector, at the start and after each round."""
-    torch.set_num_threads(1)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     outer = NoLoCo(net, peer, save_every_rounds=0)
     weights = [parameters_to_vector(net.parameters()).detach()]

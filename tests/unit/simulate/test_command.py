@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from noloco_p2p.cli.app import run
 from noloco_p2p.presets import render
@@ -29,13 +28,9 @@ def spec(tmp_path: Path) -> Path:
 
 
 def test_rules_side_by_side(spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    threads = torch.get_num_threads()
     report, pictures = tmp_path / "report.json", tmp_path / "pictures"
     arguments = ["--replicas", "2", "--steps", "4", "--rules", "noloco,ddp", "--link", "cable"]
-    try:
-        assert run(["simulate", str(spec), *arguments, "--json", str(report), "--plot", str(pictures)]) == 0
-    finally:
-        torch.set_num_threads(threads)
+    assert run(["simulate", str(spec), *arguments, "--json", str(report), "--plot", str(pictures)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:5]] == ["rule", "noloco", "ddp"]
     written = json.loads(report.read_text(encoding="utf-8"))

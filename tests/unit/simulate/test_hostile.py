@@ -12,8 +12,6 @@ from noloco_p2p.simulate.swarm import simulate_swarm
 from noloco_p2p.spec import TrainSpec
 from noloco_p2p.testing.specs import published, tiny_llama
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SPEC = tiny_llama(
     "hostile",
     train=TrainSpec(total_steps=6, batch_size=2, warmup_steps=1),

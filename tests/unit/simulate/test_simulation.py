@@ -24,8 +24,6 @@ from noloco_p2p.spec import RunSpec, TrainSpec
 from noloco_p2p.testing.link_proxy import LinkProfile
 from noloco_p2p.testing.specs import FP32, published, tiny_llama
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SPEC = tiny_llama(
     "simulated",
     train=TrainSpec(total_steps=12, batch_size=2, warmup_steps=2),

@@ -27,7 +27,6 @@ import os, random, signal, sys, time
 from pathlib import Path
 import torch
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
-torch.set_num_threads(1)
 folder, num_kills = Path(sys.argv[1]), int(sys.argv[2])
 moments = random.Random(7)
 

@@ -75,7 +75,6 @@ def plain(steps: range, spec: RunSpec) -> tuple[list[float], dict[str, Tensor]]:
 
 def one_rank(rank: int, size: int, port: int, act: Callable[[Ranks], None]) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
     with Ranks(rank, size, CPU) as ranks:
         if rank:
             follow(ranks, PeerSettings(micro_batch=1))

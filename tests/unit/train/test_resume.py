@@ -70,7 +70,6 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("stops", [[4, 7], [1, 5, 5]], ids=["between two rounds", "within rounds"])
 def test_the_losses_after_a_stop_are_those_without_it(tmp_path: Path, stops: list[int]) -> None:
-    torch.set_num_threads(1)
     whole = train(tmp_path / "whole", NUM_STEPS)
     last = [train(tmp_path / "parts", num_steps) for num_steps in stops][-1]
     for stem in ("outer", "fast", "optimizer"):
