@@ -12,8 +12,9 @@ import importlib.util
 import logging
 import sys
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.swarm.clock import CLOCK, Offset
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
     from hivemind.p2p import P2P, PeerID
 
+T = TypeVar("T")
+
 WAIT_TIMEOUT_S = 3.0  # hivemind's limit for one call to one other node
+_opened: ContextVar[list[asyncio.StreamWriter]] = ContextVar("connections to p2pd that a question has opened")
 
 
 def load() -> None:
@@ -73,7 +77,32 @@ async def attach(control_socket: str) -> P2P:
     from hivemind.p2p import P2P
     from hivemind.utils.multiaddr import Multiaddr
 
-    return await P2P.replicate(Multiaddr(f"/unix{control_socket}"))
+    p2p = await P2P.replicate(Multiaddr(f"/unix{control_socket}"))
+    client: Any = p2p._client
+    connector = client.control.daemon_connector
+    open_connection = connector.open_connection
+
+    async def open_and_note() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await open_connection()
+        _opened.get([]).append(writer)
+        return reader, writer
+
+    connector.open_connection = open_and_note
+    return p2p
+
+
+async def _asked(question: Awaitable[T]) -> T:
+    """The answer of p2pd. hivemind leaves the connection of a question open that fails or is cut short."""
+    writers: list[asyncio.StreamWriter] = []
+    before = _opened.set(writers)
+    try:
+        return await question
+    except BaseException:
+        for writer in writers:
+            writer.close()
+        raise
+    finally:
+        _opened.reset(before)
 
 
 async def detach(p2p: P2P) -> None:
@@ -128,20 +157,21 @@ async def connect(p2p: P2P, peer_id: str, addresses: Sequence[str]) -> None:
     from hivemind.utils.multiaddr import Multiaddr
 
     client: Any = p2p._client
-    await client.connect(PeerID.from_base58(peer_id), [Multiaddr(address) for address in addresses])
+    await _asked(client.connect(PeerID.from_base58(peer_id), [Multiaddr(address) for address in addresses]))
 
 
 async def open_stream(p2p: P2P, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Raw bytes both ways to a peer that libp2p is connected to, or can dial."""
     from hivemind.p2p import PeerID
 
-    _, reader, writer = await p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), protocol)
+    _, reader, writer = await _asked(p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), protocol))
     return reader, writer
 
 
 async def remote_addresses(p2p: P2P) -> list[tuple[str, str]]:
     """(peer id, multiaddr) of every connection."""
-    return [(str(peer.peer_id), str(address)) for peer in await p2p.list_peers() for address in peer.addrs]
+    peers = await _asked(p2p.list_peers())
+    return [(str(peer.peer_id), str(address)) for peer in peers for address in peer.addrs]
 
 
 async def handle_streams(p2p: P2P, protocol: str, handler: StreamHandler) -> None:
@@ -153,7 +183,7 @@ async def handle_streams(p2p: P2P, protocol: str, handler: StreamHandler) -> Non
         finally:
             writer.close()
 
-    await p2p.add_binary_stream_handler(protocol, on_stream)
+    await _asked(p2p.add_binary_stream_handler(protocol, on_stream))
 
 
 async def greet(dht: DHTNode, peer_id: str) -> Offset | None:
@@ -183,7 +213,7 @@ async def _offset(dht: DHTNode, peer: PeerID) -> Offset:
 
 async def answers(p2p: P2P) -> None:
     """Returns when the daemon has answered a question."""
-    await p2p.get_visible_maddrs(latest=True)
+    await _asked(p2p.get_visible_maddrs(latest=True))
 
 
 def routing_table(dht: DHTNode) -> set[str]:

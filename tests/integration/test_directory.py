@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import glob
 import os
 import signal
@@ -190,6 +191,22 @@ def test_a_killed_daemon_is_healed_with_the_same_id_and_port(tmp_path: Path) -> 
             assert {record.peer_id: record.sequence for record, _ in a.records()}[b.peer_id] > sequence
 
     run(main)
+
+
+def test_a_question_that_is_cut_short_leaves_no_connection_to_the_daemon(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with directory(tmp_path, "a") as a:
+            assert a.daemon_pid
+            daemon = psutil.Process(a.daemon_pid)
+            daemon.suspend()
+            asking = asyncio.create_task(a.node.remote_address(a.peer_id))
+            await asyncio.sleep(0.2)
+            asking.cancel()
+            await asyncio.wait({asking})
+            daemon.resume()
+
+    run(main)
+    gc.collect()  # what was left open would be told now
 
 
 def test_nobody_can_speak_for_another(tmp_path: Path) -> None:
