@@ -50,6 +50,7 @@ GIVING = ("training", "paused", "done")  # states of peers that may have a state
 FETCH_TIMEOUT_S = 15.0  # for one chunk, one part of a manifest, or the next word from the line
 BUSY_FOR_S = 600.0  # a donor whose line is full, or whose state is a newer one by now, is asked again for so long
 BUSY_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0  # after at least and at most so long, whatever it says
+ANY = -1.0  # every state is beyond this progress
 ANSWER_S = 60.0  # for all of a spec, a layout or a manifest; that of 64 GiB has 2 MiB
 
 
@@ -135,14 +136,20 @@ async def fetch_from_swarm(
     num_elements: int,
     num_bytes: int,
     target: Path,
+    newer_than: float = ANY,
     on_progress: Report = ignore,
     on_place: Callable[[Candidate, QueuePlace | None], None] = nobody_waits,
 ) -> StateManifest | None:
     """As `fetch_state`; when none of `donors` has given all, those that came to the swarm meanwhile are asked, too, and
-    again those that were too busy: None when nobody is left who may have a state."""
+    again those that were too busy: None when nobody is left who may have a state.
+
+    newer_than: the progress that a state must be beyond. A donor gives what it saved last, and one that has come back
+    or caught up a moment ago stands far beyond that."""
     asked: set[str] = set()
     async with KeptChunks(target, num_bytes=num_bytes) as kept:
-        fetching = _Fetching(transport, kept, layout, num_elements, num_bytes, on_progress, on_place, time.monotonic)
+        fetching = _Fetching(
+            transport, kept, layout, num_elements, num_bytes, on_progress, on_place, time.monotonic, newer_than
+        )
         while donors:
             if manifest := await fetching.from_one_of(donors):
                 return manifest
@@ -174,6 +181,7 @@ class _Fetching:
         on_progress: Report,
         on_place: Callable[[Candidate, QueuePlace | None], None],
         clock: Callable[[], float],
+        newer_than: float = ANY,
     ) -> None:
         self.lines: dict[Candidate, float] = {}
         self.slow: dict[Candidate, float] = {}
@@ -184,6 +192,7 @@ class _Fetching:
         self._on_progress = on_progress
         self._on_place = on_place
         self._clock = clock
+        self._newer_than = newer_than
         on_progress(kept.done_bytes, num_bytes)
 
     @property
@@ -239,6 +248,9 @@ class _Fetching:
         manifest = await fetch_manifest(self._transport, donor)
         if (manifest.layout, manifest.num_elements, manifest.num_bytes, len(manifest.chunk_digests)) != self._shape:
             raise CorruptPayload("its state is of another model or size", peer=donor.peer_id)
+        if manifest.progress <= self._newer_than:
+            sentence = f"what it saved last is of round {manifest.round}, no further than this peer is"
+            raise Refused(sentence, peer=donor.peer_id, code=RefuseCode.STALE.name)
         return manifest
 
     async def _chunks(

@@ -15,7 +15,7 @@ from typing import Any
 
 from noloco_p2p.errors import CheckpointError, Left, ModelError, PeerError, TimedOut, Unreachable
 from noloco_p2p.gossip.donor import state_file_bytes
-from noloco_p2p.gossip.fetch import can_give, fetch_from_swarm, fetch_spec, find_difference
+from noloco_p2p.gossip.fetch import ANY, can_give, fetch_from_swarm, fetch_spec, find_difference
 from noloco_p2p.gossip.frames import QueuePlace, StateManifest
 from noloco_p2p.gossip.kept_chunks import forget
 from noloco_p2p.gossip.layout import ModelLayout
@@ -111,6 +111,10 @@ class Entering:
         if donors:
             manifest = self._fetch_state(donors, layout, target=target, timeout_s=FETCH_STATE_TIMEOUT_S)
         if manifest is None:
+            if any(donor.round > 0 for donor in donors):
+                log.warning(
+                    "no live peer has a saved state yet; this peer starts from the initial weights, as they did"
+                )
             self._check_model(donors, layout)
         return manifest
 
@@ -137,7 +141,9 @@ class Entering:
             100 * min(donor.progress for donor in ahead),
         )
         try:
-            manifest = self._fetch_state(ahead, layout, target=target, timeout_s=CATCH_UP_TIMEOUT_S)
+            manifest = self._fetch_state(
+                ahead, layout, target=target, newer_than=progress, timeout_s=CATCH_UP_TIMEOUT_S
+            )
         except Left:
             return None
         except (CheckpointError, TimedOut) as error:
@@ -146,13 +152,10 @@ class Entering:
         finally:
             now_s = time.monotonic()
             self._catch_up_again_s = now_s + max(CATCH_UP_AGAIN_S, now_s - began_s)
-        if manifest and manifest.progress <= progress:
-            forget(target)
+        if manifest is None:
+            log.warning("nobody gives a newer state now; this peer asks again in a while")
             return None
-        if manifest:
-            log.warning(
-                "it has caught up with round %d, %.1f %% of the schedule", manifest.round, 100 * manifest.progress
-            )
+        log.warning("it has caught up with round %d, %.1f %% of the schedule", manifest.round, 100 * manifest.progress)
         return manifest
 
     def _far_ahead(self, progress: float, *, round_progress: float) -> list[Candidate]:
@@ -208,7 +211,13 @@ class Entering:
         return sorted(donors, key=lambda donor: donor.progress < middle)  # who is behind is asked last
 
     def _fetch_state(
-        self, donors: Sequence[Candidate], layout: ModelLayout, *, target: Path, timeout_s: float
+        self,
+        donors: Sequence[Candidate],
+        layout: ModelLayout,
+        *,
+        target: Path,
+        timeout_s: float,
+        newer_than: float = ANY,
     ) -> StateManifest | None:
         line = _LineNews()
 
@@ -221,6 +230,7 @@ class Entering:
                 num_elements=layout.num_elements,
                 num_bytes=state_file_bytes(layout.num_elements, self._spec.outer),
                 target=target,
+                newer_than=newer_than,
                 on_progress=report,
                 on_place=line.note,
             )
@@ -234,8 +244,6 @@ class Entering:
             raise TimedOut(f"the state of the swarm did not come within {duration(timeout_s)}") from None
         except OSError as error:
             raise CheckpointError(f"the state of the swarm cannot be written to {target}: {error}") from None
-        if manifest is None and any(donor.round > 0 for donor in donors):
-            log.warning("no live peer has a saved state yet; this peer starts from the initial weights, as they did")
         return manifest
 
     def _check_model(self, donors: Sequence[Candidate], layout: ModelLayout) -> None:

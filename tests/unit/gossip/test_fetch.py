@@ -19,7 +19,7 @@ from noloco_p2p.errors import CorruptPayload, Refused, Unreachable
 from noloco_p2p.gossip import fetch as fetch_module
 from noloco_p2p.gossip import kept_chunks, patience
 from noloco_p2p.gossip.donor import SavedState, StateServer, describe_state
-from noloco_p2p.gossip.fetch import fetch_from_swarm, fetch_spec, fetch_state
+from noloco_p2p.gossip.fetch import ANY, fetch_from_swarm, fetch_spec, fetch_state
 from noloco_p2p.gossip.frames import (
     STATE_CHUNK_BYTES,
     FetchItem,
@@ -116,13 +116,17 @@ class Fetching:
         self.donors: list[Donor] = []
 
     def donor(
-        self, seed: int, alter: Callable[[AsyncGenerator[FetchItem]], AsyncGenerator[FetchItem]] = as_it_is
+        self,
+        seed: int,
+        alter: Callable[[AsyncGenerator[FetchItem]], AsyncGenerator[FetchItem]] = as_it_is,
+        *,
+        progress: float = 0.5,
     ) -> tuple[Donor, bytes]:
         data = bytes([seed]) + os.urandom(NUM_BYTES - 1)
         path = self.folder / f"state-{seed}"
         path.write_bytes(data)
         states = StateServer(SPEC)
-        states.saved = describe_state(path, layout="layout", num_elements=10, round_index=seed, progress=0.5)
+        states.saved = describe_state(path, layout="layout", num_elements=10, round_index=seed, progress=progress)
         donor = Donor(states, alter)
         self.donors.append(donor)
         self.network.add(f"donor-{seed}", donor)
@@ -137,11 +141,12 @@ class Fetching:
         manifest = await fetch_state(self.transport, self.candidates(), **settings)  # pyright: ignore[reportArgumentType]
         return manifest, target.read_bytes()
 
-    async def fetch_from_swarm(self) -> tuple[StateManifest | None, bytes]:
+    async def fetch_from_swarm(self, *, newer_than: float = ANY) -> tuple[StateManifest | None, bytes]:
         target, directory = self.folder / "fetched", MemoryDirectory(self.network, own_id="newcomer")
         shape = {"layout": "layout", "num_elements": 10, "num_bytes": NUM_BYTES}
-        manifest = await fetch_from_swarm(self.transport, directory, self.candidates(), **shape, target=target)  # pyright: ignore[reportArgumentType]
-        return manifest, target.read_bytes()
+        settings = {**shape, "target": target, "newer_than": newer_than}
+        manifest = await fetch_from_swarm(self.transport, directory, self.candidates(), **settings)  # pyright: ignore[reportArgumentType]
+        return manifest, target.read_bytes() if manifest else b""
 
 
 @pytest.fixture
@@ -588,3 +593,13 @@ def test_a_manifest_covers_the_file_without_a_gap(tmp_path: Path, num_bytes: int
         range(0, num_bytes, STATE_CHUNK_BYTES)
     )
     assert sum(stop - start for start, stop in ranges) == manifest.num_bytes == num_bytes
+
+
+def test_who_saved_last_before_it_caught_up_is_passed_over(fetching: Fetching) -> None:
+    """It stands where the swarm does, and gives what it saved when it was far behind."""
+    fetching.donor(1, progress=0.2)
+    _, data = fetching.donor(2, progress=0.6)
+    manifest, fetched = asyncio.run(fetching.fetch_from_swarm(newer_than=0.2))
+    assert manifest is not None
+    assert (manifest.progress, fetched) == (0.6, data)
+    assert asyncio.run(fetching.fetch_from_swarm(newer_than=0.6)) == (None, b"")
