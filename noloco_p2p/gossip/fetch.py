@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -50,7 +51,6 @@ GIVING = ("training", "paused", "done")  # states of peers that may have a state
 FETCH_TIMEOUT_S = 15.0  # for one chunk, one part of a manifest, or the next word from the line
 BUSY_FOR_S = 600.0  # a donor whose line is full, or whose state is a newer one by now, is asked again for so long
 BUSY_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0  # after at least and at most so long, whatever it says
-ANY = -1.0  # every state is beyond this progress
 ANSWER_S = 60.0  # for all of a spec, a layout or a manifest; that of 64 GiB has 2 MiB
 
 
@@ -123,7 +123,16 @@ async def fetch_state(
     donor too; `on_place` the place in a donor's line, and None when the turn has come. Raises OSError.
     """
     async with KeptChunks(target, num_bytes=num_bytes) as kept:
-        fetching = _Fetching(transport, kept, layout, num_elements, num_bytes, on_progress, on_place, clock)
+        fetching = _Fetching(
+            transport,
+            kept,
+            layout=layout,
+            num_elements=num_elements,
+            num_bytes=num_bytes,
+            on_progress=on_progress,
+            on_place=on_place,
+            clock=clock,
+        )
         return await fetching.from_one_of(donors)
 
 
@@ -136,7 +145,7 @@ async def fetch_from_swarm(
     num_elements: int,
     num_bytes: int,
     target: Path,
-    newer_than: float = ANY,
+    newer_than: float = -math.inf,
     on_progress: Report = ignore,
     on_place: Callable[[Candidate, QueuePlace | None], None] = nobody_waits,
 ) -> StateManifest | None:
@@ -148,7 +157,15 @@ async def fetch_from_swarm(
     asked: set[str] = set()
     async with KeptChunks(target, num_bytes=num_bytes) as kept:
         fetching = _Fetching(
-            transport, kept, layout, num_elements, num_bytes, on_progress, on_place, time.monotonic, newer_than
+            transport,
+            kept,
+            layout=layout,
+            num_elements=num_elements,
+            num_bytes=num_bytes,
+            newer_than=newer_than,
+            on_progress=on_progress,
+            on_place=on_place,
+            clock=time.monotonic,
         )
         while donors:
             if manifest := await fetching.from_one_of(donors):
@@ -164,6 +181,7 @@ def can_give(peer: Candidate) -> bool:
     return peer.can_be_called and peer.state in GIVING
 
 
+@dataclass
 class _Fetching:
     """One fetch over its donors.
 
@@ -171,33 +189,25 @@ class _Fetching:
     infinite where a turn never came.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        kept: KeptChunks,
-        layout: str,
-        num_elements: int,
-        num_bytes: int,
-        on_progress: Report,
-        on_place: Callable[[Candidate, QueuePlace | None], None],
-        clock: Callable[[], float],
-        newer_than: float = ANY,
-    ) -> None:
-        self.lines: dict[Candidate, float] = {}
-        self.slow: dict[Candidate, float] = {}
-        self._transport = transport
-        self._kept = kept
-        self._shape = (layout, num_elements, num_bytes, -(-num_bytes // STATE_CHUNK_BYTES))
-        self._num_bytes = num_bytes
-        self._on_progress = on_progress
-        self._on_place = on_place
-        self._clock = clock
-        self._newer_than = newer_than
-        on_progress(kept.done_bytes, num_bytes)
+    transport: Transport
+    kept: KeptChunks
+    _: KW_ONLY
+    layout: str
+    num_elements: int
+    num_bytes: int
+    newer_than: float = -math.inf
+    on_progress: Report
+    on_place: Callable[[Candidate, QueuePlace | None], None]
+    clock: Callable[[], float]
+    lines: dict[Candidate, float] = field(default_factory=dict[Candidate, float], init=False)
+    slow: dict[Candidate, float] = field(default_factory=dict[Candidate, float], init=False)
+
+    def __post_init__(self) -> None:
+        self.on_progress(self.kept.done_bytes, self.num_bytes)
 
     @property
     def num_missing(self) -> int:
-        return len(self._kept.missing)
+        return len(self.kept.missing)
 
     async def from_one_of(self, donors: Sequence[Candidate]) -> StateManifest | None:
         """The manifest of the donor with which all chunks are here; None when there is none: who might give a state
@@ -217,7 +227,7 @@ class _Fetching:
         return None
 
     async def _try(self, donor: Candidate, *, may_wait: bool, may_be_slow: bool) -> StateManifest | None:
-        patience, num_missing, until_s = Patience(self._num_bytes), -1, 0.0
+        patience, num_missing, until_s = Patience(self.num_bytes), -1, 0.0
         while True:
             try:
                 manifest = await self._manifest(donor)
@@ -231,36 +241,38 @@ class _Fetching:
                     return None
                 self.lines[donor] = error.retry_after_s
                 if num_missing != self.num_missing:
-                    num_missing, until_s = self.num_missing, self._clock() + BUSY_FOR_S
+                    num_missing, until_s = self.num_missing, self.clock() + BUSY_FOR_S
                 if not may_wait:
                     return None
-                if self._clock() > until_s:
+                if self.clock() > until_s:
                     self.slow[donor] = math.inf
                     return None
                 await asyncio.sleep(min(max(error.retry_after_s, BUSY_RETRY_S), LONGEST_RETRY_S))
             else:
-                if self._kept.missing:
+                if self.kept.missing:
                     return None
-                await self._kept.finish()
+                await self.kept.finish()
                 return manifest
 
     async def _manifest(self, donor: Candidate) -> StateManifest:
-        manifest = await fetch_manifest(self._transport, donor)
-        if (manifest.layout, manifest.num_elements, manifest.num_bytes, len(manifest.chunk_digests)) != self._shape:
+        manifest = await fetch_manifest(self.transport, donor)
+        shape = (manifest.layout, manifest.num_elements, manifest.num_bytes)
+        num_chunks = -(-self.num_bytes // STATE_CHUNK_BYTES)
+        if shape != (self.layout, self.num_elements, self.num_bytes) or len(manifest.chunk_digests) != num_chunks:
             raise CorruptPayload("its state is of another model or size", peer=donor.peer_id)
-        if manifest.progress <= self._newer_than:
+        if manifest.progress <= self.newer_than:
             sentence = f"what it saved last is of round {manifest.round}, no further than this peer is"
-            raise Refused(sentence, peer=donor.peer_id, code=RefuseCode.STALE.name)
+            raise PeerError(sentence, peer=donor.peer_id)
         return manifest
 
     async def _chunks(
         self, donor: Candidate, manifest: StateManifest, patience: Patience, *, may_wait: bool, may_be_slow: bool
     ) -> None:
         """What is missing, in as many calls as that takes; all of it unless the donor leaves something out."""
-        while wanted := tuple(self._kept.missing[:MAX_CHUNKS_PER_REQUEST]):
+        while wanted := tuple(self.kept.missing[:MAX_CHUNKS_PER_REQUEST]):
             patience.asks_again()
             want, waits = WantChunks(manifest.digest(), wanted), False
-            async with aclosing(self._transport.fetch(donor, want, timeout_s=FETCH_TIMEOUT_S)) as items:
+            async with aclosing(self.transport.fetch(donor, want, timeout_s=FETCH_TIMEOUT_S)) as items:
                 async for item in items:
                     if isinstance(item, QueuePlace):
                         waits = True
@@ -268,14 +280,14 @@ class _Fetching:
                         continue
                     if waits:
                         waits = False
-                        self._on_place(donor, None)
+                        self.on_place(donor, None)
                     self._keep(item, manifest)
-                    self._on_progress(self._kept.done_bytes, self._num_bytes)
-                    slow_s = patience.slow_s(STATE_CHUNK_BYTES, self._clock())
-                    if slow_s and not may_be_slow and self._kept.missing:
+                    self.on_progress(self.kept.done_bytes, self.num_bytes)
+                    slow_s = patience.slow_s(STATE_CHUNK_BYTES, self.clock())
+                    if slow_s and not may_be_slow and self.kept.missing:
                         self.slow[donor] = slow_s
                         raise _PassedOver("it is slow")
-            if wanted[-1] in self._kept.missing:
+            if wanted[-1] in self.kept.missing:
                 return
 
     def _wait(self, donor: Candidate, place: QueuePlace, patience: Patience, *, may_wait: bool) -> None:
@@ -283,15 +295,15 @@ class _Fetching:
         if not may_wait:
             self.lines[donor] = math.inf if place.left_s is None else place.left_s
             raise _PassedOver(f"place {place.position} in its line")
-        if not patience.waits(place, self._clock()):
-            self._on_place(donor, None)
+        if not patience.waits(place, self.clock()):
+            self.on_place(donor, None)
             self.slow[donor] = math.inf
             raise _PassedOver("its line takes much longer than it said")
-        self._on_place(donor, place)
+        self.on_place(donor, place)
 
     def _keep(self, item: FetchItem, manifest: StateManifest) -> None:
         """Raises CorruptPayload for what was not asked for next, or is damaged."""
-        kept = self._kept
+        kept = self.kept
         if not isinstance(item, StateChunk) or not kept.missing or item.index != kept.missing[0]:
             raise CorruptPayload("a chunk came that was not asked for")
         digest = manifest.chunk_digests[item.index]

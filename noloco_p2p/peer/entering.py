@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Any
 
 from noloco_p2p.errors import CheckpointError, Left, ModelError, PeerError, TimedOut, Unreachable
 from noloco_p2p.gossip.donor import state_file_bytes
-from noloco_p2p.gossip.fetch import ANY, can_give, fetch_from_swarm, fetch_spec, find_difference
+from noloco_p2p.gossip.fetch import can_give, fetch_from_swarm, fetch_spec, find_difference
 from noloco_p2p.gossip.frames import QueuePlace, StateManifest
 from noloco_p2p.gossip.kept_chunks import forget
 from noloco_p2p.gossip.layout import ModelLayout
@@ -217,7 +218,7 @@ class Entering:
         *,
         target: Path,
         timeout_s: float,
-        newer_than: float = ANY,
+        newer_than: float = -math.inf,
     ) -> StateManifest | None:
         line = _LineNews()
 

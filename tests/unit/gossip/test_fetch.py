@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -19,7 +20,7 @@ from noloco_p2p.errors import CorruptPayload, Refused, Unreachable
 from noloco_p2p.gossip import fetch as fetch_module
 from noloco_p2p.gossip import kept_chunks, patience
 from noloco_p2p.gossip.donor import SavedState, StateServer, describe_state
-from noloco_p2p.gossip.fetch import ANY, fetch_from_swarm, fetch_spec, fetch_state
+from noloco_p2p.gossip.fetch import fetch_from_swarm, fetch_spec, fetch_state
 from noloco_p2p.gossip.frames import (
     STATE_CHUNK_BYTES,
     FetchItem,
@@ -141,7 +142,7 @@ class Fetching:
         manifest = await fetch_state(self.transport, self.candidates(), **settings)  # pyright: ignore[reportArgumentType]
         return manifest, target.read_bytes()
 
-    async def fetch_from_swarm(self, *, newer_than: float = ANY) -> tuple[StateManifest | None, bytes]:
+    async def fetch_from_swarm(self, *, newer_than: float = -math.inf) -> tuple[StateManifest | None, bytes]:
         target, directory = self.folder / "fetched", MemoryDirectory(self.network, own_id="newcomer")
         shape = {"layout": "layout", "num_elements": 10, "num_bytes": NUM_BYTES}
         settings = {**shape, "target": target, "newer_than": newer_than}
