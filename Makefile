@@ -8,14 +8,17 @@ STAMP := .venv/installed
 
 install: $(STAMP)
 
+# One line a step, with its time; pip says only what went wrong.
+step = @printf '%s ... ' $(1); began=$$(date +%s); $(2) && echo "$$(($$(date +%s) - began)) s"
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install --constraint constraints.txt
+
 $(STAMP): pyproject.toml constraints.txt
-	@echo "installing into .venv; downloads take minutes, and print nothing"
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	# torch first, pinned: a later resolution then finds it and brings no other build.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	touch $(STAMP)
+	@echo "installing into .venv, which takes one to five minutes"
+	$(call step,"making the environment",$(PYTHON) -m venv .venv)
+	@# torch first, pinned: a later resolution then finds it and brings no other build.
+	$(call step,"installing torch",$(PIP) torch)
+	$(call step,"installing noloco_p2p and what it needs",$(PIP) --editable '.[dev]')
+	@touch $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/noloco demo

@@ -1,166 +1,335 @@
-"""The main job in small: real peers as real processes on loopback, watched until they are done, then judged."""
+"""The main job in small: real peers as real processes on loopback, watched until they are done, then judged.
+
+The processes come from a fork server that has imported torch, transformers and hivemind once: a peer then starts in two
+seconds instead of eight, and four of them on two slow cores in five instead of forty.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Protocol
 
+from noloco_p2p.control import ask
 from noloco_p2p.errors import NolocoError, SettingsError
 from noloco_p2p.peer.kept import folder_of
 from noloco_p2p.presets import PRESETS, render
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.swarm import launch
 from noloco_p2p.telemetry.console import count, loss, mib, named
 from noloco_p2p.telemetry.events import read_events
-from noloco_p2p.telemetry.progress import Progress
+from noloco_p2p.telemetry.progress import Draw, Progress
 
-TICKET_TIMEOUT_S = 120.0  # the first peer imports torch, reads the corpus and measures itself before it has one
+PRELOADED = ["noloco_p2p.train.loop", "noloco_p2p.train.judge", "noloco_p2p.train.export"]
+TICKET_TIMEOUT_S = 300.0  # the first peer reads the corpus and measures itself before it has a ticket
 LEAVE_TIMEOUT_S = 30.0
 POLL_S = 0.5
-TICKET_LINE = "noloco join noloco1"
-CHAOS_SAVES_EVERY = "3"  # rounds; who is killed every few seconds must not lose a minute each time
+ASK_TIMEOUT_S = 1.0  # a peer on a busy machine may not answer at once; its row then stays as it was
+CHAOS_SAVES_EVERY = "3"  # rounds: a peer that is killed every few seconds must not lose a minute each time
 KILL_EVERY_S = (8.0, 20.0)  # with --chaos: between two kills, by chance
 BACK_AFTER_S = (1.0, 5.0)
-COLUMNS = ("peer", "state", "round", "loss", "tokens/s", "last swap with", "out", "in", "alone")
+COLUMNS = ("peer", "state", "step", "round", "loss", "tokens/s", "last swap with", "swaps", "half", "solo")
+
+MEASURED_S, MEASURED_STEPS = 2.0, 5  # of inner steps, after the first; both at least
+FEWEST_STEPS, FEWEST_ROUNDS = 60, 12
+UPKEEP = 1.35  # time of a step beside swaps, evaluation and the network thread, over that of a step alone
+START_AND_END_S = 12.0  # peers find each other; closing rounds, leaving, merging; and the steps below
+START_AND_END_STEPS = 30  # evaluations at the start and at the end, and the measurements of each peer
+
+WHY_SOLO = {
+    "nobody": "no other peer trained",
+    "refused": "the peers that it asked were busy",
+    "no_answer": "no peer had answered at the boundary",
+    "failed": "the swap broke",
+    "slow": "the swap was not ready at the boundary",
+    "refused_state": "a gate refused what the partner sent",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """`folder` holds everything: the spec, a folder per peer with its log, the exported model."""
+    """`folder` holds everything: the spec, a folder per peer with its log, the exported model.
+
+    num_steps: None = as many as fit into `minutes` on this machine.
+    """
 
     folder: Path
     num_peers: int = 4
-    num_steps: int = 480
+    num_steps: int | None = None
+    minutes: float = 4.0
     port_base: int = 0  # peer i listens on port_base + 2 i; 0 = free ports
     changes: Mapping[str, Any] = field(default_factory=dict)  # dotted fields of the spec
     chaos_seed: int | None = None  # peers are killed and come back, when and which by this seed
 
-    def spec(self) -> RunSpec:
-        """The preset `tiny` with a shorter schedule: the learning rate comes down within the demo."""
-        warmup_steps = min(PRESETS["tiny"].train.warmup_steps, self.num_steps // 4)
-        changes = {"name": "demo", "train.total_steps": self.num_steps, "train.warmup_steps": warmup_steps}
-        return PRESETS["tiny"].with_changes(changes, origin="--steps").with_changes(dict(self.changes), origin="--set")
+    def spec(self, num_steps: int) -> RunSpec:
+        """The preset `tiny` with a schedule of `num_steps`, and rounds so short that there are a dozen of them."""
+        tiny = PRESETS["tiny"]
+        longest = max(1, min(tiny.outer.max_inner_steps, num_steps // FEWEST_ROUNDS))
+        changes = {
+            "name": "demo",
+            "train.total_steps": num_steps,
+            "train.warmup_steps": min(tiny.train.warmup_steps, num_steps // 4),
+            "outer.min_inner_steps": min(tiny.outer.min_inner_steps, longest),
+            "outer.max_inner_steps": longest,
+        }
+        return tiny.with_changes(changes, origin="--steps").with_changes(dict(self.changes), origin="--set")
+
+
+def steps_that_fit(seconds: float, *, step_s: float, num_peers: int, num_cores: int) -> int:
+    """How many inner steps each peer can take in that time, starting and ending included; rounded to tens.
+
+    step_s: of an inner step with one thread while every core computes one.
+    """
+    each_s = step_s * UPKEEP * max(1.0, num_peers / num_cores)
+    fitting = (seconds - START_AND_END_S) / each_s - START_AND_END_STEPS
+    return max(FEWEST_STEPS, int(fitting) // 10 * 10)
+
+
+def measure_step_s(spec: RunSpec) -> float:
+    """Median seconds of an inner step of `spec` on random tokens, with one thread; for a process of its own."""
+    import torch
+
+    from noloco_p2p.train.inner_step import InnerStep
+    from noloco_p2p.train.model import build_model
+
+    torch.set_num_threads(1)
+    size = (spec.train.batch_size, spec.data.sequence_length)
+    step = InnerStep(build_model(spec.model, sequence_length=spec.data.sequence_length), spec.train)
+    batch = torch.randint(0, 256, size)
+    step(batch, progress=0.0)
+    durations_s: list[float] = []
+    while sum(durations_s) < MEASURED_S or len(durations_s) < MEASURED_STEPS:
+        began_s = time.monotonic()
+        step(batch, progress=0.0)
+        durations_s.append(time.monotonic() - began_s)
+    return sorted(durations_s)[len(durations_s) // 2]
+
+
+def run_peer(main: Callable[[list[str]], int], arguments: list[str], log: Path) -> None:
+    """Be a peer, in a process of the fork server and a session of its own: the terminal's Ctrl-C reaches only the demo.
+
+    The peer ends when the demo does, however that ends.
+    """
+    os.setsid()
+    os.environ["NO_COLOR"] = "1"
+    with log.open("ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    sys.exit(main(arguments))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 class DemoPeer:
-    """One `noloco join` in a process and a session of its own: the terminal's Ctrl-C reaches only the demo."""
+    """One `noloco join` in a process. `status` is what it last said of itself, as `noloco status --json`; or None."""
 
-    def __init__(self, index: int, *, plan: DemoPlan, target: str) -> None:
+    def __init__(self, index: int, *, plan: DemoPlan, main: Callable[[list[str]], int], target: str) -> None:
         self.index = index
         self.kills = 0
-        self._plan = plan
+        self.status: dict[str, Any] | None = None
         self.folder = plan.folder / f"peer-{index}"
         self.folder.mkdir()
-        self._port = plan.port_base + 2 * index if plan.port_base else 0
         self.log = self.folder / "log.txt"
+        self.log.touch()
+        self.ticket_file = self.folder / "ticket"
+        self._plan = plan
+        self._main = main
+        self._port = plan.port_base + 2 * index if plan.port_base else 0
         self.start(target)
 
     def start(self, target: str) -> None:
         """Also again, after a kill: it goes on from its last checkpoint."""
-        join = [sys.executable, "-m", "noloco_p2p", "join", target, "--listen", f"127.0.0.1:{self._port}"]
-        join += ["--state-dir", str(self.folder), "--threads", "1", "--device", "cpu"]
+        arguments = ["join", target, "--listen", f"127.0.0.1:{self._port}", "--state-dir", str(self.folder)]
+        arguments += ["--threads", "1", "--device", "cpu", "--ticket-file", str(self.ticket_file)]
         if self._plan.chaos_seed is not None:
-            join += ["--save-every-rounds", CHAOS_SAVES_EVERY]
-        # The launcher ties the peer's life to ours: a killed demo leaves nobody behind.
-        command = [sys.executable, "-I", "-S", str(launch.__file__), str(os.getpid()), *join]
-        environment = os.environ | {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
-            )
+            arguments += ["--save-every-rounds", CHAOS_SAVES_EVERY]
+        self.process: ForkServerProcess = _fork_server().Process(
+            target=run_peer, args=(self._main, arguments, self.log), name=f"peer {self.index}"
+        )
+        self.process.start()
 
-    def events(self) -> list[dict[str, Any]]:
-        return [event for path in self.folder.glob("runs/*/events.jsonl") for event in read_events(path)]
-
-    def ticket(self) -> str | None:
-        for line in self.log.read_text(errors="replace").splitlines():
-            if line.startswith(TICKET_LINE):
-                return line.split()[-1]
-        return None
+    def ask(self) -> None:
+        """Bring `status` up to date; a peer that does not answer in time keeps the last one."""
+        try:
+            answer = ask(self.folder, "status", timeout_s=ASK_TIMEOUT_S)
+        except SettingsError:
+            return
+        self.status = answer or self.status
 
     def last_line(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "nothing"
 
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative after a signal."""
+        return self.process.exitcode
+
     def is_done(self) -> bool:
-        return self.process.poll() is not None or any(event["event"] == "finished" for event in self.events())
+        return self.exit_code is not None or (self.status or {}).get("state") == "done"
 
     def is_back(self) -> bool:
         """Since its last kill it has begun to train again."""
-        return sum(event["event"] == "started" for event in self.events()) > self.kills
+        return (self.status or {}).get("state", "entering") != "entering"
 
     def kill(self) -> None:
-        """As a machine that loses its power: nobody is told."""
+        """As a machine that loses its power: nobody hears of it."""
         self.kills += 1
         self.process.kill()
-        self.process.wait()
+        self.process.join()
+        self.status = None
 
     def ask_to_leave(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+        if self.exit_code is None:
+            self.process.terminate()
 
     def wait_gone(self, until_s: float) -> None:
         """Wait, and in the end kill: nobody outlives the demo."""
-        try:
-            self.process.wait(max(0.1, until_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        self.process.join(max(0.1, until_s - time.monotonic()))
+        if self.exit_code is None:
             self.process.kill()
-            self.process.wait()
+            self.process.join()
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the demo shows now. `done` of `total` inner steps of the slowest peer; 0 of 0 before they begin.
+
+    left_s: until training is done; None while that cannot be said.
+    """
+
+    stage: str
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    done: int = 0
+    total: int = 0
+    left_s: float | None = None
+    is_last: bool = False
 
 
 class Demo:
-    """`run` yields the table of the swarm again and again until all peers are done; then `report`. Always `stop`."""
+    """`run` yields a `View` twice a second until all peers are done; then `stop`, then `report`. Always `stop`.
 
-    def __init__(self, plan: DemoPlan) -> None:
+    main: runs `noloco` with these arguments and gives its exit code.
+    """
+
+    def __init__(self, plan: DemoPlan, main: Callable[[list[str]], int]) -> None:
         self.plan = plan
-        self.spec = plan.spec()
         self.peers: list[DemoPeer] = []
+        self.num_steps = plan.num_steps or 0
+        self.step_s: float | None = None  # measured, where `minutes` says how many steps there are
+        plan.spec(FEWEST_STEPS)  # a change that is no field of a spec is an error before anything starts
+        self._main = main
+        self._spec: RunSpec | None = None
+        self._num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._began_s = time.monotonic()
+        self._trains_since: tuple[float, int] | None = None  # when all had begun, and the steps that were done then
 
-    def run(self) -> Iterator[list[tuple[str, ...]]]:
-        """Rows of the table, twice a second. Raises NolocoError when the first peer does not come up."""
-        first = DemoPeer(0, plan=self.plan, target=str(self._write_spec()))
+    @property
+    def spec(self) -> RunSpec:
+        assert self._spec is not None, "`run` makes it"
+        return self._spec
+
+    def run(self) -> Iterator[View]:
+        """Raises NolocoError when the first peer does not come up."""
+        self._make_folder()
+        yield from self._load()
+        if self.plan.num_steps is None:
+            yield from self._measure()
+        self._spec = self.plan.spec(self.num_steps)
+        spec_file = self.plan.folder / "demo.toml"
+        spec_file.write_text(render(self._spec), encoding="utf-8")
+        first = DemoPeer(0, plan=self.plan, main=self._main, target=str(spec_file))
         self.peers.append(first)
-        until_s = time.monotonic() + TICKET_TIMEOUT_S
-        while (ticket := first.ticket()) is None:
-            if first.process.poll() is not None or time.monotonic() > until_s:
-                raise NolocoError(f"the first peer did not start; its log ends with: {first.last_line()}")
-            yield self.rows()
-            time.sleep(POLL_S)
-        self.peers += [DemoPeer(index, plan=self.plan, target=ticket) for index in range(1, self.plan.num_peers)]
+        yield from self._wait_for_ticket(first)
+        target = first.ticket_file.read_text(encoding="utf-8").strip()
+        self.peers += [
+            DemoPeer(index, plan=self.plan, main=self._main, target=target) for index in range(1, self.plan.num_peers)
+        ]
         seed, now_s = self.plan.chaos_seed, time.monotonic()
-        chaos = None if seed is None else Chaos(self.peers, ticket=ticket, seed=seed, now_s=now_s)
+        chaos = None if seed is None else Chaos(self.peers, ticket=target, seed=seed, now_s=now_s)
         while not all(peer.is_done() for peer in self.peers) or (chaos and chaos.somebody_is_dead):
             if chaos:
                 chaos.step(time.monotonic())
-            yield self.rows()
+            yield self._look()
             time.sleep(POLL_S)
-        yield self.rows()
+        yield replace(self._look(), is_last=True)
 
-    def _write_spec(self) -> Path:
-        spec_file = self.plan.folder / "demo.toml"
+    def _make_folder(self) -> None:
+        folder = self.plan.folder
         try:
-            self.plan.folder.mkdir(parents=True, exist_ok=True)
-            if any(self.plan.folder.iterdir()):
-                raise SettingsError(f"{self.plan.folder} is not empty; give another folder with --keep")
-            spec_file.write_text(render(self.spec), encoding="utf-8")
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise SettingsError(f"{folder} is not empty; give another folder with --keep")
         except OSError as error:
-            raise SettingsError(f"{self.plan.folder}: cannot be used: {error}") from None
-        return spec_file
+            raise SettingsError(f"{folder}: cannot be used: {error}") from None
 
-    def rows(self) -> list[tuple[str, ...]]:
-        names: dict[str, str] = {}
+    def _load(self) -> Iterator[View]:
+        """Until the fork server is ready: what it forks first waits for it."""
+        first = _fork_server().Process(target=int)
+        loading = threading.Thread(target=first.start, daemon=True)
+        loading.start()
+        while loading.is_alive():
+            yield View("loading torch and transformers")
+            loading.join(POLL_S)
+        first.join()
+
+    def _measure(self) -> Iterator[View]:
+        """How long a step takes while all cores that the peers will use are busy, and so how many steps there are."""
+        spec = self.plan.spec(FEWEST_STEPS)
+        at_once = min(self.plan.num_peers, self._num_cores)
+        with _workers(at_once) as workers:
+            futures = [workers.submit(measure_step_s, spec) for _ in range(at_once)]
+            while not all(future.done() for future in futures):
+                yield View("measuring how fast this machine trains")
+                time.sleep(POLL_S)
+        self.step_s = max(future.result() for future in futures)
+        left_s = 60 * self.plan.minutes - (time.monotonic() - self._began_s)
+        self.num_steps = steps_that_fit(
+            left_s, step_s=self.step_s, num_peers=self.plan.num_peers, num_cores=self._num_cores
+        )
+
+    def _wait_for_ticket(self, first: DemoPeer) -> Iterator[View]:
+        until_s = time.monotonic() + TICKET_TIMEOUT_S
+        while not first.ticket_file.exists():
+            if first.exit_code is not None or time.monotonic() > until_s:
+                raise NolocoError(f"the first peer did not start; its log ends with: {first.last_line()}")
+            yield self._look()
+            time.sleep(POLL_S)
+
+    def _look(self) -> View:
+        """Ask everybody how far it is."""
         for peer in self.peers:
-            names |= {event["peer_id"]: f"peer {peer.index}" for event in peer.events() if event["event"] == "started"}
-        return [_row(peer, names) for peer in self.peers]
+            if peer.exit_code is None:
+                peer.ask()
+        names = {peer.status["peer_id"]: f"peer {peer.index}" for peer in self.peers if peer.status}
+        rows = [_row(peer, names) for peer in self.peers]
+        steps = [self.num_steps if peer.is_done() else _step(peer) for peer in self.peers]
+        done, now_s = min(min(steps), self.num_steps), time.monotonic()
+        if self._trains_since is None and len(steps) == self.plan.num_peers and done:
+            self._trains_since = now_s, done
+        left_s = None
+        if self._trains_since and self._trains_since[1] < done < self.num_steps:
+            since_s, before = self._trains_since
+            left_s = (self.num_steps - done) * (now_s - since_s) / (done - before)
+        stage = "starting the peers" if not any(steps) else "training" if done < self.num_steps else "trained"
+        return View(stage, rows, done, self.num_steps, left_s)
 
     def stop(self) -> None:
         """Ask everybody to leave, and wait until all have gone. Safe to call twice."""
@@ -170,32 +339,54 @@ class Demo:
         for peer in self.peers:
             peer.wait_gone(until_s)
 
-    def report(self, *, progress: Progress | None = None) -> dict[str, Any]:
+    def report(self, draw: Draw) -> dict[str, Any]:
         """Judge the swarm from what the peers that left in order have written: call after `stop`.
 
         Raises NolocoError when none did.
         """
-        from noloco_p2p.train.export import export_model
-        from noloco_p2p.train.judge import judge
-        from noloco_p2p.train.model import build_tokenizer
-
-        peers = [_result(peer) for peer in self.peers]
-        left = [peer for peer in self.peers if peer.process.returncode == 0]
+        left = [peer for peer in self.peers if peer.exit_code == 0]
         if not left:
             raise NolocoError(
                 f"no peer has come to its end; the first one's log ends with: {self.peers[0].last_line()}"
             )
         folders = [folder_of(peer.folder, self.spec.run_id) / "checkpoints" for peer in left]
-        verdict = judge(self.spec, folders, progress=progress)
-        export_dir = export_model(verdict.model, build_tokenizer(self.spec.data), self.plan.folder / "export")
+        export_dir = self.plan.folder / "export"
+        with Progress(draw).task("merging the models and evaluating the result"), _workers(1) as workers:
+            judged = workers.submit(judge_and_export, self.spec, folders, export_dir).result()
         return {
-            "peers": peers,
+            "peers": [_result(peer) for peer in self.peers],
+            "steps": self.num_steps,
             "merged_peers": len(left),
-            "merged_loss": verdict.merged_loss,
-            "spread": verdict.spread,
+            **judged,
             "export_dir": str(export_dir),
             "wall_s": round(time.monotonic() - self._began_s, 1),
         }
+
+
+def judge_and_export(spec: RunSpec, folders: Sequence[Path], export_dir: Path) -> dict[str, float]:
+    """Of the mean of these checkpoints, for a process that has torch already."""
+    from noloco_p2p.train.export import export_model
+    from noloco_p2p.train.judge import judge
+    from noloco_p2p.train.model import build_tokenizer
+
+    verdict = judge(spec, folders)
+    export_model(verdict.model, build_tokenizer(spec.data), export_dir)
+    return {"merged_loss": verdict.merged_loss, "spread": verdict.spread}
+
+
+def _fork_server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def _workers(num_processes: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(num_processes, mp_context=_fork_server(), initializer=_begin_worker)
+
+
+def _begin_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the demo, too
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 class Mortal(Protocol):
@@ -241,7 +432,7 @@ class Chaos:
 
 def report_lines(report: dict[str, Any]) -> list[str]:
     """The report for people."""
-    header = ("peer", "id", "rounds", "swapped", "half", "alone", "validation loss", "sent", "received")
+    header = ("peer", "id", "rounds", "swaps", "half", "solo", "validation loss", "sent", "received")
     rows = [
         (
             f"peer {index}",
@@ -258,6 +449,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     ]
     return [
         *aligned([header, *rows]),
+        *_reason_lines(report["peers"]),
         "",
         f"merged model (mean of {report['merged_peers']} peers): validation loss {loss(report['merged_loss'])}",
         f"spread of the weights: {100 * report['spread']:.2f} % of their norm",
@@ -265,6 +457,20 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         f"wall time: {report['wall_s']:.0f} s",
         *_kill_lines(report["peers"]),
     ]
+
+
+def _reason_lines(peers: list[dict[str, Any]]) -> list[str]:
+    """Why rounds were half or solo, a line for each peer that had some."""
+    lines = []
+    for index, peer in enumerate(peers):
+        parts = [
+            f"{number} {kind} ({', '.join(f'{reason}: {times}' for reason, times in reasons.items())})"
+            for kind, reasons in (("half", peer["half_reasons"]), ("solo", peer["solo_reasons"]))
+            if (number := sum(reasons.values()))
+        ]
+        if parts:
+            lines.append(f"peer {index}: {', '.join(parts)}")
+    return ["", *lines] if lines else []
 
 
 def _kill_lines(peers: list[dict[str, Any]]) -> list[str]:
@@ -278,38 +484,41 @@ def aligned(rows: list[tuple[str, ...]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
+def _step(peer: DemoPeer) -> int:
+    return (peer.status or {}).get("step", 0)
+
+
 def _row(peer: DemoPeer, names: dict[str, str]) -> tuple[str, ...]:
-    events = peer.events()
-    rounds = [event for event in events if event["event"] in ("round", "closed")]
-    state = "training" if events else "starting"
-    if any(event["event"] == "finished" for event in events):
-        state = "done"
-    elif rounds and rounds[-1]["event"] == "closed":
-        state = "closing"
-    elif peer.kills and not peer.is_back():
-        state = "coming back"
-    if peer.process.poll() is not None:
-        code = peer.process.returncode
-        state = "gone" if code == 0 else f"killed ({-code})" if code < 0 else f"failed ({code})"
-    if not rounds:
-        return (f"peer {peer.index}", state, *["-"] * (len(COLUMNS) - 2))
-    last = rounds[-1]
-    partner = last["last_partner"]
+    status = peer.status or {}
+    first = (f"peer {peer.index}", _state(peer))
+    if not status.get("step"):
+        return (*first, *["-"] * (len(COLUMNS) - len(first)))
+    partner = status["last_partner"]
     return (
-        f"peer {peer.index}",
-        state,
-        str(last["round"]),
-        loss(last["loss"]),
-        count(last["tokens_per_s"]),
+        *first,
+        str(status["step"]),
+        str(status["round"]),
+        loss(status["loss"]),
+        count(status["tokens_per_s"]),
         names.get(partner, named(partner) if partner else "-"),
-        mib(last["bytes_sent"]),
-        mib(last["bytes_received"]),
-        str(last["alone"]),
+        str(status["swaps"]),
+        str(status["halves"]),
+        str(status["alone"]),
     )
 
 
+def _state(peer: DemoPeer) -> str:
+    if peer.exit_code is not None:
+        return "gone" if peer.exit_code == 0 else _how_it_ended(peer.exit_code)
+    if peer.status is None:
+        return "coming back" if peer.kills else "starting"
+    if peer.status["state"] == "training" and peer.status["progress"] >= 1:
+        return "closing"
+    return peer.status["state"]
+
+
 def _result(peer: DemoPeer) -> dict[str, Any]:
-    events = peer.events()
+    events = [event for path in peer.folder.glob("runs/*/events.jsonl") for event in read_events(path)]
     losses = [event["validation_loss"] for event in events if event["event"] == "evaluated"]
     rounds = [event for event in events if event["event"] in ("round", "finished", "stopped")]
     last = rounds[-1] if rounds else {}
@@ -320,21 +529,29 @@ def _result(peer: DemoPeer) -> dict[str, Any]:
         "swaps": last.get("swaps", 0),
         "halves": last.get("halves", 0),
         "alone": last.get("alone", 0),
+        "half_reasons": _half_reasons(events),
+        "solo_reasons": {why: last[f"alone_{cause}"] for cause, why in WHY_SOLO.items() if last.get(f"alone_{cause}")},
         "loss_start": losses[0] if losses else None,
         "loss_end": losses[-1] if losses else None,
         "bytes_sent": last.get("bytes_sent", 0),
         "bytes_received": last.get("bytes_received", 0),
-        "exit_code": peer.process.returncode,
+        "exit_code": peer.exit_code,
         "kills": peer.kills,
     }
+
+
+def _half_reasons(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Reasons for half rounds, with how often each was; `half with ..abc123: REASON` is the outcome of a round."""
+    outcomes = [event["last_outcome"] for event in events if event["event"] in ("round", "closed")]
+    return Counter(outcome.partition(": ")[2] for outcome in outcomes if outcome.startswith("half "))
 
 
 def failure_lines(demo: Demo) -> list[str]:
     """Which peers did not come to their end, and how; empty when all did."""
     return [
-        f"peer {peer.index} {_how_it_ended(peer.process.returncode)}; its log {peer.log} ends with: {peer.last_line()}"
+        f"peer {peer.index} {_how_it_ended(peer.exit_code)}; its log {peer.log} ends with: {peer.last_line()}"
         for peer in demo.peers
-        if peer.process.returncode
+        if peer.exit_code
     ]
 
 

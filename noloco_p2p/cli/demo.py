@@ -8,8 +8,9 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,16 +18,21 @@ from noloco_p2p.cli.options import Changes, parse_changes
 from noloco_p2p.errors import SettingsError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
-    from noloco_p2p.demo import Demo
+    from noloco_p2p.demo import Demo, View
 
 PLAIN_EVERY_S = 15.0
 
 
 def demo(
     peers: Annotated[int, typer.Option(help="Number of peers, each a process.", min=1, max=64)] = 4,
-    steps: Annotated[int, typer.Option(help="Inner steps of each peer.", min=20)] = 480,
+    steps: Annotated[
+        int | None, typer.Option(help="Inner steps of each peer.", min=20, show_default="as --minutes allow")
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option(help="Take as many steps as fit into this time on this machine.", min=1)
+    ] = 4.0,
     changes: Changes = None,
     port_base: Annotated[
         int, typer.Option(help="Peer i listens on PORT_BASE + 2 i; 0 = free ports.", min=0, max=65000)
@@ -49,28 +55,34 @@ def demo(
     ] = None,
 ) -> None:
     """Train a small model on a swarm of real peers on this machine, and report."""
+    from noloco_p2p.cli.app import run
     from noloco_p2p.demo import Demo, DemoPlan, failure_lines, report_lines
     from noloco_p2p.telemetry.bars import drawing
-    from noloco_p2p.telemetry.progress import Progress
 
     if json_file:
         _check_writable(json_file)
     values = parse_changes(changes)
     folder = keep or Path(tempfile.mkdtemp(prefix="noloco-demo-"))
     plan = DemoPlan(
-        folder.absolute(), num_peers=peers, num_steps=steps, port_base=port_base, changes=values, chaos_seed=chaos
+        folder.absolute(),
+        num_peers=peers,
+        num_steps=steps,
+        minutes=minutes,
+        port_base=port_base,
+        changes=values,
+        chaos_seed=chaos,
     )
-    swarm = Demo(plan)
+    swarm = Demo(plan, run)
     noun = "peer" if peers == 1 else "peers"
-    print(f"{peers} {noun} on this machine, {steps} inner steps each; logs: {folder}/peer-*/log.txt", flush=True)
+    print(f"{peers} {noun} on this machine; logs: {folder}/peer-*/log.txt", flush=True)
     if keep is None:
-        print("(they and the checkpoints are deleted at the end; --keep DIR keeps them)", flush=True)
+        print("(logs and checkpoints are deleted at the end; --keep DIR keeps them)", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the demo, and the demo its peers
     try:
         _watch(swarm)
         print("all peers are done: they leave, and their models are merged and judged", flush=True)
         swarm.stop()
-        report = swarm.report(progress=Progress(drawing(print)))
+        report = swarm.report(drawing(print))
     except KeyboardInterrupt:
         print("interrupted: the peers are asked to leave", file=sys.stderr, flush=True)
         swarm.stop()
@@ -102,43 +114,73 @@ def _check_writable(file: Path) -> None:
 
 
 def _watch(swarm: Demo) -> None:
-    """A live table on a terminal, plain lines elsewhere."""
+    """A bar and a table on a terminal, plain lines elsewhere."""
     from rich.console import Console
     from rich.live import Live
 
     console = Console()
-    if not console.is_terminal:
-        _watch_plain(swarm)
-        return
-    with Live(console=console, auto_refresh=False) as live:
-        for rows in swarm.run():
-            live.update(_table(rows), refresh=True)
+    screen = Live(console=console, auto_refresh=False) if console.is_terminal else None
+    with screen or nullcontext():
+        show = (lambda view: screen.update(_drawn(view), refresh=True)) if screen else _Lines().show
+        is_planned = False
+        for view in swarm.run():
+            if swarm.num_steps and not is_planned:
+                is_planned = True
+                print(_plan_line(swarm), flush=True)
+            show(view)
 
 
-def _watch_plain(swarm: Demo) -> None:
-    began_s = last_s = time.monotonic()
-    rows: list[tuple[str, ...]] = []
-    for rows in swarm.run():
-        if time.monotonic() - last_s >= PLAIN_EVERY_S:
-            last_s = time.monotonic()
-            _print_rows(rows, last_s - began_s)
-    _print_rows(rows, time.monotonic() - began_s)
+def _plan_line(swarm: Demo) -> str:
+    steps = f"each peer takes {swarm.num_steps} inner steps"
+    if swarm.step_s is None:
+        return steps
+    return f"an inner step takes {swarm.step_s:.2g} s on this machine: {steps} in about {swarm.plan.minutes:g} minutes"
 
 
-def _print_rows(rows: list[tuple[str, ...]], seconds: float) -> None:
-    from noloco_p2p.demo import COLUMNS, aligned
+class _Lines:
+    """The first look at each stage, then one every PLAIN_EVERY_S."""
 
-    print(f"after {seconds:.0f} s", *aligned([COLUMNS, *rows]), sep="\n  ", flush=True)
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        self._next_s = 0.0
+        self._stage = ""
+
+    def show(self, view: View) -> None:
+        from noloco_p2p.demo import COLUMNS, aligned
+
+        now_s = time.monotonic()
+        if view.stage == self._stage and now_s < self._next_s and not view.is_last:
+            return
+        self._stage, self._next_s = view.stage, now_s + PLAIN_EVERY_S
+        lines = aligned([COLUMNS, *view.rows]) if view.rows else []
+        print(f"after {now_s - self._began_s:.0f} s: {_told(view)}", *lines, sep="\n  ", flush=True)
 
 
-def _table(rows: list[tuple[Any, ...]]) -> Table:
+def _told(view: View) -> str:
+    """`training: step 120 of 480, 2 min 30 s left`."""
+    from noloco_p2p.telemetry.console import duration
+
+    if not view.done:
+        return view.stage
+    left = "" if view.left_s is None else f", {duration(view.left_s)} left"
+    return f"{view.stage}: step {view.done} of {view.total}{left}"
+
+
+def _drawn(view: View) -> Group:
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
     from rich.table import Table
 
     from noloco_p2p.demo import COLUMNS
 
+    bar = Table.grid(padding=(0, 1))
+    # Without a total it pulses: something goes on, and nobody knows how long.
+    bar.add_row(ProgressBar(total=view.total or None, completed=view.done, width=30, pulse=not view.done), _told(view))
+    if not view.rows:
+        return Group(bar)
     table = Table(box=None, pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("peer", "state", "last swap with") else "right")
-    for row in rows:
+    for row in view.rows:
         table.add_row(*row)
-    return table
+    return Group(bar, table)

@@ -52,14 +52,14 @@ class Metrics:
     )
     late: int = _metric("counter", "corrections", "outer gradients that came after their boundary and were applied", 0)
     catch_ups: int = _metric("counter", "times", "the swarm was far ahead, and the state of a live peer was taken", 0)
-    loss: float | None = _metric("gauge", "nats/token", "training loss, mean of the last round", None)
+    loss: float | None = _metric(
+        "gauge", "nats/token", "training loss, mean of the last round; of the round so far while one runs", None
+    )
     validation_loss: float | None = _metric(
         "gauge", "nats/token", "on the held-out sequences, at the last evaluation", None
     )
-    tokens_per_s: float = _metric("gauge", "tokens/s", "of the last round; waiting and evaluation count as time", 0.0)
-    inner_steps_per_s: float = _metric(
-        "gauge", "steps/s", "of the last round; waiting and evaluation count as time", 0.0
-    )
+    tokens_per_s: float = _metric("gauge", "tokens/s", "as the loss; waiting and evaluation count as time", 0.0)
+    inner_steps_per_s: float = _metric("gauge", "steps/s", "as the loss; waiting and evaluation count as time", 0.0)
     blocked_s: float = _metric("gauge", "s", "training waited for the network at the last boundary", 0.0)
     swap_hidden_s: float = _metric(
         "gauge", "s", "of the last committed swap or half: its time beside training, blocked_s taken off", 0.0

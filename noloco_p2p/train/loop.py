@@ -42,6 +42,7 @@ from noloco_p2p.train.trackers import Trackers
 log = logging.getLogger(__name__)
 
 SEED_BYTES = 6  # 2 ** 48 seeds
+REFRESH_S = 1.0  # between two looks at the loss within a round: each waits for the accelerator once
 
 
 class Trainer:
@@ -129,6 +130,7 @@ class Trainer:
             config=spec.model_dump(mode="json"),
         )
         self._timed_from_s, self._timed_steps = time.monotonic(), 0
+        self._refreshed_s = self._timed_from_s
 
     def _place_model(self, ranks: Ranks | None, compute: Compute) -> tuple[InnerStep, FlatParameters]:
         """Bring the model to the device, or split it over those of all ranks."""
@@ -194,6 +196,8 @@ class Trainer:
             result = self.outer.step()
             if result:
                 self._round_done(result)
+            elif self.peer.metrics.loss is None or time.monotonic() - self._refreshed_s >= REFRESH_S:
+                self._refresh_metrics()
             if self.peer.pause_requested.is_set():
                 self._pause()
             if self.peer.leave_requested.is_set() or metrics.step == last_step:
@@ -278,12 +282,22 @@ class Trainer:
                 self.checkpoints, content=self._content, done=lambda folder: self._saved(folder, step)
             )
 
+    def _refresh_metrics(self) -> None:
+        """Loss and speed of the round so far, for `noloco status`: a round may take minutes."""
+        self.peer.metrics.loss = float(torch.stack(self._losses).mean())
+        self._note_speed()
+        self._refreshed_s = time.monotonic()
+
     def _time_steps(self) -> None:
         """How fast the steps since the last call were; all that was done since then counts as their time."""
-        metrics, now_s = self.peer.metrics, time.monotonic()
-        metrics.inner_steps_per_s = self._timed_steps / (now_s - self._timed_from_s)
+        self._note_speed()
+        self._timed_from_s, self._timed_steps = time.monotonic(), 0
+        self._refreshed_s = self._timed_from_s
+
+    def _note_speed(self) -> None:
+        metrics = self.peer.metrics
+        metrics.inner_steps_per_s = self._timed_steps / (time.monotonic() - self._timed_from_s)
         metrics.tokens_per_s = metrics.inner_steps_per_s * self.spec.train.batch_size * self.spec.data.sequence_length
-        self._timed_from_s, self._timed_steps = now_s, 0
 
     def _private_loss(self) -> float:
         with self.inner_step.together():
