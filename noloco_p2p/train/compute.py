@@ -91,7 +91,10 @@ class Compute:
             warnings.append(f"--offload-optimizer is ignored: the memory of {device} is main memory already")
         if device.type == "mps" or has_fast_bf16(device):  # of MPS nothing is known
             return warnings
-        slow = f"{device} has no bf16 instructions, and computes 3 to 20 times as long as in fp32:"
+        cost = (
+            "computes 3 to 20 times as long as in fp32" if device.type == "cpu" else "emulates them, slower than fp32"
+        )
+        slow = f"{device} has no bf16 instructions, and {cost}:"
         if self.is_bf16(device):
             warnings.append(f"{slow} --precision fp32 is faster here")
         if spec.train.inner_optimizer == "muon":

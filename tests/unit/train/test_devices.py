@@ -134,6 +134,8 @@ def test_what_is_slow_or_ignored_is_told_with_its_cost(monkeypatch: pytest.Monke
     for line, what in zip(told, ("--precision fp32 is faster", "'muon'", "model.lora.base_dtype"), strict=True):
         assert "3 to 20 times as long" in line
         assert what in line
+    (line,) = Compute(precision="bf16").warnings(CUDA, plain)
+    assert "emulates them" in line
     for device in (CPU, MPS):
         (line,) = Compute(offload_optimizer=True).warnings(device, plain)
         assert "--offload-optimizer is ignored" in line
