@@ -20,7 +20,7 @@ from blake3 import blake3
 from noloco_p2p.errors import SettingsError
 
 MAX_LINE_BYTES = 64 * 1024
-LONGEST_SOCKET_PATH = 100  # the kernel's limit is 108
+LONGEST_SOCKET_PATH = 100  # bytes; Linux takes 107, macOS 103
 ANSWER_TIMEOUT_S = 5.0
 
 Handler = Callable[[], Mapping[str, Any]]
@@ -29,9 +29,19 @@ Handler = Callable[[], Mapping[str, Any]]
 def socket_path(state_dir: Path) -> Path:
     """In the state folder, or in the folder for temporary files when that path is too long for a socket."""
     path = state_dir / "control.sock"
-    if len(str(path)) <= LONGEST_SOCKET_PATH:
+    if fits_socket(path):
         return path
-    return Path(tempfile.gettempdir()) / f"noloco-{blake3(str(state_dir).encode()).hexdigest()[:16]}.sock"
+    return temporary_socket(f"noloco-{blake3(os.fsencode(state_dir)).hexdigest()[:16]}.sock")
+
+
+def temporary_socket(name: str) -> Path:
+    """In the folder for temporary files, or in /tmp when that path is too long for a socket."""
+    path = Path(tempfile.gettempdir(), name)
+    return path if fits_socket(path) else Path("/tmp", name)
+
+
+def fits_socket(path: Path) -> bool:
+    return len(os.fsencode(path)) <= LONGEST_SOCKET_PATH
 
 
 class ControlServer:

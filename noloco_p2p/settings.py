@@ -22,6 +22,8 @@ RATE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgKMG])bit(?:/s)?|([kMG])B/s)")
 RATE_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 MIN_RATE_BYTES_PER_S = 250_000  # 2 Mbit/s: below, two swaps and two newcomers cannot each get a chunk in 15 s
 ENVIRONMENT_PREFIX = "NOLOCO_"
+DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+DEVICES = "auto, cpu, cuda:N (NVIDIA, AMD) or mps (Apple)"
 
 
 def default_state_dir() -> Path:
@@ -48,7 +50,9 @@ class PeerSettings(BaseModel):
     max_steps: Annotated[int, Field(gt=0)] | None = None
     data: dict[str, str] = {}
     gpus: Annotated[int, Field(gt=0)] = 1  # processes that share the model of this peer, one a GPU
-    precision: Literal["auto", "bf16", "fp32"] = "auto"  # of forward and backward; auto: bf16 on an accelerator
+    precision: Literal["auto", "bf16", "fp32"] = (
+        "auto"  # of forward and backward; auto: bf16 on a GPU that is fast at it
+    )
     micro_batch: Annotated[int, Field(ge=0)] = 0  # sequences at a time; 0 = as many as fit
     compile: bool = False
     activation_checkpointing: bool = False
@@ -103,8 +107,8 @@ class PeerSettings(BaseModel):
     @field_validator("device")
     @classmethod
     def _device_is_known(cls, device: str) -> str:
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
-            raise ValueError(f"{device!r} must be auto, cpu or cuda:N")
+        if not DEVICE.fullmatch(device):
+            raise ValueError(f"{device!r} must be {DEVICES}")
         return device
 
     @field_validator("models")

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,9 +44,23 @@ def place() -> Place | None:
         raise SettingsError(
             "torchrun --nnodes: a peer is one machine; start one on each, and they swap with each other"
         )
-    if os.environ.get(LAUNCHER) == str(os.getppid()) and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # rank 0 then leaves, and takes the others along
+    if os.environ.get(LAUNCHER) == str(os.getppid()):
+        _leave_with(os.getppid())
     return Place(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _leave_with(launcher_pid: int) -> None:
+    """SIGTERM to this process when the launcher ends: rank 0 then leaves, and takes the others along."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        return
+
+    def watch() -> None:
+        while os.getppid() == launcher_pid:
+            time.sleep(POLL_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="noloco-launcher", daemon=True).start()
 
 
 def launch(arguments: Sequence[str], num_ranks: int) -> int:

@@ -38,12 +38,17 @@ def join(
     ],
     listen: Listen = None,
     announce: Announce = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda:N.", show_default="auto")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="auto, cpu, cuda:N (NVIDIA, AMD) or mps (Apple).", show_default="auto")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="Torch threads.", show_default="torch decides")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Leave after so many inner steps.", show_default=False)] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs that share the model of this peer.", show_default="1")] = None,
     precision: Annotated[
-        str | None, typer.Option(help="auto, bf16 or fp32, of forward and backward.", show_default="auto")
+        str | None,
+        typer.Option(
+            help="bf16 or fp32, of forward and backward; auto: bf16 on GPUs that are fast at it.", show_default="auto"
+        ),
     ] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Sequences at a time.", show_default="as many as fit")] = None,
     compile: Annotated[bool | None, typer.Option("--compile", help="Compile the model (torch.compile).")] = None,
@@ -163,6 +168,8 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, place: Pl
         for warning in [*peer.spec.outer.warnings(), *unused_data(peer.spec, settings), *unknown_name(settings)]:
             log.warning(warning)
         trainer = Trainer(peer, say=_say, ranks=ranks)
+        for warning in trainer.inner_step.compute.warnings(here, peer.spec):
+            log.warning(warning)
         needs = trainer.needs()
         for line in needs.lines():
             _say(line)

@@ -39,7 +39,7 @@ def simulate(
     changes: Changes = None,
     seed: Annotated[int, typer.Option(help="Of pairing, faults and start weights.", min=0)] = 0,
     threads: Annotated[int, typer.Option(help="Threads of torch; the bits depend on it.", min=1)] = 1,
-    device: Annotated[str, typer.Option(help="cpu, cuda:N or auto; same bits each time on a CPU only.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda:N, mps or auto; same bits each time on a CPU only.")] = "cpu",
     data: Data = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write results as JSON.", show_default=False)

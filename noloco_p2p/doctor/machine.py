@@ -21,6 +21,8 @@ from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm import _hivemind
 from noloco_p2p.swarm.daemon import Daemon, ListenOn, probe_port
 from noloco_p2p.telemetry.console import mib
+from noloco_p2p.train.compute import Compute, choose_device
+from noloco_p2p.train.devices import describe, free_and_total_bytes
 
 LOW_DISK_BYTES = 5 << 30
 LOW_MEMORY_BYTES = 2 << 30
@@ -79,12 +81,16 @@ def memory() -> Check:
 
 
 def accelerator() -> Check:
-    if not torch.cuda.is_available():
-        fix = "nothing, to train on the processor; else install the driver and a torch built for CUDA"
-        return Check("accelerator", "warning", "torch sees no CUDA device", fix)
-    names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    free, total = torch.cuda.mem_get_info()
-    return Check("accelerator", "ok", f"{names}; {mib(free)} of {mib(total)} free on the first")
+    """The GPUs, and what `--device auto` and `--precision auto` are here."""
+    device = choose_device("auto")
+    chosen = f"auto is {device} in {'bf16' if Compute().is_bf16(device) else 'fp32'}"
+    if device.type == "cpu":
+        fix = "nothing, to train on the processor; else install the driver and a torch built for the GPU (CUDA or ROCm)"
+        return Check("accelerator", "warning", f"torch sees no GPU (CUDA, ROCm or MPS); {chosen}", fix)
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    names = ", ".join(describe(torch.device(device.type, index)) for index in range(count))
+    free, total = free_and_total_bytes(device)
+    return Check("accelerator", "ok", f"{names}; {mib(free)} of {mib(total)} free on the first; {chosen}")
 
 
 def codec_speed(name: str = "int8") -> Check:

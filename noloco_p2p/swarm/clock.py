@@ -18,8 +18,8 @@ MAX_OFFSET_S = 3.0  # hivemind's own limit between two nodes
 
 
 def _steady_s() -> float:
-    """Goes on while the machine sleeps, where the system has such a clock."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+    """Goes on while the machine sleeps: on macOS CLOCK_MONOTONIC does, and `time.monotonic` is another clock."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class DhtClock:
@@ -69,5 +69,5 @@ def check_clock(offsets: Mapping[str, Offset]) -> None:
     raise DirectoryError(
         f"the clock of this machine is {abs(offset_s):.1f} s {'behind' if offset_s > 0 else 'ahead of'} that of "
         f"{others}, and the DHT needs clocks within {MAX_OFFSET_S:.0f} s: set it by NTP (for example `sudo timedatectl "
-        f"set-ntp true`, or `sudo chronyc makestep`), then start again"
+        f"set-ntp true`, `sudo chronyc makestep`, or on macOS `sudo sntp -sS time.apple.com`), then start again"
     )

@@ -1,7 +1,8 @@
 """p2pd, the libp2p daemon from hivemind's wheel, as a child process of ours.
 
 hivemind starts it in the terminal's process group, where Ctrl-C kills it before a farewell can be announced, and leaves
-it behind when the program is killed. Here it has a session of its own and dies with the thread that started it.
+it behind when the program is killed. Here it has a session of its own and dies with the thread that started it, or,
+where the system is not Linux, with the process.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from noloco_p2p.control import temporary_socket
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.swarm.addresses import announce_multiaddr, is_wildcard, listen_multiaddr
 
@@ -32,7 +34,6 @@ STOP_S = 3.0
 FIRST_CLIENT_S = 30  # p2pd ends by itself when nobody attaches for so long
 SOCKET_PREFIX = "noloco-"
 STALE_S = 60.0
-MAX_SOCKET_CHARS = 100  # the kernel's limit for the path of a socket is 108
 LAUNCHER = Path(__file__).with_name("launch.py")
 
 
@@ -205,9 +206,7 @@ def _remove_stale_sockets() -> None:
 
 
 def _new_socket_path() -> str:
-    name = f"{SOCKET_PREFIX}{secrets.token_hex(8)}.sock"
-    path = os.path.join(tempfile.gettempdir(), name)
-    return path if len(path) <= MAX_SOCKET_CHARS else f"/tmp/{name}"
+    return str(temporary_socket(f"{SOCKET_PREFIX}{secrets.token_hex(8)}.sock"))
 
 
 def _binary() -> Path:

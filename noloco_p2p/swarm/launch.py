@@ -2,23 +2,31 @@
 
 A script of its own, run by path and without site packages (20 ms): the wish to die is expressed in this process and
 survives the exec, so nothing runs between fork and exec in a program full of threads, where that can deadlock.
-On Linux the kernel watches the *thread* that started this process; elsewhere nothing is arranged.
+On Linux the kernel watches the *thread* that started this process. Elsewhere a second process watches the parent, and
+sends SIGTERM when it ends; written for macOS, where nobody has run it yet.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import sys
+import time
+from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+POLL_S = 0.5
 
 
 def main(arguments: list[str]) -> None:
     parent_pid, command = int(arguments[0]), arguments[1:]
-    if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
-        sys.exit(f"prctl failed: {os.strerror(ctypes.get_errno())}")
+    if sys.platform == "linux":
+        if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
+            sys.exit(f"prctl failed: {os.strerror(ctypes.get_errno())}")
+    else:
+        start_watcher(parent_pid)
     if os.getppid() != parent_pid:  # it died before the line above
         sys.exit("the parent is gone")
     os.umask(0o077)  # the control socket is for this user alone
@@ -26,6 +34,40 @@ def main(arguments: list[str]) -> None:
         os.execv(command[0], command)
     except OSError as error:
         sys.exit(f"{command[0]} cannot be run: {error.strerror}")
+
+
+def start_watcher(parent_pid: int) -> None:
+    """Fork a process that sends SIGTERM to this one when the parent ends, and that ends when this one has ended."""
+    own_pid = os.getpid()
+    if os.fork():
+        return
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):  # whoever reads the output of p2pd must see its end
+        os.dup2(nowhere, stream)
+    if first_to_end(parent_pid, own_pid) == parent_pid:
+        with suppress(ProcessLookupError):
+            os.kill(own_pid, signal.SIGTERM)
+    os._exit(0)
+
+
+def first_to_end(*pids: int) -> int:
+    """Wait until one of these processes has ended; by kqueue, and every POLL_S on systems without."""
+    if hasattr(select, "kqueue"):
+        queue = select.kqueue()
+        for pid in pids:
+            event = select.kevent(pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD, select.KQ_NOTE_EXIT)
+            try:
+                queue.control([event], 0)
+            except OSError:  # it has ended already
+                return pid
+        return queue.control(None, 1)[0].ident
+    while True:
+        for pid in pids:
+            try:
+                os.kill(pid, 0)
+            except OSError:
+                return pid
+        time.sleep(POLL_S)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,10 @@ class Metrics:
         None,
     )
     memory_bytes: int = _metric(
-        "gauge", "bytes", "most that tensors took on the accelerator since the start; on a CPU the process now", 0
+        "gauge",
+        "bytes",
+        "most that tensors took on the accelerator since the start; on MPS what torch holds now, on a CPU the process",
+        0,
     )
     data_wait_s: float = _metric("gauge", "s", "training waited for data in the last round", 0.0)
     data_faults: int = _metric(

@@ -12,16 +12,21 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.settings import PeerSettings
+from noloco_p2p.settings import DEVICE, DEVICES, PeerSettings
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.train.devices import has_fast_bf16, has_own_memory
 
 
 def choose_device(name: str, gpu: int | None = None) -> torch.device:
-    """auto | cpu | cuda:N -> device; `gpu`: the one of this process, of several that share a model.
+    """auto | cpu | mps | cuda:N -> device; `gpu`: the one of this process, of several that share a model.
 
-    Raises SettingsError when there is no such accelerator.
+    auto is a CUDA or ROCm device, else Apple's MPS where one process trains alone, else the CPU. Raises SettingsError
+    when there is no such device.
     """
+    if not DEVICE.fullmatch(name):
+        raise SettingsError(f"--device {name!r} must be {DEVICES}")
     if name == "auto" and not torch.cuda.is_available():
-        return torch.device("cpu")
+        return torch.device("mps" if gpu is None and torch.backends.mps.is_available() else "cpu")
     if name != "cpu" and gpu is not None:
         if name not in ("auto", "cuda"):
             raise SettingsError(f"--device {name} is one GPU; with several processes give auto or cpu")
@@ -31,6 +36,9 @@ def choose_device(name: str, gpu: int | None = None) -> torch.device:
         raise SettingsError(
             f"--device {name}: torch finds {torch.cuda.device_count()} CUDA devices here; use --device cpu or auto"
         )
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        lacks = "finds no GPU of Apple's here" if torch.backends.mps.is_built() else "is built without MPS"
+        raise SettingsError(f"--device mps: this torch {lacks}; use --device cpu or auto")
     return device
 
 
@@ -38,7 +46,7 @@ def choose_device(name: str, gpu: int | None = None) -> torch.device:
 class Compute:
     """Machine settings of the inner step; the defaults are the plain step.
 
-    precision: bf16 autocast over fp32 weights, or fp32; "auto" is bf16 on an accelerator.
+    precision: bf16 autocast over fp32 weights, or fp32; "auto" is bf16 on a CUDA or ROCm device that is fast at it.
     micro_batch: sequences at a time, their gradients are summed; 0 = all at once, until memory says otherwise.
     rank, num_ranks: of the processes that share one model, each takes its part of the rows of a batch.
     """
@@ -67,7 +75,33 @@ class Compute:
         )
 
     def is_bf16(self, device: torch.device) -> bool:
-        return self.precision == "bf16" or (self.precision == "auto" and device.type != "cpu")
+        """Of forward and backward. The same on all ranks, as what they send each other must have one dtype: with
+        "auto" the slowest of their GPUs decides."""
+        if self.precision != "auto":
+            return self.precision == "bf16"
+        if device.type != "cuda":
+            return False
+        gpus = [device] if self.num_ranks == 1 else [torch.device("cuda", gpu) for gpu in range(self.num_ranks)]
+        return all(has_fast_bf16(gpu) for gpu in gpus)
+
+    def warnings(self, device: torch.device, spec: RunSpec) -> list[str]:
+        """What is slow on this machine, and what is ignored."""
+        warnings = []
+        if self.offload_optimizer and not has_own_memory(device):
+            warnings.append(f"--offload-optimizer is ignored: the memory of {device} is main memory already")
+        if device.type == "mps" or has_fast_bf16(device):  # of MPS nothing is known
+            return warnings
+        cost = (
+            "computes 3 to 20 times as long as in fp32" if device.type == "cpu" else "emulates them, slower than fp32"
+        )
+        slow = f"{device} has no bf16 instructions, and {cost}:"
+        if self.is_bf16(device):
+            warnings.append(f"{slow} --precision fp32 is faster here")
+        if spec.train.inner_optimizer == "muon":
+            warnings.append(f"{slow} the updates of train.inner_optimizer = 'muon' are in bf16")
+        if spec.model.lora.rank and spec.model.lora.base_dtype == "bf16":
+            warnings.append(f"{slow} the model is, by model.lora.base_dtype = 'bf16'")
+        return warnings
 
 
 def switch_on(model: nn.Module, compute: Compute) -> None:

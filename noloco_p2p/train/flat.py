@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from noloco_p2p.codec import chunk_bounds
 from noloco_p2p.errors import ModelError
 from noloco_p2p.gossip.layout import ModelLayout
+from noloco_p2p.train.devices import has_own_memory, synchronize
 
 HASHED_AT_ONCE = 1 << 22  # numbers; what is copied for a digest
 
@@ -35,6 +36,7 @@ class FlatParameters:
         if not self.named:
             raise ModelError("the model has no trainable parameters")
         self.device = self.named[0][1].device
+        self._is_async = has_own_memory(self.device)
         self._offsets: list[int] = []
         offset = 0
         for name, param in self.named:
@@ -70,7 +72,8 @@ class FlatParameters:
         """
         for piece in self._pieces(start, start + values.numel()):
             place = slice(piece.start, piece.stop)
-            torch.sub(piece.values.float(), values[place].to(piece.values.device, non_blocking=True), out=out[place])
+            there = values[place].to(piece.values.device, non_blocking=self._is_async)
+            torch.sub(piece.values.float(), there, out=out[place])
         return out[: values.numel()]
 
     def write(self, start: int, values: Tensor) -> None:
@@ -79,7 +82,7 @@ class FlatParameters:
         From pinned memory it may return before; `values` must then stay as they are until `flush`.
         """
         for piece in self._pieces(start, start + values.numel()):
-            piece.values.copy_(values[piece.start : piece.stop], non_blocking=True)
+            piece.values.copy_(values[piece.start : piece.stop], non_blocking=self._is_async)
 
     def add(self, start: int, values: Tensor) -> None:
         """Add `values` (1-D, any device) to elements [start, start + len), in place."""
@@ -88,8 +91,7 @@ class FlatParameters:
 
     def flush(self) -> None:
         """Returns when all that was written is in the model."""
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).synchronize(self.device)
+        synchronize(self.device)
 
     def named_values(self) -> dict[str, Tensor]:
         """The parameters by name, whole; not to be written to."""

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from noloco_p2p.telemetry.metrics import Metrics
+from noloco_p2p.train.devices import describe, peak_bytes
 
-# Dense bf16 tensor-core peaks of the vendors' data sheets, in flops a second, by a part of the device's name; the first
+# Dense bf16 matrix-core peaks of the vendors' data sheets, in flops a second, by a part of the device's name; the first
 # that fits counts. Where none fits there is no MFU: a guessed peak is no measurement.
 PEAKS = {
     "H200": 989e12,
@@ -24,6 +25,10 @@ PEAKS = {
     "A10G": 70e12,
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
+    "MI325X": 1307e12,
+    "MI300X": 1307e12,
+    "MI300A": 980e12,
+    "MI210": 181e12,
 }
 
 
@@ -33,7 +38,7 @@ class Gauges:
     def __init__(self, model: nn.Module, device: torch.device, *, sequence_length: int, num_devices: int = 1) -> None:
         self._device = device
         self._flops_per_token = flops_per_token(model, sequence_length=sequence_length)
-        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        peak = peak_flops(describe(device)) if device.type == "cuda" else None
         self._peak = peak and peak * num_devices
         self._waited_s = 0.0
 
@@ -43,10 +48,10 @@ class Gauges:
         metrics.gradient_norm = None if gradient_norm is None else float(gradient_norm)
         if self._peak:
             metrics.mfu = metrics.tokens_per_s * self._flops_per_token / self._peak
-        if self._device.type == "cuda":
-            metrics.memory_bytes = torch.cuda.max_memory_allocated(self._device)
-        else:
+        if self._device.type == "cpu":
             metrics.memory_bytes = psutil.Process().memory_info().rss
+        else:
+            metrics.memory_bytes = peak_bytes(self._device)
 
 
 def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:

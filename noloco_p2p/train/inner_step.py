@@ -14,6 +14,7 @@ from noloco_p2p.optim.inner import make_inner_optimizers
 from noloco_p2p.optim.schedule import learning_rate
 from noloco_p2p.spec import TrainSpec
 from noloco_p2p.train.compute import Compute, local, micro_batches
+from noloco_p2p.train.devices import empty_cache, has_own_memory, is_out_of_memory
 from noloco_p2p.train.memory import fitting, free_bytes, sequence_bytes
 from noloco_p2p.train.model import hidden_matrices
 from noloco_p2p.train.offload import OffloadedOptimizer
@@ -38,7 +39,7 @@ class InnerStep:
         self.gradient_norm: Tensor | None = None  # of the last step, before clipping, where it lies
         self.micro_batch = self.compute.micro_batch
         self._is_bf16 = self.compute.is_bf16(self.device)
-        self._is_offloaded = self.compute.offload_optimizer and self.device.type != "cpu"
+        self._is_offloaded = self.compute.offload_optimizer and has_own_memory(self.device)
         self._steppers = [OffloadedOptimizer(one) if self._is_offloaded else one for one in self.optimizers]
 
     def __call__(self, batch: Tensor, *, progress: float, seed: int | None = None) -> Tensor:
@@ -113,7 +114,9 @@ class InnerStep:
                 if seed is not None:
                     torch.manual_seed(seed + self.compute.rank)
                 return self._accumulate(batch)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 self._halve(len(batch), error)
 
     def _forget(self) -> None:
@@ -126,7 +129,7 @@ class InnerStep:
         for rows, share in micro_batches(
             len(batch), at_once=self.micro_batch, rank=compute.rank, num_ranks=compute.num_ranks
         ):
-            loss = self.loss(batch[rows].to(self.device, non_blocking=True)) * share
+            loss = self.loss(batch[rows].to(self.device, non_blocking=has_own_memory(self.device))) * share
             (loss * compute.num_ranks).backward()  # several ranks take the mean of their gradients
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None, "an empty batch"
@@ -146,16 +149,16 @@ class InnerStep:
         distributed.all_reduce(smallest, op=distributed.ReduceOp.MIN)
         return int(smallest)
 
-    def _halve(self, num_sequences: int, error: torch.OutOfMemoryError) -> None:
+    def _halve(self, num_sequences: int, error: RuntimeError) -> None:
         at_once = min(self.micro_batch or num_sequences, num_sequences)
         if at_once <= 1 or self.compute.num_ranks > 1:
+            offload = " or --offload-optimizer" if has_own_memory(self.device) else ""
             raise ModelError(
                 f"the accelerator is out of memory with {at_once} sequences at a time: try --micro-batch 1, "
-                "--activation-checkpointing or --offload-optimizer, or free memory there"
+                f"--activation-checkpointing{offload}, or free memory there"
             ) from error
         self.micro_batch = -(-at_once // 2)
         self._forget()  # what a part of the batch has left
         error.__traceback__ = None  # it holds the activations
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).empty_cache()
+        empty_cache(self.device)
         log.warning("out of memory with %d sequences at a time; from now on %d", at_once, self.micro_batch)

@@ -9,11 +9,15 @@ import psutil
 import torch
 from torch import Tensor
 
+from noloco_p2p.train.devices import free_and_total_bytes, has_own_memory
+
 CGROUP = Path("/sys/fs/cgroup")
 CACHES = ("inactive_file ", "active_file ")  # of files: counted as used, and given up when somebody needs memory
 USED_SHARE = 0.8  # of free memory: allocators lose some to fragments
 MOMENT_BYTES = 8  # a trainable parameter: what the optimizer will take at its first step
-TEMPORARY = 1.5  # on the CPU: all that forward and backward need, as a multiple of what is kept between them
+TEMPORARY = (
+    1.5  # where nothing counts the peak: all that forward and backward need, as a multiple of what is kept between them
+)
 
 
 def free_memory() -> int:
@@ -49,18 +53,19 @@ def free_bytes(device: torch.device, *, num_parameters: int, has_moments: bool) 
     moments = MOMENT_BYTES * num_parameters if has_moments else 0
     if device.type == "cpu":
         return max(0, free_memory() - moments)
-    accelerator = torch.get_device_module(device)
-    free, _ = accelerator.mem_get_info(device)
-    cached = accelerator.memory_reserved(device) - accelerator.memory_allocated(device)
-    return max(0, free + cached - moments)
+    free, _ = free_and_total_bytes(device)
+    if not has_own_memory(device):
+        free = min(free, free_memory())
+    return max(0, free - moments)
 
 
 def sequence_bytes(backward: Callable[[Tensor], object], sequence: Tensor, device: torch.device) -> int:
     """Memory that forward and backward of one sequence, (1, tokens), take beyond weights and gradients.
 
-    On an accelerator the peak that it counts; on the CPU 1.5 times what autograd keeps from forward to backward.
+    On an accelerator the peak that it counts; on the CPU and on MPS, which do not, 1.5 times what autograd keeps from
+    forward to backward.
     """
-    if device.type == "cpu":
+    if not has_own_memory(device):
         with torch.compiler.set_stance("force_eager"):
             return max(1, int(TEMPORARY * _kept_bytes(backward, sequence)))
     accelerator = torch.get_device_module(device)

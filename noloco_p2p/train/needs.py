@@ -19,6 +19,7 @@ from noloco_p2p.gossip.sections import part_bytes, section_plans
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.console import count, mib
 from noloco_p2p.train.compute import Compute
+from noloco_p2p.train.devices import free_and_total_bytes, has_own_memory
 from noloco_p2p.train.memory import MOMENT_BYTES, free_memory, total_memory
 
 CPU = torch.device("cpu")
@@ -95,7 +96,7 @@ def estimate(
         step_s=step_s,
         memory_free_bytes=free_memory(),
         disk_free_bytes=shutil.disk_usage(folder).free,
-        is_on_host=device.type == "cpu",
+        is_on_host=not has_own_memory(device),
     )
 
 
@@ -110,11 +111,11 @@ def check_memory(
     offloaded = moments if compute.offload_optimizer else 0
     model_bytes = frozen_bytes + (WEIGHT_BYTES + moments - offloaded) * num_parameters
     host_bytes = offloaded * num_parameters + _outer_bytes(spec, num_parameters)
+    on_host = host_bytes if has_own_memory(device) else model_bytes + host_bytes
+    _must_fit(on_host, total_memory(), spec, num_parameters, what="main memory and swap space")
     if device.type == "cpu":
-        _must_fit(model_bytes + host_bytes, total_memory(), spec, num_parameters, what="main memory and swap space")
         return
-    _must_fit(host_bytes, total_memory(), spec, num_parameters, what="main memory and swap space")
-    total = torch.get_device_module(device).mem_get_info(device)[1]
+    _, total = free_and_total_bytes(device)
     _must_fit(model_bytes // compute.num_ranks, total, spec, num_parameters, what=f"memory on {device}")
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from noloco_p2p.train.devices import has_own_memory
+
 BUCKET_BYTES = 64 << 20  # parameters stepped together: of the moments the accelerator holds two or three times it
 
 
@@ -57,7 +59,7 @@ class OffloadedOptimizer:
             if value.ndim:
                 kept = self._kept.pop((param, field), None)
                 if kept is None:
-                    kept = torch.empty_like(value, device="cpu", pin_memory=param.device.type != "cpu")
+                    kept = torch.empty_like(value, device="cpu", pin_memory=has_own_memory(param.device))
                 self._state(param)[field] = kept if kept is value else kept.copy_(value, non_blocking=True)
 
     def _state(self, param: Tensor) -> dict[str, Any]:

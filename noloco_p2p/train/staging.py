@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from noloco_p2p.train.devices import has_own_memory
+
 log = logging.getLogger(__name__)
 
 Chunk = Callable[[int, Tensor], Tensor]  # (number of the chunk, memory on the device for it) -> the chunk in it
@@ -20,11 +22,11 @@ class Staging:
     """Two streams of one device: one for what comes from it, one for what goes there, as a bus carries both at once."""
 
     def __init__(self, device: torch.device, *, is_overlapped: bool | None = None) -> None:
-        """`is_overlapped`: None = on an accelerator; the CPU has streams in name only."""
+        """`is_overlapped`: None = where the device has memory and streams of its own; the CPU has them in name only."""
         self.device = device
         self._api = torch.get_device_module(device)
         if is_overlapped is None:
-            is_overlapped = device.type != "cpu"
+            is_overlapped = has_own_memory(device)
         self._down, self._up = (self._stream(), self._stream()) if is_overlapped else (None, None)
 
     def _stream(self) -> Any:
@@ -37,8 +39,11 @@ class Staging:
         A chunk is valid until the next one is asked for.
         """
         if self._down is None:
-            memory = torch.empty(max(sizes))
-            yield from (chunk(index, memory) for index in range(len(sizes)))
+            there = torch.empty(max(sizes), device=self.device)
+            here = there if self.device.type == "cpu" else torch.empty(max(sizes))
+            for index, size in enumerate(sizes):
+                values = chunk(index, there)
+                yield values if here is there else here[:size].copy_(values)
             return
         self._down.wait_stream(self._api.current_stream(self.device))
         slots = [_Slot(max(sizes), self.device) for _ in range(2)]
@@ -62,7 +67,7 @@ class Staging:
 class _Slot:
     def __init__(self, num_elements: int, device: torch.device) -> None:
         self._on_device = torch.empty(num_elements, device=device)
-        self._on_cpu = torch.empty(num_elements, pin_memory=device.type != "cpu")
+        self._on_cpu = torch.empty(num_elements, pin_memory=has_own_memory(device))
         self._copied = torch.get_device_module(device).Event()
 
     def begin(self, chunk: Chunk, index: int) -> None:

@@ -5,6 +5,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,20 @@ def test_a_long_path_has_its_socket_elsewhere(tmp_path: Path) -> None:
     folder.mkdir()
     assert len(str(socket_path(folder))) <= control.LONGEST_SOCKET_PATH
     assert socket_path(folder) != socket_path(tmp_path / ("l0ng" * 30))
+    assert served(folder, "status", status={"round": 3}) == {"round": 3}
+
+
+def test_the_path_of_a_socket_is_counted_in_bytes(tmp_path: Path) -> None:
+    folder = Path("/") / ("ü" * 45)  # 90 bytes
+    assert len(str(folder / "control.sock")) < 60
+    assert socket_path(folder).parent == Path(tempfile.gettempdir())
+
+
+def test_a_long_folder_for_temporary_files_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 30)))
+    folder = tmp_path / ("state" * 30)
+    folder.mkdir()
+    assert socket_path(folder).parent == Path("/tmp")
     assert served(folder, "status", status={"round": 3}) == {"round": 3}
 
 

@@ -88,7 +88,7 @@ def test_a_wrong_spec_is_3_and_names_the_field(
         (["--listen", "127.0.0.1:65535"], "must leave room for libp2p on PORT+1"),
         (["--listen", "203.0.113.5:4000"], "this machine has no address 203.0.113.5"),
         (["--announce", "host:abc"], "announce 'host:abc' must be HOST:PORT"),
-        (["--device", "tpu"], "device 'tpu' must be auto, cpu or cuda:N"),
+        (["--device", "tpu"], "device 'tpu' must be auto, cpu, cuda:N (NVIDIA, AMD) or mps (Apple)"),
         (["--device", "cuda:97"], "--device cuda:97: torch finds"),
         (["--threads", "-1"], "threads: "),
         (["--max-steps", "0"], "max_steps: "),

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+import torch
+
 from noloco_p2p.doctor import machine
 from noloco_p2p.doctor.check import Check, is_healthy, report
 from noloco_p2p.doctor.swarm import _model, clock, needs, reachability
@@ -44,6 +47,26 @@ def test_this_machine_can_be_examined(tmp_path: Path) -> None:
     for check in (versions(), machine.ports(own), machine.disk(own), machine.memory(), machine.codec_speed()):
         assert check.level in ("ok", "warning"), check
         assert bool(check.fix) == (check.level != "ok")
+
+
+def test_the_doctor_says_what_auto_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    check = machine.accelerator()
+    assert (check.level, "auto is cpu in fp32" in check.found) == ("warning", True)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M2 Max", raising=False)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 10 << 30)
+    monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 0)
+    check = machine.accelerator()
+    assert check.level == "ok"
+    assert check.found == "Apple M2 Max; 10.0 GiB of 10.0 GiB free on the first; auto is mps in fp32"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {device.index}")
+    monkeypatch.setattr(machine, "free_and_total_bytes", lambda _: (1 << 30, 2 << 30))
+    monkeypatch.setattr(machine.Compute, "is_bf16", lambda *_: True)
+    assert machine.accelerator().found == "card 0, card 1; 1.0 GiB of 2.0 GiB free on the first; auto is cuda in bf16"
 
 
 def test_a_port_in_use_is_a_failure(tmp_path: Path) -> None:

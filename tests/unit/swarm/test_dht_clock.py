@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from noloco_p2p.errors import DirectoryError
-from noloco_p2p.swarm.clock import MAX_OFFSET_S, DhtClock, Offset, check_clock
+from noloco_p2p.swarm.clock import MAX_OFFSET_S, DhtClock, Offset, _steady_s, check_clock
 
 
 class Clocks:
@@ -36,6 +38,15 @@ def test_a_clock_that_was_wrong_and_is_set_is_taken_when_others_agree_with_it() 
     assert clocks.dht.now() == pytest.approx(clocks.wall_s - 3600)
     clocks.dht.heard(3599)
     assert clocks.dht.now() == pytest.approx(clocks.wall_s)
+
+
+@pytest.mark.parametrize("name", ["CLOCK_BOOTTIME", "CLOCK_MONOTONIC"])
+def test_the_clock_of_the_system_is_one_that_goes_on_in_its_sleep(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "CLOCK_MONOTONIC":  # macOS
+        monkeypatch.delattr(time, "CLOCK_BOOTTIME", raising=False)
+    monkeypatch.setattr(time, "clock_gettime", lambda number: 5.0 if number == getattr(time, name) else 9.0)
+    assert DhtClock(lambda: 100.0).now() == 100.0
+    assert _steady_s() == 5.0
 
 
 def test_alone_the_wall_clock_is_followed() -> None:
