@@ -14,6 +14,7 @@ import torch
 
 from noloco_p2p.codec import CHUNK_ELEMENTS, Scratch, get_codec
 from noloco_p2p.control import ask
+from noloco_p2p.devices import describe, free_and_total_bytes
 from noloco_p2p.doctor.check import Check
 from noloco_p2p.errors import NolocoError
 from noloco_p2p.identity import Identity
@@ -22,7 +23,6 @@ from noloco_p2p.swarm import _hivemind
 from noloco_p2p.swarm.daemon import Daemon, ListenOn, probe_port
 from noloco_p2p.telemetry.console import mib
 from noloco_p2p.train.compute import Compute, choose_device
-from noloco_p2p.train.devices import describe, free_and_total_bytes
 
 LOW_DISK_BYTES = 5 << 30
 LOW_MEMORY_BYTES = 2 << 30

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from noloco_p2p.devices import has_fast_bf16
+
 # x -> a x + b x^3 + c x^5, three times: the odd polynomials nearest to 1 (minimax) on what the one before makes of
 # [0.02, 1]. Together they move that interval into [0.79, 1.21], and lift smaller singular values 43 times.
 COEFFICIENTS = (
@@ -130,8 +132,7 @@ def _polynomial(gram: Tensor, b: float, c: float, *, out: Tensor) -> None:
 
 def product_dtype(device: torch.device) -> torch.dtype:
     """bf16 where the accelerator computes in it, and fp32 elsewhere: on all CPUs, too."""
-    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if has_bf16 else torch.float32
+    return torch.bfloat16 if device.type == "cuda" and has_fast_bf16(device) else torch.float32
 
 
 def _batches(params: list[Tensor]) -> Iterator[list[Tensor]]:

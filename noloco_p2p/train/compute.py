@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from noloco_p2p.devices import has_fast_bf16, has_own_memory
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.settings import DEVICE, DEVICES, PeerSettings
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.train.devices import has_fast_bf16, has_own_memory
 
 
 def choose_device(name: str, gpu: int | None = None) -> torch.device:
@@ -97,8 +97,6 @@ class Compute:
         slow = f"{device} has no bf16 instructions, and {cost}:"
         if self.is_bf16(device):
             warnings.append(f"{slow} --precision fp32 is faster here")
-        if spec.train.inner_optimizer == "muon":
-            warnings.append(f"{slow} the updates of train.inner_optimizer = 'muon' are in bf16")
         if spec.model.lora.rank and spec.model.lora.base_dtype == "bf16":
             warnings.append(f"{slow} the model is, by model.lora.base_dtype = 'bf16'")
         return warnings

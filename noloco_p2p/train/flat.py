@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from noloco_p2p.codec import chunk_bounds
+from noloco_p2p.devices import has_own_memory, synchronize
 from noloco_p2p.errors import ModelError
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.train.devices import has_own_memory, synchronize
 
 HASHED_AT_ONCE = 1 << 22  # numbers; what is copied for a digest
 

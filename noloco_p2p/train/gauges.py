@@ -6,8 +6,8 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from noloco_p2p.devices import describe, peak_bytes
 from noloco_p2p.telemetry.metrics import Metrics
-from noloco_p2p.train.devices import describe, peak_bytes
 
 # Dense bf16 matrix-core peaks of the vendors' data sheets, in flops a second, by a part of the device's name; the first
 # that fits counts. Where none fits there is no MFU: a guessed peak is no measurement.

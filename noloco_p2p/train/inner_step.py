@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, distributed, nn
 
+from noloco_p2p.devices import empty_cache, has_own_memory, is_out_of_memory
 from noloco_p2p.errors import ModelError
 from noloco_p2p.optim.inner import make_inner_optimizers
 from noloco_p2p.optim.schedule import learning_rate
 from noloco_p2p.spec import TrainSpec
 from noloco_p2p.train.compute import Compute, local, micro_batches
-from noloco_p2p.train.devices import empty_cache, has_own_memory, is_out_of_memory
 from noloco_p2p.train.memory import fitting, free_bytes, sequence_bytes
 from noloco_p2p.train.model import hidden_matrices
 from noloco_p2p.train.offload import OffloadedOptimizer

@@ -9,7 +9,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from noloco_p2p.train.devices import free_and_total_bytes, has_own_memory
+from noloco_p2p.devices import free_and_total_bytes, has_own_memory
 
 CGROUP = Path("/sys/fs/cgroup")
 CACHES = ("inactive_file ", "active_file ")  # of files: counted as used, and given up when somebody needs memory

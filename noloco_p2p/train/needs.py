@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from noloco_p2p.devices import free_and_total_bytes, has_own_memory
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.gossip.frames import Part
 from noloco_p2p.gossip.sections import part_bytes, section_plans
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.console import count, mib
 from noloco_p2p.train.compute import Compute
-from noloco_p2p.train.devices import free_and_total_bytes, has_own_memory
 from noloco_p2p.train.memory import MOMENT_BYTES, free_memory, total_memory
 
 CPU = torch.device("cpu")

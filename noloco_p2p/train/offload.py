@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noloco_p2p.train.devices import has_own_memory
+from noloco_p2p.devices import has_own_memory
 
 BUCKET_BYTES = 64 << 20  # parameters stepped together: of the moments the accelerator holds two or three times it
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noloco_p2p.train.devices import has_own_memory
+from noloco_p2p.devices import has_own_memory
 
 log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ ORDER = [
     {"net", "swarm"},
     {"gossip"},
     {"optim", "codec", "data"},
+    {"devices"},
     {"bans", "control", "presets", "settings", "ticket"},
     {"invitation"},
     {"identity"},

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from noloco_p2p import devices
+from noloco_p2p.devices import free_and_total_bytes, has_fast_bf16, is_out_of_memory, peak_bytes, synchronize
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.train import devices, needs
+from noloco_p2p.train import needs
 from noloco_p2p.train.compute import Compute, choose_device
-from noloco_p2p.train.devices import free_and_total_bytes, has_fast_bf16, is_out_of_memory, peak_bytes, synchronize
 from noloco_p2p.train.gauges import peak_flops
 from noloco_p2p.train.memory import free_bytes, sequence_bytes
 from noloco_p2p.train.needs import check_memory
@@ -119,17 +120,15 @@ def test_a_processor_is_fast_at_bf16_by_its_instructions(
 
 
 def test_what_is_slow_or_ignored_is_told_with_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = RunSpec(name="r")
-    muon = RunSpec.from_dict({"name": "r", "train": {"inner_optimizer": "muon"}}, origin="test")
+    plain = RunSpec.from_dict({"name": "r", "train": {"inner_optimizer": "muon"}}, origin="test")
     lora = RunSpec.from_dict({"name": "r", "model": {"lora": {"rank": 4, "base_dtype": "bf16"}}}, origin="test")
     for is_fast in (True, False):
         monkeypatch.setattr("noloco_p2p.train.compute.has_fast_bf16", lambda _, is_fast=is_fast: is_fast)
         told = [
             *Compute(precision="bf16").warnings(CPU, plain),
-            *Compute().warnings(CPU, muon),
             *Compute().warnings(CPU, lora),
         ]
-        assert len(told) == (0 if is_fast else 3)
+        assert len(told) == (0 if is_fast else 2)
         assert Compute().warnings(CPU, plain) == []
     for line, what in zip(told, ("--precision fp32 is faster", "'muon'", "model.lora.base_dtype"), strict=True):
         assert "3 to 20 times as long" in line
