@@ -80,7 +80,7 @@ def describe(identity: Identity, number: int) -> PeerRecord:
         bytes_received=1 << 40,
         lonely=(1, 20, 5, 5, 3),
         blocked_s=1234.5,
-        sketch="A" * 176,
+        sketch="A" * 175,
         norm=123.456789,
         session_key="A" * 44,
         depths=(3,),

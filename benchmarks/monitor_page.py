@@ -43,7 +43,8 @@ async def run(num_peers: int, minutes: float) -> dict[str, Any]:
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None:
         sys.exit("no Chromium here: apt-get install chromium")
-    crowd = Crowd(num_peers, began_s=time.time() - 5000, sketch=pack(torch.randn(SKETCH_SIZE)))
+    sketch = pack(torch.randn(SKETCH_SIZE), mark=1, norm=1.0)
+    crowd = Crowd(num_peers, began_s=time.time() - 5000, sketch=sketch)
     updates: list[float] = []
     samples: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:

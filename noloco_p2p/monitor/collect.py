@@ -13,15 +13,18 @@ from typing import Any
 from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.monitor.notices import notices
 from noloco_p2p.monitor.roster import Health, Member, Roster, lonely
-from noloco_p2p.monitor.spread import Spread, measure
+from noloco_p2p.monitor.spread import Sketches, Spread
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.lookout import Headcount
 from noloco_p2p.swarm.reader import WHOLE_S, find_somebody, reader
-from noloco_p2p.swarm.records import PeerRecord
+from noloco_p2p.swarm.records import TTL_S, PeerRecord
 from noloco_p2p.ticket import Ticket
 
 SUMMARY_VERSION = 1
 SETTLE_S = 2.0  # after the first record: the others come with the same read, or the next
+COMMON_MARK_S = TTL_S / 4 + 5.0  # until every peer has announced itself again, and was read
+MOST = 2 / 3  # of the peers that publish a sketch
+LOOK_AGAIN_S = 1.0
 
 
 class Watcher:
@@ -30,6 +33,7 @@ class Watcher:
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
         self.roster = Roster()
+        self.sketches = Sketches()
         self.spread: Spread | None = None
         self.directory_age_s = 0.0
         self.headcount: Headcount | None = None
@@ -42,7 +46,8 @@ class Watcher:
     def take(self, records: list[tuple[PeerRecord, float]], *, directory_age_s: float, now_s: float) -> None:
         self.now_s, self.directory_age_s = now_s, directory_age_s
         self.roster.take(records, now_s=now_s)
-        self.spread = measure([member.record for member in self.living()])
+        self.sketches.take(member.record for member in self.living())
+        self.spread = self.sketches.measure()
 
     def living(self) -> list[Member]:
         """Members that are alive or silent."""
@@ -92,6 +97,7 @@ class Watcher:
             "loss_highest": losses[-1] if losses else None,
             "spread": self.spread.of_all if self.spread else None,
             "spread_peers": self.spread.num_peers if self.spread else 0,
+            "spread_progress": self.spread.progress if self.spread else None,
             **{
                 name: sum(getattr(record, name) for record in records)
                 for name in ("swaps", "halves", "alone", "late", "bytes_sent", "bytes_received")
@@ -109,13 +115,22 @@ class Watcher:
 
 
 async def snapshot(ticket: Ticket) -> dict[str, Any]:
-    """The swarm now. Raises Unreachable when no record of the run is found."""
+    """The swarm now. Raises Unreachable when no record of the run is found.
+
+    While too few peers have a sketch of the same mark, it looks on until they have announced themselves once more.
+    """
     async with reader(ticket) as directory:
         await find_somebody(ticket, directory)
         await asyncio.sleep(SETTLE_S)
         await directory.wait_until_whole(WHOLE_S)
         watcher = Watcher(ticket)
         watcher.look(directory)
+        until_s = time.monotonic() + COMMON_MARK_S
+        while watcher.sketches.num_peers > 1 and time.monotonic() < until_s:
+            if watcher.spread and watcher.spread.num_peers >= MOST * watcher.sketches.num_peers:
+                break
+            await asyncio.sleep(LOOK_AGAIN_S)
+            watcher.look(directory)
         return watcher.summary()
 
 

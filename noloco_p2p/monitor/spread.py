@@ -2,53 +2,112 @@
 
 spread = sqrt(mean_i |phi_i - mean|^2) / |mean|, phi_i the slow weights of peer i: what `train.judge` measures on
 checkpoints. Distances come from the sketches, norms are published exactly, and
-|mean|^2 = mean_i |phi_i|^2 - mean_i |phi_i - mean|^2. With n peers whose deviations are independent the estimate has a
-relative standard deviation of 1 / sqrt(2 * SKETCH_SIZE * (n - 1)): 5 % at four peers, 3 % at nine. Records are of
-different moments, up to a round or an announcement apart, so what peers learn in between counts as spread.
+|mean|^2 = mean_i |phi_i|^2 - mean_i |phi_i - mean|^2.
+
+Only sketches of one mark of the schedule are compared (`peer/sketcher.py`). A record holds one, and peers come to a
+mark and announce it at different times: the last few of each peer are kept, and the newest mark counts that nearly as
+many peers have as any other. Where the same peers have more marks in common, close to it, the mean of them is better,
+as each mark has a sketch of its own. With n peers whose deviations are independent, one mark gives the spread with a
+relative standard deviation of 1 / sqrt(2 * SKETCH_SIZE * (n - 1)), 9 % for two peers, and k marks with that over
+sqrt(k). Peers that have just swapped in pairs count as half as many.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from noloco_p2p.codec.sketch import SKETCH_SIZE, unpack
+from noloco_p2p.codec.sketch import AT_REST, MARKS, SKETCH_SIZE, Sketch, unpack
 from noloco_p2p.swarm.records import PeerRecord
 
-LARGEST_NORM = 1e30
+NEAR = MARKS // 32  # two marks so close: the spread changes by a few per cent in between
+KEPT = 4  # sketches of a peer
+NEARLY = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """`of_all`: the spread of the replicas; `of_each`: the distance of a peer from the mean, as a share of its norm."""
+    """`of_all`: the spread of the replicas; `of_each`: the distance of a peer from the mean, as a share of its norm;
+    `progress`: the place in the schedule where the peers had these weights, 1 at rest."""
 
     of_all: float
     of_each: Mapping[str, float]
+    progress: float
 
     @property
     def num_peers(self) -> int:
         return len(self.of_each)
 
 
-def measure(records: list[PeerRecord]) -> Spread | None:
-    """The spread of the peers that publish a sketch that can be read; None with fewer than two."""
-    readable = [
-        (record.peer_id, record.norm, packed)
-        for record in records
-        if record.sketch and record.norm and 0 < record.norm < LARGEST_NORM and (packed := unpack(record.sketch))
-    ]
-    if len(readable) < 2:
-        return None
-    values = np.asarray([numbers for _, _, (numbers, _) in readable])
-    noise = np.asarray([SKETCH_SIZE / 12 * step**2 for _, _, (_, step) in readable])  # of rounding to 16 bits
-    squares = np.maximum(0.0, np.square(values - values.mean(0)).sum(1) - noise)
-    mean_square = float(np.square([norm for _, norm, _ in readable]).mean() - squares.mean())
+@dataclass(slots=True)
+class _Kept:
+    text: str = ""  # the packed sketch that was read last: most looks bring the same one again
+    by_mark: dict[int, Sketch] = field(default_factory=dict)  # the newest is last
+
+    def take(self, text: str) -> None:
+        if text == self.text:
+            return
+        self.text = text
+        if sketch := unpack(text):
+            self.by_mark.pop(sketch.mark, None)
+            self.by_mark[sketch.mark] = sketch
+            if len(self.by_mark) > KEPT:
+                del self.by_mark[next(iter(self.by_mark))]
+
+
+class Sketches:
+    """The last few sketches of every peer, by mark."""
+
+    def __init__(self) -> None:
+        self._by_peer: dict[str, _Kept] = {}
+
+    @property
+    def num_peers(self) -> int:
+        """That published a sketch which can be read."""
+        return len(self._by_peer)
+
+    def take(self, records: Iterable[PeerRecord]) -> None:
+        """What the peers publish now; those who are not among them are forgotten."""
+        before, self._by_peer = self._by_peer, {}
+        for record in records:
+            kept = before.get(record.peer_id) or _Kept()
+            kept.take(record.sketch)
+            if kept.by_mark:
+                self._by_peer[record.peer_id] = kept
+
+    def measure(self) -> Spread | None:
+        """The spread of the peers that have a mark in common; None where no two have."""
+        by_mark: dict[int, dict[str, Sketch]] = defaultdict(dict)
+        for peer, kept in self._by_peer.items():
+            for mark, sketch in kept.by_mark.items():
+                by_mark[mark][peer] = sketch
+        most = max(map(len, by_mark.values()), default=0)
+        if most < 2:
+            return None
+        newest = max(mark for mark, peers in by_mark.items() if len(peers) >= NEARLY * most)
+        peers = by_mark[newest].keys()
+        near = [mark for mark in by_mark if newest - NEAR <= mark <= newest and by_mark[mark].keys() == peers]
+        measured = [found for mark in near if (found := _squares(by_mark[mark]))]
+        if not measured:
+            return None
+        squares = {peer: sum(each[peer] for each in measured) / len(measured) for peer in peers}
+        of_all = math.sqrt(max(0.0, sum(squares.values()) / len(squares)))
+        of_each = {peer: math.sqrt(max(0.0, square)) for peer, square in squares.items()}
+        return Spread(of_all, of_each, 1.0 if newest == AT_REST else newest / MARKS)
+
+
+def _squares(sketches: Mapping[str, Sketch]) -> dict[str, float] | None:
+    """|phi_i - mean|^2 / |mean|^2 of each peer at one mark; below 0 where there is less than was to be expected of the
+    rounding to integers."""
+    values = np.asarray([sketch.numbers for sketch in sketches.values()])
+    rounding = np.asarray([SKETCH_SIZE / 12 * sketch.step**2 for sketch in sketches.values()])
+    of_difference = (1 - 2 / len(sketches)) * rounding + rounding.mean() / len(sketches)
+    squares = np.square(values - values.mean(0)).sum(1) - of_difference
+    mean_square = float(np.square([sketch.norm for sketch in sketches.values()]).mean() - squares.mean())
     if mean_square <= 0:  # the peers have nothing in common, or somebody publishes nonsense
         return None
-    norm = math.sqrt(mean_square)
-    each = np.sqrt(squares) / norm
-    peers = [peer for peer, _, _ in readable]
-    return Spread(math.sqrt(float(squares.mean())) / norm, dict(zip(peers, each.tolist(), strict=True)))
+    return dict(zip(sketches, (squares / mean_square).tolist(), strict=True))

@@ -94,9 +94,13 @@ class Account:
             self._state_since_s = time.time()
         self.state = state
 
-    def sketch(self, slow_weights: Tensor) -> None:
-        """Sketch these weights in the background, for the record; at most once an announcement."""
-        self._sketcher.sketch(slow_weights)
+    def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
+        """An outer step ended there: sketch these weights in the background, for the record, if a mark is reached."""
+        self._sketcher.sketch(slow_weights, progress=progress, at_rest=at_rest)
+
+    def weights_change(self) -> None:
+        """The slow weights are about to change: a sketch of them that is not done is thrown away."""
+        self._sketcher.weights_change()
 
     # what is counted
 
@@ -135,7 +139,7 @@ class Account:
         if not self.has_entered:
             return None
         self.count_traffic()
-        metrics, outside, (sketch, norm) = self._metrics, self._net.outside, self._sketcher.latest
+        metrics, outside = self._metrics, self._net.outside
         reach = outside.verdict()
         if reach.state == OUTBOUND_ONLY and not self._told_outbound_only:
             self._told_outbound_only = True
@@ -147,13 +151,13 @@ class Account:
             addresses=outside.addresses(),
             multiaddrs=outside.ways_in(),
             state=self.state,
-            progress=metrics.progress,
+            progress=_short(metrics.progress, digits=9),
             round=metrics.round,
             swaps=metrics.swaps,
             alone=metrics.alone,
-            inner_steps_per_s=metrics.inner_steps_per_s,
-            tokens_per_s=metrics.tokens_per_s,
-            loss=metrics.loss,
+            inner_steps_per_s=_short(metrics.inner_steps_per_s),
+            tokens_per_s=_short(metrics.tokens_per_s),
+            loss=None if metrics.loss is None else _short(metrics.loss),
             last_partner=metrics.last_partner,
             reachability=reach.state,
             bytes_sent=metrics.bytes_sent,
@@ -161,10 +165,9 @@ class Account:
             halves=metrics.halves,
             late=metrics.late,
             lonely=tuple(getattr(metrics, f"alone_{cause}") for cause in LonelyCause),
-            validation_loss=metrics.validation_loss,
+            validation_loss=None if metrics.validation_loss is None else _short(metrics.validation_loss),
             blocked_s=round(metrics.blocked_s, 3),
-            sketch=sketch,
-            norm=norm,
+            sketch=self._sketcher.latest,
             session_key=self._session.key_text,
             started_at_ms=self._session.started_at_ms,
             mark=self._invitation.mark(self._identity.peer_id) if self._invitation else "",
@@ -215,3 +218,8 @@ class Account:
         if self.network is None:
             raise SettingsError("this peer is not running")
         return self.network
+
+
+def _short(value: float, *, digits: int = 6) -> float:
+    """A record has little room, and nobody looks at more digits."""
+    return float(f"{value:.{digits}g}")

@@ -279,9 +279,14 @@ class Peer:
         if network := self._network:
             network.states.saved = saved
 
-    def sketch(self, slow_weights: Tensor) -> None:
-        """Sketch these weights in the background, for the record of this peer; at most once an announcement."""
-        self._account.sketch(slow_weights)
+    def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
+        """After an outer step: sketch these weights in the background, for the record of this peer, where `progress`
+        reached a mark that all peers share; `at_rest`: training is over, and the newest weights count."""
+        self._account.sketch(slow_weights, progress=progress, at_rest=at_rest)
+
+    def weights_change(self) -> None:
+        """Call before the slow weights change; a sketch of them that is not done is thrown away."""
+        self._account.weights_change()
 
     # starting and stopping
 

@@ -1,10 +1,31 @@
-"""Sketches of the slow weights for the record of a peer, made beside training."""
+"""Sketches of the slow weights for the record of a peer, made beside training at common marks of the schedule.
+
+Weights of different moments are further apart than weights of different peers: from one round to the next the mean of
+all peers moves by about as much as the spread. So a monitor compares only sketches of the same mark, a fraction of the
+schedule, and a peer sketches the slow weights after the first outer step that reaches a mark. Both partners of a swap
+take its place in the schedule from the same numbers (`train.outer_state.swap_progress`), and so find a mark reached by
+the same swap. Weights are not interpolated to the exact mark: what sets peers apart changes from round to round, so
+that the middle between two states has up to 30 % less spread than either (measured on four peers).
+
+The spacing of marks is a power of two of the schedule, the smallest that lasts at least MARK_EVERY_S and a round at the
+pace of this peer. Peers of other paces then have other spacings, but the wider marks are among the narrower ones. A
+record has room for one sketch. It is renewed more often than marks come, so a monitor that keeps the last few sketches
+of every peer (`monitor/spread.py`) misses none.
+
+A peer that trains no more sketches its newest weights, after each closing round too, under the mark AT_REST.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING
 
 from noloco_p2p.swarm.records import TTL_S
@@ -12,37 +33,87 @@ from noloco_p2p.swarm.records import TTL_S
 if TYPE_CHECKING:
     from torch import Tensor
 
-SKETCH_EVERY_S = TTL_S / 4  # as often as the record is announced
+MARK_EVERY_S = TTL_S / 3  # an announcement (TTL_S / 4) and the time that it takes to be read
+FINEST = 24  # the narrowest spacing is 2^-24 of the schedule: the unit of marks
+LAST_ROUNDS = 32  # from which the pace is taken
+MIN_ROUNDS = 3
+LONGEST_JUMP = 2.0  # rounds: the weights of a peer that jumped further say nothing about marks on the way
 
 
 class Sketcher:
-    """`latest`: the packed sketch, "" before there is one, and the norm of the slow weights."""
+    """`latest`: the packed sketch of the newest mark, "" before there is one."""
 
-    def __init__(self, run: str) -> None:
-        """`run`: the digest of the spec, from which all peers draw the same sketch."""
-        self.latest: tuple[str, float | None] = ("", None)
+    def __init__(self, run: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`run`: the digest of the spec, from which all peers draw the same sketches."""
+        self.latest = ""
         self._run = run
+        self._clock = clock
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-sketch")
-        self._running: Future[None] | None = None
-        self._began_s = -math.inf
+        self._pace: deque[tuple[float, float]] = deque(maxlen=LAST_ROUNDS)  # (seconds, progress) of outer steps
+        self._reached = 0.0  # progress up to which marks are behind this peer
+        self._lock = threading.Lock()
+        self._state = 0  # rises with every change of the slow weights
 
-    def sketch(self, slow_weights: Tensor) -> None:
-        """Begin one, at most once an announcement.
+    def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
+        """An outer step was taken: begin a sketch in the background if it reached a mark, or if training is over."""
+        self._pace.append((self._clock(), progress))
+        mark, state = self._mark(progress, at_rest=at_rest), self._state
+        self._reached = max(self._reached, progress)
+        if mark is not None:
+            with suppress(RuntimeError):  # it is closed
+                self._executor.submit(self._make, slow_weights, state, mark)
 
-        Should the round end before it is done, the sketch is a mixture of two states that were a round apart.
-        """
-        now_s = time.monotonic()
-        if now_s - self._began_s < SKETCH_EVERY_S or (self._running and not self._running.done()):
-            return
-        self._began_s = now_s
-        self._running = self._executor.submit(self._make, slow_weights)
+    def weights_change(self) -> None:
+        """Call before the slow weights change. A sketch that is not done by now is thrown away, and this peer has none
+        of its mark: it would be a mixture of two states, and that of the next outer step would be a round late."""
+        with self._lock:
+            self._state += 1
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _make(self, slow_weights: Tensor) -> None:
+    def _mark(self, progress: float, *, at_rest: bool) -> int | None:
+        """The mark that the outer step of now reached."""
+        from noloco_p2p.codec.sketch import AT_REST
+
+        if at_rest:
+            return AT_REST
+        if len(self._pace) < MIN_ROUNDS:
+            return None
+        rounds = list(pairwise(self._pace))
+        round_s, step = (median(later[index] - sooner[index] for sooner, later in rounds) for index in (0, 1))
+        level = finest_level(round_s=round_s, round_progress=step)
+        if level is None:
+            return None
+        return roundest(max(self._reached, progress - LONGEST_JUMP * step), progress, level=level)
+
+    def _make(self, slow_weights: Tensor, state: int, mark: int) -> None:
         from noloco_p2p.codec import sketch
 
-        packed = sketch.pack(sketch.sketch(slow_weights, run=self._run))
-        norm = sketch.norm(slow_weights)
-        self.latest = (packed, float(f"{norm:.9g}")) if packed else ("", None)
+        if state != self._state:  # it waited behind another one
+            return
+        values, norm = sketch.sketch(slow_weights, run=self._run, mark=mark), sketch.norm(slow_weights)
+        with self._lock:
+            if state == self._state:
+                self.latest = sketch.pack(values, mark=mark, norm=norm)
+
+
+def finest_level(*, round_s: float, round_progress: float) -> int | None:
+    """L of the spacing 2^-L of marks for a peer whose rounds last `round_s` and take it on by `round_progress`; None
+    when even the whole schedule is shorter."""
+    if round_progress <= 0:
+        return None
+    spacing = round_progress * max(1.0, MARK_EVERY_S / max(round_s, 1e-3))
+    return min(FINEST, math.floor(-math.log2(spacing))) if spacing <= 1 else None
+
+
+def roundest(after: float, until: float, *, level: int) -> int | None:
+    """The multiple of 2^-LEVEL in (after, until] that is a multiple of the largest power of two, in units of
+    2^-FINEST: of several marks the one that most other peers have. None when there is none, or far past the end."""
+    if not 0 <= until < 1 << (32 - FINEST - 1):
+        return None
+    for coarser in range(level + 1):
+        index = math.floor(until * (1 << coarser))
+        if index and index > after * (1 << coarser):
+            return index << (FINEST - coarser)
+    return None

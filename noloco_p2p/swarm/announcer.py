@@ -73,7 +73,6 @@ class Announcer:
                 state=state or described.state,
                 loss=tellable(described.loss),
                 validation_loss=tellable(described.validation_loss),
-                norm=tellable(described.norm),
                 sequence=self._next_sequence(),
                 expires_at_s=self._next_expiry_s(),
             )

@@ -66,8 +66,7 @@ class PeerRecord:
     lonely: tuple[int, ...] = ()  # rounds alone by cause, in the order of `gossip.outcome.LonelyCause`
     validation_loss: float | None = None
     blocked_s: float = 0.0
-    sketch: str = ""  # of the slow weights at the opening of a round, `codec.sketch`
-    norm: float | None = None  # Euclidean, of the same slow weights
+    sketch: str = ""  # of the slow weights at a mark of the schedule, `codec.sketch`
     depths: tuple[int, ...] = ()  # of its buckets, `swarm.buckets`: where it reads, then where else it is; () = (0,)
     session_key: str = ""  # by which its gRPC server is known, base64; a new one at every start
     started_at_ms: int = 0  # Unix, by its own clock: tells two starts of one key apart
@@ -119,7 +118,7 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
         elif len(record.addresses) > 1:
             record = replace(record, addresses=record.addresses[:-1])
         elif record.sketch:
-            record = replace(record, sketch="", norm=None)  # to be reached is worth more than to be measured
+            record = replace(record, sketch="")  # to be reached is worth more than to be measured
         else:
             raise RecordError(
                 f"the record has {len(body)} bytes, over {MAX_RECORD_BYTES - SIGNATURE_BYTES}: shorten the host names"
@@ -171,6 +170,8 @@ def _pack(record: PeerRecord) -> bytes:
     named = {f: getattr(record, f.name) for f in fields(record)}
     # What is empty and would be read as empty stays out: addresses and a sketch need the room.
     values = {KEYS.get(f.name, f.name): value for f, value in named.items() if value or value != f.default}
+    if record.state == "training":
+        del values["state"]
     values["exp"] = record.expires_at_s
     suffix = f"/p2p/{record.peer_id}"  # the same for all of them, and 57 bytes each
     values["p2p"] = [address.removesuffix(suffix) for address in record.multiaddrs]

@@ -20,10 +20,7 @@ class Crowd:
         self._gone: dict[int, float] = {}
         self._sketch = sketch
         names = [f"12D3KooW{index:06d}{self._rng.randbytes(8).hex()}" for index in range(num_peers)]
-        self.peers = [
-            PeerRecord(name, "crowd", DIGEST, reachability="direct", loss=6.0, norm=1.0 if sketch else None)
-            for name in names
-        ]
+        self.peers = [PeerRecord(name, "crowd", DIGEST, reachability="direct", loss=6.0) for name in names]
 
     def kill(self, index: int, *, now_s: float) -> None:
         """From now on it says nothing."""

@@ -187,5 +187,8 @@ class MemoryPeer:
     def serve_state(self, saved: SavedState) -> None:
         self.states.saved = saved
 
-    def sketch(self, slow_weights: Tensor) -> None:
+    def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
         """Nobody reads records in memory."""
+
+    def weights_change(self) -> None:
+        """Nothing is sketched."""

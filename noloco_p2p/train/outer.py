@@ -33,7 +33,7 @@ from noloco_p2p.train import outer_files
 from noloco_p2p.train.admission import Admission, LossCheck
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.train.flat import FlatParameters
-from noloco_p2p.train.outer_state import OuterState, next_progress, progress_after
+from noloco_p2p.train.outer_state import OuterState, next_progress, progress_after, swap_progress
 from noloco_p2p.train.saver import Saver
 
 log = logging.getLogger(__name__)
@@ -67,8 +67,13 @@ class Swarm(Protocol):
 
     def serve_state(self, saved: SavedState) -> None: ...
 
-    def sketch(self, slow_weights: Tensor) -> None:
-        """A round opens: publish a sketch of these weights, soon and in the background, unless one is fresh."""
+    def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
+        """An outer step was taken: publish a sketch of these weights, made in the background, where one is due.
+        `progress`: of the step, the same for both partners of a swap; `at_rest`: nobody will train them any more."""
+        ...
+
+    def weights_change(self) -> None:
+        """The slow weights are about to change: a sketch that still reads them is of no use."""
         ...
 
 
@@ -277,6 +282,7 @@ class NoLoCo:
 
     def _take_fetched(self, target: Path) -> bool:
         """False, and told, when what a donor gave is no state: its digests only say that it came as it was sent."""
+        self._peer.weights_change()
         try:
             self._state.take(load_file(target))
         except (CheckpointError, SafetensorError) as error:
@@ -315,7 +321,6 @@ class NoLoCo:
             state=self._state.sections(),
             patience_s=patience_s,
         )
-        self._peer.sketch(self._state.slow_weights)
 
     def _write_served(self) -> None:
         """Where this NoLoCo writes what newcomers fetch, and it is time for that: once in a round."""
@@ -343,11 +348,14 @@ class NoLoCo:
         link = outcome.link if isinstance(outcome, Alone) else outcome.received.link
         if link:
             self._length.note(link)
+        self._peer.weights_change()
         self._apply_late()  # one that waited for the early part of this round
         outcome, diverged = self._admission.step(outcome, is_closing=self._is_closing)
         received = None if isinstance(outcome, Alone) else outcome.received
+        stepped_at = self.progress
         if received:
             if not self._is_closing:
+                stepped_at = swap_progress(self.progress, received, inner_steps=self._steps, spec=self.spec)
                 self.progress = progress_after(self.progress, received, inner_steps=self._steps, spec=self.spec)
             received.sections.clear()  # the payloads are as large as the model, and somebody may keep the result
         result = RoundResult(self.round, outcome, self.progress, blocked_s, diverged)
@@ -355,6 +363,8 @@ class NoLoCo:
         self._steps = 0
         self._is_open = False
         self._count(result)
+        at_rest = self._is_closing or self.progress >= self._end_at
+        self._peer.sketch(self._state.slow_weights, progress=stepped_at, at_rest=at_rest)
         return result
 
     def _count(self, result: RoundResult) -> None:
@@ -386,6 +396,7 @@ class NoLoCo:
     def _apply_late(self) -> None:
         correction = self._exchange.late(self.round)
         if correction:
+            self._peer.weights_change()
             self._admission.correct(correction)
             self._exchange.corrected()
 

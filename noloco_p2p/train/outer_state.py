@@ -206,6 +206,19 @@ def progress_after(progress: float, received: Received, *, inner_steps: int, spe
     return met_progress(progress, received.partner_progress, round_progress=inner_steps / total, at_most=at_most)
 
 
+def swap_progress(progress: float, received: Received, *, inner_steps: int, spec: RunSpec) -> float:
+    """Where a swap is on the schedule: the same number for both partners.
+
+    progress: own, at the end of a round of `inner_steps`. The middle of where the two opened their rounds, and a round
+    of the length that they agreed on; of partners further apart than that each stays within it of its own opening.
+    """
+    total = spec.train.total_steps
+    agreed = min(received.agreed.inner_steps, spec.outer.longest_round) / total
+    opened = progress - inner_steps / total
+    apart = (received.partner_progress - opened) / 2
+    return opened + max(-agreed, min(agreed, apart)) + agreed
+
+
 def met_progress(progress: float, partner_progress: float, *, round_progress: float, at_most: float) -> float:
     """Partners move towards each other.
 

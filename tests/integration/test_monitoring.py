@@ -160,8 +160,9 @@ def test_the_spread_is_measured_from_outside(swarm: Swarm) -> None:
         seen = json.loads(answer.stdout)
         return seen if seen["totals"]["spread_peers"] == NUM_PEERS else None
 
-    seen = until(measured, timeout_s=START_S, what="four sketches")
+    seen = until(measured, timeout_s=3 * START_S, what="four sketches of a mark, which come every 20 to 40 s")
     assert 0 < seen["totals"]["spread"] < 1
+    assert 0 < seen["totals"]["spread_progress"] < 1
     assert {peer["peer_id"] for peer in seen["peers"]} == {peer.peer_id for peer in swarm.peers}
     assert all(peer["distance"] is not None for peer in seen["peers"])
     assert any(peer["reachability"] == "direct" for peer in seen["peers"])

@@ -100,7 +100,7 @@ def test_what_is_wrong_is_told_the_worst_first() -> None:
 
 
 def test_one_replica_that_went_astray_is_named() -> None:
-    spread = Spread(0.02, {"a": 0.004, "b": 0.0041, "c": 0.0039, "..stray!": 0.05})
+    spread = Spread(0.02, {"a": 0.004, "b": 0.0041, "c": 0.0039, "..stray!": 0.05}, progress=0.5)
     assert told(roster(A, B), spread=spread) == ["warn: ..stray! is far from the other replicas."]
 
 

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_p2p.codec.sketch import SKETCH_SIZE, pack
+from noloco_p2p.codec.sketch import SKETCH_SIZE, pack, unpack
 from noloco_p2p.identity import Identity, peer_id_of
 from noloco_p2p.swarm.buckets import MAX_DEPTH
 from noloco_p2p.swarm.records import (
@@ -126,6 +126,8 @@ def test_another_peer_cannot_sign() -> None:
         ({"at": [0, MAX_DEPTH + 1]}, "depth"),
         ({"grpc": "203.0.113.5:1"}, "short list"),
         ({"grpc": ["a:1"] * 9}, "short list"),
+        ({"sketch": ["a"]}, "short printable text"),
+        ({"sketch": "a" * 321}, "short printable text"),
         ({"id": 5}, "peer_id"),
         ({"sw": "x" * 2000}, "limit"),
     ],
@@ -170,29 +172,42 @@ def test_wire_names_are_distinct() -> None:
 
 def test_empty_fields_do_not_travel() -> None:
     values = json.loads(encode_record(replace(RECORD, alone=0, loss=None, last_partner=""), ME)[64:])
-    assert not {"alone", "loss", "with", "sketch", "why"} & set(values)
+    assert not {"alone", "loss", "with", "sketch", "state", "why"} & set(values)
 
 
-def test_a_full_record_with_a_sketch_fits_with_four_addresses_of_each_kind() -> None:
+def test_a_full_record_with_a_sketch_fits_with_three_addresses_of_each_kind() -> None:
     """Only host names of over a hundred letters push the sketch out, and never an address."""
-    sketch = pack(torch.randn(SKETCH_SIZE, generator=torch.Generator().manual_seed(1)))
+    sketch = pack(torch.randn(SKETCH_SIZE, generator=torch.Generator().manual_seed(1)), mark=1, norm=8.0)
     full = replace(
         RECORD,
         addresses=("203.0.113.55:40000",),
         multiaddrs=tuple(f"/ip4/203.0.113.{n}/tcp/40001/p2p/{ME.peer_id}" for n in range(100, 104)),
-        lonely=(10_000, 10_000, 10_000, 10_000, 10_000),
+        lonely=(10_000, 10_000, 10_000, 10_000, 10_000, 10_000),
         halves=10_000,
         late=10_000,
-        validation_loss=1.2345678901234567,
-        blocked_s=1.2345678901234567,
-        reachability="reached",
+        progress=0.123456789,
+        inner_steps_per_s=12.3456,
+        tokens_per_s=12345.6,
+        loss=2.34567,
+        validation_loss=2.34567,
+        blocked_s=12.345,
+        reachability="outbound-only",
+        session_key="A" * 44,
+        started_at_ms=1_800_000_000_000,
         sketch=sketch,
-        norm=1234.56789,
     )
-    assert decode_record(encode_record(full, ME)) == full
+    three = replace(full, addresses=tuple(f"203.0.113.{n}:40000" for n in (55, 56)), multiaddrs=full.multiaddrs[:3])
+    assert decode_record(encode_record(three, ME)) == three
     long = replace(full, addresses=(f"{'a' * 240}.example:40000",))
     fitted = decode_record(encode_record(long, ME))
-    assert (fitted.sketch, fitted.norm, fitted.addresses) == ("", None, long.addresses)
+    assert (fitted.sketch, fitted.addresses) == ("", long.addresses)
+
+
+def test_a_record_of_an_older_peer_still_parses() -> None:
+    """Its sketch has no mark, and its norm stands in a field of its own."""
+    older = decode_record(sealed(sketch="A" * 176, norm=12.5, state="training"))
+    assert older == replace(RECORD, sketch="A" * 176)
+    assert unpack(older.sketch) is None
 
 
 def test_neither_hivemind_nor_torch_is_imported() -> None:

@@ -580,3 +580,70 @@ def test_a_state_of_other_numbers_than_fp32_is_refused(dtype: torch.dtype) -> No
         given = {name: vector.to(dtype) for name, vector in outer._state.tensors().items()}
         with pytest.raises(CheckpointError, match="not float32"):
             outer._state.take(given)
+
+
+class Sketched:
+    """What a NoLoCo tells its peer of its slow weights; they change only after a word of it."""
+
+    def __init__(self, peer: MemoryPeer) -> None:
+        self.steps: list[tuple[float, bool]] = []  # progress, at rest
+        self.changes = 0
+        self._weights: torch.Tensor | None = None
+        self._before: torch.Tensor | None = None
+        peer.sketch = self.sketch
+        peer.weights_change = self.weights_change
+
+    def sketch(self, slow_weights: torch.Tensor, *, progress: float, at_rest: bool) -> None:
+        self.steps.append((progress, at_rest))
+        self._weights, self._before = slow_weights, slow_weights.clone()
+
+    def weights_change(self) -> None:
+        self.changes += 1
+        self.check()
+
+    def check(self) -> None:
+        if self._weights is not None and self._before is not None:
+            assert torch.equal(self._weights, self._before), "they changed without a word"
+        self._weights = None
+
+
+def test_every_outer_step_is_told_with_the_same_progress_to_both_and_before_the_weights_change(tmp_path: Path) -> None:
+    """The partners are one and a half rounds apart, and end three rounds later, two of them closing ones."""
+    with MemorySwarm(make_spec()) as swarm:
+        models, peers = [make_model(1), make_neighbour()], [swarm.peer(name, run_folder=tmp_path) for name in "ab"]
+        told = [Sketched(peer) for peer in peers]
+        outers = [
+            NoLoCo(model, peer, save_every_rounds=0, end_at=0.051) for model, peer in zip(models, peers, strict=True)
+        ]
+        outers[1].progress = 0.03  # a round is 0.02 of the schedule
+        together(*(lambda o=o, m=m: one_round(o, m, 0.1) and None for o, m in zip(outers, models, strict=True)))
+        for own in told:
+            assert own.steps == [(pytest.approx(0.015 + 0.02), False)]
+        for _ in range(2):
+            together(*(lambda outer=outer: outer.closing_round(wait_s=20.0) and None for outer in outers))
+        for own in told:
+            own.check()
+            assert [at_rest for _, at_rest in own.steps] == [False, True, True]
+            assert own.changes == 3
+
+
+def test_the_last_round_of_a_peer_that_closes_with_nobody_is_at_rest(tmp_path: Path) -> None:
+    with MemorySwarm(make_spec()) as swarm:
+        peer = swarm.peer("a", run_folder=tmp_path)
+        model, told = make_model(1), Sketched(peer)
+        outer = NoLoCo(model, peer, save_every_rounds=0, end_at=0.04)
+        for _ in range(2):
+            one_round(outer, model, 0.1)
+        assert [at_rest for _, at_rest in told.steps] == [False, True]
+
+
+def test_a_late_correction_is_told_before_the_weights_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    with MemorySwarm(make_spec()) as swarm:
+        peer = swarm.peer("a", run_folder=tmp_path)
+        outer = NoLoCo(make_model(1), peer, save_every_rounds=0)
+        monkeypatch.setattr(peer, "weights_change", lambda: told.append("change"))
+        monkeypatch.setattr(outer._exchange, "late", lambda round_index: object())
+        monkeypatch.setattr(outer._admission, "correct", lambda correction: told.append("correct"))
+        outer.step()
+    assert told == ["change", "correct"]
