@@ -32,7 +32,7 @@ from noloco_p2p.telemetry.progress import Draw, Progress
 
 PRELOADED = ["noloco_p2p.train.loop", "noloco_p2p.train.judge", "noloco_p2p.train.export"]
 TICKET_TIMEOUT_S = 300.0  # the first peer reads the corpus and measures itself before it has a ticket
-LEAVE_TIMEOUT_S = 30.0
+LEAVE_TIMEOUT_S = 120.0  # each writes its last checkpoint
 POLL_S = 0.5
 ASK_TIMEOUT_S = 1.0  # a peer on a busy machine may not answer at once; its row then stays as it was
 CHAOS_SAVES_EVERY = "3"  # rounds: a peer that is killed every few seconds must not lose a minute each time

@@ -18,24 +18,27 @@ from pathlib import Path
 import psutil
 
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.processes import LEAVE_S, START_S, PeerProcess, until, write_spec
+from noloco_p2p.testing.patience import PATIENCE_S
+from noloco_p2p.testing.processes import PeerProcess, until, write_spec
 
 NETWORK_ANSWER_S = 5.0  # what the network thread may take beyond outer.max_wait_s: gossip.exchange
 STARTS_AT_ONCE = 2  # imports take a core for seconds
 POLL_S = 0.2
-EXIT_S = 60.0  # everybody leaves at once, on a machine with fewer cores than peers
-VANISH_S = 15.0  # for what a killed peer leaves behind to be gone
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """min_living: with fewer nobody goes. mean_pause_s: between two events, on average."""
+    """min_living: with fewer nobody goes. mean_pause_s: between two events, on average.
+
+    min_gone: it goes on beyond `seconds` until as many have gone, as on a slow machine peers take long to start.
+    """
 
     num_peers: int
     min_living: int
     seconds: float
     mean_pause_s: float
     seed: int
+    min_gone: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,7 @@ class Report:
     left_behind: list[str] = field(default_factory=list)
     tracebacks: list[str] = field(default_factory=list)
     living: int = 0  # at the end, before everybody left
+    start_s: float = 0.0  # of the first peer, alone on the machine, until its first round: how fast the machine is
 
 
 class Churn:
@@ -121,24 +125,31 @@ class Churn:
 
     def run(self) -> Report:
         with self._stack:
+            began_s = time.monotonic()
             self._begin(0, write_spec(self._spec, self._folder))
-            until(lambda: self._training() or None, timeout_s=2 * START_S, what="the first peer to train")
+            until(self._training, what="the first peer to train")
+            start_s = time.monotonic() - began_s
             for number in range(1, self._plan.min_living):
                 self._begin(number, self._lives[0].process.ticket)
             until_s = time.monotonic() + self._plan.seconds
             event_s = time.monotonic()
-            while time.monotonic() < until_s:
+            while (now_s := time.monotonic()) < until_s or (now_s < until_s + PATIENCE_S and not self._has_happened()):
                 if time.monotonic() >= event_s:
                     self._event()
                     event_s += self._rng.expovariate(1 / self._plan.mean_pause_s)
                 time.sleep(POLL_S)
                 self._look()
-            report = Report(living=len(self._training()))
+            report = Report(living=len(self._training()), start_s=start_s)
             self._end()
             self._judge(report)
         return report
 
     # what happens
+
+    def _has_happened(self) -> bool:
+        """Enough have gone, and enough are there."""
+        num_gone = sum(life.is_over for life in self._lives)
+        return num_gone >= self._plan.min_gone and len(self._training()) >= self._plan.min_living
 
     def _event(self) -> None:
         training = self._training()
@@ -156,7 +167,7 @@ class Churn:
             life.process.send(signal.SIGKILL)
             life.exit_code = life.process.wait()
         else:
-            self._leave([life], timeout_s=LEAVE_S)
+            self._leave([life])
 
     def _begin(self, number: int, target: str | Path) -> None:
         flags = ("--save-every-rounds", "5")
@@ -171,12 +182,12 @@ class Churn:
         for life in self._lives:
             life.look()
 
-    def _leave(self, lives: Sequence[Life], *, timeout_s: float) -> None:
+    def _leave(self, lives: Sequence[Life]) -> None:
         """Ask them to leave, and wait; one that does not is told by its exit code, which stays None."""
         asked_s = time.monotonic()
         for life in lives:
             life.process.send(signal.SIGTERM)
-        while time.monotonic() - asked_s < timeout_s and not all(life.exit_s is not None for life in lives):
+        while time.monotonic() - asked_s < PATIENCE_S and not all(life.exit_s is not None for life in lives):
             for life in lives:
                 if life.exit_s is None and life.is_over:
                     life.exit_code, life.exit_s = life.process.process.poll(), time.monotonic() - asked_s
@@ -188,7 +199,7 @@ class Churn:
             if not life.is_over and not life.trains:  # still starting: nothing to be judged by
                 life.is_killed = True
                 life.process.end()
-        self._leave(training, timeout_s=EXIT_S)
+        self._leave(training)
 
     # what must hold
 
@@ -211,13 +222,13 @@ class Churn:
                 report.tracebacks.append(name)
             if not life.is_killed:
                 report.leaves += 1
-                report.longest_exit_s = max(report.longest_exit_s, life.exit_s or EXIT_S)
+                report.longest_exit_s = max(report.longest_exit_s, life.exit_s or PATIENCE_S)
                 if life.exit_code != 0:
                     report.bad_exits.append(f"{name}: exit code {life.exit_code}")
         report.left_behind = self._left_behind()
 
     def _left_behind(self) -> list[str]:
-        until_s = time.monotonic() + VANISH_S
+        until_s = time.monotonic() + PATIENCE_S
         while (found := self._found()) and time.monotonic() < until_s:
             time.sleep(POLL_S)
         return found

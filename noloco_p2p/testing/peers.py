@@ -22,6 +22,7 @@ from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport, Wrap, unchanged
+from noloco_p2p.testing.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from typing import Self
@@ -45,9 +46,9 @@ class MemorySwarm:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(), self.loop).result(10.0)
+        asyncio.run_coroutine_threadsafe(self._stop(), self.loop).result(PATIENCE_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10.0)
+        self._thread.join(PATIENCE_S)
 
     def _main(self) -> None:
         try:
@@ -71,7 +72,7 @@ class MemorySwarm:
         `wrap` is put around the streams that it opens, `wrap_accepted` around those that others open to it.
         """
         making = self._make(peer_id, spec or self.spec, run_folder, protocol_version, wrap, wrap_accepted)
-        peer = asyncio.run_coroutine_threadsafe(making, self.loop).result(10.0)
+        peer = asyncio.run_coroutine_threadsafe(making, self.loop).result(PATIENCE_S)
         self.peers.append(peer)
         return peer
 
@@ -82,7 +83,7 @@ class MemorySwarm:
             await self._disconnect(peer.peer_id)
             await peer.runner.stop()
 
-        asyncio.run_coroutine_threadsafe(vanish(), self.loop).result(10.0)
+        asyncio.run_coroutine_threadsafe(vanish(), self.loop).result(PATIENCE_S)
 
     # what differs between memory and sockets
 

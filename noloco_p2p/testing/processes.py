@@ -21,6 +21,7 @@ from noloco_p2p.presets import PRESETS, render
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm import launch
 from noloco_p2p.telemetry.events import read_events
+from noloco_p2p.testing.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from typing import Self
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 POLL_S = 0.05
-START_S = 60.0  # imports, and the first evaluation, on a machine with other work
-LEAVE_S = 30.0
 TICKET_LINE = "noloco join noloco1"
 
 
@@ -59,7 +58,7 @@ def write_spec(spec: RunSpec, folder: Path) -> Path:
     return path
 
 
-def until(condition: Callable[[], T | None], *, timeout_s: float, what: Callable[[], str] | str) -> T:
+def until(condition: Callable[[], T | None], *, what: Callable[[], str] | str, timeout_s: float = PATIENCE_S) -> T:
     """The first true value of `condition`. Raises AssertionError with `what` when the time is over."""
     until_s = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -69,13 +68,13 @@ def until(condition: Callable[[], T | None], *, timeout_s: float, what: Callable
     return value
 
 
-def noloco(*arguments: str | Path, timeout_s: float = START_S, **environment: str) -> subprocess.CompletedProcess[str]:
+def noloco(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run one command to its end; stdout and stderr are kept apart."""
     return subprocess.run(
         _command(arguments),
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=PATIENCE_S,
         env=_environment(environment),
         stdin=subprocess.DEVNULL,
         check=False,
@@ -120,7 +119,7 @@ class Command:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def wait_for(self, text: str, *, timeout_s: float = START_S) -> str:
+    def wait_for(self, text: str, *, timeout_s: float = PATIENCE_S) -> str:
         """The first line of the output with `text` in it."""
 
         def found() -> str | None:
@@ -136,7 +135,7 @@ class Command:
     def send(self, signum: signal.Signals) -> None:
         self.process.send_signal(signum)
 
-    def wait(self, timeout_s: float = LEAVE_S) -> int:
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
         """The exit code."""
         try:
             return self.process.wait(timeout_s)
@@ -149,12 +148,12 @@ class Command:
         return next((child for child in children if child.name() == "p2pd"), None)
 
     def p2pd(self) -> psutil.Process:
-        return until(self.find_p2pd, timeout_s=START_S, what="p2pd")
+        return until(self.find_p2pd, what="p2pd")
 
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10.0)
+        self.process.wait(PATIENCE_S)
 
 
 class PeerProcess(Command):
@@ -194,7 +193,7 @@ class PeerProcess(Command):
         """From now on other processes go first: a peer that only has to be there must not slow a test down."""
         psutil.Process(self.process.pid).nice(10)
 
-    def event(self, kind: str, *, timeout_s: float = START_S, **fields: Any) -> dict[str, Any]:
+    def event(self, kind: str, *, timeout_s: float = PATIENCE_S, **fields: Any) -> dict[str, Any]:
         """Wait for the first event of a kind whose fields have these values."""
 
         def found() -> dict[str, Any] | None:
@@ -205,20 +204,18 @@ class PeerProcess(Command):
 
         return until(found, timeout_s=timeout_s, what=lambda: f"{kind} {fields} of\n{self.text}")
 
-    def round_where(
-        self, condition: Callable[[dict[str, Any]], bool], *, after: int = 0, timeout_s: float = START_S
-    ) -> dict[str, Any]:
+    def round_where(self, condition: Callable[[dict[str, Any]], bool], *, after: int = 0) -> dict[str, Any]:
         """Wait for a round of this process, after the first `after` ones, that fulfils a condition."""
 
         def found() -> dict[str, Any] | None:
             return next(filter(condition, self.events("round")[after:]), None)
 
-        return until(found, timeout_s=timeout_s, what=lambda: f"such a round in\n{self.text}")
+        return until(found, what=lambda: f"such a round in\n{self.text}")
 
-    def swap_with(self, other: PeerProcess, *, after: int = 0, timeout_s: float = START_S) -> dict[str, Any]:
+    def swap_with(self, other: PeerProcess, *, after: int = 0) -> dict[str, Any]:
         """Wait for a round that was swapped with another process, after the first `after` rounds."""
         wanted = f"swapped with ..{other.peer_id[-6:]}"
-        return self.round_where(lambda event: event["last_outcome"] == wanted, after=after, timeout_s=timeout_s)
+        return self.round_where(lambda event: event["last_outcome"] == wanted, after=after)
 
     def _read(self) -> list[dict[str, Any]]:
         return [event for path in self.folder.glob("runs/*/events.jsonl") for event in read_events(path)]

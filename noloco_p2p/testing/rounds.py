@@ -15,6 +15,7 @@ from torch import Tensor
 from noloco_p2p.codec import chunk_bounds
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Outcome
+from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemoryPeer
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ def one_round(
 
     def take(peer: MemoryPeer, own: Vectors) -> Outcome:
         open_round(peer, own, round_index=round_index)
-        opened.wait(10.0)
+        opened.wait(PATIENCE_S)
         return end_round(peer, own, wait_s=wait_s)
 
     return together(*(lambda peer=peer, own=own: take(peer, own) for peer, own in zip(peers, vectors, strict=True)))
@@ -66,10 +67,10 @@ def one_round(
 def together(*calls: Callable[[], T]) -> list[T]:
     """Run each call in a thread of its own; what one of them raises is raised here."""
     with ThreadPoolExecutor(len(calls)) as threads:
-        return [future.result(60.0) for future in [threads.submit(call) for call in calls]]
+        return [future.result(PATIENCE_S) for future in [threads.submit(call) for call in calls]]
 
 
-def wait_until(holds: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
+def wait_until(holds: Callable[[], bool], *, timeout_s: float = PATIENCE_S) -> None:
     """Returns as soon as `holds()` is true. Raises TimeoutError."""
     until_s = time.monotonic() + timeout_s
     while not holds():

@@ -9,6 +9,8 @@ import ssl
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 
+from noloco_p2p.testing.patience import PATIENCE_S
+
 JUNK = {
     "noise": os.urandom(4096),
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -27,7 +29,7 @@ async def visit(port: int, data: bytes, *, tls: bool = False) -> asyncio.StreamW
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         context.set_alpn_protocols(["h2"])
     try:
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(PATIENCE_S):
             _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
             writer.write(data)
             await writer.drain()

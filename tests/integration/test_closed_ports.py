@@ -12,7 +12,7 @@ import netlab
 import pytest
 
 from noloco_p2p.control import ask
-from noloco_p2p.testing.processes import START_S, Command, PeerProcess, small_spec, until, write_spec
+from noloco_p2p.testing.processes import Command, PeerProcess, small_spec, until, write_spec
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,6 @@ def relayed(peer: PeerProcess) -> dict[str, Any] | None:
     return found if found.get("state") == "relayed" else None
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_peers_behind_closed_ports_swap_by_a_relay_and_are_told_what_to_open(tmp_path: Path) -> None:
     file = write_spec(small_spec("closed"), tmp_path)
@@ -44,9 +43,9 @@ def test_peers_behind_closed_ports_swap_by_a_relay_and_are_told_what_to_open(tmp
             bootstrap.wait_for("others enter with:")
             where = [partial(PeerProcess, namespace=home.namespace, host=home.address) for home in homes]
             with where[0](file, tmp_path / "one", "--bootstrap", f"@{door}") as one:
-                found = until(lambda: relayed(one), timeout_s=START_S, what="a relay for the first")
+                found = until(lambda: relayed(one), what="a relay for the first")
                 assert "1 of 1 peers could not dial port" in found["sentence"]
                 assert "forward TCP" in found["sentence"]
                 with where[1](one.ticket, tmp_path / "two") as two:  # spec and state come by the tunnel
-                    two.swap_with(one, timeout_s=2 * START_S)
+                    two.swap_with(one)
                     one.swap_with(two)

@@ -11,12 +11,13 @@ import psutil
 import pytest
 
 from noloco_p2p.telemetry.events import read_events
-from noloco_p2p.testing.processes import START_S, Command, until
+from noloco_p2p.testing.patience import SLOW_TEST_S
+from noloco_p2p.testing.processes import Command, until
 
 REPORT_KEYS = {"peers", "merged_loss", "spread", "export_dir", "wall_s"}
 PEER_KEYS = {"peer_id", "rounds", "swaps", "alone", "loss_start", "loss_end", "bytes_sent", "bytes_received"}
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """Where a demo keeps its files. No process that works there outlives the test."""
     folder = tmp_path / "kept"
     yield folder
-    assert not processes_in(folder)
+    until(lambda: not processes_in(folder), what=lambda: f"the end of {processes_in(folder)}")
 
 
 def processes_in(folder: Path) -> list[psutil.Process]:
@@ -49,10 +50,10 @@ def has_trained(folder: Path, peer: str) -> bool:
 def test_a_killed_peer_is_named_and_the_others_come_to_their_end(folder: Path, tmp_path: Path) -> None:
     flags = ("--peers", "3", "--steps", "160", "--keep", folder, "--json", tmp_path / "report.json")
     with Command("demo", *flags, log=tmp_path / "log.txt") as demo:
-        until(lambda: has_trained(folder, "peer-2"), timeout_s=START_S, what=lambda: demo.text)
+        until(lambda: has_trained(folder, "peer-2"), what=lambda: demo.text)
         victim = next(process for process in processes_in(folder) if holds_lock(process, folder / "peer-2"))
         victim.kill()
-        assert demo.wait(150) == 1
+        assert demo.wait(SLOW_TEST_S) == 1
     assert "Traceback" not in demo.text
     assert "peer 2 was killed (signal 9)" in demo.text
     assert "\x1b" not in demo.text  # no drawing where there is no terminal
@@ -70,9 +71,9 @@ def test_a_killed_peer_is_named_and_the_others_come_to_their_end(folder: Path, t
 
 def test_ctrl_c_ends_all_peers(folder: Path, tmp_path: Path) -> None:
     with Command("demo", "--peers", "2", "--steps", "10000", "--keep", folder, log=tmp_path / "log.txt") as demo:
-        until(lambda: has_trained(folder, "peer-1"), timeout_s=START_S, what=lambda: demo.text)
+        until(lambda: has_trained(folder, "peer-1"), what=lambda: demo.text)
         assert len(processes_in(folder)) == 4
         demo.send(signal.SIGINT)
-        assert demo.wait(60) == 130
+        assert demo.wait() == 130
     assert demo.text.splitlines()[-1] == "interrupted: the peers are asked to leave"
     assert "Traceback" not in demo.text

@@ -22,7 +22,8 @@ import pyarrow.parquet as pq
 import pytest
 from documented import PAGES, ROOT, arguments, in_blocks
 
-from noloco_p2p.testing.processes import START_S, TICKET_LINE, Command, noloco, small_spec, until, write_spec
+from noloco_p2p.testing.patience import SLOW_TEST_S
+from noloco_p2p.testing.processes import TICKET_LINE, Command, noloco, small_spec, until, write_spec
 
 README = ROOT / "README.md"
 STAYS = {"join": TICKET_LINE, "bootstrap": "others enter with:", "--web": "http://", "--watch": "run"}  # what it says
@@ -33,7 +34,7 @@ ELSEWHERE = {
     "noloco join run.toml --tracker wandb": "wandb is not among what tests install",
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 class Desk:
@@ -53,7 +54,7 @@ class Desk:
         if typed[0] == "simulate" or "--data" in typed:
             self._other_spec(typed)
         if staying is None:
-            done = noloco(*typed, timeout_s=2 * START_S, **self._environment())
+            done = noloco(*typed, **self._environment())
             assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
             return
         log = self.folder / f"log-{self._typed}.txt"
@@ -65,7 +66,7 @@ class Desk:
             return
         self._peers.append(running)
         if self.ticket in typed:
-            running.wait_for("swapped with")
+            running.wait_for("swapped with", timeout_s=SLOW_TEST_S)  # after rounds of the model that the page trains
         psutil.Process(running.process.pid).nice(10)  # it is there, and must not slow down whatever is typed next
         self.ticket = line.split()[-1]
 
@@ -102,7 +103,7 @@ class Desk:
             runs = [*self.folder.glob(f"{state_dir}/runs/*")]
             return [*map(str, runs)] if runs and all([*run.rglob("*-round-*")] for run in runs) else None
 
-        return until(found, timeout_s=2 * START_S, what="checkpoints")
+        return until(found, what="checkpoints")
 
     def _other_spec(self, typed: list[str]) -> None:
         """A spec for the small: few steps to simulate, and a run that reads the data which the command binds."""

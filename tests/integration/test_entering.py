@@ -20,10 +20,10 @@ from noloco_p2p.swarm.addresses import host_port
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.swarm.timing import Timing
+from noloco_p2p.testing.patience import PATIENCE_S
 
 RUN = "cd" * 32
 QUICK = Timing(heartbeat_s=2.0, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshen_s=5.0)
-PATIENCE_S = 40.0
 
 HIVEMIND_DHT = """
 import sys
@@ -62,7 +62,7 @@ asyncio.run(main())
 
 def run(main: Coroutine[object, object, None]) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(main, 100))
+        runner.run(asyncio.wait_for(main, PATIENCE_S))
 
 
 @asynccontextmanager

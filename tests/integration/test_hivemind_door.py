@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from noloco_p2p.testing.patience import PATIENCE_S
+
 PROGRAM = """
 import sys, warnings
 warnings.simplefilter("ignore")
@@ -21,4 +23,4 @@ assert sys.modules["hivemind.dht.node"] is hivemind.dht.node
 
 
 def test_the_rest_of_hivemind_waits_for_its_first_use() -> None:
-    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=PATIENCE_S)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -17,7 +18,6 @@ import uvloop
 from badboy.connections import JUNK, dripping, leave, visit
 
 from noloco_p2p.errors import PeerError, Refused
-from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, Refuse, RefuseCode, SwapState
 from noloco_p2p.gossip.outcome import Alone
 from noloco_p2p.gossip.seams import Candidate, FrameStream
@@ -31,11 +31,11 @@ from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.identities import identity_of
 from noloco_p2p.testing.loopback import LoopbackSwarm
+from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S, PATIENT
 from noloco_p2p.testing.rounds import Vectors, one_round
 from noloco_p2p.testing.specs import FP32, published
 
 SPEC = RunSpec(name="entry", codec=FP32, outer=published())
-SHORT = Deadlines(dial_s=1.0, offer_s=1.0, status_s=0.5, progress_s=1.0, farewell_s=0.1)
 PING = Refuse(RefuseCode.BUSY, "still here?")
 HANDSHAKE_S, IDLE_S = 5.0, 8.0
 
@@ -49,7 +49,7 @@ class Echoing:
     async def on_swap(self, stream: FrameStream) -> None:
         try:
             while True:
-                await stream.send(await stream.receive(60.0))
+                await stream.send(await stream.receive(PATIENCE_S))
         except PeerError:
             pass
 
@@ -78,7 +78,7 @@ def transport(name: str = "caller") -> GrpcTransport:
 
 def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(main(), 90.0))
+        runner.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
 def port_of(there: Candidate) -> int:
@@ -89,9 +89,9 @@ def rss_mib() -> float:
     return psutil.Process().memory_info().rss / 2**20
 
 
-async def is_served(there: Candidate) -> bool:
+async def is_served(there: Candidate, *, timeout_s: float = PATIENCE_S) -> bool:
     try:
-        return (await transport("another").status(there, timeout_s=3.0)).round == 41
+        return (await transport("another").status(there, timeout_s=timeout_s)).round == 41
     except PeerError:
         return False
 
@@ -99,21 +99,21 @@ async def is_served(there: Candidate) -> bool:
 async def until_served(there: Candidate) -> float:
     """Seconds until a peer that comes now is answered."""
     began_s = time.monotonic()
-    while not await is_served(there):
-        assert time.monotonic() - began_s < 45.0
+    while not await is_served(there, timeout_s=3.0):
+        assert time.monotonic() - began_s < PATIENCE_S
         await asyncio.sleep(0.1)
     return time.monotonic() - began_s
 
 
 async def ping(stream: FrameStream) -> None:
     await stream.send(PING)
-    assert await stream.receive(20.0) == PING
+    assert await stream.receive(PATIENCE_S) == PING
 
 
 def test_nonsense_at_the_port_costs_no_memory_and_no_swap(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with echoing() as there:
-            stream = await transport().open_swap(there, timeout_s=10.0)
+            stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
             await ping(stream)
             for junk in JUNK.values():  # whatever is made at the first visit of each kind stays
                 await leave([await visit(port_of(there), junk)])
@@ -136,7 +136,7 @@ def test_a_flood_of_silent_connections_passes_and_the_running_swap_goes_on() -> 
 
     async def main() -> None:
         async with echoing() as there:
-            stream = await transport().open_swap(there, timeout_s=10.0)
+            stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
             await ping(stream)
             before_mib = rss_mib()
             silent = [await visit(port_of(there), b"", tls=True) for _ in range(30)]
@@ -155,14 +155,14 @@ def test_one_peer_may_have_so_many_calls_open_and_no_more() -> None:
     async def main() -> None:
         async with echoing() as there:
             greedy = transport("greedy")
-            streams = [await greedy.open_swap(there, timeout_s=10.0) for _ in range(MAX_CALLS_PER_PEER)]
+            streams = [await greedy.open_swap(there, timeout_s=PATIENCE_S) for _ in range(MAX_CALLS_PER_PEER)]
             for stream in streams:
                 await ping(stream)
             with pytest.raises(Refused, match=f"{MAX_CALLS_PER_PEER} calls open"):
-                await greedy.status(there, timeout_s=10.0)
+                await greedy.status(there, timeout_s=PATIENCE_S)
             assert await is_served(there), "others are not meant"
             await streams.pop().close()
-            assert (await greedy.status(there, timeout_s=10.0)).round == 41
+            assert (await greedy.status(there, timeout_s=PATIENCE_S)).round == 41
             for stream in streams:
                 await stream.close()
 
@@ -173,11 +173,14 @@ def test_a_message_that_is_compressed_is_refused() -> None:
     """A bomb of 1 MiB could hold 1 GiB. The stock limit looks at the size after it has been inflated."""
 
     async def main() -> None:
-        async with echoing() as there, Dialer(Session(identity_of("bomber"))).dialled(there, timeout_s=10.0) as open_:
+        async with (
+            echoing() as there,
+            Dialer(Session(identity_of("bomber"))).dialled(there, timeout_s=PATIENCE_S) as open_,
+        ):
             request = pb.StatusRequest(swap_id=bytes(900_000))
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await PeerStub(open_.channel).Status(
-                    request, metadata=open_.metadata, compression=grpc.Compression.Gzip, timeout=10.0
+                    request, metadata=open_.metadata, compression=grpc.Compression.Gzip, timeout=PATIENCE_S
                 )
             assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
@@ -187,7 +190,7 @@ def test_a_message_that_is_compressed_is_refused() -> None:
 def test_a_partner_whose_bytes_drip_is_given_up_by_progress() -> None:
     """One byte a moment is a sign of life for TCP, and none for a swap: a chunk has to come whole."""
     vectors = [Vectors.random(seed, num_elements=600_000) for seed in (1, 2)]
-    with LoopbackSwarm(SPEC, deadlines=SHORT) as swarm:
+    with LoopbackSwarm(SPEC, deadlines=replace(PATIENT, progress_s=1.0)) as swarm:
         peers = [swarm.peer("a"), swarm.peer("b")]
         proxies = [
             dripping(port_of(Candidate("", address)), after_bytes=300_000) for address in swarm.addresses.values()
@@ -204,11 +207,11 @@ def test_a_partner_whose_bytes_drip_is_given_up_by_progress() -> None:
         for name, port in zip("ab", ports, strict=True):
             swarm.addresses[name] = f"127.0.0.1:{port}"
         began_s = time.monotonic()
-        outcomes = one_round(peers, vectors, wait_s=15.0)
+        outcomes = one_round(peers, vectors, wait_s=PATIENCE_S)
         on(swarm, end())
     assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
-    assert time.monotonic() - began_s < 12.0
+    assert time.monotonic() - began_s < AT_ONCE_S
 
 
 def on(swarm: LoopbackSwarm, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run_coroutine_threadsafe(coroutine, swarm.loop).result(20.0)
+    return asyncio.run_coroutine_threadsafe(coroutine, swarm.loop).result(PATIENCE_S)

@@ -12,7 +12,7 @@ from noloco_p2p.spec import DataSpec
 from noloco_p2p.testing.processes import noloco, small_spec, write_spec
 from noloco_p2p.testing.small_hub import SmallHub
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 NUM_SHARDS = 4
 ROWS = 50
 
@@ -36,7 +36,7 @@ def hub_spec(folder: Path, name: str) -> Path:
 def test_shards_are_streamed_also_one_that_is_busy_at_first(tmp_path: Path) -> None:
     with SmallHub({"lab/texts": texts()}, failures={"data/train-00001.jsonl.gz": 2}) as hub:
         spec = hub_spec(tmp_path, "lab/texts")
-        done = noloco("data", "check", spec, "--json", "--full", timeout_s=120.0, **hub.environment(tmp_path / "home"))
+        done = noloco("data", "check", spec, "--json", "--full", **hub.environment(tmp_path / "home"))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     (source,) = report["sources"]
@@ -50,7 +50,7 @@ def test_shards_are_streamed_also_one_that_is_busy_at_first(tmp_path: Path) -> N
 def test_a_data_set_that_is_not_there_is_told_in_words(tmp_path: Path) -> None:
     with SmallHub({"lab/texts": texts()}) as hub:
         spec = hub_spec(tmp_path, "lab/nothing")
-        done = noloco("data", "check", spec, timeout_s=120.0, **hub.environment(tmp_path / "home"))
+        done = noloco("data", "check", spec, **hub.environment(tmp_path / "home"))
     assert done.returncode == 1
     assert "hub data set 'lab/nothing'" in done.stderr
     assert "Traceback" not in done.stderr

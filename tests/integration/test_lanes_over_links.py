@@ -45,13 +45,20 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.spec import CodecSpec, RunSpec
 from noloco_p2p.testing.link_proxy import HOME_FIBRE, LinkProfile, LinkProxy
 from noloco_p2p.testing.loopback import LoopbackSwarm
+from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, together, wait_until
 
 SPEC = RunSpec(name="lanes", codec=CodecSpec(slow_weights="int8", outer_momentum="int8", outer_gradient="int8"))
 SHORT = Deadlines(dial_s=2.0, offer_s=2.0, status_s=0.5, progress_s=3.0, farewell_s=0.2)
 QUICK = LanePolicy(window_s=0.4)
-PATIENCE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _server_that_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it ends connections that are left behind after eight seconds, and nobody sees that they were."""
+    limits = ("grpc.max_connection_idle_ms", "grpc.max_connection_age_ms")
+    monkeypatch.setattr(options, "SERVER", [option for option in options.SERVER if option[0] not in limits])
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,7 @@ class Bench:
         began_s, peers = time.monotonic(), [self.acceptor, self.caller]
         for peer, own in zip(peers, vectors, strict=True):
             open_round(peer, own, round_index=round_index)
-        wait_until(lambda: all(peer.runner.phase is Phase.EARLY for peer in peers), timeout_s=PATIENCE_S)
+        wait_until(lambda: all(peer.runner.phase is Phase.EARLY for peer in peers))
         ends = [partial(end_round, *both, wait_s=PATIENCE_S) for both in zip(peers, vectors, strict=True)]
         return together(*ends), time.monotonic() - began_s
 
@@ -88,7 +95,7 @@ def bench(*, mbit_s: float, own_rates: bool, lanes: LanePolicy = QUICK) -> Itera
 
 
 def on_loop(swarm: LoopbackSwarm, coroutine: object) -> None:
-    asyncio.run_coroutine_threadsafe(coroutine, swarm.loop).result(10.0)  # pyright: ignore[reportArgumentType]
+    asyncio.run_coroutine_threadsafe(coroutine, swarm.loop).result(PATIENCE_S)  # pyright: ignore[reportArgumentType]
 
 
 def vectors(num_elements: int) -> list[Vectors]:
@@ -138,7 +145,8 @@ def test_what_comes_over_many_lanes_is_what_was_sent() -> None:
         ours, theirs = (half_differences(outcome) for outcome in outcomes)
         with MemorySwarm(SPEC) as memory:
             twins = [
-                half_differences(twin) for twin in one_round([memory.peer("a"), memory.peer("b")], both, wait_s=20.0)
+                half_differences(twin)
+                for twin in one_round([memory.peer("a"), memory.peer("b")], both, wait_s=PATIENCE_S)
             ]
     for got, twin in zip((ours, theirs), twins, strict=True):
         assert all(torch.equal(got[name], twin[name]) for name in twin)
@@ -165,7 +173,7 @@ def test_a_swap_that_breaks_on_many_lanes_ends_alike_on_both_sides(fault: str) -
         peers = [there.acceptor, there.caller]
         for peer, own in zip(peers, both, strict=True):
             open_round(peer, own)
-        wait_until(lambda: there.link.num_connections > 2, timeout_s=PATIENCE_S)
+        wait_until(lambda: there.link.num_connections > 2)
         if fault == "cut":
             there.swarm.loop.call_soon_threadsafe(there.link.cut)
         else:
@@ -191,9 +199,9 @@ class Holding:
 
     async def on_swap(self, stream: FrameStream) -> None:
         try:
-            await stream.receive(5.0)
+            await stream.receive(PATIENCE_S)
             await stream.send(Accept(hello("acceptor"), BOUNDARY))
-            await stream.receive(30.0)
+            await stream.receive(PATIENCE_S)
         except PeerError as error:
             self.faults.append(error)
 
@@ -243,12 +251,12 @@ async def ask(channel: grpc.aio.Channel, first_words: bytes) -> tuple[Any, pb.Fr
 
 
 async def read(call: Any) -> Any:
-    return await asyncio.wait_for(call.read(), 5.0)
+    return await asyncio.wait_for(call.read(), PATIENCE_S)
 
 
 def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(main(), 20.0))
+        runner.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
 @pytest.mark.parametrize(
@@ -307,14 +315,13 @@ def test_a_connection_ends_with_its_wire_while_somebody_keeps_what_was_cancelled
         await server.start("127.0.0.1", 0)
         async with LinkProxy(f"127.0.0.1:{server.port}", HOME_FIBRE) as link:
             there = Candidate("acceptor", link.address)
-            wire = await connect(Dialer(), there, LANE_METHOD, timeout_s=5.0, limits=UNLIMITED)
+            wire = await connect(Dialer(), there, LANE_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
             reading = asyncio.create_task(wire.read())
             await asyncio.sleep(0.1)
             reading.cancel()
             await asyncio.wait({reading})
             await wire.close()
-            # The server would close it after eight seconds.
-            await asyncio.to_thread(wait_until, lambda: link.num_open == 0, timeout_s=5.0)
+            await asyncio.to_thread(wait_until, lambda: link.num_open == 0)
             assert reading.cancelled()
         await server.stop(0.0)
 

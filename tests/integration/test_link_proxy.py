@@ -16,12 +16,13 @@ from noloco_p2p.gossip.round import Phase
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.link_proxy import HOME_FIBRE, LinkProfile, LinkProxy
 from noloco_p2p.testing.loopback import LoopbackSwarm
+from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S
 from noloco_p2p.testing.peers import MemoryPeer
 from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, together, wait_until
 from noloco_p2p.testing.specs import published
 
+NUM_TRIES = 5
 PERFECT = LinkProfile("perfect", down_mbit_s=10_000, up_mbit_s=10_000, delay_ms=0, jitter_ms=0)
-PATIENCE_S = 5.0
 
 
 class Peer:
@@ -72,17 +73,25 @@ async def dial(link: LinkProxy) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 
 
 def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
-    asyncio.run(asyncio.wait_for(main(), 20.0))
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
-async def ended(reader: asyncio.StreamReader) -> bool:
-    """True when the connection is over; False when nothing came for a moment."""
+async def ended(reader: asyncio.StreamReader, *, within_s: float = PATIENCE_S) -> bool:
+    """True when the connection is over; False when nothing has come."""
     try:
-        return await asyncio.wait_for(reader.read(1), 0.1) == b""
+        return await asyncio.wait_for(reader.read(1), within_s) == b""
     except TimeoutError:
         return False
     except OSError:
         return True
+
+
+async def once(measure: Callable[[], Coroutine[None, None, float]], *, below: float) -> None:
+    """A busy machine delays one measurement or two; a link that is wrong delays all."""
+    for _ in range(NUM_TRIES - 1):
+        if await measure() < below:
+            return
+    assert await measure() < below
 
 
 def test_everything_comes_through_unchanged_and_is_counted() -> None:
@@ -105,7 +114,7 @@ def test_the_rate_is_that_of_the_profile(direction: str) -> None:
     slow = {f"{direction}_mbit_s": mbit_s}
     profile = LinkProfile("slow", **{"down_mbit_s": 1e4, "up_mbit_s": 1e4, **slow}, delay_ms=0, jitter_ms=0)
 
-    async def main() -> None:
+    async def seconds_for_all() -> float:
         peer = Peer()
         async with linked(profile, peer.swallow if direction == "down" else peer.pour) as (_, reader, writer):
             began_s = time.monotonic()
@@ -114,20 +123,23 @@ def test_the_rate_is_that_of_the_profile(direction: str) -> None:
             answer = await reader.read(-1)
             seconds = time.monotonic() - began_s
             assert (peer.received or len(answer)) == num_bytes
-            assert 0.97 * mbit_s / 2 < num_bytes * 8 / 1e6 / seconds < 1.03 * mbit_s
+            assert num_bytes * 8 / 1e6 / seconds < 1.03 * mbit_s
+            return seconds
 
-    run(main)
+    run(lambda: once(seconds_for_all, below=num_bytes * 8 / 1e6 / (0.97 * mbit_s / 2)))
 
 
 def test_a_round_trip_takes_twice_the_delay() -> None:
-    async def main() -> None:
+    async def round_trip_s() -> float:
         async with linked(LinkProfile("far", 1e4, 1e4, delay_ms=60, jitter_ms=20), Peer().echo) as (_, reader, writer):
             began_s = time.monotonic()
             writer.write(b"?")
             assert await reader.readexactly(1) == b"?"
-            assert 0.12 <= time.monotonic() - began_s < 0.16 + 0.2
+            seconds = time.monotonic() - began_s
+            assert seconds >= 0.12
+            return seconds
 
-    run(main)
+    run(lambda: once(round_trip_s, below=0.16 + 0.2))
 
 
 def test_after_a_cut_both_sides_are_gone_and_nobody_gets_through_until_it_is_restored() -> None:
@@ -156,7 +168,7 @@ def test_a_stall_holds_everything_back_and_loses_nothing() -> None:
             await reader.readexactly(1)
             link.stall()
             writer.write(b"2")
-            assert not await ended(reader), "nobody is told"
+            assert not await ended(reader, within_s=0.1), "nobody is told"
             assert link.down_bytes == 1
             link.restore()
             assert await reader.readexactly(1) == b"2"
@@ -205,7 +217,7 @@ def peers_with_links(profile: LinkProfile) -> Iterator[tuple[Links, list[MemoryP
 def test_a_swap_commits_over_a_home_link() -> None:
     with peers_with_links(HOME_FIBRE) as (_, peers):
         vectors = [Vectors.random(seed, num_elements=300_000) for seed in (1, 2)]
-        outcomes = one_round(peers, vectors, wait_s=20.0)
+        outcomes = one_round(peers, vectors, wait_s=PATIENCE_S)
         assert [type(outcome) for outcome in outcomes] == [Swapped, Swapped]
 
 
@@ -220,7 +232,7 @@ def test_a_link_that_breaks_or_freezes_in_a_swap_ends_it_alike_on_both_sides(fau
         wait_until(lambda: all(peer.runner.phase is phase for peer in peers))
         links.break_(fault)
         began_s = time.monotonic()
-        ends = [functools.partial(end_round, *both, wait_s=20.0) for both in zip(peers, vectors, strict=True)]
+        ends = [functools.partial(end_round, *both, wait_s=PATIENCE_S) for both in zip(peers, vectors, strict=True)]
         outcomes = together(*ends)
-        assert time.monotonic() - began_s < 10.0
+        assert time.monotonic() - began_s < AT_ONCE_S
         assert [type(outcome) for outcome in outcomes] == [Alone if phase is Phase.SWAPPING else Half] * 2

@@ -29,12 +29,13 @@ import pyte
 import pytest
 
 from noloco_p2p.swarm.records import TTL_S
-from noloco_p2p.testing.processes import START_S, Command, PeerProcess, noloco, small_spec, until, write_spec
+from noloco_p2p.testing.patience import PATIENCE_S
+from noloco_p2p.testing.processes import Command, PeerProcess, noloco, small_spec, until, write_spec
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NUM_PEERS = 4
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @dataclass(frozen=True)
@@ -105,12 +106,12 @@ class Terminal:
             lines = self.lines()
             return lines if all(any(word in line for line in lines) for word in words) else None
 
-        return until(found, timeout_s=START_S, what=lambda: f"{words} in\n" + "\n".join(self.lines()))
+        return until(found, what=lambda: f"{words} in\n" + "\n".join(self.lines()))
 
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10.0)
+        self.process.wait(PATIENCE_S)
         os.close(self._master)
 
 
@@ -126,9 +127,7 @@ def test_the_terminal_view_lives_resizes_and_goes_in_order(swarm: Swarm) -> None
     terminal = Terminal("monitor", swarm.ticket, "--watch", "--interval", "0.5", "--sort", "loss")
     try:
         lines = terminal.wait_for("run watched: 4 alive", "tokens/s", *names(swarm))
-        until(
-            lambda: not any(line.split()[3] == "-" for line in peer_lines(terminal)), timeout_s=START_S, what="losses"
-        )
+        until(lambda: not any(line.split()[3] == "-" for line in peer_lines(terminal)), what="losses")
         lines = terminal.lines()
         header = next(line for line in lines if line.startswith("peer"))
         assert {"state", "round", "loss", "heard"} <= set(header.split())
@@ -139,7 +138,7 @@ def test_the_terminal_view_lives_resizes_and_goes_in_order(swarm: Swarm) -> None
         wide = terminal.wait_for("version", "reach", "alone as")
         assert len(next(line for line in wide if line.startswith("peer"))) > 100
         terminal.process.send_signal(signal.SIGINT)
-        assert terminal.process.wait(20.0) == 0
+        assert terminal.process.wait(PATIENCE_S) == 0
         assert any("run watched: 4 alive" in line for line in terminal.lines()), "the last word stays on the screen"
     finally:
         terminal.end()
@@ -160,7 +159,7 @@ def test_the_spread_is_measured_from_outside(swarm: Swarm) -> None:
         seen = json.loads(answer.stdout)
         return seen if seen["totals"]["spread_peers"] == NUM_PEERS else None
 
-    seen = until(measured, timeout_s=3 * START_S, what="four sketches of a mark, which come every 20 to 40 s")
+    seen = until(measured, what="four sketches of a mark, which come every 20 to 40 s")
     assert 0 < seen["totals"]["spread"] < 1
     assert 0 < seen["totals"]["spread_progress"] < 1
     assert {peer["peer_id"] for peer in seen["peers"]} == {peer.peer_id for peer in swarm.peers}
@@ -170,7 +169,7 @@ def test_the_spread_is_measured_from_outside(swarm: Swarm) -> None:
 
 def test_a_peer_serves_prometheus_and_tells_where_its_settings_came_from(swarm: Swarm) -> None:
     url = swarm.peers[0].wait_for("metrics at http").split()[-1]
-    with urllib.request.urlopen(url, timeout=20) as answer:
+    with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
         page = answer.read().decode()
     assert "noloco_swaps_total" in page
     assert f'peer_id="{swarm.peers[0].peer_id}"' in page
@@ -187,7 +186,7 @@ def test_a_peer_serves_prometheus_and_tells_where_its_settings_came_from(swarm: 
 
 def test_the_doctor_finds_nothing_wrong_and_is_dialled_back(swarm: Swarm) -> None:
     flags = ("--listen", "127.0.0.1:0", "--state-dir", swarm.folder / "doctor")
-    found = noloco("doctor", swarm.ticket, "--json", *flags, timeout_s=120.0)
+    found = noloco("doctor", swarm.ticket, "--json", *flags)
     checks = {check["name"]: check for check in json.loads(found.stdout)["checks"]}
     assert found.returncode == 0, checks
     for name in ("versions", "ports", "p2pd", "way in", "peers run", "clock", "reached", "the model"):
@@ -222,7 +221,7 @@ def test_the_page_shows_the_swarm_keeps_its_curves_and_tells_of_a_killed_peer(sw
         stack.callback(browser.close)
         context = browser.new_context(viewport={"width": 1280, "height": 1000})
         page = context.new_page()
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(1000 * PATIENCE_S)
         page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda asked: None if asked.url.startswith((url, "data:")) else complaints.append(asked.url))
@@ -231,8 +230,8 @@ def test_the_page_shows_the_swarm_keeps_its_curves_and_tells_of_a_killed_peer(sw
         def told(code: str) -> Any:
             return page.evaluate(code)
 
-        def wait(code: str, *, timeout_s: float = 60.0) -> None:
-            until(lambda: told(code), timeout_s=timeout_s, what=lambda: f"{code}; {complaints}")
+        def wait(code: str) -> None:
+            until(lambda: told(code), what=lambda: f"{code}; {complaints}")
 
         wait(f"document.querySelectorAll('#rows tr').length === {NUM_PEERS}")
         wait("[...document.querySelectorAll('#rows tr')].every((row) => row.dataset.health === 'alive')")
@@ -251,7 +250,7 @@ def test_the_page_shows_the_swarm_keeps_its_curves_and_tells_of_a_killed_peer(sw
         wait("state.history !== null && state.history.time_s.length > 0")
         assert told("state.history.time_s")[: len(before)] == [10 * int(t // 10) for t in before]
         if pictures:
-            wait("state.history.time_s.length >= 6", timeout_s=120.0)
+            wait("state.history.time_s.length >= 6")
             _take_pictures(browser, url, Path(pictures))
 
         victim = swarm.peers[-1]
@@ -260,7 +259,7 @@ def test_the_page_shows_the_swarm_keeps_its_curves_and_tells_of_a_killed_peer(sw
         victim.send(signal.SIGKILL)
         killed_s = time.monotonic()
         gone = f"document.querySelector('tr[data-peer=\"{victim_id}\"]')?.dataset.health === 'gone'"
-        wait(gone, timeout_s=TTL_S + 15.0)
+        wait(gone)
         assert time.monotonic() - killed_s < TTL_S + 15.0
         assert "gone" in page.inner_text(f'tr[data-peer="{victim_id}"]')
         assert told(f"getComputedStyle(document.querySelector('tr[data-peer=\"{victim_id}\"] td')).color") == rgb(grey)
@@ -277,7 +276,7 @@ def test_the_page_shows_the_swarm_keeps_its_curves_and_tells_of_a_killed_peer(sw
         page.goto(url)
         wait(f"state.history !== null && state.history.time_s.length >= {samples} - 1")
         for path in ("healthz", "metrics", "api/status"):
-            with urllib.request.urlopen(url + path, timeout=20) as answer:
+            with urllib.request.urlopen(url + path, timeout=PATIENCE_S) as answer:
                 body = answer.read().decode()
         status = json.loads(body)
         assert "addresses" not in status["peers"][0], "who trains where is not for the open web"
@@ -293,11 +292,7 @@ def _take_pictures(browser: Any, url: str, folder: Path) -> None:
         context = browser.new_context(**options)
         page = context.new_page()
         page.goto(url)
-        until(
-            lambda page=page: page.evaluate("state.history !== null && state.meetings.length > 1"),
-            timeout_s=60.0,
-            what="curves",
-        )
+        until(lambda page=page: page.evaluate("state.history !== null && state.meetings.length > 1"), what="curves")
         page.screenshot(path=folder / f"{name}.png", full_page=name != "page-phone")
         context.close()
 

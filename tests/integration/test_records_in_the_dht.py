@@ -21,10 +21,10 @@ from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
 from noloco_p2p.swarm.timing import Timing
 from noloco_p2p.testing.identities import identity_of
+from noloco_p2p.testing.patience import PATIENCE_S
 
 RUN = "ab" * 32
 QUICK = Timing(heartbeat_s=0.5, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshen_s=1.0)
-PATIENCE_S = 20.0
 
 
 def key_of(peer_id: str) -> str:
@@ -34,7 +34,7 @@ def key_of(peer_id: str) -> str:
 
 def run(main: Callable[[], Coroutine[object, object, None]]) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(main(), 60))
+        runner.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
 def record_of(name: str, *, in_s: float = TTL_S, **changes: Any) -> PeerRecord:
@@ -100,7 +100,11 @@ async def put(node: SwarmNode, record: PeerRecord, signed_by: Identity, *, subke
     value = encode_record(made, signed_by).replace(signed_by.peer_id.encode(), record.peer_id.encode())
     with suppress(DirectoryError):  # that it is told no is not what these tests are about
         await node.store(
-            key_of(record.peer_id), subkey or record.peer_id, value, expires_at_s=record.expires_at_s, timeout_s=5.0
+            key_of(record.peer_id),
+            subkey or record.peer_id,
+            value,
+            expires_at_s=record.expires_at_s,
+            timeout_s=PATIENCE_S,
         )
 
 
@@ -150,7 +154,7 @@ def test_a_rogue_node_can_neither_surround_a_key_nor_answer_for_another(tmp_path
                 request: Any = vars(dht_pb2)["PingRequest"](
                     peer=vars(dht_pb2)["NodeInfo"](node_id=DHTID(key ^ number).to_bytes())
                 )
-                await protocol.get_stub(other).rpc_ping(request, timeout=3)
+                await protocol.get_stub(other).rpc_ping(request, timeout=PATIENCE_S)
             found = await protocol.call_find(other, [key])
             assert found
             value = cast(Any, found[key][0])

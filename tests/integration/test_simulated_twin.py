@@ -20,6 +20,7 @@ from noloco_p2p.simulate.replica import Replica
 from noloco_p2p.simulate.swarm import peer_name, simulate_swarm
 from noloco_p2p.spec import TrainSpec
 from noloco_p2p.testing.loopback import LoopbackSwarm
+from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemoryPeer
 from noloco_p2p.testing.rounds import together, wait_until
 from noloco_p2p.testing.specs import published, tiny_llama
@@ -31,7 +32,7 @@ INNER_STEPS, NUM_ROUNDS = 3, 4
 SPEC = tiny_llama(
     "twin",
     train=TrainSpec(total_steps=INNER_STEPS * NUM_ROUNDS, batch_size=2, warmup_steps=2),
-    outer=published(inner_steps=INNER_STEPS, max_wait_s=30.0),
+    outer=published(inner_steps=INNER_STEPS, max_wait_s=PATIENCE_S),
     num_sequences=4,
 )
 
@@ -44,11 +45,11 @@ def train(peer: MemoryPeer, model: PreTrainedModel, material: Material, step_tog
         inner(next(batches), progress=outer.progress)
         if (step + 1) % INNER_STEPS == 0:
             wait_until(lambda: peer.runner.phase is Phase.EARLY)
-            step_together.wait(30.0)
+            step_together.wait(PATIENCE_S)
         result = outer.step()
         assert result is None or isinstance(result.outcome, Swapped), result
     for _ in range(closing_rounds(material.spec.outer, 2)):
-        assert isinstance(outer.closing_round(wait_s=30.0).outcome, Swapped)
+        assert isinstance(outer.closing_round(wait_s=PATIENCE_S).outcome, Swapped)
     flat = FlatParameters(model)
     return flat.read(0, flat.num_elements)
 

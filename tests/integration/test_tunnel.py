@@ -15,15 +15,15 @@ from noloco_p2p.swarm.daemon import ListenOn
 from noloco_p2p.swarm.node import SwarmNode, end_tasks
 from noloco_p2p.swarm.relay import CIRCUIT, NUM_PLACES, Places, Relay, relays_of
 from noloco_p2p.swarm.tunnel import MAX_PORTS, Tunnels
+from noloco_p2p.testing.patience import PATIENCE_S
 
-PATIENCE_S = 60.0
 BLOCK = bytes(range(256)) * 256
 NUM_BLOCKS = 320  # 20 MiB: more than the windows on the way hold
 
 
 def run(main: Coroutine[object, object, None]) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(main, 100))
+        runner.run(asyncio.wait_for(main, PATIENCE_S))
 
 
 @asynccontextmanager

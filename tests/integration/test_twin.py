@@ -19,6 +19,7 @@ from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.gossip.round import Phase
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.loopback import LoopbackSwarm
+from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.testing.rounds import together, wait_until
 from noloco_p2p.testing.specs import FP32, published
@@ -30,7 +31,9 @@ NAMES = ("a", "b")
 
 def spec(*, swap_momentum: bool) -> RunSpec:
     return RunSpec(
-        name="twin", codec=FP32, outer=published(inner_steps=INNER_STEPS, max_wait_s=30.0, swap_momentum=swap_momentum)
+        name="twin",
+        codec=FP32,
+        outer=published(inner_steps=INNER_STEPS, max_wait_s=PATIENCE_S, swap_momentum=swap_momentum),
     )
 
 
@@ -58,7 +61,7 @@ def train(peer: MemoryPeer, net: nn.Module, number: int, step_together: Barrier)
         optimizer.zero_grad()
         if (step + 1) % INNER_STEPS == 0:  # no lonely round: the boundary comes when both have a partner
             wait_until(lambda: peer.runner.phase is Phase.EARLY)
-            step_together.wait(30.0)
+            step_together.wait(PATIENCE_S)
         result = outer.step()
         if result:
             assert isinstance(result.outcome, Swapped), result

@@ -14,6 +14,7 @@ import pytest
 from noloco_p2p import control
 from noloco_p2p.control import ControlServer, FolderLock, ask, socket_path
 from noloco_p2p.errors import SettingsError
+from noloco_p2p.testing.patience import PATIENCE_S
 
 
 def served(folder: Path, verb: str, **verbs: dict[str, Any]) -> dict[str, Any] | None:
@@ -119,7 +120,7 @@ lock = control.FolderLock(pathlib.Path({str(tmp_path)!r}))
 lock.acquire()
 os._exit(lock.is_held())
 """
-    assert subprocess.run([sys.executable, "-c", acquire_and_die], timeout=60, check=False).returncode == 1
+    assert subprocess.run([sys.executable, "-c", acquire_and_die], timeout=PATIENCE_S, check=False).returncode == 1
     second.check()
     lock.acquire()
     assert second.is_held()

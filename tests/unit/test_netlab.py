@@ -12,6 +12,8 @@ from typing import Any
 import netlab
 import pytest
 
+from noloco_p2p.testing.patience import PATIENCE_S
+
 PACKET_BYTES = 1250  # 0.1 ms at 100 Mbit/s
 
 
@@ -178,5 +180,5 @@ def test_a_closed_lab_leaves_neither_namespaces_nor_processes() -> None:
         lab.set_access(0, netlab.home(rate_mbit_s=100, round_trip_ms=110))
         assert netlab.round_trip_ms(lab, repeats=3) >= 60
         assert lab.counters()[0].lost_packets == 1
-    assert sleeper.wait(10) < 0
+    assert sleeper.wait(PATIENCE_S) < 0
     assert not any((netlab.NAMESPACES / name).exists() for name in names)

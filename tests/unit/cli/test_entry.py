@@ -9,6 +9,7 @@ import pytest
 from noloco_p2p.cli.app import run
 from noloco_p2p.cli.entry import MAX_FILE_BYTES, check_writable, resolve, write
 from noloco_p2p.errors import SettingsError
+from noloco_p2p.testing.patience import PATIENCE_S
 
 
 def test_what_was_written_is_found(tmp_path: Path) -> None:
@@ -41,7 +42,7 @@ def test_a_file_that_comes_later_is_waited_for(tmp_path: Path) -> None:
     file.touch()  # made, and not yet written: not the end of the wait either
     later = threading.Timer(0.3, write, (file, "noloco1abc"), {"flag": "--ticket-file"})
     later.start()
-    assert resolve(f"@{file}", timeout_s=20) == "noloco1abc"
+    assert resolve(f"@{file}", timeout_s=PATIENCE_S) == "noloco1abc"
     later.join()
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from noloco_p2p.testing.patience import PATIENCE_S
+
 HEAVY = ["torch", "hivemind", "transformers", "datasets", "grpc", "google.protobuf", "numpy", "rich"]
 LOOK = f"""
 import json, sys
@@ -22,7 +24,7 @@ print(json.dumps([code, [name for name in {HEAVY!r} if name in sys.modules]]))
 def loaded_by(*arguments: str, code: str = LOOK) -> tuple[int, list[str]]:
     """(exit code, heavy modules loaded) of one command in a fresh interpreter."""
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     return tuple(json.loads(done.stdout.splitlines()[-1]))
 
 

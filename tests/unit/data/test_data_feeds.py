@@ -22,6 +22,7 @@ from noloco_p2p.data.sources import unused_bindings
 from noloco_p2p.data.stream import TokenStream, validation_batches
 from noloco_p2p.errors import DataError, SpecError
 from noloco_p2p.spec import DataSpec, MixSpec, RunSpec
+from noloco_p2p.testing.patience import PATIENCE_S
 
 TOKENIZER = ByT5Tokenizer()
 THREE = (MixSpec(source="a", weight=6), MixSpec(source="b", weight=3), MixSpec(source="c", weight=1))
@@ -199,9 +200,9 @@ def test_closing_ends_the_worker_while_it_waits_for_the_network(bindings: dict[s
     ahead = Prefetcher(stream)
     asking = threading.Thread(target=lambda: next(ahead, None))
     asking.start()
-    assert failed.wait(20)
+    assert failed.wait(PATIENCE_S)
     ahead.close()
-    asking.join(20)
+    asking.join(PATIENCE_S)
     assert not asking.is_alive()
     assert ahead._thread is not None
     assert not ahead._thread.is_alive()

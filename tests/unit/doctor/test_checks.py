@@ -19,6 +19,7 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.probe import Probed
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import RunSpec
+from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.ticket import Ticket
 
 PEER = Candidate("12D3KooWaaaaaa", "192.0.2.1:1")
@@ -116,7 +117,12 @@ sys.exit(run(["doctor", "--listen", "127.0.0.1:0"]))
 def test_what_is_not_installed_is_told(tmp_path: Path) -> None:
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
     found = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", PROGRAM],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert found.returncode == 1
     assert "pip install torch hivemind" in found.stdout

@@ -41,6 +41,7 @@ from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.gossip.uploads import MAX_UPLOADS
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport
+from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.specs import published
 
 SPEC = RunSpec(name="fetch", outer=published())
@@ -507,12 +508,12 @@ def test_a_fetch_that_is_cancelled_while_it_hashes_leaves_nothing_open(
 
     def slow_hash(data: bytes) -> Any:
         hashing.set()
-        assert may_go_on.wait(10)
+        assert may_go_on.wait(PATIENCE_S)
         return blake3(data)
 
     async def cancelled() -> None:
         fetch = asyncio.create_task(fetching.fetch())
-        assert await asyncio.to_thread(hashing.wait, 10)
+        assert await asyncio.to_thread(hashing.wait, PATIENCE_S)
         fetch.cancel()
         with pytest.raises(asyncio.CancelledError):
             await fetch

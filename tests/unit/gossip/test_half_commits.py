@@ -13,6 +13,7 @@ from noloco_p2p.gossip.outcome import Alone
 from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.faults import At, Cut, Drop, Fault, FaultPlan, Repeat
+from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, one_round
 from noloco_p2p.testing.specs import FP32, published
@@ -48,7 +49,7 @@ def ask(swarm: MemorySwarm, peer: MemoryPeer, swap_id: bytes) -> SwapState:
     async def state() -> SwapState:
         return peer.runner.swap_state(swap_id)
 
-    return asyncio.run_coroutine_threadsafe(state(), swarm.loop).result(10.0)
+    return asyncio.run_coroutine_threadsafe(state(), swarm.loop).result(PATIENCE_S)
 
 
 faults_of_ready = st.lists(
@@ -77,7 +78,7 @@ def test_a_part_is_committed_at_most_once_and_the_outcome_says_which(faults: lis
             swarm.peer("a", wrap=wrap, wrap_accepted=faulty),
             swarm.peer("b", wrap=lambda stream: Listening(stream, swap_ids)),
         ]
-        outcomes = one_round(peers, VECTORS, wait_s=20.0)
+        outcomes = one_round(peers, VECTORS, wait_s=PATIENCE_S)
         for peer, outcome in zip(peers, outcomes, strict=True):
             got = set() if isinstance(outcome, Alone) else set(outcome.received.sections)
             states = [ask(swarm, peer, swap_id) for swap_id in swap_ids]

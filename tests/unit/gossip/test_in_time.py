@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from threading import Timer
 
 import pytest
@@ -13,6 +14,7 @@ from noloco_p2p.gossip.outcome import Half, Swapped
 from noloco_p2p.gossip.round import Phase
 from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.spec import RunSpec
+from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S, PATIENT
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, end_round, open_round, together, wait_until
 from noloco_p2p.testing.specs import published
@@ -50,25 +52,25 @@ def paired(swarm: MemorySwarm, *, seconds_per_step: float, steps_left: tuple[int
 
 
 def test_a_partner_that_comes_too_late_is_not_waited_for() -> None:
-    with MemorySwarm(SPEC) as swarm:
-        a, b = paired(swarm, seconds_per_step=20.0, steps_left=(1, 15))
+    with MemorySwarm(SPEC, deadlines=PATIENT) as swarm:
+        a, b = paired(swarm, seconds_per_step=200.0, steps_left=(1, 15))
         began_s = time.monotonic()
-        outcome = end_round(a, A, wait_s=30.0)
-        assert time.monotonic() - began_s < 5.0
+        outcome = end_round(a, A, wait_s=PATIENCE_S)
+        assert time.monotonic() - began_s < AT_ONCE_S
         assert isinstance(outcome, Half)
-        assert isinstance(end_round(b, B, wait_s=30.0), Swapped), "b has what a staged, and needs not wait"
+        assert isinstance(end_round(b, B, wait_s=PATIENCE_S), Swapped), "b has what a staged, and needs not wait"
 
 
 def test_who_is_asked_to_leave_waits_for_nobody() -> None:
-    with MemorySwarm(SPEC) as swarm:
+    with MemorySwarm(SPEC, deadlines=PATIENT) as swarm:
         a, _ = paired(swarm, seconds_per_step=1.0, steps_left=(1, 1))
         asked = Timer(0.2, a.runner.hurry)
         asked.start()
         began_s = time.monotonic()
-        outcome = end_round(a, A, wait_s=30.0)
+        outcome = end_round(a, A, wait_s=PATIENCE_S)
         asked.join()
         assert isinstance(outcome, Half)
-        assert 0.2 <= time.monotonic() - began_s < 10.0
+        assert 0.2 <= time.monotonic() - began_s < AT_ONCE_S
 
 
 def test_the_partners_lateness_is_told_apart_from_the_transfer() -> None:
@@ -77,18 +79,21 @@ def test_the_partners_lateness_is_told_apart_from_the_transfer() -> None:
         open_round(a, A)
         open_round(b, B)
         both_early(a, b)
+        began_s = time.monotonic()
         late_s = 0.3
 
         def late() -> object:
-            until_s = time.monotonic() + late_s
-            wait_until(lambda: time.monotonic() > until_s)
-            return end_round(b, B, wait_s=20.0)
+            nonlocal late_s
+            wait_until(lambda: time.monotonic() > began_s + late_s)
+            late_s = time.monotonic() - began_s
+            return end_round(b, B, wait_s=PATIENCE_S)
 
-        of_a, of_b = together(lambda: end_round(a, A, wait_s=20.0), late)
+        of_a, of_b = together(lambda: end_round(a, A, wait_s=PATIENCE_S), late)
+        rest_s = time.monotonic() - began_s - late_s
     assert isinstance(of_a, Swapped)
     assert isinstance(of_b, Swapped)
-    assert of_a.received.lateness_s == pytest.approx(late_s, abs=0.15)
-    assert of_a.received.transfer_s < 0.2
+    assert of_a.received.lateness_s == pytest.approx(late_s, abs=0.15 + rest_s)
+    assert of_a.received.transfer_s < 0.2 + rest_s
     assert of_b.received.lateness_s == 0.0
 
 
@@ -119,7 +124,8 @@ def test_an_early_part_that_will_miss_the_boundary_gives_way_to_another_partner(
             open_round(a, large_a, round_index=index)
             open_round(fast, large_b, round_index=index)
             both_early(a, fast)
-            together(lambda: end_round(a, large_a, wait_s=20.0), lambda: end_round(fast, large_b, wait_s=20.0))
+            ends = [partial(end_round, *both, wait_s=PATIENCE_S) for both in ((a, large_a), (fast, large_b))]
+            together(*ends)
         slow = swarm.peer("slow", wrap=Slow, wrap_accepted=Slow)
         open_at(a, large_a, seconds_per_step=0.4, steps_left=45, index=3)
         open_at(slow, large_b, seconds_per_step=0.4, steps_left=45)

@@ -13,6 +13,7 @@ from noloco_p2p.gossip.frames import Chunk, SectionName
 from noloco_p2p.gossip.payload_memory import PayloadMemory
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.faults import At, FaultPlan, NotFinite
+from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, one_round, wait_until
 from noloco_p2p.testing.specs import FP32, published
@@ -88,7 +89,7 @@ def test_a_swap_that_failed_gives_its_memory_back_at_once(section: SectionName, 
     faults = FaultPlan().fail_at(At(Chunk, section=section), send=NotFinite()).wrapper()
     with MemorySwarm(SPEC) as swarm:
         peers = [swarm.peer("a"), swarm.peer("b", wrap=faults, wrap_accepted=faults)]
-        one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=0.5)
+        one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=PATIENCE_S)
         assert faults.fired
         for peer in peers:
             free = peer.runner.memory._free[400]

@@ -13,6 +13,7 @@ from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Received, Swapped
 from noloco_p2p.gossip.round import Phase
 from noloco_p2p.spec import CodecSpec, RunSpec
+from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S, PATIENT
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, together, wait_until
 from noloco_p2p.testing.specs import FP32, published
@@ -28,7 +29,7 @@ SECTIONS = {
 
 @pytest.fixture
 def swarm() -> Iterator[MemorySwarm]:
-    with MemorySwarm(SPEC) as swarm:
+    with MemorySwarm(SPEC, deadlines=PATIENT) as swarm:
         yield swarm
 
 
@@ -45,7 +46,7 @@ def early_committed(*peers: MemoryPeer) -> None:
 def test_both_sides_commit_everything_of_the_other(swarm: MemorySwarm, num_elements: int) -> None:
     vectors = [Vectors.random(seed, num_elements=num_elements) for seed in (1, 2)]
     before = [[getattr(own, name).clone() for name in SECTIONS.values()] for own in vectors]
-    outcomes = one_round([swarm.peer("a"), swarm.peer("b")], vectors, wait_s=20.0)
+    outcomes = one_round([swarm.peer("a"), swarm.peer("b")], vectors, wait_s=PATIENCE_S)
     assert [type(outcome) for outcome in outcomes] == [Swapped, Swapped]
     for outcome, own, theirs in zip(outcomes, vectors, reversed(vectors), strict=True):
         for section, name in SECTIONS.items():
@@ -63,7 +64,7 @@ def test_the_two_half_differences_are_opposite_bit_for_bit(codec: str) -> None:
         {"slow_weights": "int8" if codec == "int4" else codec, "outer_momentum": codec, "outer_gradient": codec}
     )
     with MemorySwarm(SPEC.model_copy(update={"codec": coded})) as swarm:
-        one, other = one_round([swarm.peer("a"), swarm.peer("b")], [A, B], wait_s=20.0)
+        one, other = one_round([swarm.peer("a"), swarm.peer("b")], [A, B], wait_s=PATIENCE_S)
     for section in SECTIONS:
         ours, theirs = (received(outcome).sections[section].half_difference(0) for outcome in (one, other))
         assert torch.equal(ours, -theirs)
@@ -72,14 +73,14 @@ def test_the_two_half_differences_are_opposite_bit_for_bit(codec: str) -> None:
 
 def test_momentum_stays_at_home_when_the_spec_says_so() -> None:
     with MemorySwarm(RunSpec(name="swap", outer=published(swap_momentum=False), codec=FP32)) as swarm:
-        outcomes = one_round([swarm.peer("a"), swarm.peer("b")], [A, B], wait_s=20.0)
+        outcomes = one_round([swarm.peer("a"), swarm.peer("b")], [A, B], wait_s=PATIENCE_S)
     for outcome in outcomes:
         assert set(received(outcome).sections) == {SectionName.SLOW_WEIGHTS, SectionName.OUTER_GRADIENT}
 
 
 def test_what_was_sent_and_received_is_counted(swarm: MemorySwarm) -> None:
     peers = [swarm.peer("a"), swarm.peer("b")]
-    for outcome in one_round(peers, [A, B], wait_s=20.0):
+    for outcome in one_round(peers, [A, B], wait_s=PATIENCE_S):
         assert (received(outcome).bytes_sent, received(outcome).bytes_received) == (1200, 1200)
     for peer in peers:
         assert (peer.runner.traffic.bytes_sent, peer.runner.traffic.bytes_received) == (1200, 1200)
@@ -88,7 +89,7 @@ def test_what_was_sent_and_received_is_counted(swarm: MemorySwarm) -> None:
 def test_rounds_follow_each_other(swarm: MemorySwarm) -> None:
     peers = [swarm.peer("a"), swarm.peer("b")]
     for index in range(5):
-        outcomes = one_round(peers, [A, B], wait_s=20.0, round_index=index)
+        outcomes = one_round(peers, [A, B], wait_s=PATIENCE_S, round_index=index)
         assert [received(outcome).partner_round for outcome in outcomes] == [index, index]
 
 
@@ -106,7 +107,7 @@ def test_an_eager_peer_takes_half_now_and_the_rest_once_as_a_correction(swarm: M
     assert a.exchange.late(1) is None
 
     open_round(a, A, round_index=1)
-    whole = end_round(b, B, wait_s=20.0)
+    whole = end_round(b, B, wait_s=PATIENCE_S)
     assert isinstance(whole, Swapped)
     wait_until(lambda: bool(a.runner.corrections))
     correction = a.exchange.late(1)
@@ -126,8 +127,8 @@ def test_a_late_part_that_misses_the_next_boundary_is_dropped_on_both_sides(swar
     open_round(a, A, round_index=1)
     end_round(a, A, wait_s=0.0)  # the next boundary
     began_s = time.monotonic()
-    assert isinstance(end_round(b, B, wait_s=20.0), Half)
-    assert time.monotonic() - began_s < 5.0, "b was told, and did not wait for what will never come"
+    assert isinstance(end_round(b, B, wait_s=PATIENCE_S), Half)
+    assert time.monotonic() - began_s < AT_ONCE_S, "b was told, and did not wait for what will never come"
     assert a.exchange.late(1) is None
     assert b.exchange.late(1) is None
 
@@ -151,11 +152,11 @@ def test_a_gradient_that_is_not_finite_leaves_the_swap_half_at_once(swarm: Memor
     open_round(b, B)
     early_committed(a, b)
     began_s = time.monotonic()
-    outcomes = together(lambda: end_round(a, broken, wait_s=30.0), lambda: end_round(b, B, wait_s=30.0))
+    outcomes = together(lambda: end_round(a, broken, wait_s=PATIENCE_S), lambda: end_round(b, B, wait_s=PATIENCE_S))
     assert [type(outcome) for outcome in outcomes] == [Half, Half]
     assert isinstance(outcomes[0], Half)
     assert "gradient" in outcomes[0].reason
-    assert time.monotonic() - began_s < 5.0, "nobody waits for a gradient that cannot be sent"
+    assert time.monotonic() - began_s < AT_ONCE_S, "nobody waits for a gradient that cannot be sent"
 
 
 def test_weights_that_are_not_finite_are_not_sent_and_are_no_fault_of_the_partner(swarm: MemorySwarm) -> None:
@@ -164,7 +165,7 @@ def test_weights_that_are_not_finite_are_not_sent_and_are_no_fault_of_the_partne
     struck: list[str] = []
     for peer in (a, b):
         peer.runner._swapping.on_corrupt = lambda peer_id, reason: struck.append(peer_id)
-    outcomes = one_round([a, b], [broken, B], wait_s=20.0)
+    outcomes = one_round([a, b], [broken, B], wait_s=PATIENCE_S)
     assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
     assert "own slow_weights cannot be sent" in a.runner.last_fault
     assert not struck
@@ -177,8 +178,8 @@ def test_an_outcome_that_nobody_collected_does_not_stop_the_next_round(swarm: Me
     open_round(b, B)
     early_committed(a, b)
     open_round(a, A, round_index=1)
-    assert isinstance(end_round(b, B, wait_s=20.0), Half)
-    outcomes = one_round([swarm.peer("c"), a], [B, A], wait_s=20.0, round_index=2)
+    assert isinstance(end_round(b, B, wait_s=PATIENCE_S), Half)
+    outcomes = one_round([swarm.peer("c"), a], [B, A], wait_s=PATIENCE_S, round_index=2)
     assert [type(outcome) for outcome in outcomes] == [Swapped, Swapped]
     assert a.exchange.late(1) is None
 
@@ -188,4 +189,4 @@ def test_training_goes_on_when_the_network_thread_is_gone() -> None:
         a = swarm.peer("a")
         open_round(a, A)
     open_round(a, A, round_index=1)
-    assert isinstance(end_round(a, A, wait_s=20.0), Alone)
+    assert isinstance(end_round(a, A, wait_s=PATIENCE_S), Alone)

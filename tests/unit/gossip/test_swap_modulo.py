@@ -11,13 +11,13 @@ import torch
 from noloco_p2p.codec import CHUNK_ELEMENTS, chunk_bounds, section_bytes
 from noloco_p2p.codec.blocks import INT4, INT8
 from noloco_p2p.codec.modulo import MODULO4, MODULO8
-from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import Chunk, Grid, SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Received, Swapped
 from noloco_p2p.gossip.round import Phase
 from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.spec import CodecSpec, RunSpec
 from noloco_p2p.testing.faults import At, FaultPlan, FlipBit, Replace
+from noloco_p2p.testing.patience import PATIENCE_S, PATIENT
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, wait_until
 from noloco_p2p.testing.specs import published
@@ -25,7 +25,6 @@ from noloco_p2p.testing.specs import published
 NUM_ELEMENTS = 2 * CHUNK_ELEMENTS + 1000
 CODECS = CodecSpec(slow_weights="modulo8", outer_momentum="modulo8", outer_gradient="int4")
 SPEC = RunSpec(name="modulo", codec=CODECS, outer=published())
-SHORT = Deadlines(dial_s=0.3, offer_s=0.3, status_s=0.3, progress_s=1.0, farewell_s=0.05)
 MODULO_BYTES = sum(MODULO8.num_bytes(stop - start) for start, stop in chunk_bounds(NUM_ELEMENTS))
 INT8_BYTES = section_bytes(INT8, NUM_ELEMENTS)
 INT4_BYTES = section_bytes(INT4, NUM_ELEMENTS)
@@ -33,7 +32,7 @@ INT4_BYTES = section_bytes(INT4, NUM_ELEMENTS)
 
 @pytest.fixture
 def swarm() -> Iterator[MemorySwarm]:
-    with MemorySwarm(SPEC, deadlines=SHORT) as swarm:
+    with MemorySwarm(SPEC, deadlines=PATIENT) as swarm:
         yield swarm
 
 
@@ -48,7 +47,7 @@ def near(seed: int, *, apart: float = 1e-3) -> Vectors:
 
 
 def swapped(peers: list[MemoryPeer], vectors: list[Vectors], round_index: int) -> list[Received]:
-    outcomes = one_round(peers, vectors, wait_s=20.0, round_index=round_index)
+    outcomes = one_round(peers, vectors, wait_s=PATIENCE_S, round_index=round_index)
     assert all(isinstance(outcome, Swapped) for outcome in outcomes), outcomes
     return [outcome.received for outcome in outcomes if isinstance(outcome, Swapped)]
 
@@ -72,7 +71,7 @@ def test_the_first_swap_learns_the_bounds_and_the_next_ones_send_a_byte_a_number
 
 def test_modulo4_sends_half_a_byte_a_number() -> None:
     spec = SPEC.with_changes({"codec.slow_weights": "modulo4", "outer.alpha": 0.0})
-    with MemorySwarm(spec, deadlines=SHORT) as swarm:
+    with MemorySwarm(spec, deadlines=PATIENT) as swarm:
         peers, vectors = [swarm.peer("a"), swarm.peer("b")], [near(1), near(2)]
         first, second = (swapped(peers, vectors, index)[0] for index in range(2))
         ours, theirs = (halves(received, SectionName.SLOW_WEIGHTS) for received in swapped(peers, vectors, 2))
@@ -126,11 +125,11 @@ def test_a_chunk_that_only_one_side_sees_broken_ends_the_swap(digests: Literal["
     def wrap(stream: FrameStream) -> FrameStream:
         return faults(stream) if len(rounds) == 1 else stream
 
-    with MemorySwarm(SPEC, deadlines=SHORT) as swarm:
+    with MemorySwarm(SPEC, deadlines=PATIENT) as swarm:
         peers, vectors = [swarm.peer("a", wrap=wrap, wrap_accepted=wrap), swarm.peer("b")], [near(1), near(2)]
         swapped(peers, vectors, 0)
         rounds.append(0)
-        outcomes = one_round(peers, vectors, wait_s=20.0, round_index=1)
+        outcomes = one_round(peers, vectors, wait_s=PATIENCE_S, round_index=1)
         assert faults.fired
         assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
         assert all(peer.runner.last_fault for peer in peers)
@@ -140,9 +139,9 @@ def test_a_chunk_that_only_one_side_sees_broken_ends_the_swap(digests: Literal["
 def test_a_grid_that_no_peer_proposes_ends_the_swap(exponents: bytes) -> None:
     grid = Grid(SectionName.SLOW_WEIGHTS, exponents)
     faults = FaultPlan().fail_at(At(Grid), send=Replace(grid)).wrapper()
-    with MemorySwarm(SPEC, deadlines=SHORT) as swarm:
+    with MemorySwarm(SPEC, deadlines=PATIENT) as swarm:
         peers = [swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")]
-        outcomes = one_round(peers, [near(1), near(2)], wait_s=20.0)
+        outcomes = one_round(peers, [near(1), near(2)], wait_s=PATIENCE_S)
         assert faults.fired
         assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
         assert "it proposes" in peers[1].runner.last_fault
@@ -153,7 +152,7 @@ def test_a_grid_that_no_peer_proposes_ends_the_swap(exponents: bytes) -> None:
 
 def test_the_next_partner_waits_until_the_late_part_is_here_and_applied() -> None:
     spec = SPEC.model_copy(update={"outer": published(max_wait_s=0.0)})
-    with MemorySwarm(spec, deadlines=SHORT) as swarm:
+    with MemorySwarm(spec, deadlines=PATIENT) as swarm:
         a, b = swarm.peer("a"), swarm.peer("b")
         vectors = near(1), near(2)
         open_round(a, vectors[0])
@@ -163,7 +162,7 @@ def test_the_next_partner_waits_until_the_late_part_is_here_and_applied() -> Non
         open_round(a, vectors[0], round_index=1)
         c = swarm.peer("c")
         open_round(c, vectors[1])
-        assert isinstance(end_round(b, vectors[1], wait_s=20.0), Swapped)
+        assert isinstance(end_round(b, vectors[1], wait_s=PATIENCE_S), Swapped)
         wait_until(lambda: bool(a.runner.corrections))
         assert a.runner.phase is not Phase.SWAPPING
         assert a.exchange.late(0) is None, "of the round that is still open"

@@ -16,17 +16,17 @@ from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
 from noloco_p2p.gossip.round import Phase
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.faults import At, Cut, FaultPlan, Stall
+from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S, PATIENT
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, wait_until
 from noloco_p2p.testing.specs import published
 
 SPEC = RunSpec(name="rounds", outer=published())
-WAIT_S = 20.0
 
 
 @pytest.fixture
 def swarm() -> Iterator[MemorySwarm]:
-    with MemorySwarm(SPEC) as swarm:
+    with MemorySwarm(SPEC, deadlines=PATIENT) as swarm:
         yield swarm
 
 
@@ -36,17 +36,17 @@ def partner(outcome: Outcome) -> str:
 
 def test_a_peer_without_a_swarm_steps_alone_at_once(swarm: MemorySwarm) -> None:
     began_s = time.monotonic()
-    outcomes = one_round([swarm.peer("a")], [Vectors.random(1)], wait_s=WAIT_S)
+    outcomes = one_round([swarm.peer("a")], [Vectors.random(1)], wait_s=PATIENCE_S)
     assert outcomes == [Alone("no other live peer")]
-    assert time.monotonic() - began_s < 1.0
+    assert time.monotonic() - began_s < AT_ONCE_S
 
 
 def test_of_three_peers_two_swap_and_one_steps_alone_without_waiting(swarm: MemorySwarm) -> None:
     peers, vectors = [swarm.peer(name) for name in "abc"], [Vectors.random(seed) for seed in range(3)]
     for index in range(3):
         began_s = time.monotonic()
-        outcomes = one_round(peers, vectors, wait_s=WAIT_S, round_index=index)
-        assert time.monotonic() - began_s < 2.0, "the odd one does not wait for outer.max_wait_s"
+        outcomes = one_round(peers, vectors, wait_s=PATIENCE_S, round_index=index)
+        assert time.monotonic() - began_s < AT_ONCE_S, "the odd one does not wait for outer.max_wait_s"
         assert sorted(type(outcome).__name__ for outcome in outcomes) == ["Alone", "Swapped", "Swapped"]
         by_name = dict(zip("abc", outcomes, strict=True))
         for name, outcome in by_name.items():
@@ -58,7 +58,7 @@ def test_offers_in_a_ring_do_not_refuse_each_other_for_ever() -> None:
     for names in (("a", "b", "c"), ("d", "e", "f")):
         with MemorySwarm(SPEC) as swarm:
             peers = [swarm.peer(name) for name in names]
-            outcomes = one_round(peers, [Vectors.random(seed) for seed in range(3)], wait_s=WAIT_S)
+            outcomes = one_round(peers, [Vectors.random(seed) for seed in range(3)], wait_s=PATIENCE_S)
         assert sum(isinstance(outcome, Swapped) for outcome in outcomes) == 2
 
 
@@ -73,19 +73,19 @@ def test_sixteen_peers_in_lock_step_pair_off_round_after_round() -> None:
 
         def train(name: str) -> list[Outcome]:
             outcomes, own = [], Vectors.random(1, num_elements=16)
-            start.wait(30.0)
+            start.wait(PATIENCE_S)
             for index in range(num_rounds):
                 open_round(peers[name], own, round_index=index)
                 for _ in range(inner_steps):
                     time.sleep(step_s)  # this is the training
                     peers[name].exchange.pace.step(time.monotonic())
-                outcomes.append(end_round(peers[name], own, wait_s=WAIT_S))
+                outcomes.append(end_round(peers[name], own, wait_s=PATIENCE_S))
             return outcomes
 
         began_s = time.monotonic()
         with ThreadPoolExecutor(num_peers) as threads:
             by_name = dict(zip(names, threads.map(train, names), strict=True))
-        assert time.monotonic() - began_s < WAIT_S, "nobody waits for the other who waits for him"
+        assert time.monotonic() - began_s < AT_ONCE_S, "nobody waits for the other who waits for him"
 
     swaps = {
         (name, index): (outcome.received.partner, outcome.received.partner_round)
@@ -103,7 +103,7 @@ def test_dead_peers_in_the_directory_are_passed_over_within_the_round(swarm: Mem
     for number in range(5):
         swarm.network.listed[f"dead-{number}"] = None
     peers = [swarm.peer("a"), swarm.peer("b")]
-    outcomes = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=WAIT_S)
+    outcomes = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=PATIENCE_S)
     assert [partner(outcome) for outcome in outcomes] == ["b", "a"]
 
 
@@ -142,10 +142,10 @@ def test_a_partner_that_dies_after_the_early_part_leaves_a_half(swarm: MemorySwa
     wait_until(lambda: a.runner.phase is Phase.EARLY and b.runner.phase is Phase.EARLY)
     swarm.kill(b)
     began_s = time.monotonic()
-    outcome = end_round(a, Vectors.random(1), wait_s=WAIT_S)
+    outcome = end_round(a, Vectors.random(1), wait_s=PATIENCE_S)
     assert isinstance(outcome, Half)
-    assert time.monotonic() - began_s < 2.0
-    outcomes = one_round([a, swarm.peer("c")], [Vectors.random(1), Vectors.random(3)], wait_s=WAIT_S, round_index=1)
+    assert time.monotonic() - began_s < AT_ONCE_S
+    outcomes = one_round([a, swarm.peer("c")], [Vectors.random(1), Vectors.random(3)], wait_s=PATIENCE_S, round_index=1)
     assert [type(outcome) for outcome in outcomes] == [Swapped, Swapped], "the next round finds another"
 
 
@@ -174,9 +174,9 @@ def test_a_peer_of_another_kind_is_refused_with_the_difference(swarm: MemorySwar
     b = swarm.peer("b", spec=stranger.spec, protocol_version=stranger.protocol_version)
     a.layout, b.layout = "this-model", stranger.layout
     began_s = time.monotonic()
-    outcomes = one_round([a, b], [Vectors.random(1), Vectors.random(2)], wait_s=WAIT_S)
+    outcomes = one_round([a, b], [Vectors.random(1), Vectors.random(2)], wait_s=PATIENCE_S)
     assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
-    assert time.monotonic() - began_s < 2.0
+    assert time.monotonic() - began_s < AT_ONCE_S
     told = a.runner.last_fault + b.runner.last_fault  # who offers first is refused, and refuses no more
     assert "is not of this run" in told
     assert all(word in told for word in stranger.words)
@@ -188,7 +188,7 @@ def test_a_peer_that_does_not_train_refuses(swarm: MemorySwarm, state: str) -> N
     a, b = swarm.peer("a"), swarm.peer("b")
     b.runner.state = state
     open_round(a, Vectors.random(1))
-    outcome = end_round(a, Vectors.random(1), wait_s=WAIT_S)
+    outcome = end_round(a, Vectors.random(1), wait_s=PATIENCE_S)
     assert isinstance(outcome, Alone)
     assert f"I am {state}" in outcome.reason
 
@@ -199,7 +199,7 @@ def test_a_peer_that_meets_its_own_id_says_what_is_wrong(swarm: MemorySwarm) -> 
     open_round(a, Vectors.random(1))
     swarm.network.listed["twin"] = None
     swarm.network.add("twin", swarm.network.service("a"))
-    outcome = end_round(a, Vectors.random(1), wait_s=WAIT_S)
+    outcome = end_round(a, Vectors.random(1), wait_s=PATIENCE_S)
     assert isinstance(outcome, Alone)
     assert "a key must not be used on two machines" in outcome.reason
 

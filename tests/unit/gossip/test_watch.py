@@ -8,6 +8,7 @@ from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.gossip.watch import LONG_S, SwapProgress, SwapWatch
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.faults import At, FaultPlan, NotFinite, Stall
+from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, end_round, open_round, together, wait_until
 from noloco_p2p.testing.specs import published
@@ -44,7 +45,7 @@ def test_a_swap_is_told_from_its_early_part_to_its_end() -> None:
         assert waiting.sent_bytes_per_s == round(early_bytes / 1.0, 1)
 
         outcomes = together(
-            *(lambda p=p, v=v: end_round(p, v, wait_s=20.0) for p, v in zip(peers, vectors, strict=True))
+            *(lambda p=p, v=v: end_round(p, v, wait_s=PATIENCE_S) for p, v in zip(peers, vectors, strict=True))
         )
         assert all(isinstance(outcome, Swapped) for outcome in outcomes)
         watch.sample(now_s=began_s + 2.0)

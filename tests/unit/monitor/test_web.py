@@ -18,6 +18,7 @@ from noloco_p2p.monitor.history import History
 from noloco_p2p.monitor.web import MAX_READERS, ROW, STATIC, Feed, app
 from noloco_p2p.telemetry.http import HttpServer
 from noloco_p2p.testing.crowd import Crowd
+from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.ticket import Ticket
 
 NOW_S = time.time()
@@ -39,7 +40,7 @@ class Site:
         def ask() -> tuple[int, bytes, dict[str, str]]:
             try:
                 request = urllib.request.Request(self.url + path, method=method)
-                with urllib.request.urlopen(request, timeout=20) as answer:
+                with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
                     return answer.status, answer.read(), dict(answer.headers)
             except urllib.error.HTTPError as error:
                 with error:

@@ -14,6 +14,7 @@ from noloco_p2p.errors import Refused
 from noloco_p2p.net.door import GREETINGS_AT_ONCE, GREETINGS_PER_S, MAX_NETWORKS, Greetings, TurnedAway, network_of
 from noloco_p2p.net.server import _Asked
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+from noloco_p2p.testing.patience import PATIENCE_S
 
 
 class Clock:
@@ -110,7 +111,7 @@ def ask(call: Call, requests: AsyncIterator[bytes]) -> None:
         return pb.StatusReply(round=len(request.swap_id))
 
     asked = _Asked(method, pb.StatusRequest, first_words_s=0.05, take_s=0.05)
-    asyncio.run(asyncio.wait_for(asked._answer(requests, call), 10.0))
+    asyncio.run(asyncio.wait_for(asked._answer(requests, call), PATIENCE_S))
 
 
 def test_a_request_is_answered() -> None:

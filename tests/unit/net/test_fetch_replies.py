@@ -15,6 +15,7 @@ from noloco_p2p.gossip.frames import FetchItem, Hello, WantManifest
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+from noloco_p2p.testing.patience import PATIENCE_S
 
 
 def repeating(reply: pb.FetchReply) -> AbstractAsyncContextManager[Candidate]:
@@ -29,7 +30,7 @@ def repeating(reply: pb.FetchReply) -> AbstractAsyncContextManager[Candidate]:
 
 async def all_items(there: Candidate) -> list[FetchItem]:
     transport = GrpcTransport(lambda: Hello("caller", "r", "0" * 64))
-    async with aclosing(transport.fetch(there, WantManifest(), timeout_s=5.0)) as items:
+    async with aclosing(transport.fetch(there, WantManifest(), timeout_s=PATIENCE_S)) as items:
         return [item async for item in items]
 
 
@@ -42,6 +43,6 @@ def test_a_manifest_without_end_is_refused(digests: list[bytes]) -> None:
     async def main() -> None:
         async with repeating(reply) as there:
             with pytest.raises(CorruptPayload, match="manifest"):
-                await asyncio.wait_for(all_items(there), 5.0)
+                await asyncio.wait_for(all_items(there), PATIENCE_S)
 
     asyncio.run(main())

@@ -13,8 +13,8 @@ from noloco_p2p.errors import CorruptPayload, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Accept, Boundary, Chunk, Hello, Offer, Part, Ready, SectionName
 from noloco_p2p.net import framing
 from noloco_p2p.net.lanes import FEATURE, LEAVE, WINDOW_FRAMES, Lane, LaneStream, Order
+from noloco_p2p.testing.patience import PATIENCE_S
 
-WAIT_S = 5.0
 HELLO = Hello("peer", "run", "digest", features=(FEATURE,))
 STRANGER = Hello("peer", "run", "digest")
 BOUNDARY = Boundary(0, None, None, 0.0)
@@ -78,7 +78,7 @@ class Stream(LaneStream):
 
 
 def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
-    asyncio.run(asyncio.wait_for(main(), 20.0))
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
 def chunk(index: int) -> Chunk:
@@ -116,7 +116,7 @@ def test_frames_come_in_the_order_sent_whatever_the_lanes_do(
             for _ in range(reader_delays[number % len(reader_delays)]):
                 await asyncio.sleep(0)
                 most_held = max(most_held, len(stream._order))
-            frame = await stream.receive(WAIT_S)
+            frame = await stream.receive(PATIENCE_S)
             assert isinstance(frame, Chunk)
             indices.append(frame.index)
         return indices
@@ -167,7 +167,7 @@ def test_a_reader_that_does_not_read_stops_the_sender(num_lanes: int) -> None:
         assert len(there._order) == WINDOW_FRAMES * num_lanes
         assert sent <= WINDOW_FRAMES * num_lanes + num_lanes + queued_and_in_write
         for index in range(sent):
-            frame = await there.receive(WAIT_S)
+            frame = await there.receive(PATIENCE_S)
             assert isinstance(frame, Chunk)
             assert frame.index == index
         await asyncio.gather(here.close(), there.close())
@@ -194,13 +194,13 @@ def test_a_lane_that_dies_ends_the_stream_behind_what_is_here() -> None:
     async def main() -> None:
         here, there, wires = linked([[0], [0]])
         await here.send(chunk(0))
-        assert await there.receive(WAIT_S) == chunk(0)
+        assert await there.receive(PATIENCE_S) == chunk(0)
         await wires[0][0].outgoing.put(framing.encode(chunk(1), sequence=2))
         await wires[0][0].outgoing.put(framing.encode(chunk(3), sequence=4))  # 3 was on the lane that dies
         await wires[1][0].outgoing.put(Unreachable("cut", peer="peer"))
-        assert await there.receive(WAIT_S) == chunk(1)
+        assert await there.receive(PATIENCE_S) == chunk(1)
         with pytest.raises(Unreachable, match="cut"):
-            await there.receive(WAIT_S)
+            await there.receive(PATIENCE_S)
         with pytest.raises(Unreachable, match="cut"):
             await there.send(chunk(0))
         await there.close()
@@ -215,9 +215,9 @@ def test_a_lane_that_is_left_takes_nothing_with_it() -> None:
         here, there, wires = linked([[0], [0]])
         await wires[1][0].outgoing.put(framing.encode(chunk(0), sequence=1))
         await wires[1][0].outgoing.put(LEAVE)
-        assert await there.receive(WAIT_S) == chunk(0)
+        assert await there.receive(PATIENCE_S) == chunk(0)
         await wires[0][0].outgoing.put(framing.encode(chunk(1), sequence=2))
-        assert await there.receive(WAIT_S) == chunk(1)
+        assert await there.receive(PATIENCE_S) == chunk(1)
         assert wires[1][1].is_closed
         assert there.num_lanes == 1
         await there.close()
@@ -234,7 +234,7 @@ def test_numbers_that_cannot_be_are_refused_or_waited_for(sequence: int) -> None
         here, there, wires = linked([[0], [0]])
         for index in range(2):
             await wires[0][0].outgoing.put(framing.encode(chunk(index), sequence=index + 1))
-            assert await there.receive(WAIT_S) == chunk(index)
+            assert await there.receive(PATIENCE_S) == chunk(index)
         await wires[1][0].outgoing.put(framing.encode(chunk(2), sequence=sequence))
         with pytest.raises(TimedOut if sequence > 2 else CorruptPayload):
             await there.receive(0.05)
@@ -252,7 +252,7 @@ def test_lanes_are_agreed_by_an_offer_and_its_answer(answer: Hello) -> None:
         await here.send(Offer(STRANGER, b"id", BOUNDARY))
         assert framing.decode(await first_end.read() or b"")[0] == Offer(HELLO, b"id", BOUNDARY)
         await first_end.write(framing.encode(Accept(answer, BOUNDARY)))
-        await here.receive(WAIT_S)
+        await here.receive(PATIENCE_S)
         assert here.agreed == ([b"id"] if answer is HELLO else [])
         await here.close()
 
@@ -264,8 +264,8 @@ def test_a_caller_cannot_accept_its_own_offer() -> None:
         here, there, _ = linked([[0]])
         await here.send(Offer(HELLO, b"id", BOUNDARY))
         await here.send(Accept(HELLO, BOUNDARY))
-        await there.receive(WAIT_S)
-        await there.receive(WAIT_S)
+        await there.receive(PATIENCE_S)
+        await there.receive(PATIENCE_S)
         assert there.agreed == here.agreed == []
         await there.send(Accept(HELLO, BOUNDARY))
         assert there.agreed == [b"id"]
@@ -287,7 +287,7 @@ def test_a_send_that_is_cancelled_harms_neither_the_frame_nor_the_next() -> None
         with pytest.raises(asyncio.CancelledError):
             await sending
         await here.send(Ready(Part.EARLY))
-        assert [await there.receive(WAIT_S) for _ in range(2)] == [chunk(0), Ready(Part.EARLY)]
+        assert [await there.receive(PATIENCE_S) for _ in range(2)] == [chunk(0), Ready(Part.EARLY)]
         await here.close()
         await there.close()
 

@@ -19,6 +19,7 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import probe
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+from noloco_p2p.testing.patience import PATIENCE_S
 
 HELLO = Hello("caller", "r", "0" * 64)
 
@@ -51,7 +52,7 @@ def test_open_and_closed_ports_are_told_apart_and_clocks_compared() -> None:
             free.close()
             await free.wait_closed()
             try:
-                found = await probe.ask(candidate, HELLO, ports, timeout_s=20.0)
+                found = await probe.ask(candidate, HELLO, ports, timeout_s=PATIENCE_S)
             finally:
                 listening.close()
             assert list(found.reached) == ports
@@ -68,7 +69,7 @@ async def ask_who_says(reply: bytes) -> probe.Probed:
         return reply
 
     async with rogue("Probe", grpc.unary_unary_rpc_method_handler(probed)) as candidate:
-        return await probe.ask(candidate, HELLO, [9], timeout_s=20.0)
+        return await probe.ask(candidate, HELLO, [9], timeout_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_strangers_get_nothing() -> None:
     async def main() -> None:
         async with peer() as candidate:
             with pytest.raises(Refused, match="another run"):
-                await probe.ask(candidate, Hello("caller", "other", "0" * 64), [9], timeout_s=20.0)
+                await probe.ask(candidate, Hello("caller", "other", "0" * 64), [9], timeout_s=PATIENCE_S)
 
     asyncio.run(main())
 
@@ -102,10 +103,10 @@ def test_nobody_is_dialled_again_and_again() -> None:
     async def main() -> None:
         async with peer() as candidate:
             for _ in range(probe.PER_MINUTE):
-                await probe.ask(candidate, HELLO, [9], timeout_s=20.0)
+                await probe.ask(candidate, HELLO, [9], timeout_s=PATIENCE_S)
             with pytest.raises(Refused, match="a few times a minute"):
-                await probe.ask(candidate, HELLO, [9], timeout_s=20.0)
-            await probe.ask(candidate, HELLO, [], timeout_s=20.0)  # the time is told to everybody
+                await probe.ask(candidate, HELLO, [9], timeout_s=PATIENCE_S)
+            await probe.ask(candidate, HELLO, [], timeout_s=PATIENCE_S)  # the time is told to everybody
 
     asyncio.run(main())
 
@@ -115,7 +116,7 @@ def test_ports_are_bounded(ports: list[int]) -> None:
     async def main() -> None:
         async with peer() as candidate:
             with pytest.raises(Refused, match="at most 4 ports"):
-                await probe.ask(candidate, HELLO, ports, timeout_s=20.0)
+                await probe.ask(candidate, HELLO, ports, timeout_s=PATIENCE_S)
 
     asyncio.run(main())
 

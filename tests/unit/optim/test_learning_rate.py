@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from noloco_p2p.optim.schedule import learning_rate
 from noloco_p2p.spec import TrainSpec
+from noloco_p2p.testing.patience import PATIENCE_S
 
 SPEC = TrainSpec(total_steps=1000, warmup_steps=100, learning_rate=2.0, min_learning_rate=0.1)
 
@@ -67,4 +68,4 @@ def test_progress_that_is_no_place_in_a_schedule_is_refused(progress: float) -> 
 
 def test_the_schedule_imports_no_torch() -> None:
     code = "import sys, noloco_p2p.optim.schedule; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S, check=False).returncode == 0

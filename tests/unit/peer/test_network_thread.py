@@ -10,6 +10,7 @@ import pytest
 
 from noloco_p2p.errors import Left
 from noloco_p2p.peer.network_thread import NetworkThread
+from noloco_p2p.testing.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ class Slow:
     async def run(self) -> None:
         self.began.set()
         try:
-            await asyncio.sleep(60.0)
+            await asyncio.sleep(2 * PATIENCE_S)
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
@@ -36,11 +37,11 @@ class Slow:
 
 def test_whoever_is_asked_to_leave_does_not_wait_for_what_is_long(thread: NetworkThread) -> None:
     slow, leaving = Slow(), threading.Event()
-    asker = threading.Thread(target=lambda: slow.began.wait(10) and leaving.set())
+    asker = threading.Thread(target=lambda: slow.began.wait(PATIENCE_S) and leaving.set())
     asker.start()
     with pytest.raises(Left):
-        thread.call(slow.run(), 60.0, leaving=leaving)
-    assert slow.cancelled.wait(10)
+        thread.call(slow.run(), PATIENCE_S, leaving=leaving)
+    assert slow.cancelled.wait(PATIENCE_S)
     asker.join()
 
 
@@ -49,7 +50,7 @@ def test_a_call_ends_at_its_deadline(thread: NetworkThread, leaving: threading.E
     slow = Slow()
     with pytest.raises(TimeoutError):
         thread.call(slow.run(), 0.3, leaving=leaving)
-    assert slow.cancelled.wait(10)
+    assert slow.cancelled.wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize("leaving", [None, threading.Event()])
@@ -60,6 +61,6 @@ def test_a_call_gives_what_its_coroutine_gives(thread: NetworkThread, leaving: t
     async def fail() -> None:
         raise ValueError("no")
 
-    assert thread.call(answer(), 10.0, leaving=leaving) == 42
+    assert thread.call(answer(), PATIENCE_S, leaving=leaving) == 42
     with pytest.raises(ValueError, match="no"):
-        thread.call(fail(), 10.0, leaving=leaving)
+        thread.call(fail(), PATIENCE_S, leaving=leaving)

@@ -11,6 +11,7 @@ import pytest
 
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.swarm.pipe import ACK, CHUNK_BYTES, DATA, FRAME, Pipe
+from noloco_p2p.testing.patience import PATIENCE_S
 
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -75,7 +76,7 @@ def test_every_byte_comes_once_whatever_breaks(seed: int) -> None:
             writer.close()
         return heard[1], heard[0]
 
-    assert asyncio.run(asyncio.wait_for(main(), 60)) == (there, back)
+    assert asyncio.run(asyncio.wait_for(main(), PATIENCE_S)) == (there, back)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_what_cannot_be_is_refused(frame: bytes) -> None:
             caller.close()
             stranger.close()
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
 def test_a_path_that_sends_and_never_reads_is_told_no_more_than_it_takes() -> None:
@@ -117,4 +118,4 @@ def test_a_path_that_sends_and_never_reads_is_told_no_more_than_it_takes() -> No
         caller.close()
         stranger.close()
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))

@@ -20,6 +20,7 @@ from noloco_p2p.swarm.reachability import (
     is_abroad,
     judge,
 )
+from noloco_p2p.testing.patience import PATIENCE_S
 
 PRIVATE, PUBLIC = "172.17.0.2:31337", "8.8.8.8:31337"
 PEER = "12D3KooWK2gwFiFWxgNtk5RYUnaMSwBrBdWiVZaRwxqCoXQBHSA7"
@@ -142,7 +143,7 @@ def dial_back(peers: Peers, *, enough: int) -> list[DialBack]:
         running.cancel()
         return asking.seen()
 
-    return asyncio.run(asyncio.wait_for(main(), 30))
+    return asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
 def test_three_are_asked_however_many_there_are_and_none_that_cannot_be_called() -> None:
@@ -159,4 +160,4 @@ def test_one_that_does_not_answer_is_replaced() -> None:
 
 
 def test_alone_nobody_is_waited_for() -> None:
-    asyncio.run(asyncio.wait_for(DialBacks(live=lambda: (), ask=Peers().ask).wait(1e6), 10))
+    asyncio.run(asyncio.wait_for(DialBacks(live=lambda: (), ask=Peers().ask).wait(1e6), PATIENCE_S))

@@ -11,11 +11,12 @@ from typing import Any, cast
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.swarm.relay import CIRCUIT, YES
 from noloco_p2p.swarm.tunnel import ANSWER, HELLO, MAX_SESSIONS, Ends, Tunnels
+from noloco_p2p.testing.patience import PATIENCE_S
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
     async def to_its_end() -> None:
-        await asyncio.wait_for(main, 20)
+        await asyncio.wait_for(main, PATIENCE_S)
         for _ in range(5):  # what was closed is gone
             await asyncio.sleep(0)
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from noloco_p2p.telemetry.bars import Bars, Lines
 from noloco_p2p.telemetry.console import duration
 from noloco_p2p.telemetry.progress import WINDOW_S, Meter, Progress, line
+from noloco_p2p.testing.patience import PATIENCE_S
 
 
 def test_a_steady_flow_has_its_rate_and_time_left() -> None:
@@ -98,7 +99,7 @@ def test_without_a_terminal_a_line_comes_now_and_then() -> None:
 
     with Progress(Lines(say, every_s=0.01)).task("reading", unit="tokens") as report:
         report(500, 1000)
-        assert enough.wait(10.0)
+        assert enough.wait(PATIENCE_S)
     assert all(re.match(r"reading: 500 of 1k tokens, ", text) for text in said), said
     assert not [thread for thread in threading.enumerate() if thread.name == "noloco-progress"]
 

@@ -12,6 +12,7 @@ from noloco_p2p.errors import SettingsError
 from noloco_p2p.telemetry.http import HttpServer, metrics_app
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.prometheus import peer_page
+from noloco_p2p.testing.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -34,7 +35,7 @@ def test_a_peer_tells_its_numbers_and_leaves_out_what_it_does_not_know() -> None
 
 
 def get(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
         return answer.read()
 
 

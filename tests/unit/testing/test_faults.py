@@ -26,6 +26,7 @@ from noloco_p2p.testing.faults import (
     Truncate,
 )
 from noloco_p2p.testing.memory import MemoryStream
+from noloco_p2p.testing.patience import PATIENCE_S
 
 SECTION = SectionName.OUTER_GRADIENT
 
@@ -127,7 +128,7 @@ def test_only_the_first_streams_are_faulty_and_what_fired_is_counted() -> None:
             here, there = MemoryStream.pair("b", "a")
             await faults(here).send(HEADER)
             await here.send(REPLACEMENT)
-            arrived.append(await there.receive(1.0))
+            arrived.append(await there.receive(PATIENCE_S))
         return arrived
 
     assert asyncio.run(main()) == [REPLACEMENT, HEADER]
@@ -136,7 +137,7 @@ def test_only_the_first_streams_are_faulty_and_what_fired_is_counted() -> None:
 
 async def raises_unreachable(call: Coroutine[object, object, object]) -> bool:
     try:
-        await asyncio.wait_for(call, 1.0)
+        await asyncio.wait_for(call, PATIENCE_S)
     except PeerError as error:
         return isinstance(error, Unreachable)
     return False
@@ -146,11 +147,11 @@ def test_after_a_cut_both_ends_find_the_stream_broken_in_both_directions() -> No
     async def main() -> list[bool]:
         here, there = MemoryStream.pair("b", "a")
         faulty = FaultPlan().fail_at(At(), send=Cut()).wrapper()(here)
-        waiting = asyncio.create_task(raises_unreachable(faulty.receive(5.0)))
+        waiting = asyncio.create_task(raises_unreachable(faulty.receive(PATIENCE_S)))
         return [
             await raises_unreachable(faulty.send(HEADER)),
             await waiting,
-            await raises_unreachable(there.receive(5.0)),
+            await raises_unreachable(there.receive(PATIENCE_S)),
             await raises_unreachable(there.send(HEADER)),
         ]
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.injector import Injector, Phase
+from noloco_p2p.testing.patience import PATIENCE_S, PATIENT
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, one_round
 from noloco_p2p.testing.specs import FP32, published
 
 SPEC = RunSpec(name="inject", codec=FP32, outer=published())
-DEADLINES = Deadlines(dial_s=3.0, offer_s=3.0, status_s=3.0, progress_s=3.0, farewell_s=0.05)  # a cut shows at once
 KILLS = 10
 ALLOWED: dict[Phase, set[type[Outcome]]] = {  # a lost Ready is asked for; who is asked may not have verified yet
     Phase.OFFER: {Alone},
@@ -33,12 +32,12 @@ def test_a_kill_in_every_other_round_costs_no_more_than_its_swap(phase: Phase) -
     vectors = [Vectors.random(seed) for seed in (1, 2)]
     before = [(own.slow_weights.clone(), own.outer_momentum.clone(), own.outer_gradient.clone()) for own in vectors]
     for kill in range(KILLS):
-        with MemorySwarm(SPEC, deadlines=DEADLINES) as swarm:
+        with MemorySwarm(SPEC, deadlines=PATIENT) as swarm:
             killed = 1 + kill % 2  # in the round after one that was whole, or two
             injector.fail_at(peer="a", round=killed, phase=phase)
             peers = [swarm.peer("a", **injector.of("a")), swarm.peer("b")]
             for round_index in range(killed + 1):
-                kinds = {type(each) for each in one_round(peers, vectors, wait_s=20.0, round_index=round_index)}
+                kinds = {type(each) for each in one_round(peers, vectors, wait_s=PATIENCE_S, round_index=round_index)}
                 if round_index == killed:
                     assert kinds <= ALLOWED[phase]
                 else:
@@ -52,8 +51,8 @@ def test_a_kill_in_every_other_round_costs_no_more_than_its_swap(phase: Phase) -
 def test_only_the_named_peer_is_faulty_and_the_fault_is_counted() -> None:
     victims: list[str] = []
     injector = Injector(on_fault=victims.append).fail_at(peer="b", round=0, phase=Phase.LATE_CHUNK)
-    with MemorySwarm(SPEC, deadlines=DEADLINES) as swarm:
+    with MemorySwarm(SPEC, deadlines=PATIENT) as swarm:
         peers = [swarm.peer(name, **injector.of(name)) for name in ("a", "b")]
-        outcomes = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=20.0)
+        outcomes = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=PATIENCE_S)
     assert [type(outcome) for outcome in outcomes] == [Half, Half]
     assert (injector.fired, victims) == (1, ["b"])

@@ -99,7 +99,7 @@ def test_a_partner_with_another_model_is_refused_and_the_tensor_is_told() -> Non
         for outer in outers:
             outer.step()
         faults = (one.runner, two.runner)
-        until(lambda: any("has another model" in r.last_fault for r in faults), timeout_s=20, what="a refusal")
+        until(lambda: any("has another model" in r.last_fault for r in faults), what="a refusal")
         told = next(runner.last_fault for runner in faults if "has another model" in runner.last_fault)
         assert "trainable tensor first.weight [" in told
         assert one.metrics.swaps == two.metrics.swaps == 0

@@ -22,6 +22,7 @@ from noloco_p2p.gossip.outcome import Alone, Half, Swapped
 from noloco_p2p.gossip.round import Phase
 from noloco_p2p.gossip.staleness import FRESH_ROUNDS
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec, TrainSpec
+from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S, PATIENT
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.testing.specs import FP32, published
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
@@ -30,7 +31,7 @@ from noloco_p2p.train.outer import NoLoCo, RoundResult
 COARSE = CodecSpec(slow_weights="int8", outer_momentum="int8", outer_gradient="int4")
 
 
-def make_spec(*, codec: CodecSpec = FP32, inner_steps: int = 2, max_wait_s: float = 20.0) -> RunSpec:
+def make_spec(*, codec: CodecSpec = FP32, inner_steps: int = 2, max_wait_s: float = PATIENCE_S) -> RunSpec:
     outer = published(inner_steps=inner_steps, max_wait_s=max_wait_s)
     return RunSpec(name="test", outer=outer, codec=codec, train=TrainSpec(total_steps=100, warmup_steps=1))
 
@@ -38,7 +39,7 @@ def make_spec(*, codec: CodecSpec = FP32, inner_steps: int = 2, max_wait_s: floa
 AUTO = OuterSpec(inner_steps="auto", min_inner_steps=2, max_inner_steps=40)
 
 
-def make_auto_spec(*, max_wait_s: float = 20.0) -> RunSpec:
+def make_auto_spec(*, max_wait_s: float = PATIENCE_S) -> RunSpec:
     outer = AUTO.model_copy(update={"max_wait_s": max_wait_s})
     return RunSpec(name="auto", outer=outer, codec=FP32, train=TrainSpec(total_steps=1000, warmup_steps=1))
 
@@ -83,7 +84,7 @@ def together(*actions: Callable[[], None]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     if errors:
         raise errors[0]
 
@@ -146,7 +147,7 @@ def test_closing_rounds_bring_two_peers_to_the_middle_and_nowhere_else(tmp_path:
         together(*(lambda i=i: results.append(one_round(outers[i], models[i], 0.1)) for i in range(2)))
         middle, progress = (flat(models[0]) + flat(models[1])) / 2, [outer.progress for outer in outers]
         for _ in range(2):
-            together(*(lambda outer=outer: results.append(outer.closing_round(wait_s=20.0)) for outer in outers))
+            together(*(lambda outer=outer: results.append(outer.closing_round(wait_s=PATIENCE_S)) for outer in outers))
         assert all(isinstance(result.outcome, Swapped) for result in results)
         assert all(torch.allclose(flat(model), middle, atol=1e-6) for model in models)
         assert [outer.progress for outer in outers] == progress
@@ -163,7 +164,7 @@ def test_a_closing_round_waits_for_who_trains_on_and_not_for_the_last_partner(tm
         one_round(outers[name], models[name], 0.1)
 
     def close(name: str) -> None:
-        outcome = outers[name].closing_round(wait_s=30.0).outcome
+        outcome = outers[name].closing_round(wait_s=PATIENCE_S).outcome
         met[name] = outcome.received.partner if isinstance(outcome, Swapped) else ""
 
     with MemorySwarm(make_spec()) as swarm:
@@ -176,7 +177,7 @@ def test_a_closing_round_waits_for_who_trains_on_and_not_for_the_last_partner(tm
         first.start()
         first.join(2 * LAST_LOOK_S)
         together(partial(close, "c"), partial(close, "d"))
-        first.join(60)
+        first.join(PATIENCE_S)
     assert {met["a"], met["b"]} == {"c", "d"}
     assert met[met["a"]] == "a"
 
@@ -235,7 +236,9 @@ def test_with_tokens_weighed_the_gradients_count_by_their_steps(tmp_path: Path) 
 
 def test_eager_gets_to_the_same_weights_as_waiting(tmp_path: Path) -> None:
     """With max_wait_s = 0 the partner's gradient comes as a correction; it adds up to what waiting gives."""
-    ends = [run_one_round(tmp_path / name, max_wait_s=wait_s) for name, wait_s in (("waiting", 20.0), ("eager", 0.0))]
+    ends = [
+        run_one_round(tmp_path / name, max_wait_s=wait_s) for name, wait_s in (("waiting", PATIENCE_S), ("eager", 0.0))
+    ]
     assert torch.allclose(ends[0], ends[1], atol=1e-5)
 
 
@@ -254,7 +257,7 @@ def run_one_round(folder: Path, *, max_wait_s: float) -> torch.Tensor:
             for step in range(400):
                 if step == 399:
                     wait_for_early(outers)
-                    both_have_seen_it.wait(20)
+                    both_have_seen_it.wait(PATIENCE_S)
                     wait_until(lambda: not is_eager or index == 0 or 0 in results)
                 nudge(models[index], 0.001 * (index + 1))
                 result = outers[index].step()
@@ -271,7 +274,7 @@ def run_one_round(folder: Path, *, max_wait_s: float) -> torch.Tensor:
         return flat(models[0])
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     done = threading.Event()
     for _ in range(int(timeout_s / 0.01)):
         if condition():
@@ -303,7 +306,7 @@ def wait_for_early(outers: list[NoLoCo]) -> None:
 
 def test_a_peer_that_pauses_keeps_its_half_of_the_swap_and_its_partner_does_not_wait(tmp_path: Path) -> None:
     """The round of the one ends after one of four steps; the mean of the pair is what it must be."""
-    with MemorySwarm(make_spec(inner_steps=4)) as swarm:
+    with MemorySwarm(make_spec(inner_steps=4), deadlines=PATIENT) as swarm:
         models = [make_model(1), make_neighbour()]
         before = (flat(models[0]).double() + flat(models[1]).double()) / 2
         peers = [swarm.peer(name, run_folder=tmp_path / name) for name in "ab"]
@@ -317,7 +320,7 @@ def test_a_peer_that_pauses_keeps_its_half_of_the_swap_and_its_partner_does_not_
         assert paused is not None
         assert isinstance(paused.outcome, Half)
         assert isinstance(other.outcome, Half)
-        assert other.blocked_s < 5.0
+        assert other.blocked_s < AT_ONCE_S
         after = (flat(models[0]).double() + flat(models[1]).double()) / 2
         assert torch.allclose(after, before + 0.7 * (1 * 0.1 + 4 * 0.1) / 2, atol=2e-6)
         assert outers[0].is_between_rounds
@@ -398,9 +401,9 @@ def test_partners_with_rounds_of_other_lengths_keep_their_mean(tmp_path: Path, m
             for step in range(outers[index].inner_steps):
                 if step == outers[index].inner_steps - 1:
                     wait_for_early(outers)
-                    early_seen.wait(20)
+                    early_seen.wait(PATIENCE_S)
                     if index and not max_wait_s:
-                        assert ended.wait(20)  # the late part of b comes after the boundary of a
+                        assert ended.wait(PATIENCE_S)  # the late part of b comes after the boundary of a
                 nudge(models[index], 0.01 * (index + 1))
                 result = outers[index].step()
                 if result:
@@ -447,7 +450,7 @@ def test_over_a_fast_link_rounds_become_as_short_as_the_spec_allows(tmp_path: Pa
         is_short = threading.Event()
 
         def run(index: int) -> None:
-            until_s = time.monotonic() + 40
+            until_s = time.monotonic() + PATIENCE_S
             while not is_short.is_set():
                 assert time.monotonic() < until_s, [outer.inner_steps for outer in outers]
                 time.sleep(0.05)  # an inner step

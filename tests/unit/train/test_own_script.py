@@ -14,6 +14,7 @@ from torch import nn
 from noloco_p2p.errors import ModelError, SettingsError
 from noloco_p2p.gossip.round import Phase
 from noloco_p2p.spec import RunSpec, TrainSpec
+from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.specs import published
 from noloco_p2p.train.checkpoint import Checkpoints
@@ -118,7 +119,7 @@ Saver().begin(Checkpoints(Path(sys.argv[1])), 0, content=lambda: ({"state": tens
 
 def test_a_script_that_ends_waits_for_its_checkpoint(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert Checkpoints(tmp_path).newest() is not None

@@ -13,6 +13,7 @@ from torch import nn
 
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.spec import RunSpec, TrainSpec
+from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.specs import published
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
@@ -28,7 +29,7 @@ class SlowDisk(Checkpoints):
         self.go_on = threading.Event()
 
     def save(self, round: int, **content: Any) -> Path:
-        assert self.go_on.wait(30.0)
+        assert self.go_on.wait(PATIENCE_S)
         return super().save(round, **content)
 
 
