@@ -220,7 +220,6 @@ class View:
     done: int = 0
     total: int = 0
     left_s: float | None = None
-    is_last: bool = False
 
 
 class Demo:
@@ -269,7 +268,7 @@ class Demo:
                 chaos.step(time.monotonic())
             yield self._look()
             time.sleep(POLL_S)
-        yield replace(self._look(), is_last=True)
+        yield replace(self._look(), stage="all peers are done")
 
     def _make_folder(self) -> None:
         folder = self.plan.folder
@@ -328,8 +327,7 @@ class Demo:
         if self._trains_since and self._trains_since[1] < done < self.num_steps:
             since_s, before = self._trains_since
             left_s = (self.num_steps - done) * (now_s - since_s) / (done - before)
-        stage = "starting the peers" if not any(steps) else "training" if done < self.num_steps else "trained"
-        return View(stage, rows, done, self.num_steps, left_s)
+        return View("training" if any(steps) else "starting the peers", rows, done, self.num_steps, left_s)
 
     def stop(self) -> None:
         """Ask everybody to leave, and wait until all have gone. Safe to call twice."""

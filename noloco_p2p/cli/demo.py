@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from noloco_p2p.demo import Demo, View
 
-PLAIN_EVERY_S = 15.0
+PLAIN_EVERY_S = 30.0
 
 
 def demo(
@@ -80,7 +80,7 @@ def demo(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the demo, and the demo its peers
     try:
         _watch(swarm)
-        print("all peers are done: they leave, and their models are merged and judged", flush=True)
+        print("the peers leave; their models are merged, and the mean is evaluated", flush=True)
         swarm.stop()
         report = swarm.report(drawing(print))
     except KeyboardInterrupt:
@@ -149,7 +149,7 @@ class _Lines:
         from noloco_p2p.demo import COLUMNS, aligned
 
         now_s = time.monotonic()
-        if view.stage == self._stage and now_s < self._next_s and not view.is_last:
+        if view.stage == self._stage and now_s < self._next_s:
             return
         self._stage, self._next_s = view.stage, now_s + PLAIN_EVERY_S
         lines = aligned([COLUMNS, *view.rows]) if view.rows else []
@@ -160,7 +160,7 @@ def _told(view: View) -> str:
     """`training: step 120 of 480, 2 min 30 s left`."""
     from noloco_p2p.telemetry.console import duration
 
-    if not view.done:
+    if not view.total:
         return view.stage
     left = "" if view.left_s is None else f", {duration(view.left_s)} left"
     return f"{view.stage}: step {view.done} of {view.total}{left}"
