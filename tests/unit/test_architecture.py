@@ -28,7 +28,16 @@ ORDER = [
     {"atomic_file", "errors", "_version"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
-PURE = ["optim", "codec", "gossip/pairing.py", "gossip/round.py", "gossip/round_length.py", "gossip/pace.py"]
+PURE = [
+    "optim",
+    "codec",
+    "gossip/pairing.py",
+    "gossip/round_state.py",
+    "gossip/round_events.py",
+    "gossip/active_swap.py",
+    "gossip/round_length.py",
+    "gossip/pace.py",
+]
 TOPS = ("noloco_p2p", "benchmarks", "docs")  # where the files lie that comments speak of
 OWN_FILE = re.compile(r"(?<![\w/.-])(?!hivemind/)(?:[a-z_]+/)*[a-z_]+\.(?:py|md)\b")
 IMPURE = {"asyncio", "grpc", "hivemind", "time", "socket", "threading"}
