@@ -80,6 +80,14 @@ def test_pure_rooms_know_no_clock_and_no_network(place: str) -> None:
         assert not {name.split(".")[0] for name in imports(path)} & IMPURE, path
 
 
+def test_only_the_adapter_knows_what_a_transformers_model_gives() -> None:
+    """Everything else takes any module, and a function for its loss or logits."""
+    for path in PACKAGE.rglob("*.py"):
+        if path != PACKAGE / "train" / "model.py":
+            found = re.findall(r"input_ids=|\)\.loss\b|\)\.logits\b|model\.config\b", path.read_text(encoding="utf-8"))
+            assert not found, f"{path}: {found}"
+
+
 def test_every_folder_has_three_files() -> None:
     for folder in PACKAGE.iterdir():
         if folder.is_dir() and folder.name != "__pycache__":
