@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_p2p.identity import Identity, peer_id_of
 from noloco_p2p.swarm.address_book import AddressBook
-from noloco_p2p.swarm.buckets import MAX_BUCKET_BYTES, best_depth, bucket_of, buckets_at, spread_of_draws
+from noloco_p2p.swarm.buckets import MAX_BUCKET_BYTES, best_depth, bucket_of, buckets_at, run_key, spread_of_draws
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.records import MAX_RECORD_BYTES, PeerRecord, encode_record
 from noloco_p2p.testing.bucket_swarm import BucketSwarm
@@ -105,7 +105,7 @@ async def real_reads(num_nodes: int, num_records: int) -> Cost:
 
         async def store(number: int) -> None:
             peer_id, node = many[number].peer_id, nodes[number % num_nodes]._node
-            key = bucket_of(peer_id, depth).key(RUN)
+            key = bucket_of(peer_id, depth).key(run_key(RUN))
             await node.store(key, peer_id, values[number], expires_at_s=expires_at_s)
 
         for start in range(0, num_records, 16):
@@ -115,7 +115,7 @@ async def real_reads(num_nodes: int, num_records: int) -> Cost:
         took_s, found = [], 0
         for bucket in buckets_at(depth) * 3:
             began_s = time.monotonic()
-            found += len(await reader.get(bucket.key(RUN)))
+            found += len(await reader.get(bucket.key(run_key(RUN))))
             took_s.append(time.monotonic() - began_s)
     reads = len(took_s)
     return Cost(mean(record_bytes), received["records"] / found, received["overhead"] / reads, median(took_s))

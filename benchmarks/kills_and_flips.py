@@ -2,7 +2,7 @@
 
     python benchmarks/kills_and_flips.py [--quick] [--json FILE]
 
-Two peers with the production runner, swap and codecs over streams in memory. A kill breaks every connection of one peer
+Two peers with the production driver, swap and codecs over streams in memory. A kill breaks every connection of one peer
 at the frame of a phase (six phases); afterwards all vectors must be as before and both sides must tell of the same end.
 A flip is of a random bit of a random chunk of what one peer sends; none may be committed.
 """

@@ -23,8 +23,8 @@ from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import Hello, SectionName
 from noloco_p2p.gossip.outcome import Correction
 from noloco_p2p.gossip.pace import Pace
-from noloco_p2p.gossip.round import Phase
-from noloco_p2p.gossip.runner import RoundRunner
+from noloco_p2p.gossip.round_driver import RoundDriver
+from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.identity import Identity
@@ -75,8 +75,8 @@ class BarePeer:
         self.pace = Pace(spec.outer.first_inner_steps)
         self.directory = Told()
         self.transport = GrpcTransport(self._hello, lanes=lanes, session=session)
-        self.runner, self.server = self.on_loop(self._build(host))
-        self.exchange = Exchange(spec=spec, loop=self.loop, runner=self.runner, pace=self.pace)
+        self.driver, self.server = self.on_loop(self._build(host))
+        self.exchange = Exchange(spec=spec, loop=self.loop, driver=self.driver, pace=self.pace)
         own = torch.Generator().manual_seed(int.from_bytes(name.encode(), "little"))
         self.slow_weights = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
         self.slow_weights.add_(torch.randn(num_elements, generator=own), alpha=1e-3)
@@ -93,7 +93,7 @@ class BarePeer:
 
     def wait_for_early(self) -> None:
         """Until the early part is committed, as it is by the end of a round of training."""
-        self.until(lambda: self.runner.phase in (Phase.EARLY, Phase.DONE, Phase.HALF))
+        self.until(lambda: self.driver.phase in (Phase.EARLY, Phase.DONE, Phase.HALF))
 
     def wait_for_correction(self) -> Correction:
         return self.until(lambda: self.exchange.late(FOREVER))
@@ -103,12 +103,12 @@ class BarePeer:
         until_s = time.monotonic() + PATIENCE_S
         while not (found := given()):
             if time.monotonic() > until_s:
-                raise TimeoutError(f"what was waited for did not come: {self.runner.last_fault}")
+                raise TimeoutError(f"what was waited for did not come: {self.driver.last_fault}")
             time.sleep(0.002)
         return found
 
     def stop(self) -> None:
-        self.on_loop(self.runner.stop())
+        self.on_loop(self.driver.stop())
         self.on_loop(self.server.stop(0.1))
 
     def on_loop(self, coroutine: Any) -> Any:
@@ -118,8 +118,8 @@ class BarePeer:
         peer_id = self.session.identity.peer_id if self.session else self.name
         return Hello(peer_id, self.spec.name, self.spec.digest())
 
-    async def _build(self, host: str) -> tuple[RoundRunner, GrpcServer]:
-        runner = RoundRunner(
+    async def _build(self, host: str) -> tuple[RoundDriver, GrpcServer]:
+        driver = RoundDriver(
             hello=self._hello,
             transport=self.transport,
             directory=self.directory,
@@ -128,10 +128,10 @@ class BarePeer:
             rng=random.Random(self.name),
         )
         states = StateServer(self.spec)
-        service = PeerService(runner=runner, states=states, status=lambda: (self._hello(), "training", 0, 0.0))
+        service = PeerService(driver=driver, states=states, status=lambda: (self._hello(), "training", 0, 0.0))
         server = GrpcServer(service, session=self.session)
         await server.start(host, 0)
-        return runner, server
+        return driver, server
 
 
 class Side(BarePeer):

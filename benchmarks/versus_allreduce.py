@@ -280,14 +280,14 @@ class Peer:
         peer, table = self._peer, self._table
         exchange = self._exchange(momentum=momentum)
         table.meet()
-        before, payload_before = table.sent_bytes, peer.runner.traffic.bytes_sent
+        before, payload_before = table.sent_bytes, peer.driver.traffic.bytes_sent
         opened_s = time.monotonic()
         state = {SectionName.SLOW_WEIGHTS: peer.slow_weights, SectionName.OUTER_MOMENTUM: peer.outer_gradient}
         exchange.open(self._round, progress=0.0, state=state)
         self._round += 1
         peer.wait_for_early()
         early_s = time.monotonic() - opened_s
-        turns_before, turns_after = self._turns(table.meet(int(peer.runner.partner)), by_turns=by_turns)
+        turns_before, turns_after = self._turns(table.meet(int(peer.driver.partner)), by_turns=by_turns)
         for _ in range(turns_before + 1):
             table.meet()
 
@@ -317,7 +317,7 @@ class Peer:
             apply_s=apply_s,
             cpu_s=cpu_s,
             late_s=late_s,
-            payload_bytes=peer.runner.traffic.bytes_sent - payload_before,
+            payload_bytes=peer.driver.traffic.bytes_sent - payload_before,
             fault=fault,
         )
 
@@ -326,7 +326,7 @@ class Peer:
 
     def _exchange(self, *, momentum: bool) -> Exchange:
         spec = self._peer.spec.with_changes({"outer.alpha": 0.5 if momentum else 0.0})
-        return Exchange(spec=spec, loop=self._peer.loop, runner=self._peer.runner, pace=self._peer.pace)
+        return Exchange(spec=spec, loop=self._peer.loop, driver=self._peer.driver, pace=self._peer.pace)
 
     def _turns(self, partners: Sequence[int], *, by_turns: bool) -> tuple[int, int]:
         """How often to meet before and after the own boundary, once the line has rested."""

@@ -1,6 +1,6 @@
-"""Where the training thread and the network thread meet: four beats a round, and nothing a partner does comes through.
+"""Where the training thread and the network thread meet: four calls a round, and nothing a partner does raises here.
 
-open(state)  ->  inner steps, polling late()  ->  stage(gradient)  ->  collect() -> Outcome  ->  apply  ->  open(...)
+open(state)  ->  inner steps, polling late()  ->  stage(gradient)  ->  poll() or collect()  ->  apply  ->  open(...)
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from noloco_p2p.codec import section_bytes
 from noloco_p2p.gossip.frames import SectionName
-from noloco_p2p.gossip.live_round import Opening
 from noloco_p2p.gossip.outcome import Alone, Correction, Outcome
 from noloco_p2p.gossip.pace import Pace
-from noloco_p2p.gossip.runner import RoundRunner
+from noloco_p2p.gossip.round_driver import RoundDriver
+from noloco_p2p.gossip.round_events import Opening
 from noloco_p2p.gossip.sections import SectionPlan, section_plans
 from noloco_p2p.spec import RunSpec
 
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 As = TypeVarTuple("As")
 T = TypeVar("T")
 
+SILENT = Alone("the network thread does not answer")
 NETWORK_ANSWER_S = 5.0  # what the network thread may take to answer, beyond the wait that was asked for
 
 
@@ -36,11 +37,11 @@ class Exchange:
 
     owner: object = None  # who trains by it; another one may take it over
 
-    def __init__(self, *, spec: RunSpec, loop: asyncio.AbstractEventLoop, runner: RoundRunner, pace: Pace) -> None:
+    def __init__(self, *, spec: RunSpec, loop: asyncio.AbstractEventLoop, driver: RoundDriver, pace: Pace) -> None:
         self.pace = pace
         self._spec = spec
         self._loop = loop
-        self._runner = runner
+        self._driver = driver
         self._plans: tuple[SectionPlan, ...] = ()
 
     def open(
@@ -73,7 +74,7 @@ class Exchange:
         spec = self._spec
         total_steps, longest_round = spec.train.total_steps, spec.outer.longest_round
         opening = Opening(round_index, progress, total_steps, longest_round, state, patience_s)
-        self._ask(self._runner.open(opening, self._plans), None)
+        self._ask(lambda: self._driver.open(opening, self._plans), None)
 
     def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
         """At the boundary: code the outer gradient chunk by chunk where it lies, and hand it over.
@@ -81,47 +82,61 @@ class Exchange:
         `chunks()` yields it in order; it is not called when no partner can be had in this round. A gradient that is not
         finite is not sent: the swap stays half.
         """
-        if not self._ask(self._runner.begin_stage(), False):
+        if not self._ask(self._driver.reach_boundary, False):
             return
         plan = self._plans[-1]
-        slab = self._runner.memory.take(section_bytes(plan.codec, plan.num_elements))
+        slab = self._driver.memory.take(section_bytes(plan.codec, plan.num_elements))
         try:
             for values in chunks():
-                self._tell(self._runner.stage, slab.code(plan.codec, values))
+                self._tell(self._driver.stage, slab.code(plan.codec, values))
         except ValueError as error:
             log.error("the outer gradient of this peer cannot be sent: %s", error)
-            self._tell(self._runner.cannot_stage, str(error))
+            self._tell(self._driver.cannot_stage, str(error))
+
+    def poll(self, *, wait_s: float) -> Outcome | None:
+        """After `stage`, without waiting: the outcome, which ends the round, once nothing more can come in `wait_s`.
+
+        None = ask again, with less of `wait_s` left. With 0 it always ends the round.
+        """
+        return self._ask(lambda: self._driver.poll(wait_s), SILENT)
 
     def collect(self, wait_s: float) -> Outcome:
-        """End the round. Blocks while there is a swap, or hope of one, but never longer than `wait_s`."""
-        silent = Alone("the network thread does not answer")
-        return self._ask(self._runner.collect(wait_s), silent, wait_s=wait_s)
+        """`poll`, waiting: blocks while there is a swap, or hope of one, but never longer than `wait_s`."""
+        return self._wait_for(self._driver.collect(wait_s), SILENT, wait_s=wait_s)
 
     def withdraw(self) -> Outcome:
         """End the round before its boundary, as `collect` does at it; what is not committed by now never will be."""
-        return self._ask(self._runner.withdraw(), Alone("the network thread does not answer"))
+        return self._ask(self._driver.withdraw, SILENT)
 
     def late(self, round_index: int) -> Correction | None:
         """A late part of a round before `round_index` that arrived after its boundary; costs nothing to ask.
 
         None while slow weights and momentum travel, as they must not change then. Call `corrected` when it is applied.
         """
-        return self._ask(self._runner.take_correction(round_index), None) if self._runner.corrections else None
+        return self._ask(lambda: self._driver.take_correction(round_index), None) if self._driver.corrections else None
 
     def corrected(self) -> None:
         """The correction that `late` gave is in the vectors: they may be sent again."""
-        self._tell(self._runner.corrected)
+        self._tell(self._driver.corrected)
 
     def forget(self) -> None:
         """Between rounds: the vectors were replaced. What still comes for those before is not applied any more."""
-        self._ask(self._runner.forget(), None)
+        self._ask(self._driver.forget, None)
 
     def _tell(self, function: Callable[[*As], None], *arguments: *As) -> None:
         """Call on the network thread, without waiting for it."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _ask(self, coroutine: Coroutine[Any, Any, T], otherwise: T, *, wait_s: float = 0.0) -> T:
+    def _ask(self, function: Callable[[], T], otherwise: T) -> T:
+        """Call on the network thread, which answers at once; `otherwise` when it is stopped or silent."""
+
+        async def call() -> T:
+            return function()
+
+        return self._wait_for(call(), otherwise)
+
+    def _wait_for(self, coroutine: Coroutine[Any, Any, T], otherwise: T, *, wait_s: float = 0.0) -> T:
         """Run on the network thread; `otherwise` when it is stopped or silent, as training must go on without it."""
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)

@@ -140,6 +140,22 @@ class Refuse:
     retry_after_s: float = 0.0
 
 
+def other_kind(ours: Hello, theirs: Hello) -> Refuse | None:
+    """Why these two peers can never swap: another protocol version, run, spec or model; None when they can."""
+    versions = [hello.protocol_version.split(".")[0] for hello in (ours, theirs)]
+    if versions[0] != versions[1]:
+        what = f"protocol version {PROTOCOL_VERSION} here, {theirs.protocol_version or 'none'} there"
+        return Refuse(RefuseCode.OTHER_VERSION, what)
+    if ours.run_name != theirs.run_name:
+        return Refuse(RefuseCode.OTHER_RUN, f"run {ours.run_name} here, {theirs.run_name!r} there")
+    if ours.spec_digest != theirs.spec_digest:
+        what = f"spec digest {ours.spec_digest[:16]}.. here, {theirs.spec_digest[:16] or 'none'}.. there"
+        return Refuse(RefuseCode.OTHER_SPEC, what)
+    if ours.layout and theirs.layout and ours.layout != theirs.layout:
+        return Refuse(RefuseCode.OTHER_MODEL, f"model layout {ours.layout[:16]}.. here, {theirs.layout[:16]}.. there")
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
     """The grid that this side proposes for a section: `codec.modulo.Bounds.propose()`, one exponent a block."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from noloco_p2p.gossip.frames import Boundary, Refuse, RefuseCode
+from noloco_p2p.gossip.pairing import too_far_s
 from noloco_p2p.optim.mixing import agreed_inner_steps
 
 FRESH_ROUNDS = 4.0  # peers of one run differ by so much when one is four times faster, and rounds have a fixed length
@@ -56,6 +57,17 @@ def refuse_stale(mine: Boundary, theirs: Boundary, *, total_steps: int) -> Refus
     else:
         advice = "I am too far behind, and have to catch up"
     return Refuse(RefuseCode.STALE, f"I am in {here}, you are in {there}; {advice}", STALE_RETRY_S)
+
+
+def refuse_distant(mine: Boundary, theirs: Boundary, *, total_steps: int, longest_round: int) -> Refuse | None:
+    """The answer to an offer whose round does not fit the own one; None when it fits."""
+    far_s = too_far_s(mine, theirs)
+    if far_s > 0:
+        sentence = f"our boundaries are {far_s:.2f} s further apart than 0.6 of a round"
+        return Refuse(RefuseCode.TOO_FAR, sentence, far_s)
+    if wrong := too_long(theirs, longest_round):
+        return Refuse(RefuseCode.MALFORMED, wrong)
+    return refuse_stale(mine, theirs, total_steps=total_steps)
 
 
 def is_left_behind(progress: float, others: Sequence[float], *, round_progress: float) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from noloco_p2p.gossip.frames import Part
-from noloco_p2p.gossip.runner import RoundRunner
+from noloco_p2p.gossip.round_driver import RoundDriver
 from noloco_p2p.gossip.swap import Swap
 from noloco_p2p.telemetry.progress import Meter
 
@@ -35,11 +35,11 @@ class SwapProgress:
 
 
 class SwapWatch:
-    """`run` samples the runner's swap until it is cancelled; `now` tells at any moment, on the loop."""
+    """`run` samples the driver's swap until it is cancelled; `now` tells at any moment, on the loop."""
 
-    def __init__(self, runner: RoundRunner) -> None:
+    def __init__(self, driver: RoundDriver) -> None:
         self.on_long: Callable[[SwapProgress], None] | None = None
-        self._runner = runner
+        self._driver = driver
         self._swap: Swap | None = None
         self._began_s = self._told_s = 0.0
         self._sent = self._received = Meter(now_s=0.0)
@@ -50,7 +50,7 @@ class SwapWatch:
             await asyncio.sleep(SAMPLE_S)
 
     def sample(self, *, now_s: float) -> None:
-        running = self._runner.swap_now()
+        running = self._driver.swap_now()
         swap = running[0] if running else None
         if swap is not self._swap:
             self._swap = swap

@@ -106,7 +106,7 @@ class Account:
 
     def count_traffic(self) -> None:
         """Bring the counters of bytes and chunks up to date."""
-        for name, number in asdict(self._net.runner.traffic).items():
+        for name, number in asdict(self._net.driver.traffic).items():
             setattr(self._metrics, name, getattr(self._traffic_before, name) + number)
         self._metrics.relayed_bytes = self._relayed_before + self._net.directory.relayed_bytes
 
@@ -177,7 +177,7 @@ class Account:
         """What `noloco status` shows; docs/monitoring.md tells what each key means."""
         self.count_traffic()
         now_s, net = time.time(), self._net
-        swap, reach, runner = net.watch.now(now_s=time.monotonic()), net.outside.verdict(), net.runner
+        swap, reach, driver = net.watch.now(now_s=time.monotonic()), net.outside.verdict(), net.driver
         headcount = net.directory.headcount()
         return {
             "peer_id": self._identity.peer_id,
@@ -195,9 +195,9 @@ class Account:
             "ticket": self.ticket(),
             "live_peers": headcount.others,
             "live_peers_is_estimate": headcount.is_estimate,
-            "last_fault": runner.last_fault,
-            "last_fault_since_s": round(now_s - runner.faults.at_s, 1) if runner.last_fault else None,
-            "last_fault_advice": runner.faults.advice,
+            "last_fault": driver.last_fault,
+            "last_fault_since_s": round(now_s - driver.faults.at_s, 1) if driver.last_fault else None,
+            "last_fault_advice": driver.faults.advice,
             "settings": self._settings_told(),
             **self._metrics.as_dict(),
         }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from noloco_p2p.control import ControlServer
 from noloco_p2p.gossip.donor import StateServer
-from noloco_p2p.gossip.runner import RoundRunner
+from noloco_p2p.gossip.round_driver import RoundDriver
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.gossip.watch import SwapWatch
 from noloco_p2p.net.client import GrpcTransport
@@ -23,7 +23,7 @@ class Network:
 
     directory: SwarmDirectory
     transport: GrpcTransport
-    runner: RoundRunner
+    driver: RoundDriver
     states: StateServer
     service: PeerService
     server: GrpcServer

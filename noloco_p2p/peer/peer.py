@@ -30,7 +30,7 @@ from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.pace import Pace
-from noloco_p2p.gossip.runner import RoundRunner
+from noloco_p2p.gossip.round_driver import RoundDriver
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.gossip.watch import SwapProgress, SwapWatch
@@ -192,7 +192,7 @@ class Peer:
         """Ask the training loop to end politely; safe in a signal handler and from any thread."""
         self.leave_requested.set()
         if self._network:
-            self._network.runner.hurry()
+            self._network.driver.hurry()
 
     def wait_while_paused(self) -> None:
         """Until `noloco resume`, or until this peer is asked to leave; the swarm is told of both ends.
@@ -208,7 +208,7 @@ class Peer:
     def announce(self, state: str) -> None:
         """Change the state that others see: training, paused, leaving or done. Swaps are offered in training only."""
         self._account.change_state(state)
-        self._net.runner.state = state
+        self._net.driver.peer_state = state
         try:
             self._call(self._net.directory.announce_now(), START_TIMEOUT_S)
         except (DirectoryError, TimeoutError) as error:
@@ -216,7 +216,7 @@ class Peer:
 
     def last_fault(self) -> str:
         """The last thing that went wrong with another peer, in words; empty when nothing did."""
-        return self._net.runner.last_fault
+        return self._net.driver.last_fault
 
     def tell_long_swaps(self, tell: Callable[[SwapProgress], None]) -> None:
         """Call `tell`, on the network thread, again and again while a swap takes long."""
@@ -251,7 +251,7 @@ class Peer:
         Raises Left when this peer is asked to leave meanwhile, and ModelError, with the first tensor that differs, when
         live peers train another model.
         """
-        self._account.layout = self._net.runner.layout = self._net.states.layout = layout
+        self._account.layout = self._net.driver.layout = self._net.states.layout = layout
         manifest = None
         if target is not None:
             manifest = self._net.entering.enter(layout, target=target)
@@ -355,7 +355,7 @@ class Peer:
         if self.spec.run_key != (self._invitation.run_key if self._invitation else ""):
             raise TicketError("the run is private, and the ticket holds no invitation to it: ask for a new ticket")
         pace = Pace(self.spec.outer.first_inner_steps)
-        runner = RoundRunner(
+        driver = RoundDriver(
             hello=self._account.hello,
             transport=transport,
             directory=outside,
@@ -364,25 +364,25 @@ class Peer:
             rng=random.SystemRandom(),  # ids of swaps must not be guessed
             on_corrupt=self.bans.strike,
         )
-        self.exchange = Exchange(spec=self.spec, loop=asyncio.get_running_loop(), runner=runner, pace=pace)
+        self.exchange = Exchange(spec=self.spec, loop=asyncio.get_running_loop(), driver=driver, pace=pace)
         states = StateServer(self.spec)
-        service = PeerService(runner=runner, states=states, status=self._account.standing)
+        service = PeerService(driver=driver, states=states, status=self._account.standing)
         server = GrpcServer(service, limits, session=self._session, why_banned=self.bans.why)
         await ports.try_both(ports.grpc, lambda port: server.start(self.settings.listen_host, port))
         control = ControlServer(self.settings.state_dir, verbs(self))
         await control.start()
-        watch = SwapWatch(runner)
+        watch = SwapWatch(driver)
         self._network = self._account.network = Network(
             directory,
             transport,
-            runner,
+            driver,
             states,
             service,
             server,
             control,
             watch,
             outside,
-            self._make_entering(directory, transport, outside, runner),
+            self._make_entering(directory, transport, outside, driver),
             asyncio.create_task(watch.run()),
         )
         await outside.start(server, num_calls=lambda: service.num_calls)
@@ -391,7 +391,7 @@ class Peer:
         await self._account.serve_metrics()
 
     def _make_entering(
-        self, directory: SwarmDirectory, transport: GrpcTransport, outside: Outside, runner: RoundRunner
+        self, directory: SwarmDirectory, transport: GrpcTransport, outside: Outside, driver: RoundDriver
     ) -> Entering:
         assert self._thread is not None
         return Entering(
@@ -400,7 +400,7 @@ class Peer:
             directory=directory,
             transport=transport,
             outside=outside,
-            is_told_stale=runner.take_told_stale,
+            is_told_stale=driver.take_refused_as_stale,
             ticket=self._target if isinstance(self._target, Ticket) else None,
             expects_others=bool(self.settings.bootstrap or self._address_book.addresses()),
             progress=self.progress,
@@ -438,14 +438,14 @@ class Peer:
         if self._network:
             await end_tasks([self._network.watching])
             await self._network.control.stop()
-            self._network.runner.state = "leaving"
+            self._network.driver.peer_state = "leaving"
         if self._outside:
             await self._outside.stop()
         if self._directory:
             # The last words of a copy would be taken for those of the other.
             await self._directory.stop(farewell=self.has_entered and self.fault is None)
         if self._network:
-            await self._network.runner.stop()
+            await self._network.driver.stop()
             await self._network.server.stop(0.5)
         self._network = self._account.network = self._directory = self._outside = None
 

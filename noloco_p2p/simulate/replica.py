@@ -1,4 +1,4 @@
-"""One simulated replica: the beats of a peer's life as one coroutine, on the production runner and outer state."""
+"""One simulated replica: the beats of a peer's life as one coroutine, on the production driver and outer state."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from noloco_p2p.gossip.donor import StateServer
 from noloco_p2p.gossip.frames import Hello, SectionName
-from noloco_p2p.gossip.live_round import Opening
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Received, Swapped
 from noloco_p2p.gossip.pace import Pace
+from noloco_p2p.gossip.round_driver import RoundDriver
+from noloco_p2p.gossip.round_events import Opening
 from noloco_p2p.gossip.round_length import RoundLength
-from noloco_p2p.gossip.runner import RoundRunner
 from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.optim.gates import LIMITS, GateLimits
@@ -77,7 +77,7 @@ class Replica:
         self._plans = section_plans(
             self._spec.codec, swap_momentum=self._spec.outer.sends_momentum, num_elements=self.state.num_elements
         )
-        self.runner = RoundRunner(
+        self.driver = RoundDriver(
             hello=lambda: self._hello,
             transport=LinkTransport(network, lambda: self._hello, wrap=wrap),
             directory=MemoryDirectory(network, own_id=peer_id),
@@ -87,9 +87,9 @@ class Replica:
             clock=self._now_s,
         )
         self._service = PeerService(
-            runner=self.runner,
+            driver=self.driver,
             states=StateServer(self._spec),
-            status=lambda: (self._hello, self.runner.state, self.round, self.progress),
+            status=lambda: (self._hello, self.driver.peer_state, self.round, self.progress),
         )
 
     def take(self, donor: Replica) -> None:
@@ -111,7 +111,7 @@ class Replica:
                 await self._closing_round()
         finally:
             self._network.remove(self.peer_id)
-            await self.runner.stop()
+            await self.driver.stop()
 
     # one round
 
@@ -150,7 +150,7 @@ class Replica:
     async def _open(self, *, patience_s: float = 0.0) -> None:
         total_steps, longest_round = self._spec.train.total_steps, self._spec.outer.longest_round
         opening = Opening(self.round, self.progress, total_steps, longest_round, self._sent_state(), patience_s)
-        await self.runner.open(opening, self._plans)
+        self.driver.open(opening, self._plans)
 
     def _sent_state(self) -> dict[SectionName, Tensor]:
         return self.state.sections()
@@ -159,11 +159,11 @@ class Replica:
         return self.state.outer_gradient()
 
     async def _boundary(self, wait_s: float) -> Outcome:
-        if await self.runner.begin_stage():
+        if self.driver.reach_boundary():
             codec = self._plans[-1].codec
             for chunk in self._sent_gradient():
-                self.runner.stage(codec.encode(chunk))
-        outcome = await self.runner.collect(wait_s)
+                self.driver.stage(codec.encode(chunk))
+        outcome = await self.driver.collect(wait_s)
         await self._apply_late()
         return outcome
 
@@ -195,14 +195,14 @@ class Replica:
                 self.alone += 1
 
     async def _apply_late(self) -> None:
-        correction = await self.runner.take_correction(self.round)
+        correction = self.driver.take_correction(self.round)
         if correction:
             verdict = self.state.judge(correction.gradient, correction.agreed)
             if not verdict.refusal:
                 self.state.correct(correction, scales=verdict.scales)
                 self.late += 1
             self.refused += bool(verdict.refusal)
-            self.runner.corrected()
+            self.driver.corrected()
 
     async def _closing_round(self) -> None:
         """Mixing without training, with gamma 1: both partners go to the middle."""

@@ -139,7 +139,7 @@ class _Swarm:
         survivors = [replica for number, replica in honest.items() if number not in self.crashed]
         if not survivors:
             raise SettingsError("every replica has crashed, and none is left to judge: a smaller --churn")
-        traffic = [replica.runner.traffic for replica in everybody]
+        traffic = [replica.driver.traffic for replica in everybody]
         steps = sum(replica.steps for replica in everybody)
         sent_bytes = sum(each.bytes_sent for each in traffic)
         judged = judge(self.material, [replica.state.slow_weights for replica in survivors])

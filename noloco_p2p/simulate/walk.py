@@ -1,4 +1,4 @@
-"""Peers that walk through rounds without a model: the production runner and swap with short vectors, virtual time.
+"""Peers that walk through rounds without a model: the production driver and swap with short vectors, virtual time.
 
 Training takes time and no work, so a thousand peers fit in one process. A vector changes by swaps alone (plain
 averaging), which shows how fast the pairs that come about mix the swarm.
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from noloco_p2p.gossip.donor import StateServer
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, SectionName
-from noloco_p2p.gossip.live_round import Opening
 from noloco_p2p.gossip.outcome import Alone
 from noloco_p2p.gossip.pace import Pace
-from noloco_p2p.gossip.runner import RoundRunner
+from noloco_p2p.gossip.round_driver import RoundDriver
+from noloco_p2p.gossip.round_events import Opening
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream
 from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.gossip.service import PeerService
@@ -114,7 +114,7 @@ class _Walkers:
             if index < plan.num_rounds:
                 await asyncio.sleep(round_s)
         await asyncio.gather(*runs)
-        await asyncio.gather(*(walker.runner.stop() for walker in self.walkers))
+        await asyncio.gather(*(walker.driver.stop() for walker in self.walkers))
         await self.network.close()
         return WalkResult(self.rounds, vectors)
 
@@ -131,7 +131,7 @@ class _Walker:
         self.hello = Hello(name, walkers.spec.name, walkers.spec.digest(), layout="walk")
         self.plans = section_plans(walkers.spec.codec, swap_momentum=False, num_elements=NUM_ELEMENTS)
         self.transport = _CountingTransport(LinkTransport(walkers.network, lambda: self.hello))
-        self.runner = RoundRunner(
+        self.driver = RoundDriver(
             hello=lambda: self.hello,
             transport=self.transport,
             directory=_directory(walkers, name),
@@ -141,9 +141,9 @@ class _Walker:
             clock=lambda: asyncio.get_running_loop().time(),
         )
         service = PeerService(
-            runner=self.runner,
+            driver=self.driver,
             states=StateServer(walkers.spec),
-            status=lambda: (self.hello, self.runner.state, 0, 0.0),
+            status=lambda: (self.hello, self.driver.peer_state, 0, 0.0),
         )
         walkers.network.links[name] = Link.of(LINE, seed=number)
         walkers.network.add(name, service)
@@ -163,16 +163,14 @@ class _Walker:
         self.transport.num_offers = 0
         self.pace.open_round(loop.time())
         state = {SectionName.SLOW_WEIGHTS: self.vector}
-        await self.runner.open(
-            Opening(index, 0.0, plan.num_rounds * plan.inner_steps, plan.inner_steps, state), self.plans
-        )
+        self.driver.open(Opening(index, 0.0, plan.num_rounds * plan.inner_steps, plan.inner_steps, state), self.plans)
         for _ in range(plan.inner_steps):
             await asyncio.sleep(self.step_s * self.rng.uniform(0.98, 1.02))
             self.pace.step(loop.time())
             await self._late(index)
-        if await self.runner.begin_stage():
-            self.runner.stage(self.plans[-1].codec.encode(torch.zeros(NUM_ELEMENTS)))
-        outcome = await self.runner.collect(plan.max_wait_s)
+        if self.driver.reach_boundary():
+            self.driver.stage(self.plans[-1].codec.encode(torch.zeros(NUM_ELEMENTS)))
+        outcome = await self.driver.collect(plan.max_wait_s)
         await self._late(index + 1)
         partner, partner_round, reason = "", 0, ""
         if isinstance(outcome, Alone):
@@ -185,8 +183,8 @@ class _Walker:
         self.walkers.rounds.append(Walked(self.name, index, partner, partner_round, offers, reason))
 
     async def _late(self, index: int) -> None:
-        if await self.runner.take_correction(index):
-            self.runner.corrected()
+        if self.driver.take_correction(index):
+            self.driver.corrected()
 
 
 class _CountingTransport:

@@ -20,9 +20,9 @@ from noloco_p2p.swarm.records import EXPIRY_SLACK_S, TTL_S, PeerRecord, encode_r
 class Announcer:
     """Stores what `describe` returns, in the buckets that the lookout counts with.
 
-    describe: the record of now but for the fields of the directory; None until there is something to announce.
-    multiaddrs: where this node can be dialled, when the record does not tell. on_copy: called, perhaps again and
-    again, when a later start with the same key announces itself.
+    key: of the view in which the record is stored. describe: the current record but for the fields of the directory;
+    None until there is something to announce. multiaddrs: where this node can be dialled, when the record does not
+    tell. on_copy: called, perhaps again and again, when a later start with the same key announces itself.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class Announcer:
         identity: Identity,
         lookout: Lookout,
         *,
+        key: str,
         spec_digest: str,
         describe: Callable[[], PeerRecord | None],
         multiaddrs: Callable[[], list[str]],
@@ -40,6 +41,7 @@ class Announcer:
         self._node = node
         self._identity = identity
         self._lookout = lookout
+        self._key = key
         self._spec_digest = spec_digest
         self._describe = describe
         self._multiaddrs = multiaddrs
@@ -80,7 +82,7 @@ class Announcer:
 
     async def _store(self, record: PeerRecord, depths: tuple[int, ...], *, timeout_s: float) -> None:
         value, expires_at_s = encode_record(record, self._identity), record.expires_at_s
-        keys = [bucket_of(record.peer_id, depth).key(self._spec_digest) for depth in depths]
+        keys = [bucket_of(record.peer_id, depth).key(self._key) for depth in depths]
         results = await asyncio.gather(
             *(
                 self._node.store(key, record.peer_id, value, expires_at_s=expires_at_s, timeout_s=timeout_s)

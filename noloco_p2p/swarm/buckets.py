@@ -34,9 +34,14 @@ EVIDENCE = 5  # records in a bucket of another depth that are worth believing
 NUM_DRAWN = 2  # buckets of which a partner is drawn
 
 
+def run_key(spec_digest: str) -> str:
+    """The DHT key under which the records of all peers of a run lie."""
+    return f"noloco_p2p/1/{spec_digest}"
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One of the 2^depth buckets of a run."""
+    """One of the 2^depth buckets of a view."""
 
     depth: int
     index: int
@@ -44,10 +49,9 @@ class Bucket:
     def holds(self, peer_id: str) -> bool:
         return bucket_of(peer_id, self.depth) == self
 
-    def key(self, spec_digest: str) -> str:
-        """The DHT key of this bucket of the run."""
-        run = f"noloco_p2p/1/{spec_digest}"
-        return f"{run}/{self.depth}/{self.index}" if self.depth else run
+    def key(self, view_key: str) -> str:
+        """The DHT key of this bucket of the view that lies under `view_key`, as `run_key` gives one."""
+        return f"{view_key}/{self.depth}/{self.index}" if self.depth else view_key
 
 
 ROOT = Bucket(0, 0)

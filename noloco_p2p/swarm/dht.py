@@ -24,6 +24,7 @@ from noloco_p2p.identity import Identity
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import only_public, split_peer_id
 from noloco_p2p.swarm.announcer import Announcer
+from noloco_p2p.swarm.buckets import run_key
 from noloco_p2p.swarm.daemon import ListenOn
 from noloco_p2p.swarm.dialer import Dialer
 from noloco_p2p.swarm.lookout import Headcount, Lookout
@@ -58,6 +59,7 @@ class SwarmDirectory:
         on_copy: Callable[[PeerRecord], None],
         ignores: Callable[[PeerRecord], bool],
         relay: Relay | None,
+        key: str | None = None,
     ) -> None:
         self.is_abroad: Callable[[], bool] = lambda: False
         self._node = node
@@ -66,10 +68,12 @@ class SwarmDirectory:
         self._has_run = spec_digest is not None
         self._timing = timing
         self._relay = relay
+        view_key = key or run_key(spec_digest or "")
         self._lookout = Lookout(
             node,
             identity.peer_id,
             address_book,
+            key=view_key,
             spec_digest=spec_digest or "",
             is_monitor=self._has_run and describe is None,
             timing=timing,
@@ -81,6 +85,7 @@ class SwarmDirectory:
                 node,
                 identity,
                 self._lookout,
+                key=view_key,
                 spec_digest=spec_digest,
                 describe=describe,
                 multiaddrs=self.multiaddrs,
@@ -117,12 +122,14 @@ class SwarmDirectory:
         on_copy: Callable[[PeerRecord], None] = lambda record: None,
         ignores: Callable[[PeerRecord], bool] = lambda record: False,
         relays: bool = True,
+        key: str | None = None,
     ) -> SwarmDirectory:
         """Returns when the own node is up (seconds, for the import); peers are dialled in the background.
 
         `on_copy` is called, perhaps again and again, when a later start with the same key announces itself. Records
         for which `ignores` is true are never seen: of peers that are not invited, or banned.
         `relays`: calls to peers that nobody can dial are passed on, and count as traffic of this machine.
+        `key`: of the view that is read and announced in; None = that of the whole run.
 
         Raises DirectoryError when the port is taken, the daemon cannot run, or a bootstrap is no address.
         """
@@ -150,6 +157,7 @@ class SwarmDirectory:
             on_copy=on_copy,
             ignores=ignores,
             relay=relay,
+            key=key,
         )
         directory._run()
         return directory

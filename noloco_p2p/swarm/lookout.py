@@ -53,8 +53,9 @@ class Headcount:
 class Lookout:
     """`live`, `records` and `headcount` never wait, and are for any thread; the rest belongs to the loop.
 
-    is_monitor: reads all buckets, and is no peer itself. ignores: records that are never seen. `somebody` is set while
-    a live peer is known.
+    key: of the view that is read, as `buckets.run_key` gives that of a whole run; a peer may read several.
+    spec_digest: of the run; records of others are ignored. is_monitor: reads all buckets, and is no peer itself.
+    ignores: records that are never seen. `somebody` is set while a live peer is known.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Lookout:
         own_peer_id: str,
         address_book: AddressBook,
         *,
+        key: str,
         spec_digest: str,
         is_monitor: bool,
         timing: Timing,
@@ -71,6 +73,7 @@ class Lookout:
         self.somebody = asyncio.Event()
         self._node = node
         self._address_book = address_book
+        self._key = key
         self._spec_digest = spec_digest
         self._is_monitor = is_monitor
         self._timing = timing
@@ -205,7 +208,7 @@ class Lookout:
         return reads
 
     async def _get(self, buckets: Sequence[Bucket], *, timeout_s: float) -> list[dict[str, tuple[bytes, float]]]:
-        keys = [bucket.key(self._spec_digest) for bucket in buckets]
+        keys = [bucket.key(self._key) for bucket in buckets]
         return await asyncio.gather(*(self._node.get(key, timeout_s=timeout_s) for key in keys))
 
     def _count(self, bucket: Bucket, records: Sequence[PeerRecord], share: float) -> None:

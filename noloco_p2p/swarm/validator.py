@@ -11,7 +11,7 @@ from hivemind.dht.crypto import DHTRecord, RecordValidatorBase
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 
-from noloco_p2p.swarm.buckets import MAX_DEPTH, bucket_of
+from noloco_p2p.swarm.buckets import MAX_DEPTH, bucket_of, run_key
 from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.records import EXPIRY_SLACK_S, MAX_RECORD_BYTES, TTL_S, RecordError, open_envelope
 
@@ -44,7 +44,7 @@ def _is_valid(record: DHTRecord) -> bool:
 @lru_cache(maxsize=4096)
 def _keys_of(peer_id: str, spec_digest: str) -> frozenset[bytes]:
     """Where a peer may announce itself: in its own bucket, at any depth."""
-    keys = (bucket_of(peer_id, depth).key(spec_digest) for depth in range(MAX_DEPTH + 1))
+    keys = (bucket_of(peer_id, depth).key(run_key(spec_digest)) for depth in range(MAX_DEPTH + 1))
     return frozenset(DHTID.generate(key).to_bytes() for key in keys)
 
 

@@ -16,7 +16,7 @@ from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import PROTOCOL_VERSION, Hello, StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.pace import Pace
-from noloco_p2p.gossip.runner import RoundRunner
+from noloco_p2p.gossip.round_driver import RoundDriver
 from noloco_p2p.gossip.seams import Directory, Transport
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.spec import RunSpec
@@ -81,7 +81,7 @@ class MemorySwarm:
 
         async def vanish() -> None:
             await self._disconnect(peer.peer_id)
-            await peer.runner.stop()
+            await peer.driver.stop()
 
         asyncio.run_coroutine_threadsafe(vanish(), self.loop).result(PATIENCE_S)
 
@@ -119,7 +119,7 @@ class MemorySwarm:
             return Hello(peer_id, spec.name, spec.digest(), protocol_version=protocol_version, layout=layout)
 
         transport, directory = self._outside(peer_id, hello, wrap)
-        runner = RoundRunner(
+        driver = RoundDriver(
             hello=hello,
             transport=transport,
             directory=directory,
@@ -128,25 +128,25 @@ class MemorySwarm:
             rng=random.Random(peer_id),
             deadlines=self.deadlines,
         )
-        exchange = Exchange(spec=spec, loop=self.loop, runner=runner, pace=pace)
+        exchange = Exchange(spec=spec, loop=self.loop, driver=driver, pace=pace)
         states = StateServer(spec)
         peer = MemoryPeer(
             peer_id,
             spec=spec,
             run_folder=run_folder,
-            runner=runner,
+            driver=driver,
             exchange=exchange,
             states=states,
             executor=executor,
         )
         made.append(peer)
-        service = PeerService(runner=runner, states=states, status=lambda: (hello(), runner.state, 0, 0.0))
+        service = PeerService(driver=driver, states=states, status=lambda: (hello(), driver.peer_state, 0, 0.0))
         await self._connect(peer_id, service, wrap_accepted)
         return peer
 
     async def _stop(self) -> None:
         for peer in self.peers:
-            await peer.runner.stop()
+            await peer.driver.stop()
         await self._disconnect_all()
         for peer in self.peers:
             peer.executor.shutdown()
@@ -161,7 +161,7 @@ class MemoryPeer:
         *,
         spec: RunSpec,
         run_folder: Path,
-        runner: RoundRunner,
+        driver: RoundDriver,
         exchange: Exchange,
         states: StateServer,
         executor: ThreadPoolExecutor,
@@ -169,7 +169,7 @@ class MemoryPeer:
         self.peer_id = peer_id
         self.spec = spec
         self.run_folder = run_folder
-        self.runner = runner
+        self.driver = driver
         self.exchange = exchange
         self.states = states
         self.executor = executor
@@ -178,7 +178,7 @@ class MemoryPeer:
 
     def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
         self.layout = layout.digest()
-        self.runner.layout = self.states.layout = layout
+        self.driver.layout = self.states.layout = layout
         return None
 
     def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:

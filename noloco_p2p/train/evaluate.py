@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,17 +11,25 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from noloco_p2p.telemetry.progress import Progress
+from noloco_p2p.train.model import causal_lm_logits
 
 LOGITS_BYTES = 512 << 20  # of one pass, in fp32; the loss needs as much once more
 IGNORED = -100  # a target that does not count
 
 
-def evaluate_loss(model: nn.Module, batches: Sequence[Tensor], *, progress: Progress | None = None) -> float:
+def evaluate_loss(
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    *,
+    progress: Progress | None = None,
+    logits: Callable[[nn.Module, Tensor], Tensor] = causal_lm_logits,
+) -> float:
     """Mean cross-entropy in nats per predicted token over `batches` of token ids, (batch, sequence) each.
 
     Each token counts once, whatever the size of its batch; the first token of a sequence is not predicted. A batch goes
     through the model in as many parts as its logits need, which are far larger than all else where the vocabulary is.
-    Draws no random number and leaves the model as it was. One sync with the device, at the end.
+    `logits` gives (batch, sequence, vocabulary). Draws no random number and leaves the model as it was. One sync with
+    the device, at the end.
     """
     assert batches, "nothing to evaluate on"
     device = next(model.parameters()).device
@@ -32,7 +40,7 @@ def evaluate_loss(model: nn.Module, batches: Sequence[Tensor], *, progress: Prog
         for index, batch in enumerate(batches):
             report(index, len(batches))
             for part in batch.to(device).split(rows_at_once(model, batch.shape[1])):
-                losses.append(_summed_loss(model(input_ids=part).logits, part))
+                losses.append(_summed_loss(logits(model, part), part))
             num_predicted += batch[:, 1:].numel()
         total = sum(torch.stack(losses).tolist())
         report(len(batches), len(batches))

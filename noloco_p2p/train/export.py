@@ -14,7 +14,7 @@ from noloco_p2p.errors import CheckpointError, SettingsError
 from noloco_p2p.spec import ModelSpec
 from noloco_p2p.train.byte_tokenizer import for_export
 from noloco_p2p.train.lora import has_adapters, merged_weights, save_adapters
-from noloco_p2p.train.model import quiet
+from noloco_p2p.train.model import configured_for_export, quiet
 
 
 def export_model(
@@ -53,21 +53,14 @@ def check_export_folder(folder: Path) -> None:
 def _write(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, adapters_of: ModelSpec | None
 ) -> None:
-    use_cache = model.config.use_cache
-    model.config.use_cache = True  # off in training only
-    for config in (model.config, model.generation_config):
-        config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-    try:
-        with quiet():
-            if adapters_of:
-                save_adapters(model, adapters_of.lora, folder, base=adapters_of.pretrained)
-            elif has_adapters(model):
-                model.save_pretrained(folder, state_dict=merged_weights(model))
-            else:
-                model.save_pretrained(folder)
-            for_export(tokenizer).save_pretrained(folder)
-    finally:
-        model.config.use_cache = use_cache
+    with quiet(), configured_for_export(model, tokenizer):
+        if adapters_of:
+            save_adapters(model, adapters_of.lora, folder, base=adapters_of.pretrained)
+        elif has_adapters(model):
+            model.save_pretrained(folder, state_dict=merged_weights(model))
+        else:
+            model.save_pretrained(folder)
+        for_export(tokenizer).save_pretrained(folder)
     for path in folder.iterdir():
         path.chmod(0o644)
         with path.open("rb") as file:

@@ -17,7 +17,7 @@ from noloco_p2p.spec import RunSpec, TrainSpec
 from noloco_p2p.train.compute import Compute, switch_on
 from noloco_p2p.train.evaluate import evaluating
 from noloco_p2p.train.inner_step import InnerStep
-from noloco_p2p.train.model import build_model
+from noloco_p2p.train.model import build_model, causal_lm_logits
 from noloco_p2p.train.ranks import Order, Ranks, Verb, payload_text, text_payload
 from noloco_p2p.train.sharded import WINDOW_ELEMENTS, LedVector, ShardedVector, shard
 from noloco_p2p.train.start import load_start
@@ -136,7 +136,7 @@ def _obey(order: Order, inner: InnerStep, ranks: Ranks) -> None:
             inner.forget()
         case Verb.FORWARD if payload is not None:
             with evaluating(inner.model), torch.no_grad():
-                inner.model(input_ids=payload.to(ranks.device))
+                causal_lm_logits(inner.model, payload.to(ranks.device))
         case Verb.READ:
             vector_of(inner, ranks, int(number)).send(int(order.numbers[1]), int(order.numbers[2]))
         case Verb.WRITE:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from noloco_p2p.devices import describe, peak_bytes
 from noloco_p2p.telemetry.metrics import Metrics
+from noloco_p2p.train.model import attention_size
 
 # Dense bf16 matrix-core peaks of the vendors' data sheets, in flops a second, by a part of the device's name; the first
 # that fits counts. Where none fits there is no MFU: a guessed peak is no measurement.
@@ -67,8 +68,7 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
     for param in model.parameters():
         if id(param) not in embedded or id(param) in multiplied:
             flops += param.numel() * (6 if param.requires_grad else 4)
-    config = getattr(model, "config", None)
-    layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
+    layers, width = attention_size(model)
     return flops + 6.0 * layers * width * sequence_length
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -16,7 +16,7 @@ from noloco_p2p.optim.schedule import learning_rate
 from noloco_p2p.spec import TrainSpec
 from noloco_p2p.train.compute import Compute, local, micro_batches
 from noloco_p2p.train.memory import fitting, free_bytes, sequence_bytes
-from noloco_p2p.train.model import hidden_matrices
+from noloco_p2p.train.model import causal_lm_loss, hidden_matrices
 from noloco_p2p.train.offload import OffloadedOptimizer
 from noloco_p2p.train.state import flatten_optimizers, restore_optimizers
 
@@ -26,13 +26,24 @@ log = logging.getLogger(__name__)
 class InnerStep:
     """The inner optimization of one model, on the device where its parameters are.
 
+    loss: of the model on a batch on its device, with its graph; a mean over the sequences.
     micro_batch: sequences at a time; 0 = a whole batch. Their gradients are summed, so that a step is the same.
+
+    A step is closed apart from what it is made of: `backward` any number of times, then one `update`.
     """
 
-    def __init__(self, model: nn.Module, train: TrainSpec, compute: Compute | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        train: TrainSpec,
+        compute: Compute | None = None,
+        *,
+        loss: Callable[[nn.Module, Tensor], Tensor] = causal_lm_loss,
+    ) -> None:
         self.model = model
         self.train = train
         self.compute = compute or Compute()
+        self._loss = loss
         self.trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.optimizers = make_inner_optimizers(self.trainable.values(), train, matrices=hidden_matrices(model))
         self.device = next(iter(self.trainable.values())).device
@@ -52,15 +63,20 @@ class InnerStep:
         return loss
 
     def backward(self, batch: Tensor, *, seed: int | None = None) -> Tensor:
-        """Adds the gradients of one batch to those that are there; gives its loss.
+        """Adds the gradients of one batch to those that are there; gives its loss, where it lies.
 
-        seed: of what the model draws (dropout), so that a step is the same after a restart. An accelerator that runs
-        out of memory is given half as many sequences at a time, from now on. Raises ModelError when one is too much.
+        When it raises, gradients of earlier batches are as they were; while there are any, those of this batch take
+        memory of their own. seed: of what the model draws (dropout), so that a step is the same after a restart. An
+        accelerator that runs out of memory is given half as many sequences at a time, from now on. Raises ModelError
+        when one is too much.
         """
         return self._backward(batch, seed=seed)
 
     def update(self, *, progress: float) -> None:
-        """Clip, step with the learning rate of `progress`, and forget the gradients."""
+        """Close the step: clip, step with the learning rate of `progress`, and forget the gradients.
+
+        Without any gradient the parameters and the optimizers' state stay as they are.
+        """
         self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.clip_norm)
         for optimizer, stepper in zip(self.optimizers, self._steppers, strict=True):
             for group in optimizer.param_groups:
@@ -72,10 +88,15 @@ class InnerStep:
         """Drop the gradients."""
         self._forget()
 
+    def probe(self, batch: Tensor) -> Tensor:
+        """The loss of a forward and backward whose gradients nobody needs: they and earlier ones are dropped."""
+        self.forget()
+        return self.backward(batch)
+
     def loss(self, batch: Tensor) -> Tensor:
         """With its graph; `batch` is on the device of the model."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._is_bf16):
-            return self.model(input_ids=batch, labels=batch).loss
+            return self._loss(self.model, batch)
 
     def fit(self, batch: Tensor) -> int:
         """Find how many sequences of such a batch fit at a time, unless the machine settings say it; gives it.
@@ -83,7 +104,7 @@ class InnerStep:
         Measured with one sequence; gradients are forgotten. Call before the first step.
         """
         if not self.compute.micro_batch:
-            needed = sequence_bytes(self._backward, batch[:1], self.device)
+            needed = sequence_bytes(self._backward_alone, batch[:1], self.device)
             num_parameters = sum(local(param).numel() for param in self.trainable.values())
             free = free_bytes(self.device, num_parameters=num_parameters, has_moments=not self._is_offloaded)
             self.micro_batch = self._agree(fitting(free, needed, largest=self._largest(batch)))
@@ -109,6 +130,18 @@ class InnerStep:
         return nullcontext()
 
     def _backward(self, batch: Tensor, *, seed: int | None = None) -> Tensor:
+        earlier = [(param, param.grad) for param in self.trainable.values() if param.grad is not None]
+        self._forget()
+        try:
+            return self._backward_alone(batch, seed=seed)
+        except BaseException:
+            self._forget()  # what a part of the batch has left
+            raise
+        finally:
+            for param, gradient in earlier:
+                param.grad = gradient if param.grad is None else gradient.add_(param.grad)
+
+    def _backward_alone(self, batch: Tensor, *, seed: int | None = None) -> Tensor:
         while True:
             try:
                 if seed is not None:

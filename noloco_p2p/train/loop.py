@@ -156,7 +156,7 @@ class Trainer:
         per_gpu = -(-batch_size // self.inner_step.compute.num_ranks)
         if at_once < per_gpu:
             self.say(f"micro-batches of {at_once}: a step has {per_gpu} sequences a GPU")
-        step_s = probe_step_s(self.inner_step.backward, whole)
+        step_s = probe_step_s(self.inner_step.probe, whole)
         self.inner_step.forget()
         num_parameters = sum(param.numel() for param in self.inner_step.trainable.values())
         settings = self.peer.settings

@@ -116,6 +116,35 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
     ]
 
 
+def causal_lm_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean cross-entropy of the next token, in nats, with its graph; `tokens` is (sequences, tokens)."""
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def causal_lm_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    """(sequences, tokens, vocabulary) of `tokens` (sequences, tokens)."""
+    return model(input_ids=tokens).logits
+
+
+def attention_size(model: nn.Module) -> tuple[int, int]:
+    """(Layers, width) of a transformers model; zeros of any other."""
+    config = getattr(model, "config", None)
+    return getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
+
+
+@contextmanager
+def configured_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """The config as others need it: with a key-value cache, which training switches off, and the tokenizer's ids."""
+    use_cache = model.config.use_cache
+    model.config.use_cache = True
+    for config in (model.config, model.generation_config):
+        config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    try:
+        yield
+    finally:
+        model.config.use_cache = use_cache
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """No progress bars and no chatter of transformers on the terminal; its settings are put back afterwards."""

@@ -96,7 +96,7 @@ def test_a_row(flag: Flag, caplog: pytest.LogCaptureFixture) -> None:
     with LoopbackSwarm(SPEC, deadlines=DEADLINES) as swarm:
         peer = swarm.peer("victim")
         struck: list[str] = []
-        peer.runner._swapping.on_corrupt = lambda peer_id, reason: struck.append(peer_id)
+        peer.driver.on_corrupt = lambda peer_id, reason: struck.append(peer_id)
         faults = flag.plan.wrapper()
         badboy = swarm.peer("the-badboy", wrap=faults, wrap_accepted=faults)
         victim = NoLoCo(model, peer, save_every_rounds=0)

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import Identity, peer_id_of
 from noloco_p2p.swarm.address_book import AddressBook
-from noloco_p2p.swarm.buckets import ROOT, bucket_of
+from noloco_p2p.swarm.buckets import ROOT, bucket_of, run_key
 from noloco_p2p.swarm.daemon import probe_port
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.lookout import Headcount
@@ -219,7 +219,7 @@ def test_nobody_can_speak_for_another(tmp_path: Path) -> None:
             expires_at_s = time.time() + LONG_S
             forged = replace(record_of(forger), sequence=1, expires_at_s=expires_at_s)
             swapped = encode_record(forged, forger).replace(forger.peer_id.encode(), victim.peer_id.encode())
-            key = ROOT.key(RUN)
+            key = ROOT.key(run_key(RUN))
             for value in (encode_record(forged, forger), swapped, b"junk"):
                 await evil._node.store(key, victim.peer_id, value, expires_at_s=expires_at_s)
             genuine = encode_record(replace(forged, peer_id=victim.peer_id), victim)
@@ -265,7 +265,7 @@ def test_a_large_run_is_counted_by_a_part_of_it_and_read_whole_by_a_monitor(tmp_
     async def announce(node: SwarmNode, identity: Identity) -> None:
         expires_at_s = time.time() + LONG_S
         told = replace(record_of(identity), depths=(2,), sequence=1, expires_at_s=expires_at_s)
-        key = bucket_of(identity.peer_id, 2).key(RUN)
+        key = bucket_of(identity.peer_id, 2).key(run_key(RUN))
         await node.store(key, identity.peer_id, encode_record(told, identity), expires_at_s=expires_at_s)
 
     async def main() -> None:

@@ -42,7 +42,7 @@ from noloco_p2p.gossip.frames import (
     WantSpec,
 )
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
-from noloco_p2p.gossip.round import Phase
+from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.gossip.seams import Candidate, FrameStream, Service
 from noloco_p2p.gossip.uploads import MAX_UPLOADS
 from noloco_p2p.net.client import GrpcTransport
@@ -124,7 +124,7 @@ def test_a_partner_whose_server_is_gone_in_the_middle_costs_no_more_than_the_rou
     assert time.monotonic() - began_s < AT_ONCE_S
     assert faults.fired
     assert isinstance(survivor, allowed)
-    assert "..a" in peers[1].runner.last_fault
+    assert "..a" in peers[1].driver.last_fault
 
 
 def test_after_a_kill_the_next_candidate_is_found_in_the_same_round(swarm: LoopbackSwarm) -> None:
@@ -140,10 +140,10 @@ def test_an_eager_peer_gets_the_late_part_as_a_correction(swarm: LoopbackSwarm) 
     a, b = swarm.peer("a"), swarm.peer("b")
     for peer, seed in ((a, 1), (b, 2)):
         open_round(peer, Vectors.random(seed))
-    wait_until(lambda: a.runner.phase is Phase.EARLY and b.runner.phase is Phase.EARLY)
+    wait_until(lambda: a.driver.phase is Phase.EARLY and b.driver.phase is Phase.EARLY)
     assert isinstance(end_round(a, Vectors.random(1), wait_s=0.0), Half)
     assert isinstance(end_round(b, Vectors.random(2), wait_s=PATIENCE_S), Swapped)
-    wait_until(lambda: bool(a.runner.corrections))
+    wait_until(lambda: bool(a.driver.corrections))
     correction = a.exchange.late(1)
     assert correction is not None
     expected = Vectors.random(2).outer_gradient * 0.5 - Vectors.random(1).outer_gradient * 0.5
@@ -157,13 +157,13 @@ def test_a_peer_that_gives_up_tells_its_partner_why(swarm: LoopbackSwarm, who: s
     del swarm.addresses["initiator"]  # so that only one of them makes offers
     for peer in (acceptor, initiator):
         open_round(peer, Vectors.random(1))
-    wait_until(lambda: acceptor.runner.phase is Phase.EARLY and initiator.runner.phase is Phase.EARLY)
+    wait_until(lambda: acceptor.driver.phase is Phase.EARLY and initiator.driver.phase is Phase.EARLY)
     leaver, other = (initiator, acceptor) if who == "initiator" else (acceptor, initiator)
     assert isinstance(leaver.exchange.collect(0.0), Half)
     open_round(leaver, Vectors.random(1), round_index=1)
     end_round(leaver, Vectors.random(1), wait_s=0.0)  # the next boundary, without the late part of the first round
-    wait_until(lambda: other.runner.phase is Phase.HALF)
-    assert "the next boundary came before the late part" in other.runner.last_fault
+    wait_until(lambda: other.driver.phase is Phase.HALF)
+    assert "the next boundary came before the late part" in other.driver.last_fault
 
 
 def test_a_peer_of_another_spec_is_refused_with_the_difference(swarm: LoopbackSwarm) -> None:
@@ -171,7 +171,7 @@ def test_a_peer_of_another_spec_is_refused_with_the_difference(swarm: LoopbackSw
     peers = [swarm.peer("a"), stranger]
     outcomes = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=PATIENCE_S)
     assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
-    told = "".join(peer.runner.last_fault for peer in peers)
+    told = "".join(peer.driver.last_fault for peer in peers)
     assert "spec digest" in told
     assert SPEC.digest()[:16] in told
 

@@ -12,7 +12,7 @@ import pytest
 
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.outcome import Alone, Half, Swapped
-from noloco_p2p.gossip.round import Phase
+from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.link_proxy import HOME_FIBRE, LinkProfile, LinkProxy
 from noloco_p2p.testing.loopback import LoopbackSwarm
@@ -229,7 +229,7 @@ def test_a_link_that_breaks_or_freezes_in_a_swap_ends_it_alike_on_both_sides(fau
     with peers_with_links(slow) as (links, peers):
         for peer, own in zip(peers, vectors, strict=True):
             open_round(peer, own)
-        wait_until(lambda: all(peer.runner.phase is phase for peer in peers))
+        wait_until(lambda: all(peer.driver.phase is phase for peer in peers))
         links.break_(fault)
         began_s = time.monotonic()
         ends = [functools.partial(end_round, *both, wait_s=PATIENCE_S) for both in zip(peers, vectors, strict=True)]

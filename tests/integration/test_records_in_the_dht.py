@@ -14,7 +14,7 @@ import uvloop
 
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import Identity
-from noloco_p2p.swarm.buckets import bucket_of
+from noloco_p2p.swarm.buckets import bucket_of, run_key
 from noloco_p2p.swarm.daemon import ListenOn
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.node import SwarmNode
@@ -29,7 +29,7 @@ QUICK = Timing(heartbeat_s=0.5, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshe
 
 def key_of(peer_id: str) -> str:
     """Where a peer of a small run announces itself."""
-    return bucket_of(peer_id, 0).key(RUN)
+    return bucket_of(peer_id, 0).key(run_key(RUN))
 
 
 def run(main: Callable[[], Coroutine[object, object, None]]) -> None:

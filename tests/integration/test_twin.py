@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from noloco_p2p.gossip.outcome import Swapped
-from noloco_p2p.gossip.round import Phase
+from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.loopback import LoopbackSwarm
 from noloco_p2p.testing.patience import PATIENCE_S
@@ -60,7 +60,7 @@ def train(peer: MemoryPeer, net: nn.Module, number: int, step_together: Barrier)
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % INNER_STEPS == 0:  # no lonely round: the boundary comes when both have a partner
-            wait_until(lambda: peer.runner.phase is Phase.EARLY)
+            wait_until(lambda: peer.driver.phase is Phase.EARLY)
             step_together.wait(PATIENCE_S)
         result = outer.step()
         if result:

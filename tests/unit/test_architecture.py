@@ -29,7 +29,16 @@ ORDER = [
     {"atomic_file", "errors", "_version"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
-PURE = ["optim", "codec", "gossip/pairing.py", "gossip/round.py", "gossip/round_length.py", "gossip/pace.py"]
+PURE = [
+    "optim",
+    "codec",
+    "gossip/pairing.py",
+    "gossip/round_state.py",
+    "gossip/round_events.py",
+    "gossip/active_swap.py",
+    "gossip/round_length.py",
+    "gossip/pace.py",
+]
 TOPS = ("noloco_p2p", "benchmarks", "docs")  # where the files lie that comments speak of
 OWN_FILE = re.compile(r"(?<![\w/.-])(?!hivemind/)(?:[a-z_]+/)*[a-z_]+\.(?:py|md)\b")
 IMPURE = {"asyncio", "grpc", "hivemind", "time", "socket", "threading"}
@@ -70,6 +79,14 @@ def test_pure_rooms_know_no_clock_and_no_network(place: str) -> None:
     assert paths
     for path in paths:
         assert not {name.split(".")[0] for name in imports(path)} & IMPURE, path
+
+
+def test_only_the_adapter_knows_what_a_transformers_model_gives() -> None:
+    """Everything else takes any module, and a function for its loss or logits."""
+    for path in PACKAGE.rglob("*.py"):
+        if path != PACKAGE / "train" / "model.py":
+            found = re.findall(r"input_ids=|\)\.loss\b|\)\.logits\b|model\.config\b", path.read_text(encoding="utf-8"))
+            assert not found, f"{path}: {found}"
 
 
 def test_every_folder_has_three_files() -> None:

@@ -47,7 +47,7 @@ class Listening:
 
 def ask(swarm: MemorySwarm, peer: MemoryPeer, swap_id: bytes) -> SwapState:
     async def state() -> SwapState:
-        return peer.runner.swap_state(swap_id)
+        return peer.driver.swap_state(swap_id)
 
     return asyncio.run_coroutine_threadsafe(state(), swarm.loop).result(PATIENCE_S)
 
@@ -87,4 +87,4 @@ def test_a_part_is_committed_at_most_once_and_the_outcome_says_which(faults: lis
             assert got == {section for part in committed for section in SECTIONS_OF[part]}
             assert states == [ask(swarm, peer, swap_id) for swap_id in swap_ids], "to be asked again changes nothing"
             assert all(set(state.committed) <= set(state.verified) for state in states)
-            assert not peer.runner.corrections, "what came in time is not applied a second time as a correction"
+            assert not peer.driver.corrections, "what came in time is not applied a second time as a correction"

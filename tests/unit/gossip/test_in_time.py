@@ -11,7 +11,7 @@ import pytest
 
 from noloco_p2p.gossip.frames import Chunk, Frame
 from noloco_p2p.gossip.outcome import Half, Swapped
-from noloco_p2p.gossip.round import Phase
+from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S, PATIENT
@@ -39,7 +39,7 @@ def open_at(peer: MemoryPeer, vectors: Vectors, *, seconds_per_step: float, step
 
 
 def both_early(*peers: MemoryPeer) -> None:
-    wait_until(lambda: all(peer.runner.phase is Phase.EARLY for peer in peers))
+    wait_until(lambda: all(peer.driver.phase is Phase.EARLY for peer in peers))
 
 
 def paired(swarm: MemorySwarm, *, seconds_per_step: float, steps_left: tuple[int, int]) -> list[MemoryPeer]:
@@ -64,7 +64,7 @@ def test_a_partner_that_comes_too_late_is_not_waited_for() -> None:
 def test_who_is_asked_to_leave_waits_for_nobody() -> None:
     with MemorySwarm(SPEC, deadlines=PATIENT) as swarm:
         a, _ = paired(swarm, seconds_per_step=1.0, steps_left=(1, 1))
-        asked = Timer(0.2, a.runner.hurry)
+        asked = Timer(0.2, a.driver.hurry)
         asked.start()
         began_s = time.monotonic()
         outcome = end_round(a, A, wait_s=PATIENCE_S)
@@ -129,8 +129,8 @@ def test_an_early_part_that_will_miss_the_boundary_gives_way_to_another_partner(
         slow = swarm.peer("slow", wrap=Slow, wrap_accepted=Slow)
         open_at(a, large_a, seconds_per_step=0.4, steps_left=45, index=3)
         open_at(slow, large_b, seconds_per_step=0.4, steps_left=45)
-        wait_until(lambda: a.runner.phase is Phase.SWAPPING)
+        wait_until(lambda: a.driver.phase is Phase.SWAPPING)
         open_at(fast, large_b, seconds_per_step=0.4, steps_left=45, index=3)
-        wait_until(lambda: a.runner.phase is Phase.EARLY)
-        assert "slow" in a.runner.last_fault
-        assert "too slow for this round" in a.runner.last_fault
+        wait_until(lambda: a.driver.phase is Phase.EARLY)
+        assert "slow" in a.driver.last_fault
+        assert "too slow for this round" in a.driver.last_fault

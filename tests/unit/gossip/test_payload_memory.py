@@ -92,5 +92,5 @@ def test_a_swap_that_failed_gives_its_memory_back_at_once(section: SectionName, 
         one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=PATIENCE_S)
         assert faults.fired
         for peer in peers:
-            free = peer.runner.memory._free[400]
+            free = peer.driver.memory._free[400]
             wait_until(lambda free=free: len(free) >= num_free)

@@ -89,7 +89,7 @@ def test_peers_too_far_apart_do_not_swap_and_read_why() -> None:
         vectors = Vectors.random(1)
         open_round(ahead, vectors, round_index=500, progress=0.5)
         open_round(behind, vectors, round_index=3, progress=0.003)
-        wait_until(lambda: any("round 500" in peer.runner._live.reason for peer in (ahead, behind)))
+        wait_until(lambda: any("round 500" in peer.driver.round.reason for peer in (ahead, behind)))
         outcomes = together(
             lambda: end_round(ahead, vectors, wait_s=0.5), lambda: end_round(behind, vectors, wait_s=0.5)
         )
@@ -107,6 +107,6 @@ def test_a_round_longer_than_the_run_allows_is_refused_by_either_side() -> None:
         vectors = Vectors.random(1)
         liar.exchange.open(0, progress=0.0, state=vectors.state(), inner_steps=60_000)
         open_round(honest, vectors, progress=0.002)
-        wait_until(lambda: "60000 inner steps" in honest.runner.last_fault + liar.runner._live.reason)
+        wait_until(lambda: "60000 inner steps" in honest.driver.last_fault + liar.driver.round.reason)
         alone = together(lambda: end_round(honest, vectors, wait_s=0.5), lambda: end_round(liar, vectors, wait_s=0.5))
     assert all(isinstance(outcome, Alone) for outcome in alone)

@@ -11,7 +11,7 @@ import torch
 from noloco_p2p.codec import CHUNK_ELEMENTS, CODEC_NAMES, chunk_bounds
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Received, Swapped
-from noloco_p2p.gossip.round import Phase
+from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.spec import CodecSpec, RunSpec
 from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S, PATIENT
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
@@ -39,7 +39,7 @@ def received(outcome: Outcome) -> Received:
 
 
 def early_committed(*peers: MemoryPeer) -> None:
-    wait_until(lambda: all(peer.runner.phase is Phase.EARLY for peer in peers))
+    wait_until(lambda: all(peer.driver.phase is Phase.EARLY for peer in peers))
 
 
 @pytest.mark.parametrize("num_elements", [1, 100, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1])
@@ -83,7 +83,7 @@ def test_what_was_sent_and_received_is_counted(swarm: MemorySwarm) -> None:
     for outcome in one_round(peers, [A, B], wait_s=PATIENCE_S):
         assert (received(outcome).bytes_sent, received(outcome).bytes_received) == (1200, 1200)
     for peer in peers:
-        assert (peer.runner.traffic.bytes_sent, peer.runner.traffic.bytes_received) == (1200, 1200)
+        assert (peer.driver.traffic.bytes_sent, peer.driver.traffic.bytes_received) == (1200, 1200)
 
 
 def test_rounds_follow_each_other(swarm: MemorySwarm) -> None:
@@ -109,7 +109,7 @@ def test_an_eager_peer_takes_half_now_and_the_rest_once_as_a_correction(swarm: M
     open_round(a, A, round_index=1)
     whole = end_round(b, B, wait_s=PATIENCE_S)
     assert isinstance(whole, Swapped)
-    wait_until(lambda: bool(a.runner.corrections))
+    wait_until(lambda: bool(a.driver.corrections))
     correction = a.exchange.late(1)
     assert correction is not None
     assert correction.partner == "b"
@@ -164,10 +164,10 @@ def test_weights_that_are_not_finite_are_not_sent_and_are_no_fault_of_the_partne
     a, b = swarm.peer("a"), swarm.peer("b")
     struck: list[str] = []
     for peer in (a, b):
-        peer.runner._swapping.on_corrupt = lambda peer_id, reason: struck.append(peer_id)
+        peer.driver.on_corrupt = lambda peer_id, reason: struck.append(peer_id)
     outcomes = one_round([a, b], [broken, B], wait_s=PATIENCE_S)
     assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
-    assert "own slow_weights cannot be sent" in a.runner.last_fault
+    assert "own slow_weights cannot be sent" in a.driver.last_fault
     assert not struck
 
 

@@ -13,7 +13,7 @@ from noloco_p2p.codec.blocks import INT4, INT8
 from noloco_p2p.codec.modulo import MODULO4, MODULO8
 from noloco_p2p.gossip.frames import Chunk, Grid, SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Received, Swapped
-from noloco_p2p.gossip.round import Phase
+from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.spec import CodecSpec, RunSpec
 from noloco_p2p.testing.faults import At, FaultPlan, FlipBit, Replace
@@ -65,8 +65,8 @@ def test_the_first_swap_learns_the_bounds_and_the_next_ones_send_a_byte_a_number
     exact = (vectors[1].slow_weights - vectors[0].slow_weights) / 2
     error = (halves(second, SectionName.SLOW_WEIGHTS) - exact).abs().max()
     assert error < (halves(first, SectionName.SLOW_WEIGHTS) - exact).abs().max() / 20
-    assert [peer.runner.traffic.modulo_chunks for peer in peers] == [6, 6]
-    assert [peer.runner.traffic.broken_chunks for peer in peers] == [0, 0]
+    assert [peer.driver.traffic.modulo_chunks for peer in peers] == [6, 6]
+    assert [peer.driver.traffic.broken_chunks for peer in peers] == [0, 0]
 
 
 def test_modulo4_sends_half_a_byte_a_number() -> None:
@@ -98,7 +98,7 @@ def test_chunks_whose_bound_is_broken_are_sent_again_without_modulo(swarm: Memor
     broken = swapped(peers, vectors, 1)
     again = INT8.num_bytes(CHUNK_ELEMENTS)
     assert broken[0].bytes_sent == 2 * MODULO_BYTES + again + INT4_BYTES
-    assert [peer.runner.traffic.broken_chunks for peer in peers] == [1, 1]
+    assert [peer.driver.traffic.broken_chunks for peer in peers] == [1, 1]
     ours, theirs = (halves(received, SectionName.SLOW_WEIGHTS) for received in broken)
     assert torch.equal(ours, -theirs)
     assert ours[CHUNK_ELEMENTS + 5] == pytest.approx(-1.5, abs=0.02)
@@ -132,7 +132,7 @@ def test_a_chunk_that_only_one_side_sees_broken_ends_the_swap(digests: Literal["
         outcomes = one_round(peers, vectors, wait_s=PATIENCE_S, round_index=1)
         assert faults.fired
         assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
-        assert all(peer.runner.last_fault for peer in peers)
+        assert all(peer.driver.last_fault for peer in peers)
 
 
 @pytest.mark.parametrize("exponents", [b"", bytes(1000), bytes([126]) * 9], ids=["none", "too many", "no exponent"])
@@ -144,7 +144,7 @@ def test_a_grid_that_no_peer_proposes_ends_the_swap(exponents: bytes) -> None:
         outcomes = one_round(peers, [near(1), near(2)], wait_s=PATIENCE_S)
         assert faults.fired
         assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
-        assert "it proposes" in peers[1].runner.last_fault
+        assert "it proposes" in peers[1].driver.last_fault
 
 
 # a correction changes what is coded
@@ -157,16 +157,16 @@ def test_the_next_partner_waits_until_the_late_part_is_here_and_applied() -> Non
         vectors = near(1), near(2)
         open_round(a, vectors[0])
         open_round(b, vectors[1])
-        wait_until(lambda: all(peer.runner.phase is Phase.EARLY for peer in (a, b)))
+        wait_until(lambda: all(peer.driver.phase is Phase.EARLY for peer in (a, b)))
         assert isinstance(end_round(a, vectors[0], wait_s=0.0), Half)
         open_round(a, vectors[0], round_index=1)
         c = swarm.peer("c")
         open_round(c, vectors[1])
         assert isinstance(end_round(b, vectors[1], wait_s=PATIENCE_S), Swapped)
-        wait_until(lambda: bool(a.runner.corrections))
-        assert a.runner.phase is not Phase.SWAPPING
+        wait_until(lambda: bool(a.driver.corrections))
+        assert a.driver.phase is not Phase.SWAPPING
         assert a.exchange.late(0) is None, "of the round that is still open"
         assert a.exchange.late(1) is not None
-        assert a.runner.phase is not Phase.SWAPPING
+        assert a.driver.phase is not Phase.SWAPPING
         a.exchange.corrected()
-        wait_until(lambda: a.runner.phase is Phase.EARLY)
+        wait_until(lambda: a.driver.phase is Phase.EARLY)

@@ -13,7 +13,7 @@ import pytest
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import Chunk, Part, Ready, SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
-from noloco_p2p.gossip.round import Phase
+from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.faults import At, Cut, FaultPlan, Stall
 from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S, PATIENT
@@ -115,11 +115,11 @@ def test_a_partner_that_dies_before_the_early_part_is_replaced_in_the_same_round
         a, b = swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")
         open_round(a, Vectors.random(1))
         open_round(b, Vectors.random(2))
-        wait_until(lambda: faults.fired > 0 and b.runner.phase is not Phase.SWAPPING)
+        wait_until(lambda: faults.fired > 0 and b.driver.phase is not Phase.SWAPPING)
         c = swarm.peer("c")
         open_round(c, Vectors.random(3))
-        wait_until(lambda: b.runner.phase is Phase.EARLY and c.runner.phase is Phase.EARLY)
-        assert "..a" in b.runner.last_fault
+        wait_until(lambda: b.driver.phase is Phase.EARLY and c.driver.phase is Phase.EARLY)
+        assert "..a" in b.driver.last_fault
 
 
 def test_a_partner_that_freezes_before_the_early_part_is_replaced_too() -> None:
@@ -132,14 +132,14 @@ def test_a_partner_that_freezes_before_the_early_part_is_replaced_too() -> None:
         wait_until(lambda: faults.fired > 0)
         c = swarm.peer("c")
         open_round(c, Vectors.random(3))
-        wait_until(lambda: b.runner.phase is Phase.EARLY and c.runner.phase is Phase.EARLY)
+        wait_until(lambda: b.driver.phase is Phase.EARLY and c.driver.phase is Phase.EARLY)
 
 
 def test_a_partner_that_dies_after_the_early_part_leaves_a_half(swarm: MemorySwarm) -> None:
     a, b = swarm.peer("a"), swarm.peer("b")
     open_round(a, Vectors.random(1))
     open_round(b, Vectors.random(2))
-    wait_until(lambda: a.runner.phase is Phase.EARLY and b.runner.phase is Phase.EARLY)
+    wait_until(lambda: a.driver.phase is Phase.EARLY and b.driver.phase is Phase.EARLY)
     swarm.kill(b)
     began_s = time.monotonic()
     outcome = end_round(a, Vectors.random(1), wait_s=PATIENCE_S)
@@ -177,16 +177,16 @@ def test_a_peer_of_another_kind_is_refused_with_the_difference(swarm: MemorySwar
     outcomes = one_round([a, b], [Vectors.random(1), Vectors.random(2)], wait_s=PATIENCE_S)
     assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
     assert time.monotonic() - began_s < AT_ONCE_S
-    told = a.runner.last_fault + b.runner.last_fault  # who offers first is refused, and refuses no more
+    told = a.driver.last_fault + b.driver.last_fault  # who offers first is refused, and refuses no more
     assert "is not of this run" in told
     assert all(word in told for word in stranger.words)
-    assert a.runner.traffic.bytes_received == b.runner.traffic.bytes_received == 0, "refused before any payload"
+    assert a.driver.traffic.bytes_received == b.driver.traffic.bytes_received == 0, "refused before any payload"
 
 
 @pytest.mark.parametrize("state", ["paused", "leaving", "done"])
 def test_a_peer_that_does_not_train_refuses(swarm: MemorySwarm, state: str) -> None:
     a, b = swarm.peer("a"), swarm.peer("b")
-    b.runner.state = state
+    b.driver.peer_state = state
     open_round(a, Vectors.random(1))
     outcome = end_round(a, Vectors.random(1), wait_s=PATIENCE_S)
     assert isinstance(outcome, Alone)
@@ -209,5 +209,5 @@ def test_who_cannot_be_reached_is_remembered_as_long_as_it_is_listed(swarm: Memo
     open_round(a, Vectors.random(1))
     for name in ("dead-1", "dead-2"):
         swarm.network.listed = {"a": None, name: None}
-        wait_until(lambda name=name: name in a.runner._swapping.unreachable)
-        assert a.runner._swapping.unreachable == {name}
+        wait_until(lambda name=name: name in a.driver.round.unreachable)
+        assert a.driver.round.unreachable == {name}

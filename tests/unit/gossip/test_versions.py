@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_p2p.gossip.round import Phase
+from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, open_round, wait_until
@@ -21,4 +21,4 @@ def test_minor_versions_swap_in_both_roles(theirs: str, offers: str) -> None:
         del swarm.network.listed[offers]  # nobody makes an offer to it
         for seed, peer in enumerate(peers):
             open_round(peer, Vectors.random(seed))
-        wait_until(lambda: all(peer.runner.phase is Phase.EARLY for peer in peers))
+        wait_until(lambda: all(peer.driver.phase is Phase.EARLY for peer in peers))

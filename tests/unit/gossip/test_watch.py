@@ -21,18 +21,18 @@ def test_a_swap_is_told_from_its_early_part_to_its_end() -> None:
     with MemorySwarm(SPEC) as swarm:
         peers = [swarm.peer(name) for name in "ab"]
         vectors = [Vectors.random(seed, num_elements=NUM_ELEMENTS) for seed in range(2)]
-        watch = SwapWatch(peers[0].runner)
+        watch = SwapWatch(peers[0].driver)
         watch.sample(now_s=0.0)
         assert watch.now(now_s=0.0) is None
         for peer, own in zip(peers, vectors, strict=True):
             open_round(peer, own)
 
         def early_is_committed() -> bool:
-            running = peers[0].runner.swap_now()
+            running = peers[0].driver.swap_now()
             return running is not None and Part.EARLY in running[0].ledger.committed
 
         wait_until(early_is_committed)
-        running = peers[0].runner.swap_now()
+        running = peers[0].driver.swap_now()
         assert running is not None
         began_s = running[1]
         watch.sample(now_s=began_s + 1.0)
@@ -58,8 +58,8 @@ def test_a_swap_that_has_failed_is_no_swap_that_runs() -> None:
         peers = [swarm.peer("a"), swarm.peer("b", wrap=faults, wrap_accepted=faults)]
         for peer, seed in zip(peers, range(2), strict=True):
             open_round(peer, Vectors.random(seed, num_elements=NUM_ELEMENTS))
-        wait_until(lambda: all(peer.runner.last_fault for peer in peers))
-        wait_until(lambda: all(peer.runner.swap_now() is None for peer in peers))
+        wait_until(lambda: all(peer.driver.last_fault for peer in peers))
+        wait_until(lambda: all(peer.driver.swap_now() is None for peer in peers))
 
 
 def test_a_swap_that_stands_still_says_so_and_is_told_again_and_again() -> None:
@@ -68,10 +68,10 @@ def test_a_swap_that_stands_still_says_so_and_is_told_again_and_again() -> None:
         peers = [swarm.peer("a", wrap=faults), swarm.peer("b", wrap=faults)]  # whoever opens the stream
         for peer, seed in zip(peers, range(2), strict=True):
             open_round(peer, Vectors.random(seed, num_elements=NUM_ELEMENTS))
-        wait_until(lambda: faults.fired > 0 and all(peer.runner.swap_now() for peer in peers))
-        watches = [SwapWatch(peer.runner) for peer in peers]
+        wait_until(lambda: faults.fired > 0 and all(peer.driver.swap_now() for peer in peers))
+        watches = [SwapWatch(peer.driver) for peer in peers]
         told: list[SwapProgress] = []
-        began_s = max(running[1] for peer in peers if (running := peer.runner.swap_now()))
+        began_s = max(running[1] for peer in peers if (running := peer.driver.swap_now()))
         for watch in watches:
             watch.on_long = told.append
             for second in range(2 * int(LONG_S) + 2):

@@ -25,6 +25,7 @@ from noloco_p2p.swarm.buckets import (
     bucket_of,
     buckets_at,
     random_bucket,
+    run_key,
     spread_of_draws,
     within_limit,
 )
@@ -43,8 +44,10 @@ def test_a_bucket_lies_in_that_of_the_depth_above(peer_id: str, depth: int) -> N
 
 def test_keys_differ_by_run_depth_and_index() -> None:
     buckets = [bucket for depth in range(4) for bucket in buckets_at(depth)]
-    assert len({bucket.key(digest) for bucket in buckets for digest in (DIGEST, "cd" * 32)}) == 2 * len(buckets)
-    assert ROOT.key(DIGEST) == f"noloco_p2p/1/{DIGEST}"
+    assert len({bucket.key(run_key(digest)) for bucket in buckets for digest in (DIGEST, "cd" * 32)}) == 2 * len(
+        buckets
+    )
+    assert ROOT.key(run_key(DIGEST)) == f"noloco_p2p/1/{DIGEST}"
 
 
 def test_peers_spread_evenly_over_buckets() -> None:

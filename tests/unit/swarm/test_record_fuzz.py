@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_p2p.identity import Identity, peer_id_of
-from noloco_p2p.swarm.buckets import ROOT
+from noloco_p2p.swarm.buckets import ROOT, run_key
 from noloco_p2p.swarm.records import DOMAIN, TTL_S, PeerRecord, RecordError, decode_record, encode_record
 from noloco_p2p.swarm.validator import RecordValidator
 
@@ -28,7 +28,7 @@ dumps = MSGPackSerializer.dumps
 
 def stored() -> DHTRecord:
     record = replace(RECORD, expires_at_s=time.time() + TTL_S)
-    key = DHTID.generate(ROOT.key(record.spec_digest)).to_bytes()
+    key = DHTID.generate(ROOT.key(run_key(record.spec_digest))).to_bytes()
     return DHTRecord(key, dumps(record.peer_id), dumps(encode_record(record, ME)), record.expires_at_s)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_p2p.identity import Identity, peer_id_of
-from noloco_p2p.swarm.buckets import MAX_DEPTH, ROOT, Bucket, bucket_of
+from noloco_p2p.swarm.buckets import MAX_DEPTH, ROOT, Bucket, bucket_of, run_key
 from noloco_p2p.swarm.records import DOMAIN, TTL_S, PeerRecord, encode_record
 from noloco_p2p.swarm.validator import RecordValidator
 
@@ -24,7 +24,7 @@ dumps = MSGPackSerializer.dumps
 
 def stored(record: PeerRecord = RECORD, *, in_s: float = TTL_S) -> DHTRecord:
     record = replace(record, expires_at_s=time.time() + in_s)
-    key = DHTID.generate(ROOT.key(record.spec_digest)).to_bytes()
+    key = DHTID.generate(ROOT.key(run_key(record.spec_digest))).to_bytes()
     return DHTRecord(key, dumps(record.peer_id), dumps(encode_record(record, ME)), record.expires_at_s)
 
 
@@ -54,7 +54,10 @@ def test_refuses_another_subkey_key_or_expiry() -> None:
 def in_bucket(bucket: Bucket) -> DHTRecord:
     good = stored()
     return DHTRecord(
-        DHTID.generate(bucket.key(RECORD.spec_digest)).to_bytes(), good.subkey, good.value, good.expiration_time
+        DHTID.generate(bucket.key(run_key(RECORD.spec_digest))).to_bytes(),
+        good.subkey,
+        good.value,
+        good.expiration_time,
     )
 
 
@@ -69,7 +72,7 @@ def test_a_peer_may_be_in_its_own_bucket_at_any_depth_and_in_no_other() -> None:
 
 def test_a_state_of_the_future_is_stored_for_those_who_know_it() -> None:
     expires_at_s = time.time() + TTL_S
-    key = DHTID.generate(ROOT.key(RECORD.spec_digest)).to_bytes()
+    key = DHTID.generate(ROOT.key(run_key(RECORD.spec_digest))).to_bytes()
     body = encode_record(replace(RECORD, expires_at_s=expires_at_s), ME)[64:].replace(b'"training"', b'"dreaming"')
     value = ME.sign(DOMAIN + body) + body
     assert accepts(DHTRecord(key, dumps(ME.peer_id), dumps(value), expires_at_s))

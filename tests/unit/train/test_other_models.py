@@ -98,7 +98,7 @@ def test_a_partner_with_another_model_is_refused_and_the_tensor_is_told() -> Non
         outers = [NoLoCo(Net(width), peer, save_every_rounds=0) for width, peer in ((4, one), (5, two))]
         for outer in outers:
             outer.step()
-        faults = (one.runner, two.runner)
+        faults = (one.driver, two.driver)
         until(lambda: any("has another model" in r.last_fault for r in faults), what="a refusal")
         told = next(runner.last_fault for runner in faults if "has another model" in runner.last_fault)
         assert "trainable tensor first.weight [" in told

@@ -17,9 +17,9 @@ from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.donor import state_file_bytes
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.gossip.live_round import LAST_LOOK_S
 from noloco_p2p.gossip.outcome import Alone, Half, Swapped
-from noloco_p2p.gossip.round import Phase
+from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_state import LAST_LOOK_S
 from noloco_p2p.gossip.staleness import FRESH_ROUNDS
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec, TrainSpec
 from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S, PATIENT
@@ -287,7 +287,7 @@ def correct(outer: NoLoCo, peer: MemoryPeer) -> None:
     """Between two inner steps the correction is applied, unless the next round's early part travels just then."""
 
     def can_be_corrected() -> bool:
-        return bool(peer.runner.corrections) and peer.runner.phase is not Phase.SWAPPING
+        return bool(peer.driver.corrections) and peer.driver.phase is not Phase.SWAPPING
 
     for _ in range(outer.inner_steps - 1):
         wait_until(can_be_corrected)
@@ -299,7 +299,7 @@ def correct(outer: NoLoCo, peer: MemoryPeer) -> None:
 def wait_for_early(outers: list[NoLoCo]) -> None:
     def committed() -> bool:
         peers = [outer._peer for outer in outers]
-        return all(isinstance(peer, MemoryPeer) and peer.runner.phase in (Phase.EARLY, Phase.DONE) for peer in peers)
+        return all(isinstance(peer, MemoryPeer) and peer.driver.phase in (Phase.EARLY, Phase.DONE) for peer in peers)
 
     wait_until(committed)
 
@@ -315,7 +315,7 @@ def test_a_peer_that_pauses_keeps_its_half_of_the_swap_and_its_partner_does_not_
             nudge(model, 0.1)
             outer.step()
         wait_for_early(outers)
-        peers[0].runner.state = "paused"
+        peers[0].driver.peer_state = "paused"
         paused, other = outers[0].withdraw(), one_round(outers[1], models[1], 0.1)
         assert paused is not None
         assert isinstance(paused.outcome, Half)

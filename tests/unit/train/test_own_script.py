@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from noloco_p2p.errors import ModelError, SettingsError
-from noloco_p2p.gossip.round import Phase
+from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.spec import RunSpec, TrainSpec
 from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemorySwarm
@@ -67,7 +67,7 @@ def test_a_script_that_trains_to_the_end_may_close(tmp_path: Path, total_steps: 
             train(model, outer, num_steps=1)
             num_steps += 1
         assert num_steps == total_steps
-        assert peer.runner._live.round.phase is Phase.CLOSED
+        assert peer.driver.phase is Phase.CLOSED
         outer.closing_round(wait_s=0.0)
 
 

@@ -1,29 +1,55 @@
-"""A swap on its way, and when what happened: whether it will be in time, and what it cost. All times on one clock."""
+"""One swap as its round sees it: where both partners stood, when each part was committed, and what that predicts.
+
+Pure: the counters of the swap are read, and times are passed in.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from noloco_p2p.gossip.frames import Boundary, Part
+from noloco_p2p.errors import PeerError
+from noloco_p2p.gossip.frames import Boundary, Part, SectionName
 from noloco_p2p.gossip.goodput import Goodput
+from noloco_p2p.gossip.outcome import Received
 from noloco_p2p.gossip.round_length import LinkMeasure, measure_link
+from noloco_p2p.gossip.sections import SectionPair
 from noloco_p2p.gossip.staleness import age_weight, rounds_apart, told_lengths
-from noloco_p2p.gossip.swap import Swap
 from noloco_p2p.optim.mixing import Agreement, agreed_inner_steps
 
 
-@dataclass(slots=True)
-class Running:
-    """mine, partner: where both stood at `began_s`. boundary_s: when this peer came to its boundary.
+class SwapHandle(Protocol):
+    """What a round reads of a swap, and what an action may do with it; `gossip.swap.Swap` is one, and tells more."""
 
-    early_s, late_s: when the part was committed.
+    bytes_sent: int
+    bytes_received: int
+    partner_staged_s: float | None
+
+    @property
+    def bytes_moved(self) -> int: ...
+
+    def num_bytes(self, part: Part) -> int: ...
+
+    def pair(self, name: SectionName) -> SectionPair: ...
+
+    def pairs(self) -> dict[SectionName, SectionPair]: ...
+
+    def abandon(self, reason: PeerError) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class ActiveSwap:
+    """mine, theirs: where both stood at `began_s`. boundary_s: when this peer came to its boundary.
+
+    early_s, late_s: when the part was committed. total_steps: of the run.
     """
 
-    swap: Swap
+    partner: str
     round: int
-    total_steps: int  # of the run
-    mine: Boundary  # as it was told to the partner
-    partner: Boundary
+    total_steps: int
+    mine: Boundary  # as the partner was told
+    theirs: Boundary
+    swap: SwapHandle
     began_s: float
     boundary_s: float | None = None
     early_s: float | None = None
@@ -31,10 +57,10 @@ class Running:
 
     @property
     def agreed(self) -> Agreement:
-        own, other = told_lengths(self.mine, self.partner)
+        own, other = told_lengths(self.mine, self.theirs)
         return Agreement(
             agreed_inner_steps(own, other),
-            weight=age_weight(rounds_apart(self.mine, self.partner, total_steps=self.total_steps)),
+            weight=age_weight(rounds_apart(self.mine, self.theirs, total_steps=self.total_steps)),
             partner_share=other / (own + other) if own + other else 0.5,
         )
 
@@ -46,12 +72,12 @@ class Running:
             self.late_s = now_s
 
     def broken_off(self, now_s: float, goodput: Goodput) -> None:
-        """An early part that did not get here is a measurement, too: else a link that has become slow is never seen."""
+        """A failed early part is a measurement, too; without it a link that became slow would go unnoticed."""
         if self.early_s is None:
             goodput.note(self.swap.bytes_moved, now_s - self.began_s)
 
     def link(self, now_s: float) -> LinkMeasure:
-        """What the controller of the round length is told of a swap whose round ends now."""
+        """What the swap of a round that ends now measured; the controller of the round length takes it."""
         early_bytes, late_bytes = (self.swap.num_bytes(part) for part in Part)
         return measure_link(
             round_bytes=early_bytes + late_bytes,
@@ -63,9 +89,9 @@ class Running:
         )
 
     def misses(self, boundary_s: float, now_s: float, goodput: Goodput) -> bool:
-        """The early part will not be here at `boundary_s`, and one with another partner would.
+        """The early part will miss `boundary_s`, while one with another partner would still make it.
 
-        Said only of one that already took longer than a whole one may, by what was measured before.
+        True only after the early part took longer than a whole one should, by earlier measurements.
         """
         total = self.swap.num_bytes(Part.EARLY)
         usual_s = goodput.seconds_for(total)
@@ -75,13 +101,13 @@ class Running:
         return moved == 0 or now_s + (total - moved) * elapsed_s / moved > boundary_s
 
     def expected_s(self, now_s: float, goodput: Goodput) -> float:
-        """When the late part will be here: after the rest of the early part, the partner's boundary, and its transfer.
+        """When the late part should be here: after the rest of the early part, the partner's boundary and the transfer.
 
-        `now_s` for what is not known.
+        What is not known counts as no time.
         """
         early, late = (self.swap.num_bytes(part) for part in Part)
         early_left, late_left = max(0, early - self.swap.bytes_moved), min(late, early + late - self.swap.bytes_moved)
-        there_s = self.swap.partner_staged_s or self.began_s + (self.partner.seconds_to_boundary or 0.0)
+        there_s = self.swap.partner_staged_s or self.began_s + (self.theirs.seconds_to_boundary or 0.0)
         ready_s = max(now_s + (goodput.seconds_for(early_left) or 0.0), there_s)
         return ready_s + (goodput.seconds_for(max(0, late_left)) or 0.0)
 
@@ -98,3 +124,19 @@ class Running:
         if self.boundary_s is None or there_s is None:
             return 0.0
         return max(0.0, (now_s if self.late_s is None else self.late_s) - max(self.boundary_s, there_s))
+
+    def received(self, now_s: float) -> Received:
+        """What the swap brought to its round, which ends now. Takes the sections out of the swap."""
+        return Received(
+            partner=self.partner,
+            partner_round=self.theirs.round,
+            partner_progress=self.theirs.progress,
+            agreed=self.agreed,
+            sections=self.swap.pairs(),
+            link=self.link(now_s),
+            bytes_sent=self.swap.bytes_sent,
+            bytes_received=self.swap.bytes_received,
+            seconds=now_s - self.began_s,
+            lateness_s=self.lateness_s(now_s),
+            transfer_s=self.transfer_s(now_s),
+        )

@@ -1,0 +1,491 @@
+"""Drives the rounds of one peer on the network thread: feeds `RoundState` with events and performs its actions.
+
+It owns what takes time: the offers, the streams, the swaps, the timers. No decision is made here. All methods run on
+the event loop; `exchange.py` connects them with the training thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+from noloco_p2p.codec.modulo import Bounds
+from noloco_p2p.errors import PeerError, Refused, TimedOut, Unreachable
+from noloco_p2p.gossip.active_swap import ActiveSwap
+from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
+from noloco_p2p.gossip.fetch import find_difference
+from noloco_p2p.gossip.frames import (
+    Accept,
+    Frame,
+    Hello,
+    Offer,
+    Part,
+    Payload,
+    Refuse,
+    RefuseCode,
+    SectionName,
+    SwapState,
+    other_kind,
+)
+from noloco_p2p.gossip.layout import ModelLayout
+from noloco_p2p.gossip.outcome import Correction, Outcome, Traffic
+from noloco_p2p.gossip.pace import Pace
+from noloco_p2p.gossip.pairing import Pairing
+from noloco_p2p.gossip.payload_memory import PayloadMemory
+from noloco_p2p.gossip.pipeline import Staged
+from noloco_p2p.gossip.round_events import (
+    Abandon,
+    Action,
+    Ask,
+    Bind,
+    CompareModels,
+    Incoming,
+    Opening,
+    Phase,
+    Reply,
+    Report,
+    Strike,
+    Wait,
+)
+from noloco_p2p.gossip.round_state import POLL_S, RoundState
+from noloco_p2p.gossip.seams import Directory, FrameStream, Transport
+from noloco_p2p.gossip.sections import SectionPlan
+from noloco_p2p.gossip.swap import Ledger, Swap
+from noloco_p2p.telemetry.console import named
+
+log = logging.getLogger(__name__)
+
+HOLD_S = 2.0  # that an offer is held at most; shorter than any offer's deadline
+WATCH_S = 0.5  # how often an early part on its way is judged
+FAREWELL_S = 2.0  # for the last words of swaps that are broken off
+SWAP_ID_BYTES = 16
+REMEMBERED_SWAPS = 16
+
+
+@dataclass(slots=True)
+class Faults:
+    """The last thing that went wrong with another peer: in words, what to do about it, and when (Unix time)."""
+
+    last: str = ""
+    advice: str = ""
+    at_s: float = 0.0
+
+    def report(self, text: str, error: PeerError, *, level: int = logging.WARNING) -> None:
+        self.last, self.advice, self.at_s = text, error.advice, time.time()
+        log.log(level, text)
+
+
+class RoundDriver:
+    """`rng` draws partners and the ids of swaps, which must not be guessed. `clock` gives seconds, those of `pace`.
+
+    on_corrupt: called with a partner that sent what no honest peer sends, and what it was.
+    """
+
+    def __init__(
+        self,
+        *,
+        hello: Callable[[], Hello],
+        transport: Transport,
+        directory: Directory,
+        pace: Pace,
+        executor: Executor,
+        rng: random.Random,
+        deadlines: Deadlines = INTERNET,
+        clock: Callable[[], float] = time.monotonic,
+        on_corrupt: Callable[[str, str], None] = lambda peer_id, reason: None,
+    ) -> None:
+        self.round = RoundState(hello=hello, live=lambda: directory.live(), pace=pace, pairing=Pairing(rng))
+        self.layout: ModelLayout | None = None  # of the model that trains here, once it is known
+        self.faults = Faults()
+        self.traffic = Traffic()
+        self.memory = PayloadMemory()
+        self.on_corrupt = on_corrupt
+        self._hello = hello
+        self._transport = transport
+        self._directory = directory
+        self._executor = executor
+        self._rng = rng
+        self._deadlines = deadlines
+        self._clock = clock
+        self._tasks = OwnedTasks()
+        self._matchmaking: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._staged = Staged()  # the own outer gradient, for the swap of this round
+        self._streams: dict[Ask | Incoming, tuple[FrameStream, bytes]] = {}  # offers that are not decided, and swap ids
+        self._decisions: dict[Incoming, asyncio.Future[Refuse | ActiveSwap]] = {}
+        self._bounds: dict[SectionName, Bounds] = {}
+        self._ledgers: OrderedDict[bytes, Ledger] = OrderedDict()
+
+    @property
+    def phase(self) -> Phase:
+        return self.round.phase
+
+    @property
+    def partner(self) -> str:
+        """Of the current round; "" while it has none."""
+        return self.round.partner
+
+    @property
+    def peer_state(self) -> str:
+        """training, paused, leaving or done, as the swarm reads it."""
+        return self.round.peer_state
+
+    @peer_state.setter
+    def peer_state(self, state: str) -> None:
+        self.round.peer_state = state
+
+    @property
+    def corrections(self) -> deque[Correction]:
+        return self.round.corrections
+
+    @property
+    def last_fault(self) -> str:
+        return self.faults.last
+
+    def take_refused_as_stale(self) -> bool:
+        """Whether a peer has refused this one as too far away in the run since the last call. For any thread."""
+        refused, self.round.was_refused_as_stale = self.round.was_refused_as_stale, False
+        return refused
+
+    def hurry(self) -> None:
+        """This peer was asked to leave: no boundary waits any more. Safe in a signal handler and from any thread."""
+        self.round.is_leaving = True
+
+    def swap_now(self) -> tuple[Swap, float] | None:
+        """The current swap, or the trailing one, and when it began (by the clock)."""
+        active = self.round.active or self.round.trailing
+        return (_swap_of(active), active.began_s) if active else None
+
+    # the phases of a round
+
+    def open(self, opening: Opening, plans: tuple[SectionPlan, ...]) -> None:
+        """A round begins: a partner is sought from now on."""
+        self._end_matchmaking()
+        self._staged = Staged()
+        self._do(self.round.open(opening, plans, self._clock()))
+        self._matchmaking = self._tasks.start(self._seek(opening))
+        self._changed.set()
+
+    def reach_boundary(self) -> bool:
+        """False = no partner can be had in this round, so that nothing needs to be coded."""
+        self._do(self.round.reach_boundary(self._clock()))
+        self._changed.set()
+        return self.phase is not Phase.CLOSED
+
+    def stage(self, payload: Payload) -> None:
+        """The next chunk of the own outer gradient, coded."""
+        self._staged.put(payload)
+
+    def cannot_stage(self, reason: str) -> None:
+        """The own outer gradient cannot be sent."""
+        self._do(self.round.cannot_stage(reason, self._clock()))
+
+    def poll(self, wait_s: float) -> Outcome | None:
+        """After the boundary: ends the round if it is over, or if nothing more can come within `wait_s` from now.
+
+        None = it is worth waiting; a partner may still be found, or a part arrive.
+        """
+        now_s = self._clock()
+        if wait_s > 0 and not self.round.is_over(now_s, until_s=now_s + wait_s):
+            return None
+        return self._end()
+
+    async def wait_until_over(self, wait_s: float) -> None:
+        """Until `poll` would end the round, and `wait_s` at most."""
+        until_s = self._clock() + wait_s
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not self.round.is_over(self._clock(), until_s=until_s):
+                    await self._wait_for_change(POLL_S)
+
+    async def collect(self, wait_s: float) -> Outcome:
+        """`poll`, again and again, for `wait_s` at most."""
+        await self.wait_until_over(wait_s)
+        return self._end()
+
+    def withdraw(self) -> Outcome:
+        """Ends the round before its boundary."""
+        self._end_matchmaking()
+        outcome, actions = self.round.withdraw(self._clock())
+        self._do(actions)
+        self._changed.set()
+        return outcome
+
+    def take_correction(self, before: int) -> Correction | None:
+        """See `RoundState.take_correction`; report its end with `corrected`."""
+        return self.round.take_correction(before)
+
+    def corrected(self) -> None:
+        self.round.corrected()
+        self._changed.set()
+
+    def forget(self) -> None:
+        """The vectors of earlier rounds were replaced."""
+        self._do(self.round.forget())
+
+    async def stop(self) -> None:
+        """Abandon what runs and wait until all tasks have ended."""
+        self._do(self.round.stop(self._clock()))
+        self._end_matchmaking()
+        await self._tasks.stop(grace_s=FAREWELL_S)
+
+    def _end(self) -> Outcome:
+        self._end_matchmaking()
+        outcome, actions = self.round.end(self._clock())
+        self._do(actions)
+        self._changed.set()
+        return outcome
+
+    def _end_matchmaking(self) -> None:
+        if self._matchmaking:
+            self._matchmaking.cancel()
+
+    # what other peers ask
+
+    def admit(self, hello: Hello) -> None:
+        """Raises Refused when the caller is of another protocol version, run, spec or model."""
+        if refuse := other_kind(self._hello(), hello):
+            raise Refused(refuse.sentence, peer=hello.peer_id, code=refuse.code.name)
+
+    def swap_state(self, swap_id: bytes) -> SwapState:
+        """What became of a swap, for the partner that asks."""
+        ledger = self._ledgers.get(swap_id)
+        return ledger.state() if ledger else SwapState()
+
+    async def on_swap(self, stream: FrameStream) -> None:
+        """Answer one offer; returns when its swap has ended."""
+        try:
+            offer = await stream.receive(self._deadlines.offer_s)
+            if not isinstance(offer, Offer) or len(offer.swap_id) != SWAP_ID_BYTES or not offer.hello.peer_id:
+                await self._send(stream, Refuse(RefuseCode.MALFORMED, "a swap begins with an offer"))
+                return
+            decision = await self._decide(stream, Incoming(offer))
+            if isinstance(decision, Refuse):
+                await self._send(stream, decision)
+                return
+            try:
+                await self._send(stream, Accept(self._hello(), decision.mine))
+            except PeerError as error:
+                self._swap_ended(decision, error)
+                return
+            await self._run_swap(decision)
+        except PeerError as error:
+            log.debug("an offer from %s came to nothing: %s", stream.peer, error)
+        finally:
+            await stream.close()
+
+    async def _decide(self, stream: FrameStream, incoming: Incoming) -> Refuse | ActiveSwap:
+        """The answer of the state machine: at once, or after HOLD_S at most."""
+        decision: asyncio.Future[Refuse | ActiveSwap] = asyncio.get_running_loop().create_future()
+        self._streams[incoming] = stream, incoming.offer.swap_id
+        self._decisions[incoming] = decision
+        try:
+            self._do(self.round.offer_came(incoming, self._clock()))
+            if not decision.done():
+                await asyncio.wait({decision}, timeout=HOLD_S)
+            if not decision.done():
+                self._do(self.round.hold_expired(incoming, self._clock()))
+            return decision.result()
+        except asyncio.CancelledError:
+            self.round.offer_gone(incoming)
+            if decision.done() and isinstance(active := decision.result(), ActiveSwap):
+                self._swap_ended(active, Unreachable("it was broken off here", peer=active.partner))
+            raise
+        finally:
+            del self._streams[incoming], self._decisions[incoming]
+
+    # matchmaking
+
+    async def _seek(self, opening: Opening) -> None:
+        """Until the round ends, as a swap may fail and another partner be needed.
+
+        The opening is looked at, too: before Python 3.12, `wait_for` may swallow the cancellation of this task.
+        """
+        while self.round.opening is opening and (step := self.round.seek(self._clock())) is not None:
+            if isinstance(step, Wait):
+                await self._wait_for_change(step.at_most_s)
+            else:
+                await self._offer(step)
+
+    async def _offer(self, ask: Ask) -> None:
+        """Make one offer and report the answer; when it is accepted, the swap runs in a task of its own."""
+        stream: FrameStream | None = None
+        is_bound = False
+        mine = self.round.standing(self._clock())
+        try:
+            try:
+                stream = await self._transport.open_swap(ask.candidate, timeout_s=self._deadlines.dial_s)
+                swap_id, mine = self._rng.randbytes(SWAP_ID_BYTES), self.round.standing(self._clock())
+                self._streams[ask] = stream, swap_id
+                await self._send(stream, Offer(self._hello(), swap_id, mine))
+                answer = await stream.receive(self._deadlines.offer_s)
+            except PeerError as error:
+                answer = error
+            actions = self.round.offer_answered(ask, answer, mine=mine, now_s=self._clock())
+            is_bound = any(isinstance(action, Bind) and action.via is ask for action in actions)
+            self._do(actions)
+            self._changed.set()
+        finally:
+            self._streams.pop(ask, None)
+            self._do(self.round.offer_dropped(ask, self._clock()))
+            if stream and not is_bound:
+                await stream.close()
+
+    async def _send(self, stream: FrameStream, frame: Frame) -> None:
+        """An offer or its answer: one small frame, which only a frozen peer does not take. Raises PeerError."""
+        try:
+            await asyncio.wait_for(stream.send(frame), self._deadlines.offer_s)
+        except TimeoutError:
+            raise TimedOut(f"it took no message for {self._deadlines.offer_s:g} s", peer=stream.peer) from None
+
+    async def _compare_models(self, action: CompareModels, layout: ModelLayout) -> None:
+        difference = await find_difference(self._transport, action.candidate, layout)
+        if difference:
+            text = f"{named(action.candidate.peer_id)} has another model than this peer: {difference}"
+            self.faults.report(text, action.error)
+
+    # actions
+
+    def _do(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Bind():
+                    self._bind(action)
+                case Reply(to, refuse):
+                    self._decisions[to].set_result(refuse)
+                case Abandon(swap, reason):
+                    swap.abandon(reason)
+                case Report(text, error, level):
+                    self.faults.report(text, error, level=level)
+                case Strike(peer_id, reason):
+                    self.on_corrupt(peer_id, reason)
+                case CompareModels():
+                    if self.layout:
+                        self._tasks.start(self._compare_models(action, self.layout))
+
+    def _bind(self, bind: Bind) -> None:
+        stream, swap_id = self._streams[bind.via]
+        swap = self._make_swap(stream, swap_id, bind.partner)
+        self._ledgers[swap_id] = swap.ledger
+        if len(self._ledgers) > REMEMBERED_SWAPS:
+            self._ledgers.popitem(last=False)
+        active, actions = self.round.swap_began(bind, swap, self._clock())
+        self._changed.set()
+        self._do(actions)
+        if isinstance(bind.via, Incoming):
+            self._decisions[bind.via].set_result(active)
+        else:
+            self._tasks.start(self._run_swap(active))
+
+    async def _wait_for_change(self, at_most_s: float) -> None:
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), at_most_s)
+
+    # swaps
+
+    def _make_swap(self, stream: FrameStream, swap_id: bytes, partner: str) -> Swap:
+        opening, plans = self.round.opening, self.round.plans
+        assert opening is not None
+        return Swap(
+            stream,
+            swap_id=swap_id,
+            partner=partner,
+            plans=plans,
+            early_state=opening.early_state,
+            bounds=self._bounds_of(plans),
+            staged=self._staged,
+            executor=self._executor,
+            memory=self.memory,
+            traffic=self.traffic,
+            on_commit=self._committed,
+            ask_partner=self._ask_partner,
+            deadlines=self._deadlines,
+        )
+
+    def _bounds_of(self, plans: Iterable[SectionPlan]) -> dict[SectionName, Bounds]:
+        """Those of each section that is coded modulo; they learn from swap to swap."""
+        for plan in plans:
+            if plan.modulo and plan.name not in self._bounds:
+                self._bounds[plan.name] = Bounds(plan.num_elements, codec=plan.modulo)
+        return {plan.name: self._bounds[plan.name] for plan in plans if plan.modulo}
+
+    async def _run_swap(self, active: ActiveSwap) -> None:
+        watch = self._tasks.start(self._watch(active))
+        try:
+            await _swap_of(active).run()
+        except PeerError as error:
+            self._swap_ended(active, error)
+            # Its frames hold the swap, and the swap holds it: payloads as large as the model would wait for the
+            # garbage collector.
+            error.__traceback__ = error.__context__ = None
+        except BaseException:  # cancelled, or a mistake of ours: the round must not wait for it
+            self._swap_ended(active, Unreachable("it was broken off here", peer=active.partner))
+            raise
+        finally:
+            watch.cancel()
+
+    async def _watch(self, active: ActiveSwap) -> None:
+        while self.round.watches(active):
+            await asyncio.sleep(WATCH_S)
+            self._do(self.round.swap_watched(active, self._clock()))
+
+    def _committed(self, swap: Swap, part: Part) -> None:
+        """Called by the swap in the moment of the commit."""
+        self.round.committed(swap, part, self._clock())
+        self._changed.set()
+
+    def _swap_ended(self, active: ActiveSwap, error: PeerError) -> None:
+        self._do(self.round.swap_ended(active, error, self._clock()))
+        self._changed.set()
+
+    async def _ask_partner(self, partner: str, swap_id: bytes) -> SwapState:
+        """What the partner knows of a swap; nothing when it cannot be asked."""
+        candidate = await self._directory.find(partner, timeout_s=self._deadlines.status_s)
+        if candidate is None:
+            return SwapState()
+        try:
+            status = await self._transport.status(candidate, swap_id=swap_id, timeout_s=self._deadlines.status_s)
+        except PeerError:
+            return SwapState()
+        return status.swap
+
+
+def _swap_of(active: ActiveSwap) -> Swap:
+    assert isinstance(active.swap, Swap)
+    return active.swap
+
+
+class OwnedTasks:
+    """Tasks that end with their owner; an unexpected error in one is logged, and ends nothing else."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    async def stop(self, *, grace_s: float) -> None:
+        """Cancels what has not ended by itself within `grace_s`."""
+        tasks = list(self._tasks)
+        if tasks:
+            await asyncio.wait(tasks, timeout=grace_s)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("a network task ended in an unexpected error", exc_info=error)

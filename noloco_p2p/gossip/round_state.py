@@ -1,0 +1,508 @@
+"""The rounds of one peer as a state machine. Pure: events and their times go in, actions for the driver come out.
+
+    SEEKING -> OFFERING -> SWAPPING -> EARLY -> DONE
+       ^          |           |          |
+       +--refused-+--failed---+          +--late part failed--> HALF
+    any -> CLOSED when the round ends
+
+A round has at most one partner whose early part is committed. Nothing is reserved before an offer is accepted. When a
+round ends before its late part is committed, its swap trails into the next round, and the late part becomes a
+correction. `round_driver.py` performs the actions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
+from noloco_p2p.gossip.active_swap import ActiveSwap, SwapHandle
+from noloco_p2p.gossip.frames import (
+    AbortCode,
+    Accept,
+    Boundary,
+    Frame,
+    Hello,
+    Offer,
+    Part,
+    Refuse,
+    RefuseCode,
+    SectionName,
+    other_kind,
+)
+from noloco_p2p.gossip.goodput import Goodput
+from noloco_p2p.gossip.outcome import Alone, Correction, Half, LonelyCause, Outcome, Swapped
+from noloco_p2p.gossip.pace import Pace
+from noloco_p2p.gossip.pairing import Pairing
+from noloco_p2p.gossip.round_events import (
+    Abandon,
+    Action,
+    Ask,
+    Bind,
+    CompareModels,
+    Incoming,
+    Opening,
+    Phase,
+    Reply,
+    Report,
+    Strike,
+    Wait,
+)
+from noloco_p2p.gossip.round_length import LinkMeasure
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.gossip.sections import SectionPlan, part_bytes
+from noloco_p2p.gossip.staleness import refuse_distant, too_long
+from noloco_p2p.gossip.swap import Ended
+from noloco_p2p.telemetry.console import named
+
+POLL_S = 0.1  # newcomers and retry times are not announced: matchmaking looks again after this
+LAST_LOOK_S = 1.0  # how long a peer without a partner goes on asking at its boundary
+TRAILING_RETRY_S = 1.0
+TRAILING_SHARE = 1 / 3  # of a round, in which the trailing swap has the link to itself
+NOT_TRAINING_RETRY_S = 60.0
+OTHER_KINDS = (RefuseCode.OTHER_VERSION, RefuseCode.OTHER_SPEC, RefuseCode.OTHER_RUN, RefuseCode.OTHER_MODEL)
+
+
+class RoundState:
+    """The current round of one peer, and what is left of the one before.
+
+    `hello` and `live` give the own introduction and the membership view; `pace` is read, `pairing` remembers answers.
+    Methods are events: each changes the state at once and returns what the driver has to do, in order.
+    """
+
+    def __init__(
+        self,
+        *,
+        hello: Callable[[], Hello],
+        live: Callable[[], Sequence[Candidate]],
+        pace: Pace,
+        pairing: Pairing,
+    ) -> None:
+        self.peer_state = "training"  # or paused, leaving, done; offers are accepted in training only
+        self.is_leaving = False  # no boundary waits any more
+        self.was_refused_as_stale = False  # another peer is too far away in the run
+        self.goodput = Goodput()
+        self.corrections: deque[Correction] = deque(maxlen=2)
+        self.trailing: ActiveSwap | None = None
+        self.unreachable: set[str] = set()  # reported once, until a swap with the peer begins
+        self._hello = hello
+        self._live = live
+        self._pace = pace
+        self._pairing = pairing
+        self._held: deque[Incoming] = deque()  # they wait for the answer to an own offer
+        self._is_correcting = False
+        self._begin(None, (), 0.0)
+        self.phase = Phase.CLOSED
+
+    def _begin(self, opening: Opening | None, plans: tuple[SectionPlan, ...], now_s: float) -> None:
+        self.phase = Phase.SEEKING
+        self.opening = opening  # None while no round is open
+        self.plans = plans
+        self.index, self.progress = (opening.round, opening.progress) if opening else (0, 0.0)
+        self.partner = ""
+        self.active: ActiveSwap | None = None  # the swap of this round
+        self.asked: Ask | None = None  # an own offer is out
+        self.reason, self.cause = "", LonelyCause.NO_ANSWER  # why there is no partner yet
+        self._failed_link: LinkMeasure | None = None  # of a swap that failed before its early part was committed
+        self._opened_s = now_s
+        self._patient_until_s = now_s + (opening.patience_s if opening else 0.0)
+        self._boundary_s: float | None = None  # when this peer came to its boundary
+
+    # the phases of a round, as training goes through them
+
+    def open(self, opening: Opening, plans: tuple[SectionPlan, ...], now_s: float) -> list[Action]:
+        """A round begins. One whose outcome was never asked for, as the network thread was silent, ends here."""
+        actions: list[Action] = []
+        if self.phase is not Phase.CLOSED:
+            actions += self._drop_trailing() + self.end(now_s)[1] + self._drop_trailing()
+        self._begin(opening, plans, now_s)
+        self._is_correcting = False  # in case the end of a correction was never reported
+        self._pairing.open_round(is_patient=opening.patience_s > 0)
+        return actions + self._release(now_s)
+
+    def reach_boundary(self, now_s: float) -> list[Action]:
+        """Drops the trailing swap. The phase is CLOSED afterwards when no partner can be had in this round."""
+        actions = self._drop_trailing()
+        self._boundary_s = now_s
+        if self.active:
+            self.active.boundary_s = now_s
+        if self.is_hopeless(now_s):
+            self.phase = Phase.CLOSED  # nobody may join a round whose gradient is not coded
+        return actions
+
+    def cannot_stage(self, reason: str, now_s: float) -> list[Action]:
+        """The own outer gradient cannot be sent: a committed early part stays a half, all else ends here."""
+        actions: list[Action] = []
+        if self.active:
+            error = CorruptPayload(f"the own outer gradient cannot be sent: {reason}")
+            actions.append(Abandon(self.active.swap, error))
+        if not self.has_early_part:
+            self._close()
+        return actions + self._release(now_s)
+
+    def is_over(self, now_s: float, *, until_s: float) -> bool:
+        """At the boundary: the round has all it can get, or nothing more can come until `until_s`."""
+        if self.phase in (Phase.DONE, Phase.HALF, Phase.CLOSED) or self.is_leaving or self.is_hopeless(now_s):
+            return True
+        if self.active is None or self.phase not in (Phase.SWAPPING, Phase.EARLY):
+            return False
+        return self.active.expected_s(now_s, self.goodput) > until_s
+
+    def end(self, now_s: float) -> tuple[Outcome, list[Action]]:
+        """Ends the round with what it got so far; a late part that is still on its way trails into the next one."""
+        outcome, actions = self._outcome(now_s)
+        self._close()
+        self.opening = None
+        return outcome, actions + self._release(now_s)
+
+    def withdraw(self, now_s: float) -> tuple[Outcome, list[Action]]:
+        """Ends the round before its boundary: no partner waits for this peer, whose outer gradient is never sent."""
+        actions = self._drop_trailing() if self.has_early_part else []
+        outcome, more = self.end(now_s)
+        actions += more
+        if not isinstance(outcome, Alone):
+            actions += self._drop_trailing()  # the swap of this round, whose late part will not come
+        return outcome, actions
+
+    def take_correction(self, before: int) -> Correction | None:
+        """A late part of a round before `before`, to be applied at once and reported as `corrected`.
+
+        None while the vectors that it changes are on their way to a partner.
+        """
+        if not self.corrections or self.corrections[0].round >= before or self.phase is Phase.SWAPPING:
+            return None
+        self._is_correcting = True
+        return self.corrections.popleft()
+
+    def corrected(self) -> None:
+        self._is_correcting = False
+
+    def forget(self) -> list[Action]:
+        """The vectors of earlier rounds were replaced: late parts for them are of no use."""
+        self.corrections.clear()
+        return self._drop_trailing()
+
+    def stop(self, now_s: float) -> list[Action]:
+        """This peer ends: so do the round and its swaps."""
+        self._close()
+        actions = self._drop_trailing()
+        if self.active:
+            actions.append(Abandon(self.active.swap, Unreachable("this peer leaves")))
+        return actions + self._release(now_s)
+
+    # what holds now
+
+    @property
+    def has_early_part(self) -> bool:
+        return self.phase in (Phase.EARLY, Phase.DONE, Phase.HALF)
+
+    def standing(self, now_s: float) -> Boundary:
+        """Where this peer stands in its round, as its partner will read it."""
+        return self._pace.boundary(round_index=self.index, progress=self.progress, now_s=now_s)
+
+    def waits_for_trailing(self, now_s: float) -> bool:
+        """Matchmaking waits: the trailing swap has the link first, and its correction the vectors.
+
+        So the last partner's gradient comes early, and what this round sends does not change any more. A late part that
+        takes long has to share the link; its correction then waits until the early part is here.
+        """
+        if self._is_correcting:
+            return True
+        round_s = self._pace.seconds_per_round()
+        is_long = round_s is not None and now_s - self._opened_s > TRAILING_SHARE * round_s
+        return not is_long and (self.trailing is not None or bool(self.corrections))
+
+    def is_hopeless(self, now_s: float) -> bool:
+        """No live peer could still become the partner of this round."""
+        if self.phase is not Phase.SEEKING:
+            return False
+        if self._boundary_s is not None and now_s > max(self._boundary_s + LAST_LOOK_S, self._patient_until_s):
+            return True
+        return not self._pairing.hopeful(self._live(), now_s, latest_s=max(now_s, self._patient_until_s))
+
+    # matchmaking: own offers
+
+    def seek(self, now_s: float) -> Ask | Wait | None:
+        """The next step of matchmaking; None = this round needs no partner any more."""
+        if self.phase is Phase.CLOSED:
+            return None
+        if self.phase is not Phase.SEEKING or self.waits_for_trailing(now_s):
+            return Wait(POLL_S)
+        candidate = self._pairing.choose(self._live(), now_s, latest_s=self._latest_offer_s(now_s))
+        if candidate is None:
+            # Asking at the next poll, and not when the drawn peer may be asked, would let peers that refuse each other
+            # because each has an offer out ask again at one moment, and refuse each other again.
+            return Wait(min(POLL_S, self._pairing.wait_s(now_s)))
+        self.phase, self.asked = Phase.OFFERING, Ask(candidate)
+        return self.asked
+
+    def offer_answered(self, ask: Ask, answer: Frame | PeerError, *, mine: Boundary, now_s: float) -> list[Action]:
+        """What came of an own offer, which said `mine`: a frame of the peer, or why none came."""
+        fault = answer if isinstance(answer, PeerError) else self._fault_of(ask.candidate, answer)
+        if fault is None and isinstance(answer, Accept):
+            self._pace.hear(ask.candidate.peer_id, answer.boundary, now_s=now_s)
+            if self.asked is not ask:
+                return []  # overtaken while the answer was on its way
+            if not (fault := self._fault_of_boundary(ask.candidate, answer.boundary)):
+                return [self._bind(ask, ask.candidate.peer_id, mine, answer.boundary)]
+        assert fault is not None
+        actions = self._refused(ask, fault, now_s) if isinstance(fault, Refused) else self._failed(ask, fault, now_s)
+        return actions + self.offer_dropped(ask, now_s)
+
+    def offer_dropped(self, ask: Ask, now_s: float) -> list[Action]:
+        """An own offer is not out any more."""
+        if self.asked is ask:
+            self.phase, self.asked = Phase.SEEKING, None
+        return self._release(now_s)
+
+    def _fault_of(self, candidate: Candidate, answer: Frame) -> PeerError | None:
+        peer_id = candidate.peer_id
+        if isinstance(answer, Refuse):
+            return Refused(answer.sentence, peer=peer_id, code=answer.code.name, retry_after_s=answer.retry_after_s)
+        if not isinstance(answer, Accept) or answer.hello.peer_id != peer_id:
+            return CorruptPayload("the answer to an offer was neither yes nor no", peer=peer_id)
+        if refuse := other_kind(self._hello(), answer.hello):
+            return Refused(refuse.sentence, peer=peer_id, code=refuse.code.name)
+        return None
+
+    def _fault_of_boundary(self, candidate: Candidate, theirs: Boundary) -> PeerError | None:
+        assert self.opening is not None
+        wrong = too_long(theirs, self.opening.longest_round)
+        return CorruptPayload(f"it accepted with {wrong}", peer=candidate.peer_id) if wrong else None
+
+    def _refused(self, ask: Ask, error: Refused, now_s: float) -> list[Action]:
+        peer_id, code = ask.candidate.peer_id, RefuseCode[error.code]
+        self._pairing.refused(peer_id, code=code, retry_after_s=error.retry_after_s, now_s=now_s)
+        self.reason, self.cause = f"{named(peer_id)} refused: {error}", LonelyCause.REFUSED
+        self.was_refused_as_stale |= code is RefuseCode.STALE
+        actions: list[Action] = []
+        if code in OTHER_KINDS:
+            actions.append(Report(f"{named(peer_id)} is not of this run: {error}", error))
+        if code is RefuseCode.OTHER_MODEL:
+            actions.append(CompareModels(ask.candidate, error))
+        return actions
+
+    def _failed(self, ask: Ask, error: PeerError, now_s: float) -> list[Action]:
+        peer_id = ask.candidate.peer_id
+        level = logging.DEBUG if peer_id in self.unreachable else logging.WARNING
+        self.unreachable &= {peer.peer_id for peer in self._live()}  # it is listed until its record expires
+        self.unreachable.add(peer_id)
+        self._pairing.failed(peer_id, now_s=now_s)
+        return [Report(f"offer to {named(peer_id)} failed: {error}", error, level)]
+
+    def _latest_offer_s(self, now_s: float) -> float:
+        """Until when an offer may wait, if the early part is to arrive within the round."""
+        early_s = self.goodput.seconds_for(part_bytes(self.plans, Part.EARLY)) or 0.0
+        if self._patient_until_s > now_s:
+            return self._patient_until_s - early_s
+        left_s = None if self._boundary_s is not None else self._pace.seconds_to_boundary(now_s)
+        return now_s if left_s is None else now_s + left_s - early_s
+
+    # matchmaking: offers of other peers
+
+    def offer_came(self, incoming: Incoming, now_s: float) -> list[Action]:
+        """Answered now, or held until the answer to an own offer is here."""
+        if self._holds(incoming.offer):
+            self._held.append(incoming)
+            return []
+        return [self._answer(incoming, now_s)]
+
+    def hold_expired(self, incoming: Incoming, now_s: float) -> list[Action]:
+        """An offer was held for as long as its caller can be expected to wait."""
+        if incoming not in self._held:
+            return []
+        self._held.remove(incoming)
+        return [self._answer(incoming, now_s)]
+
+    def offer_gone(self, incoming: Incoming) -> None:
+        """Its stream ended before it was answered."""
+        if incoming in self._held:
+            self._held.remove(incoming)
+
+    def _holds(self, offer: Offer) -> bool:
+        """Whether an offer waits while an own one is out, instead of a BUSY.
+
+        Only offers of higher ids wait, so that no ring of peers waits for itself.
+        """
+        caller, own_id = offer.hello.peer_id, self._hello().peer_id
+        return self.asked is not None and self.asked.candidate.peer_id != caller and caller > own_id
+
+    def _release(self, now_s: float) -> list[Action]:
+        """Answers the held offers, in their order, once no own one is out. The driver reports `swap_began` between."""
+        actions: list[Action] = []
+        while self._held and self.phase is not Phase.OFFERING:
+            actions.append(self._answer(self._held.popleft(), now_s))
+            if isinstance(actions[-1], Bind):
+                break  # the others are answered when its swap has begun
+        return actions
+
+    def _answer(self, incoming: Incoming, now_s: float) -> Bind | Reply:
+        refuse = self._refusal(incoming.offer, now_s)
+        if refuse:
+            return Reply(incoming, refuse)
+        offer = incoming.offer
+        return self._bind(incoming, offer.hello.peer_id, self.standing(now_s), offer.boundary)
+
+    def _refusal(self, offer: Offer, now_s: float) -> Refuse | None:
+        """None = accept."""
+        ours, caller = self._hello(), offer.hello.peer_id
+        if refuse := other_kind(ours, offer.hello):
+            return refuse
+        if caller == ours.peer_id:
+            return Refuse(RefuseCode.MALFORMED, "this is my own peer id: a key must not be used on two machines")
+        self._pace.hear(caller, offer.boundary, now_s=now_s)  # also of peers that are refused
+        if self.peer_state != "training":
+            return Refuse(RefuseCode.NOT_TRAINING, f"I am {self.peer_state}", NOT_TRAINING_RETRY_S)
+        if self.phase is Phase.SEEKING and self.waits_for_trailing(now_s):
+            wait_s = self._trailing_left_s(now_s)
+            return Refuse(RefuseCode.BUSY, "the late part of my last round is on its way", wait_s)
+        mine = self.standing(now_s)
+        if refuse := self._refusal_in_phase(offer, mine, now_s):
+            return refuse
+        assert self.opening is not None
+        total_steps, longest_round = self.opening.total_steps, self.opening.longest_round
+        return refuse_distant(mine, offer.boundary, total_steps=total_steps, longest_round=longest_round)
+
+    def _refusal_in_phase(self, offer: Offer, mine: Boundary, now_s: float) -> Refuse | None:
+        caller = offer.hello.peer_id
+        match self.phase:
+            case Phase.SEEKING:
+                return None
+            case Phase.CLOSED:
+                return Refuse(RefuseCode.BETWEEN_ROUNDS, "my round is not open yet", 0.05)
+            case Phase.OFFERING:
+                assert self.asked is not None
+                if self.asked.candidate.peer_id != caller:
+                    return Refuse(RefuseCode.BUSY, "an offer of mine is out", 0.1)
+                if self._hello().peer_id > caller:
+                    return Refuse(RefuseCode.CROSSED, "our offers crossed, and mine stands", 0.1)
+                return None
+            case _:
+                self._pairing.turned_away(caller, mine=mine, theirs=offer.boundary)
+                wait_s = mine.seconds_to_boundary if mine.seconds_to_boundary is not None else 1.0
+                if self.active:  # at its boundary a peer may wait for its partner, and opens its next round after that
+                    wait_s = max(wait_s, self.active.expected_s(now_s, self.goodput) - now_s)
+                return Refuse(RefuseCode.TAKEN, f"I have a partner for round {self.index}", wait_s)
+
+    def _trailing_left_s(self, now_s: float) -> float:
+        """How much longer matchmaking waits for the trailing swap, as far as is known."""
+        round_s = self._pace.seconds_per_round()
+        if self.trailing is None or round_s is None:
+            return TRAILING_RETRY_S
+        until_s = min(self._opened_s + TRAILING_SHARE * round_s, self.trailing.expected_s(now_s, self.goodput))
+        return max(0.0, until_s - now_s)
+
+    # swaps
+
+    def _bind(self, via: Ask | Incoming, partner: str, mine: Boundary, theirs: Boundary) -> Bind:
+        assert self.phase in (Phase.SEEKING, Phase.OFFERING), self.phase
+        self.phase, self.partner, self.asked = Phase.SWAPPING, partner, None
+        self.unreachable.discard(partner)
+        return Bind(via, partner, mine, theirs)
+
+    def swap_began(self, bind: Bind, swap: SwapHandle, now_s: float) -> tuple[ActiveSwap, list[Action]]:
+        """Reported in the same moment as its `Bind` is performed."""
+        assert self.opening is not None
+        self.active = ActiveSwap(
+            bind.partner,
+            self.index,
+            self.opening.total_steps,
+            bind.mine,
+            bind.theirs,
+            swap,
+            began_s=now_s,
+            boundary_s=self._boundary_s,
+        )
+        return self.active, self._release(now_s)
+
+    def watches(self, active: ActiveSwap) -> bool:
+        """Whether this swap may still have to give way to another: `swap_watched` is then due from time to time."""
+        return self.phase is Phase.SWAPPING and active is self.active and self._boundary_s is None
+
+    def swap_watched(self, active: ActiveSwap, now_s: float) -> list[Action]:
+        """Abandons an early part that will miss the boundary, while there is time for another partner."""
+        left_s = self._pace.seconds_to_boundary(now_s) if self.watches(active) else None
+        if left_s is None or not active.misses(now_s + left_s, now_s, self.goodput):
+            return []
+        return [Abandon(active.swap, TimedOut("too slow for this round", peer=active.partner))]
+
+    def committed(self, swap: SwapHandle, part: Part, now_s: float) -> None:
+        """A part is here and verified on both sides: the round moves on, or a late part becomes a correction."""
+        if self.active and swap is self.active.swap:
+            self.active.committed(part, now_s, self.goodput)
+            if part is Part.EARLY:
+                assert self.phase is Phase.SWAPPING, self.phase
+                self.phase = Phase.EARLY
+                self._pairing.met(self.active.partner)
+            else:
+                assert self.phase is Phase.EARLY, self.phase
+                self.phase = Phase.DONE
+        elif self.trailing and swap is self.trailing.swap:
+            trailing, self.trailing = self.trailing, None
+            gradient = swap.pair(SectionName.OUTER_GRADIENT)
+            self.corrections.append(Correction(gradient, trailing.partner, trailing.round, trailing.agreed))
+
+    def swap_ended(self, active: ActiveSwap, error: PeerError, now_s: float) -> list[Action]:
+        """A swap ended in a fault; before its early part is committed, the round looks for another partner."""
+        is_trailing, is_active = active is self.trailing, active is self.active
+        actions: list[Action] = []
+        if is_trailing or (is_active and self.phase is not Phase.CLOSED):
+            kept = "nothing applied" if active.early_s is None else "early part kept"
+            text = f"round {active.round} | swap with {named(active.partner)} failed: {error} | {kept}"
+            actions.append(Report(text, error))
+        if isinstance(error, CorruptPayload) and error.peer == active.partner:
+            actions.append(Strike(active.partner, str(error)))
+        if is_trailing:
+            self.trailing = None
+        if is_active:
+            self._lose_partner(active, error, now_s)
+        return actions
+
+    def _lose_partner(self, active: ActiveSwap, error: PeerError, now_s: float) -> None:
+        active.broken_off(now_s, self.goodput)
+        if isinstance(error, Ended) and error.code is AbortCode.ABANDONED:
+            # No fault: its boundary came first, and its next round may fit.
+            between = RefuseCode.BETWEEN_ROUNDS
+            self._pairing.refused(active.partner, code=between, retry_after_s=POLL_S, now_s=now_s)
+        else:
+            self._pairing.failed(active.partner, now_s=now_s)
+        self.reason = f"the swap with {named(active.partner)} failed: {error}"
+        self.cause = LonelyCause.FAILED
+        if self.phase is Phase.SWAPPING:
+            self._failed_link, self.active = active.link(now_s), None
+            self.phase, self.partner = Phase.SEEKING, ""
+        elif self.phase is Phase.EARLY:
+            self.phase = Phase.HALF
+
+    # the end of a round
+
+    def _close(self) -> None:
+        self.phase, self.asked = Phase.CLOSED, None
+
+    def _drop_trailing(self) -> list[Action]:
+        trailing, self.trailing = self.trailing, None
+        reason = Unreachable("the next boundary came before the late part")
+        return [Abandon(trailing.swap, reason)] if trailing else []
+
+    def _outcome(self, now_s: float) -> tuple[Outcome, list[Action]]:
+        active = self.active
+        if active is not None and self.has_early_part:
+            received, self.active = active.received(now_s), None
+            if self.phase is Phase.DONE:
+                return Swapped(received), []
+            if self.phase is Phase.EARLY:
+                self.trailing = active
+                return Half(received, "its outer gradient is not here yet"), []
+            return Half(received, self.reason), []
+        if self.phase is Phase.SWAPPING and active is not None:
+            self.active = None
+            active.broken_off(now_s, self.goodput)
+            error = Unreachable("the round ended before the early part was committed")
+            reason = f"the swap with {named(active.partner)} was not ready at the boundary"
+            return Alone(reason, LonelyCause.SLOW, active.link(now_s)), [Abandon(active.swap, error)]
+        others = self._live()
+        if not any(other.state == "training" for other in others):
+            resting = ", ".join(sorted({other.state for other in others}))
+            return Alone(f"no other live peer{f' trains: {resting}' if resting else ''}", LonelyCause.NOBODY), []
+        return Alone(self.reason or "no answer to an offer yet", self.cause, self._failed_link), []

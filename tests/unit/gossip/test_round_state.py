@@ -1,0 +1,908 @@
+"""The rounds of one peer as a table: each row is a sequence of events, each with what the driver has to do then.
+
+This peer is `beta`, so that both orders of ids are met; `alpha` and `gamma` are the others. A step reads
+`event arguments -> actions [PHASE]`; what stands behind the arrow or in brackets is checked, what is left out is not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from noloco_p2p.errors import CorruptPayload, PeerError, Unreachable
+from noloco_p2p.gossip.frames import (
+    Abort,
+    AbortCode,
+    Accept,
+    Boundary,
+    Frame,
+    Hello,
+    Offer,
+    Part,
+    Ready,
+    Refuse,
+    RefuseCode,
+    SectionName,
+)
+from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
+from noloco_p2p.gossip.pace import Pace
+from noloco_p2p.gossip.pairing import Pairing
+from noloco_p2p.gossip.round_events import (
+    Abandon,
+    Action,
+    Ask,
+    Bind,
+    CompareModels,
+    Incoming,
+    Opening,
+    Phase,
+    Reply,
+    Report,
+    Strike,
+    Wait,
+)
+from noloco_p2p.gossip.round_state import LAST_LOOK_S, RoundState
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.gossip.sections import section_plans
+from noloco_p2p.gossip.swap import Ended
+from noloco_p2p.spec import CodecSpec
+
+STEPS, STEP_S = 10, 2.0  # of a round, which lasts 20 s
+EARLY_BYTES, LATE_BYTES = 200, 100
+PLANS = section_plans(CodecSpec(), swap_momentum=False, num_elements=100)
+HERE = Boundary(0, None, None, 0.0)
+BOUNDARIES = {
+    "near": HERE,
+    "far": Boundary(0, 100.0, 20.0, 0.0),
+    "long": Boundary(0, None, None, 0.0, inner_steps=1000),
+    "stale": Boundary(500, None, None, 0.5, inner_steps=STEPS),
+}
+
+
+def hello(peer_id: str, *, layout: str = "model") -> Hello:
+    return Hello(peer_id, "run", "digest", layout=layout)
+
+
+class FakeSwap:
+    """Counters that a test sets."""
+
+    def __init__(self) -> None:
+        self.bytes_sent = self.bytes_received = self.bytes_moved = 0
+        self.partner_staged_s: float | None = None
+
+    def num_bytes(self, part: Part) -> int:
+        return EARLY_BYTES if part is Part.EARLY else LATE_BYTES
+
+    def pair(self, name: SectionName) -> Any:
+        return name
+
+    def pairs(self) -> dict[SectionName, Any]:
+        return {}
+
+    def abandon(self, reason: PeerError) -> None:
+        raise AssertionError("the state machine returns an action instead")
+
+
+class Bench:
+    """Feeds one RoundState; each event returns its actions in words."""
+
+    def __init__(self, own_id: str = "beta") -> None:
+        self.now_s = 0.0
+        self.others = ["alpha", "gamma"]
+        self.pace = Pace(STEPS)
+        self.state = RoundState(
+            hello=lambda: hello(own_id), live=self._live, pace=self.pace, pairing=Pairing(random.Random(0))
+        )
+        self.rounds = 0
+        self.asked: Ask | None = None
+        self.incoming: dict[str, Incoming] = {}
+        self.swaps: dict[str, Any] = {}
+
+    def _live(self) -> list[Candidate]:
+        peers = [peer.partition(":") for peer in self.others]
+        return [Candidate(peer, address=peer, state=state or "training") for peer, _, state in peers]
+
+    def words(self, actions: list[Action]) -> str:
+        return ", ".join(filter(None, (self._word(action) for action in actions)))
+
+    def _word(self, action: Action) -> str:
+        match action:
+            case Bind(_, partner):
+                active, more = self.state.swap_began(action, FakeSwap(), self.now_s)
+                self.swaps[partner] = active
+                return ", ".join(filter(None, [f"swap with {partner}", self.words(more)]))
+            case Reply(to, refuse):
+                return f"refuse {to.offer.hello.peer_id} {refuse.code.name}"
+            case Abandon(swap, _):
+                return f"abandon {next(name for name, active in self.swaps.items() if active.swap is swap)}"
+            case Strike(peer_id, _):
+                return f"strike {peer_id}"
+            case CompareModels(candidate, _):
+                return f"compare with {candidate.peer_id}"
+            case Report():
+                return "report"
+
+    # the world
+
+    def at(self, seconds: str) -> None:
+        self.now_s = float(seconds)
+
+    def live(self, *peers: str) -> None:
+        self.others = list(peers)
+
+    def train(self, num_steps: str) -> None:
+        """Whole inner steps of STEP_S each."""
+        for _ in range(int(num_steps)):
+            self.now_s += STEP_S
+            self.pace.step(self.now_s)
+
+    def goodput(self, bytes_per_s: str) -> None:
+        for _ in range(3):
+            self.state.goodput.note(EARLY_BYTES, EARLY_BYTES / float(bytes_per_s))
+
+    def moved(self, peer: str, num_bytes: str) -> None:
+        self.swaps[peer].swap.bytes_moved = int(num_bytes)
+
+    def peer_is(self, state: str) -> None:
+        self.state.peer_state = state
+
+    def hurry(self) -> None:
+        self.state.is_leaving = True
+
+    # events
+
+    def open(self, patience_s: str = "0") -> str:
+        opening = Opening(self.rounds, 0.0, 1000, STEPS, {}, float(patience_s))
+        self.rounds += 1
+        self.pace.open_round(self.now_s)
+        return self.words(self.state.open(opening, PLANS, self.now_s))
+
+    def seek(self) -> str:
+        match self.state.seek(self.now_s):
+            case Ask(candidate) as ask:
+                self.asked = ask
+                return f"ask {candidate.peer_id}"
+            case Wait():
+                return "wait"
+            case None:
+                return "nothing"
+
+    def accepted(self, boundary: str = "near", *, by: str = "", layout: str = "model") -> str:
+        assert self.asked is not None
+        return self._answered(Accept(hello(by or self.asked.candidate.peer_id, layout=layout), BOUNDARIES[boundary]))
+
+    def accepted_by_another(self) -> str:
+        return self.accepted(by="delta")
+
+    def accepted_with_another_model(self) -> str:
+        return self.accepted(layout="another")
+
+    def answered_with_nonsense(self) -> str:
+        return self._answered(Ready(Part.EARLY))
+
+    def refused(self, code: str, retry_after_s: str = "5") -> str:
+        return self._answered(Refuse(RefuseCode[code], "no", float(retry_after_s)))
+
+    def unreachable(self) -> str:
+        return self._answered(Unreachable("it is gone"))
+
+    def _answered(self, answer: Frame | PeerError) -> str:
+        assert self.asked is not None
+        mine = self.state.standing(self.now_s)
+        return self.words(self.state.offer_answered(self.asked, answer, mine=mine, now_s=self.now_s))
+
+    def offer_from(self, peer: str, boundary: str = "near", layout: str = "model") -> str:
+        self.incoming[peer] = Incoming(Offer(hello(peer, layout=layout), bytes(16), BOUNDARIES[boundary]))
+        return self.words(self.state.offer_came(self.incoming[peer], self.now_s))
+
+    def hold_expires(self, peer: str) -> str:
+        return self.words(self.state.hold_expired(self.incoming[peer], self.now_s))
+
+    def offer_gone(self, peer: str) -> None:
+        self.state.offer_gone(self.incoming[peer])
+
+    def early(self, peer: str) -> None:
+        self.state.committed(self.swaps[peer].swap, Part.EARLY, self.now_s)
+
+    def late(self, peer: str) -> None:
+        self.state.committed(self.swaps[peer].swap, Part.LATE, self.now_s)
+
+    def breaks(self, peer: str, how: str = "cut") -> str:
+        errors = {
+            "cut": Unreachable("cut", peer=peer),
+            "corrupt": CorruptPayload("not finite", peer=peer),
+            "own": CorruptPayload("my own"),
+            "ended": Ended(Abort(AbortCode.ABANDONED, "my boundary came"), peer=peer),
+        }
+        return self.words(self.state.swap_ended(self.swaps[peer], errors[how], self.now_s))
+
+    def watch(self, peer: str) -> str:
+        return self.words(self.state.swap_watched(self.swaps[peer], self.now_s))
+
+    def boundary(self) -> str:
+        return self.words(self.state.reach_boundary(self.now_s))
+
+    def cannot_stage(self) -> str:
+        return self.words(self.state.cannot_stage("it is not finite", self.now_s))
+
+    def is_over(self, wait_s: str) -> str:
+        return "yes" if self.state.is_over(self.now_s, until_s=self.now_s + float(wait_s)) else "no"
+
+    def end(self) -> str:
+        return self._ended(*self.state.end(self.now_s))
+
+    def withdraw(self) -> str:
+        return self._ended(*self.state.withdraw(self.now_s))
+
+    def _ended(self, outcome: Outcome, actions: list[Action]) -> str:
+        match outcome:
+            case Swapped(received):
+                words = f"swapped with {received.partner}"
+            case Half(received):
+                words = f"half with {received.partner}"
+            case Alone(_, cause):
+                words = f"alone {cause}"
+        return ", ".join(filter(None, [words, self.words(actions)]))
+
+    def correction(self, before: str) -> str:
+        correction = self.state.take_correction(int(before))
+        return f"of {correction.partner} in round {correction.round}" if correction else "none"
+
+    def corrected(self) -> None:
+        self.state.corrected()
+
+    def forget(self) -> str:
+        return self.words(self.state.forget())
+
+    def stop(self) -> str:
+        return self.words(self.state.stop(self.now_s))
+
+    def step(self, text: str) -> None:
+        match = re.fullmatch(r"(?P<event>[^\[]*?)(?: -> (?P<actions>[^\[]*?))? ?(?:\[(?P<phase>\w+)\])?", text)
+        assert match, text
+        name, *arguments = match["event"].split()
+        did = getattr(self, name)(*arguments)
+        if match["actions"] is not None:
+            assert did == match["actions"], f"{text}: {did}"
+        if match["phase"]:
+            assert self.state.phase.name == match["phase"], f"{text}: {self.state.phase}"
+
+
+PAIRED = ["live alpha", "open", "seek -> ask alpha", "accepted -> swap with alpha [SWAPPING]"]
+EARLY = [*PAIRED, "early alpha [EARLY]"]
+TRAILING = [*EARLY, "boundary", "end -> half with alpha [CLOSED]", "live gamma", "open [SEEKING]"]
+
+TABLE = {
+    # own offers
+    "an offer is accepted and both parts come": [*EARLY, "boundary", "late alpha [DONE]", "end -> swapped with alpha"],
+    "a refused offer is followed by one to another peer": [
+        "live alpha",
+        "open",
+        "seek -> ask alpha [OFFERING]",
+        "refused TAKEN -> [SEEKING]",
+        "live alpha gamma",
+        "seek -> ask gamma",
+    ],
+    "a peer that refuses for a moment is asked again, and not at once": [
+        "live alpha",
+        "open",
+        "seek -> ask alpha",
+        "refused BUSY 0.1 -> ",
+        "seek -> wait",
+        "at 1",
+        "seek -> ask alpha",
+    ],
+    "an unreachable peer is reported, and left alone for a while": [
+        "live alpha",
+        "open",
+        "seek -> ask alpha",
+        "unreachable -> report [SEEKING]",
+        "seek -> wait",
+    ],
+    "a peer of another model is compared": [
+        "live alpha",
+        "open",
+        "seek -> ask alpha",
+        "refused OTHER_MODEL -> report, compare with alpha",
+        "end -> alone refused",
+    ],
+    "an acceptance with another model is none": [
+        "live alpha",
+        "open",
+        "seek",
+        "accepted_with_another_model -> report, compare with alpha [SEEKING]",
+    ],
+    "an acceptance by another peer is none": ["live alpha", "open", "seek", "accepted_by_another -> report [SEEKING]"],
+    "an answer that is neither yes nor no": [
+        "live alpha",
+        "open",
+        "seek",
+        "answered_with_nonsense -> report [SEEKING]",
+    ],
+    "an acceptance of a round longer than the run allows": ["live alpha", "open", "seek", "accepted long -> report"],
+    "an answer after the round ended changes nothing": [
+        "live alpha",
+        "open",
+        "seek",
+        "boundary",
+        "end -> alone no_answer",
+        "open",
+        "accepted ->  [SEEKING]",
+        "refused BUSY ->  [SEEKING]",
+    ],
+    "the round ends while an offer is out": [
+        "live alpha",
+        "open",
+        "seek",
+        "boundary [OFFERING]",
+        "end -> alone no_answer",
+    ],
+    # offers of other peers
+    "an offer is accepted while this peer seeks": ["open", "offer_from gamma -> swap with gamma [SWAPPING]"],
+    "between rounds": ["offer_from gamma -> refuse gamma BETWEEN_ROUNDS"],
+    "with a partner": [*PAIRED, "offer_from gamma -> refuse gamma TAKEN [SWAPPING]"],
+    "with an early part": [*EARLY, "offer_from gamma -> refuse gamma TAKEN [EARLY]"],
+    "while paused": ["open", "peer_is paused", "offer_from gamma -> refuse gamma NOT_TRAINING [SEEKING]"],
+    "from the own id": ["open", "offer_from beta -> refuse beta MALFORMED"],
+    "from another model": ["open", "offer_from gamma near another -> refuse gamma OTHER_MODEL"],
+    "half a round away": ["open", "train 1", "offer_from gamma far -> refuse gamma TOO_FAR"],
+    "of a round that is too long": ["open", "offer_from gamma long -> refuse gamma MALFORMED"],
+    "far ahead in the run": ["open", "offer_from gamma stale -> refuse gamma STALE"],
+    # crossed and held offers
+    "crossed with a lower id: the own offer stands": [
+        "live alpha",
+        "open",
+        "seek -> ask alpha",
+        "offer_from alpha -> refuse alpha CROSSED [OFFERING]",
+        "accepted -> swap with alpha",
+    ],
+    "crossed with a higher id: its offer stands": [
+        "live gamma",
+        "open",
+        "seek -> ask gamma",
+        "offer_from gamma -> swap with gamma [SWAPPING]",
+        "refused CROSSED ->  [SWAPPING]",
+        "early gamma [EARLY]",
+    ],
+    "crossed with a higher id that accepted, too: the overtaken stream is left": [
+        "live gamma",
+        "open",
+        "seek",
+        "offer_from gamma -> swap with gamma",
+        "accepted ->  [SWAPPING]",
+    ],
+    "an offer of a lower id is refused while an own one is out": [
+        "live gamma",
+        "open",
+        "seek -> ask gamma",
+        "offer_from alpha -> refuse alpha BUSY",
+    ],
+    "an offer of a higher id is held, and accepted when the own one is refused": [
+        "live alpha",
+        "open",
+        "seek -> ask alpha",
+        "offer_from gamma -> ",
+        "refused TAKEN -> swap with gamma [SWAPPING]",
+    ],
+    "a held offer is refused when the own one is accepted": [
+        "live alpha",
+        "open",
+        "seek",
+        "offer_from gamma -> ",
+        "accepted -> swap with alpha, refuse gamma TAKEN",
+    ],
+    "of two held offers the first is accepted": [
+        "live alpha",
+        "open",
+        "seek",
+        "offer_from gamma -> ",
+        "offer_from delta -> ",
+        "unreachable -> report, swap with gamma, refuse delta TAKEN",
+    ],
+    "an offer is held for a while only": [
+        "live alpha",
+        "open",
+        "seek",
+        "offer_from gamma -> ",
+        "hold_expires gamma -> refuse gamma BUSY",
+        "hold_expires gamma -> ",
+        "refused TAKEN ->  [SEEKING]",
+    ],
+    "a held offer whose caller went away is forgotten": [
+        "live alpha",
+        "open",
+        "seek",
+        "offer_from gamma -> ",
+        "offer_gone gamma",
+        "refused TAKEN ->  [SEEKING]",
+    ],
+    "a held offer is refused when the round ends": [
+        "live alpha",
+        "open",
+        "seek",
+        "offer_from gamma -> ",
+        "boundary",
+        "end -> alone no_answer, refuse gamma BETWEEN_ROUNDS",
+    ],
+    "a held offer is refused when this peer stops": [
+        "live alpha",
+        "open",
+        "seek",
+        "offer_from gamma",
+        "stop -> refuse gamma BETWEEN_ROUNDS [CLOSED]",
+    ],
+    # the early part and the boundary
+    "the early part comes before the boundary": [*PAIRED, "early alpha [EARLY]", "boundary", "is_over 10 -> no"],
+    "the early part comes after the boundary": [
+        *PAIRED,
+        "boundary [SWAPPING]",
+        "early alpha [EARLY]",
+        "late alpha [DONE]",
+    ],
+    "the early part never comes": [
+        *PAIRED,
+        "boundary",
+        "is_over 10 -> no",
+        "end -> alone slow, abandon alpha [CLOSED]",
+    ],
+    "the round has all it can get": [*EARLY, "boundary", "late alpha", "is_over 10 -> yes"],
+    "what cannot come in time is not waited for": [*EARLY, "goodput 1", "boundary", "is_over 10 -> yes"],
+    "what can come in time is waited for": [*EARLY, "goodput 100", "boundary", "is_over 10 -> no"],
+    "a partner is found at the boundary": [
+        "live alpha",
+        "open",
+        "boundary [SEEKING]",
+        "is_over 10 -> no",
+        "offer_from alpha -> swap with alpha",
+        "is_over 10 -> no",
+    ],
+    # the late part trails
+    "a late part after its boundary becomes a correction": [
+        *TRAILING,
+        "late alpha",
+        "correction 1 -> of alpha in round 0",
+        "corrected",
+        "correction 1 -> none",
+        "seek -> ask gamma",
+    ],
+    "a trailing late part is dropped at the next boundary": [
+        *TRAILING,
+        "boundary -> abandon alpha",
+        "breaks alpha -> ",
+        "end -> alone no_answer",
+    ],
+    "a trailing swap that breaks is reported, and no loss for this round": [
+        *TRAILING,
+        "breaks alpha -> report [SEEKING]",
+        "seek -> ask gamma",
+    ],
+    "matchmaking waits for the trailing swap": [
+        *TRAILING,
+        "seek -> wait",
+        "offer_from gamma -> refuse gamma BUSY",
+        "late alpha",
+        "seek -> wait",
+        "correction 1 -> of alpha in round 0",
+        "seek -> wait",
+        "corrected",
+        "seek -> ask gamma",
+    ],
+    "a trailing swap that takes long shares the link": [
+        *EARLY,
+        "train 10",
+        "boundary",
+        "end -> half with alpha",
+        "live gamma",
+        "open",
+        "seek -> wait",
+        "train 4",
+        "seek -> ask gamma",
+    ],
+    "a correction is not given while vectors travel": [
+        *EARLY,
+        "train 10",
+        "boundary",
+        "end",
+        "live gamma",
+        "open",
+        "train 4",
+        "seek",
+        "accepted -> swap with gamma",
+        "late alpha",
+        "correction 1 -> none",
+        "early gamma",
+        "correction 1 -> of alpha in round 0",
+    ],
+    "a correction of this round waits for the next": [*TRAILING, "late alpha", "correction 0 -> none"],
+    "a correction whose end was never reported ends with its round": [
+        *TRAILING,
+        "late alpha",
+        "correction 1 -> of alpha in round 0",
+        "seek -> wait",
+        "boundary",
+        "end",
+        "open",
+        "seek -> ask gamma",
+    ],
+    "vectors that were replaced take no late part": [
+        *EARLY,
+        "boundary",
+        "end -> half with alpha",
+        "forget -> abandon alpha",
+        "late alpha",
+        "correction 1 -> none",
+    ],
+    "corrections are forgotten with the vectors": [*TRAILING, "late alpha", "forget -> ", "correction 1 -> none"],
+    # withdrawing
+    "withdraw without a partner": ["live alpha", "open", "withdraw -> alone no_answer [CLOSED]"],
+    "withdraw with an offer out": [
+        "live alpha",
+        "open",
+        "seek",
+        "withdraw -> alone no_answer",
+        "accepted ->  [CLOSED]",
+    ],
+    "withdraw while the early part travels": [*PAIRED, "withdraw -> alone slow, abandon alpha [CLOSED]"],
+    "withdraw with an early part": [*EARLY, "withdraw -> half with alpha, abandon alpha [CLOSED]"],
+    "withdraw after the late part failed": [*EARLY, "breaks alpha", "withdraw -> half with alpha"],
+    "withdraw without a partner leaves the trailing swap": [
+        *TRAILING,
+        "withdraw -> alone no_answer",
+        "late alpha",
+        "correction 1 -> of alpha in round 0",
+    ],
+    "withdraw with an early part ends the trailing swap, too": [
+        *EARLY,
+        "train 10",
+        "boundary",
+        "end",
+        "live gamma",
+        "open",
+        "train 4",
+        "seek",
+        "accepted -> swap with gamma",
+        "early gamma",
+        "withdraw -> half with gamma, abandon alpha, abandon gamma",
+    ],
+    "withdraw between rounds": ["live alpha", "withdraw -> alone no_answer"],
+    # swaps that fail
+    "a swap fails before its early part: another partner is sought": [
+        *PAIRED,
+        "breaks alpha -> report [SEEKING]",
+        "live alpha gamma",
+        "seek -> ask gamma",
+        "accepted -> swap with gamma",
+    ],
+    "a swap fails before its early part, and nobody else is found": [
+        *PAIRED,
+        "breaks alpha -> report",
+        "boundary",
+        "end -> alone failed",
+    ],
+    "a partner whose boundary came first may be asked again soon": [
+        *PAIRED,
+        "breaks alpha ended -> report [SEEKING]",
+        "seek -> wait",
+        "at 1",
+        "seek -> ask alpha",
+    ],
+    "a swap fails after its early part": [
+        *EARLY,
+        "breaks alpha -> report [HALF]",
+        "boundary",
+        "is_over 10 -> yes",
+        "end -> half with alpha",
+    ],
+    "a swap fails after its round": [*PAIRED, "boundary", "end -> alone slow, abandon alpha", "breaks alpha -> "],
+    "a partner that sends what no honest peer sends": [*PAIRED, "breaks alpha corrupt -> report, strike alpha"],
+    "own vectors that cannot be sent are no fault of the partner": [*PAIRED, "breaks alpha own -> report"],
+    "a swap that will miss the boundary gives way to another": [
+        "live alpha",
+        "goodput 100",
+        "open",
+        "train 2",
+        "seek",
+        "accepted -> swap with alpha",
+        "watch alpha -> ",
+        "train 2",
+        "moved alpha 20",
+        "watch alpha -> abandon alpha",
+        "breaks alpha -> report [SEEKING]",
+    ],
+    "a swap that is slow and in time goes on": [
+        "live alpha",
+        "goodput 100",
+        "open",
+        "train 2",
+        "seek",
+        "accepted",
+        "train 2",
+        "moved alpha 150",
+        "watch alpha -> ",
+    ],
+    "after the boundary no swap gives way": [*PAIRED, "goodput 100", "train 4", "boundary", "watch alpha -> "],
+    # the own gradient cannot be sent
+    "no gradient, no partner": ["live alpha", "open", "boundary", "cannot_stage ->  [CLOSED]"],
+    "no gradient while the early part travels": [
+        *PAIRED,
+        "boundary",
+        "cannot_stage -> abandon alpha [CLOSED]",
+        "breaks alpha own -> ",
+        "end -> alone failed",
+    ],
+    "no gradient after the early part": [
+        *EARLY,
+        "boundary",
+        "cannot_stage -> abandon alpha [EARLY]",
+        "breaks alpha own -> report [HALF]",
+        "end -> half with alpha",
+    ],
+    # rounds in which nothing can come
+    "nobody is there": ["live", "open", "boundary ->  [CLOSED]", "end -> alone nobody"],
+    "nobody trains": ["live alpha:paused gamma:done", "open", "boundary ->  [CLOSED]", "end -> alone nobody"],
+    "all have refused for this round": ["live alpha", "open", "seek", "refused TOO_FAR 60", "boundary ->  [CLOSED]"],
+    "nobody joins a round that ended for lack of hope": [
+        "live",
+        "open",
+        "boundary",
+        "offer_from gamma -> refuse gamma BETWEEN_ROUNDS",
+    ],
+    "hope at the boundary ends after a last look": [
+        "live alpha",
+        "open",
+        "boundary",
+        "is_over 10 -> no",
+        f"at {LAST_LOOK_S + 0.1}",
+        "is_over 10 -> yes",
+    ],
+    "a closing round is patient": [
+        "live alpha",
+        "open 30",
+        "seek",
+        "refused TAKEN 20",
+        "boundary [SEEKING]",
+        "at 15",
+        "is_over 30 -> no",
+        "at 31",
+        "is_over 30 -> yes",
+    ],
+    "a closing round prefers peers other than the last partner": [
+        *EARLY,
+        "boundary",
+        "late alpha",
+        "end -> swapped with alpha",
+        "live alpha gamma",
+        "open 30",
+        "seek -> ask gamma",
+        "refused TAKEN 20",
+        "seek -> wait",
+    ],
+    "a peer that leaves waits for nobody": [*EARLY, "boundary", "is_over 10 -> no", "hurry", "is_over 10 -> yes"],
+    "a round whose outcome nobody took ends with the next opening": [
+        *PAIRED,
+        "open -> abandon alpha [SEEKING]",
+        "breaks alpha ->  [SEEKING]",
+    ],
+    "a half round whose outcome nobody took leaves no late part": [
+        *EARLY,
+        "open -> abandon alpha [SEEKING]",
+        "late alpha",
+        "correction 9 -> none",
+    ],
+    "a stop abandons both swaps": [
+        *EARLY,
+        "train 10",
+        "boundary",
+        "end",
+        "live gamma",
+        "open",
+        "train 4",
+        "seek",
+        "accepted -> swap with gamma",
+        "stop -> abandon alpha, abandon gamma [CLOSED]",
+        "seek -> nothing",
+    ],
+}
+
+
+@pytest.mark.parametrize("steps", TABLE.values(), ids=TABLE)
+def test_a_row(steps: list[str]) -> None:
+    bench = Bench()
+    for step in steps:
+        bench.step(step)
+
+
+def test_every_event_has_a_row() -> None:
+    """Methods of RoundState that change it are events, and each is met in the table by what the bench calls."""
+    used = {step.split()[0] for steps in TABLE.values() for step in steps}
+    called = "".join(inspect.getsource(getattr(Bench, name)) for name in used | {"_answered", "_word"})
+    events = [name for name in vars(RoundState) if not name.startswith("_") and callable(getattr(RoundState, name))]
+    queries = {"waits_for_trailing", "is_hopeless", "watches", "offer_dropped"}  # asked by events, but for the last
+    assert not [name for name in events if f"self.state.{name}(" not in called and name not in queries]
+
+
+def test_an_offer_that_the_driver_drops_is_not_out_any_more() -> None:
+    """Its task ended in a mistake of ours; the offers that were held for it are answered."""
+    bench = Bench()
+    for step in ["live alpha", "open", "seek", "offer_from gamma -> "]:
+        bench.step(step)
+    assert bench.asked is not None
+    assert bench.words(bench.state.offer_dropped(bench.asked, 0.0)) == "swap with gamma"
+
+
+def test_taken_says_when_the_next_round_begins() -> None:
+    bench = Bench()
+    for step in [*PAIRED, "train 3"]:
+        bench.step(step)
+    (reply,) = bench.state.offer_came(Incoming(Offer(hello("gamma"), bytes(16), HERE)), bench.now_s)
+    assert isinstance(reply, Reply)
+    assert reply.refuse.retry_after_s == pytest.approx(7 * STEP_S)
+
+
+def test_the_seconds_of_a_boundary_too_far_are_given() -> None:
+    bench = Bench()
+    for step in ["open", "train 5"]:  # 10 s left of a round of 20 s
+        bench.step(step)
+    (reply,) = bench.state.offer_came(Incoming(Offer(hello("gamma"), bytes(16), BOUNDARIES["far"])), bench.now_s)
+    assert isinstance(reply, Reply)
+    assert "78.00 s" in reply.refuse.sentence
+
+
+def test_a_peer_that_stays_unreachable_is_reported_loudly_once() -> None:
+    bench, levels = Bench(), []
+    for step in ["live alpha", "open"]:
+        bench.step(step)
+    for at_s in ("0", "11"):
+        bench.step(f"at {at_s}")
+        bench.step("seek -> ask alpha")
+        assert bench.asked is not None
+        error = Unreachable("it is gone")
+        (report,) = bench.state.offer_answered(bench.asked, error, mine=HERE, now_s=bench.now_s)
+        assert isinstance(report, Report)
+        levels.append(report.level)
+    assert levels[0] > levels[1]
+
+
+# any order
+
+
+class RoundMachine(RuleBasedStateMachine):
+    """What a driver may do to a round, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bench = Bench()
+        self.state = self.bench.state
+        self.bench.open()
+        self.committed: list[str] = []
+
+    @rule(seconds=st.sampled_from([0.0, 0.05, 1.0, 12.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.bench.now_s += seconds
+
+    @rule()
+    def matchmaking_goes_on(self) -> None:
+        self.bench.seek()
+
+    @precondition(lambda self: self.bench.asked is not None)
+    @rule(answer=st.sampled_from(["accepted", "unreachable", "refused BUSY 0.1", "refused TAKEN", "refused CROSSED"]))
+    def an_own_offer_is_answered(self, answer: str) -> None:
+        self.bench.step(answer)
+
+    @rule(peer=st.sampled_from(["alpha", "gamma", "delta"]), boundary=st.sampled_from(["near", "stale"]))
+    def an_offer_comes(self, peer: str, boundary: str) -> None:
+        before = self.state.phase
+        did = self.bench.offer_from(peer, boundary)
+        if did.startswith("swap with"):
+            assert boundary == "near"
+            assert before in (Phase.SEEKING, Phase.OFFERING)
+        elif not did:
+            assert before is Phase.OFFERING, "held for no reason"
+
+    @precondition(lambda self: self.bench.incoming)
+    @rule()
+    def a_hold_expires(self) -> None:
+        for peer in self.bench.incoming:
+            self.bench.hold_expires(peer)
+
+    @precondition(lambda self: self.state.phase is Phase.SWAPPING)
+    @rule()
+    def the_early_part_is_committed(self) -> None:
+        self.bench.early(self.state.partner)
+        self.committed.append(self.state.partner)
+
+    @precondition(lambda self: self.state.phase is Phase.EARLY)
+    @rule()
+    def the_late_part_is_committed(self) -> None:
+        self.bench.late(self.state.partner)
+
+    @precondition(lambda self: self.state.phase in (Phase.SWAPPING, Phase.EARLY))
+    @rule(how=st.sampled_from(["cut", "ended", "corrupt"]))
+    def the_swap_fails(self, how: str) -> None:
+        self.bench.breaks(self.state.partner, how)
+
+    @precondition(lambda self: self.state.trailing is not None)
+    @rule(is_cut=st.booleans())
+    def the_trailing_swap_ends(self, is_cut: bool) -> None:
+        trailing, now_s = self.state.trailing, self.bench.now_s
+        assert trailing is not None
+        if is_cut:
+            self.state.swap_ended(trailing, Unreachable("cut"), now_s)
+        else:
+            self.state.committed(trailing.swap, Part.LATE, now_s)
+        assert self.state.trailing is None
+
+    @rule(how=st.sampled_from(["end", "withdraw"]), is_open=st.booleans())
+    def the_round_ends(self, how: str, is_open: bool) -> None:
+        phase = self.state.phase
+        if how == "end":
+            self.bench.boundary()
+        did = getattr(self.bench, how)()
+        if phase is not Phase.CLOSED:
+            assert did.startswith("alone") == (not self.committed), did
+        self.committed = []
+        assert self.state.phase is Phase.CLOSED
+        assert not self.state._held
+        if is_open:
+            self.bench.open()
+
+    @invariant()
+    def at_most_one_partner_is_committed(self) -> None:
+        assert len(self.committed) <= 1
+        if self.state.has_early_part:
+            assert [self.state.partner] == self.committed
+
+    @invariant()
+    def what_is_out_fits_the_phase(self) -> None:
+        assert (self.state.asked is not None) == (self.state.phase is Phase.OFFERING)
+        assert not self.state._held or self.state.phase is Phase.OFFERING, "a held offer would wait for nothing"
+        if self.state.phase is Phase.SWAPPING or self.state.has_early_part:
+            assert self.state.active is not None
+
+
+TestRoundMachine = RoundMachine.TestCase
+TestRoundMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+# Crossed offers. Each side: its offer goes out (at once, as both are seeking), and two messages reach it: the other's
+# offer, and the answer to its own. An answer exists only after the offer reached the other side. All orders are tried.
+
+
+def crossed(first: str, second: str, order: tuple[tuple[str, str], ...]) -> dict[str, bool]:
+    """Which of the two streams ("first" opened by `first`) stand when the events come in `order`."""
+    benches, other = {first: Bench(first), second: Bench(second)}, {first: second, second: first}
+    for peer, bench in benches.items():
+        bench.others = [other[peer]]
+        bench.open()
+        bench.seek()
+    answers: dict[str, str] = {}
+    for kind, opener in order:
+        acceptor, bench = other[opener], benches[opener]
+        if kind == "offer":
+            answers[opener] = benches[acceptor].offer_from(opener)
+        elif answers[opener].startswith("swap with"):
+            if not bench.accepted():  # overtaken: the opener closes its stream, and the acceptor loses its swap
+                benches[acceptor].breaks(opener)
+                answers[opener] = ""
+        else:
+            bench.refused(answers[opener].rpartition(" ")[2], "0.1")
+    return {opener: answers[opener].startswith("swap with") for opener in (first, second)}
+
+
+@given(ids=st.lists(st.text("abcd", min_size=1, max_size=8), min_size=2, max_size=2, unique=True))
+@settings(max_examples=30, deadline=None)
+def test_of_two_crossed_offers_exactly_one_stream_stands_in_every_order(ids: list[str]) -> None:
+    first, second = ids
+    events = [(kind, peer) for kind in ("offer", "answer") for peer in ids]
+    for order in itertools.permutations(events):
+        if all(order.index(("offer", peer)) < order.index(("answer", peer)) for peer in ids):
+            stands = crossed(first, second, order)
+            assert stands == {first: first > second, second: second > first}, order
