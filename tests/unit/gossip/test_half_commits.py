@@ -20,6 +20,7 @@ from noloco_p2p.testing.specs import FP32, published
 
 SPEC = RunSpec(name="half", codec=FP32, outer=published())
 SHORT = Deadlines(dial_s=1.5, offer_s=1.5, status_s=1.5, progress_s=1.5, farewell_s=0.05)
+WAIT_S = 20.0  # where all Readys of the late part are lost, signs of life go on, and only the boundary ends the wait
 SECTIONS_OF = {
     Part.EARLY: {SectionName.SLOW_WEIGHTS, SectionName.OUTER_MOMENTUM},
     Part.LATE: {SectionName.OUTER_GRADIENT},
@@ -78,7 +79,7 @@ def test_a_part_is_committed_at_most_once_and_the_outcome_says_which(faults: lis
             swarm.peer("a", wrap=wrap, wrap_accepted=faulty),
             swarm.peer("b", wrap=lambda stream: Listening(stream, swap_ids)),
         ]
-        outcomes = one_round(peers, VECTORS, wait_s=PATIENCE_S)
+        outcomes = one_round(peers, VECTORS, wait_s=WAIT_S)
         for peer, outcome in zip(peers, outcomes, strict=True):
             got = set() if isinstance(outcome, Alone) else set(outcome.received.sections)
             states = [ask(swarm, peer, swap_id) for swap_id in swap_ids]
