@@ -10,7 +10,7 @@ from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, LonelyCause, Outcome, Received
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.metrics import Metrics
-from noloco_p2p.train.gating import Verdict
+from noloco_p2p.train.gating import UNSCALED, Clipped, Verdict
 from noloco_p2p.train.outer_state import OuterState
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ class Admission:
         self._state = state
         self._metrics = metrics
         self._loss_check = loss_check
+        self.clipped = Clipped()  # by the last outer step
+        self.scales = UNSCALED  # of the outer gradients in it
 
     def step(self, outcome: Outcome, *, is_closing: bool) -> tuple[Outcome, bool]:
         """The outer step of a round; returns what is left of its outcome, and whether own weights were not finite."""
@@ -72,6 +74,7 @@ class Admission:
     def _apply(self, outcome: Outcome, verdict: Verdict, *, is_closing: bool) -> bool:
         metrics, received = self._metrics, None if isinstance(outcome, Alone) else outcome.received
         clipped = self._state.step(received, scales=verdict.scales, is_closing=is_closing)
+        self.clipped, self.scales = clipped, verdict.scales
         metrics.clipped_gradients += verdict.scales.partner < 1
         metrics.clipped_offsets += clipped.num_clipped
         metrics.gated_offsets += clipped.num_pieces

@@ -218,7 +218,7 @@ def test_with_tokens_weighed_the_gradients_count_by_their_steps(tmp_path: Path) 
         peers = [swarm.peer(name, run_folder=tmp_path / name) for name in "ab"]
         outers = [NoLoCo(model, peer, save_every_rounds=0) for model, peer in zip(models, peers, strict=True)]
         for outer, steps in zip(outers, (3, 1), strict=True):
-            outer._length.resume(steps)
+            outer._rounds.length.resume(steps)
         results: list[RoundResult] = []
         together(
             *(
