@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 import random
 import re
 from typing import Any
@@ -155,6 +156,9 @@ class Bench:
     def peer_is(self, state: str) -> None:
         self.state.peer_state = state
 
+    def was_refused_as_stale(self) -> str:
+        return "yes" if self.state.was_refused_as_stale else "no"
+
     def hurry(self) -> None:
         self.state.is_leaving = True
 
@@ -249,8 +253,8 @@ class Bench:
                 words = f"swapped with {received.partner}"
             case Half(received):
                 words = f"half with {received.partner}"
-            case Alone(_, cause):
-                words = f"alone {cause}"
+            case Alone(_, cause, link):
+                words = f"alone {cause}{' measured' if link else ''}"
         return ", ".join(filter(None, [words, self.words(actions)]))
 
     def correction(self, before: str) -> str:
@@ -297,6 +301,8 @@ an unreachable peer is reported, and left alone for a while
     live alpha; open; seek -> ask alpha; unreachable -> report [SEEKING]; seek -> wait
 a peer of another model is compared
     live alpha; open; seek -> ask alpha; refused OTHER_MODEL -> report, compare with alpha; end -> alone refused
+a refusal for its place in the run is remembered
+    live alpha; open; seek; was_refused_as_stale -> no; refused STALE; was_refused_as_stale -> yes
 an acceptance with another model is none
     live alpha; open; seek; accepted_with_another_model -> report, compare with alpha [SEEKING]
 an acceptance by another peer is none
@@ -370,7 +376,7 @@ the early part comes before the boundary
 the early part comes after the boundary
     PAIRED; boundary [SWAPPING]; early alpha [EARLY]; late alpha [DONE]
 the early part never comes
-    PAIRED; boundary; is_over 10 -> no; end -> alone slow, abandon alpha [CLOSED]
+    PAIRED; boundary; is_over 10 -> no; end -> alone slow measured, abandon alpha [CLOSED]
 the round has all it can get
     EARLY; boundary; late alpha; is_over 10 -> yes
 what cannot come in time is not waited for
@@ -412,7 +418,7 @@ withdraw without a partner
 withdraw with an offer out
     live alpha; open; seek; withdraw -> alone no_answer; accepted -> nothing [CLOSED]
 withdraw while the early part travels
-    PAIRED; withdraw -> alone slow, abandon alpha [CLOSED]
+    PAIRED; withdraw -> alone slow measured, abandon alpha [CLOSED]
 withdraw with an early part
     EARLY; withdraw -> half with alpha, abandon alpha [CLOSED]
 withdraw after the late part failed
@@ -430,13 +436,13 @@ withdraw between rounds
 a swap fails before its early part: another partner is sought
     PAIRED; breaks alpha -> report [SEEKING]; live alpha gamma; seek -> ask gamma; accepted -> swap with gamma
 a swap fails before its early part, and nobody else is found
-    PAIRED; breaks alpha -> report; boundary; end -> alone failed
+    PAIRED; breaks alpha -> report; boundary; end -> alone failed measured
 a partner whose boundary came first may be asked again soon
     PAIRED; breaks alpha ended -> report [SEEKING]; seek -> wait; at 1; seek -> ask alpha
 a swap fails after its early part
     EARLY; breaks alpha -> report [HALF]; boundary; is_over 10 -> yes; end -> half with alpha
 a swap fails after its round
-    PAIRED; boundary; end -> alone slow, abandon alpha; breaks alpha -> nothing
+    PAIRED; boundary; end -> alone slow measured, abandon alpha; breaks alpha -> nothing
 a partner that sends what no honest peer sends
     PAIRED; breaks alpha corrupt -> report, strike alpha
 own vectors that cannot be sent are no fault of the partner
@@ -543,19 +549,69 @@ def test_the_seconds_of_a_boundary_too_far_are_given() -> None:
     assert "78.00 s" in reply.refuse.sentence
 
 
+def steps(*texts: str) -> Bench:
+    bench = Bench()
+    for text in texts:
+        for step in text.split("; "):
+            bench.step(step)
+    return bench
+
+
 def test_a_peer_that_stays_unreachable_is_reported_loudly_once() -> None:
-    bench, levels = Bench(), []
-    for step in ["live alpha", "open"]:
-        bench.step(step)
-    for at_s in ("0", "11"):
+    """Until a swap with it has begun."""
+    bench, levels = steps("live alpha; open"), []
+    for at_s in (0, 11, 22):
         bench.step(f"at {at_s}")
+        if at_s == 22:
+            bench.step("offer_from alpha -> swap with alpha")
+            bench.step("breaks alpha")
+            bench.step("at 33")
         bench.step("seek -> ask alpha")
         assert bench.asked is not None
         error = Unreachable("it is gone")
         (report,) = bench.state.offer_answered(bench.asked, error, mine=HERE, now_s=bench.now_s)
         assert isinstance(report, Report)
         levels.append(report.level)
-    assert levels[0] > levels[1]
+    assert levels == [logging.WARNING, logging.DEBUG, logging.WARNING]
+
+
+def test_the_last_partner_is_drawn_only_when_nobody_else_is_here() -> None:
+    bench = steps("live alpha; open; seek; accepted; early alpha; boundary; late alpha; end; live alpha gamma")
+    for _ in range(20):
+        bench.step("open")
+        bench.step("seek -> ask gamma")
+        bench.step("boundary")
+        bench.step("end")
+
+
+def test_a_peer_that_was_turned_away_is_asked_first_in_the_next_round() -> None:
+    """It came for this round, whose end is before its own."""
+    theirs = Boundary(0, 19.0, 20.0, 0.0)
+    for _ in range(20):
+        bench = steps("live alpha gamma delta epsilon; open; train 1; offer_from alpha; early alpha; train 2")
+        (reply,) = bench.state.offer_came(Incoming(Offer(hello("delta"), bytes(16), theirs)), bench.now_s)
+        assert isinstance(reply, Reply)
+        for step in ("boundary", "end", "forget", "open", "seek -> ask delta"):
+            bench.step(step)
+
+
+def test_a_swap_tells_the_lateness_of_the_partner_from_the_transfer() -> None:
+    bench = steps("live alpha; open; at 1; seek; accepted; at 5; early alpha; at 10; boundary; at 13")
+    bench.swaps["alpha"].swap.partner_staged_s = 12.0
+    bench.step("late alpha")
+    bench.step("at 14")
+    outcome, _ = bench.state.end(bench.now_s)
+    assert isinstance(outcome, Swapped)
+    received = outcome.received
+    assert (received.seconds, received.lateness_s, received.transfer_s) == (13.0, 2.0, 1.0)
+
+
+@pytest.mark.parametrize("how", ["breaks alpha", "withdraw"])
+def test_an_early_part_that_did_not_come_is_a_measurement_of_the_link(how: str) -> None:
+    bench = steps("live alpha; open; seek; accepted; at 10; moved alpha 50")
+    assert bench.state.goodput.seconds_for(100) is None
+    bench.step(how)
+    assert bench.state.goodput.seconds_for(100) == pytest.approx(2 * 100 * 10 / 50)
 
 
 # any order
