@@ -96,12 +96,12 @@ class FakeSwap:
 class Bench:
     """Feeds one RoundState; each event returns its actions in words."""
 
-    def __init__(self, own_id: str = "beta") -> None:
+    def __init__(self, own_id: str = "beta", *, seed: int = 0) -> None:
         self.now_s = 0.0
         self.others = ["alpha", "gamma"]
         self.pace = Pace(STEPS)
         self.state = RoundState(
-            hello=lambda: hello(own_id), live=self._live, pace=self.pace, pairing=Pairing(random.Random(0))
+            hello=lambda: hello(own_id), live=self._live, pace=self.pace, pairing=Pairing(random.Random(seed))
         )
         self.rounds = 0
         self.asked: Ask | None = None
@@ -549,11 +549,10 @@ def test_the_seconds_of_a_boundary_too_far_are_given() -> None:
     assert "78.00 s" in reply.refuse.sentence
 
 
-def steps(*texts: str) -> Bench:
-    bench = Bench()
-    for text in texts:
-        for step in text.split("; "):
-            bench.step(step)
+def steps(text: str, *, seed: int = 0) -> Bench:
+    bench = Bench(seed=seed)
+    for step in text.split("; "):
+        bench.step(step)
     return bench
 
 
@@ -587,8 +586,9 @@ def test_the_last_partner_is_drawn_only_when_nobody_else_is_here() -> None:
 def test_a_peer_that_was_turned_away_is_asked_first_in_the_next_round() -> None:
     """It came for this round, whose end is before its own."""
     theirs = Boundary(0, 19.0, 20.0, 0.0)
-    for _ in range(20):
-        bench = steps("live alpha gamma delta epsilon; open; train 1; offer_from alpha; early alpha; train 2")
+    text = "live alpha gamma delta epsilon; open; train 1; offer_from alpha; early alpha; train 2"
+    for seed in range(20):
+        bench = steps(text, seed=seed)
         (reply,) = bench.state.offer_came(Incoming(Offer(hello("delta"), bytes(16), theirs)), bench.now_s)
         assert isinstance(reply, Reply)
         for step in ("boundary", "end", "forget", "open", "seek -> ask delta"):
