@@ -18,15 +18,13 @@ import torch
 import uvloop
 
 from noloco_p2p.codec import chunk_bounds
-from noloco_p2p.gossip.donor import StateServer
-from noloco_p2p.gossip.exchange import Exchange
+from noloco_p2p.gossip.exchange import ThreadedExchange
 from noloco_p2p.gossip.frames import Hello, SectionName
 from noloco_p2p.gossip.outcome import Correction
-from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.round_driver import RoundDriver
 from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_stack import build_round_stack
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import LANES, GrpcTransport
 from noloco_p2p.net.climb import LanePolicy
@@ -72,11 +70,11 @@ class BarePeer:
         self.session = session
         self.name, self.spec, self.num_elements = name, spec, num_elements
         self.loop = start_loop()
-        self.pace = Pace(spec.outer.first_inner_steps)
         self.directory = Told()
         self.transport = GrpcTransport(self._hello, lanes=lanes, session=session)
         self.driver, self.server = self.on_loop(self._build(host))
-        self.exchange = Exchange(spec=spec, loop=self.loop, driver=self.driver, pace=self.pace)
+        self.pace = self.driver.pace
+        self.exchange = ThreadedExchange(spec, self.driver, self.loop)
         own = torch.Generator().manual_seed(int.from_bytes(name.encode(), "little"))
         self.slow_weights = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
         self.slow_weights.add_(torch.randn(num_elements, generator=own), alpha=1e-3)
@@ -119,19 +117,17 @@ class BarePeer:
         return Hello(peer_id, self.spec.name, self.spec.digest())
 
     async def _build(self, host: str) -> tuple[RoundDriver, GrpcServer]:
-        driver = RoundDriver(
+        stack = build_round_stack(
+            self.spec,
             hello=self._hello,
             transport=self.transport,
             directory=self.directory,
-            pace=self.pace,
             executor=ThreadPoolExecutor(1),
             rng=random.Random(self.name),
         )
-        states = StateServer(self.spec)
-        service = PeerService(driver=driver, states=states, status=lambda: (self._hello(), "training", 0, 0.0))
-        server = GrpcServer(service, session=self.session)
+        server = GrpcServer(stack.service, session=self.session)
         await server.start(host, 0)
-        return driver, server
+        return stack.driver, server
 
 
 class Side(BarePeer):

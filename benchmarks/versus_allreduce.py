@@ -48,7 +48,7 @@ from netlab import DEVICE, LabError, NetLab, enter, home
 from pair import PATIENCE_S, BarePeer
 
 from noloco_p2p.codec import chunk_bounds
-from noloco_p2p.gossip.exchange import Exchange
+from noloco_p2p.gossip.exchange import ThreadedExchange
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, Half
 from noloco_p2p.gossip.seams import Candidate
@@ -324,9 +324,9 @@ class Peer:
     def stop(self) -> None:
         self._peer.stop()
 
-    def _exchange(self, *, momentum: bool) -> Exchange:
+    def _exchange(self, *, momentum: bool) -> ThreadedExchange:
         spec = self._peer.spec.with_changes({"outer.alpha": 0.5 if momentum else 0.0})
-        return Exchange(spec=spec, loop=self._peer.loop, driver=self._peer.driver, pace=self._peer.pace)
+        return ThreadedExchange(spec, self._peer.driver, self._peer.loop)
 
     def _turns(self, partners: Sequence[int], *, by_turns: bool) -> tuple[int, int]:
         """How often to meet before and after the own boundary, once the line has rested."""

@@ -47,7 +47,7 @@ class ActiveSwap:
     partner: str
     round: int
     total_steps: int
-    mine: Boundary  # as the partner was told
+    mine: Boundary  # as sent to the partner
     theirs: Boundary
     swap: SwapHandle
     began_s: float

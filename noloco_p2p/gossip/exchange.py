@@ -1,6 +1,8 @@
-"""Where the training thread and the network thread meet: four calls a round, and nothing a partner does raises here.
+"""How training takes part in rounds: four calls a round, and nothing a partner does raises here.
 
 open(state)  ->  inner steps, polling late()  ->  stage(gradient)  ->  poll() or collect()  ->  apply  ->  open(...)
+
+`LoopExchange` is for training on the event loop of the network, `ThreadedExchange` for training on another thread.
 """
 
 from __future__ import annotations
@@ -9,9 +11,8 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from torch import Tensor
 
@@ -32,17 +33,11 @@ SILENT = Alone("the network thread does not answer")
 NETWORK_ANSWER_S = 5.0  # what the network thread may take to answer, beyond the wait that was asked for
 
 
-class Exchange:
-    """The training thread's side. No method raises for a fault of a partner, and none blocks past its deadline."""
+class Exchange(Protocol):
+    """What a round needs of the network. No method waits for a partner, and none raises for a fault of one."""
 
-    owner: object = None  # who trains by it; another one may take it over
-
-    def __init__(self, *, spec: RunSpec, loop: asyncio.AbstractEventLoop, driver: RoundDriver, pace: Pace) -> None:
-        self.pace = pace
-        self._spec = spec
-        self._loop = loop
-        self._driver = driver
-        self._plans: tuple[SectionPlan, ...] = ()
+    @property
+    def pace(self) -> Pace: ...
 
     def open(
         self,
@@ -60,21 +55,10 @@ class Exchange:
         `steps_done`: inner steps of it that were taken before a restart. `inner_steps`: its length; None = as long as
         the last one. `shortest_round_s`: that this peer can keep up with, for others to know. `patience_s`: of a
         closing round, see `Opening`. `state`: slow weights, and momentum where it is swapped, flat fp32 vectors on the
-        CPU that do not change until `collect` returns, but for a correction that `late` gave. Sections are coded from
+        CPU that do not change until the round ends, but for a correction that `late` gave. Sections are coded from
         them as they are sent. Returns at once.
         """
-        self._plans = section_plans(
-            self._spec.codec,
-            swap_momentum=self._spec.outer.sends_momentum,
-            num_elements=state[SectionName.SLOW_WEIGHTS].numel(),
-        )
-        self.pace.open_round(
-            time.monotonic(), steps_done=steps_done, inner_steps=inner_steps, shortest_round_s=shortest_round_s
-        )
-        spec = self._spec
-        total_steps, longest_round = spec.train.total_steps, spec.outer.longest_round
-        opening = Opening(round_index, progress, total_steps, longest_round, state, patience_s)
-        self._ask(lambda: self._driver.open(opening, self._plans), None)
+        ...
 
     def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
         """At the boundary: code the outer gradient chunk by chunk where it lies, and hand it over.
@@ -82,6 +66,72 @@ class Exchange:
         `chunks()` yields it in order; it is not called when no partner can be had in this round. A gradient that is not
         finite is not sent: the swap stays half.
         """
+        ...
+
+    def poll(self, *, wait_s: float) -> Outcome | None:
+        """After `stage`: the outcome, which ends the round, once nothing more can come within `wait_s` from now.
+
+        None = ask again, with less of `wait_s` left. With 0 it always ends the round.
+        """
+        ...
+
+    def withdraw(self) -> Outcome:
+        """End the round before its boundary, as `poll` does at it; what is not committed by now never will be."""
+        ...
+
+    def late(self, round_index: int) -> Correction | None:
+        """A late part of a round before `round_index` that arrived after its boundary; costs nothing to ask.
+
+        None while slow weights and momentum travel, as they must not change then. Call `corrected` when it is applied.
+        """
+        ...
+
+    def corrected(self) -> None:
+        """The correction that `late` gave is in the vectors: they may be sent again."""
+        ...
+
+    def forget(self) -> None:
+        """Between rounds: the vectors were replaced. What still comes for those before is not applied any more."""
+        ...
+
+
+class LoopExchange:
+    """An `Exchange` whose caller runs on the event loop of `driver`."""
+
+    def __init__(self, spec: RunSpec, driver: RoundDriver) -> None:
+        self._spec = spec
+        self._driver = driver
+        self._plans: tuple[SectionPlan, ...] = ()
+
+    @property
+    def pace(self) -> Pace:
+        return self._driver.pace
+
+    def open(
+        self,
+        round_index: int,
+        *,
+        progress: float,
+        state: dict[SectionName, Tensor],
+        steps_done: int = 0,
+        inner_steps: int | None = None,
+        shortest_round_s: float | None = None,
+        patience_s: float = 0.0,
+    ) -> None:
+        spec = self._spec
+        self._plans = plans = section_plans(
+            spec.codec,
+            swap_momentum=spec.outer.sends_momentum,
+            num_elements=state[SectionName.SLOW_WEIGHTS].numel(),
+        )
+        self.pace.open_round(
+            self._driver.now_s(), steps_done=steps_done, inner_steps=inner_steps, shortest_round_s=shortest_round_s
+        )
+        total_steps, longest_round = spec.train.total_steps, spec.outer.longest_round
+        opening = Opening(round_index, progress, total_steps, longest_round, state, patience_s)
+        self._ask(lambda: self._driver.open(opening, plans), None)
+
+    def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
         if not self._ask(self._driver.reach_boundary, False):
             return
         plan = self._plans[-1]
@@ -94,34 +144,39 @@ class Exchange:
             self._tell(self._driver.cannot_stage, str(error))
 
     def poll(self, *, wait_s: float) -> Outcome | None:
-        """After `stage`, without waiting: the outcome, which ends the round, once nothing more can come in `wait_s`.
-
-        None = ask again, with less of `wait_s` left. With 0 it always ends the round.
-        """
         return self._ask(lambda: self._driver.poll(wait_s), SILENT)
+
+    def withdraw(self) -> Outcome:
+        return self._ask(self._driver.withdraw, SILENT)
+
+    def late(self, round_index: int) -> Correction | None:
+        return self._ask(lambda: self._driver.take_correction(round_index), None) if self._driver.corrections else None
+
+    def corrected(self) -> None:
+        self._tell(self._driver.corrected)
+
+    def forget(self) -> None:
+        self._ask(self._driver.forget, None)
+
+    def _tell(self, function: Callable[[*As], None], *arguments: *As) -> None:
+        function(*arguments)
+
+    def _ask(self, function: Callable[[], T], otherwise: T) -> T:
+        return function()
+
+
+class ThreadedExchange(LoopExchange):
+    """The training thread's side. No method blocks past its deadline, whatever becomes of the network thread."""
+
+    owner: object = None  # who trains by it; another one may take it over
+
+    def __init__(self, spec: RunSpec, driver: RoundDriver, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(spec, driver)
+        self._loop = loop
 
     def collect(self, wait_s: float) -> Outcome:
         """`poll`, waiting: blocks while there is a swap, or hope of one, but never longer than `wait_s`."""
         return self._wait_for(self._driver.collect(wait_s), SILENT, wait_s=wait_s)
-
-    def withdraw(self) -> Outcome:
-        """End the round before its boundary, as `collect` does at it; what is not committed by now never will be."""
-        return self._ask(self._driver.withdraw, SILENT)
-
-    def late(self, round_index: int) -> Correction | None:
-        """A late part of a round before `round_index` that arrived after its boundary; costs nothing to ask.
-
-        None while slow weights and momentum travel, as they must not change then. Call `corrected` when it is applied.
-        """
-        return self._ask(lambda: self._driver.take_correction(round_index), None) if self._driver.corrections else None
-
-    def corrected(self) -> None:
-        """The correction that `late` gave is in the vectors: they may be sent again."""
-        self._tell(self._driver.corrected)
-
-    def forget(self) -> None:
-        """Between rounds: the vectors were replaced. What still comes for those before is not applied any more."""
-        self._ask(self._driver.forget, None)
 
     def _tell(self, function: Callable[[*As], None], *arguments: *As) -> None:
         """Call on the network thread, without waiting for it."""

@@ -103,6 +103,7 @@ class RoundDriver:
         on_corrupt: Callable[[str, str], None] = lambda peer_id, reason: None,
     ) -> None:
         self.round = RoundState(hello=hello, live=lambda: directory.live(), pace=pace, pairing=Pairing(rng))
+        self.pace = pace
         self.layout: ModelLayout | None = None  # of the model that trains here, once it is known
         self.faults = Faults()
         self.traffic = Traffic()
@@ -123,6 +124,10 @@ class RoundDriver:
         self._decisions: dict[Incoming, asyncio.Future[Refuse | ActiveSwap]] = {}
         self._bounds: dict[SectionName, Bounds] = {}
         self._ledgers: OrderedDict[bytes, Ledger] = OrderedDict()
+
+    def now_s(self) -> float:
+        """Seconds, by the clock of this driver. For any thread where the clock is."""
+        return self._clock()
 
     @property
     def phase(self) -> Phase:

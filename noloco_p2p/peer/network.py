@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from noloco_p2p.control import ControlServer
 from noloco_p2p.gossip.donor import StateServer
 from noloco_p2p.gossip.round_driver import RoundDriver
-from noloco_p2p.gossip.service import PeerService
+from noloco_p2p.gossip.round_stack import PeerService
 from noloco_p2p.gossip.watch import SwapWatch
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer

@@ -25,14 +25,13 @@ from noloco_p2p.errors import (
     SettingsError,
     TicketError,
 )
-from noloco_p2p.gossip.donor import SavedState, StateServer
-from noloco_p2p.gossip.exchange import Exchange
+from noloco_p2p.gossip.donor import SavedState
+from noloco_p2p.gossip.exchange import ThreadedExchange
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.round_driver import RoundDriver
+from noloco_p2p.gossip.round_stack import build_round_stack
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.gossip.watch import SwapProgress, SwapWatch
 from noloco_p2p.identity import Identity
 from noloco_p2p.invitation import Invitation
@@ -97,7 +96,7 @@ class Peer:
         self.fault: NolocoError | None = None  # why this peer has to leave, when nobody asked it to
         self.pause_requested = threading.Event()  # look after each inner step
         self.spec: RunSpec
-        self.exchange: Exchange
+        self.exchange: ThreadedExchange
         self._target = target
         # Name and digest of the run: known before the spec is, when it comes from the swarm.
         self._run = (
@@ -354,19 +353,18 @@ class Peer:
             )
         if self.spec.run_key != (self._invitation.run_key if self._invitation else ""):
             raise TicketError("the run is private, and the ticket holds no invitation to it: ask for a new ticket")
-        pace = Pace(self.spec.outer.first_inner_steps)
-        driver = RoundDriver(
+        stack = build_round_stack(
+            self.spec,
             hello=self._account.hello,
             transport=transport,
             directory=outside,
-            pace=pace,
             executor=self._executor,
             rng=random.SystemRandom(),  # ids of swaps must not be guessed
+            status=self._account.standing,
             on_corrupt=self.bans.strike,
         )
-        self.exchange = Exchange(spec=self.spec, loop=asyncio.get_running_loop(), driver=driver, pace=pace)
-        states = StateServer(self.spec)
-        service = PeerService(driver=driver, states=states, status=self._account.standing)
+        driver, service = stack.driver, stack.service
+        self.exchange = ThreadedExchange(self.spec, driver, asyncio.get_running_loop())
         server = GrpcServer(service, limits, session=self._session, why_banned=self.bans.why)
         await ports.try_both(ports.grpc, lambda port: server.start(self.settings.listen_host, port))
         control = ControlServer(self.settings.state_dir, verbs(self))
@@ -376,7 +374,7 @@ class Peer:
             directory,
             transport,
             driver,
-            states,
+            stack.states,
             service,
             server,
             control,

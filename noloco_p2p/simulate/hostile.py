@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import Chunk, SectionName
-from noloco_p2p.gossip.outcome import Alone, Outcome, Received
-from noloco_p2p.simulate.replica import Replica
+from noloco_p2p.gossip.outcome import Alone, Outcome
+from noloco_p2p.simulate.replica import Around, Replica
 from noloco_p2p.testing.faults import At, FaultPlan, NotFinite
 from noloco_p2p.testing.memory import Wrap, unchanged
 
@@ -45,20 +47,28 @@ class HostileReplica(Replica):
     """Trains alone, and gives its partners what `attack` makes of its vectors."""
 
     def attack_with(self, attack: Attack, *, seed: int) -> None:
+        self._exchange = Lying(self._exchange, attack, seed=seed)
+
+
+class Lying(Around):
+    """Alters what is sent, and takes nothing."""
+
+    def __init__(self, inner: Exchange, attack: Attack, *, seed: int) -> None:
+        super().__init__(inner)
         self._attack = attack
         self._noise = torch.Generator().manual_seed(seed)
         self._first: dict[str, Tensor] = {}
 
-    def _sent_state(self) -> dict[SectionName, Tensor]:
-        return {name: self._altered(name.name, vector, 0) for name, vector in super()._sent_state().items()}
+    def open(self, round_index: int, *, state: dict[SectionName, Tensor], **options: Any) -> None:
+        altered = {name: self._altered(name.name, vector, 0) for name, vector in state.items()}
+        super().open(round_index, state=altered, **options)
 
-    def _sent_gradient(self) -> Iterator[Tensor]:
-        for index, chunk in enumerate(super()._sent_gradient()):
-            yield self._altered(f"gradient {index}", chunk, 1)
+    def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
+        super().stage(lambda: (self._altered(f"gradient {i}", chunk, 1) for i, chunk in enumerate(chunks())))
 
-    def _apply(self, outcome: Outcome, *, is_closing: bool = False) -> Received | None:
-        """What it is given does not change it."""
-        return super()._apply(Alone("an attacker takes nothing"), is_closing=is_closing)
+    def poll(self, *, wait_s: float) -> Outcome | None:
+        outcome = super().poll(wait_s=wait_s)
+        return Alone("an attacker takes nothing") if outcome else None
 
     def _altered(self, name: str, vector: Tensor, part: int) -> Tensor:
         match self._attack:

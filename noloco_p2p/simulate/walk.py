@@ -1,4 +1,4 @@
-"""Peers that walk through rounds without a model: the production driver and swap with short vectors, virtual time.
+"""Peers that walk through rounds without a model: the rounds and swaps of real peers with short vectors, virtual time.
 
 Training takes time and no work, so a thousand peers fit in one process. A vector changes by swaps alone (plain
 averaging), which shows how fast the pairs that come about mix the swarm.
@@ -14,21 +14,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from noloco_p2p.gossip.donor import StateServer
+from noloco_p2p.gossip.exchange import LoopExchange
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, SectionName
-from noloco_p2p.gossip.outcome import Alone
-from noloco_p2p.gossip.pace import Pace
-from noloco_p2p.gossip.round_driver import RoundDriver
-from noloco_p2p.gossip.round_events import Opening
+from noloco_p2p.gossip.outcome import Alone, Correction, Outcome
+from noloco_p2p.gossip.round_stack import build_round_stack
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream
-from noloco_p2p.gossip.sections import section_plans
-from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.simulate.clock import InlineExecutor, run_virtual
 from noloco_p2p.simulate.network import Link, LinkNetwork, LinkTransport
-from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
+from noloco_p2p.simulate.replica import now_s
+from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec, TrainSpec
 from noloco_p2p.swarm.buckets import Bucket, Draw, best_depth, bucket_of
 from noloco_p2p.testing.link_proxy import LinkProfile
 from noloco_p2p.testing.memory import MemoryDirectory
+from noloco_p2p.train.rounds import Rounds
 
 LINE = LinkProfile("line", down_mbit_s=float("inf"), up_mbit_s=float("inf"), delay_ms=20, jitter_ms=5)
 NUM_ELEMENTS = 64
@@ -93,8 +91,9 @@ class _Walkers:
         self.rounds: list[Walked] = []
         self.spec = RunSpec(
             name="walk",
-            outer=OuterSpec(inner_steps=plan.inner_steps, max_wait_s=plan.max_wait_s),
+            outer=OuterSpec(inner_steps=plan.inner_steps, max_wait_s=plan.max_wait_s, swap_momentum=False),
             codec=CodecSpec(slow_weights="fp32", outer_gradient="fp32"),
+            train=TrainSpec(total_steps=plan.num_rounds * plan.inner_steps, warmup_steps=0),
         )
         names = [f"walker-{plan.seed}-{number}" for number in range(plan.num_peers)]
         depth = best_depth(plan.num_peers)
@@ -127,64 +126,66 @@ class _Walker:
         self.rng = random.Random(f"walk/{plan.seed}/{name}")
         self.step_s = plan.step_s / plan.speeds[number % len(plan.speeds)]
         self.walkers = walkers
-        self.pace = Pace(plan.inner_steps)
         self.hello = Hello(name, walkers.spec.name, walkers.spec.digest(), layout="walk")
-        self.plans = section_plans(walkers.spec.codec, swap_momentum=False, num_elements=NUM_ELEMENTS)
         self.transport = _CountingTransport(LinkTransport(walkers.network, lambda: self.hello))
-        self.driver = RoundDriver(
+        stack = build_round_stack(
+            walkers.spec,
             hello=lambda: self.hello,
             transport=self.transport,
             directory=_directory(walkers, name),
-            pace=self.pace,
             executor=InlineExecutor(),
             rng=random.Random(f"pairing/{plan.seed}/{name}"),
-            clock=lambda: asyncio.get_running_loop().time(),
+            clock=now_s,
         )
-        service = PeerService(
-            driver=self.driver,
-            states=StateServer(walkers.spec),
-            status=lambda: (self.hello, self.driver.peer_state, 0, 0.0),
-        )
+        self.driver = stack.driver
+        exchange = LoopExchange(walkers.spec, self.driver)
+        self.rounds = Rounds(walkers.spec, exchange, self, self, follows_caller=True, clock=now_s)
         walkers.network.links[name] = Link.of(LINE, seed=number)
-        walkers.network.add(name, service)
+        walkers.network.add(name, stack.service)
 
     async def run(self, seconds: float) -> None:
         """Whole rounds until the time is over."""
-        loop, plan = asyncio.get_running_loop(), self.walkers.plan
+        plan = self.walkers.plan
         if not plan.is_in_step:
             await asyncio.sleep(self.rng.uniform(0.0, plan.inner_steps * self.step_s))
-        index = 0
-        while loop.time() < seconds:
-            await self._round(index)
-            index += 1
+        while now_s() < seconds:
+            await self._round()
 
-    async def _round(self, index: int) -> None:
-        loop, plan = asyncio.get_running_loop(), self.walkers.plan
+    async def _round(self) -> None:
         self.transport.num_offers = 0
-        self.pace.open_round(loop.time())
-        state = {SectionName.SLOW_WEIGHTS: self.vector}
-        self.driver.open(Opening(index, 0.0, plan.num_rounds * plan.inner_steps, plan.inner_steps, state), self.plans)
-        for _ in range(plan.inner_steps):
+        self.rounds.open()
+        is_at_boundary = False
+        while not is_at_boundary:
             await asyncio.sleep(self.step_s * self.rng.uniform(0.98, 1.02))
-            self.pace.step(loop.time())
-            await self._late(index)
-        if self.driver.reach_boundary():
-            self.driver.stage(self.plans[-1].codec.encode(torch.zeros(NUM_ELEMENTS)))
-        outcome = await self.driver.collect(plan.max_wait_s)
-        await self._late(index + 1)
+            is_at_boundary = self.rounds.step_taken()
+        self.rounds.reach_boundary()
+        while True:
+            await self.driver.wait_until_over(self.rounds.wait_left_s)
+            if end := self.rounds.poll():
+                break
         partner, partner_round, reason = "", 0, ""
-        if isinstance(outcome, Alone):
-            reason = outcome.reason
+        if isinstance(end.outcome, Alone):
+            reason = end.outcome.reason
         else:
-            received = outcome.received
-            partner, partner_round = received.partner, received.partner_round
-            self.vector = self.vector + received.sections[SectionName.SLOW_WEIGHTS].half_difference(0)
+            partner, partner_round = end.outcome.received.partner, end.outcome.received.partner_round
         offers = self.transport.num_offers
-        self.walkers.rounds.append(Walked(self.name, index, partner, partner_round, offers, reason))
+        self.walkers.rounds.append(Walked(self.name, end.round, partner, partner_round, offers, reason))
 
-    async def _late(self, index: int) -> None:
-        if self.driver.take_correction(index):
-            self.driver.corrected()
+    # what its rounds send, and what they do: plain averaging
+
+    def sections(self) -> dict[SectionName, Tensor]:
+        return {SectionName.SLOW_WEIGHTS: self.vector}
+
+    def outer_gradient(self) -> list[Tensor]:
+        return [torch.zeros(NUM_ELEMENTS)]
+
+    def step(self, outcome: Outcome, *, is_closing: bool) -> tuple[Outcome, bool]:
+        if not isinstance(outcome, Alone):
+            self.vector = self.vector + outcome.received.sections[SectionName.SLOW_WEIGHTS].half_difference(0)
+        return outcome, False
+
+    def correct(self, correction: Correction) -> None:
+        """Gradients are zero."""
 
 
 class _CountingTransport:

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.donor import SavedState, StateServer
-from noloco_p2p.gossip.exchange import Exchange
+from noloco_p2p.gossip.exchange import ThreadedExchange
 from noloco_p2p.gossip.frames import PROTOCOL_VERSION, Hello, StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.round_driver import RoundDriver
+from noloco_p2p.gossip.round_stack import PeerService, build_round_stack
 from noloco_p2p.gossip.seams import Directory, Transport
-from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport, Wrap, unchanged
@@ -111,7 +110,6 @@ class MemorySwarm:
         self, peer_id: str, spec: RunSpec, run_folder: Path, protocol_version: str, wrap: Wrap, wrap_accepted: Wrap
     ) -> MemoryPeer:
         executor = ThreadPoolExecutor(1)
-        pace = Pace(spec.outer.first_inner_steps)
         made: list[MemoryPeer] = []
 
         def hello() -> Hello:
@@ -119,29 +117,26 @@ class MemorySwarm:
             return Hello(peer_id, spec.name, spec.digest(), protocol_version=protocol_version, layout=layout)
 
         transport, directory = self._outside(peer_id, hello, wrap)
-        driver = RoundDriver(
+        stack = build_round_stack(
+            spec,
             hello=hello,
             transport=transport,
             directory=directory,
-            pace=pace,
             executor=executor,
             rng=random.Random(peer_id),
             deadlines=self.deadlines,
         )
-        exchange = Exchange(spec=spec, loop=self.loop, driver=driver, pace=pace)
-        states = StateServer(spec)
         peer = MemoryPeer(
             peer_id,
             spec=spec,
             run_folder=run_folder,
-            driver=driver,
-            exchange=exchange,
-            states=states,
+            driver=stack.driver,
+            exchange=ThreadedExchange(spec, stack.driver, self.loop),
+            states=stack.states,
             executor=executor,
         )
         made.append(peer)
-        service = PeerService(driver=driver, states=states, status=lambda: (hello(), driver.peer_state, 0, 0.0))
-        await self._connect(peer_id, service, wrap_accepted)
+        await self._connect(peer_id, stack.service, wrap_accepted)
         return peer
 
     async def _stop(self) -> None:
@@ -162,7 +157,7 @@ class MemoryPeer:
         spec: RunSpec,
         run_folder: Path,
         driver: RoundDriver,
-        exchange: Exchange,
+        exchange: ThreadedExchange,
         states: StateServer,
         executor: ThreadPoolExecutor,
     ) -> None:

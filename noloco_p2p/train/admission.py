@@ -10,7 +10,7 @@ from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, LonelyCause, Outcome, Received
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.metrics import Metrics
-from noloco_p2p.train.gating import Verdict
+from noloco_p2p.train.gating import UNSCALED, Clipped, Verdict
 from noloco_p2p.train.outer_state import OuterState
 
 log = logging.getLogger(__name__)
@@ -30,15 +30,29 @@ class LossCheck:
 
 
 class Admission:
-    """Takes the outer steps of one peer, with what its gates let through, and counts what they did not."""
+    """Takes the outer steps of one peer, with what its gates let through, and counts what they did not.
 
-    def __init__(self, state: OuterState, metrics: Metrics, loss_check: LossCheck | None) -> None:
+    on_change: called before slow weights or momentum change.
+    """
+
+    def __init__(
+        self,
+        state: OuterState,
+        metrics: Metrics,
+        loss_check: LossCheck | None,
+        *,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
         self._state = state
+        self._on_change = on_change
         self._metrics = metrics
         self._loss_check = loss_check
+        self.clipped = Clipped()  # by the last outer step
+        self.scales = UNSCALED  # of the outer gradients in it
 
     def step(self, outcome: Outcome, *, is_closing: bool) -> tuple[Outcome, bool]:
         """The outer step of a round; returns what is left of its outcome, and whether own weights were not finite."""
+        self._on_change()
         admitted_outcome, verdict = admitted(outcome, self._state)
         if verdict.refusal:
             self._metrics.refused_gradients += 1
@@ -65,6 +79,7 @@ class Admission:
             what = "the late part of %s was refused: %s | early part kept"
             log.warning(f"round %d | {what}", correction.round, named(correction.partner), verdict.refusal)
             return
+        self._on_change()
         self._state.correct(correction, scales=verdict.scales)
         metrics.clipped_gradients += verdict.scales.partner < 1
         metrics.late += 1
@@ -72,6 +87,7 @@ class Admission:
     def _apply(self, outcome: Outcome, verdict: Verdict, *, is_closing: bool) -> bool:
         metrics, received = self._metrics, None if isinstance(outcome, Alone) else outcome.received
         clipped = self._state.step(received, scales=verdict.scales, is_closing=is_closing)
+        self.clipped, self.scales = clipped, verdict.scales
         metrics.clipped_gradients += verdict.scales.partner < 1
         metrics.clipped_offsets += clipped.num_clipped
         metrics.gated_offsets += clipped.num_pieces

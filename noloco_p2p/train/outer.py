@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,10 @@ from torch import Tensor, nn
 
 from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
 from noloco_p2p.gossip.donor import SavedState
-from noloco_p2p.gossip.exchange import Exchange
+from noloco_p2p.gossip.exchange import ThreadedExchange
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import Alone, Half, LonelyCause, Outcome, Swapped
-from noloco_p2p.gossip.round_length import RoundLength
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.metrics import Metrics
@@ -33,7 +31,8 @@ from noloco_p2p.train import outer_files
 from noloco_p2p.train.admission import Admission, LossCheck
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.train.flat import FlatParameters
-from noloco_p2p.train.outer_state import OuterState, next_progress, progress_after, swap_progress
+from noloco_p2p.train.outer_state import OuterState
+from noloco_p2p.train.rounds import RoundEnd, Rounds
 from noloco_p2p.train.saver import Saver
 
 log = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ class Swarm(Protocol):
     def spec(self) -> RunSpec: ...
 
     @property
-    def exchange(self) -> Exchange: ...
+    def exchange(self) -> ThreadedExchange: ...
 
     @property
     def run_folder(self) -> Path: ...
@@ -84,7 +83,7 @@ class RoundResult:
     round: int  # the round that ended
     outcome: Outcome
     progress: float
-    blocked_s: float  # the training thread waited for the network so long
+    blocked_s: float  # how long the boundary lasted; `step` waits for it
     diverged: bool = False  # own weights were not finite, and went back to those of the round's start
 
 
@@ -104,6 +103,7 @@ class NoLoCo:
     loss_check: None = off.
     resume: a checkpoint that `save` wrote; the model and the place in the round are then as they were.
     parameters: how to read and write the model's parameters, when it is not whole on one device.
+    follows_caller: `progress`, the place in the schedule, is the caller's to set; steps and swaps do not move it.
 
     Slow weights and outer momentum (`OuterState`) are fp32 on the CPU: 8 bytes a parameter.
     """
@@ -118,58 +118,87 @@ class NoLoCo:
         end_at: float = math.inf,
         loss_check: LossCheck | None = None,
         parameters: FlatParameters | None = None,
+        follows_caller: bool = False,
     ) -> None:
         self.spec = peer.spec
-        self.progress = 0.0  # fraction of the run's schedule; the learning rate follows it
-        self.round = 0
         self._peer = peer
         self._exchange = peer.exchange
         self._model = model
         self._state = OuterState(parameters or model, self.spec.outer)
-        self._admission = Admission(self._state, peer.metrics, loss_check)
-        self._steps = 0
-        self._length = RoundLength(self.spec.outer)
+        admission = Admission(self._state, peer.metrics, loss_check, on_change=peer.weights_change)
+        self._rounds = Rounds(self.spec, self._exchange, self._state, admission, follows_caller=follows_caller)
         self._save_every_rounds = save_every_rounds
         self._saver = Saver()
         self._checkpoints = Checkpoints(peer.run_folder / "served", keep=1) if save_every_rounds else None
         self._served_round = -1  # which round's start was written last
         self.entered = False  # took the state of a live peer
         self._end_at = end_at
-        self._is_open = False
-        self._is_closing = False
         self._trainable = _trainable(model) if parameters is None else None  # FSDP puts others there at times
         self._exchange.owner = self
         self._enter(resume)
 
     @property
+    def progress(self) -> float:
+        """Fraction of the run's schedule; the learning rate follows it."""
+        return self._rounds.progress
+
+    @progress.setter
+    def progress(self, progress: float) -> None:
+        self._rounds.progress = progress
+
+    @property
+    def round(self) -> int:
+        """Outer steps of this replica, and of those it descends from."""
+        return self._rounds.round
+
+    @property
     def inner_steps(self) -> int:
-        """Length of the round of now."""
-        return self._length.inner_steps
+        """Length of the current round."""
+        return self._rounds.inner_steps
 
     @property
     def is_between_rounds(self) -> bool:
         """No inner step was taken since the last outer step: the model equals its slow weights."""
-        return self._steps == 0
+        return self._rounds.steps == 0
 
     def step(self) -> RoundResult | None:
         """Call after every optimizer step. Returns what a round brought at its end, None in between. Never raises for
         a fault of another peer; blocks at most `outer.max_wait_s`, and only at the end of a round.
 
-        SettingsError: another NoLoCo was made for this peer. ModelError: other parameters are trained than at first.
+        SettingsError: another NoLoCo was made for this peer, or a boundary is polled. ModelError: other parameters are
+        trained than at first.
+        """
+        if not self.advance():
+            return None
+        return self._ended(self._rounds.finish(self._exchange.collect(self._rounds.wait_left_s)))
+
+    def advance(self) -> bool:
+        """As `step`, without waiting. True = the round is at its boundary: `poll` until it gives the result.
+
+        Until then gradients may be computed, with weights that do not change, and no optimizer step may be taken.
         """
         if self._exchange.owner is not self:
             raise SettingsError(
                 "another NoLoCo was made for this peer, which trains one model: put several into one nn.ModuleDict"
             )
-        if not self._is_open:
+        if self._rounds.is_at_boundary:
+            raise SettingsError("the round is at its boundary: `poll` until it has ended, and take the next step then")
+        if not self._rounds.is_open:
             self._open()
-        self._steps += 1
-        self.progress = next_progress(self.progress, self.spec.train.total_steps)
-        self._exchange.pace.step(time.monotonic())
-        self._apply_late()
-        if self._steps < self.inner_steps:
+        if not self._rounds.step_taken():
+            return False
+        self._rounds.reach_boundary()
+        return True
+
+    def poll(self) -> RoundResult | None:
+        """At a boundary: the result of the round once it is over, within `outer.max_wait_s`; None while it is not.
+
+        The model has taken its outer step when there is a result, and the next round is open. Never waits.
+        """
+        if not self._rounds.is_at_boundary:
             return None
-        return self._end_round(self.spec.outer.max_wait_s)
+        end = self._rounds.poll()
+        return self._ended(end) if end else None
 
     def closing_round(self, *, wait_s: float) -> RoundResult:
         """A round without inner steps, once training is done: this peer and its partner go to the middle between them.
@@ -179,12 +208,9 @@ class NoLoCo:
         partner is met again only where nobody else is alive. The progress of this peer does not change.
         """
         assert self.is_between_rounds, "inner steps were taken since the last outer step"
-        self._is_closing = True
-        try:
-            self._open(patience_s=wait_s)
-            return self._end_round(wait_s)
-        finally:
-            self._is_closing = False
+        self._open(patience_s=wait_s, is_closing=True)
+        self._rounds.reach_boundary(wait_s=wait_s)
+        return self._count(self._rounds.finish(self._exchange.collect(self._rounds.wait_left_s)), is_closing=True)
 
     def withdraw(self) -> RoundResult | None:
         """Before a pause: from now on no partner waits for this peer; the next `step` seeks one again.
@@ -192,14 +218,8 @@ class NoLoCo:
         A round that has a partner ends here, with fewer inner steps and without the outer gradients: its result is
         returned. Any other goes on after the pause.
         """
-        if not self._is_open:
-            return None
-        outcome = self._exchange.withdraw()
-        self._is_open = False
-        if isinstance(outcome, Alone):
-            return None
-        self._apply_late()
-        return self._finish(outcome, blocked_s=0.0)
+        end = self._rounds.withdraw()
+        return self._count(end) if end else None
 
     def save(self, checkpoints: Checkpoints, *, files: dict[str, dict[str, Tensor]], meta: dict[str, Any]) -> Path:
         """Write a checkpoint with the outer state in it, and serve it to newcomers.
@@ -238,7 +258,7 @@ class NoLoCo:
         return {
             "round": self.round,
             "progress": self.progress,
-            "steps": self._steps,
+            "steps": self._rounds.steps,
             "inner_steps": self.inner_steps,
             "layout": self._state.layout,
             "tensors": self._state.parameters.model_layout.as_json().decode(),
@@ -260,7 +280,8 @@ class NoLoCo:
         if resume:
             self._resume(resume)
         elif manifest and target and self._take_fetched(target):
-            self.round, self.progress, self.entered = manifest.round, manifest.progress, True
+            self._rounds.restart(round_index=manifest.round, progress=manifest.progress)
+            self.entered = True
         elif self._checkpoints and (served := self._checkpoints.newest()):
             log.warning("nobody gives the state of the run: this peer goes on from the one that it served last")
             self._resume(served)
@@ -276,7 +297,7 @@ class NoLoCo:
         manifest = self._peer.catch_up(progress=self.progress, inner_steps=self.inner_steps, target=target)
         if manifest and self._take_fetched(target):
             self._exchange.forget()
-            self.round, self.progress, self._steps = manifest.round, manifest.progress, 0
+            self._rounds.restart(round_index=manifest.round, progress=manifest.progress)
             self._peer.metrics.round, self._peer.metrics.progress = self.round, self.progress
             self._peer.metrics.catch_ups += 1
 
@@ -294,33 +315,21 @@ class NoLoCo:
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         place = outer_files.put_back(checkpoint, self._state, self._model)
-        self.round, self.progress, self._steps = place["round"], place["progress"], place["steps"]
+        self._rounds.restart(round_index=place["round"], progress=place["progress"], steps=place["steps"])
         if "inner_steps" in place:  # older ones are of runs with a fixed length
-            self._length.resume(place["inner_steps"])
+            self._rounds.length.resume(place["inner_steps"])
         self._serve(checkpoint.path, place)
 
-    def _open(self, *, patience_s: float = 0.0) -> None:
+    def _open(self, *, patience_s: float = 0.0, is_closing: bool = False) -> None:
         if self._trainable is not None and _trainable(self._model) != self._trainable:
             raise ModelError(
                 "parameters of the model were replaced, frozen or unfrozen since this NoLoCo was made: "
                 "make another one, as it swaps those of then"
             )
         self._catch_up()
-        self._is_open = True
-        if not self._steps:  # a round that was begun before a restart keeps its length
-            pace = self._exchange.pace
-            self._length.next(pace.seconds_per_step, others_s=pace.others_s(time.monotonic()))
+        self._rounds.open(patience_s=patience_s, is_closing=is_closing)
         self._peer.metrics.inner_steps = self.inner_steps
         self._write_served()
-        self._exchange.open(
-            self.round,
-            steps_done=self.inner_steps if self._is_closing else self._steps,
-            inner_steps=self.inner_steps,
-            shortest_round_s=self._length.told_s(self._exchange.pace.seconds_per_step),
-            progress=self.progress,
-            state=self._state.sections(),
-            patience_s=patience_s,
-        )
 
     def _write_served(self) -> None:
         """Where this NoLoCo writes what newcomers fetch, and it is time for that: once in a round."""
@@ -334,40 +343,16 @@ class NoLoCo:
 
     # the end of a round
 
-    def _end_round(self, wait_s: float) -> RoundResult:
-        began_s = time.monotonic()
-        self._exchange.stage(self._state.outer_gradient)
-        outcome = self._exchange.collect(wait_s)
-        result = self._finish(outcome, blocked_s=time.monotonic() - began_s)
-        if self.progress < self._end_at and not self._is_closing:
+    def _ended(self, end: RoundEnd) -> RoundResult:
+        result = self._count(end)
+        if self.progress < self._end_at:
             self._open()  # now, not at the next step: the early part travels while the caller reads its next batch
         return result
 
-    def _finish(self, outcome: Outcome, *, blocked_s: float) -> RoundResult:
-        """The outer step with what the round got, after as many inner steps as were taken."""
-        link = outcome.link if isinstance(outcome, Alone) else outcome.received.link
-        if link:
-            self._length.note(link)
-        self._peer.weights_change()
-        self._apply_late()  # one that waited for the early part of this round
-        outcome, diverged = self._admission.step(outcome, is_closing=self._is_closing)
-        received = None if isinstance(outcome, Alone) else outcome.received
-        stepped_at = self.progress
-        if received:
-            if not self._is_closing:
-                stepped_at = swap_progress(self.progress, received, inner_steps=self._steps, spec=self.spec)
-                self.progress = progress_after(self.progress, received, inner_steps=self._steps, spec=self.spec)
-            received.sections.clear()  # the payloads are as large as the model, and somebody may keep the result
-        result = RoundResult(self.round, outcome, self.progress, blocked_s, diverged)
-        self.round += 1
-        self._steps = 0
-        self._is_open = False
-        self._count(result)
-        at_rest = self._is_closing or self.progress >= self._end_at
-        self._peer.sketch(self._state.slow_weights, progress=stepped_at, at_rest=at_rest)
-        return result
-
-    def _count(self, result: RoundResult) -> None:
+    def _count(self, end: RoundEnd, *, is_closing: bool = False) -> RoundResult:
+        at_rest = is_closing or self.progress >= self._end_at
+        self._peer.sketch(self._state.slow_weights, progress=end.swap_progress, at_rest=at_rest)
+        result = RoundResult(end.round, end.outcome, self.progress, end.boundary_s, end.diverged)
         metrics = self._peer.metrics
         metrics.round, metrics.progress = self.round, self.progress
         metrics.rounds_here += 1
@@ -386,19 +371,13 @@ class NoLoCo:
                 metrics.count_lonely(cause)
                 if cause is LonelyCause.REFUSED_STATE:
                     log.warning("round %d | %s | own weights kept", result.round, reason)
-                return
+                return result
         received = result.outcome.received
         metrics.swap_hidden_s = max(0.0, received.seconds - result.blocked_s)
         metrics.spread = self._state.spread
         metrics.last_partner = received.partner
         metrics.lateness_s, metrics.transfer_s = received.lateness_s, received.transfer_s
-
-    def _apply_late(self) -> None:
-        correction = self._exchange.late(self.round)
-        if correction:
-            self._peer.weights_change()
-            self._admission.correct(correction)
-            self._exchange.corrected()
+        return result
 
 
 def _trainable(model: nn.Module) -> list[int]:

@@ -89,6 +89,15 @@ def test_only_the_adapter_knows_what_a_transformers_model_gives() -> None:
             assert not found, f"{path}: {found}"
 
 
+def test_the_round_stack_is_built_in_one_place() -> None:
+    """So that doubles, simulations and benchmarks measure what a peer runs."""
+    paths = [path for top in ("noloco_p2p", "benchmarks") for path in (PACKAGE.parent / top).rglob("*.py")]
+    makers = {
+        path.name for path in paths if re.search(r"\b(RoundDriver|PeerService)\(", path.read_text(encoding="utf-8"))
+    }
+    assert makers == {"round_stack.py"}
+
+
 def test_every_folder_has_three_files() -> None:
     for folder in PACKAGE.iterdir():
         if folder.is_dir() and folder.name != "__pycache__":

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,12 +22,14 @@ from noloco_p2p.gossip.outcome import Alone, Half, Swapped
 from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.gossip.round_state import LAST_LOOK_S
 from noloco_p2p.gossip.staleness import FRESH_ROUNDS
+from noloco_p2p.optim.mixing import Agreement
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec, TrainSpec
 from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S, PATIENT
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.testing.specs import FP32, published
 from noloco_p2p.train.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.train.outer import NoLoCo, RoundResult
+from noloco_p2p.train.outer_state import OuterState
 
 COARSE = CodecSpec(slow_weights="int8", outer_momentum="int8", outer_gradient="int4")
 
@@ -219,7 +222,7 @@ def test_with_tokens_weighed_the_gradients_count_by_their_steps(tmp_path: Path) 
         peers = [swarm.peer(name, run_folder=tmp_path / name) for name in "ab"]
         outers = [NoLoCo(model, peer, save_every_rounds=0) for model, peer in zip(models, peers, strict=True)]
         for outer, steps in zip(outers, (3, 1), strict=True):
-            outer._length.resume(steps)
+            outer._rounds.length.resume(steps)
         results: list[RoundResult] = []
         together(
             *(
@@ -640,13 +643,16 @@ def test_the_last_round_of_a_peer_that_closes_with_nobody_is_at_rest(tmp_path: P
         assert [at_rest for _, at_rest in told.steps] == [False, True]
 
 
-def test_a_late_correction_is_told_before_the_weights_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+def test_a_late_correction_is_announced_before_the_weights_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story: list[str] = []
+    correction = SimpleNamespace(gradient=None, agreed=Agreement(1), partner="b", round=0)
+    monkeypatch.setattr(OuterState, "correct", lambda *_, **__: story.append("correct"))
     with MemorySwarm(make_spec()) as swarm:
         peer = swarm.peer("a", run_folder=tmp_path)
+        monkeypatch.setattr(peer, "weights_change", lambda: story.append("change"))
         outer = NoLoCo(make_model(1), peer, save_every_rounds=0)
-        monkeypatch.setattr(peer, "weights_change", lambda: told.append("change"))
-        monkeypatch.setattr(outer._exchange, "late", lambda round_index: object())
-        monkeypatch.setattr(outer._admission, "correct", lambda correction: told.append("correct"))
+        monkeypatch.setattr(peer.exchange, "late", lambda round_index: correction)
         outer.step()
-    assert told == ["change", "correct"]
+    assert story == ["change", "correct"]

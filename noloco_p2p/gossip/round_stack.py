@@ -1,0 +1,84 @@
+"""What a peer needs for its rounds, built in one place: the driver, the state that newcomers fetch, and the answers."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
+from noloco_p2p.gossip.donor import StateServer
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus
+from noloco_p2p.gossip.pace import Pace
+from noloco_p2p.gossip.round_driver import RoundDriver
+from noloco_p2p.gossip.seams import Directory, FrameStream, Transport
+from noloco_p2p.spec import RunSpec
+
+Standing = tuple[Hello, str, int, float]  # introduction, state (training, paused, ..), round, progress
+
+
+class PeerService:
+    """What a peer answers to others: the `gossip.seams.Service` that a transport's server calls."""
+
+    def __init__(self, *, driver: RoundDriver, states: StateServer, status: Callable[[], Standing]) -> None:
+        self._driver = driver
+        self._states = states
+        self._status = status
+        self.num_calls = 0  # of other peers that got through, whatever the answer was
+
+    def admit(self, hello: Hello) -> None:
+        self.num_calls += 1
+        self._driver.admit(hello)
+
+    async def on_swap(self, stream: FrameStream) -> None:
+        self.num_calls += 1
+        await self._driver.on_swap(stream)
+
+    async def on_status(self, swap_id: bytes) -> PeerStatus:
+        hello, state, round_index, progress = self._status()
+        return PeerStatus(hello, state, round_index, progress, self._driver.swap_state(swap_id))
+
+    def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
+        return self._states.serve(want)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStack:
+    driver: RoundDriver
+    states: StateServer
+    service: PeerService
+
+
+def build_round_stack(
+    spec: RunSpec,
+    *,
+    hello: Callable[[], Hello],
+    transport: Transport,
+    directory: Directory,
+    executor: Executor,
+    rng: random.Random,
+    status: Callable[[], Standing] | None = None,
+    deadlines: Deadlines = INTERNET,
+    clock: Callable[[], float] = time.monotonic,
+    on_corrupt: Callable[[str, str], None] = lambda peer_id, reason: None,
+) -> RoundStack:
+    """See `RoundDriver` for the arguments. status: None = what the driver knows itself. Call it on the event loop."""
+    driver = RoundDriver(
+        hello=hello,
+        transport=transport,
+        directory=directory,
+        pace=Pace(spec.outer.first_inner_steps),
+        executor=executor,
+        rng=rng,
+        deadlines=deadlines,
+        clock=clock,
+        on_corrupt=on_corrupt,
+    )
+
+    def own_status() -> Standing:
+        return hello(), driver.peer_state, driver.round.index, driver.round.progress
+
+    states = StateServer(spec)
+    return RoundStack(driver, states, PeerService(driver=driver, states=states, status=status or own_status))
