@@ -321,6 +321,14 @@ class RunSpec(Section):
         return blake3(self.canonical_json()).hexdigest()
 
     @property
+    def first_inner_steps(self) -> int:
+        """Length of a peer's first round: with "auto" a fifth of the run at most, where the bounds allow that."""
+        first, total_steps = self.outer.first_inner_steps, self.train.total_steps
+        if not self.outer.is_auto:
+            return first
+        return min(first, max(self.outer.min_inner_steps, total_steps // 5), total_steps)
+
+    @property
     def run_id(self) -> str:
         """Name and the first eight digits of the digest: short enough for folders and log lines."""
         return f"{self.name}-{self.digest()[:8]}"

@@ -73,8 +73,9 @@ def measure_link(
 class RoundLength:
     """Chooses the length of each round; `inner_steps` is that of the round of now. A fixed one never changes."""
 
-    def __init__(self, outer: OuterSpec) -> None:
-        self.inner_steps = outer.first_inner_steps
+    def __init__(self, outer: OuterSpec, *, first_inner_steps: int | None = None) -> None:
+        """first_inner_steps: None = `outer.first_inner_steps`, whatever the length of the run is."""
+        self.inner_steps = first_inner_steps or outer.first_inner_steps
         self._outer = outer
         self._swaps_s: deque[float] = deque(maxlen=WINDOW_SWAPS)
         self._blocked_s: deque[float] = deque(maxlen=WINDOW_SWAPS)

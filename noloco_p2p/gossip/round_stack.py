@@ -69,7 +69,7 @@ def build_round_stack(
         hello=hello,
         transport=transport,
         directory=directory,
-        pace=Pace(spec.outer.first_inner_steps),
+        pace=Pace(spec.first_inner_steps),
         executor=executor,
         rng=rng,
         deadlines=deadlines,

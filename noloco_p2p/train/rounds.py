@@ -77,7 +77,7 @@ class Rounds:
     ) -> None:
         self.spec = spec
         self.exchange = exchange
-        self.length = RoundLength(spec.outer)
+        self.length = RoundLength(spec.outer, first_inner_steps=spec.first_inner_steps)
         self.follows_caller = follows_caller
         self.progress = 0.0  # fraction of the run's schedule; the learning rate follows it
         self.round = 0

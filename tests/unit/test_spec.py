@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from noloco_p2p.errors import SpecError
-from noloco_p2p.spec import MAX_SPEC_BYTES, OuterSpec, RunSpec, first_difference
+from noloco_p2p.spec import MAX_SPEC_BYTES, OuterSpec, RunSpec, TrainSpec, first_difference
 
 SPEC = RunSpec(name="mine")
 
@@ -127,6 +127,13 @@ def test_the_first_round_is_of_the_fixed_length_or_between_the_bounds() -> None:
     assert OuterSpec(inner_steps=7).first_inner_steps == 7
     assert OuterSpec(inner_steps="auto").first_inner_steps == 32
     assert OuterSpec(inner_steps="auto", min_inner_steps=8, max_inner_steps=8).first_inner_steps == 8
+
+
+@pytest.mark.parametrize(("total_steps", "first"), [(1000, 32), (100, 20), (20, 5), (3, 3)])
+def test_a_first_round_of_auto_is_a_fifth_of_the_run_at_most(total_steps: int, first: int) -> None:
+    train = TrainSpec(total_steps=total_steps, warmup_steps=1)
+    assert RunSpec(name="r", train=train, outer=OuterSpec(inner_steps="auto")).first_inner_steps == first
+    assert RunSpec(name="r", train=train, outer=OuterSpec(inner_steps=50)).first_inner_steps == 50
 
 
 def test_a_library_run_needs_no_model_and_no_data() -> None:
