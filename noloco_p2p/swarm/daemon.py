@@ -29,7 +29,7 @@ from noloco_p2p.swarm.addresses import announce_multiaddr, is_wildcard, listen_m
 
 logger = logging.getLogger(__name__)
 
-START_S = 15.0
+START_S = 60.0  # a tenth of a second, where the machine does nothing else
 STOP_S = 3.0
 FIRST_CLIENT_S = 30  # p2pd ends by itself when nobody attaches for so long
 SOCKET_PREFIX = "noloco-"
