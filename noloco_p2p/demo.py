@@ -16,7 +16,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,6 +45,7 @@ COLUMNS = ("peer", "state", "step", "round", "loss", "tokens/s", "last swap with
 
 MEASURED_S, MEASURED_STEPS = 3.0, 8  # of inner steps, after the first; both at least
 FEWEST_STEPS, FEWEST_ROUNDS = 60, 12
+MANY_STEPS = 10_000  # of a spec that is checked and measured before the number of steps is known
 UPKEEP = 1.35  # time of a step beside swaps, evaluation and the network thread, over that of a step alone
 START_AND_END_S = 12.0  # peers find each other; closing rounds, leaving, merging; and the steps below
 START_AND_END_STEPS = 30  # evaluations at the start and at the end, and the measurements of each peer
@@ -108,7 +112,7 @@ def measure_step_s(spec: RunSpec) -> float:
     torch.set_num_threads(1)
     size = (spec.train.batch_size, spec.data.sequence_length)
     step = InnerStep(build_model(spec.model, sequence_length=spec.data.sequence_length), spec.train)
-    batch = torch.randint(0, 256, size)
+    batch = torch.randint(0, min(256, spec.model.vocab_size or 256), size)
     step(batch, progress=0.0)
     durations_s: list[float] = []
     while sum(durations_s) < MEASURED_S or len(durations_s) < MEASURED_STEPS:
@@ -123,6 +127,7 @@ def run_peer(main: Callable[[list[str]], int], arguments: list[str], log: Path) 
 
     The peer ends when the demo does, however that ends.
     """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.setsid()
     os.environ["NO_COLOR"] = "1"
     with log.open("ab", buffering=0) as file:
@@ -143,7 +148,7 @@ def _end_with_parent() -> None:
 class DemoPeer:
     """One `noloco join` in a process. `status` is what it last said of itself, as `noloco status --json`; or None."""
 
-    def __init__(self, index: int, *, plan: DemoPlan, main: Callable[[list[str]], int], target: str) -> None:
+    def __init__(self, index: int, *, plan: DemoPlan, main: Callable[[list[str]], int]) -> None:
         self.index = index
         self.kills = 0
         self.status: dict[str, Any] | None = None
@@ -155,7 +160,7 @@ class DemoPeer:
         self._plan = plan
         self._main = main
         self._port = plan.port_base + 2 * index if plan.port_base else 0
-        self.start(target)
+        self.process: ForkServerProcess | None = None
 
     def start(self, target: str) -> None:
         """Also again, after a kill: it goes on from its last checkpoint."""
@@ -163,10 +168,9 @@ class DemoPeer:
         arguments += ["--threads", "1", "--device", "cpu", "--ticket-file", str(self.ticket_file)]
         if self._plan.chaos_seed is not None:
             arguments += ["--save-every-rounds", CHAOS_SAVES_EVERY]
-        self.process: ForkServerProcess = _fork_server().Process(
-            target=run_peer, args=(self._main, arguments, self.log), name=f"peer {self.index}"
-        )
-        self.process.start()
+        process = _fork_server().Process(target=run_peer, args=(self._main, arguments, self.log))
+        process.start()
+        self.process = process
 
     def ask(self) -> None:
         """Bring `status` up to date; a peer that does not answer in time keeps the last one."""
@@ -182,8 +186,8 @@ class DemoPeer:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative after a signal."""
-        return self.process.exitcode
+        """None while it runs, and before; negative after a signal."""
+        return self.process.exitcode if self.process else None
 
     def is_done(self) -> bool:
         return self.exit_code is not None or (self.status or {}).get("state") == "done"
@@ -194,17 +198,20 @@ class DemoPeer:
 
     def kill(self) -> None:
         """As a machine that loses its power: nobody hears of it."""
+        assert self.process is not None
         self.kills += 1
         self.process.kill()
         self.process.join()
         self.status = None
 
     def ask_to_leave(self) -> None:
-        if self.exit_code is None:
+        if self.process and self.exit_code is None:
             self.process.terminate()
 
     def wait_gone(self, until_s: float) -> None:
         """Wait, and in the end kill: nobody outlives the demo."""
+        if self.process is None:
+            return
         self.process.join(max(0.1, until_s - time.monotonic()))
         if self.exit_code is None:
             self.process.kill()
@@ -236,7 +243,7 @@ class Demo:
         self.peers: list[DemoPeer] = []
         self.num_steps = plan.num_steps or 0
         self.step_s: float | None = None  # measured, where `minutes` says how many steps there are
-        plan.spec(FEWEST_STEPS)  # a change that is no field of a spec is an error before anything starts
+        plan.spec(plan.num_steps or MANY_STEPS)  # a mistake in a change is an error before anything starts
         self._main = main
         self._spec: RunSpec | None = None
         self._num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -257,13 +264,11 @@ class Demo:
         self._spec = self.plan.spec(self.num_steps)
         spec_file = self.plan.folder / "demo.toml"
         spec_file.write_text(render(self._spec), encoding="utf-8")
-        first = DemoPeer(0, plan=self.plan, main=self._main, target=str(spec_file))
-        self.peers.append(first)
+        first = self._start_peer(0, str(spec_file))
         yield from self._wait_for_ticket(first)
         target = first.ticket_file.read_text(encoding="utf-8").strip()
-        self.peers += [
-            DemoPeer(index, plan=self.plan, main=self._main, target=target) for index in range(1, self.plan.num_peers)
-        ]
+        for index in range(1, self.plan.num_peers):
+            self._start_peer(index, target)
         seed, now_s = self.plan.chaos_seed, time.monotonic()
         chaos = None if seed is None else Chaos(self.peers, ticket=target, seed=seed, now_s=now_s)
         while not all(peer.is_done() for peer in self.peers) or (chaos and chaos.somebody_is_dead):
@@ -272,6 +277,13 @@ class Demo:
             yield self._look()
             time.sleep(POLL_S)
         yield replace(self._look(), stage="all peers are done")
+
+    def _start_peer(self, index: int, target: str) -> DemoPeer:
+        """`stop` knows it before there is a process."""
+        peer = DemoPeer(index, plan=self.plan, main=self._main)
+        self.peers.append(peer)
+        peer.start(target)
+        return peer
 
     def _make_folder(self) -> None:
         folder = self.plan.folder
@@ -284,6 +296,7 @@ class Demo:
 
     def _load(self) -> Iterator[View]:
         """Until the fork server is ready: what it forks first waits for it."""
+        _start_fork_server()
         first = _fork_server().Process(target=int)
         loading = threading.Thread(target=first.start, daemon=True)
         loading.start()
@@ -294,14 +307,14 @@ class Demo:
 
     def _measure(self) -> Iterator[View]:
         """How long a step takes while all cores that the peers will use are busy, and so how many steps there are."""
-        spec = self.plan.spec(FEWEST_STEPS)
+        spec = self.plan.spec(MANY_STEPS)
         at_once = min(self.plan.num_peers, self._num_cores)
-        with _workers(at_once) as workers:
+        with _workers(at_once, what="measurement") as workers:
             futures = [workers.submit(measure_step_s, spec) for _ in range(at_once)]
             while not all(future.done() for future in futures):
                 yield View("measuring how fast this machine trains")
                 time.sleep(POLL_S)
-        self.step_s = max(future.result() for future in futures)
+            self.step_s = max(future.result() for future in futures)
         left_s = 60 * self.plan.minutes - (time.monotonic() - self._began_s)
         self.num_steps = steps_that_fit(
             left_s, step_s=self.step_s, num_peers=self.plan.num_peers, num_cores=self._num_cores
@@ -339,6 +352,8 @@ class Demo:
         until_s = time.monotonic() + LEAVE_TIMEOUT_S
         for peer in self.peers:
             peer.wait_gone(until_s)
+        for process in multiprocessing.active_children():  # what was interrupted in the moment of its start
+            process.kill()
 
     def report(self, draw: Draw) -> dict[str, Any]:
         """Judge the swarm from what the peers that left in order have written: call after `stop`.
@@ -352,7 +367,7 @@ class Demo:
             )
         folders = [folder_of(peer.folder, self.spec.run_id) / "checkpoints" for peer in left]
         export_dir = self.plan.folder / "export"
-        with Progress(draw).task("merging the models and evaluating the result"), _workers(1) as workers:
+        with Progress(draw).task("merging the models and evaluating the result"), _workers(1, what="merge") as workers:
             judged = workers.submit(judge_and_export, self.spec, folders, export_dir).result()
         return {
             "peers": [_result(peer) for peer in self.peers],
@@ -381,8 +396,32 @@ def _fork_server() -> Any:
     return context
 
 
-def _workers(num_processes: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(num_processes, mp_context=_fork_server(), initializer=_begin_worker)
+def _start_fork_server() -> None:
+    """With SIGINT blocked: the terminal sends it to the server, too, which imports for seconds before it ignores it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        _fork_server()
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _workers(num_processes: int, *, what: str) -> Iterator[ProcessPoolExecutor]:
+    """Processes that have torch; an interrupt ends them at once. Raises NolocoError when what they do fails."""
+    workers = ProcessPoolExecutor(num_processes, mp_context=_fork_server(), initializer=_begin_worker)
+    try:
+        yield workers
+    except NolocoError:
+        raise
+    except BrokenProcessPool:
+        raise NolocoError(f"the process of the {what} was killed; is memory short?") from None
+    except Exception as error:
+        raise NolocoError(f"the {what} failed: {error}") from error
+    finally:
+        for process in [*(workers._processes or {}).values()]:
+            process.kill()
+        workers.shutdown(cancel_futures=True)
 
 
 def _begin_worker() -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 SKETCH_SIZE = 64
 MARKS = 1 << 24
+LARGEST_MARK = 1 << 31  # of a peer that trains on long after the end of its schedule
 AT_REST = 0xFFFFFFFF
 BLOCK_ELEMENTS = 32_768  # torch splits what is larger among threads, which belong to training
 KEY = b"noloco_p2p sketch 2"
@@ -89,7 +90,7 @@ def unpack(text: str) -> Sketch | None:
         mark, norm, step, *integers = _PACKED.unpack(b85decode(text))
     except (ValueError, struct.error):
         return None
-    if not (0 < norm < LARGEST_STEP and 0 <= step < LARGEST_STEP):
+    if not (0 < norm < LARGEST_STEP and 0 <= step < LARGEST_STEP) or LARGEST_MARK < mark < AT_REST:
         return None
     return Sketch(mark, norm, tuple(step * integer for integer in integers), step)
 

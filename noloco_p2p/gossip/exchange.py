@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
@@ -129,7 +130,7 @@ class LoopExchange:
         )
         total_steps, longest_round = spec.train.total_steps, spec.outer.longest_round
         opening = Opening(round_index, progress, total_steps, longest_round, state, patience_s)
-        self._ask(lambda: self._driver.open(opening, plans), None)
+        self._ask(lambda: self._driver.open(opening, plans), None, even_late=True)
 
     def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
         if not self._ask(self._driver.reach_boundary, False):
@@ -156,12 +157,12 @@ class LoopExchange:
         self._tell(self._driver.corrected)
 
     def forget(self) -> None:
-        self._ask(self._driver.forget, None)
+        self._ask(self._driver.forget, None, even_late=True)
 
     def _tell(self, function: Callable[[*As], None], *arguments: *As) -> None:
         function(*arguments)
 
-    def _ask(self, function: Callable[[], T], otherwise: T) -> T:
+    def _ask(self, function: Callable[[], T], otherwise: T, *, even_late: bool = False) -> T:
         return function()
 
 
@@ -176,22 +177,34 @@ class ThreadedExchange(LoopExchange):
 
     def collect(self, wait_s: float) -> Outcome:
         """`poll`, waiting: blocks while there is a swap, or hope of one, but never longer than `wait_s`."""
-        return self._wait_for(self._driver.collect(wait_s), SILENT, wait_s=wait_s)
+        given_up = threading.Event()
+
+        async def collect() -> Outcome:
+            return SILENT if given_up.is_set() else await self._driver.collect(wait_s)
+
+        return self._wait_for(collect(), SILENT, given_up, wait_s=wait_s)
 
     def _tell(self, function: Callable[[*As], None], *arguments: *As) -> None:
         """Call on the network thread, without waiting for it."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _ask(self, function: Callable[[], T], otherwise: T) -> T:
-        """Call on the network thread, which answers at once; `otherwise` when it is stopped or silent."""
+    def _ask(self, function: Callable[[], T], otherwise: T, *, even_late: bool = False) -> T:
+        """Call on the network thread, which answers at once; `otherwise` when it is stopped or silent.
+
+        even_late: call it all the same when a silent thread wakes up. Anything else would then act on a round that has
+        gone on without it: `open` finds the round unended, and ends it.
+        """
+        given_up = threading.Event()
 
         async def call() -> T:
-            return function()
+            return otherwise if given_up.is_set() and not even_late else function()
 
-        return self._wait_for(call(), otherwise)
+        return self._wait_for(call(), otherwise, given_up)
 
-    def _wait_for(self, coroutine: Coroutine[Any, Any, T], otherwise: T, *, wait_s: float = 0.0) -> T:
+    def _wait_for(
+        self, coroutine: Coroutine[Any, Any, T], otherwise: T, given_up: threading.Event, *, wait_s: float = 0.0
+    ) -> T:
         """Run on the network thread; `otherwise` when it is stopped or silent, as training must go on without it."""
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -201,6 +214,7 @@ class ThreadedExchange(LoopExchange):
         try:
             return future.result(wait_s + NETWORK_ANSWER_S)
         except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+            given_up.set()  # first: a task that is cancelled before it has begun takes its first step all the same
             future.cancel()
             log.error("the network thread does not answer; training goes on alone")
             return otherwise

@@ -281,6 +281,9 @@ class RoundDriver:
             except PeerError as error:
                 self._swap_ended(decision, error)
                 return
+            except BaseException:
+                self._swap_ended(decision, Unreachable("it was broken off here", peer=decision.partner))
+                raise
             await self._run_swap(decision)
         except PeerError as error:
             log.debug("an offer from %s came to nothing: %s", stream.peer, error)
@@ -333,7 +336,7 @@ class RoundDriver:
                 await self._send(stream, Offer(self._hello(), swap_id, mine))
                 answer = await stream.receive(self._deadlines.offer_s)
             except PeerError as error:
-                answer = error
+                answer = error.with_traceback(None)  # which holds this frame, and with it the stream
             actions = self.round.offer_answered(ask, answer, mine=mine, now_s=self._clock())
             is_bound = any(isinstance(action, Bind) and action.via is ask for action in actions)
             self._do(actions)

@@ -168,9 +168,10 @@ class RoundState:
     def take_correction(self, before: int) -> Correction | None:
         """A late part of a round before `before`, to be applied at once and reported as `corrected`.
 
-        None while the vectors that it changes are on their way to a partner.
+        None while the vectors that it changes are on their way to a partner, or may be in a moment.
         """
-        if not self.corrections or self.corrections[0].round >= before or self.phase is Phase.SWAPPING:
+        is_sending = self.phase in (Phase.OFFERING, Phase.SWAPPING)
+        if not self.corrections or self.corrections[0].round >= before or is_sending:
             return None
         self._is_correcting = True
         return self.corrections.popleft()

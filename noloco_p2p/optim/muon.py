@@ -38,7 +38,7 @@ COEFFICIENTS = (
 )
 MARGIN = 1.02  # rounding must not take a singular value beyond 1, where the first quintic is steep
 LONG = 1.5  # longer side over the shorter one, from which on it pays to iterate on Gram matrices
-BATCH_ELEMENTS = 1 << 26  # of the matrices that go through one product, or one matrix: it is copied a few times
+BATCH_ELEMENTS = 1 << 24  # of the matrices that go through one product, or one matrix: it is copied a few times
 
 
 class Muon(torch.optim.Muon):

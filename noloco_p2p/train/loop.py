@@ -130,6 +130,7 @@ class Trainer:
             config=spec.model_dump(mode="json"),
         )
         self._timed_from_s, self._timed_steps = time.monotonic(), 0
+        self._aside_s = 0.0  # of this round, in which no step was taken
         self._refreshed_s = self._timed_from_s
 
     def _place_model(self, ranks: Ranks | None, compute: Compute) -> tuple[InnerStep, FlatParameters]:
@@ -183,7 +184,7 @@ class Trainer:
         if not self.peer.leave_requested.is_set():
             self._evaluate()
         self.model.train()
-        self._timed_from_s = time.monotonic()
+        self._timed_from_s, self._aside_s = time.monotonic(), 0.0
         while not self.finished:
             batch = draw(self._next_batch)
             if batch is None:
@@ -285,18 +286,18 @@ class Trainer:
     def _refresh_metrics(self) -> None:
         """Loss and speed of the round so far, for `noloco status`: a round may take minutes."""
         self.peer.metrics.loss = float(torch.stack(self._losses).mean())
-        self._note_speed()
+        self._note_speed(aside_s=self._aside_s)  # a round may begin with an evaluation that is longer than its steps
         self._refreshed_s = time.monotonic()
 
     def _time_steps(self) -> None:
         """How fast the steps since the last call were; all that was done since then counts as their time."""
         self._note_speed()
-        self._timed_from_s, self._timed_steps = time.monotonic(), 0
+        self._timed_from_s, self._timed_steps, self._aside_s = time.monotonic(), 0, 0.0
         self._refreshed_s = self._timed_from_s
 
-    def _note_speed(self) -> None:
+    def _note_speed(self, *, aside_s: float = 0.0) -> None:
         metrics = self.peer.metrics
-        metrics.inner_steps_per_s = self._timed_steps / (time.monotonic() - self._timed_from_s)
+        metrics.inner_steps_per_s = self._timed_steps / (time.monotonic() - self._timed_from_s - aside_s)
         metrics.tokens_per_s = metrics.inner_steps_per_s * self.spec.train.batch_size * self.spec.data.sequence_length
 
     def _private_loss(self) -> float:
@@ -305,9 +306,10 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """Perplexity on the held-out sequences, the same for every peer."""
-        metrics = self.peer.metrics
+        metrics, began_s = self.peer.metrics, time.monotonic()
         with self.inner_step.together():
             loss = evaluate_loss(self.model, self.validation, progress=self.peer.progress)
+        self._aside_s += time.monotonic() - began_s
         metrics.validation_loss = loss
         self.trackers.log(metrics.as_dict())
         self.events.write("evaluated", step=metrics.step, round=metrics.round, validation_loss=loss)

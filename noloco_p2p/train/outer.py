@@ -168,27 +168,42 @@ class NoLoCo:
         SettingsError: another NoLoCo was made for this peer, or a boundary is polled. ModelError: other parameters are
         trained than at first.
         """
-        if not self.advance():
-            return None
-        return self._ended(self._rounds.finish(self._exchange.collect(self._rounds.wait_left_s)))
+        self._check_step()
+        try:
+            if not self._take_step():
+                return None
+            end = self._finish_waiting()
+        except BaseException:  # an interrupt, or a loss check that failed: the next step comes to the boundary again
+            self._rounds.give_up()
+            raise
+        return self._ended(end)
 
     def advance(self) -> bool:
         """As `step`, without waiting. True = the round is at its boundary: `poll` until it gives the result.
 
         Until then gradients may be computed, with weights that do not change, and no optimizer step may be taken.
         """
+        self._check_step()
+        return self._take_step()
+
+    def _check_step(self) -> None:
         if self._exchange.owner is not self:
             raise SettingsError(
                 "another NoLoCo was made for this peer, which trains one model: put several into one nn.ModuleDict"
             )
         if self._rounds.is_at_boundary:
             raise SettingsError("the round is at its boundary: `poll` until it has ended, and take the next step then")
+
+    def _take_step(self) -> bool:
         if not self._rounds.is_open:
             self._open()
         if not self._rounds.step_taken():
             return False
         self._rounds.reach_boundary()
         return True
+
+    def _finish_waiting(self) -> RoundEnd:
+        return self._rounds.finish(self._exchange.collect(self._rounds.wait_left_s))
 
     def poll(self) -> RoundResult | None:
         """At a boundary: the result of the round once it is over, within `outer.max_wait_s`; None while it is not.
@@ -208,9 +223,14 @@ class NoLoCo:
         partner is met again only where nobody else is alive. The progress of this peer does not change.
         """
         assert self.is_between_rounds, "inner steps were taken since the last outer step"
-        self._open(patience_s=wait_s, is_closing=True)
-        self._rounds.reach_boundary(wait_s=wait_s)
-        return self._count(self._rounds.finish(self._exchange.collect(self._rounds.wait_left_s)), is_closing=True)
+        try:
+            self._open(patience_s=wait_s, is_closing=True)
+            self._rounds.reach_boundary(wait_s=wait_s)
+            end = self._finish_waiting()
+        except BaseException:
+            self._rounds.give_up()
+            raise
+        return self._count(end, is_closing=True)
 
     def withdraw(self) -> RoundResult | None:
         """Before a pause: from now on no partner waits for this peer; the next `step` seeks one again.

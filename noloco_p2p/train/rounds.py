@@ -105,6 +105,7 @@ class Rounds:
 
         patience_s: of a closing round, see `Opening`.
         """
+        self.apply_late()  # one that came since the last outer step would keep partners waiting
         self._is_closing = is_closing
         self.is_open = True
         pace = self.exchange.pace
@@ -181,6 +182,13 @@ class Rounds:
         if isinstance(outcome, Alone) and not self.is_at_boundary:
             return None
         return self.finish(outcome)
+
+    def give_up(self) -> None:
+        """The caller was interrupted at the boundary. The next step comes to it again, and what came is not applied."""
+        if self.is_at_boundary:
+            self.exchange.poll(wait_s=0.0)
+        self.is_open = self._is_closing = False
+        self._boundary_s = None
 
     def restart(self, *, round_index: int, progress: float, steps: int = 0) -> None:
         """The vectors were replaced by those of another time or another peer, which stood there."""
