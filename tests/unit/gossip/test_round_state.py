@@ -402,6 +402,9 @@ a trailing swap that takes long shares the link
 a correction is not given while vectors travel
     EARLY; train 10; boundary; end; live gamma; open; train 4; seek; accepted -> swap with gamma; late alpha;
     correction 1 -> none; early gamma; correction 1 -> of alpha in round 0
+a correction is not given while an offer is out, which may be accepted in a moment
+    EARLY; train 10; boundary; end; live gamma; open; train 4; seek -> ask gamma; late alpha;
+    correction 1 -> none; accepted -> swap with gamma; early gamma; correction 1 -> of alpha in round 0
 a correction of this round waits for the next
     TRAILING; late alpha; correction 0 -> none
 a correction whose end was never reported ends with its round

@@ -287,10 +287,10 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> 
 
 
 def correct(outer: NoLoCo, peer: MemoryPeer) -> None:
-    """Between two inner steps the correction is applied, unless the next round's early part travels just then."""
+    """Between two inner steps the correction is applied, unless the next early part travels, or may in a moment."""
 
     def can_be_corrected() -> bool:
-        return bool(peer.driver.corrections) and peer.driver.phase is not Phase.SWAPPING
+        return bool(peer.driver.corrections) and peer.driver.phase not in (Phase.OFFERING, Phase.SWAPPING)
 
     for _ in range(outer.inner_steps - 1):
         wait_until(can_be_corrected)
@@ -653,6 +653,42 @@ def test_a_late_correction_is_announced_before_the_weights_change(
         peer = swarm.peer("a", run_folder=tmp_path)
         monkeypatch.setattr(peer, "weights_change", lambda: story.append("change"))
         outer = NoLoCo(make_model(1), peer, save_every_rounds=0)
-        monkeypatch.setattr(peer.exchange, "late", lambda round_index: correction)
+        came = [correction]
+        monkeypatch.setattr(peer.exchange, "late", lambda round_index: came.pop() if came else None)
         outer.step()
     assert story == ["change", "correct"]
+
+
+@pytest.mark.parametrize("place", ["collect", "stage"])
+def test_a_step_that_is_interrupted_at_its_boundary_is_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def interrupted(*_: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with MemorySwarm(make_spec(max_wait_s=0.2)) as swarm:
+        peer = swarm.peer("a", run_folder=tmp_path)
+        outer = NoLoCo(make_model(1), peer, save_every_rounds=0)
+        assert outer.step() is None
+        monkeypatch.setattr(peer.exchange, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            outer.step()
+        results = [outer.step() for _ in range(3)]
+    assert [result.round if result else None for result in results] == [0, None, 1]
+
+
+def test_a_late_part_that_waits_is_applied_before_the_next_round_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story: list[str] = []
+    with MemorySwarm(make_spec(max_wait_s=0.2)) as swarm:
+        peer = swarm.peer("a", run_folder=tmp_path)
+        outer = NoLoCo(make_model(1), peer, save_every_rounds=0)
+        real_open = peer.exchange.open
+        monkeypatch.setattr(peer.exchange, "late", lambda round_index: story.append("late"))
+        monkeypatch.setattr(
+            peer.exchange, "open", lambda *args, **named: (story.append("open"), real_open(*args, **named))
+        )
+        outer.closing_round(wait_s=0.1)
+    assert story[:2] == ["late", "open"]
