@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Protocol
@@ -398,6 +398,7 @@ def _fork_server() -> Any:
 
 def _start_fork_server() -> None:
     """With SIGINT blocked: the terminal sends it to the server, too, which imports for seconds before it ignores it."""
+    resource_tracker.ensure_running()  # it unblocks SIGINT again when it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         _fork_server()
