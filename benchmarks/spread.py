@@ -95,7 +95,7 @@ def readings(log: Path) -> list[dict[str, Any]]:
 
 
 def replayed(swarm: dict[str, list[State]], *, num_marks: int) -> list[float]:
-    """Shown over true for NUM_REPLAYED moments of training, with sketches of so many marks of the same weights."""
+    """Shown over true for NUM_REPLAYED moments of training, with sketches of the same weights under several marks."""
     ratios = []
     for number in range(1, NUM_REPLAYED):
         moment_s = half_a_round_after(swarm, number / NUM_REPLAYED)

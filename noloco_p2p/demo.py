@@ -1,7 +1,7 @@
 """The main job in small: real peers as real processes on loopback, watched until they are done, then judged.
 
-The processes come from a fork server that has imported torch, transformers and hivemind once: a peer then starts in two
-seconds instead of eight, and four of them on two slow cores in five instead of forty.
+The processes come from a fork server that has imported torch, transformers and hivemind once. Each import takes some
+four seconds of a core, and a peer that is forked need not repeat it.
 """
 
 from __future__ import annotations

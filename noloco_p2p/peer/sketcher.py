@@ -73,7 +73,7 @@ class Sketcher:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _mark(self, progress: float, *, at_rest: bool) -> int | None:
-        """The mark that the outer step of now reached."""
+        """The mark that this outer step reached, or None."""
         from noloco_p2p.codec.sketch import AT_REST
 
         if at_rest:

@@ -133,7 +133,7 @@ def test_after_a_kill_the_next_candidate_is_found_in_the_same_round(swarm: Loopb
     began_s = time.monotonic()
     outcomes = one_round([b, c], [Vectors.random(2), Vectors.random(3)], wait_s=PATIENCE_S)
     assert [type(outcome) for outcome in outcomes] == [Swapped, Swapped]
-    assert time.monotonic() - began_s < AT_ONCE_S, "a refused connection is told at once"
+    assert time.monotonic() - began_s < AT_ONCE_S, "a refused connection is reported at once"
 
 
 def test_an_eager_peer_gets_the_late_part_as_a_correction(swarm: LoopbackSwarm) -> None:

@@ -128,7 +128,7 @@ def test_a_late_part_that_misses_the_next_boundary_is_dropped_on_both_sides(swar
     end_round(a, A, wait_s=0.0)  # the next boundary
     began_s = time.monotonic()
     assert isinstance(end_round(b, B, wait_s=PATIENCE_S), Half)
-    assert time.monotonic() - began_s < AT_ONCE_S, "b was told, and did not wait for what will never come"
+    assert time.monotonic() - began_s < AT_ONCE_S, "b learned of it, and did not wait in vain"
     assert a.exchange.late(1) is None
     assert b.exchange.late(1) is None
 
