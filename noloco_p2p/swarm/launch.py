@@ -42,7 +42,7 @@ def start_watcher(parent_pid: int) -> None:
     if os.fork():
         return
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):  # the reader of p2pd's output must see it end
+    for stream in range(3):  # readers of p2pd's output must see its end
         os.dup2(nowhere, stream)
     if first_to_end(parent_pid, own_pid) == parent_pid:
         with suppress(ProcessLookupError):

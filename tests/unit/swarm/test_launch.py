@@ -1,4 +1,4 @@
-"""p2pd dies with its parent where no kernel arranges it: real processes that take this machine for another than Linux."""
+"""p2pd dies with its parent where no kernel arranges it: real processes that are made to see no Linux."""
 
 from __future__ import annotations
 
