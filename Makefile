@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install demo test test-slow coverage chaos format lint types check docker-check clean
+.PHONY: install demo test test-slow coverage chaos fuzz audit format lint types check docker-check clean
 
 install: $(STAMP)
 
@@ -42,6 +42,17 @@ chaos: $(STAMP)
 	$(BIN)/python -m pytest tests/badboy tests/chaos
 	$(BIN)/python benchmarks/soak.py --minutes 8 --mtbf 15 --seed 2506
 
+# Every decoder of bytes from the network, for so many minutes: make fuzz MINUTES=30.
+MINUTES ?= 5
+fuzz: $(STAMP)
+	$(BIN)/python tests/fuzzed.py --minutes $(MINUTES)
+
+# The packages that are installed, against the list of known weaknesses; needs the network.
+audit: $(STAMP)
+	$(PYTHON) -m venv .audit-venv
+	.audit-venv/bin/pip install --quiet pip-audit==2.10.1
+	.audit-venv/bin/pip-audit --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -65,4 +76,4 @@ docker-check:
 	$(PYTHON) docker/check.py
 
 clean:
-	rm -rf .venv .proto-venv build dist *.egg-info .pytest_cache .coverage* .ruff_cache .hypothesis
+	rm -rf .venv .proto-venv .audit-venv build dist *.egg-info .pytest_cache .coverage* .ruff_cache .hypothesis

@@ -1,10 +1,12 @@
 """What the gates cost an honest swarm, and what they hold when one of eight lies: simulated swarms of the studies' toy.
 
-    python benchmarks/attacks.py [--quick] [--seeds 0,1,2] [--jobs 2] [--json FILE]
+    python benchmarks/attacks.py [--quick] [--greedy] [--seeds 0,1,2] [--jobs 2] [--json FILE]
 
 Losses are validation losses, mean over the honest replicas at the end. "open" = no gate but the finite check. The noise
-is what another seed of the same honest swarm makes of the loss. With --json the file is written after every case, and
-cases that it holds are not run again.
+is what another seed of the same honest swarm makes of the loss. With --greedy the liar is a ninth peer, which makes
+offers to everybody at once over several calls, and two and three such liars of sixteen are measured, too. The share is
+that of one liar, of the swaps of the honest replicas, in multiples of 1 / live. With --json the file is written after
+every case, and cases that it holds are not run again.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ import torch
 from claims import machine
 
 from noloco_p2p.optim.gates import LIMITS, OPEN
-from noloco_p2p.simulate.hostile import Attack
+from noloco_p2p.simulate.hostile import Attack, GreedyReplica
+from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
-from noloco_p2p.simulate.run import simulate
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.simulate.replica import Replica
+from noloco_p2p.simulate.swarm import simulate_swarm
+from noloco_p2p.spec import TrainerSpec
 
 TOY = Path(__file__).parent / "study" / "toy.toml"
 HONEST = "honest"
@@ -39,6 +43,17 @@ class Case:
     attack: str
     gates: str  # "on" or "open"
     seed: int
+    num_peers: int = 8
+    num_liars: int = 1
+    is_greedy: bool = False
+
+
+def greedy_cases(seeds: list[int]) -> list[Case]:
+    attacks = (Attack.FLIPPED_GRADIENT, Attack.NOISE, Attack.STALE, Attack.FLIPPED)
+    cases = [Case(HONEST, "on", seed) for seed in seeds]
+    cases += [Case(attack, "on", seed, 9, 1, is_greedy=True) for attack in attacks for seed in seeds]
+    cases.append(Case(HONEST, "on", seeds[0], 16))
+    return cases + [Case(Attack.FLIPPED_GRADIENT, "on", seeds[0], 16, num, is_greedy=True) for num in (2, 3)]
 
 
 def cases(seeds: list[int], *, quick: bool) -> list[Case]:
@@ -56,19 +71,28 @@ def run_case(case: Case, *, steps: int) -> dict[str, Any]:
         "train.warmup_steps": steps // 10,
         "outer.inner_steps": max(1, steps // NUM_ROUNDS),
     }
-    spec = RunSpec.load(TOY).with_changes(changes, origin="attacks.py")
+    spec = TrainerSpec.load(TOY).with_changes(changes, origin="attacks.py")
+    liars = range(case.num_peers - case.num_liars, case.num_peers)
     plan = Plan(
-        8,
+        case.num_peers,
         seed=case.seed,
         evaluations=1,
         gates=LIMITS if case.gates == "on" else OPEN,
-        attackers=() if case.attack == HONEST else ((LIAR, case.attack),),
+        attackers=() if case.attack == HONEST else tuple((liar, case.attack) for liar in liars),
+        are_greedy=case.is_greedy,
     )
     row: dict[str, Any] = asdict(case) | {"steps": steps}
+    made: list[Replica] = []
     try:
-        (result,) = simulate(spec, plan)
+        result = simulate_swarm(Material.of(spec, {}), plan, on_made=made.extend)
     except ValueError as error:  # weights that cannot be coded any more
         return row | {"loss": None, "failed": str(error)}
+    if case.is_greedy:
+        greedy = [replica for replica in made if isinstance(replica, GreedyReplica)]
+        honest = [replica for replica in made if not isinstance(replica, GreedyReplica)]
+        taken = sum(liar.greedy.swaps[replica.peer_id] for liar in greedy for replica in honest)
+        swaps = sum(replica.swapped + replica.half + replica.refused for replica in honest)
+        row["share"] = taken / case.num_liars / max(1, swaps) * case.num_peers
     fields = ("loss", "worst_loss", "merged_loss", "spread", "swapped", "alone", "refused", "clipped", "cut_share")
     return row | {name: getattr(result, name) for name in fields}
 
@@ -108,9 +132,26 @@ def report(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def report_greedy(rows: list[dict[str, Any]]) -> list[str]:
+    honest = {(row["seed"], row["num_peers"]): row["loss"] for row in rows if row["attack"] == HONEST}
+    lines = [
+        f"{'liars of live':<14} {'attack':<20} {'seed':>4} {'loss':>8} {'against honest':>15} {'swaps of one liar':>20}"
+    ]
+    for row in rows:
+        if row["attack"] == HONEST:
+            continue
+        base = honest.get((row["seed"], 16 if row["num_peers"] == 16 else 8))
+        change = f"{100 * (row['loss'] / base - 1):+.2f} %" if base and row["loss"] else "-"
+        said, share = f"{row['loss']:.4f}" if row["loss"] else "broken", f"{row.get('share', 0):.2f} / live"
+        who = f"{row['num_liars']} of {row['num_peers']}"
+        lines.append(f"{who:<14} {row['attack']:<20} {row['seed']:>4} {said:>8} {change:>15} {share:>20}")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="40 steps and no attack")
+    parser.add_argument("--greedy", action="store_true", help="liars that make offers to everybody at once")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--jobs", type=int, default=1)
@@ -118,9 +159,11 @@ def main() -> None:
     args = parser.parse_args()
     steps = 40 if args.quick else args.steps
     rows: list[dict[str, Any]] = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
-    done = {(row["attack"], row["gates"], row["seed"]) for row in rows}
-    wanted = cases([int(seed) for seed in args.seeds.split(",")], quick=args.quick)
-    todo = [case for case in wanted if (str(case.attack), case.gates, case.seed) not in done]
+    keys = ("attack", "gates", "seed", "num_peers", "num_liars")
+    done = {tuple(row.get(key, getattr(Case, key, None)) for key in keys) for row in rows}
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    wanted = greedy_cases(seeds) if args.greedy else cases(seeds, quick=args.quick)
+    todo = [case for case in wanted if tuple(asdict(case)[key] for key in keys) not in done]
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         for future in as_completed([pool.submit(run_case, case, steps=steps) for case in todo]):
             rows.append(future.result())
@@ -130,7 +173,7 @@ def main() -> None:
                     json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8"
                 )
     print(machine())
-    for line in report(rows):
+    for line in report_greedy(rows) if args.greedy else report(rows):
         print(line)
 
 

@@ -22,9 +22,9 @@ from pair import Side, run_pair, start_loop
 
 from noloco_p2p.codec import get_codec, section_bytes
 from noloco_p2p.gossip.outcome import Alone, Correction
+from noloco_p2p.outer.outer_state import late_steps
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
 from noloco_p2p.testing.link_proxy import LinkProfile, LinkProxy
-from noloco_p2p.train.outer_state import late_steps
 
 LINK = LinkProfile("100 Mbit/s, 50 ms", down_mbit_s=100, up_mbit_s=100, delay_ms=25, jitter_ms=0)
 CODECS = CodecSpec(slow_weights="bf16", outer_momentum="bf16", outer_gradient="int4")

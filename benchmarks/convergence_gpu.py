@@ -25,9 +25,9 @@ from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.result import Result, table
 from noloco_p2p.simulate.run import simulate
-from noloco_p2p.spec import RunSpec
-from noloco_p2p.train.compute import choose_device
-from noloco_p2p.train.inner_step import InnerStep
+from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.trainer.compute import choose_device
+from noloco_p2p.trainer.inner_step import InnerStep
 
 PUBLISHED = {"train.inner_optimizer": "adamw", "outer.alpha": 0.5, "outer.beta": 0.7, "outer.gamma": 0.7}
 PLAIN = {"outer.alpha": 0.0, "outer.beta": 1.0, "outer.gamma": 1.0}
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 JUDGING = 1.5  # of the time of the steps alone: rounds, evaluation, models
 
 
-def spec_of(size: str, *, steps: int, source: str) -> RunSpec:
+def spec_of(size: str, *, steps: int, source: str) -> TrainerSpec:
     preset = PRESETS["small" if size == "113m" else "tiny"]
     changes: dict[str, Any] = {
         "name": f"convergence-{size}",
@@ -65,7 +65,7 @@ def spec_of(size: str, *, steps: int, source: str) -> RunSpec:
     return preset.with_changes(changes)
 
 
-def step_s(spec: RunSpec, device: torch.device, bindings: dict[str, str]) -> float:
+def step_s(spec: TrainerSpec, device: torch.device, bindings: dict[str, str]) -> float:
     """Of one replica, measured."""
     material = Material.of(spec, bindings, device=device)
     inner, batch = InnerStep(material.model(), spec.train), material.validation[0]

@@ -81,7 +81,6 @@ def describe(identity: Identity, number: int) -> PeerRecord:
         lonely=(1, 20, 5, 5, 3),
         blocked_s=1234.5,
         sketch="A" * 175,
-        norm=123.456789,
         session_key="A" * 44,
         depths=(3,),
     )

@@ -17,8 +17,8 @@ from claims import Claim, run
 
 from noloco_p2p.optim.inner import make_inner_optimizer
 from noloco_p2p.presets import PRESETS
-from noloco_p2p.train.inner_step import InnerStep
-from noloco_p2p.train.model import build_model, hidden_matrices
+from noloco_p2p.trainer.inner_step import InnerStep
+from noloco_p2p.trainer.model import build_model, hidden_matrices
 
 MOST = 1.2
 PROGRESS = 0.1  # of the schedule: the learning rate does not matter here

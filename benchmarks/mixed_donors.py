@@ -20,17 +20,17 @@ from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.replica import Replica
 from noloco_p2p.simulate.swarm import simulate_swarm
-from noloco_p2p.spec import RunSpec
-from noloco_p2p.train.inner_step import InnerStep
+from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.trainer.inner_step import InnerStep
 
 TOY = Path(__file__).parent / "study" / "toy.toml"
 MORE_STEPS = 20
 
 
-def spec(steps: int) -> RunSpec:
+def spec(steps: int) -> TrainerSpec:
     """At its peak to the end: `min_learning_rate` is a share of it."""
     changes = {"train.total_steps": steps, "train.min_learning_rate": 1.0}
-    return RunSpec.load(TOY).with_changes(changes, origin="mixed donors")
+    return TrainerSpec.load(TOY).with_changes(changes, origin="mixed donors")
 
 
 def after(material: Material, weights: torch.Tensor) -> tuple[float, float]:

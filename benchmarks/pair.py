@@ -46,6 +46,12 @@ class Told:
     def live(self) -> Sequence[Candidate]:
         return self.others
 
+    def num_live(self) -> int:
+        return len(self.others) + 1
+
+    def knows(self, peer_id: str) -> bool:
+        return True
+
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
         return next((candidate for candidate in self.others if candidate.peer_id == peer_id), None)
 

@@ -18,8 +18,8 @@ from noloco_p2p.presets import PRESETS
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.swarm import simulate_swarm
-from noloco_p2p.spec import RunSpec
-from noloco_p2p.train.inner_step import InnerStep
+from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.trainer.inner_step import InnerStep
 
 MIB = 1 << 20
 
@@ -42,7 +42,7 @@ def simulated_s(material: Material, num_replicas: int) -> tuple[float, float]:
     return time.process_time() - began_s, result.steps * num_replicas
 
 
-def of_length(spec: RunSpec, num_steps: int) -> Material:
+def of_length(spec: TrainerSpec, num_steps: int) -> Material:
     return Material.of(spec.with_changes({"train.total_steps": num_steps, "train.warmup_steps": 1}), {})
 
 

@@ -13,7 +13,7 @@ from step_loop import Case
 from step_loop import measure as measure_case
 
 from noloco_p2p.presets import PRESETS
-from noloco_p2p.train.compute import choose_device
+from noloco_p2p.trainer.compute import choose_device
 
 
 def measure(quick: bool) -> list[Claim]:

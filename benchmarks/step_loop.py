@@ -22,11 +22,11 @@ import torch
 from claims import Claim
 from torch import Tensor
 
-from noloco_p2p import Peer, RunSpec
+from noloco_p2p import Peer, TrainerSpec
 from noloco_p2p.optim.inner import make_inner_optimizer
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.train.loop import Trainer
-from noloco_p2p.train.model import build_model
+from noloco_p2p.trainer.loop import Trainer
+from noloco_p2p.trainer.model import build_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +39,7 @@ MIB = 1 << 20
 class Case:
     """What is measured. `most`: overhead allowed, as a share of a bare step."""
 
-    spec: RunSpec
+    spec: TrainerSpec
     device: torch.device
     precision: str
     compile: bool
@@ -206,7 +206,7 @@ def peak_bytes(round: Callable[[], None], device: torch.device) -> int:
     return api.max_memory_allocated()
 
 
-def flops_per_token(spec: RunSpec, parameters: int) -> float:
+def flops_per_token(spec: TrainerSpec, parameters: int) -> float:
     """Forward and backward: 6 a parameter that multiplies (an untied embedding is a table), and causal attention."""
     model = spec.model
     table = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size

@@ -52,8 +52,8 @@ from noloco_p2p.gossip.exchange import ThreadedExchange
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, Half
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
-from noloco_p2p.train.outer_state import late_steps
+from noloco_p2p.outer.outer_state import late_steps
+from noloco_p2p.spec import CodecSpec, OuterSpec, TrainerSpec
 
 RATE_MBIT_S, ROUND_TRIP_MS = 100.0, 50.0
 REST_S, QUICK_REST_S = 2.0, 0.5  # an idle connection starts slowly again, as it would after a real round
@@ -263,7 +263,7 @@ class Peer:
 
     def __init__(self, seat: Seat, table: Table) -> None:
         self._seat, self._table = seat, table
-        spec = RunSpec(name="versus", outer=OuterSpec(inner_steps=1), codec=CODECS)
+        spec = TrainerSpec(name="versus", outer=OuterSpec(inner_steps=1), codec=CODECS)
         self._peer = BarePeer(str(seat.rank), spec, seat.num_elements, host="0.0.0.0")
         ports = table.meet(self._peer.server.port)
         self._peer.directory.others = [

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from noloco_p2p.presets import COMMENTS, PRESETS, SECTIONS, render
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry import prometheus
 from noloco_p2p.telemetry.metrics import Metrics
 
@@ -85,10 +85,10 @@ change makes another run, with another digest, and `noloco fork` carries the wei
 
 def spec_page() -> list[str]:
     lines = [SPEC_HEAD]
-    top = [name for name, value in RunSpec.model_fields.items() if not _is_section(value.annotation)]
-    lines += table([("field", "default", "meaning"), *(_row("", RunSpec, name) for name in top)])
+    top = [name for name, value in TrainerSpec.model_fields.items() if not _is_section(value.annotation)]
+    lines += table([("field", "default", "meaning"), *(_row("", TrainerSpec, name) for name in top)])
     for section, about in SECTIONS.items():
-        model: Any = RunSpec
+        model: Any = TrainerSpec
         for key in section.split("."):
             model = model.model_fields[key].annotation
         plain = [name for name, value in model.model_fields.items() if not _is_section(value.annotation)]

@@ -3,7 +3,7 @@
     python examples/hf_trainer.py                # the first peer; prints a ticket
     python examples/hf_trainer.py noloco1...     # another one, on any machine
 
-Needs `pip install accelerate`, as the Trainer does.
+Needs `pip install 'noloco_p2p[hf]'`.
 """
 
 from __future__ import annotations
@@ -13,24 +13,10 @@ import zlib
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from noloco_p2p import NoLoCo, OuterSpec, Peer, RunSpec
-
-
-class NoLoCoCallback(TrainerCallback):
-    """Takes the outer step after every optimizer step, in place on the model of the Trainer."""
-
-    def __init__(self, peer: Peer) -> None:
-        self.peer = peer
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.outer = NoLoCo(model, self.peer)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.outer.step():
-            print(f"step {state.global_step}: {self.peer.metrics.last_outcome}", flush=True)
-        control.should_training_stop |= self.peer.leave_requested.is_set()
+from noloco_p2p import OuterSpec, Peer, RunSpec
+from noloco_p2p.integrations.huggingface import NoLoCoCallback
 
 
 class Counting(torch.utils.data.Dataset):
@@ -67,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
-            logging_steps=20,
+            logging_steps=20,  # a line also has the round and how far apart the peers are
         )
         Trainer(model, settings, train_dataset=Counting(), callbacks=[NoLoCoCallback(peer)]).train()
 

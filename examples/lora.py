@@ -37,22 +37,20 @@ def main(arguments: list[str] | None = None) -> None:
     spec = RunSpec(name="lora-example", outer=OuterSpec(inner_steps=20))
     with Peer.join(args.ticket or spec, state_dir=args.state_dir, listen=args.listen) as peer:
         print(f"others join with: python {__file__} {args.model} --ticket {peer.ticket}", flush=True)
-        outer = NoLoCo(model, peer)  # frozen weights are compared, and never sent
+        outer = NoLoCo(model, optimizer, peer)  # frozen weights are compared, and never sent
         torch.seed()  # from here on each peer draws data of its own
-        for _ in range(args.steps):
+        for _ in range(outer.num_steps, args.steps):
             start = torch.randint(3, 200, (16, 1))  # your text here: these are rows of numbers that count up
             batch = start + torch.arange(16)
             loss = model(input_ids=batch, labels=batch).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            result = outer.step()
-            if result and result.diverged:  # the weights were not finite, and neither are the moments
-                optimizer.state.clear()
-            if result:
-                print(f"round {result.round}: loss {loss.item():.4f}, {peer.metrics.last_outcome}", flush=True)
+            if outer.is_between_rounds:
+                print(f"round {outer.round}: loss {loss.item():.4f}, {peer.metrics.last_outcome}", flush=True)
             if peer.leave_requested.is_set():
                 break
+        outer.save()
         if args.save:
             model.save_pretrained(args.save)
 

@@ -3,7 +3,7 @@
     python examples/plain_pytorch.py --steps 500000              # the first peer; prints a ticket
     python examples/plain_pytorch.py noloco1... --steps 500000   # another one; here too: --state-dir other
 
-Two lines are ours: `Peer.join` and `outer.step()`.
+Two lines are ours: `Peer.join` and `NoLoCo`. A script that is started again with the same folder resumes by itself.
 """
 
 from __future__ import annotations
@@ -32,21 +32,19 @@ def main(arguments: list[str] | None = None) -> None:
     spec = RunSpec(name="wave", outer=OuterSpec(inner_steps=50))
     with Peer.join(args.ticket or spec, state_dir=args.state_dir, listen=args.listen) as peer:
         print(f"others join with: python {__file__} {peer.ticket}", flush=True)
-        outer = NoLoCo(model, peer)
+        outer = NoLoCo(model, optimizer, peer)
         torch.seed()  # from here on each peer draws data of its own
-        for _ in range(args.steps):
+        for _ in range(outer.num_steps, args.steps):
             inputs = torch.randn(256, 8)
             loss = (model(inputs) - inputs.sin().sum(1, keepdim=True)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            result = outer.step()
-            if result and result.diverged:  # the weights were not finite, and neither are the moments
-                optimizer.state.clear()
-            if result:
-                print(f"round {result.round}: loss {loss.item():.4f}, {peer.metrics.last_outcome}", flush=True)
+            if outer.is_between_rounds:
+                print(f"round {outer.round}: loss {loss.item():.4f}, {peer.metrics.last_outcome}", flush=True)
             if peer.leave_requested.is_set():  # `noloco leave --state-dir ...` asks for it
                 break
+        outer.save()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """noloco_p2p: train one model together over the internet, without a data centre, a master or an all-reduce.
 
     with Peer.join(ticket_or_spec) as peer:
-        outer = NoLoCo(model, peer)
+        NoLoCo(model, optimizer, peer)
         for batch in data:
-            ...                      # forward, backward, optimizer.step()
-            outer.step()
+            ...                      # forward, backward, optimizer.step(), optimizer.zero_grad()
 
 The names below are loaded when they are first used: `import noloco_p2p` itself loads neither torch nor hivemind.
 """
@@ -17,52 +16,109 @@ from typing import TYPE_CHECKING, Any
 from noloco_p2p._version import __version__
 
 if TYPE_CHECKING:
+    from noloco_p2p.errors import (
+        CheckpointError,
+        CorruptPayload,
+        DataError,
+        DirectoryError,
+        IdentityError,
+        Left,
+        ModelError,
+        NolocoError,
+        NotFinite,
+        PeerError,
+        RankError,
+        Refused,
+        SettingsError,
+        SpecError,
+        TicketError,
+        TimedOut,
+        Unreachable,
+    )
     from noloco_p2p.gossip.outcome import Alone, Half, Swapped
+    from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
+    from noloco_p2p.outer.noloco import NoLoCo, RoundResult
+    from noloco_p2p.outer.optimizer_state import InnerState
+    from noloco_p2p.outer.update_filter import LossCheck
     from noloco_p2p.peer.peer import Peer
     from noloco_p2p.settings import PeerSettings
-    from noloco_p2p.spec import CodecSpec, DataSpec, EvaluateSpec, ModelSpec, OuterSpec, RunSpec, TrainSpec
+    from noloco_p2p.spec import (
+        CodecSpec,
+        DataSpec,
+        EvaluateSpec,
+        ModelSpec,
+        OuterSpec,
+        RunSpec,
+        Spec,
+        TrainerSpec,
+        TrainSpec,
+    )
     from noloco_p2p.ticket import Ticket
-    from noloco_p2p.train.checkpoint import Checkpoints
-    from noloco_p2p.train.outer import NoLoCo, RoundResult
 
-_HOME = {
-    "Peer": "noloco_p2p.peer.peer",
-    "PeerSettings": "noloco_p2p.settings",
-    "NoLoCo": "noloco_p2p.train.outer",
-    "RoundResult": "noloco_p2p.train.outer",
-    "Checkpoints": "noloco_p2p.train.checkpoint",
-    **dict.fromkeys(("Swapped", "Half", "Alone"), "noloco_p2p.gossip.outcome"),
-    "Ticket": "noloco_p2p.ticket",
-    **dict.fromkeys(
-        ("RunSpec", "OuterSpec", "CodecSpec", "ModelSpec", "DataSpec", "TrainSpec", "EvaluateSpec"), "noloco_p2p.spec"
+_NAMES = {
+    "noloco_p2p.errors": (
+        "CheckpointError CorruptPayload DataError DirectoryError IdentityError Left ModelError NolocoError NotFinite "
+        "PeerError RankError Refused SettingsError SpecError TicketError TimedOut Unreachable"
     ),
+    "noloco_p2p.gossip.outcome": "Alone Half Swapped",
+    "noloco_p2p.outer.checkpoint": "Checkpoint Checkpoints",
+    "noloco_p2p.outer.noloco": "NoLoCo RoundResult",
+    "noloco_p2p.outer.optimizer_state": "InnerState",
+    "noloco_p2p.outer.update_filter": "LossCheck",
+    "noloco_p2p.peer.peer": "Peer",
+    "noloco_p2p.settings": "PeerSettings",
+    "noloco_p2p.spec": ("CodecSpec DataSpec EvaluateSpec ModelSpec OuterSpec RunSpec Spec TrainerSpec TrainSpec"),
+    "noloco_p2p.ticket": "Ticket",
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "Alone",
+    "Checkpoint",
+    "CheckpointError",
     "Checkpoints",
     "CodecSpec",
+    "CorruptPayload",
+    "DataError",
     "DataSpec",
+    "DirectoryError",
     "EvaluateSpec",
     "Half",
+    "IdentityError",
+    "InnerState",
+    "Left",
+    "LossCheck",
+    "ModelError",
     "ModelSpec",
     "NoLoCo",
+    "NolocoError",
+    "NotFinite",
     "OuterSpec",
     "Peer",
+    "PeerError",
     "PeerSettings",
+    "RankError",
+    "Refused",
     "RoundResult",
     "RunSpec",
+    "SettingsError",
+    "Spec",
+    "SpecError",
     "Swapped",
     "Ticket",
+    "TicketError",
+    "TimedOut",
     "TrainSpec",
+    "TrainerSpec",
+    "Unreachable",
     "__version__",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -12,6 +12,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,13 @@ def temporary_socket(name: str) -> Path:
 
 def fits_socket(path: Path) -> bool:
     return len(os.fsencode(path)) <= LONGEST_SOCKET_PATH
+
+
+def _check_owner(path: Path) -> None:
+    """Anybody may make a socket in the folder for temporary files. Raises SettingsError for one of another user."""
+    with suppress(FileNotFoundError):
+        if path.lstat().st_uid not in (os.getuid(), 0):
+            raise SettingsError(f"{path}: this control socket is of another user, and not of a peer of yours")
 
 
 class ControlServer:
@@ -85,6 +93,7 @@ class ControlServer:
 def ask(state_dir: Path, verb: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any] | None:
     """Ask the peer that runs in `state_dir`; None when none does. Raises SettingsError when it does not answer."""
     path = socket_path(state_dir)
+    _check_owner(path)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)
         try:

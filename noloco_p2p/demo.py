@@ -28,12 +28,12 @@ from noloco_p2p.control import ask
 from noloco_p2p.errors import NolocoError, SettingsError
 from noloco_p2p.peer.kept import folder_of
 from noloco_p2p.presets import PRESETS, render
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import count, loss, mib, named
 from noloco_p2p.telemetry.events import read_events
 from noloco_p2p.telemetry.progress import Draw, Progress
 
-PRELOADED = ["noloco_p2p.train.loop", "noloco_p2p.train.judge", "noloco_p2p.train.export"]
+PRELOADED = ["noloco_p2p.trainer.loop", "noloco_p2p.trainer.judge", "noloco_p2p.trainer.export"]
 TICKET_TIMEOUT_S = 300.0  # the first peer reads the corpus and measures itself before it has a ticket
 LEAVE_TIMEOUT_S = 120.0  # each writes its last checkpoint
 POLL_S = 0.5
@@ -75,7 +75,7 @@ class DemoPlan:
     changes: Mapping[str, Any] = field(default_factory=dict)  # dotted fields of the spec
     chaos_seed: int | None = None  # peers are killed and come back, when and which by this seed
 
-    def spec(self, num_steps: int) -> RunSpec:
+    def spec(self, num_steps: int) -> TrainerSpec:
         """The preset `tiny` with a schedule of `num_steps`, and rounds so short that there are a dozen of them."""
         tiny = PRESETS["tiny"]
         longest = max(1, min(tiny.outer.max_inner_steps, num_steps // FEWEST_ROUNDS))
@@ -99,15 +99,15 @@ def steps_that_fit(seconds: float, *, step_s: float, num_peers: int, num_cores: 
     return max(FEWEST_STEPS, int(fitting) // 10 * 10)
 
 
-def measure_step_s(spec: RunSpec) -> float:
+def measure_step_s(spec: TrainerSpec) -> float:
     """Seconds of an inner step of `spec` on random tokens, with one thread; for a process of its own.
 
     The lower quartile: other programs slow some of the steps down, and may be gone in a moment.
     """
     import torch
 
-    from noloco_p2p.train.inner_step import InnerStep
-    from noloco_p2p.train.model import build_model
+    from noloco_p2p.trainer.inner_step import InnerStep
+    from noloco_p2p.trainer.model import build_model
 
     torch.set_num_threads(1)
     size = (spec.train.batch_size, spec.data.sequence_length)
@@ -245,13 +245,13 @@ class Demo:
         self.step_s: float | None = None  # measured, where `minutes` says how many steps there are
         plan.spec(plan.num_steps or MANY_STEPS)  # a mistake in a change is an error before anything starts
         self._main = main
-        self._spec: RunSpec | None = None
+        self._spec: TrainerSpec | None = None
         self._num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._began_s = time.monotonic()
         self._trains_since: tuple[float, int] | None = None  # when all had begun, and the steps that were done then
 
     @property
-    def spec(self) -> RunSpec:
+    def spec(self) -> TrainerSpec:
         assert self._spec is not None, "`run` makes it"
         return self._spec
 
@@ -379,11 +379,11 @@ class Demo:
         }
 
 
-def judge_and_export(spec: RunSpec, folders: Sequence[Path], export_dir: Path) -> dict[str, float]:
+def judge_and_export(spec: TrainerSpec, folders: Sequence[Path], export_dir: Path) -> dict[str, float]:
     """Of the mean of these checkpoints, for a process that has torch already."""
-    from noloco_p2p.train.export import export_model
-    from noloco_p2p.train.judge import judge
-    from noloco_p2p.train.model import build_tokenizer
+    from noloco_p2p.trainer.export import export_model
+    from noloco_p2p.trainer.judge import judge
+    from noloco_p2p.trainer.model import build_tokenizer
 
     verdict = judge(spec, folders)
     export_model(verdict.model, build_tokenizer(spec.data), export_dir)

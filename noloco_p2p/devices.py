@@ -5,10 +5,15 @@ MPS is written from torch's sources and tested with doubles: nobody has run it o
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import psutil
 import torch
 
 # MPS has no error class of its own. The second one: a single tensor that is larger than any Metal buffer may be.
 MPS_OUT_OF_MEMORY = ("MPS backend out of memory", "Invalid buffer size")
+CGROUP = Path("/sys/fs/cgroup")
+CACHES = ("inactive_file ", "active_file ")  # file caches count as used, and the kernel frees them on demand
 BF16_INSTRUCTIONS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "sve_bf16"})  # as torch names them: x86, ARM
 
 
@@ -81,3 +86,31 @@ def describe(device: torch.device) -> str:
     if device.type == "mps":
         return getattr(torch.backends.mps, "get_name", lambda: "Apple GPU")()
     return "the processor"
+
+
+def free_memory() -> int:
+    """Bytes of free main memory of the machine, or of the container where that is less."""
+    free = psutil.virtual_memory().available
+    try:
+        limit = container_limit()
+        used = int((CGROUP / "memory.current").read_text())
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+        cached = sum(int(line.split()[1]) for line in lines if line.startswith(CACHES))
+    except (OSError, ValueError, IndexError):
+        return free
+    return free if limit is None else min(free, max(0, limit - used + cached))
+
+
+def total_memory() -> int:
+    """Bytes of main memory and swap space of the machine, or of main memory of the container where that is less."""
+    total = psutil.virtual_memory().total + psutil.swap_memory().total
+    limit = container_limit()
+    return total if limit is None else min(total, limit)
+
+
+def container_limit() -> int | None:
+    """Bytes of main memory that the container may use; None where nobody has set it."""
+    try:
+        return int((CGROUP / "memory.max").read_text())
+    except (OSError, ValueError):  # "max"
+        return None

@@ -6,13 +6,17 @@ the invitation but its membership: the invitation's public half, and what it sig
 can take an invitation from what goes over the wire.
 
 All who are invited share one secret besides. From it follow the key that TLS asks of callers (`net/session.py`), and
-the mark of a record in the directory: strangers are kept out of the connection itself, and of the view.
+the key by which members are listed in the directory: they lie under its public half, which tells nobody of which run
+it is, and its private half marks each of their records, which every DHT node checks.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 
 from blake3 import blake3
 
@@ -22,9 +26,11 @@ from noloco_p2p.identity import Identity, peer_id_of, public_key_of, verify
 KEY_BYTES, SIGNATURE_BYTES, TIME_BYTES = 32, 64, 8
 INVITATION_BYTES = 3 * KEY_BYTES + TIME_BYTES + SIGNATURE_BYTES
 MEMBERSHIP_BYTES = KEY_BYTES + TIME_BYTES + 2 * SIGNATURE_BYTES
-MARK_BYTES = 12
+MARK_BYTES = SIGNATURE_BYTES
 INVITES, MEMBER = b"noloco_p2p invitation 1\x00", b"noloco_p2p member 1\x00"
-SECRET, MARK, TLS = b"noloco_p2p run secret 1\x00", b"noloco_p2p mark 1\x00", "noloco_p2p tls key of members 1"
+SECRET, MARK = b"noloco_p2p run secret 1\x00", b"noloco_p2p mark 2\x00"
+TLS, LISTING = "noloco_p2p tls key of members 1", "noloco_p2p listing of members 1"
+PRIVATE = "p"  # before the public half of the key, where a public run has the digest of its spec
 
 
 class NotInvited(TicketError):
@@ -82,13 +88,43 @@ class Invitation:
         if now_s > int.from_bytes(expires, "big"):
             raise NotInvited(f"the invitation ended on {date(int.from_bytes(expires, 'big'))}")
 
-    def mark(self, peer_id: str) -> str:
-        """In a record: that an invited peer wrote it."""
-        return blake3(MARK + peer_id.encode(), key=self.secret).hexdigest(MARK_BYTES)
+    def listing(self, spec_digest: str) -> Listing:
+        """How members of this run find each other in the directory."""
+        seed = blake3(self.secret + bytes.fromhex(spec_digest), derive_key_context=LISTING).digest()
+        return Listing(Identity.from_seed(seed))
 
     def tls_seed(self) -> bytes:
         """32 bytes from which the key follows that TLS asks of callers."""
         return blake3(self.secret, derive_key_context=TLS).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Of a private run; its key is as secret as an invitation."""
+
+    key: Identity
+
+    @property
+    def view(self) -> str:
+        """In the directory, in place of the digest of the spec."""
+        return PRIVATE + self.key.public_key.hex()
+
+    def mark(self, peer_id: str) -> str:
+        """In a record: that a member wrote it."""
+        return base64.urlsafe_b64encode(self.key.sign(MARK + peer_id.encode())).decode().rstrip("=")
+
+
+@lru_cache(maxsize=4096)
+def is_marked(view: str, peer_id: str, mark: str) -> bool:
+    """Whether a member marked the record of a peer in this view; anybody's is, in that of a public run."""
+    if not view.startswith(PRIVATE):
+        return True
+    try:
+        public_key, signature = bytes.fromhex(view.removeprefix(PRIVATE)), base64.urlsafe_b64decode(mark + "==")
+    except (ValueError, binascii.Error):
+        return False
+    is_long_enough = (len(public_key), len(signature)) == (KEY_BYTES, MARK_BYTES)
+    return is_long_enough and verify(peer_id_of(public_key), MARK + peer_id.encode(), signature)
 
 
 def invite(run_key: Identity, *, expires_at_s: float, seed: bytes) -> Invitation:

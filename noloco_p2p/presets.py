@@ -23,8 +23,8 @@ from noloco_p2p.spec import (
     EvaluateSpec,
     ModelSpec,
     OuterSpec,
-    RunSpec,
     StateCodecName,
+    TrainerSpec,
     TrainSpec,
 )
 
@@ -37,9 +37,9 @@ BEST_CODEC = CodecSpec(slow_weights="modulo8", outer_momentum="modulo8", outer_g
 
 def _paper_preset(
     name: str, *, model: ModelSpec, learning_rate: float, swarm_tokens: int, num_peers: int, max_wait_s: float
-) -> RunSpec:
+) -> TrainerSpec:
     """`swarm_tokens`: tokens an inner step of all `num_peers` peers together."""
-    return RunSpec(
+    return TrainerSpec(
         name=name,
         model=model,
         data=DataSpec(source="c4", tokenizer=LLAMA3_TOKENIZER, sequence_length=PAPER_SEQUENCE_LENGTH),
@@ -66,8 +66,8 @@ def _paper_model(*, hidden_size: int, num_layers: int, mlp_size: int, num_heads:
     )
 
 
-PRESETS: dict[str, RunSpec] = {
-    "tiny": RunSpec(
+PRESETS: dict[str, TrainerSpec] = {
+    "tiny": TrainerSpec(
         name="tiny",
         # About 12,000 tokens a second on one core, so 12 steps: `total_steps` are 85 minutes of it.
         model=ModelSpec(hidden_size=160, num_layers=3, mlp_size=432, num_heads=5),
@@ -128,13 +128,14 @@ SECTIONS: Mapping[str, str] = {
     "codec": f"How vectors travel: {', '.join(get_args(CodecName))}; slow weights and momentum also "
     f"{', '.join(name for name in get_args(StateCodecName) if name not in get_args(CodecName))}.",
     "evaluate": "Perplexity on held-out sequences, the same ones for every peer.",
+    "pipeline": "Stages, for a model that is larger than a peer; `noloco init --stages N` writes this section.",
 }
 
 COMMENTS: Mapping[str, str] = {
     "version": "format of this file",
     "name": "letters, digits, . _ -; the run is known by this name and a digest of all settings",
     "run_key": 'signs the invitations to a private run; `noloco init --private` makes it; "" = everybody may enter',
-    "model.pretrained": 'model to start from: a hub name or one that --model NAME=FOLDER binds; "" = the sizes below',
+    "model.pretrained": 'OWNER/NAME of the hub, or a name that --model NAME=FOLDER binds; "" = the sizes below',
     "model.revision": "commit or tag of `pretrained`; name one, so that all peers start equal",
     "model.random_weights": "true = of `pretrained` take the architecture alone, with weights drawn from seed",
     "model.vocab_size": "tokens the model knows; at least those of data.tokenizer (bytes: 384)",
@@ -145,19 +146,20 @@ COMMENTS: Mapping[str, str] = {
     "model.mlp_size": "inner width of the MLP; 8/3 to 4 times hidden_size",
     "model.tied_embeddings": "one matrix for input and output; fewer parameters to send",
     "model.seed": "of the start weights",
+    "model.parameter_seeds": "true = each parameter has its own seed, from `seed` and its name; stages need it",
     "model.start": "digest of a start state; `noloco fork` writes it",
     "model.lora.rank": "0 = no adapters, all weights are trained",
     "model.lora.alpha": "adapters count alpha / rank",
     "model.lora.dropout": "of what goes into an adapter",
     "model.lora.targets": "'all-linear', or names of modules with commas: 'q_proj,v_proj'",
     "model.lora.base_dtype": "of the frozen weights: bf16 takes half the memory",
-    "data.source": "'stdlib' (built in), 'hub:NAME' (streamed), a NAME that --data NAME=GLOB binds here, or 'mix'",
+    "data.source": "'stdlib' (built in), 'hub:OWNER/NAME' (streamed), a NAME that --data NAME=GLOB binds, or 'mix'",
     "data.subset": "subset of a hub data set",
     "data.revision": "commit or tag of a hub data set",
     "data.split": "split of a hub data set to train on",
     "data.validation_split": 'split of a hub data set to validate on; "" = hold documents of `split` out',
     "data.text_field": "field of JSON lines or Parquet with the text; token ids in `input_ids` are read too",
-    "data.tokenizer": "'bytes' (nothing to download), a hub name, or a NAME that --model NAME=FOLDER binds",
+    "data.tokenizer": "'bytes' (no download), OWNER/NAME of the hub, or a name that --model NAME=FOLDER binds",
     "data.tokenizer_revision": "commit or tag of the tokenizer; name one, so that all peers read alike",
     "data.sequence_length": "tokens a sequence",
     "data.holdout": "share of documents kept for validation where the source has no split of its own",
@@ -188,10 +190,16 @@ COMMENTS: Mapping[str, str] = {
     "codec.outer_gradient": "int8 loses nothing in published runs, int4 hardly anything",
     "evaluate.every_rounds": "rounds between two evaluations",
     "evaluate.num_sequences": "held-out sequences an evaluation",
+    "pipeline.stages": "1 = every peer holds the whole model",
+    "pipeline.cut": 'number of blocks of each stage; stage 0 also holds the vocabulary; "auto" = not cut yet',
+    "pipeline.microbatch": "sequences that travel through the stages together",
+    "pipeline.activations": f"codec of what a stage sends to the next one: {', '.join(get_args(CodecName))}",
+    "pipeline.gradients": "codec of the gradients of activations, which travel back",
+    "pipeline.routing": "replica that a microbatch goes to: random, or by measured rate (fast)",
 }
 
 
-def render(spec: RunSpec, *, comments: Mapping[str, str] = COMMENTS) -> str:
+def render(spec: TrainerSpec, *, comments: Mapping[str, str] = COMMENTS) -> str:
     """TOML that loads back to an equal spec. `comments` by dotted key, one line each; keys without one stand bare.
 
     Keys begin at column 0. An unset optional key is a comment, since TOML knows no null.
@@ -199,13 +207,12 @@ def render(spec: RunSpec, *, comments: Mapping[str, str] = COMMENTS) -> str:
     values = spec.model_dump(mode="json")
     top = {key: value for key, value in values.items() if not isinstance(value, dict)}
     lines = [*_header(spec), *_assignments("", top, comments)]
-    for section, table in values.items():
-        if isinstance(table, dict):
-            lines += _table(section, table, comments)
+    for section in (name for name in SECTIONS if name in values):
+        lines += _table(section, values[section], comments)
     return "\n".join(lines) + "\n"
 
 
-def describe_size(spec: RunSpec) -> str:
+def describe_size(spec: TrainerSpec) -> str:
     """The true number of parameters, in words."""
     num_parameters = spec.model.num_parameters()
     if not num_parameters:
@@ -214,7 +221,7 @@ def describe_size(spec: RunSpec) -> str:
     return f"{num_parameters:,} parameters ({share} embeddings, vocabulary {spec.model.vocab_size:,})"
 
 
-def _header(spec: RunSpec) -> list[str]:
+def _header(spec: TrainerSpec) -> list[str]:
     tokens = spec.train.batch_size * spec.data.sequence_length
     shortest = spec.outer.min_inner_steps if spec.outer.inner_steps == "auto" else spec.outer.inner_steps
     a_round = f"{tokens * shortest:,}{' or more' if spec.outer.is_auto else ''} a round"

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, cast
 
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -25,12 +26,28 @@ MAX_SPEC_BYTES = 64 * 1024  # a spec that comes from the network is refused abov
 CodecName = Literal["fp32", "bf16", "int8", "int4"]
 # modulo: for what partners have nearly in common
 StateCodecName = Literal[CodecName, "modulo8", "modulo4"]
+MAX_LAYERS = 4096  # to count what a model takes walks over its layers
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 # Fields younger than version 1: at their default they are left out, so that runs without them keep their digest.
-YOUNG = ("model.random_weights", "model.lora", "data.mix", "outer.weigh_tokens")
+YOUNG = (
+    "model.random_weights",
+    "model.parameter_seeds",
+    "model.lora",
+    "data.mix",
+    "outer.weigh_tokens",
+    "pipeline",
+)
+RUN_SPEC_FIELD = "total_steps"  # stands at the top in the spec of a script, and in `train` in that of the trainer
+OTHER_KIND = {
+    "RunSpec": "this run is trained by a script: start that script with the same spec or ticket",
+    "TrainerSpec": "this run is trained by `noloco join`, and a RunSpec has no model, data, train or evaluate section",
+}
+PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# A name without an owner is taken for a packaged builder, or for a folder of this machine, by the hub's own libraries.
+HUB_NAME = re.compile(rf"{PLAIN_NAME.pattern}/{PLAIN_NAME.pattern}")
 MIXTURE = "mix"  # the source of a DataSpec that mixes several
 
 
@@ -56,12 +73,13 @@ class ModelSpec(Section):
     random_weights: bool = False  # of `pretrained` take the architecture alone
     vocab_size: Positive = 384
     hidden_size: Positive = 128
-    num_layers: Positive = 4
+    num_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS)] = 4
     num_heads: Positive = 4
     num_kv_heads: Positive | None = None
     mlp_size: Positive = 344
     tied_embeddings: bool = True
     seed: int = 0
+    parameter_seeds: bool = False  # each parameter has a seed of its own, and needs no other to be drawn
     start: Annotated[str, Field(pattern=r"^(blake3:[0-9a-f]{64})?$")] = ""  # a start state, made by `noloco fork`
     lora: LoraSpec = LoraSpec()
 
@@ -113,8 +131,8 @@ class SourceSpec(Section):
     @classmethod
     def _no_paths(cls, source: str) -> str:
         if source.startswith("hub:"):
-            if not source[4:]:
-                raise ValueError("hub: must be followed by a data set name, for example hub:allenai/c4")
+            if not HUB_NAME.fullmatch(source[4:]):
+                raise ValueError(f"{source!r} must be hub:OWNER/NAME, for example hub:allenai/c4")
         elif not source.replace("-", "").replace("_", "").isalnum():
             raise ValueError(
                 f"{source!r} must be 'stdlib', 'hub:NAME', or a plain name that --data NAME=GLOB binds; "
@@ -292,28 +310,61 @@ class EvaluateSpec(Section):
     num_sequences: Positive = 64
 
 
-class RunSpec(Section):
-    """One run. `digest()` names it; `load()` and `from_json()` check it; `canonical_json()` travels between peers."""
+class PipelineSpec(Section):
+    """A model that is larger than a peer: each peer holds one of `stages` runs of blocks; with 1 it holds all."""
+
+    stages: Annotated[int, Field(ge=1, le=64)] = 1
+    cut: tuple[int, ...] | Literal["auto"] = "auto"  # blocks of each stage; `noloco init` replaces "auto" by numbers
+    microbatch: Positive = 1  # sequences that travel together
+    activations: CodecName = "int8"
+    gradients: CodecName = "int8"  # of activations, on their way back
+    routing: Literal["random", "fast"] = "random"
+
+    @field_validator("cut", mode="before")
+    @classmethod
+    def _numbers_or_auto(cls, value: object) -> object:
+        if value == "auto":
+            return value
+        counts = value if isinstance(value, (list, tuple)) else ()
+        if counts and all(isinstance(count, int) and not isinstance(count, bool) and count > 0 for count in counts):
+            return value
+        raise ValueError(f"{str(value)!r} must list the number of blocks of each stage, all above 0, or be 'auto'")
+
+    @model_validator(mode="after")
+    def _cut_is_of_the_stages(self) -> PipelineSpec:
+        if self.cut != "auto" and len(self.cut) != self.stages:
+            raise ValueError(f"cut has {len(self.cut)} numbers of blocks, and stages is {self.stages}")
+        return self
+
+
+class Spec(Section):
+    """What the peers of any run share. `digest()` names the run, `load()` and `from_json()` check what they read, and
+    `canonical_json()` travels between peers.
+
+    `RunSpec` is that of a training script, `TrainerSpec` that of `noloco join`.
+    """
 
     version: Literal[1] = SPEC_VERSION
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     run_key: Annotated[str, Field(pattern=r"^(12D3KooW[1-9A-HJ-NP-Za-km-z]{44})?$")] = ""  # of a private run
-    model: ModelSpec = ModelSpec()
-    data: DataSpec = DataSpec()
-    train: TrainSpec = TrainSpec()
     outer: OuterSpec = OuterSpec()
     codec: CodecSpec = CodecSpec()
-    evaluate: EvaluateSpec = EvaluateSpec()
+
+    @property
+    def schedule_steps(self) -> int:
+        """Inner steps of the whole run: `progress` is counted in shares of them."""
+        raise NotImplementedError
 
     def canonical_json(self) -> bytes:
         """One byte string for one spec: sorted keys, no spaces; all fields, defaults too, but those of YOUNG and, in an
         open run, the run key."""
         values = self.model_dump(mode="json", exclude=None if self.run_key else {"run_key"})
         for dotted in YOUNG:
-            section, key = dotted.split(".")
-            own = getattr(self, section)
-            if getattr(own, key) == type(own).model_fields[key].default:
-                del values[section][key]
+            section, _, key = dotted.rpartition(".")
+            own: Section | None = getattr(self, section, None) if section else self
+            fields = {} if own is None else type(own).model_fields
+            if key in fields and getattr(own, key) == fields[key].default:
+                del (values[section] if section else values)[key]
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     def digest(self) -> str:
@@ -323,7 +374,7 @@ class RunSpec(Section):
     @property
     def first_inner_steps(self) -> int:
         """Length of a peer's first round: with "auto" a fifth of the run at most, where the bounds allow that."""
-        first, total_steps = self.outer.first_inner_steps, self.train.total_steps
+        first, total_steps = self.outer.first_inner_steps, self.schedule_steps
         if not self.outer.is_auto:
             return first
         return min(first, max(self.outer.min_inner_steps, total_steps // 5), total_steps)
@@ -334,15 +385,21 @@ class RunSpec(Section):
         return f"{self.name}-{self.digest()[:8]}"
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any], *, origin: str) -> RunSpec:
-        """Check `values`; SpecError names every wrong dotted field and `origin`."""
+    def from_dict(cls, values: dict[str, Any], *, origin: str) -> Self:
+        """Check `values`; SpecError names every wrong dotted field and `origin`.
+
+        Of `Spec` itself it gives a RunSpec or a TrainerSpec; those two refuse values that are of the other kind.
+        """
+        kind = RunSpec if RUN_SPEC_FIELD in values else TrainerSpec
+        if not issubclass(kind, cls):
+            raise SpecError(f"{origin}: {OTHER_KIND[kind.__name__]}")
         try:
-            return cls.model_validate(values)
+            return cast("Self", kind.model_validate(values))
         except ValidationError as error:
             raise SpecError(f"{origin}: {describe(error)}") from None
 
     @classmethod
-    def load(cls, path: Path | str) -> RunSpec:
+    def load(cls, path: Path | str) -> Self:
         """Read a TOML file. Raises SpecError when it is missing, is not TOML, or holds a wrong value."""
         path = Path(path)
         try:
@@ -356,7 +413,7 @@ class RunSpec(Section):
         return cls.from_dict(values, origin=str(path))
 
     @classmethod
-    def from_json(cls, data: bytes, *, expected_digest: str, origin: str) -> RunSpec:
+    def from_json(cls, data: bytes, *, expected_digest: str, origin: str) -> Self:
         """Read what another peer sent; the digest of the ticket decides whether it is the spec that was meant."""
         if len(data) > MAX_SPEC_BYTES:
             raise SpecError(f"{origin}: a spec of {len(data)} bytes is over the limit of {MAX_SPEC_BYTES}")
@@ -364,13 +421,15 @@ class RunSpec(Section):
             values = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise SpecError(f"{origin}: not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise SpecError(f"{origin}: a spec is a table of fields, not {type(values).__name__}")
         spec = cls.from_dict(values, origin=origin)
         if spec.digest() != expected_digest:
             got, asked = spec.digest()[:16], expected_digest[:16]
             raise SpecError(f"{origin}: its spec has the digest {got}.., the ticket asks for {asked}..")
         return spec
 
-    def with_changes(self, changes: dict[str, Any], *, origin: str = "change") -> RunSpec:
+    def with_changes(self, changes: dict[str, Any], *, origin: str = "change") -> Self:
         """A new spec with dotted fields replaced, for example `{"outer.alpha": 0.3}`. Raises SpecError."""
         values = self.model_dump(mode="json")
         for dotted, value in changes.items():
@@ -386,11 +445,61 @@ class RunSpec(Section):
         return self.from_dict(values, origin=origin)
 
 
+class RunSpec(Spec):
+    """The run of a training script, whose model, data and inner optimizer are its own and stand in no spec."""
+
+    total_steps: Positive = 60_000
+
+    @property
+    def schedule_steps(self) -> int:
+        return self.total_steps
+
+
+class TrainerSpec(Spec):
+    """The run of a language model that `noloco join` trains."""
+
+    model: ModelSpec = ModelSpec()
+    data: DataSpec = DataSpec()
+    train: TrainSpec = TrainSpec()
+    evaluate: EvaluateSpec = EvaluateSpec()
+    pipeline: PipelineSpec = PipelineSpec()
+
+    @model_validator(mode="after")
+    def _stages_fit_the_model(self) -> TrainerSpec:
+        cut, num_layers = self.pipeline.cut, self.model.num_layers
+        if cut != "auto" and not self.model.pretrained and sum(cut) != num_layers:
+            raise ValueError(f"pipeline.cut has {sum(cut)} blocks in all, and model.num_layers is {num_layers}")
+        if self.pipeline.stages == 1:
+            return self
+        if not self.model.parameter_seeds:
+            raise ValueError("model.parameter_seeds must be true in a run with stages: a peer draws its own part alone")
+        if self.model.lora.rank:
+            raise ValueError("model.lora.rank must be 0 in a run with stages: adapters cannot be cut yet")
+        if self.pipeline.microbatch > self.train.batch_size:
+            raise ValueError(
+                f"pipeline.microbatch {self.pipeline.microbatch} must be at most train.batch_size "
+                f"{self.train.batch_size}"
+            )
+        return self
+
+    @classmethod
+    def of(cls, spec: Spec) -> TrainerSpec:
+        """The same spec. Raises SpecError when it is that of a script."""
+        if not isinstance(spec, TrainerSpec):
+            raise SpecError(f"{spec.name}: {OTHER_KIND['RunSpec']}")
+        return spec
+
+    @property
+    def schedule_steps(self) -> int:
+        return self.train.total_steps
+
+
 def _name(name: str) -> str:
     """A hub name, or one that a machine binds. A path would make each machine look at a place that a stranger chose."""
-    if name.startswith(("/", ".", "~")):
+    if name and not (HUB_NAME.fullmatch(name) or PLAIN_NAME.fullmatch(name)):
         raise ValueError(
-            f"{name!r} must be a name, never a path: call the folder by a name, and bind it with --model NAME=FOLDER"
+            f"{name!r} must be OWNER/NAME of the hub, or a plain name that is bound with --model NAME=FOLDER; "
+            "a spec never holds a path"
         )
     return name
 
@@ -406,11 +515,11 @@ def describe(error: ValidationError) -> str:
             dotted, message = f"{dotted}.{first_word}" if dotted else first_word, message.partition(" ")[2]
         elif item["type"] == "extra_forbidden":
             message = "is not a known field"
-        lines.append(f"{dotted}: {message}" if item["type"] != "value_error" else f"{dotted} {message}")
+        lines.append(f"{dotted}: {message}" if item["type"] != "value_error" else f"{dotted} {message}".lstrip())
     return "; ".join(lines)
 
 
-def first_difference(ours: RunSpec, theirs: RunSpec) -> str:
+def first_difference(ours: Spec, theirs: Spec) -> str:
     """The first dotted field in which two specs differ, with both values; empty when they are equal."""
 
     def walk(left: Any, right: Any, path: str) -> str:

@@ -60,7 +60,7 @@ class Ticket:
 
     @property
     def run_id(self) -> str:
-        """As the spec of the run has it (`RunSpec.run_id`)."""
+        """As the spec of the run has it (`Spec.run_id`)."""
         return f"{self.run_name}-{self.spec_digest[:8]}"
 
     def encode(self) -> str:

@@ -26,7 +26,7 @@ from noloco_p2p.data.corpus import builtin_corpus, is_held_out
 from noloco_p2p.data.reader import Document
 from noloco_p2p.simulate.plan import Churn, Plan
 from noloco_p2p.simulate.run import simulate
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import TrainerSpec
 
 TOY = Path(__file__).with_name("toy.toml")
 
@@ -225,7 +225,7 @@ STUDIES: dict[str, list[Case]] = {
 
 
 def run_case(case: Case, *, steps: int, replicas: int, seed: int) -> dict[str, Any]:
-    spec = RunSpec.load(TOY).with_changes({"train.total_steps": steps, **case.changes}, origin=case.name)
+    spec = TrainerSpec.load(TOY).with_changes({"train.total_steps": steps, **case.changes}, origin=case.name)
     options, bindings = dict(case.plan), {}
     if link_s := options.pop("link_s", None):
         options["links"] = (link_of(spec, seconds=link_s),)
@@ -257,7 +257,7 @@ def write_slices(folder: Path, num_slices: int, *, holdout: float) -> None:
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def link_of(spec: RunSpec, *, seconds: float) -> Any:
+def link_of(spec: TrainerSpec, *, seconds: float) -> Any:
     """A link that carries the outer gradient of this spec in so many virtual seconds."""
     from noloco_p2p.codec import get_codec, section_bytes
     from noloco_p2p.testing.link_proxy import LinkProfile

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from noloco_p2p.cli import entry
+from noloco_p2p.cli.collection import spare_what_is_loaded
 from noloco_p2p.cli.options import Announce, Bootstrap, Listen, StateDir
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
             print(multiaddr)
         entry.write(address_file, directory.multiaddrs()[0], flag="--address-file")
         print(f"others enter with: noloco join SPEC.toml --bootstrap {directory.multiaddrs()[0]}", flush=True)
+        spare_what_is_loaded()
         await stop.wait()
     finally:
         await control.stop()

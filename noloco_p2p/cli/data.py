@@ -35,15 +35,15 @@ def check(
 ) -> None:
     """Show samples, tokens a second, and what is wrong with the files. Exit code 1 when something is."""
     from noloco_p2p.settings import PeerSettings, parse_bindings, parse_folders
-    from noloco_p2p.spec import RunSpec
+    from noloco_p2p.spec import TrainerSpec
 
-    spec = RunSpec.load(file)
+    spec = TrainerSpec.load(file)
     flags = {"data": parse_bindings(data) if data else None, "models": parse_folders(model) if model else None}
     settings = PeerSettings.load(flags)
     from noloco_p2p.data.check import check_data
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
-    from noloco_p2p.train.model import build_tokenizer
+    from noloco_p2p.trainer.model import build_tokenizer
 
     logging.getLogger("noloco_p2p.data.faults").setLevel(logging.ERROR)  # the report names them
     report = check_data(

@@ -36,9 +36,9 @@ def evaluate(
     settings = PeerSettings.load(flags)
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
-    from noloco_p2p.train.evaluate import perplexity
-    from noloco_p2p.train.judge import judge_each
-    from noloco_p2p.train.loop import choose_device
+    from noloco_p2p.trainer.evaluate import perplexity
+    from noloco_p2p.trainer.judge import judge_each
+    from noloco_p2p.trainer.loop import choose_device
 
     verdict = judge_each(
         checkpoints,

@@ -39,14 +39,14 @@ def export(
 
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
-    from noloco_p2p.train.export import check_export_folder, export_model
-    from noloco_p2p.train.merge import from_checkpoint, from_swarm
-    from noloco_p2p.train.model import build_tokenizer
+    from noloco_p2p.trainer.export import check_export_folder, export_model
+    from noloco_p2p.trainer.merge import from_checkpoint, mean_of_swarm
+    from noloco_p2p.trainer.model import build_tokenizer
 
     check_export_folder(folder)
     progress = Progress(drawing(print))
     if merge:
-        state = uvloop.run(from_swarm(Ticket.decode(source), sample=sample, progress=progress, folders=folders))
+        state = uvloop.run(mean_of_swarm(Ticket.decode(source), sample=sample, progress=progress, folders=folders))
     else:
         with progress.task("reading the checkpoint"):
             state = from_checkpoint(Path(source), folders=folders)
@@ -57,5 +57,7 @@ def export(
         export_model(state.fill_model(), tokenizer, folder, adapters_of=state.spec.model if adapters else None)
     of = f"the mean of {state.num_peers} peers" if merge else "the checkpoint"
     print(f"wrote {folder}: {of} of run {state.spec.name}")
+    for notice in state.notices():
+        print(notice)
     if state.num_silent:
         print(f"{state.num_silent} more gave no state: a peer has one after its first round; try again in a minute")

@@ -23,10 +23,10 @@ def fork(
 ) -> None:
     """Start a new run from where another one stands, with changed settings.
 
-    A spec file takes the newest checkpoint on this machine, a ticket the state of a live peer.
+    A spec file takes the newest checkpoint on this machine, a ticket the state of a live peer: the middle one of five.
     """
     from noloco_p2p.settings import PeerSettings, parse_folders
-    from noloco_p2p.spec import RunSpec
+    from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket, is_ticket
 
     if new.exists() or not new.absolute().parent.is_dir():
@@ -38,8 +38,8 @@ def fork(
             raise SettingsError(f"--set {key}: a fork keeps the model of the run, as it starts from its weights")
     settings = PeerSettings.load({"state_dir": state_dir, "models": parse_folders(model) if model else None})
     folder, folders = settings.state_dir, settings.models
-    entry = Ticket.decode(source) if is_ticket(source) else RunSpec.load(source)
-    if isinstance(entry, RunSpec):
+    entry = Ticket.decode(source) if is_ticket(source) else TrainerSpec.load(source)
+    if isinstance(entry, TrainerSpec):
         entry.with_changes(values, origin="--set")  # a wrong value is told before seconds of imports
     import uvloop
 
@@ -47,13 +47,13 @@ def fork(
     from noloco_p2p.presets import render
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
-    from noloco_p2p.train.merge import from_checkpoint, from_swarm
-    from noloco_p2p.train.start import save_start
+    from noloco_p2p.trainer.merge import from_checkpoint, state_from_swarm
+    from noloco_p2p.trainer.start import save_start
 
     if checkpoint:
         state = from_checkpoint(checkpoint, folders=folders)
     elif isinstance(entry, Ticket):
-        state = uvloop.run(from_swarm(entry, sample=1, progress=Progress(drawing(print)), folders=folders))
+        state = uvloop.run(state_from_swarm(entry, progress=Progress(drawing(print)), folders=folders))
     else:
         run_folder = folder_of(folder, entry.run_id)
         if not run_folder.is_dir():
@@ -62,10 +62,12 @@ def fork(
                 "fork with a ticket of a live peer, or name another --state-dir or --checkpoint"
             )
         state = from_checkpoint(run_folder, folders=folders)
-    old = entry if isinstance(entry, RunSpec) else state.spec
+    old = entry if isinstance(entry, TrainerSpec) else state.spec
     values = {"name": f"{old.name}-fork", **values}
     old.with_changes(values, origin="--set")  # a wrong value is told before the state is written
     spec = old.with_changes({**values, "model.start": save_start(state.slow_weights, state_dir=folder)})
     new.write_text(render(spec), encoding="utf-8")
+    for notice in state.notices():
+        print(notice)
     join = f"noloco join {new}" + (f" --state-dir {state_dir}" if state_dir else "")
     print(f"wrote {new}: run {spec.name}, from the state of {old.name}; start it with: {join}")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from noloco_p2p.cli.options import Model
 from noloco_p2p.errors import SettingsError
+
+if TYPE_CHECKING:
+    from noloco_p2p.spec import TrainerSpec
 
 
 def init(
@@ -19,10 +23,18 @@ def init(
     private: Annotated[
         bool, typer.Option("--private", help="Only who is invited may enter; writes the run key beside the spec.")
     ] = False,
+    stages: Annotated[
+        int, typer.Option(min=1, help="Cut the model into so many stages, and print what a peer of each one needs.")
+    ] = 1,
+    pretrained: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Model and tokenizer to start from.", show_default=False)
+    ] = None,
+    model: Model = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a commented run spec."""
-    from noloco_p2p.presets import PRESETS, render
+    from noloco_p2p.presets import PRESETS, describe_size, render
+    from noloco_p2p.settings import parse_folders
 
     if preset not in PRESETS:
         raise SettingsError(f"--preset {preset}: must be one of {', '.join(PRESETS)}")
@@ -31,6 +43,12 @@ def init(
     spec = PRESETS[preset]
     if name:
         spec = spec.with_changes({"name": name}, origin="--name")
+    if pretrained:
+        changes = {"model.pretrained": pretrained, "data.tokenizer": pretrained}
+        spec = spec.with_changes(changes, origin="--pretrained")
+    needs: list[str] = []
+    if stages > 1:
+        spec, needs = _in_stages(spec, stages, parse_folders(model or []))
     key_file = file.with_suffix(".key")
     if private:
         spec = spec.with_changes({"run_key": _run_key(key_file)}, origin="--private")
@@ -39,10 +57,21 @@ def init(
     except OSError as error:
         raise SettingsError(f"{file}: cannot be written: {error}") from None
     how = f"{file} --run-key {key_file}" if private else file
-    print(f"wrote {file}: {spec.model.num_parameters():,} parameters; start the run with: noloco join {how}")
+    start = "" if needs else f"; start the run with: noloco join {how}"  # stages cannot be joined yet
+    print(f"wrote {file}: {describe_size(spec)}{start}")
+    for line in needs:
+        print(line)
     if private:
         print(f"{key_file} is the run key: whoever has it can invite. Back it up, and keep it to yourself.")
         print("tickets are invitations: `noloco ticket --run-key FILE --expires 7d` makes one that ends")
+
+
+def _in_stages(spec: TrainerSpec, num_stages: int, folders: dict[str, str]) -> tuple[TrainerSpec, list[str]]:
+    """Give the spec with the cut, and what it needs. To import torch takes seconds. Raises SpecError, ModelError."""
+    from noloco_p2p.trainer.stage_needs import StageNeeds
+
+    needs = StageNeeds.of(spec, num_stages, folders=folders)
+    return needs.spec, needs.lines()
 
 
 def _run_key(key_file: Path) -> str:

@@ -14,6 +14,7 @@ import typer
 
 from noloco_p2p.cli import entry
 from noloco_p2p.cli import gpus as gpus_of_peer
+from noloco_p2p.cli.collection import spare_what_is_loaded
 from noloco_p2p.cli.options import Announce, Bootstrap, Data, Listen, MaxDownload, MaxUpload, Model, StateDir
 from noloco_p2p.errors import Left, RankError
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from noloco_p2p.cli.gpus import Place
     from noloco_p2p.peer.peer import Peer
     from noloco_p2p.settings import PeerSettings
-    from noloco_p2p.spec import RunSpec
+    from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ def join(
     # Until it trains there is nothing to keep: SIGTERM then ends the program as Ctrl-C does, in order and at once.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _say("starting (loading torch and hivemind takes some seconds)")
-    from noloco_p2p.train.compute import choose_device
+    from noloco_p2p.trainer.compute import choose_device
 
     choose_device(settings.device, place.gpu if place else None)
     if ticket:
@@ -148,13 +149,14 @@ def join(
 def _train(run: str, settings: PeerSettings, ticket_file: Path | None, place: Place | None) -> None:
     """Raises Left when somebody asks the peer to leave while it enters."""
     from noloco_p2p.peer.peer import Peer
+    from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.swarm.addresses import any_public
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.ticket import Ticket
-    from noloco_p2p.train.compute import choose_device
-    from noloco_p2p.train.loop import Trainer
-    from noloco_p2p.train.ranks import Ranks, told
+    from noloco_p2p.trainer.compute import choose_device
+    from noloco_p2p.trainer.loop import Trainer
+    from noloco_p2p.trainer.ranks import Ranks, told
 
     here = choose_device(settings.device, place.gpu if place else None)
     with (
@@ -162,13 +164,14 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, place: Pl
         Ranks(place.rank, place.num_ranks, here) if place else nullcontext() as ranks,
         Peer.join(run, settings, progress=Progress(drawing(_say))) as peer,
     ):
-        _say(f"peer {peer.peer_id} of run {peer.spec.name} ({peer.spec.digest()[:16]}), announces {peer.address}")
+        spec = TrainerSpec.of(peer.spec)
+        _say(f"peer {peer.peer_id} of run {spec.name} ({spec.digest()[:16]}), announces {peer.address}")
         if peer.metrics_address:
             _say(f"metrics at http://{peer.metrics_address}/metrics")
-        for warning in [*peer.spec.outer.warnings(), *unused_data(peer.spec, settings), *unknown_name(settings)]:
+        for warning in [*spec.outer.warnings(), *unused_data(spec, settings), *unknown_name(settings)]:
             log.warning(warning)
         trainer = Trainer(peer, say=_say, ranks=ranks)
-        for warning in trainer.inner_step.compute.warnings(here, peer.spec):
+        for warning in trainer.inner_step.compute.warnings(here, spec):
             log.warning(warning)
         needs = trainer.needs()
         for line in needs.lines():
@@ -181,8 +184,9 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, place: Pl
             _say(
                 "(it holds addresses of a private network alone; for peers elsewhere start with --announce HOST[:PORT])"
             )
-        entry.write(ticket_file, peer.ticket, flag="--ticket-file", is_secret=bool(peer.spec.run_key))
+        entry.write(ticket_file, peer.ticket, flag="--ticket-file", is_secret=bool(spec.run_key))
         _leave_on_signals(peer)
+        spare_what_is_loaded()
         checkpoint = trainer.train()
         if ranks:
             ranks.stop()
@@ -200,9 +204,9 @@ def _follow(place: Place, settings: PeerSettings) -> None:
     """All processes of a peer but rank 0. Signals are for rank 0; without it there is nothing to do."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
-    from noloco_p2p.train.compute import choose_device
-    from noloco_p2p.train.follower import follow
-    from noloco_p2p.train.ranks import Ranks, told
+    from noloco_p2p.trainer.compute import choose_device
+    from noloco_p2p.trainer.follower import follow
+    from noloco_p2p.trainer.ranks import Ranks, told
 
     try:
         with told(), Ranks(place.rank, place.num_ranks, choose_device(settings.device, place.gpu)) as ranks:
@@ -225,21 +229,23 @@ def _check(run: str, settings: PeerSettings) -> Ticket | None:
     """What is mistyped, missing or taken is told before seconds of imports. The ticket, if `run` is one."""
     from noloco_p2p.control import FolderLock
     from noloco_p2p.peer.ports import Ports
-    from noloco_p2p.spec import RunSpec
+    from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket, is_ticket
 
-    entered = Ticket.decode(run) if is_ticket(run) else RunSpec.load(Path(run))
+    entered = Ticket.decode(run) if is_ticket(run) else TrainerSpec.load(Path(run))
     FolderLock(settings.state_dir).check()
     Ports(settings).check()
     if isinstance(entered, Ticket):
         return entered
     from noloco_p2p.data.sources import check_bindings
+    from noloco_p2p.trainer.cut import check_stages
 
+    check_stages(entered, settings)
     check_bindings(entered.data, settings.data)
     return None
 
 
-def unused_data(spec: RunSpec, settings: PeerSettings) -> list[str]:
+def unused_data(spec: TrainerSpec, settings: PeerSettings) -> list[str]:
     """Bindings that are ignored, as the run reads other data."""
     from noloco_p2p.data.sources import unused_bindings
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,13 +14,18 @@ from noloco_p2p.cli.options import Changes, Data, parse_changes
 from noloco_p2p.errors import SettingsError
 
 if TYPE_CHECKING:
+    from noloco_p2p.simulate.plan import Plan
     from noloco_p2p.simulate.result import Result
-    from noloco_p2p.spec import RunSpec
+    from noloco_p2p.simulate.stage_plan import StagedPlan
+    from noloco_p2p.simulate.stage_result import StagedResult
+    from noloco_p2p.spec import TrainerSpec
 
 
 def simulate(
     file: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The run spec.")],
-    replicas: Annotated[int, typer.Option(help="Number of replicas, all in this process.", min=1, max=256)] = 8,
+    replicas: Annotated[
+        str, typer.Option(help="Number of replicas, all in this process; of each stage, or of all of them: 4,8,4.")
+    ] = "8",
     rules: Annotated[
         str,
         typer.Option(help="Outer rules to compare, with commas: noloco, diloco, ddp, local, gasloc, groups, pairs."),
@@ -28,14 +34,40 @@ def simulate(
         int | None,
         typer.Option(help="Inner steps of each; the schedule shrinks with them.", show_default="the spec's", min=1),
     ] = None,
-    speeds: Annotated[str, typer.Option(help="Relative speeds of the replicas, in turn: 1,1,2,4.")] = "1",
-    step_seconds: Annotated[float, typer.Option(help="Virtual seconds of an inner step at speed 1.", min=1e-6)] = 1.0,
+    speeds: Annotated[
+        str, typer.Option(help="Relative speeds of the replicas, in turn: 1,1,2,4; of the stages: 1/2/1,4.")
+    ] = "1",
+    step_seconds: Annotated[
+        float, typer.Option(help="Virtual seconds of an inner step of the whole model at speed 1.", min=1e-6)
+    ] = 1.0,
     link: Annotated[
-        str, typer.Option(help="Link profiles of the replicas, in turn: ideal, home-fibre, cable, weak-4g, ...")
+        str,
+        typer.Option(
+            help="Links of the replicas, in turn: ideal, home-fibre, cable, weak-4g, ..., 100mbit-50ms; "
+            "of the stages: cable/ideal."
+        ),
     ] = "ideal",
     churn: Annotated[
-        str, typer.Option(help="join:8@300,leave:2@500,crash:3@200 (virtual seconds), lose:0.2, absent:0.2 (shares).")
+        str,
+        typer.Option(
+            help="join:8@300,leave:2@500,crash:3@200 (virtual seconds; with stages crash:1.3@200), lose:0.2, "
+            "absent:0.2 (shares)."
+        ),
     ] = "",
+    stages: Annotated[
+        int | None, typer.Option(help="Cut the model into stages.", show_default="the spec's", min=1, max=64)
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            help="With stages: microbatches in flight of a head.", show_default="a quarter of its batch", min=1
+        ),
+    ] = None,
+    lose: Annotated[float, typer.Option(help="With stages: share of the microbatches lost.", min=0, max=1)] = 0.0,
+    late_steps: Annotated[
+        int, typer.Option(help="With stages: inner steps by which backwards come late.", min=0, max=16)
+    ] = 0,
+    paths: Annotated[str, typer.Option(help="With stages: random, or fixed for a comparison.")] = "random",
     changes: Changes = None,
     seed: Annotated[int, typer.Option(help="Of pairing, faults and start weights.", min=0)] = 0,
     threads: Annotated[int, typer.Option(help="Threads of torch; the bits depend on it.", min=1)] = 1,
@@ -51,47 +83,116 @@ def simulate(
     """Train many replicas in one process on a virtual clock: loss, spread, bytes and hours before anybody pays."""
     from noloco_p2p.settings import parse_bindings
     from noloco_p2p.simulate.plan import Plan, parse_churn, parse_links, parse_speeds
-    from noloco_p2p.spec import RunSpec
+    from noloco_p2p.simulate.stage_plan import StagedPlan, by_stage, parse_paths, parse_replicas
+    from noloco_p2p.spec import TrainerSpec
 
-    spec = RunSpec.load(file).with_changes(parse_changes(changes), origin="--set")
+    spec = TrainerSpec.load(file).with_changes(parse_changes(changes), origin="--set")
     if steps:
         warmup = min(spec.train.warmup_steps, steps // 10)
         spec = spec.with_changes({"train.total_steps": steps, "train.warmup_steps": warmup}, origin="--steps")
+    num_stages = stages or spec.pipeline.stages
+    num_replicas = parse_replicas(replicas, num_stages=num_stages)
+    names = [name.strip() for name in rules.split(",")]
+    bindings = parse_bindings(data or [])
+    if num_stages > 1:
+        pipeline = StagedPlan(
+            num_replicas,
+            seed=seed,
+            step_s=step_seconds,
+            speeds=by_stage(speeds, parse_speeds, num_stages=num_stages, flag="--speeds"),
+            links=by_stage(link, lambda each: parse_links(each.split(",")), num_stages=num_stages, flag="--link"),
+            churn=parse_churn(churn, num_replicas=num_replicas),
+            lost_share=lose,
+            late_steps=late_steps,
+            window=window,
+            paths=parse_paths(paths),
+        )
+        if plot or device != "cpu":
+            raise SettingsError("--plot and --device cannot be used with stages")
+        _simulate_stages(spec, pipeline, names, bindings=bindings, threads=threads, json_file=json_file)
+        return
+    if window or lose or late_steps or paths != "random":
+        raise SettingsError("--window, --lose, --late-steps and --paths need --stages")
     plan = Plan(
-        replicas,
+        num_replicas[0],
         seed=seed,
         step_s=step_seconds,
         speeds=parse_speeds(speeds),
         links=parse_links(link.split(",")),
-        churn=parse_churn(churn, num_replicas=replicas),
+        churn=parse_churn(churn, num_replicas=num_replicas[0]),
     )
-    names = [name.strip() for name in rules.split(",")]
+    _simulate_whole(
+        spec, plan, names, bindings=bindings, threads=threads, device=device, json_file=json_file, plot=plot
+    )
+
+
+def _simulate_whole(
+    spec: TrainerSpec,
+    plan: Plan,
+    rules: list[str],
+    *,
+    bindings: dict[str, str],
+    threads: int,
+    device: str,
+    json_file: Path | None,
+    plot: Path | None,
+) -> None:
     import torch
 
     from noloco_p2p.simulate import plot as drawing
     from noloco_p2p.simulate.result import table
     from noloco_p2p.simulate.run import check_rules
     from noloco_p2p.simulate.run import simulate as run
-    from noloco_p2p.train.compute import choose_device
+    from noloco_p2p.trainer.compute import choose_device
 
-    check_rules(names, plan)
+    check_rules(rules, plan)
     if plot:
         drawing.check(plot)
     torch.set_num_threads(threads)
     results: list[Result] = []
     began_s = time.monotonic()
-    for result in run(spec, plan, rules=names, bindings=parse_bindings(data or []), device=choose_device(device)):
+    for result in run(spec, plan, rules=rules, bindings=bindings, device=choose_device(device)):
         results.append(result)
-        print(f"{result.rule}: done after {time.monotonic() - began_s:.0f} s", flush=True)
-        if json_file:
-            _write(json_file, results, spec=spec, plan_seed=seed)
+        _report(results, began_s, spec=spec, seed=plan.seed, json_file=json_file)
     for line in table(results):
         print(line)
     if plot:
         print(f"wrote {drawing.draw(results, plot)}")
 
 
-def _write(file: Path, results: list[Result], *, spec: RunSpec, plan_seed: int) -> None:
+def _simulate_stages(
+    spec: TrainerSpec,
+    plan: StagedPlan,
+    rules: list[str],
+    *,
+    bindings: dict[str, str],
+    threads: int,
+    json_file: Path | None,
+) -> None:
+    import torch
+
+    from noloco_p2p.simulate.run import check_stages, simulate_stages
+
+    check_stages(rules, plan, spec)
+    torch.set_num_threads(threads)
+    results: list[StagedResult] = []
+    began_s = time.monotonic()
+    for result in simulate_stages(spec, plan, rules=rules, bindings=bindings):
+        results.append(result)
+        _report(results, began_s, spec=spec, seed=plan.seed, json_file=json_file)
+        for line in result.lines():
+            print(line)
+
+
+def _report(
+    results: Sequence[Result | StagedResult], began_s: float, *, spec: TrainerSpec, seed: int, json_file: Path | None
+) -> None:
+    print(f"{results[-1].rule}: done after {time.monotonic() - began_s:.0f} s", flush=True)
+    if json_file:
+        _write(json_file, results, spec=spec, plan_seed=seed)
+
+
+def _write(file: Path, results: Sequence[Result | StagedResult], *, spec: TrainerSpec, plan_seed: int) -> None:
     report = {
         "spec": spec.model_dump(mode="json"),
         "seed": plan_seed,

@@ -131,9 +131,9 @@ def within(values: Tensor, *, lowest: float, highest: float) -> bool:
     return bool(smallest >= lowest) and bool(largest <= highest)
 
 
-def refused_value(values: Tensor, *, codec: Codec) -> ValueError:
-    """The error for a chunk that cannot be coded; names the first element that is not finite, or else the largest."""
+def refused_value(values: Tensor, *, name: str) -> ValueError:
+    """The error for a flat tensor that cannot be coded; names the first element that is not finite, or the largest."""
     bad = torch.nonzero(~torch.isfinite(values.detach()))
     index = int(bad[0]) if len(bad) else int(values.detach().abs().argmax())
-    what = "is not finite" if len(bad) else f"is too large for {codec.name}"
+    what = "is not finite" if len(bad) else f"is too large for {name}"
     return ValueError(f"cannot encode: element {index} of {values.numel()} is {float(values[index])}, which {what}")

@@ -58,7 +58,7 @@ class BlockCodec:
         blocks = self._as_blocks(values.detach().to(torch.float32))
         workspace = scratch.take("blocks", blocks.numel(), dtype=torch.float32, device=values.device).view_as(blocks)
         torch.abs(blocks, out=workspace)
-        scales = self._scales(workspace.amax(dim=1))
+        scales = block_scales(workspace.amax(dim=1), max_code=self.max_code)
         torch.mul(blocks, scales.reciprocal()[:, None], out=workspace)
         codes = workspace.round_().view(-1)[:num_elements]
         coded = out if values.device == out.device else torch.empty_like(out, device=values.device)
@@ -68,7 +68,7 @@ class BlockCodec:
         if coded is not out:
             out.copy_(coded)
         if not self._scales_valid(self._parts(out, num_elements=num_elements)[0]):
-            raise refused_value(values, codec=self)  # NaN and infinity end up in the scale of their block
+            raise refused_value(values, name=self.name)  # NaN and infinity end up in the scale of their block
 
     def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
         self._checked(payload, num_elements=num_elements)  # any code is a number: the scales decide
@@ -107,12 +107,6 @@ class BlockCodec:
         missing = -values.numel() % self.block_elements
         return (pad(values, (0, missing)) if missing else values).view(-1, self.block_elements)
 
-    def _scales(self, largest: Tensor) -> Tensor:
-        """bf16 values in fp32 from the largest magnitudes (num_blocks,); not valid where those are not finite."""
-        scales = (largest / self.max_code).clamp_min_(FLOAT32.tiny)
-        scales.view(torch.int32).add_(0xFFFF).bitwise_and_(~0xFFFF)  # up to the next bf16: its bits are the upper 16
-        return scales
-
     def _scales_valid(self, scales: Tensor) -> bool:
         """Normal, positive, and `code * scale` finite for each code that a byte can hold (one more than max_code)."""
         return within(scales.float(), lowest=FLOAT32.tiny, highest=FLOAT32.max / (self.max_code + 1))
@@ -121,6 +115,13 @@ class BlockCodec:
         """Views of a payload: scales (bf16) and code bytes (int8)."""
         num_scale_bytes = SCALE_BYTES * self._num_blocks(num_elements)
         return coded[:num_scale_bytes].view(torch.bfloat16), coded[num_scale_bytes:].view(torch.int8)
+
+
+def block_scales(largest: Tensor, *, max_code: int) -> Tensor:
+    """bf16 values in fp32 from the largest magnitude of each block; not valid where that is not finite."""
+    scales = (largest / max_code).clamp_min_(FLOAT32.tiny)
+    scales.view(torch.int32).add_(0xFFFF).bitwise_and_(~0xFFFF)  # up to the next bf16: its bits are the upper 16
+    return scales
 
 
 def pack_bytes(codes: Tensor, code_bytes: Tensor) -> None:

@@ -39,7 +39,7 @@ class RawCodec:
         # Rounded where it lies, so that a bus carries the fewer bytes; on the CPU straight into its place.
         coded = out.view(self.dtype).copy_(values if values.device.type == "cpu" else values.to(self.dtype))
         if not self._all_finite(coded):  # checked after rounding: the largest fp32 values become infinite in bf16
-            raise refused_value(values, codec=self)
+            raise refused_value(values, name=self.name)
 
     def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
         self._checked(payload, num_elements=num_elements)

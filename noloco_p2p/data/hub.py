@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from noloco_p2p.data.corpus import Source
 from noloco_p2p.data.faults import Fault
 from noloco_p2p.data.files import ROWS_A_READ, first_line, table_rows
 from noloco_p2p.data.reader import Piece, Row, Unavailable
-from noloco_p2p.errors import DataError
+from noloco_p2p.errors import DataError, SpecError
 from noloco_p2p.spec import SourceSpec
 
 if TYPE_CHECKING:
@@ -29,16 +29,19 @@ Pause = Callable[[float], object]
 
 
 def hub_source(part: SourceSpec, split: str, *, pause: Pause = time.sleep) -> Source:
-    """Raises DataError when the data set cannot be opened, after some tries where it may be the network."""
+    """Raises DataError when the data set cannot be opened, after some tries where it may be the network, and SpecError
+    when it would read something of this machine, or of a third party."""
     name = part.source.removeprefix("hub:")
-    if name.count("/") > 1 or name.startswith((".", "/", "~")) or Path(name).exists():
-        raise DataError(f"data.source: {name!r} is not a data set name of the hub, or a folder of that name lies here")
+    if Path(name).exists():  # `datasets` would read it
+        raise SpecError(f"data.source 'hub:{name}' is also a folder here: start this peer in another folder")
     datasets = import_datasets()
     for number in range(1, OPEN_TRIES + 1):
         try:
-            stream = datasets.load_dataset(
-                name, part.subset or None, split=split, revision=part.revision or None, streaming=True
-            )
+            builder = datasets.load_dataset_builder(name, part.subset or None, revision=part.revision or None)
+            _check_files(builder.config.data_files or {}, name)
+            stream = builder.as_streaming_dataset(split=split)
+        except SpecError:
+            raise
         except Exception as error:  # noqa: BLE001 - network, hub and parser errors have no common base
             if is_lasting(error) or number == OPEN_TRIES:
                 raise DataError(
@@ -50,6 +53,13 @@ def hub_source(part: SourceSpec, split: str, *, pause: Pause = time.sleep) -> So
         else:
             return shard_source(stream, name=name, text_field=part.text_field)
     raise AssertionError("unreachable")
+
+
+def _check_files(files: Mapping[str, Sequence[str]], name: str) -> None:
+    """A data set's own description may list paths and addresses of anything. Nothing of them was opened yet."""
+    for file in (file for split in files.values() for file in split):
+        if not file.startswith(f"hf://datasets/{name}@"):
+            raise SpecError(f"data.source 'hub:{name}' lists the file {file!r}, which is not its own")
 
 
 def shard_source(stream: IterableDataset, *, name: str, text_field: str) -> Source:

@@ -22,7 +22,7 @@ from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm import _hivemind
 from noloco_p2p.swarm.daemon import Daemon, ListenOn, probe_port
 from noloco_p2p.telemetry.console import mib
-from noloco_p2p.train.compute import Compute, choose_device
+from noloco_p2p.trainer.compute import Compute, choose_device
 
 LOW_DISK_BYTES = 5 << 30
 LOW_MEMORY_BYTES = 2 << 30

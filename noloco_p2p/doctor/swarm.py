@@ -11,6 +11,7 @@ from contextlib import aclosing, asynccontextmanager
 
 from noloco_p2p._version import __version__
 from noloco_p2p.control import ask
+from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.doctor.check import Check
 from noloco_p2p.errors import DirectoryError, NolocoError, PeerError
 from noloco_p2p.gossip.fetch import FETCH_TIMEOUT_S, fetch_manifest, fetch_spec
@@ -21,13 +22,13 @@ from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.session import Session
 from noloco_p2p.peer.ports import Ports
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.clock import MAX_OFFSET_S
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.reader import find_somebody, reader
 from noloco_p2p.telemetry.console import count, mib, named
 from noloco_p2p.ticket import Ticket
-from noloco_p2p.train.needs import estimate
+from noloco_p2p.trainer.needs import estimate
 
 ASKED_PEERS = 3
 PROBE_S = 12.0
@@ -50,12 +51,12 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
         random.shuffle(peers)
         session = Session(directory.identity, ticket.invitation)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
-        transport = GrpcTransport(lambda: hello, session=session)
+        transport = GrpcTransport(lambda: hello, session=session, guard=directory.guard)
         checks = [
             Check("way in", "ok", f"run {ticket.run_name}: {len(peers)} live peers heard of"),
             _versions(directory),
         ]
-        checks += await _dialled_back(peers, hello, session, settings)
+        checks += await _dialled_back(peers, hello, session, settings, directory.guard)
         manifest, donor, check = await _download(peers, transport)
         checks.append(check)
         if manifest and donor:
@@ -88,14 +89,14 @@ def _versions(directory: SwarmDirectory) -> Check:
 
 
 async def _dialled_back(
-    peers: Sequence[Candidate], hello: Hello, session: Session, settings: PeerSettings
+    peers: Sequence[Candidate], hello: Hello, session: Session, settings: PeerSettings, guard: DialGuard
 ) -> list[Check]:
     """The clock and the reachability, as the first peers that answer see them."""
     faults = []
     async with _listening(settings) as ports:
         for peer in peers[:ASKED_PEERS]:
             try:
-                probed = await probe.ask(peer, hello, ports, timeout_s=PROBE_S, session=session)
+                probed = await probe.ask(peer, hello, ports, timeout_s=PROBE_S, session=session, guard=guard)
             except PeerError as error:
                 faults.append(f"{named(peer.peer_id)}: {error}")
                 continue
@@ -185,7 +186,7 @@ async def _speed(transport: GrpcTransport, peer: Candidate, manifest: StateManif
     return num_bytes / max(time.monotonic() - began_s, 1e-6)
 
 
-def needs(spec: RunSpec, num_parameters: int, settings: PeerSettings) -> Check:
+def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
     """Memory and disk of the run's model against what is free here; activations come on top."""
     folder = next(parent for parent in (settings.state_dir, *settings.state_dir.parents) if parent.exists())
     found = estimate(spec, num_parameters=num_parameters, step_s=1.0, folder=folder)

@@ -33,7 +33,7 @@ from noloco_p2p.gossip.frames import (
 )
 from noloco_p2p.gossip.layout import MAX_LAYOUT_BYTES, ModelLayout
 from noloco_p2p.gossip.uploads import UploadLine
-from noloco_p2p.spec import OuterSpec, RunSpec
+from noloco_p2p.spec import OuterSpec, Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def describe_state(path: Path, *, layout: str, num_elements: int, round_index: i
 class StateServer:
     """Serves the newest saved state and the spec. `saved` is replaced whenever a newer one was written."""
 
-    def __init__(self, spec: RunSpec) -> None:
+    def __init__(self, spec: Spec) -> None:
         self.saved: SavedState | None = None
         self.layout: ModelLayout | None = None  # of the model that trains here
         self._spec_json = spec.canonical_json()

@@ -24,7 +24,7 @@ from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.round_driver import RoundDriver
 from noloco_p2p.gossip.round_events import Opening
 from noloco_p2p.gossip.sections import SectionPlan, section_plans
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import Spec
 
 log = logging.getLogger(__name__)
 As = TypeVarTuple("As")
@@ -99,7 +99,7 @@ class Exchange(Protocol):
 class LoopExchange:
     """An `Exchange` whose caller runs on the event loop of `driver`."""
 
-    def __init__(self, spec: RunSpec, driver: RoundDriver) -> None:
+    def __init__(self, spec: Spec, driver: RoundDriver) -> None:
         self._spec = spec
         self._driver = driver
         self._plans: tuple[SectionPlan, ...] = ()
@@ -128,7 +128,7 @@ class LoopExchange:
         self.pace.open_round(
             self._driver.now_s(), steps_done=steps_done, inner_steps=inner_steps, shortest_round_s=shortest_round_s
         )
-        total_steps, longest_round = spec.train.total_steps, spec.outer.longest_round
+        total_steps, longest_round = spec.schedule_steps, spec.outer.longest_round
         opening = Opening(round_index, progress, total_steps, longest_round, state, patience_s)
         self._ask(lambda: self._driver.open(opening, plans), None, even_late=True)
 
@@ -171,9 +171,14 @@ class ThreadedExchange(LoopExchange):
 
     owner: object = None  # who trains by it; another one may take it over
 
-    def __init__(self, spec: RunSpec, driver: RoundDriver, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, spec: Spec, driver: RoundDriver, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(spec, driver)
         self._loop = loop
+
+    @property
+    def is_closed(self) -> bool:
+        """The network thread has ended: the peer was closed."""
+        return self._loop.is_closed()
 
     def collect(self, wait_s: float) -> Outcome:
         """`poll`, waiting: blocks while there is a swap, or hope of one, but never longer than `wait_s`."""

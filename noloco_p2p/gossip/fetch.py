@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from blake3 import blake3
 
-from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
+from noloco_p2p.errors import CheckpointError, CorruptPayload, PeerError, Refused, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import (
     MAX_CHUNKS_PER_REQUEST,
     STATE_CHUNK_BYTES,
@@ -39,7 +39,7 @@ from noloco_p2p.gossip.kept_chunks import KeptChunks
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.patience import Patience
 from noloco_p2p.gossip.seams import Candidate, Directory, Transport
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import Spec
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.progress import Report, ignore
 
@@ -54,13 +54,32 @@ BUSY_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0  # after at least and at most so long,
 ANSWER_S = 60.0  # for all of a spec, a layout or a manifest; that of 64 GiB has 2 MiB
 
 
-async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expected_digest: str) -> RunSpec:
+class Admission(Protocol):
+    """What a state must pass before it is taken: a digest only says that it came as it was sent.
+
+    The checks raise CheckpointError, which says what is wrong; the next donor is asked then.
+    """
+
+    async def check_place(self, donor: Candidate, manifest: StateManifest) -> None:
+        """Before anything of the state is fetched: where the donor says that it stood in the run."""
+        ...
+
+    async def check_state(self, donor: Candidate, manifest: StateManifest, path: Path) -> None:
+        """The whole file. `donor` gave the last chunk of it."""
+        ...
+
+    def refuse(self, donor: Candidate, why: str) -> None:
+        """What the donor gave, or said of it, is not what an honest peer of the run has."""
+        ...
+
+
+async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expected_digest: str) -> Spec:
     """The run spec from the first donor that has it. Raises Unreachable when none has."""
     reasons = []
     for donor in donors:
         try:
             spec = await _answer(transport, donor, WantSpec(), SpecJson)
-            return RunSpec.from_json(spec.data, expected_digest=expected_digest, origin=donor.address)
+            return Spec.from_json(spec.data, expected_digest=expected_digest, origin=donor.address)
         except (PeerError, ValueError) as error:
             reasons.append(f"{named(donor.peer_id)}: {error}")
     raise Unreachable("no live peer gave the run spec: " + ("; ".join(reasons) or "nobody is there"))
@@ -108,6 +127,7 @@ async def fetch_state(
     num_elements: int,
     num_bytes: int,
     target: Path,
+    admission: Admission,
     on_progress: Report = ignore,
     on_place: Callable[[Candidate, QueuePlace | None], None] = nobody_waits,
     clock: Callable[[], float] = time.monotonic,
@@ -116,7 +136,7 @@ async def fetch_state(
 
     Each donor is asked in turn; those with a line of newcomers come next, and are waited for, the shortest first; those
     that were left as they are slow come last, the fastest first. Verified chunks are kept when their donor dies, and in
-    `target` for an hour when this program does.
+    `target` for an hour when this program does. A state that does not pass `admission` is thrown away whole.
 
     `num_bytes` is the size of our own state file: any other is refused before a byte is read. The manifest that is
     returned is of the donor that gave the last chunk. `on_progress` is told the verified bytes, those kept of a dead
@@ -129,6 +149,8 @@ async def fetch_state(
             layout=layout,
             num_elements=num_elements,
             num_bytes=num_bytes,
+            target=target,
+            admission=admission,
             on_progress=on_progress,
             on_place=on_place,
             clock=clock,
@@ -145,6 +167,7 @@ async def fetch_from_swarm(
     num_elements: int,
     num_bytes: int,
     target: Path,
+    admission: Admission,
     newer_than: float = -math.inf,
     on_progress: Report = ignore,
     on_place: Callable[[Candidate, QueuePlace | None], None] = nobody_waits,
@@ -162,6 +185,8 @@ async def fetch_from_swarm(
             layout=layout,
             num_elements=num_elements,
             num_bytes=num_bytes,
+            target=target,
+            admission=admission,
             newer_than=newer_than,
             on_progress=on_progress,
             on_place=on_place,
@@ -195,6 +220,8 @@ class _Fetching:
     layout: str
     num_elements: int
     num_bytes: int
+    target: Path
+    admission: Admission
     newer_than: float = -math.inf
     on_progress: Report
     on_place: Callable[[Candidate, QueuePlace | None], None]
@@ -229,11 +256,15 @@ class _Fetching:
     async def _try(self, donor: Candidate, *, may_wait: bool, may_be_slow: bool) -> StateManifest | None:
         patience, num_missing, until_s = Patience(self.num_bytes), -1, 0.0
         while True:
+            is_whole = not self.kept.done_bytes  # nothing is here of another donor
             try:
                 manifest = await self._manifest(donor)
                 await self._chunks(donor, manifest, patience, may_wait=may_wait, may_be_slow=may_be_slow)
             except _PassedOver as why:
                 log.info("no state from %s yet: %s", donor.address, why)
+                return None
+            except (CheckpointError, CorruptPayload) as error:
+                self._refuse(donor, error)
                 return None
             except PeerError as error:
                 log.info("no state from %s: %s; %d chunks are still missing", donor.address, error, self.num_missing)
@@ -251,8 +282,25 @@ class _Fetching:
             else:
                 if self.kept.missing:
                     return None
-                await self.kept.finish()
-                return manifest
+                if await self._is_admitted(donor, manifest):
+                    await self.kept.finish()
+                    return manifest
+                if is_whole:
+                    return None
+
+    async def _is_admitted(self, donor: Candidate, manifest: StateManifest) -> bool:
+        """Otherwise nothing is kept: one of several donors may have spoiled the state, and this one is not to blame."""
+        try:
+            await self.admission.check_state(donor, manifest, self.target)
+        except CheckpointError as error:
+            self._refuse(donor, error)
+            self.kept.start_over()
+            return False
+        return True
+
+    def _refuse(self, donor: Candidate, error: Exception) -> None:
+        log.warning("no state from %s: %s; %d chunks are still missing", donor.address, error, self.num_missing)
+        self.admission.refuse(donor, str(error))
 
     async def _manifest(self, donor: Candidate) -> StateManifest:
         manifest = await fetch_manifest(self.transport, donor)
@@ -263,6 +311,7 @@ class _Fetching:
         if manifest.progress <= self.newer_than:
             sentence = f"what it saved last is of round {manifest.round}, no further than this peer is"
             raise PeerError(sentence, peer=donor.peer_id)
+        await self.admission.check_place(donor, manifest)
         return manifest
 
     async def _chunks(

@@ -22,7 +22,7 @@ from blake3 import blake3
 
 PROTOCOL_VERSION = "1.0"  # same major number = can talk
 STATE_CHUNK_BYTES = 1 << 20
-MAX_CHUNKS_PER_REQUEST = 65_536  # 64 GiB; of a larger state the rest is asked for in further calls
+MAX_CHUNKS_PER_REQUEST = 16_384  # 16 GiB, named in 48 KiB; the rest of a larger state is asked for in further calls
 
 Payload = bytes | memoryview  # what came from the network is a view of the message
 
@@ -70,9 +70,12 @@ class RefuseCode(IntEnum):
     NOT_INVITED = 13  # to a private run
     BANNED = 14  # here, for a time
     STALE = 15  # our places in the run are too far apart
+    OVER_SHARE = 16  # you have had your share of my swaps; I look for somebody else first
+    UNLISTED = 17  # I know no live record of you yet
 
 
-PASSING = frozenset({RefuseCode.BUSY, RefuseCode.BETWEEN_ROUNDS, RefuseCode.CROSSED})
+PASSED_ON = frozenset({RefuseCode.OVER_SHARE, RefuseCode.UNLISTED})  # another peer is drawn
+PASSING = frozenset({RefuseCode.BUSY, RefuseCode.BETWEEN_ROUNDS, RefuseCode.CROSSED, RefuseCode.UNLISTED})
 FINAL = frozenset(
     {
         RefuseCode.OTHER_RUN,

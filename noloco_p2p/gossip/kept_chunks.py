@@ -87,6 +87,12 @@ class KeptChunks:
         self.missing.remove(index)
         self.done_bytes += len(payload)
 
+    def start_over(self) -> None:
+        """Nothing of what came is of use: all chunks are missing again."""
+        os.ftruncate(self._digests, 0)
+        os.ftruncate(self._digests, DIGEST_BYTES * self._num_chunks)
+        self.missing, self.done_bytes = list(range(self._num_chunks)), 0
+
     async def finish(self) -> None:
         """All is here and on the disk; what was kept beside it goes."""
         assert not self.missing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from noloco_p2p.gossip.frames import SectionName
+from noloco_p2p.gossip.frames import RefuseCode, SectionName
 from noloco_p2p.gossip.round_length import LinkMeasure
 from noloco_p2p.gossip.sections import SectionPair
 from noloco_p2p.optim.mixing import Agreement
@@ -93,3 +93,10 @@ class Traffic:
     plain_chunks: int = 0
     broken_chunks: int = 0
     refused_not_finite: int = 0
+    refused_over_share: int = 0
+    refused_unlisted: int = 0
+
+    def note_refusal(self, code: RefuseCode) -> None:
+        """An offer of another peer was refused."""
+        self.refused_over_share += code is RefuseCode.OVER_SHARE
+        self.refused_unlisted += code is RefuseCode.UNLISTED

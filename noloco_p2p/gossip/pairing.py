@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from noloco_p2p.gossip.frames import FINAL, PASSING, Boundary, RefuseCode
+from noloco_p2p.gossip.frames import FINAL, PASSED_ON, PASSING, Boundary, RefuseCode
 from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.gossip.shares import Shares
 
 FAR_SHARE = 0.6  # of the shorter round; peers of one speed are at most half a round apart, and measure it with noise
 FAILED_RETRY_S = 10.0  # a peer that could not be reached is asked again after this
@@ -57,17 +58,28 @@ class Pairing:
         self._turned_away: set[str] = set()  # in the round of now, as this peer had a partner
         self._waiting: set[str] = set()  # of the last round: they may have waited for this one
         self._last_partner = ""
+        self._shares = Shares()
         self._memory: dict[str, _Memory] = {}
         self._incompatible: dict[str, str] = {}
 
-    def open_round(self, *, is_patient: bool = False) -> None:
+    def open_round(self, live: Sequence[Candidate], *, num_live: int, is_patient: bool = False) -> None:
         """A new round asks everybody afresh, but for those that are of another run or could not be reached lately.
 
-        is_patient: the last partner is not asked while anybody else is here, however long that one has no time.
+        num_live: peers of the run, with this one. is_patient: the last partner is not asked while anybody else is here,
+        however long that one has no time.
         """
         self._target, self._is_patient = "", is_patient
+        self._shares.open_round((peer.peer_id for peer in live), num_live=num_live)
         self._waiting, self._turned_away = self._turned_away, set()
         self._memory = {peer: memory for peer, memory in self._memory.items() if memory.answer is _Answer.NONE}
+
+    def began(self, peer_id: str) -> None:
+        """A swap with this peer begins."""
+        self._shares.swapped(peer_id)
+
+    def has_had_its_share(self, peer_id: str) -> bool:
+        """Whether offers of this peer are refused for now."""
+        return self._shares.has_had(peer_id)
 
     def met(self, peer_id: str) -> None:
         """A swap with this peer has its early part committed."""
@@ -86,12 +98,13 @@ class Pairing:
         One peer is drawn, each with the same chance, and kept: when it has a partner, its next round is waited for as
         long as that comes before `latest_s`. To take whoever is free at once would pair the same two again and again,
         as they begin each round together while everybody else is in the middle of one. For the same reason the last
-        partner is drawn only when there is nobody else. Who drew this peer in its last round, and was turned away, goes
-        before all others: it may wait for just this round, and would else be late again.
+        partner is drawn only when there is nobody else, and so is a peer that has had more than its share of swaps. A
+        peer that drew this one in its last round and was turned away goes before all others: it may be waiting for this
+        very round, and would otherwise be late again.
         """
         reachable = {peer.peer_id: peer for peer in self._eligible(live) if self._in_time(peer, now_s, latest_s)}
         if self._target not in reachable:
-            others = [peer_id for peer_id in reachable if peer_id != self._last_partner]
+            others = [peer for peer in reachable if peer != self._last_partner and not self._shares.owes(peer)]
             waiting = [peer_id for peer_id in others if peer_id in self._waiting]
             self._target = self._rng.choice(waiting or others or list(reachable)) if reachable else ""
         target = reachable.get(self._target)
@@ -109,6 +122,8 @@ class Pairing:
     def refused(self, peer_id: str, *, code: RefuseCode, retry_after_s: float, now_s: float) -> None:
         if peer_id in self._waiting:  # it has found somebody else: it is no longer waited for, either
             self._waiting.remove(peer_id)
+            self._target = ""
+        if code in PASSED_ON:
             self._target = ""
         if code in FINAL:
             self._incompatible[peer_id] = code.name

@@ -12,10 +12,9 @@ import logging
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
 
 from noloco_p2p.codec.modulo import Bounds
 from noloco_p2p.errors import PeerError, Refused, TimedOut, Unreachable
@@ -35,8 +34,10 @@ from noloco_p2p.gossip.frames import (
     SwapState,
     other_kind,
 )
+from noloco_p2p.gossip.introductions import Introductions
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import Correction, Outcome, Traffic
+from noloco_p2p.gossip.owned_tasks import OwnedTasks
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.pairing import Pairing
 from noloco_p2p.gossip.payload_memory import PayloadMemory
@@ -102,7 +103,13 @@ class RoundDriver:
         clock: Callable[[], float] = time.monotonic,
         on_corrupt: Callable[[str, str], None] = lambda peer_id, reason: None,
     ) -> None:
-        self.round = RoundState(hello=hello, live=lambda: directory.live(), pace=pace, pairing=Pairing(rng))
+        self.round = RoundState(
+            hello=hello,
+            live=lambda: directory.live(),
+            num_live=lambda: directory.num_live(),
+            pace=pace,
+            pairing=Pairing(rng),
+        )
         self.pace = pace
         self.layout: ModelLayout | None = None  # of the model that trains here, once it is known
         self.faults = Faults()
@@ -112,6 +119,7 @@ class RoundDriver:
         self._hello = hello
         self._transport = transport
         self._directory = directory
+        self._introductions = Introductions(directory, clock=clock)
         self._executor = executor
         self._rng = rng
         self._deadlines = deadlines
@@ -272,8 +280,10 @@ class RoundDriver:
             if not isinstance(offer, Offer) or len(offer.swap_id) != SWAP_ID_BYTES or not offer.hello.peer_id:
                 await self._send(stream, Refuse(RefuseCode.MALFORMED, "a swap begins with an offer"))
                 return
-            decision = await self._decide(stream, Incoming(offer))
+            is_listed = await self._introductions.is_listed(offer.hello.peer_id)
+            decision = await self._decide(stream, Incoming(offer, is_listed))
             if isinstance(decision, Refuse):
+                self.traffic.note_refusal(decision.code)
                 await self._send(stream, decision)
                 return
             try:
@@ -470,30 +480,3 @@ class RoundDriver:
 def _swap_of(active: ActiveSwap) -> Swap:
     assert isinstance(active.swap, Swap)
     return active.swap
-
-
-class OwnedTasks:
-    """Tasks that end with their owner; an unexpected error in one is logged, and ends nothing else."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    async def stop(self, *, grace_s: float) -> None:
-        """Cancels what has not ended by itself within `grace_s`."""
-        tasks = list(self._tasks)
-        if tasks:
-            await asyncio.wait(tasks, timeout=grace_s)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            log.error("a network task ended in an unexpected error", exc_info=error)

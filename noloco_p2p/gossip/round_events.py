@@ -56,9 +56,13 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Incoming:
-    """An offer of another peer. Each is answered by one `Bind` or `Reply`, perhaps after it was held for a while."""
+    """An offer of another peer. Each is answered by one `Bind` or `Reply`, perhaps after it was held for a while.
+
+    is_listed: whether a live record of its caller is known.
+    """
 
     offer: Offer
+    is_listed: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.round_driver import RoundDriver
 from noloco_p2p.gossip.seams import Directory, FrameStream, Transport
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import Spec
 
 Standing = tuple[Hello, str, int, float]  # introduction, state (training, paused, ..), round, progress
 
@@ -52,7 +52,7 @@ class RoundStack:
 
 
 def build_round_stack(
-    spec: RunSpec,
+    spec: Spec,
     *,
     hello: Callable[[], Hello],
     transport: Transport,

@@ -61,13 +61,15 @@ LAST_LOOK_S = 1.0  # how long a peer without a partner goes on asking at its bou
 TRAILING_RETRY_S = 1.0
 TRAILING_SHARE = 1 / 3  # of a round, in which the trailing swap has the link to itself
 NOT_TRAINING_RETRY_S = 60.0
+UNLISTED_RETRY_S = 1.0
 OTHER_KINDS = (RefuseCode.OTHER_VERSION, RefuseCode.OTHER_SPEC, RefuseCode.OTHER_RUN, RefuseCode.OTHER_MODEL)
 
 
 class RoundState:
     """The current round of one peer, and what is left of the one before.
 
-    `hello` and `live` give the own introduction and the membership view; `pace` is read, `pairing` remembers answers.
+    `hello`, `live` and `num_live` give the own introduction, the membership view, and how many peers are alive with
+    this one; `pace` is read, `pairing` remembers answers.
     Methods are events: each changes the state at once and returns what the driver has to do, in order.
     """
 
@@ -76,6 +78,7 @@ class RoundState:
         *,
         hello: Callable[[], Hello],
         live: Callable[[], Sequence[Candidate]],
+        num_live: Callable[[], int],
         pace: Pace,
         pairing: Pairing,
     ) -> None:
@@ -88,6 +91,7 @@ class RoundState:
         self.unreachable: set[str] = set()  # reported once, until a swap with the peer begins
         self._hello = hello
         self._live = live
+        self._num_live = num_live
         self._pace = pace
         self._pairing = pairing
         self._held: deque[Incoming] = deque()  # they wait for the answer to an own offer
@@ -118,7 +122,8 @@ class RoundState:
             actions += self._drop_trailing() + self.end(now_s)[1] + self._drop_trailing()
         self._begin(opening, plans, now_s)
         self._is_correcting = False  # in case the end of a correction was never reported
-        self._pairing.open_round(is_patient=opening.patience_s > 0)
+        is_patient = opening.patience_s > 0
+        self._pairing.open_round(self._live(), num_live=self._num_live(), is_patient=is_patient)
         return actions + self._release(now_s)
 
     def reach_boundary(self, now_s: float) -> list[Action]:
@@ -339,19 +344,22 @@ class RoundState:
         return actions
 
     def _answer(self, incoming: Incoming, now_s: float) -> Bind | Reply:
-        refuse = self._refusal(incoming.offer, now_s)
+        refuse = self._refusal(incoming, now_s)
         if refuse:
             return Reply(incoming, refuse)
         offer = incoming.offer
         return self._bind(incoming, offer.hello.peer_id, self.standing(now_s), offer.boundary)
 
-    def _refusal(self, offer: Offer, now_s: float) -> Refuse | None:
+    def _refusal(self, incoming: Incoming, now_s: float) -> Refuse | None:
         """None = accept."""
+        offer = incoming.offer
         ours, caller = self._hello(), offer.hello.peer_id
         if refuse := other_kind(ours, offer.hello):
             return refuse
         if caller == ours.peer_id:
             return Refuse(RefuseCode.MALFORMED, "this is my own peer id: a key must not be used on two machines")
+        if not incoming.is_listed:
+            return Refuse(RefuseCode.UNLISTED, "I know no live record of you yet", UNLISTED_RETRY_S)
         self._pace.hear(caller, offer.boundary, now_s=now_s)  # also of peers that are refused
         if self.peer_state != "training":
             return Refuse(RefuseCode.NOT_TRAINING, f"I am {self.peer_state}", NOT_TRAINING_RETRY_S)
@@ -363,7 +371,16 @@ class RoundState:
             return refuse
         assert self.opening is not None
         total_steps, longest_round = self.opening.total_steps, self.opening.longest_round
-        return refuse_distant(mine, offer.boundary, total_steps=total_steps, longest_round=longest_round)
+        distant = refuse_distant(mine, offer.boundary, total_steps=total_steps, longest_round=longest_round)
+        return distant or self._refusal_of_share(caller, mine)
+
+    def _refusal_of_share(self, caller: str, mine: Boundary) -> Refuse | None:
+        """Whoever has had its share waits for a later round. A peer that this one asks itself is welcome."""
+        is_asked = self.asked is not None and self.asked.candidate.peer_id == caller
+        if is_asked or not self._pairing.has_had_its_share(caller):
+            return None
+        wait_s = mine.seconds_to_boundary if mine.seconds_to_boundary is not None else 1.0
+        return Refuse(RefuseCode.OVER_SHARE, "you have had your share of my swaps", wait_s)
 
     def _refusal_in_phase(self, offer: Offer, mine: Boundary, now_s: float) -> Refuse | None:
         caller = offer.hello.peer_id
@@ -400,6 +417,7 @@ class RoundState:
         assert self.phase in (Phase.SEEKING, Phase.OFFERING), self.phase
         self.phase, self.partner, self.asked = Phase.SWAPPING, partner, None
         self.unreachable.discard(partner)
+        self._pairing.began(partner)
         return Bind(via, partner, mine, theirs)
 
     def swap_began(self, bind: Bind, swap: SwapHandle, now_s: float) -> tuple[ActiveSwap, list[Action]]:

@@ -22,6 +22,7 @@ class Candidate:
     round: int = 0
     progress: float = 0.0
     session_key: bytes = b""  # by which its gRPC server is known, from its signed record
+    sketch: str = ""  # of its slow weights, packed, from its record
     can_be_called: bool = True  # False: it takes no calls from here, and makes offers itself
 
 
@@ -80,6 +81,14 @@ class Directory(Protocol):
 
     def live(self) -> Sequence[Candidate]:
         """Peers to draw a partner from, without this one: all of a small run, ever new ones of a large. Never waits."""
+        ...
+
+    def num_live(self) -> int:
+        """How many peers are alive, with this one: an estimate where `live` is a part of them. Never waits."""
+        ...
+
+    def knows(self, peer_id: str) -> bool:
+        """Whether a live record of this peer was read, be it among `live` now or not. Never waits."""
         ...
 
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:

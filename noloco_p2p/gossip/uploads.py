@@ -15,7 +15,7 @@ from noloco_p2p.errors import Refused
 from noloco_p2p.gossip.frames import QueuePlace, RefuseCode
 
 MAX_UPLOADS = 2  # at once: each more would slow the others and the swaps of the donor
-MAX_WAITING = 16  # each keeps one of the 64 connections that a peer has for everything
+MAX_WAITING = 16  # each keeps a connection
 TELL_S = 2.0  # how often a newcomer in the line is told its place
 STALLED_S = 30.0  # who takes no chunk for so long while others wait has lost its turn
 FULL_RETRY_S = 30.0

@@ -10,6 +10,7 @@ from dataclasses import replace
 import grpc.aio
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - missing in the stubs
 
+from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import CorruptPayload, TimedOut
 from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.seams import Candidate
@@ -40,10 +41,11 @@ class GrpcTransport:
         lanes: LanePolicy = LANES,
         session: Session | None = None,
         why_banned: Callable[[str], str] = nobody_is_banned,
+        guard: DialGuard | None = None,
     ) -> None:
         self._hello = hello
         self._limits = limits
-        self._dialer = Dialer(session, limits, why_banned=why_banned)
+        self._dialer = Dialer(session, limits, why_banned=why_banned, guard=guard)
         self._lanes = lanes
         self.memory = LaneMemory(lanes)
 

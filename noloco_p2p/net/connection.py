@@ -11,9 +11,11 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import RefuseCode
 from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.hosts import is_host, is_port
 from noloco_p2p.net import convert, options
 from noloco_p2p.net.handshake import Greeting, Metadata
 from noloco_p2p.net.session import SERVER_NAME, Session
@@ -46,7 +48,9 @@ class Dialer:
         limits: Limits = UNLIMITED,
         *,
         why_banned: Callable[[str], str] = nobody_is_banned,
+        guard: DialGuard | None = None,
     ) -> None:
+        self._guard = guard or DialGuard()
         self._session = session
         self._why_banned = why_banned
         self._options = [*options.CLIENT, *limits.options()]
@@ -56,11 +60,15 @@ class Dialer:
         if why := self._why_banned(candidate.peer_id):
             code = RefuseCode.BANNED.name
             raise Refused(f"it is {why}", peer=candidate.peer_id, code=code, retry_after_s=60.0)
-        channel = self._channel(candidate)
+        host, port = split_address(candidate)
+        address = await self._guard.way(candidate.peer_id, host)
+        channel = self._channel(candidate, grpc_target(address, port))
         try:
             async with asyncio.timeout(timeout_s):
                 await self._connected(channel, candidate)
-                return Connection(channel, await self._greet(channel, candidate))
+                metadata = await self._greet(channel, candidate)
+                self._guard.reached(candidate.peer_id, address)
+                return Connection(channel, metadata)
         except TimeoutError:
             await channel.close()
             raise Unreachable(
@@ -79,11 +87,11 @@ class Dialer:
         finally:
             await connection.channel.close()
 
-    def _channel(self, candidate: Candidate) -> grpc.aio.Channel:
+    def _channel(self, candidate: Candidate, target: str) -> grpc.aio.Channel:
         if self._session is None:
-            return grpc.aio.insecure_channel(candidate.address, options=self._options)
+            return grpc.aio.insecure_channel(target, options=self._options)
         return grpc.aio.secure_channel(
-            candidate.address,
+            target,
             self._session.channel_credentials(candidate),
             options=[*self._options, ("grpc.ssl_target_name_override", SERVER_NAME)],
         )
@@ -119,6 +127,19 @@ class Dialer:
             raise fault from None
         check_parsed(reply, candidate.peer_id)
         return greeting.prove(reply, self._session)
+
+
+def split_address(candidate: Candidate) -> tuple[str, str]:
+    """(host, port) of where the candidate is said to be. Raises Unreachable."""
+    host, _, port = candidate.address.rpartition(":")
+    if not is_host(host) or not is_port(port):
+        raise Unreachable(f"{candidate.address!r} is no address of a peer", peer=candidate.peer_id)
+    return host, port
+
+
+def grpc_target(address: str, port: str) -> str:
+    """For gRPC, which would take many other things for a target, and resolve names by itself."""
+    return f"ipv6:[{address}]:{port}" if ":" in address else f"ipv4:{address}:{port}"
 
 
 def check_parsed(message: object, peer: str) -> None:

@@ -1,18 +1,18 @@
 """The server's door: who makes a call, whether the call may go on, and how many of them at once.
 
-Before a caller is proven it costs at most one of the server's connections, for seconds (`options.py`), and a signature
-for each greeting; those are counted by the network they come from. What a proven peer may have open is counted by its
-id. Sizes of messages are bounded by `options.py`, and how many are held by the lanes of an accepted swap.
+Before a caller is proven it costs a connection for seconds, one of few of its network (`front.py`), and a signature for
+each greeting; those are counted by network, too. What a proven peer may have open is counted by its id. Sizes of
+messages are bounded by `front.py` and `options.py`, and how many are held by the lanes of an accepted swap.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
@@ -20,21 +20,33 @@ from google.protobuf.message import DecodeError
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused
 from noloco_p2p.gossip import frames
+from noloco_p2p.hosts import network_of
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert
 from noloco_p2p.net.connection import REFUSE_KEY, nobody_is_banned
+from noloco_p2p.net.front import Front
 from noloco_p2p.net.handshake import PROOF_KEY, Challenges
 from noloco_p2p.net.lanes import MAX_LANES
 from noloco_p2p.net.probe import caller_host
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+from noloco_p2p.rates import Rates
 
 log = logging.getLogger(__name__)
 
 MAX_CALLS_PER_PEER = MAX_LANES + 4  # a swap; an offer, a question, a fetch and one more beside it
 GREETINGS_PER_S, GREETINGS_AT_ONCE = 20.0, 60.0  # of one network: a /24 of IPv4, a /48 of IPv6
-MAX_NETWORKS = 4096
 TELL_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes a call. `peer_id` is proven, and empty where nobody is asked; `address` as gRPC names it; `accepted` is
+    called once something is accepted that takes long or brings much."""
+
+    peer_id: str
+    address: str
+    accepted: Callable[[], None]
 
 
 class Door:
@@ -42,11 +54,13 @@ class Door:
 
     def __init__(
         self,
+        front: Front,
         session: Session | None = None,
         *,
         why_banned: Callable[[str], str] = nobody_is_banned,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._front = front
         self._why_banned = why_banned
         self._challenges = Challenges(session, clock=clock) if session else None
         self._greetings = Greetings(clock)
@@ -55,19 +69,23 @@ class Door:
         self._turned_away = TurnedAway(clock)
 
     async def greet(self, request: pb.GreetRequest, context: Any) -> pb.GreetReply:
+        address = ""
         try:
             if self._challenges is None:
                 raise Refused("nobody is greeted here", code=frames.RefuseCode.NOT_PROVEN.name)
-            self._greetings.take(caller_host(context.peer()))
-            return self._challenges.answer(request, context.peer())
+            address = self._front.address(context.peer())
+            self._greetings.take(caller_host(address))
+            return self._challenges.answer(request, address)
         except PeerError as error:
-            await self._turn_away(context, error)
+            await self._turn_away(context, address, error)
 
     @contextlib.asynccontextmanager
-    async def visit(self, context: Any) -> AsyncIterator[str]:
-        """For the time of one call: the proven peer id of its caller. Ends the call when it may not go on."""
+    async def visit(self, context: Any) -> AsyncIterator[Caller]:
+        """For the time of one call: its caller. Ends the call when it may not go on."""
+        connection, address = context.peer(), ""
         try:
-            caller = self._proven(context)
+            address = self._front.address(connection)
+            caller = self._proven(context, address)
             if why := self._why_banned(caller):
                 raise Refused(f"you are {why}", code=frames.RefuseCode.BANNED.name, retry_after_s=60.0, peer=caller)
             if caller and self._open[caller] >= MAX_CALLS_PER_PEER:
@@ -77,10 +95,11 @@ class Door:
                     retry_after_s=5.0,
                 )
         except PeerError as error:
-            await self._turn_away(context, error)
+            await self._turn_away(context, address, error)
+        self._front.proven(connection, caller)
         self._open[caller] += 1
         try:
-            yield caller
+            yield Caller(caller, address, lambda: self._front.accepted(connection))
         finally:
             self._open[caller] -= 1
             if not self._open[caller]:
@@ -102,41 +121,35 @@ class Door:
             if self._fetches.get(caller) is mine:
                 del self._fetches[caller]
 
-    def _proven(self, context: Any) -> str:
+    def _proven(self, context: Any, address: str) -> str:
         if self._challenges is None:
             return ""
         for key, value in context.invocation_metadata() or ():
             if key == PROOF_KEY and isinstance(value, bytes):
-                return self._challenges.check(_parsed(value), context.peer())
+                return self._challenges.check(_parsed(value), address)
         raise Refused(
             "who calls is not proven: greet first, and put the proof into the metadata of the call",
             code=frames.RefuseCode.NOT_PROVEN.name,
         )
 
-    async def _turn_away(self, context: Any, error: PeerError) -> NoReturn:
+    async def _turn_away(self, context: Any, address: str, error: PeerError) -> NoReturn:
         """End the call with a refusal in words."""
-        self._turned_away.note(context.peer(), error)
+        self._turned_away.note(address or context.peer(), error)
         refuse = refuse_to_wire(error)
         metadata = ((REFUSE_KEY, refuse.SerializeToString()),)
         raise await context.abort(grpc.StatusCode.PERMISSION_DENIED, refuse.sentence, metadata)
 
 
 class Greetings:
-    """A token bucket for each network that greets."""
+    """A few a second of each network that greets."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # network -> (tokens, when counted)
+        self._rates = Rates(per_s=GREETINGS_PER_S, at_once=GREETINGS_AT_ONCE, clock=clock)
 
     def take(self, host: str) -> None:
         """Raises Refused when too many came from there."""
-        network, now_s = network_of(host), self._clock()
-        tokens, counted_s = self._left.pop(network, (GREETINGS_AT_ONCE, now_s))
-        tokens = min(GREETINGS_AT_ONCE, tokens + GREETINGS_PER_S * (now_s - counted_s))
-        self._left[network] = (max(0.0, tokens - 1.0), now_s)
-        while len(self._left) > MAX_NETWORKS:
-            self._left.popitem(last=False)
-        if tokens < 1.0:
+        network = network_of(host)
+        if not self._rates.take(network):
             sentence = f"over {GREETINGS_PER_S:g} greetings a second come from {network}"
             raise Refused(sentence, code=frames.RefuseCode.BUSY.name, retry_after_s=1.0)
 
@@ -155,14 +168,6 @@ class TurnedAway:
             who = f"..{short_id(error.peer)} at {address}" if error.peer else address
             log.warning("turned away %d calls; the last one, of %s: %s", self._count, who, error)
             self._count, self._told_at_s = 0, self._clock()
-
-
-def network_of(host: str) -> str:
-    """192.0.2.7 -> 192.0.2.0/24, 2001:db8::1 -> 2001:db8::/48."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
-        address = address.ipv4_mapped
-    return str(ipaddress.ip_network((address, 24 if address.version == 4 else 48), strict=False))
 
 
 def refuse_to_wire(error: PeerError) -> pb.Refuse:

@@ -7,26 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote
 
 import grpc
 import grpc.aio
 
+from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import CorruptPayload, Refused
 from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.hosts import is_public, network_of
 from noloco_p2p.net import convert
 from noloco_p2p.net.connection import Dialer, check_parsed, refused, translate
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
+from noloco_p2p.rates import Rates
 
 MAX_PORTS = 4
 DIAL_S = 4.0
-PER_MINUTE = 24
+PER_MINUTE_OF_ONE = 8  # peer
+PER_MINUTE = 24  # of all peers of one network
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +46,25 @@ class Prober:
     """The answering side."""
 
     def __init__(self) -> None:
-        self.tunnelled: Set[int] = frozenset()  # ports of this machine from which calls of others come by a tunnel
-        self._asked_s: deque[float] = deque(maxlen=PER_MINUTE)
+        self.tunnelled: Mapping[int, str] = {}  # ports of this machine from which calls of others come by a tunnel
+        self.only_public = False  # as of `DialGuard`
+        self._of_one = Rates(per_s=PER_MINUTE_OF_ONE / 60, at_once=PER_MINUTE_OF_ONE)
+        self._of_network = Rates(per_s=PER_MINUTE / 60, at_once=PER_MINUTE)
 
-    async def probe(self, request: pb.ProbeRequest, caller: str) -> pb.ProbeReply:
+    async def probe(self, request: pb.ProbeRequest, caller: str, peer_id: str) -> pb.ProbeReply:
         """`caller`: the network address as gRPC names it. Raises Refused when asked too often, CorruptPayload."""
         if not request.ports:  # for the clock alone
             return pb.ProbeReply(observed_host=caller_host(caller), time_s=time.time())
         if caller.rpartition(":")[2] in map(str, self.tunnelled):
             raise CorruptPayload("who calls by a tunnel cannot be dialled")
-        now_s = time.monotonic()
-        if len(self._asked_s) == PER_MINUTE and now_s - self._asked_s[0] < 60.0:
+        host = caller_host(caller)
+        if self.only_public and not is_public(host):
+            raise CorruptPayload("who calls from a private network is not dialled in a public swarm")
+        if not self._of_one.take(peer_id) or not self._of_network.take(network_of(host)):
             raise Refused("I dial back a few times a minute", code=frames.RefuseCode.BUSY.name, retry_after_s=60.0)
-        self._asked_s.append(now_s)
         if len(request.ports) > MAX_PORTS or not all(0 < port < 65_536 for port in request.ports):
             raise CorruptPayload(f"at most {MAX_PORTS} ports of 1 to 65535 can be asked for")
-        host, told_s = caller_host(caller), time.time()
+        told_s = time.time()
         sentences = await asyncio.gather(*(_dial(host, port) for port in request.ports))
         ports = [
             pb.PortProbe(port=port, is_reached=not sentence, sentence=sentence)
@@ -68,13 +74,19 @@ class Prober:
 
 
 async def ask(
-    candidate: Candidate, hello: frames.Hello, ports: list[int], *, timeout_s: float, session: Session | None = None
+    candidate: Candidate,
+    hello: frames.Hello,
+    ports: list[int],
+    *,
+    timeout_s: float,
+    session: Session | None = None,
+    guard: DialGuard | None = None,
 ) -> Probed:
     """Ask a peer to dial back. Raises PeerError; Refused with code UNIMPLEMENTED from one that is older than this."""
     request = pb.ProbeRequest(hello=convert.hello_to_wire(hello), ports=ports)
     # Told when it answers, and it answers once it has dialled: an empty request first is for the clock alone.
     empty = pb.ProbeRequest(hello=convert.hello_to_wire(hello))
-    dialer = Dialer(session)
+    dialer = Dialer(session, guard=guard)
     clock, began_wall_s, round_trip_s = await _asked(dialer, candidate, empty, timeout_s)
     reply, _, _ = await _asked(dialer, candidate, request, timeout_s)
     for answer in (clock, reply):
@@ -119,13 +131,11 @@ def caller_host(caller: str) -> str:
 
 
 async def _dial(host: str, port: int) -> str:
-    """Empty when a connection could be made, else why not."""
+    """Empty when a connection could be made, else one sentence for every reason."""
     try:
         async with asyncio.timeout(DIAL_S):
             _, writer = await asyncio.open_connection(host, port)
-    except TimeoutError:
-        return f"no answer within {DIAL_S:.0f} s"
-    except OSError as error:
-        return error.strerror or str(error)
+    except OSError:  # TimeoutError is one
+        return f"no connection within {DIAL_S:.0f} s"
     writer.close()
     return ""

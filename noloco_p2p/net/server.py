@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
 import grpc
@@ -15,12 +15,14 @@ from google.protobuf.message import DecodeError, Message
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, SettingsError, Unreachable
 from noloco_p2p.gossip import frames
-from noloco_p2p.gossip.frames import Frame, Offer
+from noloco_p2p.gossip.frames import Accept, Frame, Offer
 from noloco_p2p.gossip.seams import Service
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert, options
+from noloco_p2p.net.climb import Direction
 from noloco_p2p.net.connection import nobody_is_banned
-from noloco_p2p.net.door import Door, refuse_to_wire
+from noloco_p2p.net.door import Caller, Door, refuse_to_wire
+from noloco_p2p.net.front import Front
 from noloco_p2p.net.lanes import MAX_LANES, Lane, LaneStream, call_cancelled
 from noloco_p2p.net.probe import Prober
 from noloco_p2p.net.session import Session
@@ -29,6 +31,7 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+BEHIND = "127.0.0.1:0"  # where gRPC listens, for the front alone
 SERVICE = "noloco_p2p.wire.v1.Peer"
 JOIN_S = 5.0  # from the call of a lane to its Join
 FIRST_WORDS_S = 5.0  # from any other call to its request
@@ -37,7 +40,7 @@ MANIFEST_DIGESTS_PER_REPLY = 16_384
 
 
 class GrpcServer:
-    """`port` is the real port once `start` has returned."""
+    """`port` is the real port once `start` has returned. serve_flow: of a peer with a stage, `FlowLinks.serve`."""
 
     def __init__(
         self,
@@ -46,9 +49,12 @@ class GrpcServer:
         *,
         session: Session | None = None,
         why_banned: Callable[[str], str] = nobody_is_banned,
+        serve_flow: ServeFlow | None = None,
     ) -> None:
         self._server = grpc.aio.server(options=[*options.SERVER, *limits.options()])
-        self._servicer = _Servicer(service, limits, Door(session, why_banned=why_banned))
+        self._front = Front(asks=session is not None)
+        door = Door(self._front, session, why_banned=why_banned)
+        self._servicer = _Servicer(service, limits, door, serve_flow)
         self.prober = self._servicer.prober
         self._session = session
         self._server.add_generic_rpc_handlers((_handlers(self._servicer),))
@@ -57,29 +63,36 @@ class GrpcServer:
     async def start(self, host: str, port: int) -> None:
         """Raises SettingsError when the port is taken."""
         try:
-            address = f"{host}:{port}"
+            self.port = self._front.listen(host, port)
             if self._session:
-                self.port = self._server.add_secure_port(address, self._session.server_credentials())
+                behind = self._server.add_secure_port(BEHIND, self._session.server_credentials())
             else:
-                self.port = self._server.add_insecure_port(address)
-        except RuntimeError:
+                behind = self._server.add_insecure_port(BEHIND)
+        except (OSError, RuntimeError):
             raise SettingsError(
                 f"cannot listen on {host}:{port}: the port is in use or not allowed; "
                 "choose another with --listen HOST:PORT"
             ) from None
         await self._server.start()
+        self._front.open(behind)
+
+    def tell_tunnels(self, tunnelled: Mapping[int, str]) -> None:
+        """Ports of this machine from which calls come by a tunnel -> the relay they come from; may change any time."""
+        self._front.tunnelled = self.prober.tunnelled = tunnelled
 
     async def stop(self, grace_s: float) -> None:
+        self._front.shut()
         await self._server.stop(grace_s)
+        self._front.close()
         await self._servicer.stop()
 
 
 class ServerWire:
     """A call that another peer made; its handler returns when the wire is closed."""
 
-    def __init__(self, requests: AsyncIterator[bytes], context: Any, limits: Limits = UNLIMITED) -> None:
+    def __init__(self, requests: AsyncIterator[bytes], context: Any, address: str, limits: Limits = UNLIMITED) -> None:
         self._limits = limits
-        self.peer: str = context.peer()  # to ask for it once the call has ended crashes the process (grpcio 1.85)
+        self.peer = address
         self._requests = aiter(requests)
         self._context = context
         self._closed = asyncio.Event()
@@ -118,12 +131,15 @@ class ServerWire:
         await self._closed.wait()
 
 
+ServeFlow = Callable[[ServerWire, str, Callable[[frames.Hello], None]], Awaitable[None]]
+
+
 class ServerStream(LaneStream):
     """The acceptor's side of a swap. Once it has accepted, its caller may join further lanes."""
 
-    def __init__(self, first: ServerWire, running: dict[bytes, ServerStream], *, proven: str = "") -> None:
+    def __init__(self, first: ServerWire, running: dict[bytes, ServerStream], *, visitor: Caller) -> None:
         self._running = running
-        self._proven = proven
+        self._visitor = visitor
         self._swap_id = b""
         self.caller = ""  # peer id; empty until the swap takes lanes
         super().__init__(first.peer, first)
@@ -135,8 +151,13 @@ class ServerStream(LaneStream):
 
     async def _put(self, lane: Lane, frame: Frame, sequence: int) -> None:
         if isinstance(frame, Offer):
-            check_name(self._proven, frame.hello)
+            check_name(self._visitor.peer_id, frame.hello)
         await super()._put(lane, frame, sequence)
+
+    def _heed(self, frame: Frame, direction: Direction) -> None:
+        super()._heed(frame, direction)
+        if isinstance(frame, Accept) and direction is Direction.SENT:
+            self._visitor.accepted()
 
     def join(self, wire: ServerWire, answer: bytes) -> None:
         """Raises Refused when the swap has as many lanes as it may have."""
@@ -172,29 +193,36 @@ def _no_lane(sentence: str) -> Refused:
 def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
     """The methods of the service. All are streams of bytes: gRPC itself would wait for a request without end."""
     methods = {
-        "Greet": _Asked(servicer.Greet, pb.GreetRequest).handler(),
+        "Greet": _Asked(servicer.Greet, pb.GreetRequest, enter=contextlib.nullcontext).handler(),
         "Swap": grpc.stream_stream_rpc_method_handler(servicer.Swap),
         "Lane": grpc.stream_stream_rpc_method_handler(servicer.Lane),
-        "Fetch": _Asked(servicer.Fetch, pb.FetchRequest).handler(),
-        "Status": _Asked(servicer.Status, pb.StatusRequest).handler(),
-        "Probe": _Asked(servicer.Probe, pb.ProbeRequest).handler(),
+        "Flow": grpc.stream_stream_rpc_method_handler(servicer.Flow),
+        "Fetch": _Asked(servicer.Fetch, pb.FetchRequest, enter=servicer.door.visit).handler(),
+        "Status": _Asked(servicer.Status, pb.StatusRequest, enter=servicer.door.visit).handler(),
+        "Probe": _Asked(servicer.Probe, pb.ProbeRequest, enter=servicer.door.visit).handler(),
     }
     return grpc.method_handlers_generic_handler(SERVICE, methods)
 
 
 class _Asked:
-    """A method with one request, which must come soon, and one answer or a stream of them, which must be taken."""
+    """A method with one request, which must come soon, and one answer or a stream of them, which must be taken.
+
+    `enter` gives who calls, and ends the call of who may not, before a byte of the request is read. The method gets the
+    request and what `enter` gives.
+    """
 
     def __init__(
         self,
         method: Callable[..., Any],
         request_type: type[Message],
         *,
+        enter: Callable[[Any], AbstractAsyncContextManager[Any]],
         first_words_s: float = FIRST_WORDS_S,
         take_s: float = TAKE_S,
     ) -> None:
         self._method = method
         self._request_type = request_type
+        self._enter = enter
         self._first_words_s = first_words_s
         self._take_s = take_s
 
@@ -202,14 +230,15 @@ class _Asked:
         return grpc.stream_stream_rpc_method_handler(self._answer)
 
     async def _answer(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        request = await self._first(requests, context)
-        answers = self._method(request, context)
-        if isinstance(answers, AsyncGenerator):
-            async with aclosing(answers):
-                async for answer in answers:
-                    await self._write(context, answer)
-        else:
-            await self._write(context, await answers)
+        async with self._enter(context) as caller:
+            request = await self._first(requests, context)
+            answers = self._method(request, caller)
+            if isinstance(answers, AsyncGenerator):
+                async with aclosing(answers):
+                    async for answer in answers:
+                        await self._write(context, answer)
+            else:
+                await self._write(context, await answers)
 
     async def _first(self, requests: AsyncIterator[bytes], context: Any) -> Message:
         try:
@@ -231,21 +260,22 @@ class _Asked:
 
 
 class _Servicer:
-    def __init__(self, service: Service, limits: Limits, door: Door) -> None:
+    def __init__(self, service: Service, limits: Limits, door: Door, serve_flow: ServeFlow | None) -> None:
         self._service = service
         self._limits = limits
-        self._door = door
+        self.door = door
         self.prober = Prober()
         self._swaps: set[asyncio.Task[None]] = set()
         self._joinable: dict[bytes, ServerStream] = {}  # by swap id
+        self._serve_flow = serve_flow
 
     async def Greet(self, request: pb.GreetRequest, context: Any) -> pb.GreetReply:  # noqa: N802
-        return await self._door.greet(request, context)
+        return await self.door.greet(request, context)
 
     async def Swap(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802
-        async with self._door.visit(context) as caller:
-            wire = ServerWire(request_iterator, context, self._limits)
-            stream = ServerStream(wire, self._joinable, proven=caller)
+        async with self.door.visit(context) as caller:
+            wire = ServerWire(request_iterator, context, caller.address, self._limits)
+            stream = ServerStream(wire, self._joinable, visitor=caller)
             swap = self._own(self._swap(stream))
             closed = asyncio.create_task(wire.closed())
             try:
@@ -263,11 +293,12 @@ class _Servicer:
             await stream.close()
 
     async def Lane(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802
-        async with self._door.visit(context) as caller:
-            wire = ServerWire(request_iterator, context, self._limits)
+        async with self.door.visit(context) as caller:
+            wire = ServerWire(request_iterator, context, caller.address, self._limits)
             try:
                 async with asyncio.timeout(JOIN_S):
                     stream = self._joined(await wire.read() or b"", caller)
+                caller.accepted()
                 stream.join(wire, pb.Frame(join=pb.Join()).SerializeToString())
             except (PeerError, TimeoutError) as error:
                 refuse = refuse_to_wire(error if isinstance(error, PeerError) else _no_lane("no Join came"))
@@ -280,7 +311,7 @@ class _Servicer:
                 if not wire.is_closed:  # the caller is gone, and with it what this lane held
                     stream.lose(Unreachable("a lane of the swap was lost", peer=stream.peer))
 
-    def _joined(self, data: bytes, caller: str) -> ServerStream:
+    def _joined(self, data: bytes, caller: Caller) -> ServerStream:
         """The swap that a lane is for. Raises PeerError when there is none that the caller may join."""
         try:
             message = pb.Frame.FromString(data)
@@ -294,44 +325,60 @@ class _Servicer:
             raise _no_lane("no swap with this id runs here with you")
         return stream
 
-    async def Fetch(self, request: pb.FetchRequest, context: Any) -> AsyncGenerator[pb.FetchReply]:  # noqa: N802
-        async with self._door.visit(context) as caller:
-            try:
-                self._admitted(request.hello, caller)
-                want = _want(request)
-                uploads_to = caller if isinstance(want, frames.WantChunks) else ""
-                with self._door.fetching(uploads_to) as check:
-                    async with aclosing(self._service.on_fetch(want)) as items:
-                        async for item in items:
-                            check()
-                            for reply in _replies(item):
-                                await self._limits.sending(reply.ByteSize())
-                                yield reply
-            except PeerError as error:
-                yield pb.FetchReply(refuse=refuse_to_wire(error))
+    async def Flow(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802
+        async with self.door.visit(context) as caller:
+            if not self._serve_flow:
+                no_stage = Refused("this peer holds no stage of a pipeline", code=frames.RefuseCode.OTHER_MODEL.name)
+                await context.write(pb.FlowFrame(refuse=refuse_to_wire(no_stage)).SerializeToString())
+                return
 
-    async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:  # noqa: N802
-        async with self._door.visit(context) as caller:
-            try:
-                self._admitted(request.hello, caller)
-                return convert.status_to_wire(await self._service.on_status(request.swap_id[:64]))
-            except PeerError as error:
-                return pb.StatusReply(refuse=refuse_to_wire(error))
+            def admit(hello: frames.Hello) -> None:
+                self._admit(hello, caller)
+                caller.accepted()
 
-    async def Probe(self, request: pb.ProbeRequest, context: Any) -> pb.ProbeReply:  # noqa: N802
-        async with self._door.visit(context) as caller:
-            try:
-                self._admitted(request.hello, caller)
-                return await self.prober.probe(request, context.peer())
-            except PeerError as error:
-                return pb.ProbeReply(refuse=refuse_to_wire(error))
+            wire = ServerWire(request_iterator, context, caller.address, self._limits)
+            await self._serve_flow(wire, caller.peer_id, admit)
 
-    def _admitted(self, message: pb.Hello, caller: str) -> frames.Hello:
+    async def Fetch(self, request: pb.FetchRequest, caller: Caller) -> AsyncGenerator[pb.FetchReply]:  # noqa: N802
+        try:
+            self._admitted(request.hello, caller)
+            want = _want(request)
+            is_upload = isinstance(want, frames.WantChunks)
+            with self.door.fetching(caller.peer_id if is_upload else "") as check:
+                async with aclosing(self._service.on_fetch(want)) as items:
+                    async for item in items:
+                        check()
+                        if is_upload:  # it has a place in the line
+                            caller.accepted()
+                        for reply in _replies(item):
+                            await self._limits.sending(reply.ByteSize())
+                            yield reply
+        except PeerError as error:
+            yield pb.FetchReply(refuse=refuse_to_wire(error))
+
+    async def Status(self, request: pb.StatusRequest, caller: Caller) -> pb.StatusReply:  # noqa: N802
+        try:
+            self._admitted(request.hello, caller)
+            return convert.status_to_wire(await self._service.on_status(request.swap_id[:64]))
+        except PeerError as error:
+            return pb.StatusReply(refuse=refuse_to_wire(error))
+
+    async def Probe(self, request: pb.ProbeRequest, caller: Caller) -> pb.ProbeReply:  # noqa: N802
+        try:
+            self._admitted(request.hello, caller)
+            return await self.prober.probe(request, caller.address, caller.peer_id)
+        except PeerError as error:
+            return pb.ProbeReply(refuse=refuse_to_wire(error))
+
+    def _admitted(self, message: pb.Hello, caller: Caller) -> frames.Hello:
         """Raises PeerError when the caller is another one than it says, or of another run."""
         hello = convert.hello_from_wire(message)
-        check_name(caller, hello)
-        self._service.admit(hello)
+        self._admit(hello, caller)
         return hello
+
+    def _admit(self, hello: frames.Hello, caller: Caller) -> None:
+        check_name(caller.peer_id, hello)
+        self._service.admit(hello)
 
     def _own(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)

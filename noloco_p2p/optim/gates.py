@@ -8,12 +8,15 @@ stand between it and the weights; all measure against what this peer itself has 
              Otherwise, of the two outer gradients the longer is scaled down to twice the shorter, before the
              half-difference is made. Both sides know both coded vectors, so both use the same factors and their
              half-differences stay opposite: nothing needs to be agreed on, and the mean of the pair is not moved.
+* cosine     a partner whose outer gradient points against the own one is refused whole. It is estimated on at most
+             16 chunks that this peer draws in secret, so that nobody knows which ones to keep clean. Honest gradients
+             of one run agree, or have nothing to do with each other: the limit is well below 0.
 * offset     the half-differences of slow weights and outer momentum are clipped to a radius around oneself
              (ClippedGossip, arXiv 2202.01545), for each tensor by itself: twice the median of the last ones, and
              between half the own outer gradient there and twice it. Each side has a radius of its own.
-* loss       `train/admission.py`: the loss on a private batch, before and after. Off unless a peer asks for it.
+* loss       `outer/update_filter.py`: the loss on a private batch, before and after. Off unless a peer asks for it.
 
-A filter by cosine is not here: it refuses honest merges.
+No cosine is asked of slow weights: islands that come together again may lie either way.
 """
 
 from __future__ import annotations
@@ -37,13 +40,14 @@ class GateLimits:
 
     clip_above: float = 2.0  # times the shorter outer gradient of a swap
     refuse_above: float = 10.0  # times the median of the own outer gradients
+    least_cosine: float = -0.1  # of the two outer gradients of a swap
     offset_radius: float = 2.0  # times the median of the last offsets
     offset_least: float = 0.5  # times the own outer gradient
     offset_most: float = 2.0
 
 
 LIMITS = GateLimits()
-OPEN = GateLimits(1e30, 1e30, 1e30, 1e30, 1e30)  # for measurements: nothing is shortened, nothing refused
+OPEN = GateLimits(1e30, 1e30, -2.0, 1e30, 1e30, 1e30)  # for measurements: nothing is shortened, nothing refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,13 @@ class GradientHistory:
         if partner_norm > self._limits.refuse_above * max(1.0, times_longer) * usual:
             return f"its outer gradient has {partner_norm / max(usual, 1e-30):.3g} times the norm of the own ones"
         return ""
+
+
+def cosine_refusal(*, dot: float, own_norm: float, partner_norm: float, limits: GateLimits = LIMITS) -> str:
+    """Why a partner is refused, in words; "" = it is not. All of the same chunks of the two outer gradients."""
+    if dot >= limits.least_cosine * own_norm * partner_norm:
+        return ""
+    return f"its outer gradient points against the own one (cosine {dot / (own_norm * partner_norm):.2f})"
 
 
 class PieceNorms:

@@ -140,14 +140,15 @@ class Account:
             return None
         self.count_traffic()
         metrics, outside = self._metrics, self._net.outside
+        listing = self._invitation.listing(self._run[1]) if self._invitation else None
         reach = outside.verdict()
         if reach.state == OUTBOUND_ONLY and not self._told_outbound_only:
             self._told_outbound_only = True
             log.warning("outbound only: %s", reach.sentence)
         return PeerRecord(
             peer_id=self._identity.peer_id,
-            run_name=self._run[0],
-            spec_digest=self._run[1],
+            run_name="" if listing else self._run[0],
+            spec_digest=listing.view if listing else self._run[1],
             addresses=outside.addresses(),
             multiaddrs=outside.ways_in(),
             state=self.state,
@@ -170,7 +171,7 @@ class Account:
             sketch=self._sketcher.latest,
             session_key=self._session.key_text,
             started_at_ms=self._session.started_at_ms,
-            mark=self._invitation.mark(self._identity.peer_id) if self._invitation else "",
+            mark=listing.mark(self._identity.peer_id) if listing else "",
         )
 
     def status(self) -> dict[str, Any]:

@@ -9,12 +9,11 @@ import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from noloco_p2p.errors import CheckpointError, Left, ModelError, PeerError, TimedOut, Unreachable
+from noloco_p2p.errors import CheckpointError, Left, ModelError, TimedOut, Unreachable
 from noloco_p2p.gossip.donor import state_file_bytes
 from noloco_p2p.gossip.fetch import can_give, fetch_from_swarm, fetch_spec, find_difference
 from noloco_p2p.gossip.frames import QueuePlace, StateManifest
@@ -26,7 +25,8 @@ from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.peer.kept import kept_spec
 from noloco_p2p.peer.network_thread import NetworkThread
 from noloco_p2p.peer.outside import Outside
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.peer.state_admission import StateAdmission, ask_for_places
+from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.reader import find_somebody
 from noloco_p2p.telemetry.console import duration, named
@@ -43,13 +43,11 @@ FETCH_STATE_TIMEOUT_S = 24 * 3600.0  # at its start a peer has nothing else to d
 CATCH_UP_TIMEOUT_S = 600.0  # training waits: what came is kept, and the next try goes on with it
 CATCH_UP_AGAIN_S = 60.0  # after the last try, and at least as long as that took
 DONORS_ASKED = 3  # for their tensors, when none of them had a state that fits
-PLACES_ASKED = 5  # peers that are asked where they stand
-PLACE_S = 5.0  # for the answer
 
 
 async def find_spec(
     ticket: Ticket, *, state_dir: Path, directory: SwarmDirectory, transport: GrpcTransport, outside: Outside
-) -> RunSpec:
+) -> Spec:
     """The spec that this machine has kept, or that a live peer gives. Raises Unreachable."""
     if kept := kept_spec(ticket, state_dir):
         return kept
@@ -75,7 +73,7 @@ class Entering:
 
     def __init__(
         self,
-        spec: RunSpec,
+        spec: Spec,
         *,
         thread: NetworkThread,
         directory: SwarmDirectory,
@@ -168,7 +166,8 @@ class Entering:
         live = self._directory.live()
         if time.monotonic() >= self._ask_again_s and self._is_told_stale():
             self._ask_again_s = time.monotonic() + CATCH_UP_AGAIN_S
-            live = self._thread.call(self._ask_for_places(), ANSWER_S, leaving=self._leaving)
+            asking = ask_for_places(self._transport, self._outside.live())
+            live = self._thread.call(asking, ANSWER_S, leaving=self._leaving)
         places = [each.progress for each in live if each.state in ("training", "done")]
         if not is_left_behind(progress, places, round_progress=round_progress):
             return []
@@ -181,20 +180,6 @@ class Entering:
     async def _reached(self, live: Sequence[Candidate]) -> Sequence[Candidate]:
         """The same peers, with ways to those that cannot be dialled."""
         return self._outside.reached(live)
-
-    async def _ask_for_places(self) -> Sequence[Candidate]:
-        """A few of the live peers, as they are now; those who do not answer are left out."""
-
-        async def ask(peer: Candidate) -> Candidate | None:
-            try:
-                status = await self._transport.status(peer, timeout_s=PLACE_S)
-            except PeerError:
-                return None
-            return replace(peer, state=status.state, round=status.round, progress=status.progress)
-
-        callable_ = [peer for peer in self._outside.live() if peer.can_be_called]
-        asked = random.sample(callable_, min(len(callable_), PLACES_ASKED))
-        return [peer for peer in await asyncio.gather(*map(ask, asked)) if peer]
 
     async def _look_around(self) -> None:
         """Wait until a live peer is heard of, where there should be one. Raises Unreachable: a ticket, and nobody."""
@@ -231,6 +216,7 @@ class Entering:
                 num_elements=layout.num_elements,
                 num_bytes=state_file_bytes(layout.num_elements, self._spec.outer),
                 target=target,
+                admission=StateAdmission(self._spec, self._transport, live=self._outside.live),
                 newer_than=newer_than,
                 on_progress=report,
                 on_place=line.note,

@@ -12,7 +12,7 @@ from noloco_p2p.errors import CheckpointError, SettingsError, SpecError
 from noloco_p2p.identity import Identity
 from noloco_p2p.invitation import Invitation, invite
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import Spec
 from noloco_p2p.ticket import Ticket
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ def check_checkpoint_folder(folder: Path) -> None:
         raise CheckpointError(f"{folder}: no such folder; a peer names its checkpoint when it leaves")
 
 
-def keep(spec: RunSpec, invitation: Invitation | None, folder: Path) -> None:
+def keep(spec: Spec, invitation: Invitation | None, folder: Path) -> None:
     """For the next start. Raises SettingsError when the folder cannot be written."""
     path = folder / SPEC_FILE
     try:
@@ -45,19 +45,19 @@ def keep(spec: RunSpec, invitation: Invitation | None, folder: Path) -> None:
         raise SettingsError(f"{path}: cannot be written: {error.strerror}; use another --state-dir") from None
 
 
-def kept_spec(ticket: Ticket, state_dir: Path) -> RunSpec | None:
+def kept_spec(ticket: Ticket, state_dir: Path) -> Spec | None:
     """The spec of the ticket's run, when this machine has it whole."""
     path = folder_of(state_dir, ticket.run_id) / SPEC_FILE
     if not path.exists():
         return None
     try:
-        return RunSpec.from_json(path.read_bytes(), expected_digest=ticket.spec_digest, origin=str(path))
+        return Spec.from_json(path.read_bytes(), expected_digest=ticket.spec_digest, origin=str(path))
     except (SpecError, OSError) as error:  # half-written when the disk was full, for example
         log.warning("the spec is asked for again: %s", error)
         return None
 
 
-def find_invitation(target: RunSpec | Ticket, settings: PeerSettings) -> Invitation | None:
+def find_invitation(target: Spec | Ticket, settings: PeerSettings) -> Invitation | None:
     """Into a private run: the ticket's, one made with the run key, or the one kept at an earlier start.
 
     Raises SettingsError, TicketError, IdentityError.
@@ -78,7 +78,7 @@ def find_invitation(target: RunSpec | Ticket, settings: PeerSettings) -> Invitat
     return found
 
 
-def _kept_invitation(spec: RunSpec, state_dir: Path) -> Invitation:
+def _kept_invitation(spec: Spec, state_dir: Path) -> Invitation:
     try:
         return Invitation.decode((folder_of(state_dir, spec.run_id) / INVITATION_FILE).read_bytes())
     except OSError:

@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from noloco_p2p.errors import DirectoryError, PeerError
 from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.hosts import is_public
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.address_book import AddressBook
-from noloco_p2p.swarm.addresses import host_of, host_port, is_public, routable_host, split_peer_id
+from noloco_p2p.swarm.addresses import host_of, host_port, routable_host, split_peer_id
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.reachability import DIRECT, OUTBOUND_ONLY, RELAYED, DialBack, DialBacks, Verdict, is_abroad, judge
@@ -58,16 +59,19 @@ class Outside:
             multiaddrs=lambda: {record.peer_id: record.multiaddrs for record, _ in directory.records()},
             wanted=self._needs_tunnels,
             server=lambda: (routable_host(settings.listen_host), self._port),
+            relays=lambda: self._places.relays(),
+            guard=directory.guard,
         )
         self._dial_backs = DialBacks(live=self._to_ask, ask=self._ask_one)
-        self._places = Places(directory.node, doors=self._relays, wanted=self._is_closed)
+        self._places = Places(directory.node, doors=self._relays, wanted=self._is_closed, guard=directory.guard)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, server: GrpcServer, *, num_calls: Callable[[], int]) -> None:
         """`num_calls`: calls of other peers that came in."""
         self._server, self._num_calls = server, num_calls
         self._directory.is_abroad = self._is_abroad
-        server.prober.tunnelled = self._tunnels.local_ports
+        server.tell_tunnels(self._tunnels.local_ports)
+        server.prober.only_public = self._directory.guard.only_public
         await self._tunnels.start()
         jobs = [
             self._places.run(),
@@ -90,6 +94,14 @@ class Outside:
         On the network thread alone.
         """
         return self._tunnels.live()
+
+    def num_live(self) -> int:
+        """Of the same seam: peers that are alive, with this one."""
+        return self._directory.headcount().others + 1
+
+    def knows(self, peer_id: str) -> bool:
+        """Of the same seam: whether a live record of this peer was read."""
+        return self._directory.knows(peer_id)
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """The same peers with such addresses. On the network thread alone: a tunnel is made where there is none."""

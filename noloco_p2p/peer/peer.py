@@ -25,10 +25,7 @@ from noloco_p2p.errors import (
     SettingsError,
     TicketError,
 )
-from noloco_p2p.gossip.donor import SavedState
 from noloco_p2p.gossip.exchange import ThreadedExchange
-from noloco_p2p.gossip.frames import StateManifest
-from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.round_driver import RoundDriver
 from noloco_p2p.gossip.round_stack import build_round_stack
 from noloco_p2p.gossip.seams import Candidate
@@ -43,18 +40,18 @@ from noloco_p2p.net.throttle import Limits
 from noloco_p2p.peer.account import Account
 from noloco_p2p.peer.entering import ENTER_TIMEOUT_S, Entering, find_spec
 from noloco_p2p.peer.kept import find_invitation, folder_of, keep
+from noloco_p2p.peer.membership import START_TIMEOUT_S, Membership
 from noloco_p2p.peer.network import Network
 from noloco_p2p.peer.network_thread import STOP_TIMEOUT_S, NetworkThread
 from noloco_p2p.peer.outside import Outside
 from noloco_p2p.peer.ports import Ports
 from noloco_p2p.peer.verbs import verbs
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.reachability import DialBack, Verdict
-from noloco_p2p.swarm.reader import stranger_to
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.progress import Progress
@@ -63,44 +60,41 @@ from noloco_p2p.ticket import Ticket, is_ticket
 if TYPE_CHECKING:
     from typing import Self
 
-    from torch import Tensor
-
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-START_TIMEOUT_S = 120.0  # importing hivemind on a slow disk included
 POLL_S = 0.05
 NOT_RUNNING = "this peer is not running: it was closed, as the end of its `with` block does"
 DIAL_BACK_S = 12.0  # for one peer to answer whether it gets through; it tries for 4 s
-CHECK_CLOCK_S = 6.0  # for those that this peer enters through to be tried once
 
 
-def resolve(target: RunSpec | Ticket | Path | str) -> RunSpec | Ticket:
+def resolve(target: Spec | Ticket | Path | str) -> Spec | Ticket:
     """A spec, a spec file or a ticket -> what it is. Raises SpecError, TicketError."""
-    if isinstance(target, RunSpec | Ticket):
+    if isinstance(target, Spec | Ticket):
         return target
     if isinstance(target, str) and is_ticket(target):
         return Ticket.decode(target)
-    return RunSpec.load(target)
+    return Spec.load(target)
 
 
 class Peer:
     """A running peer. Use `Peer.join(...)` as a context manager; leaving it says good-bye to the swarm."""
 
-    def __init__(self, target: RunSpec | Ticket, settings: PeerSettings, *, progress: Progress | None = None) -> None:
+    def __init__(self, target: Spec | Ticket, settings: PeerSettings, *, progress: Progress | None = None) -> None:
         self.settings = settings
         self.progress = progress or Progress()  # what takes long now; `noloco status` tells it
         self.metrics = Metrics()
         self.leave_requested = threading.Event()
         self.fault: NolocoError | None = None  # why this peer has to leave, when nobody asked it to
         self.pause_requested = threading.Event()  # look after each inner step
-        self.spec: RunSpec
+        self.spec: Spec
         self.exchange: ThreadedExchange
+        self.membership: Membership
         self._target = target
         # Name and digest of the run: known before the spec is, when it comes from the swarm.
         self._run = (
-            (target.name, target.digest()) if isinstance(target, RunSpec) else (target.run_name, target.spec_digest)
+            (target.name, target.digest()) if isinstance(target, Spec) else (target.run_name, target.spec_digest)
         )
         self._lock = FolderLock(settings.state_dir)
         self._address_book = AddressBook(settings.state_dir / "address_book.json")
@@ -118,20 +112,50 @@ class Peer:
     @classmethod
     def join(
         cls,
-        target: RunSpec | Ticket | Path | str,
+        target: Spec | Ticket | Path | str,
         settings: PeerSettings | None = None,
         *,
+        state_dir: Path | str | None = None,
+        listen: str | None = None,
+        announce: str | None = None,
+        bootstrap: Sequence[str] | None = None,
+        max_upload: str | None = None,
+        max_download: str | None = None,
+        run_key: Path | str | None = None,
+        metrics: str | None = None,
         progress: Progress | None = None,
-        **flags: Any,
     ) -> Self:
         """Start a peer of the run that `target` (spec, spec file or ticket) names.
 
-        `flags` are fields of PeerSettings, for example `listen="0.0.0.0:0"`. `progress` shows what takes long.
+        settings: all settings of this machine; None = those below, and for each that is None the NOLOCO_* environment,
+            the user's file, or the default.
+        state_dir: folder of the identity and the checkpoints; each peer of a machine needs its own.
+        listen: IP:PORT of gRPC, libp2p takes the port after it; port 0 = any two.
+        announce: HOST[:PORT] that others reach this machine by, where it differs.
+        bootstrap: multiaddrs of peers to enter the DHT by, beside those of a ticket.
+        max_upload, max_download: rates such as "40mbit" or "5MB/s" for swaps and fetches.
+        run_key: file with the key of a private run that this peer starts or opens to others.
+        metrics: HOST:PORT of /metrics for Prometheus.
+        progress: shows what takes long.
+
         Returns when the peer answers others; for a ticket that includes fetching the spec from a live peer. Raises
         SpecError, TicketError, SettingsError (port or folder in use), DirectoryError, and Unreachable when nobody of
         the ticket's run answers.
         """
-        peer = cls(resolve(target), settings or PeerSettings.load(flags), progress=progress)
+        if settings is None:
+            settings = PeerSettings.load(
+                {
+                    "state_dir": state_dir,
+                    "listen": listen,
+                    "announce": announce,
+                    "bootstrap": bootstrap,
+                    "max_upload": max_upload,
+                    "max_download": max_download,
+                    "run_key": run_key,
+                    "metrics": metrics,
+                }
+            )
+        peer = cls(resolve(target), settings, progress=progress)
         peer._start()
         return peer
 
@@ -226,8 +250,15 @@ class Peer:
         return self._net.outside.verdict()
 
     async def _ask_to_dial_back(self, candidate: Candidate, ports: Sequence[int]) -> DialBack:
-        hello = self._account.hello()
-        probed = await probe.ask(candidate, hello, [*ports], timeout_s=DIAL_BACK_S, session=self._session)
+        assert self._directory is not None
+        probed = await probe.ask(
+            candidate,
+            self._account.hello(),
+            [*ports],
+            timeout_s=DIAL_BACK_S,
+            session=self._session,
+            guard=self._directory.guard,
+        )
         return DialBack(probed.observed_host, probed.reached)
 
     def count_traffic(self) -> None:
@@ -241,51 +272,6 @@ class Peer:
     def status(self) -> dict[str, Any]:
         """What `noloco status` shows; docs/monitoring.md tells what each key means."""
         return self._account.status()
-
-    # for the outer step
-
-    def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
-        """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file.
-
-        Raises Left when this peer is asked to leave meanwhile, and ModelError, with the first tensor that differs, when
-        live peers train another model.
-        """
-        self._account.layout = self._net.driver.layout = self._net.states.layout = layout
-        manifest = None
-        if target is not None:
-            manifest = self._net.entering.enter(layout, target=target)
-        self._call(self._net.directory.check_clock(CHECK_CLOCK_S), START_TIMEOUT_S)
-        self._call(self._net.outside.wait_for_dial_back(), START_TIMEOUT_S)
-        self._account.enter()
-        self.announce("training")
-        return manifest
-
-    def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
-        """Fetch the state of a live peer into `target` when most of the swarm is far ahead; None when it is not.
-
-        Costs nothing to ask. None, too, when nobody gives a newer state: it is then tried again after a while.
-        """
-        assert self._account.layout, "`enter` comes first"
-        return self._net.entering.catch_up(
-            self._account.layout,
-            progress=progress,
-            round_progress=inner_steps / self.spec.train.total_steps,
-            target=target,
-        )
-
-    def serve_state(self, saved: SavedState) -> None:
-        """From now on newcomers get this state. Of a peer that is closed nobody gets it."""
-        if network := self._network:
-            network.states.saved = saved
-
-    def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
-        """After an outer step: sketch these weights in the background, for the record of this peer, where `progress`
-        reached a mark that all peers share; `at_rest`: training is over, and the newest weights count."""
-        self._account.sketch(slow_weights, progress=progress, at_rest=at_rest)
-
-    def weights_change(self) -> None:
-        """Call before the slow weights change; a sketch of them that is not done is thrown away."""
-        self._account.weights_change()
 
     # starting and stopping
 
@@ -336,12 +322,14 @@ class Peer:
             upload_bytes_per_s=self.settings.upload_bytes_per_s,
             download_bytes_per_s=self.settings.download_bytes_per_s,
         )
-        transport = GrpcTransport(self._account.hello, limits, session=self._session, why_banned=self.bans.why)
+        transport = GrpcTransport(
+            self._account.hello, limits, session=self._session, why_banned=self.bans.why, guard=directory.guard
+        )
         entrances = self._entrances()
         self._outside = outside = Outside(
             directory, self.settings, self._address_book, entrances=entrances, ask=self._ask_to_dial_back
         )
-        if isinstance(target, RunSpec):
+        if isinstance(target, Spec):
             self.spec = target
         else:
             self.spec = await find_spec(
@@ -383,6 +371,13 @@ class Peer:
             self._make_entering(directory, transport, outside, driver),
             asyncio.create_task(watch.run()),
         )
+        self.membership = Membership(
+            self._account,
+            total_steps=self.spec.schedule_steps,
+            network=lambda: self._net,
+            call=self._call,
+            announce=self.announce,
+        )
         await outside.start(server, num_calls=lambda: service.num_calls)
         ports.remember(grpc=server.port, libp2p=directory.port)
         keep(self.spec, self._invitation, self.run_folder)
@@ -418,14 +413,14 @@ class Peer:
             bootstraps=self._entrances(),
             relays=not settings.max_upload,
             address_book=self._address_book,
-            spec_digest=self._run[1],
+            spec_digest=self._invitation.listing(self._run[1]).view if self._invitation else self._run[1],
             describe=self._account.record,
             on_copy=self._on_copy,
             ignores=self._ignores,
         )
 
     def _ignores(self, record: PeerRecord) -> bool:
-        return stranger_to(self._invitation)(record) or bool(self.bans.why(record.peer_id))
+        return bool(self.bans.why(record.peer_id))
 
     def _entrances(self) -> list[str]:
         return [*self.settings.bootstrap, *(self._target.addresses if isinstance(self._target, Ticket) else ())]

@@ -1,7 +1,8 @@
-"""A replica that lies about its vectors, as badly as its attack says: to measure what the gates hold."""
+"""Replicas that lie about their vectors, as badly as their attack says: to measure what gates and shares hold."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Any
@@ -10,10 +11,15 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.gossip.exchange import Exchange
-from noloco_p2p.gossip.frames import Chunk, SectionName
+from noloco_p2p.gossip.frames import Boundary, Chunk, SectionName
 from noloco_p2p.gossip.outcome import Alone, Outcome
-from noloco_p2p.simulate.replica import Around, Replica
+from noloco_p2p.gossip.sections import section_plans
+from noloco_p2p.simulate.clock import InlineExecutor
+from noloco_p2p.simulate.network import LinkTransport
+from noloco_p2p.simulate.peer import Absent, Around
+from noloco_p2p.simulate.replica import Replica
 from noloco_p2p.testing.faults import At, FaultPlan, NotFinite
+from noloco_p2p.testing.greedy import GreedyPeer
 from noloco_p2p.testing.memory import Wrap, unchanged
 
 
@@ -43,32 +49,20 @@ def streams_of(attack: Attack) -> Wrap:
     return NAN_PLAN.wrapper() if attack is Attack.NAN else unchanged
 
 
-class HostileReplica(Replica):
-    """Trains alone, and gives its partners what `attack` makes of its vectors."""
+class Alteration:
+    """What an attack makes of the true vectors."""
 
-    def attack_with(self, attack: Attack, *, seed: int) -> None:
-        self._exchange = Lying(self._exchange, attack, seed=seed)
-
-
-class Lying(Around):
-    """Alters what is sent, and takes nothing."""
-
-    def __init__(self, inner: Exchange, attack: Attack, *, seed: int) -> None:
-        super().__init__(inner)
+    def __init__(self, attack: Attack, *, seed: int) -> None:
         self._attack = attack
         self._noise = torch.Generator().manual_seed(seed)
         self._first: dict[str, Tensor] = {}
 
-    def open(self, round_index: int, *, state: dict[SectionName, Tensor], **options: Any) -> None:
-        altered = {name: self._altered(name.name, vector, 0) for name, vector in state.items()}
-        super().open(round_index, state=altered, **options)
+    def state(self, true: dict[SectionName, Tensor]) -> dict[SectionName, Tensor]:
+        return {name: self._altered(name.name, vector, 0) for name, vector in true.items()}
 
-    def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
-        super().stage(lambda: (self._altered(f"gradient {i}", chunk, 1) for i, chunk in enumerate(chunks())))
-
-    def poll(self, *, wait_s: float) -> Outcome | None:
-        outcome = super().poll(wait_s=wait_s)
-        return Alone("an attacker takes nothing") if outcome else None
+    def gradient(self, true: Iterable[Tensor]) -> Iterable[Tensor]:
+        """Chunk by chunk."""
+        return (self._altered(f"gradient {i}", chunk, 1) for i, chunk in enumerate(true))
 
     def _altered(self, name: str, vector: Tensor, part: int) -> Tensor:
         match self._attack:
@@ -81,3 +75,91 @@ class Lying(Around):
                 return vector
             case _:
                 return vector * SCALE[self._attack][part]
+
+
+class HostileReplica(Replica):
+    """Trains alone, and gives its partners what `attack` makes of its vectors."""
+
+    def attack_with(self, attack: Attack, *, seed: int) -> None:
+        self._exchange = Lying(self._exchange, Alteration(attack, seed=seed))
+
+
+class Lying(Around):
+    """Alters what is sent, and takes nothing."""
+
+    def __init__(self, inner: Exchange, alteration: Alteration) -> None:
+        super().__init__(inner)
+        self._alteration = alteration
+
+    def open(self, round_index: int, *, state: dict[SectionName, Tensor], **options: Any) -> None:
+        super().open(round_index, state=self._alteration.state(state), **options)
+
+    def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
+        super().stage(lambda: self._alteration.gradient(chunks()))
+
+    def poll(self, *, wait_s: float) -> Outcome | None:
+        outcome = super().poll(wait_s=wait_s)
+        return Alone("an attacker takes nothing") if outcome else None
+
+
+class GreedyReplica(Replica):
+    """A `HostileReplica` that makes offers to everybody at once, for as long as it trains, and accepts every offer."""
+
+    def attack_with(self, attack: Attack, *, seed: int) -> None:
+        self._hidden = Hidden(self._exchange, Alteration(attack, seed=seed))
+        self.greedy = GreedyPeer(
+            self,
+            hello=self._hello,
+            transport=LinkTransport(self._network, lambda: self._hello, wrap=self._wrap),
+            victims=self.directory.live,
+            plans=lambda: section_plans(
+                self._spec.codec,
+                swap_momentum=self._spec.outer.sends_momentum,
+                num_elements=self.state.slow_weights.numel(),
+            ),
+            executor=InlineExecutor(),
+        )
+
+    async def run(self, *, closing_rounds: int = 0) -> None:
+        offers = asyncio.create_task(self.greedy.run())
+        try:
+            await super().run(closing_rounds=0)
+        finally:
+            offers.cancel()
+            await asyncio.gather(offers, return_exceptions=True)
+
+    def _enter(self) -> None:
+        self._network.add(self.peer_id, self.greedy, wrap=self._wrap)
+
+    def _open_round(self) -> None:
+        self._rounds.exchange = self._hidden
+        self._rounds.open()
+
+    # a `Liar`
+
+    def boundary(self, partner: str) -> Boundary:
+        """It fits every round."""
+        return Boundary(self._rounds.round, None, None, self.progress)
+
+    def vectors(self, partner: str) -> dict[SectionName, Tensor]:
+        return self._hidden.vectors
+
+    def gradient(self, partner: str) -> Tensor | None:
+        return self._hidden.gradient
+
+
+class Hidden(Absent):
+    """Keeps what the lies are made of: the vectors of the open round, and the outer gradient of the last one."""
+
+    def __init__(self, inner: Exchange, alteration: Alteration) -> None:
+        super().__init__(inner)
+        self.vectors: dict[SectionName, Tensor] = {}
+        self.gradient: Tensor | None = None
+        self._alteration = alteration
+
+    def open(self, round_index: int, *, state: dict[SectionName, Tensor], **options: Any) -> None:
+        super().open(round_index, state=state, **options)
+        self.vectors = {name: vector.clone() for name, vector in self._alteration.state(state).items()}
+
+    def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
+        self.gradient = torch.cat([chunk.clone() for chunk in self._alteration.gradient(chunks())])

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from noloco_p2p.optim.allreduce import ring_s
 from noloco_p2p.optim.rules import RULES, Rule
+from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.result import Point, Result, judge
 from noloco_p2p.simulate.swarm import peer_name
-from noloco_p2p.train.flat import FlatParameters
-from noloco_p2p.train.inner_step import InnerStep
+from noloco_p2p.trainer.inner_step import InnerStep
 
 
 def simulate_lockstep(material: Material, plan: Plan, *, rule: str) -> Result:

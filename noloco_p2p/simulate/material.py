@@ -10,24 +10,24 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from noloco_p2p.data.stream import TokenStream, validation_batches
-from noloco_p2p.spec import RunSpec
-from noloco_p2p.train.evaluate import evaluate_loss
-from noloco_p2p.train.flat import FlatParameters
-from noloco_p2p.train.model import build_model, build_tokenizer, check_vocabulary
+from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.trainer.evaluate import evaluate_loss
+from noloco_p2p.trainer.model import build_model, build_tokenizer, check_vocabulary
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    spec: RunSpec
+    spec: TrainerSpec
     tokenizer: PreTrainedTokenizerBase
     validation: list[Tensor]
     bindings: Mapping[str, str]
     device: torch.device  # of all models; outer states stay on the CPU, as a peer's do
 
     @classmethod
-    def of(cls, spec: RunSpec, bindings: Mapping[str, str], *, device: torch.device = CPU) -> Material:
+    def of(cls, spec: TrainerSpec, bindings: Mapping[str, str], *, device: torch.device = CPU) -> Material:
         """Raises DataError and ModelError, as the trainer does."""
         tokenizer = build_tokenizer(spec.data)
         validation = validation_batches(
@@ -45,14 +45,17 @@ class Material:
         torch.nn.Module.to(model, self.device)
         return model
 
-    def batches(self, peer_id: str, *, replica: int = 0) -> TokenStream:
-        """`{replica}` in a binding is the number of the replica: each then reads files of its own."""
+    def batches(self, peer_id: str, *, replica: int = 0, batch_size: int | None = None) -> TokenStream:
+        """`{replica}` in a binding is the number of the replica: each then reads files of its own.
+
+        batch_size: None = `train.batch_size`. The sequences and their order do not depend on it.
+        """
         return TokenStream(
             self.spec.data,
             tokenizer=self.tokenizer,
             bindings={name: files.replace("{replica}", str(replica)) for name, files in self.bindings.items()},
             peer_id=peer_id,
-            batch_size=self.spec.train.batch_size,
+            batch_size=batch_size or self.spec.train.batch_size,
         )
 
     def loss(self, model: PreTrainedModel) -> float:

@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from noloco_p2p.errors import TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Chunk, FetchItem, FetchWant, Frame, Grid, Hello, PeerStatus
@@ -19,18 +20,29 @@ IDEAL = LinkProfile("ideal", down_mbit_s=float("inf"), up_mbit_s=float("inf"), d
 LINKS = {IDEAL.name: IDEAL, **PROFILES}
 
 
-class Way:
+class Way(Protocol):
     """One direction of one peer's link; frames of all its swaps share it."""
+
+    def carry(self, num_bytes: int, then: Callable[[], None]) -> None:
+        """Call `then` when these bytes, which enter now, have come out; in the order in which they entered."""
+        ...
+
+    async def drain(self) -> None:
+        """Until the link takes more, as its sender feels it."""
+        ...
+
+
+class ShapedWay:
+    """A `Way` with one queue."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
 
-    def enter(self, num_bytes: int) -> float:
-        """When these bytes, which enter now, have come out."""
-        return self._shape.due_s(asyncio.get_running_loop().time(), num_bytes)
+    def carry(self, num_bytes: int, then: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_at(self._shape.due_s(loop.time(), num_bytes), then)
 
     async def drain(self) -> None:
-        """Until the link takes more, as its sender feels it."""
         await asyncio.sleep(max(0.0, self._shape.backlog_s(asyncio.get_running_loop().time()) - BUFFER_S))
 
 
@@ -47,7 +59,7 @@ class Link:
         delays = {"delay_ms": profile.delay_ms, "jitter_ms": profile.jitter_ms}
         up = Shape(mbit_s=profile.up_mbit_s, seed=2 * seed, **delays)
         down = Shape(mbit_s=profile.down_mbit_s, seed=2 * seed + 1, **delays)
-        return cls(Way(up), Way(down), profile.delay_ms / 1e3)
+        return cls(ShapedWay(up), ShapedWay(down), profile.delay_ms / 1e3)
 
 
 class LinkNetwork(MemoryNetwork):
@@ -147,7 +159,7 @@ class LinkStream:
         if self._frames_left is not None:
             self._frames_left -= 1
         self._in_up.append(frame)
-        asyncio.get_running_loop().call_at(self._up.enter(_frame_bytes(frame)), self._leave_up)
+        self._up.carry(_frame_bytes(frame), self._leave_up)
         await self._up.drain()
 
     async def receive(self, timeout_s: float) -> Frame:
@@ -181,7 +193,7 @@ class LinkStream:
         frame = self._in_up.popleft()
         partner = self._partner
         partner._in_down.append(frame)
-        asyncio.get_running_loop().call_at(partner._down.enter(_frame_bytes(frame)), partner._arrive)
+        partner._down.carry(_frame_bytes(frame), partner._arrive)
 
     def _arrive(self) -> None:
         self._received.put_nowait(self._in_down.popleft())

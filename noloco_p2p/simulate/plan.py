@@ -12,7 +12,8 @@ from noloco_p2p.optim.gates import LIMITS, GateLimits
 from noloco_p2p.simulate.network import IDEAL, LINKS
 from noloco_p2p.testing.link_proxy import LinkProfile
 
-EVENT = re.compile(r"(join|leave|crash):(\d+)@(\d+(?:\.\d+)?)")
+EVENT = re.compile(r"(join|leave|crash):(?:(\d+)\.)?(\d+)@(\d+(?:\.\d+)?)")
+RATE_AND_DELAY = re.compile(r"(\d+(?:\.\d+)?)mbit-(\d+(?:\.\d+)?)ms")
 SHARE = re.compile(r"(lose|absent):(0?\.\d+|0|1)")
 EXAMPLE = "join:8@300, leave:2@500, crash:3@200 (replica@virtual seconds), lose:0.2, absent:0.2 (shares)"
 
@@ -22,6 +23,7 @@ class Event:
     kind: Literal["join", "leave", "crash"]
     replica: int
     at_s: float  # on the virtual clock
+    stage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +38,10 @@ class Churn:
     lose: float = 0.0
     absent: float = 0.0
 
-    def joins_at_s(self, replica: int) -> float | None:
+    def joins_at_s(self, replica: int, stage: int = 0) -> float | None:
         """None for a replica that is there from the start."""
-        return next((event.at_s for event in self.events if (event.kind, event.replica) == ("join", replica)), None)
+        joins = (event for event in self.events if event.kind == "join")
+        return next((event.at_s for event in joins if (event.stage, event.replica) == (stage, replica)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class Plan:
     churn: Churn = Churn()
     gates: GateLimits = LIMITS  # of all replicas
     attackers: tuple[tuple[int, str], ...] = ()  # replica, name of its `hostile.Attack`; results do not count them
+    are_greedy: bool = False  # attackers make offers to everybody at once
     evaluations: int = 4  # points of the curve of validation loss
 
     def seconds_per_step(self, replica: int) -> float:
@@ -66,25 +70,43 @@ class Plan:
         return self.links[replica % len(self.links)]
 
 
-def parse_churn(text: str, *, num_replicas: int) -> Churn:
-    """Items with commas between them, as in EXAMPLE. Raises SettingsError that names the item."""
+def parse_churn(text: str, *, num_replicas: int | tuple[int, ...]) -> Churn:
+    """Items with commas between them, as in EXAMPLE. Raises SettingsError that names the item.
+
+    num_replicas: of each stage in a run with stages, whose events name a replica by its stage, as in `crash:1.2@200`.
+    """
+    stages = (num_replicas,) if isinstance(num_replicas, int) else num_replicas
     events: list[Event] = []
     shares = {"lose": 0.0, "absent": 0.0}
     for item in filter(None, (part.strip() for part in text.split(","))):
         if match := EVENT.fullmatch(item):
-            kind, replica, at_s = match.groups()
-            if int(replica) >= num_replicas:
-                raise SettingsError(f"--churn {item}: replicas are 0 to {num_replicas - 1}; raise --replicas")
-            assert kind in ("join", "leave", "crash")
-            events.append(Event(kind, int(replica), float(at_s)))
+            events.append(_event(match, item, stages))
         elif match := SHARE.fullmatch(item):
             shares[match[1]] = float(match[2])
         else:
             raise SettingsError(f"--churn {item}: is none of {EXAMPLE}")
     churn = Churn(tuple(sorted(events, key=lambda event: event.at_s)), **shares)
-    if all(churn.joins_at_s(replica) is not None for replica in range(num_replicas)):
-        raise SettingsError("--churn: one replica at least must be there from the start, as the donor of the others")
+    for stage, num in enumerate(stages):
+        if all(churn.joins_at_s(replica, stage) is not None for replica in range(num)):
+            of_stage = f" of stage {stage}" if len(stages) > 1 else ""
+            raise SettingsError(
+                f"--churn: one replica{of_stage} at least must be there from the start, as the donor of the others"
+            )
     return churn
+
+
+def _event(match: re.Match[str], item: str, stages: tuple[int, ...]) -> Event:
+    kind, stage, replica, at_s = match.groups()
+    if (stage is not None) != (len(stages) > 1):
+        wanted = "a replica of a stage, as in crash:1.2@200" if stage is None else "a replica alone, as in crash:2@200"
+        raise SettingsError(f"--churn {item}: must name {wanted}")
+    index = int(stage or 0)
+    if index >= len(stages):
+        raise SettingsError(f"--churn {item}: stages are 0 to {len(stages) - 1}")
+    if int(replica) >= stages[index]:
+        raise SettingsError(f"--churn {item}: replicas are 0 to {stages[index] - 1}; raise --replicas")
+    assert kind in ("join", "leave", "crash")
+    return Event(kind, int(replica), float(at_s), index)
 
 
 def parse_speeds(text: str) -> tuple[float, ...]:
@@ -99,8 +121,18 @@ def parse_speeds(text: str) -> tuple[float, ...]:
 
 
 def parse_links(names: Sequence[str]) -> tuple[LinkProfile, ...]:
-    """Names of profiles. Raises SettingsError."""
-    for name in names:
-        if name not in LINKS:
-            raise SettingsError(f"--link {name}: must be one of {', '.join(LINKS)}")
-    return tuple(LINKS[name] for name in names) or (IDEAL,)
+    """Names of profiles, or a rate each way and the delay between two such peers: `100mbit-50ms`.
+
+    Raises SettingsError.
+    """
+    return tuple(_link(name) for name in names) or (IDEAL,)
+
+
+def _link(name: str) -> LinkProfile:
+    if match := RATE_AND_DELAY.fullmatch(name):
+        rate, delay_ms = float(match[1]), float(match[2])
+        if rate > 0:
+            return LinkProfile(name, down_mbit_s=rate, up_mbit_s=rate, delay_ms=delay_ms / 2, jitter_ms=0)
+    if name not in LINKS:
+        raise SettingsError(f"--link {name}: must be one of {', '.join(LINKS)}, or a rate and a delay: 100mbit-50ms")
+    return LINKS[name]

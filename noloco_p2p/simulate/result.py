@@ -11,7 +11,7 @@ from torch import Tensor
 
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.telemetry.console import mib
-from noloco_p2p.train.judge import spread
+from noloco_p2p.trainer.judge import spread
 
 COLUMNS = (
     *("rule", "replicas", "loss", "worst", "merged", "spread %", "sent a peer", "bytes/param/step"),

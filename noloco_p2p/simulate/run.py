@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -12,8 +13,12 @@ from noloco_p2p.simulate.lockstep import simulate_lockstep
 from noloco_p2p.simulate.material import CPU, Material
 from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.result import Result
+from noloco_p2p.simulate.stage_plan import StagedPlan
+from noloco_p2p.simulate.stage_result import StagedResult
+from noloco_p2p.simulate.staged import simulate_stages as run_pipeline
+from noloco_p2p.simulate.staged import staged
 from noloco_p2p.simulate.swarm import simulate_swarm
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import TrainerSpec
 
 
 def check_rules(rules: Sequence[str], plan: Plan) -> None:
@@ -26,7 +31,7 @@ def check_rules(rules: Sequence[str], plan: Plan) -> None:
 
 
 def simulate(
-    spec: RunSpec,
+    spec: TrainerSpec,
     plan: Plan,
     *,
     rules: Sequence[str] = (NOLOCO,),
@@ -39,7 +44,37 @@ def simulate(
         yield simulate_swarm(material, plan) if rule == NOLOCO else simulate_lockstep(material, plan, rule=rule)
 
 
-def seeded(spec: RunSpec, seed: int) -> RunSpec:
+STAGED_RULES = (NOLOCO, "local")
+
+
+def check_stages(rules: Sequence[str], plan: StagedPlan, spec: TrainerSpec) -> None:
+    """Raises SettingsError for what a pipeline cannot be simulated with."""
+    for rule in rules:
+        if rule not in STAGED_RULES:
+            raise SettingsError(f"--rules {rule}: with stages it must be one of {', '.join(STAGED_RULES)}")
+    if plan.paths == "fixed" and (len(set(plan.num_replicas)) > 1 or plan.churn.events):
+        raise SettingsError("--paths fixed: needs equally many replicas in all stages, and none that come or go")
+    if spec.train.batch_size % spec.pipeline.microbatch:
+        raise SettingsError(
+            f"train.batch_size {spec.train.batch_size} must be a multiple of pipeline.microbatch "
+            f"{spec.pipeline.microbatch}, or the heads take larger steps than the spec says"
+        )
+
+
+def simulate_stages(
+    spec: TrainerSpec,
+    plan: StagedPlan,
+    *,
+    rules: Sequence[str] = (NOLOCO,),
+    bindings: Mapping[str, str] | None = None,
+) -> Iterator[StagedResult]:
+    """As `simulate`, for a model that is cut into the stages of the plan. With `local` nobody mixes."""
+    material = Material.of(seeded(staged(spec, plan.num_stages), plan.seed), bindings or {})
+    for rule in rules:
+        yield run_pipeline(material, replace(plan, gossips=rule == NOLOCO))
+
+
+def seeded(spec: TrainerSpec, seed: int) -> TrainerSpec:
     """Another seed starts from other weights, too; 0 is the spec's own start."""
     if not seed:
         return spec

@@ -14,15 +14,15 @@ from noloco_p2p.gossip.donor import state_file_bytes
 from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.optim.mixing import closing_rounds
 from noloco_p2p.optim.rules import NOLOCO
+from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.simulate.clock import run_virtual
-from noloco_p2p.simulate.hostile import Attack, HostileReplica, streams_of
+from noloco_p2p.simulate.hostile import Attack, GreedyReplica, HostileReplica, streams_of
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.network import Link, LinkNetwork
 from noloco_p2p.simulate.plan import Event, Plan
 from noloco_p2p.simulate.replica import Replica
 from noloco_p2p.simulate.result import Result, judge
 from noloco_p2p.testing.memory import unchanged
-from noloco_p2p.train.flat import FlatParameters
 
 LISTED_S = 60.0  # after a crash: the life of a record
 
@@ -82,7 +82,8 @@ class _Swarm:
         plan, name = self.plan, peer_name(number)
         self.network.links[name] = Link.of(plan.link(number), seed=number)
         attack = self.attacks.get(number)
-        replica = self.replicas[number] = (HostileReplica if attack else Replica)(
+        hostile = GreedyReplica if plan.are_greedy else HostileReplica
+        replica = self.replicas[number] = (hostile if attack else Replica)(
             number,
             peer_id=name,
             material=self.material,
@@ -94,7 +95,7 @@ class _Swarm:
             gates=plan.gates,
             wrap=streams_of(attack) if attack else unchanged,
         )
-        if attack and isinstance(replica, HostileReplica):
+        if attack and isinstance(replica, HostileReplica | GreedyReplica):
             replica.attack_with(attack, seed=plan.seed)
         self.runs[number] = asyncio.create_task(self._life(replica))
         return replica

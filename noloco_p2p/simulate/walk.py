@@ -19,14 +19,14 @@ from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, Se
 from noloco_p2p.gossip.outcome import Alone, Correction, Outcome
 from noloco_p2p.gossip.round_stack import build_round_stack
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream
+from noloco_p2p.outer.rounds import Rounds
 from noloco_p2p.simulate.clock import InlineExecutor, run_virtual
 from noloco_p2p.simulate.network import Link, LinkNetwork, LinkTransport
-from noloco_p2p.simulate.replica import now_s
-from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec, TrainSpec
+from noloco_p2p.simulate.peer import now_s
+from noloco_p2p.spec import CodecSpec, OuterSpec, TrainerSpec, TrainSpec
 from noloco_p2p.swarm.buckets import Bucket, Draw, best_depth, bucket_of
 from noloco_p2p.testing.link_proxy import LinkProfile
 from noloco_p2p.testing.memory import MemoryDirectory
-from noloco_p2p.train.rounds import Rounds
 
 LINE = LinkProfile("line", down_mbit_s=float("inf"), up_mbit_s=float("inf"), delay_ms=20, jitter_ms=5)
 NUM_ELEMENTS = 64
@@ -89,7 +89,7 @@ class _Walkers:
         self.plan = plan
         self.network = LinkNetwork(seed=plan.seed)
         self.rounds: list[Walked] = []
-        self.spec = RunSpec(
+        self.spec = TrainerSpec(
             name="walk",
             outer=OuterSpec(inner_steps=plan.inner_steps, max_wait_s=plan.max_wait_s, swap_momentum=False),
             codec=CodecSpec(slow_weights="fp32", outer_gradient="fp32"),
@@ -228,6 +228,12 @@ class _Drawn:
             ids = sorted(self._draw.peers() - {self._own_id})
             self._live = [Candidate(peer, address=peer) for peer in ids]
         return self._live
+
+    def num_live(self) -> int:
+        return self._walkers.plan.num_peers
+
+    def knows(self, peer_id: str) -> bool:
+        return True
 
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
         return Candidate(peer_id, address=peer_id)

@@ -6,9 +6,9 @@ import ipaddress
 import socket
 from collections.abc import Iterable
 
-from noloco_p2p.errors import DirectoryError
-
-LOCAL_DOMAINS = frozenset({"arpa", "home", "internal", "lan", "local", "localdomain", "localhost", "test"})
+from noloco_p2p.dial_guard import DialGuard
+from noloco_p2p.errors import DirectoryError, Unreachable
+from noloco_p2p.hosts import is_public, is_wildcard
 
 
 def listen_multiaddr(host: str, port: int) -> str:
@@ -27,14 +27,6 @@ def announce_multiaddr(host: str, port: int) -> str:
         return f"/{_family(host)}/{_plain(host)}/tcp/{port}"
     except ValueError:
         return f"/dns4/{host}/tcp/{port}"
-
-
-def is_wildcard(host: str) -> bool:
-    """0.0.0.0 or ::, that is, every address of this machine."""
-    try:
-        return ipaddress.ip_address(_plain(host)).is_unspecified
-    except ValueError:
-        return False
 
 
 def routable_host(listen_host: str) -> str:
@@ -74,15 +66,6 @@ def resolves(host: str) -> bool:
         return False
 
 
-def is_public(host: str) -> bool:
-    """Whether machines of other networks may be able to dial it: a public IP address, or a name that is not local."""
-    try:
-        return ipaddress.ip_address(_plain(host)).is_global
-    except ValueError:
-        labels = host.rstrip(".").lower().split(".")
-        return len(labels) > 1 and labels[-1] not in LOCAL_DOMAINS
-
-
 def any_public(multiaddrs: Iterable[str]) -> bool:
     """Whether one of these (with peer id or without) leads to a public address or name."""
     targets = (tcp_target(multiaddr.partition("/p2p/")[0]) for multiaddr in multiaddrs)
@@ -109,6 +92,20 @@ def tcp_target(address: str) -> tuple[str, int] | None:
     parts = address.split("/")
     is_plain = len(parts) == 5 and parts[1] in ("ip4", "ip6", "dns", "dns4", "dns6") and parts[3] == "tcp"
     return (parts[2], int(parts[4])) if is_plain and parts[4].isdecimal() else None
+
+
+async def guarded(guard: DialGuard, peer_id: str, address: str) -> str:
+    """The multiaddr (without peer id) to dial for this one, which a stranger has named. Raises Unreachable."""
+    target = tcp_target(address)
+    if target is None:
+        raise Unreachable(f"{address} is no address of a peer", peer=peer_id)
+    return listen_multiaddr(await guard.way(peer_id, target[0]), target[1])
+
+
+def host_in(address: str) -> str:
+    """The host of a multiaddr; empty when it is not one of TCP."""
+    target = tcp_target(address)
+    return target[0] if target else ""
 
 
 def by_reach(multiaddrs: Iterable[str]) -> list[str]:

@@ -23,17 +23,24 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+import psutil
+
 from noloco_p2p.control import temporary_socket
 from noloco_p2p.errors import DirectoryError
-from noloco_p2p.swarm.addresses import announce_multiaddr, is_wildcard, listen_multiaddr
+from noloco_p2p.hosts import is_wildcard
+from noloco_p2p.swarm.addresses import announce_multiaddr, listen_multiaddr
 
 logger = logging.getLogger(__name__)
 
 START_S = 60.0  # a tenth of a second, where the machine does nothing else
 STOP_S = 3.0
+EXIT_CODE_S = 1.0  # from the end of the output of p2pd to its exit code
 FIRST_CLIENT_S = 30  # p2pd ends by itself when nobody attaches for so long
 SOCKET_PREFIX = "noloco-"
 STALE_S = 60.0
+MAX_MESSAGE_BYTES = 256 * 1024  # of one request or answer; p2pd holds it whole, and would take 4 MiB of each stream
+MEMORY = "128MiB"  # above which p2pd collects garbage all the time
+MAX_MEMORY_BYTES = 512 << 20  # above which it is started again; an idle one has 60 MiB
 LAUNCHER = Path(__file__).with_name("launch.py")
 
 
@@ -67,21 +74,21 @@ class Daemon:
         self._reader = asyncio.create_task(self._read_output(), name="p2pd output")
 
     @classmethod
-    async def start(cls, identity_path: Path, listen_on: ListenOn, *, is_client: bool = False) -> Daemon:
+    async def start(cls, identity_path: Path, listen_on: ListenOn) -> Daemon:
         """Raises DirectoryError when the port is taken, the binary is missing, or it does not come up in time."""
         if listen_on.port:
             probe_port(listen_on.host, listen_on.port)
         _remove_stale_sockets()
         control_socket = _new_socket_path()
         command = [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), str(_binary())]
-        command += _arguments(identity_path, listen_on, control_socket, is_client=is_client)
+        command += _arguments(identity_path, listen_on, control_socket)
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env=os.environ | {"GOLOG_LOG_LEVEL": "error"},
+                env=os.environ | {"GOLOG_LOG_LEVEL": "error", "GOMEMLIMIT": MEMORY},
                 start_new_session=True,
             )
         except OSError as error:
@@ -100,7 +107,9 @@ class Daemon:
 
     async def ended(self) -> str:
         """Wait until the process has ended; says how."""
-        code = await self._process.wait()
+        code = await self._wait()
+        if code is None:
+            return f"exit code unknown: {self._said()}"
         return f"exit code {code}: {self._said()}" if code >= 0 else f"signal {-code}"
 
     async def stop(self) -> None:
@@ -108,16 +117,37 @@ class Daemon:
         try:
             self._signal("terminate")
             try:
-                await asyncio.wait_for(self._process.wait(), STOP_S)
+                await asyncio.wait_for(self._wait(), STOP_S)
             except TimeoutError:
                 self._signal("kill")
-                await self._process.wait()
+                await self._wait()
         finally:
             self._signal("kill")  # when this stop itself was cancelled
             self._reader.cancel()
             with suppress(FileNotFoundError):
                 os.unlink(self.control_socket)
         await asyncio.wait({self._reader})
+
+    async def _wait(self) -> int | None:
+        """Wait until the process has ended. Returns its exit code, or None when the event loop does not hear of it.
+
+        libuv learns by SIGCHLD that a child has ended. A library that resets all signal handlers, as Lightning does
+        after a training, takes that away from it, so the end of the output counts as well.
+        """
+        exits = asyncio.ensure_future(self._process.wait())
+        try:
+            await asyncio.wait({exits, self._reader}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({exits}, timeout=EXIT_CODE_S)
+            return exits.result() if exits.done() else None
+        finally:
+            exits.cancel()
+
+    def memory_bytes(self) -> int:
+        """Resident now; 0 when the process has ended."""
+        try:
+            return psutil.Process(self.pid).memory_info().rss
+        except psutil.Error:
+            return 0
 
     def kill(self) -> None:
         self._signal("kill")
@@ -218,12 +248,16 @@ def _binary() -> Path:
     return path
 
 
-def _arguments(identity_path: Path, listen_on: ListenOn, control_socket: str, *, is_client: bool) -> list[str]:
+def _arguments(identity_path: Path, listen_on: ListenOn, control_socket: str) -> list[str]:
+    """What the project uses: connections, streams and requests. Its own DHT looks for peers at plain hivemind nodes,
+    and serves nobody; AutoNAT and pubsub are off. Its relay stays on whatever the flags say, with libp2p's limits.
+    """
     return [
         f"-listen=/unix{control_socket}",
         f"-id={identity_path}",
         *listen_on.arguments(),
-        "-dhtClient=1" if is_client else "-dhtServer=1",
+        "-dhtClient=1",
+        f"-persistentConnMaxMsgSize={MAX_MESSAGE_BYTES}",
         f"-idleTimeout={FIRST_CLIENT_S}s",
         "-b=0",  # with bootstraps, dead ones end the daemon: peers are dialled later
         "-connManager=1",

@@ -18,11 +18,13 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.hosts import is_public
 from noloco_p2p.identity import Identity
 from noloco_p2p.swarm.address_book import AddressBook
-from noloco_p2p.swarm.addresses import only_public, split_peer_id
+from noloco_p2p.swarm.addresses import any_public, only_public, routable_host, split_peer_id
 from noloco_p2p.swarm.announcer import Announcer
 from noloco_p2p.swarm.buckets import run_key
 from noloco_p2p.swarm.daemon import ListenOn
@@ -59,8 +61,10 @@ class SwarmDirectory:
         on_copy: Callable[[PeerRecord], None],
         ignores: Callable[[PeerRecord], bool],
         relay: Relay | None,
+        guard: DialGuard,
         key: str | None = None,
     ) -> None:
+        self.guard = guard
         self.is_abroad: Callable[[], bool] = lambda: False
         self._node = node
         self._identity = identity
@@ -78,6 +82,7 @@ class SwarmDirectory:
             is_monitor=self._has_run and describe is None,
             timing=timing,
             ignores=ignores,
+            only_public=guard.only_public,
         )
         self._announcer: Announcer | None = None
         if describe and spec_digest:
@@ -101,6 +106,7 @@ class SwarmDirectory:
             heard_of=lambda: {record.peer_id for record, _ in self.records()},
             on_met=self._meet,
             on_wrong_clock=self._lookout.somebody.set,  # who waits is told
+            guard=guard,
         )
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -139,7 +145,8 @@ class SwarmDirectory:
         is_monitor = spec_digest is not None and describe is None
         listen_on = ListenOn(listen_host, listen_port, announce_host, announce_port)
         node = await SwarmNode.start(identity_path, identity.peer_id, listen_on, is_client=is_monitor)
-        relay = Relay(node) if relays and not is_monitor else None
+        guard = DialGuard(only_public=is_public(announce_host or routable_host(listen_host)) or any_public(bootstraps))
+        relay = Relay(node, only_public=guard.only_public) if relays and not is_monitor else None
         if relay:
             try:
                 await relay.start()
@@ -157,6 +164,7 @@ class SwarmDirectory:
             on_copy=on_copy,
             ignores=ignores,
             relay=relay,
+            guard=guard,
             key=key,
         )
         directory._run()
@@ -197,8 +205,12 @@ class SwarmDirectory:
         """
         return self._lookout.live()
 
+    def knows(self, peer_id: str) -> bool:
+        """Whether a live record of this peer was read, from whatever bucket. Never waits; for any thread."""
+        return self._lookout.knows(peer_id)
+
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
-        """One particular peer: its bucket is read when it is not among those drawn. None when it cannot be found."""
+        """One particular peer: its bucket is read when it is not known. None when it cannot be found."""
         return await self._lookout.find(peer_id, timeout_s=timeout_s)
 
     def headcount(self) -> Headcount:

@@ -8,10 +8,11 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from noloco_p2p.errors import DirectoryError
+from noloco_p2p.dial_guard import DialGuard
+from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.identity import short_id
 from noloco_p2p.swarm.address_book import AddressBook
-from noloco_p2p.swarm.addresses import split_peer_id
+from noloco_p2p.swarm.addresses import guarded, host_in, split_peer_id
 from noloco_p2p.swarm.clock import CLOCK, Offset, check_clock
 from noloco_p2p.swarm.dialing import DialPlan
 from noloco_p2p.swarm.node import SwarmNode
@@ -39,7 +40,10 @@ class Dialer:
         heard_of: Callable[[], Iterable[str]],
         on_met: Callable[[], Awaitable[None]],
         on_wrong_clock: Callable[[], None],
+        guard: DialGuard,
     ) -> None:
+        self._guard = guard
+        self._given = frozenset(address for addresses in bootstraps.values() for address in addresses)
         self._node = node
         self._plan = DialPlan(own_peer_id, bootstraps, longest_pause_s=every_s)
         self._address_book = address_book
@@ -89,18 +93,35 @@ class Dialer:
 
     async def _dial_one(self, peer_id: str, multiaddrs: Sequence[str]) -> bool:
         try:
-            offset = await self._node.dial(peer_id, [split_peer_id(multiaddr)[0] for multiaddr in multiaddrs])
+            ways = await self._ways(peer_id, multiaddrs)
+            offset = await self._node.dial(peer_id, ways)
         except DirectoryError as error:
             logger.debug("%s", error)
             self._plan.failed(peer_id, str(error), now_s=time.monotonic())
             return False
         logger.info("entered the DHT through %s", short_id(peer_id))
         self._plan.reached(peer_id, now_s=time.monotonic())
+        for address in ways:
+            self._guard.reached(peer_id, host_in(address))
         CLOCK.heard(offset.seconds)
         if not self._clock_is_right:
             self._offsets[peer_id] = offset
         self._address_book.remember(peer_id, multiaddrs)
         return True
+
+    async def _ways(self, peer_id: str, multiaddrs: Sequence[str]) -> list[str]:
+        """Without peer id. What the user gave is dialled as it is, what others tell only as the guard allows it.
+        Raises DirectoryError when nothing may be dialled now."""
+        ways, faults = [], []
+        for multiaddr in multiaddrs:
+            address = split_peer_id(multiaddr)[0]
+            try:
+                ways.append(address if multiaddr in self._given else await guarded(self._guard, peer_id, address))
+            except Unreachable as error:
+                faults.append(str(error))
+        if not ways:
+            raise DirectoryError(f"{short_id(peer_id)} is not dialled: {'; '.join(faults) or 'no address'}")
+        return ways
 
     def _look_at_clocks(self) -> None:
         """Once others agree on the time, or nobody asked, this peer never doubts it again."""

@@ -31,6 +31,7 @@ from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.node import CALL_S, SwarmNode
 from noloco_p2p.swarm.records import EXPIRY_SLACK_S, PeerRecord, RecordError, decode_record
 from noloco_p2p.swarm.timing import Timing
+from noloco_p2p.swarm.told import believable
 from noloco_p2p.swarm.view import View
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class Lookout:
 
     key: of the view that is read, as `buckets.run_key` gives that of a whole run; a peer may read several.
     spec_digest: of the run; records of others are ignored. is_monitor: reads all buckets, and is no peer itself.
-    ignores: records that are never seen. `somebody` is set while a live peer is known.
+    ignores: records that are never seen. only_public: as of `DialGuard`. `somebody` is set while a live peer is known.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Lookout:
         is_monitor: bool,
         timing: Timing,
         ignores: Callable[[PeerRecord], bool],
+        only_public: bool,
     ) -> None:
         self.somebody = asyncio.Event()
         self._node = node
@@ -78,6 +80,7 @@ class Lookout:
         self._is_monitor = is_monitor
         self._timing = timing
         self._ignores = ignores
+        self._only_public = only_public
         self._view = View(own_peer_id)
         rng = random.SystemRandom()
         self._rng, self._census, self._draw = rng, Census(rng), Draw(rng)
@@ -91,6 +94,10 @@ class Lookout:
         """Others heard of within the TTL and not leaving; of many buckets, those in the two that were drawn last."""
         drawn = None if self._is_monitor or self._census.depth == 0 else self._draw.peers()
         return self._view.live(now_s=time.monotonic(), among=drawn)
+
+    def knows(self, peer_id: str) -> bool:
+        """Whether a peer was heard of within the TTL, from whatever bucket, and is not leaving."""
+        return bool(self._view.live(now_s=time.monotonic(), among={peer_id}))
 
     def records(self) -> list[tuple[PeerRecord, float]]:
         """(record, age in seconds) of all that were read, leaving ones too."""
@@ -147,13 +154,11 @@ class Lookout:
             self._census.note_aside(bucket.depth, len(apart) / share, now_s=time.monotonic())
 
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
-        """One particular peer: its bucket is read when it is not among those drawn. None when it cannot be found."""
-        known = next((candidate for candidate in self.live() if candidate.peer_id == peer_id), None)
-        depth = self._census.depth
-        if known or depth == 0:
+        """One particular peer: its bucket is read when it is not known. None when it cannot be found."""
+        if known := next((candidate for candidate in self.live() if candidate.peer_id == peer_id), None):
             return known
         try:
-            await self._read([bucket_of(peer_id, depth)], timeout_s=timeout_s)
+            await self._read([bucket_of(peer_id, self._census.depth)], timeout_s=timeout_s)
         except DirectoryError:
             return None
         return next(iter(self._view.live(now_s=time.monotonic(), among={peer_id})), None)
@@ -231,5 +236,5 @@ class Lookout:
             is_own_word = record.peer_id == subkey and record.spec_digest == self._spec_digest
             is_in_time = abs(record.expires_at_s - expires_at_s) <= EXPIRY_SLACK_S
             if is_own_word and bucket.holds(subkey) and is_in_time and not self._ignores(record):
-                records.append(record)
+                records.append(believable(record, only_public=self._only_public))
         return records

@@ -1,26 +1,31 @@
-"""What a DHT node believes of others: one place in the key space for each, and answers of now.
+"""What a DHT node believes of others: one place in the key space for each, answers of now, records that are valid.
 
 hivemind takes all places that a node claims, so one identity could stand on every side of a run's key and be the only
 one that is asked; and an answer that says to be good for ever ends a search, empty as it may be. It keeps whoever was
-heard of once, too, in a list that only grows.
-
-Of itself a node may claim one place, the first (that of a plain hivemind node is random). Of a third one only the place
-is believed that follows from its peer id.
-This file imports hivemind: only `_hivemind.py` imports it, when a node starts.
+heard of once, too, in a list that only grows. Of a third node only the place is believed that follows from its peer id.
+This file imports hivemind: only `protocol.py` imports it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from hivemind.dht.protocol import DHTProtocol
+import msgpack
 from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.p2p import PeerID
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.timed_storage import ValueWithExpiration
 
 from noloco_p2p.swarm.clock import CLOCK
-from noloco_p2p.swarm.records import TTL_S
+from noloco_p2p.swarm.records import MAX_RECORD_BYTES, TTL_S
+from noloco_p2p.swarm.storage import MAX_RECORDS_PER_KEY
+
+DICTIONARY = 0x50  # hivemind's MessagePack code of a dictionary
+ENTRIES, PACKED_RECORD_BYTES = 3, MAX_RECORD_BYTES + 3
+MAX_PEER_ID_CHARS = 64
 
 
 @lru_cache(maxsize=4096)
@@ -29,34 +34,64 @@ def place_of(peer_id: str) -> DHTID:
     return DHTID.generate(source=peer_id)
 
 
-def believe_less(protocol: DHTProtocol) -> None:
-    """From now on what others say of places and of times is checked."""
-    update_routing_table, call_find = protocol.update_routing_table, protocol.call_find
+def claim(table: RoutingTable, place: DHTID, peer: PeerID) -> PeerID | None:
+    """Take a node that answers into the table, in the place that it claims. Returns one to look after, if any.
 
-    async def update(node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
-        if node_id is None or protocol.routing_table.get(peer_id=peer_id, default=node_id) == node_id:
-            await update_routing_table(node_id, peer_id, responded)
-        if node_id is not None:
-            _forget_spare(protocol.routing_table, node_id)
-
-    async def find(peer: PeerID, keys: Collection[DHTID]) -> dict[DHTID, tuple[Any, dict[DHTID, PeerID]]] | None:
-        found = await call_find(peer, keys)
-        return found and {key: (_of_now(value), _placed(nearest)) for key, (value, nearest) in found.items()}
-
-    protocol.update_routing_table, protocol.call_find = update, find
+    Of itself a node may claim one place, the first (that of a plain hivemind node is random), and none that another
+    node has.
+    """
+    if table.get(peer_id=peer, default=place) != place or table.get(node_id=place, default=peer) != peer:
+        return None
+    to_ping = table.add_or_update_node(place, peer)
+    _forget_spare(table, place)
+    return to_ping and to_ping[1]
 
 
-def _forget_spare(table: RoutingTable, node_id: DHTID) -> None:
+def _forget_spare(table: RoutingTable, place: DHTID) -> None:
     """hivemind keeps every node that a full bucket has no place for; as many as there are places are enough."""
-    bucket = table.buckets[table.get_bucket_index(node_id)]
+    bucket = table.buckets[table.get_bucket_index(place)]
     while len(bucket.replacement_nodes) > bucket.size:
         del table[next(iter(bucket.replacement_nodes))]  # who was heard of longest ago
 
 
-def _placed(nodes: dict[DHTID, PeerID]) -> dict[DHTID, PeerID]:
-    return {node_id: peer_id for node_id, peer_id in nodes.items() if place_of(str(peer_id)) == node_id}
+def placed(nodes: dict[DHTID, PeerID]) -> dict[DHTID, PeerID]:
+    """Of the nodes that another one told, those that stand where their peer id says."""
+    return {place: peer for place, peer in nodes.items() if place_of(str(peer)) == place}
 
 
-def _of_now(value: Any) -> Any:
-    """None in place of an answer that ends later than any record may."""
-    return value if value and value.expiration_time <= CLOCK.now() + 2 * TTL_S else None
+def is_of_now(expires_at_s: float) -> bool:
+    """Whether an answer ends no later than a record may; hivemind stops a search at one that ends late."""
+    return expires_at_s <= CLOCK.now() + 2 * TTL_S
+
+
+def pack_records(records: Sequence[tuple[str, ValueWithExpiration[bytes]]]) -> tuple[bytes, float]:
+    """(a dictionary as hivemind packs it, when the last of its records ends)."""
+    entries = [[peer_id, record.value, record.expiration_time] for peer_id, record in records]
+    last_s = max(record.expiration_time for _, record in records)
+    return MSGPackSerializer.dumps(
+        msgpack.ExtType(DICTIONARY, MSGPackSerializer.dumps([math.inf, last_s, entries]))
+    ), last_s
+
+
+def told_records(packed: bytes) -> Iterator[tuple[str, bytes, float]]:
+    """(peer id, packed record, expiry) of a dictionary as another node packed it. Raises ValueError.
+
+    hivemind's own reader would build whatever a MessagePack of this length can hold.
+    """
+    outer = msgpack.unpackb(packed)
+    if not isinstance(outer, msgpack.ExtType) or outer.code != DICTIONARY:
+        raise ValueError("an answer is no dictionary")
+    inner: Any = msgpack.unpackb(
+        outer.data,
+        max_array_len=MAX_RECORDS_PER_KEY,
+        max_bin_len=PACKED_RECORD_BYTES,
+        max_str_len=MAX_PEER_ID_CHARS,
+        max_map_len=0,
+        max_ext_len=0,
+    )
+    for entry in inner[2] if isinstance(inner, list) and len(inner) == ENTRIES and isinstance(inner[2], list) else ():
+        match entry:
+            case [str(peer_id), bytes(record), float(expires_at_s)]:
+                yield peer_id, record, expires_at_s
+            case _:
+                raise ValueError("an answer has an entry that is no record")

@@ -21,12 +21,12 @@ from noloco_p2p.identity import short_id
 from noloco_p2p.swarm import _hivemind
 from noloco_p2p.swarm.addresses import announce_multiaddr, by_reach, tcp_target
 from noloco_p2p.swarm.clock import Offset
-from noloco_p2p.swarm.daemon import Daemon, ListenOn, probe_port
+from noloco_p2p.swarm.daemon import MAX_MEMORY_BYTES, Daemon, ListenOn, probe_port
 from noloco_p2p.swarm.streams import StreamHandler, Streams
 
 if TYPE_CHECKING:
-    from hivemind.dht.node import DHTNode
-    from hivemind.p2p import P2P
+    from noloco_p2p.swarm.daemon_client import DaemonClient
+    from noloco_p2p.swarm.protocol import BoundedNode
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,8 +54,8 @@ class SwarmNode:
         self._listen_on = listen_on
         self._is_client = is_client
         self._daemon: Daemon | None = None
-        self._p2p: P2P | None = None
-        self._dht: DHTNode | None = None
+        self._p2p: DaemonClient | None = None
+        self._dht: BoundedNode | None = None
         self._listening: list[str] = []  # multiaddrs without peer id, as the daemon tells them
         self._watchdog: asyncio.Task[None] | None = None
         self._handlers: dict[str, StreamHandler] = {}
@@ -94,17 +94,19 @@ class SwarmNode:
 
     def multiaddrs(self) -> list[str]:
         """Where others can dial this node: the announced host first, then by reach."""
+        return [f"{address}/p2p/{self.peer_id}" for address in self._addresses()]
+
+    def _addresses(self) -> list[str]:
         announced = (
             [announce_multiaddr(self._listen_on.announce_host, self._listen_on.announce_port or self.port)]
             if self._listen_on.announce_host
             else []
         )
-        addresses = dict.fromkeys(announced + by_reach(self._listening))
-        return [f"{address}/p2p/{self.peer_id}" for address in addresses]
+        return list(dict.fromkeys(announced + by_reach(self._listening)))
 
     def neighbours(self) -> set[str]:
         """Peer ids in the routing table: DHT nodes that answered lately."""
-        return _hivemind.routing_table(self._dht) if self._dht is not None else set()
+        return self._dht.neighbours() if self._dht is not None else set()
 
     async def dial(self, peer_id: str, addresses: Sequence[str]) -> Offset:
         """Connect to a peer and enter each other's routing tables; gives how far its clock is. Raises DirectoryError.
@@ -117,8 +119,8 @@ class SwarmNode:
         answering = [address for address, fault in zip(addresses, answers, strict=True) if not fault]
         if not answering:
             raise DirectoryError(f"{what}: {answers[0] if answers else 'no address'}")
-        await _guard(_hivemind.connect(self._running_p2p(), peer_id, answering), CONNECT_S, what)
-        offset = await _guard(_hivemind.greet(self._running_dht(), peer_id), CALL_S, what)
+        await _guard(self._running_p2p().connect(peer_id, answering), CONNECT_S, what)
+        offset = await _guard(self._running_dht().greet(peer_id), CALL_S, what)
         if offset is None:
             raise DirectoryError(f"{what}: connected, but no DHT node answers there")
         return offset
@@ -129,18 +131,18 @@ class SwarmNode:
         """Raw bytes to a peer, dialled at `addresses` where libp2p is not connected to it. Raises DirectoryError."""
         what = f"a stream to {short_id(peer_id)}"
         if addresses:
-            await _guard(_hivemind.connect(self._running_p2p(), peer_id, addresses), CONNECT_S, what)
-        return await _guard(_hivemind.open_stream(self._running_p2p(), peer_id, protocol), CONNECT_S, what)
+            await _guard(self._running_p2p().connect(peer_id, addresses), CONNECT_S, what)
+        return await _guard(self._running_p2p().open_stream(peer_id, protocol), CONNECT_S, what)
 
     async def remote_address(self, peer_id: str) -> str:
         """The multiaddr that a connected peer comes from, without its id; empty when it is not connected directly."""
-        found = await _guard(_hivemind.remote_addresses(self._running_p2p()), ATTACH_S, "asking p2pd for its peers")
+        found = await _guard(self._running_p2p().remote_addresses(), ATTACH_S, "asking p2pd for its peers")
         return next((address for peer, address in found if peer == peer_id and tcp_target(address)), "")
 
     async def handle_streams(self, protocol: str, handler: StreamHandler) -> None:
         """`handler` gets (peer id, reader, writer) of each stream that others open, after a restart too."""
         self._handlers[protocol] = handler
-        handling = _hivemind.handle_streams(self._running_p2p(), protocol, self._streams.bounded(handler))
+        handling = self._running_p2p().handle_streams(protocol, self._streams.bounded(handler))
         await _guard(handling, ATTACH_S, "asking p2pd for streams")
 
     async def store(
@@ -162,19 +164,19 @@ class SwarmNode:
         entries = ((subkey, entry.value, entry.expiration_time) for subkey, entry in found.value.items())
         return {s: (value, expiry) for s, value, expiry in entries if isinstance(s, str) and isinstance(value, bytes)}
 
-    def _running_dht(self) -> DHTNode:
+    def _running_dht(self) -> BoundedNode:
         if self._dht is None:
             raise DirectoryError("p2pd is being restarted")
         return self._dht
 
-    def _running_p2p(self) -> P2P:
+    def _running_p2p(self) -> DaemonClient:
         if self._p2p is None:
             raise DirectoryError("p2pd is being restarted")
         return self._p2p
 
     async def _bring_up(self) -> None:
         listen_on = self._listen_on
-        self._daemon = await Daemon.start(self._identity_path, listen_on, is_client=self._is_client)
+        self._daemon = await Daemon.start(self._identity_path, listen_on)
         self._p2p = await _guard(_hivemind.attach(self._daemon.control_socket), ATTACH_S, "attaching to p2pd")
         if str(self._p2p.peer_id) != self.peer_id:
             raise DirectoryError(
@@ -185,9 +187,8 @@ class SwarmNode:
         self._listening = [str(address).removesuffix(suffix) for address in addresses]
         if listen_on.port == 0:
             self._listen_on = replace(listen_on, port=_port_of(self._listening))
-        self._dht = await _guard(
-            _hivemind.create_dht(self._p2p, is_client=self._is_client), ATTACH_S, "starting the DHT"
-        )
+        starting = _hivemind.start_dht(self._p2p, is_client=self._is_client, own_addresses=self._addresses)
+        self._dht = await _guard(starting, ATTACH_S, "starting the DHT")
         for protocol, handler in self._handlers.items():
             await self.handle_streams(protocol, handler)
 
@@ -196,9 +197,9 @@ class SwarmNode:
         self._dht = self._p2p = self._daemon = None
         try:
             if dht is not None:
-                dht.is_alive = False  # its shutdown() only unregisters handlers at a daemon that is about to end
+                dht.end()
             if p2p is not None:
-                await _guard(_hivemind.detach(p2p), CLOSE_S, "detaching from p2pd")
+                await _guard(p2p.detach(), CLOSE_S, "detaching from p2pd")
         except DirectoryError as error:
             logger.debug("%s", error)
         finally:
@@ -215,31 +216,35 @@ class SwarmNode:
             self.on_restart()
 
     async def _lost(self) -> str:
-        """Wait until the daemon has ended, has closed its connection to us, or does not answer; says which."""
+        """Wait until the daemon has ended, has closed its connection to us, or cannot go on; says which."""
         assert self._daemon is not None
         ended = asyncio.create_task(self._daemon.ended())
-        hung = asyncio.create_task(self._hangs())
+        unfit = asyncio.create_task(self._unfit())
         try:
-            connection = _hivemind.connection_tasks(self._running_p2p())
-            await asyncio.wait({ended, hung, *connection}, return_when=asyncio.FIRST_COMPLETED)
-            if hung.done():
+            connection = self._running_p2p().connection_tasks()
+            await asyncio.wait({ended, unfit, *connection}, return_when=asyncio.FIRST_COMPLETED)
+            if unfit.done():
                 self._daemon.kill()  # a stopped process does not hear a polite word
             await asyncio.wait({ended}, timeout=EXIT_S)
-            if hung.done():
-                return "it did not answer"
+            if unfit.done():
+                return unfit.result()
             return ended.result() if ended.done() else "its connection was closed"
         finally:
             ended.cancel()
-            hung.cancel()
+            unfit.cancel()
 
-    async def _hangs(self) -> None:
-        """Returns when the daemon has been silent for HUNG_S, though this program was not."""
+    async def _unfit(self) -> str:
+        """Wait until the daemon has been silent for HUNG_S, though this program was not, or has grown; says which."""
+        assert self._daemon is not None
         answered_s = time.monotonic()
         while time.monotonic() - answered_s < HUNG_S:
+            if self._daemon.memory_bytes() > MAX_MEMORY_BYTES:
+                return f"it used more than {MAX_MEMORY_BYTES >> 20} MiB"
             await asyncio.sleep(PING_S)
             with suppress(DirectoryError):
-                await _guard(_hivemind.answers(self._running_p2p()), PING_S, "asking p2pd")
+                await _guard(self._running_p2p().answers(), PING_S, "asking p2pd")
                 answered_s = time.monotonic()
+        return "it did not answer"
 
     async def _restart(self) -> None:
         for attempt in range(2**31):

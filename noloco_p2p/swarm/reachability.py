@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 from noloco_p2p.errors import PeerError
 from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.hosts import is_public
 from noloco_p2p.identity import short_id
-from noloco_p2p.swarm.addresses import any_public, host_of, is_public
+from noloco_p2p.swarm.addresses import any_public, host_of
 
 log = logging.getLogger(__name__)
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.identity import Identity
-from noloco_p2p.invitation import Invitation
 from noloco_p2p.swarm.dht import SwarmDirectory
-from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.ticket import Ticket
 
@@ -30,20 +28,12 @@ async def reader(ticket: Ticket) -> AsyncIterator[SwarmDirectory]:
             listen_host="0.0.0.0",
             listen_port=0,
             bootstraps=ticket.addresses,
-            spec_digest=ticket.spec_digest,
-            ignores=stranger_to(ticket.invitation),
+            spec_digest=ticket.invitation.listing(ticket.spec_digest).view if ticket.invitation else ticket.spec_digest,
         )
         try:
             yield directory
         finally:
             await directory.stop(farewell=False)
-
-
-def stranger_to(invitation: Invitation | None) -> Callable[[PeerRecord], bool]:
-    """Whether a record is of a peer that is not invited, when the run is private."""
-    if invitation is None:
-        return lambda record: False
-    return lambda record: record.mark != invitation.mark(record.peer_id)
 
 
 async def find_somebody(ticket: Ticket, directory: SwarmDirectory, *, timeout_s: float = LOOK_TIMEOUT_S) -> None:

@@ -11,14 +11,17 @@ import json
 import logging
 import random
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
-from noloco_p2p.errors import DirectoryError
+from noloco_p2p.dial_guard import DialGuard
+from noloco_p2p.errors import DirectoryError, Unreachable
+from noloco_p2p.hosts import is_public, network_of
 from noloco_p2p.identity import short_id
+from noloco_p2p.rates import Rates
 from noloco_p2p.swarm.address_book import CIRCUIT
-from noloco_p2p.swarm.addresses import listen_multiaddr, split_peer_id, tcp_target
+from noloco_p2p.swarm.addresses import guarded, host_in, listen_multiaddr, split_peer_id, tcp_target
 from noloco_p2p.swarm.node import SwarmNode, end_tasks, knock
 from noloco_p2p.swarm.reachability import DialBack
 from noloco_p2p.swarm.streams import count_down
@@ -36,7 +39,8 @@ MAX_CALLS_OF_ONE = 9  # a swap has up to eight lanes
 MAX_CALL_BYTES = 4 << 30  # each way; a tunnel goes on over another call
 MAX_CALL_S = 1800.0
 MAX_PORTS = 4
-DIALS_A_MINUTE = 24
+DIALS_A_MINUTE_OF_ONE, DIALS_A_MINUTE = 8, 24  # asked for by one peer; by one network
+CALLS_A_MINUTE_OF_ONE = 120
 NUM_PLACES = 2  # that one peer keeps: when one relay dies, the other is there
 RETRY_S = 30.0  # a relay that said no or could not be reached
 LOOK_S = 1.0
@@ -45,14 +49,20 @@ BROKEN = (OSError, EOFError, ValueError, RuntimeError, DirectoryError)  # what a
 
 
 class Relay:
-    """Serves places and calls. Every peer does: who cannot be reached himself is asked by nobody."""
+    """Serves places and calls. Every peer does: who cannot be reached himself is asked by nobody.
 
-    def __init__(self, node: SwarmNode) -> None:
+    `only_public`: as of `DialGuard`.
+    """
+
+    def __init__(self, node: SwarmNode, *, only_public: bool = False) -> None:
         self.passed_bytes = 0  # from one end of a call to the other
         self._node = node
         self._places: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
-        self._dialled_s: deque[float] = deque(maxlen=DIALS_A_MINUTE)
+        self._only_public = only_public
+        self._called = Rates(per_s=CALLS_A_MINUTE_OF_ONE / 60, at_once=CALLS_A_MINUTE_OF_ONE)
+        self._dials_of_one = Rates(per_s=DIALS_A_MINUTE_OF_ONE / 60, at_once=DIALS_A_MINUTE_OF_ONE)
+        self._dials = Rates(per_s=DIALS_A_MINUTE / 60, at_once=DIALS_A_MINUTE)
 
     async def start(self) -> None:
         await self._node.handle_streams(PLACE, self._on_place)
@@ -81,7 +91,7 @@ class Relay:
         async with asyncio.timeout(ANSWER_S):
             wanted = (await reader.readline()).decode("ascii", errors="replace").strip()
         is_full = self._calls.total() >= MAX_CALLS or self._calls[caller] >= MAX_CALLS_OF_ONE
-        if wanted not in self._places or is_full:
+        if wanted not in self._places or is_full or not self._called.take(caller):
             writer.write(NO)
             return
         self._calls[caller] += 1
@@ -101,20 +111,19 @@ class Relay:
         """Dials back the address that the stream came from, as net/probe.py does for peers; for who is none yet."""
         async with asyncio.timeout(ANSWER_S):
             ports = [int(port) for port in (await reader.readline()).split()][:MAX_PORTS]
-        now_s = time.monotonic()
-        is_often = len(self._dialled_s) == DIALS_A_MINUTE and now_s - self._dialled_s[0] < 60.0
-        if is_often or not all(0 < port < 65_536 for port in ports):
-            writer.write(NO)
-            return
-        self._dialled_s.append(now_s)
-        target = tcp_target(await self._node.remote_address(peer))
-        if target is None:
+        may_ask = all(0 < port < 65_536 for port in ports) and self._dials_of_one.take(peer)
+        target = tcp_target(await self._node.remote_address(peer)) if may_ask else None
+        if target is None or not self._may_dial(target[0]):
             writer.write(NO)
             return
         host = target[0]
-        answers = await asyncio.gather(*(knock(listen_multiaddr(host, port)) for port in ports))
+        found = await asyncio.gather(*(knock(listen_multiaddr(host, port)) for port in ports))
+        answers = ["no connection" if fault else "" for fault in found]  # which, it tells nobody
         writer.write(json.dumps([host, dict(zip(map(str, ports), answers, strict=True))]).encode() + b"\n")
         await writer.drain()
+
+    def _may_dial(self, host: str) -> bool:
+        return (is_public(host) or not self._only_public) and self._dials.take(network_of(host))
 
 
 async def ask_to_dial(node: SwarmNode, peer: str, ports: Sequence[int]) -> DialBack:
@@ -170,14 +179,24 @@ class Places:
     """
 
     def __init__(
-        self, node: SwarmNode, *, doors: Callable[[], Mapping[str, Sequence[str]]], wanted: Callable[[], bool]
+        self,
+        node: SwarmNode,
+        *,
+        doors: Callable[[], Mapping[str, Sequence[str]]],
+        wanted: Callable[[], bool],
+        guard: DialGuard,
     ) -> None:
         self._node = node
+        self._guard = guard
         self._doors = doors
         self._wanted = wanted
         self._keeping: dict[str, asyncio.Task[None]] = {}
         self._held: dict[str, str] = {}  # relay -> its multiaddr
         self._not_before_s: dict[str, float] = {}
+
+    def relays(self) -> Collection[str]:
+        """Peer ids of those that hold a place for this peer now."""
+        return self._held.keys()
 
     def circuits(self) -> list[str]:
         """Multiaddrs by which this peer can be called now, as libp2p writes a way by a relay."""
@@ -206,7 +225,9 @@ class Places:
 
     async def _keep(self, relay: str, multiaddr: str) -> None:
         try:
-            reader, writer = await self._node.open_stream(relay, [split_peer_id(multiaddr)[0]], PLACE)
+            address = await guarded(self._guard, relay, split_peer_id(multiaddr)[0])
+            reader, writer = await self._node.open_stream(relay, [address], PLACE)
+            self._guard.reached(relay, host_in(address))
             try:
                 writer.write(b".")
                 async with asyncio.timeout(ANSWER_S):
@@ -217,7 +238,7 @@ class Places:
                 await self._beat(reader, writer)
             finally:
                 writer.close()
-        except (*BROKEN, TimeoutError) as error:
+        except (*BROKEN, TimeoutError, Unreachable) as error:
             logger.debug("no place at %s: %s", short_id(relay), error)
         finally:
             self._held.pop(relay, None)

@@ -1,60 +1,122 @@
-"""What a DHT node keeps for others: the newest of each peer, so many records and no more.
+"""What a DHT node keeps for others: the newest record of each peer, and a bounded number of records.
 
 hivemind's own storage forgets a newer record when an older one of the same peer is stored again: the older one is not
 kept, but its moment of expiry is, and takes the newer one along. Anybody could replay what a peer said a minute ago,
-and with it make the peer vanish. This file imports hivemind: only `_hivemind.py` imports it, when a node starts.
+and with it make the peer vanish. Nor does it know of owners. This file imports hivemind: only `protocol.py` imports it.
 """
 
 from __future__ import annotations
 
+import random
 import time
-from copy import copy
+from collections import defaultdict
 from typing import Any
 
+from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-MAX_RECORDS_PER_KEY = 3000  # of 1 KiB: an answer of more than 4 MiB is not delivered, and the key is unreadable
-MAX_RECORDS = 50_000
-COUNT_AGAIN_S = 1.0
+from noloco_p2p.swarm.clock import CLOCK
+
+MAX_RECORDS_OF_ONE = 8  # keys under which one peer is announced: two depths and the last one, in two views
+MAX_RECORDS_PER_KEY = 256  # a bucket is split above 48
+MAX_RECORDS = 10_000
+SWEEP_EVERY_S = 1.0
+ENTRY_BYTES = 80  # of a record in an answer, beside the record: the peer id, the moment of expiry
+
+Record = ValueWithExpiration[bytes]
 
 
-class NewestStorage(DHTLocalStorage):
+class RecordStorage(DHTLocalStorage):
+    """Key -> peer id -> record. The validator has seen that the peer id is that of the key that signed the record.
+
+    What has ended makes room. Of one peer with more than MAX_RECORDS_OF_ONE records the one that ends first makes
+    room. Nobody else does: who is in may go on, and newcomers are refused while a key or all of it is full.
+    """
+
     def __init__(self, *, max_records: int = MAX_RECORDS) -> None:
         super().__init__()
         self._max_records = max_records
-        self._at_most = 0  # records here: never less than there are
-        self._counted_at_s = 0.0
+        self._kept: dict[DHTID, dict[str, Record]] = {}
+        self._keys_of: defaultdict[str, set[DHTID]] = defaultdict(set)
+        self._num_records = 0  # ended ones too, until the next sweep
+        self._swept_at_s = 0.0
+
+    def __len__(self) -> int:
+        return self._num_records
+
+    def refusal(self, key: DHTID, peer_id: str, expires_at_s: float) -> str:
+        """Why this node would not keep such a record; empty when it would."""
+        self._sweep()
+        kept = self._kept.get(key, {})
+        if known := kept.get(peer_id):
+            return "" if known.expiration_time < expires_at_s else "what is kept here is as new"
+        if len(kept) >= MAX_RECORDS_PER_KEY:
+            return f"this node keeps {MAX_RECORDS_PER_KEY} records of a key"
+        if len(self._keys_of.get(peer_id, ())) >= MAX_RECORDS_OF_ONE:
+            return ""  # another one of the same peer makes room
+        return f"this node keeps {self._max_records} records" if self._num_records >= self._max_records else ""
+
+    def store_subkey(self, key: DHTID, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        """False when it is not newer than what is here, or when there is no room: `refusal` says which."""
+        if not isinstance(subkey, str) or self.refusal(key, subkey, expiration_time):
+            return False
+        if subkey not in self._kept.get(key, {}):
+            self._make_room_of(subkey)
+            self._keys_of[subkey].add(key)
+            self._num_records += 1
+        self._kept.setdefault(key, {})[subkey] = ValueWithExpiration(value, expiration_time)
+        return True
+
+    def store(self, key: Any, value: bytes, expiration_time: float, subkey: Any = None) -> bool:
+        """Records only: a value without a subkey has no owner."""
+        return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
 
     def get(self, key: Any) -> ValueWithExpiration[Any] | None:
-        """A copy of a dictionary: hivemind's search merges into what it gets here what others answer, unbounded."""
-        found = super().get(key)
-        return found and ValueWithExpiration(_copied(found.value), found.expiration_time)
+        """All that is kept under a key and has not ended, in a dictionary of the caller's own."""
+        dictionary = DictionaryDHTValue()
+        for peer_id, record in self._live(key):
+            dictionary.store(peer_id, record.value, record.expiration_time)
+        return ValueWithExpiration(dictionary, dictionary.latest_expiration_time) if dictionary.data else None
 
-    def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        """False when it is not newer than what is here, or when there is no room."""
-        found = super().get(key)
-        kept: Any = found.value if found else DictionaryDHTValue()
-        if not isinstance(kept, DictionaryDHTValue):
-            return False
-        known = kept.get(subkey)
-        if known is None and (len(kept) >= MAX_RECORDS_PER_KEY or not self._has_room()):
-            return False
-        if known is not None and known.expiration_time >= expiration_time:
-            return False
-        self._at_most += known is None
-        if expiration_time > kept.latest_expiration_time:
-            self.store(key, kept, expiration_time)
-        return kept.store(subkey, value, expiration_time)
+    def some(self, key: DHTID, *, most_bytes: int) -> list[tuple[str, Record]]:
+        """The same with its peer ids, or a random choice that is no longer than `most_bytes` in an answer."""
+        live = self._live(key)
+        if sum(len(record.value) + ENTRY_BYTES for _, record in live) <= most_bytes:
+            return live
+        chosen: list[tuple[str, Record]] = []
+        for peer_id, record in random.sample(live, len(live)):
+            most_bytes -= len(record.value) + ENTRY_BYTES
+            if most_bytes < 0:
+                break
+            chosen.append((peer_id, record))
+        return chosen
 
-    def _has_room(self) -> bool:
-        """Counts anew, at most once a second, when there may be too many: records end without a word."""
-        now_s = time.monotonic()
-        if self._at_most >= self._max_records and now_s - self._counted_at_s >= COUNT_AGAIN_S:
-            self._counted_at_s = now_s
-            values = [entry.value for _, entry in self.items()]
-            self._at_most = sum(len(value) if isinstance(value, DictionaryDHTValue) else 1 for value in values)
-        return self._at_most < self._max_records
+    def _live(self, key: DHTID) -> list[tuple[str, Record]]:
+        now_s = CLOCK.now()
+        return [entry for entry in self._kept.get(key, {}).items() if entry[1].expiration_time > now_s]
+
+    def _make_room_of(self, peer_id: str) -> None:
+        while len(keys := self._keys_of[peer_id]) >= MAX_RECORDS_OF_ONE:
+            self._forget(min(keys, key=lambda key: self._kept[key][peer_id].expiration_time), peer_id)
+
+    def _sweep(self) -> None:
+        """Forget what has ended, at most once in SWEEP_EVERY_S: records end without a word."""
+        if time.monotonic() - self._swept_at_s < SWEEP_EVERY_S:
+            return
+        self._swept_at_s, now_s = time.monotonic(), CLOCK.now()
+        ended = [(k, p) for k, kept in self._kept.items() for p, r in kept.items() if r.expiration_time <= now_s]
+        for key, peer_id in ended:
+            self._forget(key, peer_id)
+
+    def _forget(self, key: DHTID, peer_id: str) -> None:
+        self._num_records -= 1
+        del self._kept[key][peer_id]
+        if not self._kept[key]:
+            del self._kept[key]
+        self._keys_of[peer_id].discard(key)
+        if not self._keys_of[peer_id]:
+            del self._keys_of[peer_id]
 
 
 class NoStorage(DHTLocalStorage):
@@ -65,12 +127,3 @@ class NoStorage(DHTLocalStorage):
 
     def store_subkey(self, *args: Any, **kwargs: Any) -> bool:
         return False
-
-
-def _copied(value: Any) -> Any:
-    if not isinstance(value, DictionaryDHTValue):
-        return value
-    copied = copy(value)  # entries are values, and stay; what holds them is copied
-    for name in ("data", "expiration_heap", "key_to_heap"):
-        setattr(copied, name, copy(getattr(value, name)))
-    return copied

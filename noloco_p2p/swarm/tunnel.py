@@ -12,13 +12,15 @@ import logging
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from noloco_p2p.errors import CorruptPayload, DirectoryError
+from noloco_p2p.dial_guard import DialGuard
+from noloco_p2p.errors import CorruptPayload, DirectoryError, Unreachable
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import short_id
+from noloco_p2p.swarm.addresses import guarded, host_in
 from noloco_p2p.swarm.node import SwarmNode, end_tasks
 from noloco_p2p.swarm.pipe import Pipe
 from noloco_p2p.swarm.relay import ANSWER_S, BROKEN, CALL, TUNNEL, YES, relays_of
@@ -31,7 +33,7 @@ RESUME_S = 12.0  # a connection without a path; gRPC gives up after 15 s
 RETRY_S = 0.3
 MAX_PORTS = 64
 MAX_SESSIONS = 64
-FAULTS = (*BROKEN, CorruptPayload, TimeoutError)
+FAULTS = (*BROKEN, CorruptPayload, TimeoutError, Unreachable)
 
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -61,7 +63,8 @@ class Tunnels:
     """Both sides of it, and the candidates of the directory with the addresses at which they are reached so.
 
     `live` and `multiaddrs` tell of live peers; `wanted`: this peer cannot be dialled, so that peers of its kind make no
-    offers to it, nor it to them, but by tunnels; `server` is HOST and PORT of the own gRPC server, once it is there.
+    offers to it, nor it to them, but by tunnels; `server` is HOST and PORT of the own gRPC server, once it is there;
+    `relays` are those that hold a place for this peer: nobody else brings calls of others.
     """
 
     def __init__(
@@ -72,13 +75,17 @@ class Tunnels:
         multiaddrs: Callable[[], Mapping[str, Sequence[str]]],
         wanted: Callable[[], bool],
         server: Callable[[], tuple[str, int]],
+        relays: Callable[[], Collection[str]],
+        guard: DialGuard,
     ) -> None:
-        self.local_ports: set[int] = set()  # from which calls that came by a tunnel reach the own server
+        self.local_ports: dict[int, str] = {}  # from which calls that came by a tunnel reach the own server -> relay
         self._node = node
         self._live = live
         self._multiaddrs = multiaddrs
         self._wanted = wanted
         self._server = server
+        self._relays = relays
+        self._guard = guard
         self._ports: dict[str, _Port] = {}
         self._sessions: dict[bytes, _Session] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -165,7 +172,9 @@ class Tunnels:
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, int]:
         """A way to the peer that knows the connection. Raises what a broken stream does, TimeoutError."""
         async with asyncio.timeout(ANSWER_S):
+            address = await guarded(self._guard, relay, address)
             reader, writer = await self._node.open_stream(relay, [address], CALL)
+            self._guard.reached(relay, host_in(address))
             try:
                 writer.write(peer_id.encode() + b"\n")
                 if await reader.readline() != YES:
@@ -184,6 +193,8 @@ class Tunnels:
     async def _on_tunnel(self, relay: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with asyncio.timeout(ANSWER_S):
             session_id, received = HELLO.unpack(await reader.readexactly(HELLO.size))
+        if relay not in self._relays():
+            return
         session = self._sessions.get(session_id)
         if session is None:
             if received or len(self._sessions) >= MAX_SESSIONS:
@@ -195,7 +206,7 @@ class Tunnels:
         session.writer = writer
         async with session.carrying:
             try:
-                session.pipe = session.pipe or Pipe(*await self._connect())
+                session.pipe = session.pipe or Pipe(*await self._connect(relay))
                 writer.write(ANSWER.pack(1, session.pipe.received))
                 await session.pipe.carry(reader, writer, peer_received=received)
             except FAULTS as error:
@@ -212,11 +223,25 @@ class Tunnels:
             if session.pipe:
                 session.pipe.close()
 
-    async def _connect(self) -> Ends:
-        reader, writer = await asyncio.open_connection(*self._server())
-        port = writer.get_extra_info("sockname")[1]
-        self.local_ports.add(port)
-        self._own(self._forget(port, writer))
+    async def _connect(self, relay: str) -> Ends:
+        host, port = self._server()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            connection.setblocking(False)
+            connection.bind((host, 0))
+            own_port: int = connection.getsockname()[1]
+            self.local_ports[own_port] = relay  # before the server sees it
+            try:
+                await asyncio.get_running_loop().sock_connect(connection, (host, port))
+                reader, writer = await asyncio.open_connection(sock=connection)
+            except BaseException:
+                del self.local_ports[own_port]
+                raise
+        except BaseException:
+            connection.close()
+            raise
+        self._own(self._forget(own_port, writer))
         return reader, writer
 
     async def _forget(self, port: int, writer: asyncio.StreamWriter) -> None:
@@ -225,7 +250,7 @@ class Tunnels:
         except OSError:
             pass
         finally:
-            self.local_ports.discard(port)
+            self.local_ports.pop(port, None)
 
     def _own(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(job)

@@ -1,23 +1,26 @@
 """The rule that every DHT node applies to a record it is asked to store, and to every record it is given.
 
-This file imports hivemind (seconds, 290 MB): only `node.py` imports it, and only when a node starts.
+This file imports hivemind (seconds, 290 MB): only `protocol.py` imports it, when a node starts.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from hivemind.dht.crypto import DHTRecord, RecordValidatorBase
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 
+from noloco_p2p.invitation import is_marked
 from noloco_p2p.swarm.buckets import MAX_DEPTH, bucket_of, run_key
 from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.records import EXPIRY_SLACK_S, MAX_RECORD_BYTES, TTL_S, RecordError, open_envelope
 
 
 class RecordValidator(RecordValidatorBase):
-    """Accepts what a peer signed about itself, in a bucket of its own of the run it names, until the moment it names.
+    """Accepts what a peer signed about itself, in a bucket of its own of the run it names, until the moment it names;
+    in a private run, what a member has marked.
 
     Only the envelope is looked at: a field that a newer version adds must not make older nodes drop the record, for
     hivemind drops the whole answer in which one record fails.
@@ -38,7 +41,13 @@ def _is_valid(record: DHTRecord) -> bool:
         and record.key in _keys_of(values["id"], values["spec"])
         and abs(values["exp"] - record.expiration_time) <= EXPIRY_SLACK_S
         and 0 < remaining_s <= 2 * TTL_S
+        and is_marked(values["spec"], values["id"], _mark(values))
     )
+
+
+def _mark(values: dict[str, Any]) -> str:
+    mark = values.get("mark", "")
+    return mark if isinstance(mark, str) else ""
 
 
 @lru_cache(maxsize=4096)
@@ -46,6 +55,13 @@ def _keys_of(peer_id: str, spec_digest: str) -> frozenset[bytes]:
     """Where a peer may announce itself: in its own bucket, at any depth."""
     keys = (bucket_of(peer_id, depth).key(run_key(spec_digest)) for depth in range(MAX_DEPTH + 1))
     return frozenset(DHTID.generate(key).to_bytes() for key in keys)
+
+
+def peer_of(packed: bytes) -> str | None:
+    """The peer id in a subkey, a MessagePack str 8; None for whatever else it may be."""
+    if not 34 <= len(packed) <= 66 or packed[0] != 0xD9 or packed[1] != len(packed) - 2 or not packed[2:].isascii():
+        return None
+    return packed[2:].decode()
 
 
 def _unpack(packed: bytes) -> bytes:

@@ -76,5 +76,6 @@ def _candidate(record: PeerRecord) -> Candidate:
         record.round,
         record.progress,
         session_key=key,
+        sketch=record.sketch,
         can_be_called=bool(address) and record.reachability not in (OUTBOUND_ONLY, RELAYED),
     )

@@ -36,8 +36,15 @@ class Metrics:
         "counter", "rounds", "alone: what a partner sent came whole, and a gate refused to apply it", 0
     )
     refused_not_finite: int = _metric("counter", "swaps", "broken off: a chunk of the partner held NaN or infinity", 0)
+    refused_over_share: int = _metric(
+        "counter", "offers", "not accepted: their peer had had its share of swaps, and others were there", 0
+    )
+    refused_unlisted: int = _metric("counter", "offers", "not accepted: no live record of their peer was known", 0)
     refused_gradients: int = _metric(
-        "counter", "swaps", "not applied: the partner's outer gradient was over 10 times as long as the own ones", 0
+        "counter",
+        "swaps",
+        "not applied: the partner's outer gradient was far too long, or pointed against the own one",
+        0,
     )
     refused_losses: int = _metric(
         "counter", "rounds", "undone: the swap raised the loss on a private batch; only with --max-loss-rise", 0

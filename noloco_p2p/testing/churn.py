@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.processes import PeerProcess, until, write_spec
 
@@ -115,7 +115,7 @@ class Report:
 class Churn:
     """`run` takes as long as the plan says, and the time to start and to leave."""
 
-    def __init__(self, spec: RunSpec, plan: Plan, folder: Path) -> None:
+    def __init__(self, spec: TrainerSpec, plan: Plan, folder: Path) -> None:
         self._spec = spec
         self._plan = plan
         self._folder = folder

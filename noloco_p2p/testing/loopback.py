@@ -15,18 +15,18 @@ from noloco_p2p.net.client import LANES, GrpcTransport
 from noloco_p2p.net.climb import LanePolicy
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.throttle import Limits
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import Spec
 from noloco_p2p.testing.memory import Wrap
 from noloco_p2p.testing.peers import MemorySwarm
 
 
 class LoopbackSwarm(MemorySwarm):
-    """`addresses` is the directory; a test may put the address of a LinkProxy there.
+    """`addresses` is the directory; a test may put the address of a LinkProxy there, or "" for one that takes no calls.
 
     `rates` caps a peer that is made later: upload and download, in bytes a second.
     """
 
-    def __init__(self, spec: RunSpec, *, deadlines: Deadlines = INTERNET, lanes: LanePolicy = LANES) -> None:
+    def __init__(self, spec: Spec, *, deadlines: Deadlines = INTERNET, lanes: LanePolicy = LANES) -> None:
         super().__init__(spec, deadlines=deadlines)
         self.addresses: dict[str, str] = {}
         self.rates: dict[str, tuple[float | None, float | None]] = {}
@@ -84,7 +84,15 @@ class _Listed:
 
     def live(self) -> Sequence[Candidate]:
         listed = list(self._addresses.items())  # a test may change it meanwhile, from its own thread
-        return [Candidate(peer, address=address) for peer, address in listed if peer != self._own_id]
+        return [
+            Candidate(peer, address, can_be_called=bool(address)) for peer, address in listed if peer != self._own_id
+        ]
+
+    def num_live(self) -> int:
+        return len(self.live()) + 1
+
+    def knows(self, peer_id: str) -> bool:
+        return peer_id in self._addresses
 
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
         return next((candidate for candidate in self.live() if candidate.peer_id == peer_id), None)

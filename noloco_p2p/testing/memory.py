@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 
 from noloco_p2p.errors import TimedOut, Unreachable
-from noloco_p2p.gossip.frames import FetchItem, FetchWant, Frame, Hello, PeerStatus, WantLayout
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Frame, Hello, PeerStatus, StateManifest, WantLayout
 from noloco_p2p.gossip.seams import Candidate, FrameStream, Service
 
 QUEUED_FRAMES = 8
@@ -22,12 +23,14 @@ def unchanged(stream: FrameStream) -> FrameStream:
 class MemoryNetwork:
     """Who can be reached. `add` a service under its peer id; `remove` it and it is gone.
 
-    `listed` is what directories show; a peer that is listed and cannot be reached died a moment ago.
+    `listed` is what directories show; a peer that is listed and cannot be reached died a moment ago. To those in
+    `closed` nobody makes an offer, as their records say that they take no calls.
     """
 
     def __init__(self) -> None:
         self.services: dict[str, Service] = {}
         self.listed: dict[str, None] = {}  # a set that keeps the order
+        self.closed: set[str] = set()
         self._wraps: dict[str, Wrap] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -74,10 +77,27 @@ class MemoryDirectory:
         self._own_id = own_id
 
     def live(self) -> Sequence[Candidate]:
-        return [Candidate(peer, address=peer) for peer in self._network.listed if peer != self._own_id]
+        others = [peer for peer in self._network.listed if peer != self._own_id]
+        return [Candidate(peer, address=peer, can_be_called=peer not in self._network.closed) for peer in others]
+
+    def num_live(self) -> int:
+        return len(self.live()) + 1
+
+    def knows(self, peer_id: str) -> bool:
+        return any(peer.peer_id == peer_id for peer in self.live())
 
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
         return Candidate(peer_id, address=peer_id) if peer_id in self._network.listed else None
+
+
+class AnyState:
+    """A `gossip.fetch.Admission` that takes every state."""
+
+    async def check_place(self, donor: Candidate, manifest: StateManifest) -> None: ...
+
+    async def check_state(self, donor: Candidate, manifest: StateManifest, path: Path) -> None: ...
+
+    def refuse(self, donor: Candidate, why: str) -> None: ...
 
 
 class MemoryTransport:

@@ -18,7 +18,7 @@ from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.round_driver import RoundDriver
 from noloco_p2p.gossip.round_stack import PeerService, build_round_stack
 from noloco_p2p.gossip.seams import Directory, Transport
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import Spec
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport, Wrap, unchanged
 from noloco_p2p.testing.patience import PATIENCE_S
@@ -28,11 +28,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+POLL_S = 0.01
+
 
 class MemorySwarm:
     """A network thread with a MemoryNetwork; `peer(...)` adds a peer to it. Use as a context manager."""
 
-    def __init__(self, spec: RunSpec, *, deadlines: Deadlines = INTERNET) -> None:
+    def __init__(self, spec: Spec, *, deadlines: Deadlines = INTERNET) -> None:
         self.spec = spec
         self.deadlines = deadlines
         self.loop = self._new_loop()
@@ -61,7 +63,7 @@ class MemorySwarm:
         peer_id: str,
         *,
         run_folder: Path = Path("."),
-        spec: RunSpec | None = None,
+        spec: Spec | None = None,
         protocol_version: str = PROTOCOL_VERSION,
         wrap: Wrap = unchanged,
         wrap_accepted: Wrap = unchanged,
@@ -107,7 +109,7 @@ class MemorySwarm:
     # starting and stopping
 
     async def _make(
-        self, peer_id: str, spec: RunSpec, run_folder: Path, protocol_version: str, wrap: Wrap, wrap_accepted: Wrap
+        self, peer_id: str, spec: Spec, run_folder: Path, protocol_version: str, wrap: Wrap, wrap_accepted: Wrap
     ) -> MemoryPeer:
         executor = ThreadPoolExecutor(1)
         made: list[MemoryPeer] = []
@@ -148,13 +150,13 @@ class MemorySwarm:
 
 
 class MemoryPeer:
-    """What `NoLoCo` needs of a peer, in memory."""
+    """What `NoLoCo` and the callbacks of other trainers need of a peer, in memory."""
 
     def __init__(
         self,
         peer_id: str,
         *,
-        spec: RunSpec,
+        spec: Spec,
         run_folder: Path,
         driver: RoundDriver,
         exchange: ThreadedExchange,
@@ -170,6 +172,14 @@ class MemoryPeer:
         self.executor = executor
         self.layout = ""
         self.metrics = Metrics()
+        self.membership = self
+        self.leave_requested = threading.Event()
+        self.pause_requested = threading.Event()
+
+    def wait_while_paused(self) -> None:
+        """Until somebody clears `pause_requested` or sets `leave_requested`, on another thread."""
+        while self.pause_requested.is_set() and not self.leave_requested.wait(POLL_S):
+            pass
 
     def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
         self.layout = layout.digest()

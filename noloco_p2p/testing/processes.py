@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 
 from noloco_p2p.presets import PRESETS, render
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.swarm import launch
 from noloco_p2p.telemetry.events import read_events
 from noloco_p2p.testing.patience import PATIENCE_S
@@ -32,7 +32,7 @@ POLL_S = 0.05
 TICKET_LINE = "noloco join noloco1"
 
 
-def small_spec(name: str, **changes: Any) -> RunSpec:
+def small_spec(name: str, **changes: Any) -> TrainerSpec:
     """A run whose rounds take about a third of a second on one core; `changes` with __ for the dot."""
     small = {
         "name": name,
@@ -52,7 +52,7 @@ def small_spec(name: str, **changes: Any) -> RunSpec:
     return PRESETS["tiny"].with_changes(small | dotted, origin="test")
 
 
-def write_spec(spec: RunSpec, folder: Path) -> Path:
+def write_spec(spec: TrainerSpec, folder: Path) -> Path:
     path = folder / f"{spec.name}.toml"
     path.write_text(render(spec), encoding="utf-8")
     return path

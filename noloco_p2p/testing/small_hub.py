@@ -1,4 +1,4 @@
-"""A hub of data sets on loopback: the routes of the Hugging Face hub that streaming needs, over real HTTP.
+"""A hub on loopback: the routes of the Hugging Face hub that data sets and models need, over real HTTP.
 
 with SmallHub({"lab/texts": {"train-0.jsonl": b"..."}}) as hub: run a command with hub.environment
 """
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from typing import Self
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-API = re.compile(r"/api/datasets/(?P<name>[^/]+/[^/]+)(?:/(?P<what>revision|tree|paths-info)/(?P<rest>[^?]*))?")
-FILE = re.compile(r"/datasets/(?P<name>[^/]+/[^/]+)/resolve/[^/]+/(?P<path>[^?]+)")
+API = re.compile(
+    r"/api/(?:datasets|models)/(?P<name>[^/]+/[^/]+)(?:/(?P<what>revision|tree|paths-info)/(?P<rest>[^?]*))?"
+)
+FILE = re.compile(r"/(?:datasets/)?(?P<name>[^/]+/[^/]+)/resolve/[^/]+/(?P<path>[^?]+)")
 
 
 class SmallHub:

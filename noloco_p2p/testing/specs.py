@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from noloco_p2p.spec import CodecSpec, DataSpec, EvaluateSpec, ModelSpec, OuterSpec, RunSpec, TrainSpec
+from noloco_p2p.spec import CodecSpec, DataSpec, EvaluateSpec, ModelSpec, OuterSpec, TrainerSpec, TrainSpec
 
 FP32 = CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp32")
 
@@ -14,9 +14,9 @@ def published(**changes: Any) -> OuterSpec:
     return OuterSpec(**{"alpha": 0.5, "beta": 0.7, "gamma": 0.7, **changes})
 
 
-def tiny_llama(name: str, *, train: TrainSpec, outer: OuterSpec, num_sequences: int = 8) -> RunSpec:
+def tiny_llama(name: str, *, train: TrainSpec, outer: OuterSpec, num_sequences: int = 8) -> TrainerSpec:
     """Of some 35,000 parameters, on the built-in text: an inner step takes a few milliseconds."""
-    return RunSpec(
+    return TrainerSpec(
         name=name,
         model=ModelSpec(hidden_size=32, num_layers=1, num_heads=2, mlp_size=48),
         data=DataSpec(sequence_length=32),

@@ -23,11 +23,7 @@ PIECE_BYTES = 64 * 1024
 
 async def visit(port: int, data: bytes, *, tls: bool = False) -> asyncio.StreamWriter | None:
     """Connect, say `data` and stay; None when the connection is refused."""
-    context = None
-    if tls:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        context.set_alpn_protocols(["h2"])
+    context = _trusting() if tls else None
     try:
         async with asyncio.timeout(PATIENCE_S):
             _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
@@ -87,3 +83,78 @@ async def dripping(port: int, *, after_bytes: int, pause_s: float = 1.0) -> Asyn
 async def _quietly(coroutine: Coroutine[None, None, None]) -> None:
     with contextlib.suppress(OSError):
         await coroutine
+
+
+@asynccontextmanager
+async def elsewhere(port: int, host: str) -> AsyncIterator[int]:
+    """The port of a proxy that calls `port` from `host`, such as 127.0.1.1: for callers that cannot choose theirs."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(host, 0))
+        for source, sink in ((reader, there_writer), (there_reader, writer)):
+            task = asyncio.create_task(_quietly(_copied(source, sink)))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    server = await asyncio.start_server(pass_on, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for task in list(tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _copied(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    try:
+        while data := await source.read(PIECE_BYTES):
+            sink.write(data)
+            await sink.drain()
+    finally:
+        sink.close()
+
+
+class Silent:
+    """Connections that stay open and say nothing, `num` at any moment: one that is dropped is opened again at once.
+
+    Every other one speaks TLS before it falls silent.
+    """
+
+    def __init__(self, port: int, num: int, hosts: list[str]) -> None:
+        self.num_opened = 0
+        self._port, self._hosts = port, hosts
+        self._tasks = [asyncio.create_task(self._hold(index)) for index in range(num)]
+
+    async def all_open(self) -> None:
+        """Until each has been opened once."""
+        while self.num_opened < len(self._tasks):  # noqa: ASYNC110 - many tasks count
+            await asyncio.sleep(0.05)
+
+    async def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _hold(self, index: int) -> None:
+        context = _trusting() if index % 2 else None
+        while True:
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection(
+                    "127.0.0.1", self._port, ssl=context, local_addr=(self._hosts[index % len(self._hosts)], 0)
+                )
+                self.num_opened += 1
+                try:
+                    while await reader.read(PIECE_BYTES):
+                        pass
+                finally:
+                    writer.transport.abort()
+            await asyncio.sleep(0.05)  # a machine far away takes so long, too
+
+
+def _trusting() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    return context

@@ -20,6 +20,9 @@ from badboy.flags import FLAGS, Flag
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, LonelyCause, Outcome, Swapped
+from noloco_p2p.outer.noloco import NoLoCo
+from noloco_p2p.outer.outer_state import OuterState
+from noloco_p2p.outer.update_filter import LossCheck
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.loopback import LoopbackSwarm
 from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S
@@ -27,9 +30,6 @@ from noloco_p2p.testing.peers import MemoryPeer
 from noloco_p2p.testing.rounds import Vectors, end_round, open_round, together
 from noloco_p2p.testing.specs import FP32, published
 from noloco_p2p.testing.swapped import received
-from noloco_p2p.train.admission import LossCheck
-from noloco_p2p.train.outer import NoLoCo
-from noloco_p2p.train.outer_state import OuterState
 
 SPEC = RunSpec(name="badboy", codec=FP32, outer=published(inner_steps=1, max_wait_s=PATIENCE_S))
 DEADLINES = Deadlines(status_s=2.0, progress_s=2.0, farewell_s=0.5)
@@ -99,7 +99,7 @@ def test_a_row(flag: Flag, caplog: pytest.LogCaptureFixture) -> None:
         peer.driver.on_corrupt = lambda peer_id, reason: struck.append(peer_id)
         faults = flag.plan.wrapper()
         badboy = swarm.peer("the-badboy", wrap=faults, wrap_accepted=faults)
-        victim = NoLoCo(model, peer, save_every_rounds=0)
+        victim = NoLoCo(model, None, peer, save_every_rounds=0)
         began_s = time.monotonic()
         outcome = one_round(victim, model, badboy, theirs, round_index=flag.round)
         assert time.monotonic() - began_s < AT_ONCE_S  # I2
@@ -132,7 +132,7 @@ def test_a_swap_that_raises_the_own_loss_is_undone_bit_for_bit(losses: tuple[flo
     with LoopbackSwarm(SPEC, deadlines=DEADLINES) as swarm:
         peer = swarm.peer("victim")
         check = LossCheck(lambda: next(told), max_rise=0.1)
-        victim = NoLoCo(model, peer, save_every_rounds=0, loss_check=check)
+        victim = NoLoCo(model, None, peer, save_every_rounds=0, loss_check=check)
         outcome = one_round(victim, model, swarm.peer("the-badboy"), theirs, round_index=0)
     if not is_undone:
         assert isinstance(outcome, Swapped)

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
+from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.testing.processes import PeerProcess, small_spec, until, write_spec
-from noloco_p2p.train.checkpoint import Checkpoints
 
 SEED = 2506_10911
 MAX_WAIT_S = 2.0

@@ -24,13 +24,13 @@ import torch
 
 from noloco_p2p.cli.app import run
 from noloco_p2p.data.stream import TokenStream
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.outer.checkpoint import Checkpoint
+from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.swarm.records import TTL_S
 from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.processes import Command, PeerProcess, noloco, small_spec, until, write_spec
 from noloco_p2p.ticket import Ticket
-from noloco_p2p.train.checkpoint import Checkpoint
-from noloco_p2p.train.model import build_tokenizer
+from noloco_p2p.trainer.model import build_tokenizer
 
 MONITOR_KEYS = {"peer_id", "state", "round", "swaps", "alone", "loss", "tokens_per_s", "age_s", "reachability"}
 STATUS_KEYS = {
@@ -52,7 +52,7 @@ DEAD = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWK2gwFiFWxgNtk5RYUnaMSwBrBdWiVZaRwxqCoXQ
 
 @dataclass(frozen=True)
 class Swarm:
-    spec: RunSpec
+    spec: TrainerSpec
     spec_file: Path
     bootstrap: Command
     bootstrap_address: str
@@ -220,7 +220,7 @@ def test_a_fork_goes_on_from_the_weights_of_a_live_peer(
     new, folder = tmp_path / "new.toml", tmp_path / "fork"
     assert run(["fork", swarm.first.ticket, str(new), "--set", "outer.alpha=0.3", "--state-dir", str(folder)]) == 0
     assert f"noloco join {new} --state-dir {folder}" in capsys.readouterr().out
-    forked = RunSpec.load(new)
+    forked = TrainerSpec.load(new)
     assert (forked.name, forked.outer.alpha) == ("commands-fork", 0.3)
     with PeerProcess(new, folder, "--max-steps", "1") as peer:
         assert peer.wait() == 0
@@ -276,7 +276,7 @@ def test_leaving_keeps_everything_and_the_same_command_resumes(swarm: Swarm, tmp
     assert after.meta["data"] == _batches_later(steps, swarm.spec, guest.peer_id, checkpoint.meta["data"])
 
 
-def _batches_later(num_batches: int, spec: RunSpec, peer_id: str, state: dict[str, Any]) -> dict[str, Any]:
+def _batches_later(num_batches: int, spec: TrainerSpec, peer_id: str, state: dict[str, Any]) -> dict[str, Any]:
     """The place in the data after some more batches."""
     stream = TokenStream(
         spec.data,
@@ -318,7 +318,7 @@ def test_on_a_terminal_the_ticket_is_one_line_and_ctrl_c_is_polite(swarm: Swarm,
     tickets = [line for line in text.splitlines() if "noloco1" in line]
     assert len(tickets) == 1
     assert Ticket.decode(tickets[0].removeprefix("noloco join ")).run_name == "commands"
-    assert "\x1b" not in text
+    assert "\x1b" not in tickets[0]  # a bar may have colours, on a machine where it has time to appear
     assert text.splitlines()[-1] == "left; the same command resumes"
 
 

@@ -86,7 +86,7 @@ def bench(*, mbit_s: float, own_rates: bool, lanes: LanePolicy = QUICK) -> Itera
         caller, acceptor = swarm.peer("caller"), swarm.peer("acceptor")
         link = LinkProxy(swarm.addresses["acceptor"], profile, own_rates=own_rates)
         on_loop(swarm, link.start())
-        swarm.addresses.clear()
+        swarm.addresses["caller"] = ""
         swarm.addresses["acceptor"] = link.address
         try:
             yield Bench(swarm, caller, acceptor, link)

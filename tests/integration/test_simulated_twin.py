@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.optim.mixing import closing_rounds
+from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.replica import Replica
@@ -24,9 +26,7 @@ from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemoryPeer
 from noloco_p2p.testing.rounds import together, wait_until
 from noloco_p2p.testing.specs import published, tiny_llama
-from noloco_p2p.train.flat import FlatParameters
-from noloco_p2p.train.inner_step import InnerStep
-from noloco_p2p.train.outer import NoLoCo
+from noloco_p2p.trainer.inner_step import InnerStep
 
 INNER_STEPS, NUM_ROUNDS = 3, 4
 SPEC = tiny_llama(
@@ -40,7 +40,7 @@ SPEC = tiny_llama(
 def train(peer: MemoryPeer, model: PreTrainedModel, material: Material, step_together: Barrier) -> Tensor:
     """The weights of one real peer at its end; no lonely round: a boundary comes when both have a partner."""
     inner, batches = InnerStep(model, material.spec.train), material.batches(peer.peer_id)
-    outer = NoLoCo(model, peer, save_every_rounds=0, end_at=1.0)
+    outer = NoLoCo(model, None, peer, save_every_rounds=0, end_at=1.0)
     for step in range(INNER_STEPS * NUM_ROUNDS):
         inner(next(batches), progress=outer.progress)
         if (step + 1) % INNER_STEPS == 0:

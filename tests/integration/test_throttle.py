@@ -22,13 +22,14 @@ from noloco_p2p.net.lanes import WINDOW_FRAMES
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.throttle import DEPTH_S, READ_AHEAD_S, Limits, Throttle
 from noloco_p2p.simulate.clock import run_virtual
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.testing.loopback import LoopbackSwarm
+from noloco_p2p.testing.memory import AnyState
 from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.rounds import Vectors, one_round
 from noloco_p2p.testing.specs import FP32, published
 
-SPEC = RunSpec(name="throttle", codec=FP32, outer=published())
+SPEC = TrainerSpec(name="throttle", codec=FP32, outer=published())
 RATE = 4e6  # 32 Mbit/s
 CHUNK_BYTES = 256 * 1024  # an int8 chunk
 NUM_CHUNKS = 48  # three seconds
@@ -192,6 +193,7 @@ def test_a_first_fetch_is_capped_on_either_side(side: str, tmp_path: Path) -> No
             num_elements=9,
             num_bytes=num_bytes,
             target=tmp_path / "fetched",
+            admission=AnyState(),
         )
         assert manifest is not None
         assert is_about(time.monotonic() - began_s, num_bytes / RATE)

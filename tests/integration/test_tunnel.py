@@ -9,6 +9,7 @@ from pathlib import Path
 
 import uvloop
 
+from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity
 from noloco_p2p.swarm.daemon import ListenOn
@@ -66,6 +67,7 @@ class Scene:
             called,
             doors=lambda: {peer: relay.multiaddrs() for peer, relay in relays.items()},
             wanted=lambda: True,
+            guard=DialGuard(),
         )
         peer = Candidate(called.peer_id, "", can_be_called=False)
         self.tunnels = [
@@ -75,6 +77,8 @@ class Scene:
                 multiaddrs=lambda: {called.peer_id: self.places.circuits()},
                 wanted=lambda: True,
                 server=lambda: ("127.0.0.1", port),
+                relays=self.places.relays,
+                guard=DialGuard(),
             )
             for end in (caller, called)
         ]
@@ -139,6 +143,8 @@ def test_a_peer_without_a_relay_stays_out_of_reach(tmp_path: Path) -> None:
                 multiaddrs=lambda: {"closed": ["/ip4/127.0.0.1/tcp/9/p2p/closed"]},
                 wanted=lambda: True,
                 server=lambda: ("127.0.0.1", 9),
+                relays=list,
+                guard=DialGuard(),
             )
             assert list(tunnels.live()) == [peer]
 
@@ -155,6 +161,8 @@ def test_ports_of_peers_that_are_gone_serve_others(tmp_path: Path) -> None:
                 multiaddrs=lambda: {peer: [f"/ip4/127.0.0.1/tcp/9/p2p/relay{CIRCUIT}/p2p/{peer}"] for peer in there},
                 wanted=lambda: True,
                 server=lambda: ("127.0.0.1", 9),
+                relays=list,
+                guard=DialGuard(),
             )
             there[:] = [f"peer-{number}" for number in range(MAX_PORTS + 1)]
             assert sum(peer.can_be_called for peer in tunnels.live()) == MAX_PORTS

@@ -17,13 +17,13 @@ from torch.nn.utils import parameters_to_vector
 
 from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.loopback import LoopbackSwarm
 from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.testing.rounds import together, wait_until
 from noloco_p2p.testing.specs import FP32, published
-from noloco_p2p.train.outer import NoLoCo
 
 INNER_STEPS, NUM_ROUNDS = 3, 5
 NAMES = ("a", "b")
@@ -52,7 +52,7 @@ def batch(peer: int, step: int) -> tuple[Tensor, Tensor]:
 def train(peer: MemoryPeer, net: nn.Module, number: int, step_together: Barrier) -> list[Tensor]:
     """Train NUM_ROUNDS rounds; returns all weights as one vector, at the start and after each round."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    outer = NoLoCo(net, peer, save_every_rounds=0)
+    outer = NoLoCo(net, None, peer, save_every_rounds=0)
     weights = [parameters_to_vector(net.parameters()).detach()]
     for step in range(INNER_STEPS * NUM_ROUNDS):
         inputs, wanted = batch(number, step)

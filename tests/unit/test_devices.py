@@ -12,13 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from noloco_p2p import devices
 from noloco_p2p.devices import free_and_total_bytes, has_fast_bf16, is_out_of_memory, peak_bytes, synchronize
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.spec import RunSpec
-from noloco_p2p.train import needs
-from noloco_p2p.train.compute import Compute, choose_device
-from noloco_p2p.train.gauges import peak_flops
-from noloco_p2p.train.memory import free_bytes, sequence_bytes
-from noloco_p2p.train.needs import check_memory
-from noloco_p2p.train.staging import Staging
+from noloco_p2p.outer.staging import Staging
+from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.trainer import needs
+from noloco_p2p.trainer.compute import Compute, choose_device
+from noloco_p2p.trainer.gauges import peak_flops
+from noloco_p2p.trainer.memory import free_bytes, sequence_bytes
+from noloco_p2p.trainer.needs import check_memory
 
 CPU, MPS, CUDA = torch.device("cpu"), torch.device("mps"), torch.device("cuda")
 GIB = 1 << 30
@@ -120,10 +120,10 @@ def test_a_processor_is_fast_at_bf16_by_its_instructions(
 
 
 def test_what_is_slow_or_ignored_is_told_with_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = RunSpec.from_dict({"name": "r", "train": {"inner_optimizer": "muon"}}, origin="test")
-    lora = RunSpec.from_dict({"name": "r", "model": {"lora": {"rank": 4, "base_dtype": "bf16"}}}, origin="test")
+    plain = TrainerSpec.from_dict({"name": "r", "train": {"inner_optimizer": "muon"}}, origin="test")
+    lora = TrainerSpec.from_dict({"name": "r", "model": {"lora": {"rank": 4, "base_dtype": "bf16"}}}, origin="test")
     for is_fast in (True, False):
-        monkeypatch.setattr("noloco_p2p.train.compute.has_fast_bf16", lambda _, is_fast=is_fast: is_fast)
+        monkeypatch.setattr("noloco_p2p.trainer.compute.has_fast_bf16", lambda _, is_fast=is_fast: is_fast)
         told = [
             *Compute(precision="bf16").warnings(CPU, plain),
             *Compute().warnings(CPU, lora),
@@ -152,11 +152,11 @@ def test_out_of_memory_is_known_from_other_errors() -> None:
 def test_memory_of_a_mac_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch, mac: None) -> None:
     assert free_and_total_bytes(MPS) == (7 * GIB, 10 * GIB)
     assert peak_bytes(MPS) == 4 * GIB
-    monkeypatch.setattr("noloco_p2p.train.memory.free_memory", lambda: 100 * GIB)
+    monkeypatch.setattr("noloco_p2p.trainer.memory.free_memory", lambda: 100 * GIB)
     assert free_bytes(MPS, num_parameters=GIB // 8, has_moments=True) == 6 * GIB
-    monkeypatch.setattr("noloco_p2p.train.memory.free_memory", lambda: 5 * GIB)
+    monkeypatch.setattr("noloco_p2p.trainer.memory.free_memory", lambda: 5 * GIB)
     assert free_bytes(MPS, num_parameters=GIB // 8, has_moments=True) == 4 * GIB
-    monkeypatch.setattr("noloco_p2p.train.memory.free_memory", lambda: 0)
+    monkeypatch.setattr("noloco_p2p.trainer.memory.free_memory", lambda: 0)
     assert free_bytes(MPS, num_parameters=GIB // 8, has_moments=True) == 0
 
 
@@ -171,7 +171,9 @@ def test_a_sequence_is_measured_on_mps_without_a_counter_of_its_peak(mac: None) 
 
 def test_a_model_must_fit_into_the_gpu_and_with_all_else_into_a_mac(monkeypatch: pytest.MonkeyPatch, mac: None) -> None:
     def check(num_parameters: int) -> None:
-        check_memory(RunSpec(name="r"), num_parameters=num_parameters, frozen_bytes=0, compute=Compute(), device=MPS)
+        check_memory(
+            TrainerSpec(name="r"), num_parameters=num_parameters, frozen_bytes=0, compute=Compute(), device=MPS
+        )
 
     monkeypatch.setattr(needs, "total_memory", lambda: 100 * GIB)
     check(500_000_000)

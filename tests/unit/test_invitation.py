@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_p2p.errors import TicketError
-from noloco_p2p.invitation import Invitation, NotInvited, invite
-from noloco_p2p.swarm.reader import stranger_to
-from noloco_p2p.swarm.records import PeerRecord
+from noloco_p2p.invitation import Invitation, NotInvited, invite, is_marked
 from noloco_p2p.testing.identities import identity_of
 from noloco_p2p.ticket import Ticket
 
@@ -21,12 +19,13 @@ HERE = invite(RUN_KEY, expires_at_s=NOW_S + 1000, seed=bytes([1]) * 32)
 THERE = invite(RUN_KEY, expires_at_s=NOW_S + 100, seed=bytes([2]) * 32)
 FOREIGN = invite(identity_of("another run"), expires_at_s=NOW_S + 1000, seed=bytes([1]) * 32)
 PEER = identity_of("peer").peer_id
+DIGEST = "ab" * 32
 
 
 def test_peers_with_different_invitations_to_a_run_know_each_other() -> None:
     HERE.check(THERE.membership(PEER), peer_id=PEER, now_s=NOW_S)
     THERE.check(HERE.membership(PEER), peer_id=PEER, now_s=NOW_S)
-    assert HERE.mark(PEER) == THERE.mark(PEER)
+    assert HERE.listing(DIGEST).view == THERE.listing(DIGEST).view
     assert HERE.tls_seed() == THERE.tls_seed()
 
 
@@ -66,19 +65,26 @@ def test_a_ticket_carries_it() -> None:
 
 
 def test_what_a_peer_shows_holds_no_secret() -> None:
-    shown = HERE.membership(PEER) + HERE.mark(PEER).encode()
+    listing = HERE.listing(DIGEST)
+    shown = HERE.membership(PEER) + listing.mark(PEER).encode() + listing.view.encode()
     assert HERE.seed not in shown
     assert HERE.secret not in shown
 
 
-def test_records_without_the_mark_of_the_run_are_not_seen() -> None:
-    record = PeerRecord(PEER, "demo", "ab" * 32, mark=THERE.mark(PEER))
-    is_stranger = stranger_to(HERE)
-    assert not is_stranger(record)
-    assert is_stranger(replace(record, mark=""))
-    assert is_stranger(replace(record, mark=FOREIGN.mark(PEER)))
-    assert is_stranger(replace(record, mark=HERE.mark(identity_of("other").peer_id)))
-    assert not stranger_to(None)(replace(record, mark=""))
+def test_only_members_can_mark_a_record() -> None:
+    here, foreign = HERE.listing(DIGEST), FOREIGN.listing(DIGEST)
+    good = THERE.listing(DIGEST).mark(PEER)
+    assert is_marked(here.view, PEER, good)
+    for mark in ("", "x", "é", good[:-4], "A" * 86, foreign.mark(PEER), here.mark(identity_of("other").peer_id)):
+        assert not is_marked(here.view, PEER, mark)
+    assert not is_marked(here.view[:-2], PEER, good)
+    assert is_marked(DIGEST, PEER, ""), "a public run asks for none"
+
+
+def test_what_is_listed_tells_nobody_of_which_run() -> None:
+    views = {HERE.listing(DIGEST).view, HERE.listing("cd" * 32).view, FOREIGN.listing(DIGEST).view}
+    assert len(views) == 3, "it takes the secret and the digest to name a view"
+    assert not any(DIGEST in view or RUN_KEY.public_key.hex() in view for view in views)
 
 
 def test_an_invitation_that_is_over_is_told_at_the_start() -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from noloco_p2p.errors import SpecError
-from noloco_p2p.spec import MAX_SPEC_BYTES, OuterSpec, RunSpec, TrainSpec, first_difference
+from noloco_p2p.spec import MAX_SPEC_BYTES, OuterSpec, RunSpec, Spec, TrainerSpec, TrainSpec, first_difference
 
-SPEC = RunSpec(name="mine")
+SPEC = TrainerSpec(name="mine")
 
 
 def refuse(**values: object) -> str:
     with pytest.raises(SpecError) as error:
-        RunSpec.from_dict({"name": "mine", **values}, origin="run.toml")
+        TrainerSpec.from_dict({"name": "mine", **values}, origin="run.toml")
     return str(error.value)
 
 
@@ -63,7 +64,7 @@ def test_digest_is_of_the_meaning_and_not_of_the_writing(tmp_path: Path) -> None
     short.write_text('name = "mine"\n')
     long.write_text('[outer]\ngamma = 1.0\nalpha = 0\n[codec]\nslow_weights = "bf16"\n')
     long.write_text('name = "mine"\n' + long.read_text())
-    assert RunSpec.load(short).digest() == RunSpec.load(long).digest() == SPEC.digest()
+    assert TrainerSpec.load(short).digest() == TrainerSpec.load(long).digest() == SPEC.digest()
 
 
 def test_every_field_is_in_the_digest() -> None:
@@ -78,22 +79,22 @@ def test_the_digest_does_not_change_by_accident() -> None:
 
 def test_a_spec_from_the_network_must_be_the_one_that_was_asked_for() -> None:
     data = SPEC.canonical_json()
-    assert RunSpec.from_json(data, expected_digest=SPEC.digest(), origin="peer") == SPEC
+    assert TrainerSpec.from_json(data, expected_digest=SPEC.digest(), origin="peer") == SPEC
     with pytest.raises(SpecError, match=r"the ticket asks for 0000000000000000\.\."):
-        RunSpec.from_json(data, expected_digest="0" * 64, origin="peer")
+        TrainerSpec.from_json(data, expected_digest="0" * 64, origin="peer")
     with pytest.raises(SpecError, match="not JSON"):
-        RunSpec.from_json(b"\xff", expected_digest=SPEC.digest(), origin="peer")
+        TrainerSpec.from_json(b"\xff", expected_digest=SPEC.digest(), origin="peer")
     with pytest.raises(SpecError, match="over the limit"):
-        RunSpec.from_json(b" " * (MAX_SPEC_BYTES + 1), expected_digest=SPEC.digest(), origin="peer")
+        TrainerSpec.from_json(b" " * (MAX_SPEC_BYTES + 1), expected_digest=SPEC.digest(), origin="peer")
 
 
 def test_missing_and_broken_files_are_told(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="no such file; `noloco init"):
-        RunSpec.load(tmp_path / "none.toml")
+        TrainerSpec.load(tmp_path / "none.toml")
     broken = tmp_path / "broken.toml"
     broken.write_text("name = ")
     with pytest.raises(SpecError, match="cannot be read as TOML"):
-        RunSpec.load(broken)
+        TrainerSpec.load(broken)
 
 
 def test_changes_name_only_fields_that_exist() -> None:
@@ -132,12 +133,12 @@ def test_the_first_round_is_of_the_fixed_length_or_between_the_bounds() -> None:
 @pytest.mark.parametrize(("total_steps", "first"), [(1000, 32), (100, 20), (20, 5), (3, 3)])
 def test_a_first_round_of_auto_is_a_fifth_of_the_run_at_most(total_steps: int, first: int) -> None:
     train = TrainSpec(total_steps=total_steps, warmup_steps=1)
-    assert RunSpec(name="r", train=train, outer=OuterSpec(inner_steps="auto")).first_inner_steps == first
-    assert RunSpec(name="r", train=train, outer=OuterSpec(inner_steps=50)).first_inner_steps == 50
+    assert TrainerSpec(name="r", train=train, outer=OuterSpec(inner_steps="auto")).first_inner_steps == first
+    assert TrainerSpec(name="r", train=train, outer=OuterSpec(inner_steps=50)).first_inner_steps == 50
 
 
 def test_a_library_run_needs_no_model_and_no_data() -> None:
-    assert RunSpec(name="mine", outer=OuterSpec(inner_steps=50)).outer.inner_steps == 50
+    assert TrainerSpec(name="mine", outer=OuterSpec(inner_steps=50)).outer.inner_steps == 50
 
 
 @pytest.mark.parametrize(
@@ -149,3 +150,27 @@ def test_momentum_that_alpha_0_forgets_is_neither_kept_nor_sent(
 ) -> None:
     outer = OuterSpec(alpha=alpha, swap_momentum=swap_momentum)
     assert (outer.keeps_momentum, outer.sends_momentum) == (keeps, sends)
+
+
+def test_the_spec_of_a_script_names_no_model() -> None:
+    spec = RunSpec(name="mine", total_steps=100)
+    assert set(json.loads(spec.canonical_json())) == {"version", "name", "outer", "codec", "total_steps"}
+    assert spec.schedule_steps == 100
+    again = Spec.from_json(spec.canonical_json(), expected_digest=spec.digest(), origin="a peer")
+    assert again == spec
+    assert isinstance(again, RunSpec)
+
+
+def test_a_spec_file_is_read_as_what_it_is(tmp_path: Path) -> None:
+    script, trainer = tmp_path / "script.toml", tmp_path / "trainer.toml"
+    script.write_text('name = "mine"\ntotal_steps = 100\n')
+    trainer.write_text('name = "mine"\n[train]\ntotal_steps = 100\nwarmup_steps = 1\n')
+    assert isinstance(Spec.load(script), RunSpec)
+    assert isinstance(Spec.load(trainer), TrainerSpec)
+    assert Spec.load(script).schedule_steps == Spec.load(trainer).schedule_steps == 100
+    with pytest.raises(SpecError, match="trained by a script"):
+        TrainerSpec.load(script)
+    with pytest.raises(SpecError, match="trained by `noloco join`"):
+        RunSpec.load(trainer)
+    with pytest.raises(SpecError, match="mine: this run is trained by a script"):
+        TrainerSpec.of(Spec.load(script))

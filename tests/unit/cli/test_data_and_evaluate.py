@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from noloco_p2p.cli.app import run
+from noloco_p2p.outer.checkpoint import Checkpoints
+from noloco_p2p.outer.outer_state import OuterState
 from noloco_p2p.presets import render
-from noloco_p2p.spec import RunSpec
-from noloco_p2p.train.checkpoint import Checkpoints
-from noloco_p2p.train.model import build_model
-from noloco_p2p.train.outer_state import OuterState
+from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.trainer.model import build_model
 
-SPEC = RunSpec.from_dict(
+SPEC = TrainerSpec.from_dict(
     {
         "name": "cli",
         "model": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "mlp_size": 48, "lora": {"rank": 2}},
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_checkpoint(folder: Path, *, amount: float, spec: RunSpec = SPEC) -> Path:
+def write_checkpoint(folder: Path, *, amount: float, spec: TrainerSpec = SPEC) -> Path:
     state = OuterState(build_model(spec.model, sequence_length=32), spec.outer)
     state.slow_weights.add_(amount)
     meta = {

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor
 from transformers import ByT5Tokenizer
 
@@ -27,7 +28,7 @@ from noloco_p2p.data.hub import shard_source
 from noloco_p2p.data.reader import Document, Piece
 from noloco_p2p.data.sources import open_source
 from noloco_p2p.data.stream import BLOCK_TOKENS, TokenStream, validation_batches
-from noloco_p2p.errors import DataError
+from noloco_p2p.errors import DataError, SpecError
 from noloco_p2p.spec import DataSpec
 
 TOKENIZER = ByT5Tokenizer()
@@ -388,12 +389,18 @@ def test_a_source_without_documents_is_an_error_and_no_endless_loop(tmp_path: Pa
         next(make_stream(MINE, bindings={"mine": f"{tmp_path}/*"}))
 
 
+@pytest.mark.parametrize("name", ["text", "json", "/etc", "../up", "~/x", "a/b/c", "lab/..", "-x/y", ""])
+def test_a_hub_name_is_owner_and_name(name: str) -> None:
+    """A name without an owner is a packaged builder of `datasets`, which reads the current folder."""
+    with pytest.raises(ValidationError, match="must be hub:OWNER/NAME"):
+        DataSpec(source=f"hub:{name}")
+
+
 def test_a_hub_name_that_is_a_folder_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "secrets").mkdir()
+    (tmp_path / "lab" / "secrets").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    for name in ("/etc", "../up", "secrets"):
-        with pytest.raises(DataError, match="not a data set name of the hub"):
-            open_source(DataSpec(source=f"hub:{name}"), {})
+    with pytest.raises(SpecError, match=r"data\.source 'hub:lab/secrets' is also a folder here"):
+        open_source(DataSpec(source="hub:lab/secrets"), {})
 
 
 # orders

@@ -21,7 +21,7 @@ from noloco_p2p.data.reader import START, Document, Piece, Unavailable
 from noloco_p2p.data.sources import unused_bindings
 from noloco_p2p.data.stream import TokenStream, validation_batches
 from noloco_p2p.errors import DataError, SpecError
-from noloco_p2p.spec import DataSpec, MixSpec, RunSpec
+from noloco_p2p.spec import DataSpec, MixSpec, TrainerSpec
 from noloco_p2p.testing.patience import PATIENCE_S
 
 TOKENIZER = ByT5Tokenizer()
@@ -95,7 +95,7 @@ def test_shares_that_are_rounded_off_are_not_lost(bindings: dict[str, str]) -> N
 def test_a_mixture_is_named_as_such_and_has_no_mixture_within() -> None:
     def refused(**data: object) -> str:
         with pytest.raises(SpecError) as raised:
-            RunSpec.from_dict({"name": "x", "data": data}, origin="run.toml")
+            TrainerSpec.from_dict({"name": "x", "data": data}, origin="run.toml")
         return str(raised.value)
 
     assert "data.source must be 'mix' where [[data.mix]] lists sources" in refused(mix=[{"source": "a"}])

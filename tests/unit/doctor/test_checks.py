@@ -18,7 +18,7 @@ from noloco_p2p.doctor.versions import versions
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.probe import Probed
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.ticket import Ticket
 
@@ -89,8 +89,8 @@ def test_a_wrong_clock_and_a_closed_port_are_failures_with_a_way_out() -> None:
 
 
 def test_a_model_that_is_too_large_is_a_failure(tmp_path: Path) -> None:
-    assert needs(RunSpec(name="r"), 1_000_000, settings(tmp_path)).level == "ok"
-    assert needs(RunSpec(name="r"), 10**13, settings(tmp_path)).level == "failed"
+    assert needs(TrainerSpec(name="r"), 1_000_000, settings(tmp_path)).level == "ok"
+    assert needs(TrainerSpec(name="r"), 10**13, settings(tmp_path)).level == "failed"
 
 
 def test_a_spec_that_nobody_gives_takes_no_other_finding_away(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from noloco_p2p.gossip.patience import WINDOW_S
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.gossip.uploads import MAX_UPLOADS
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport
+from noloco_p2p.testing.memory import AnyState, MemoryDirectory, MemoryNetwork, MemoryTransport
 from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.specs import published
 
@@ -139,14 +139,15 @@ class Fetching:
 
     async def fetch(self, **changes: object) -> tuple[StateManifest | None, bytes]:
         target = self.folder / "fetched"
-        settings = {"layout": "layout", "num_elements": 10, "num_bytes": NUM_BYTES, "target": target, **changes}
+        settings = {"layout": "layout", "num_elements": 10, "num_bytes": NUM_BYTES, "target": target}
+        settings |= {"admission": AnyState(), **changes}
         manifest = await fetch_state(self.transport, self.candidates(), **settings)  # pyright: ignore[reportArgumentType]
         return manifest, target.read_bytes()
 
     async def fetch_from_swarm(self, *, newer_than: float = -math.inf) -> tuple[StateManifest | None, bytes]:
         target, directory = self.folder / "fetched", MemoryDirectory(self.network, own_id="newcomer")
         shape = {"layout": "layout", "num_elements": 10, "num_bytes": NUM_BYTES}
-        settings = {**shape, "target": target, "newer_than": newer_than}
+        settings = {**shape, "target": target, "admission": AnyState(), "newer_than": newer_than}
         manifest = await fetch_from_swarm(self.transport, directory, self.candidates(), **settings)  # pyright: ignore[reportArgumentType]
         return manifest, target.read_bytes() if manifest else b""
 

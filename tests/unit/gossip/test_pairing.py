@@ -40,7 +40,7 @@ def test_every_peer_is_drawn_with_the_same_chance() -> None:
     """Chi-square over 10 peers and 5,000 rounds: above 27.9 (9 degrees of freedom) once in a thousand fair seeds."""
     pairing, live, draws = Pairing(random.Random(1)), candidates(10), Counter[str]()
     for _ in range(5_000):
-        pairing.open_round()
+        pairing.open_round([], num_live=10)
         draws[chosen(pairing, live, 0.0)] += 1
     assert sum((count - 500) ** 2 / 500 for count in draws.values()) < 27.9
     assert len(draws) == 10
@@ -50,7 +50,7 @@ def test_the_order_of_the_directory_does_not_matter_to_chance() -> None:
     """Each peer is last in the list in turn; a draw that favours a place in the list would show."""
     pairing, live, draws = Pairing(random.Random(2)), candidates(5), Counter[str]()
     for turn in range(5_000):
-        pairing.open_round()
+        pairing.open_round([], num_live=10)
         rotated = live[turn % 5 :] + live[: turn % 5]
         draws[chosen(pairing, rotated, 0.0)] += 1
     assert sum((count - 1_000) ** 2 / 1_000 for count in draws.values()) < 18.5  # 4 degrees of freedom, 1 in 1,000
@@ -60,15 +60,15 @@ def test_who_was_turned_away_and_still_waits_is_asked_first_and_only_in_the_next
     live = candidates(10)
     pairing = Pairing(random.Random(0))
     for _ in range(20):
-        pairing.open_round()
+        pairing.open_round([], num_live=10)
         pairing.turned_away("peer7", mine=boundary(2.0, 20.0), theirs=boundary(15.0, 20.0))
         pairing.turned_away("peer8", mine=boundary(2.0, 20.0), theirs=boundary(1.0, 20.0))  # its round ends before
-        pairing.open_round()
+        pairing.open_round([], num_live=10)
         assert chosen(pairing, live, 0.0) == "peer7"
     pairing.refused("peer7", code=RefuseCode.TAKEN, retry_after_s=3.0, now_s=0.0)
     draws = set()
     for _ in range(50):
-        pairing.open_round()
+        pairing.open_round([], num_live=10)
         draws.add(chosen(pairing, live, 10.0))
     assert len(draws) > 5, "chance again"
 
@@ -157,7 +157,7 @@ def test_a_lasting_refusal_ends_the_hope_for_this_round_only(code: RefuseCode) -
     pairing.refused("peer0", code=code, retry_after_s=5.0, now_s=0.0)
     assert not pairing.hopeful(live, 1.0, latest_s=1.0)
     assert chosen(pairing, live, 1.0, latest_s=2.0) == ""
-    pairing.open_round()
+    pairing.open_round([], num_live=10)
     assert chosen(pairing, live, 1.0) == "peer0"
 
 
@@ -166,7 +166,7 @@ def test_a_peer_of_another_run_is_never_asked_again(code: RefuseCode) -> None:
     pairing, live = Pairing(random.Random(6)), candidates(1)
     pairing.refused("peer0", code=code, retry_after_s=0.0, now_s=0.0)
     for _ in range(3):
-        pairing.open_round()
+        pairing.open_round([], num_live=10)
         assert chosen(pairing, live, 1e6) == ""
         assert not pairing.hopeful(live, 1e6, latest_s=1e6)
 
@@ -174,7 +174,7 @@ def test_a_peer_of_another_run_is_never_asked_again(code: RefuseCode) -> None:
 def test_a_dead_peer_is_remembered_over_rounds_and_then_asked_again() -> None:
     pairing, live = Pairing(random.Random(7)), candidates(1)
     pairing.failed("peer0", now_s=0.0)
-    pairing.open_round()
+    pairing.open_round([], num_live=10)
     assert chosen(pairing, live, FAILED_RETRY_S - 0.1) == ""
     assert not pairing.hopeful(live, FAILED_RETRY_S - 0.1, latest_s=FAILED_RETRY_S - 0.1)
     assert chosen(pairing, live, FAILED_RETRY_S) == "peer0"
@@ -205,7 +205,7 @@ def test_same_seed_same_draws() -> None:
     def draws(seed: int) -> list[str]:
         pairing, live, names = Pairing(random.Random(seed)), candidates(8), []
         for _ in range(50):
-            pairing.open_round()
+            pairing.open_round([], num_live=10)
             names.append(chosen(pairing, live, 0.0))
         return names
 
@@ -238,19 +238,19 @@ def test_the_last_partner_is_drawn_only_when_there_is_nobody_else() -> None:
     pairing.met("a")
     drawn = set()
     for _ in range(50):
-        pairing.open_round()
+        pairing.open_round([], num_live=10)
         candidate = pairing.choose(peers, 0.0, latest_s=0.0)
         assert candidate is not None
         drawn.add(candidate.peer_id)
     assert drawn == {"b", "c"}
-    pairing.open_round()
+    pairing.open_round([], num_live=10)
     assert pairing.choose(peers[:1], 0.0, latest_s=0.0) == peers[0]
 
 
 def test_in_a_patient_round_others_are_waited_for_and_the_last_partner_is_not_asked() -> None:
     pairing, peers = Pairing(random.Random(0)), candidates(3)
     pairing.met("peer0")
-    pairing.open_round(is_patient=True)
+    pairing.open_round([], num_live=10, is_patient=True)
     for peer in ("peer1", "peer2"):
         pairing.refused(peer, code=RefuseCode.TOO_FAR, retry_after_s=5.0, now_s=0.0)
     assert chosen(pairing, peers, 1.0, latest_s=10.0) == ""
@@ -265,3 +265,40 @@ def test_a_peer_that_cannot_be_called_is_not_drawn_and_not_waited_for() -> None:
     peers = [Candidate("closed", "", can_be_called=False), Candidate("open", "host:1")]
     assert {drawn.peer_id for _ in range(20) if (drawn := pairing.choose(peers, 0.0, latest_s=0.0))} == {"open"}
     assert not pairing.hopeful(peers[:1], 0.0, latest_s=0.0)
+
+
+def test_offers_of_a_peer_that_has_had_its_share_are_refused_until_rounds_have_passed() -> None:
+    pairing, live = Pairing(random.Random(0)), candidates(4)
+    for _ in range(2):
+        assert not pairing.has_had_its_share("peer0")
+        pairing.began("peer0")
+    assert pairing.has_had_its_share("peer0")
+    assert not pairing.has_had_its_share("peer1")
+    for _ in range(4):
+        pairing.open_round(live, num_live=5)
+    assert not pairing.has_had_its_share("peer0")
+
+
+def test_who_has_had_more_than_its_share_is_drawn_only_when_there_is_nobody_else() -> None:
+    pairing, live = Pairing(random.Random(0)), candidates(4)
+    for _ in range(3):
+        pairing.began("peer0")
+    drawn = set()
+    for _ in range(50):
+        pairing.open_round([], num_live=10**9)
+        drawn.add(chosen(pairing, live, 0.0))
+    assert drawn == {"peer1", "peer2", "peer3"}
+    pairing.open_round([], num_live=10**9)
+    assert chosen(pairing, live[:1], 0.0) == "peer0"
+
+
+@pytest.mark.parametrize("code", [RefuseCode.OVER_SHARE, RefuseCode.UNLISTED])
+def test_after_such_a_refusal_another_peer_is_drawn(code: RefuseCode) -> None:
+    pairing, live = Pairing(random.Random(0)), candidates(2)
+    first = chosen(pairing, live, 0.0)
+    pairing.refused(first, code=code, retry_after_s=5.0, now_s=0.0)
+    second = ""
+    while not second:  # the same one may be drawn again, and is waited for then
+        pairing.refused(first, code=code, retry_after_s=5.0, now_s=0.0)
+        second = chosen(pairing, live, 1.0)
+    assert second != first

@@ -99,9 +99,14 @@ class Bench:
     def __init__(self, own_id: str = "beta", *, seed: int = 0) -> None:
         self.now_s = 0.0
         self.others = ["alpha", "gamma"]
+        self.unlisted: list[str] = []
         self.pace = Pace(STEPS)
         self.state = RoundState(
-            hello=lambda: hello(own_id), live=self._live, pace=self.pace, pairing=Pairing(random.Random(seed))
+            hello=lambda: hello(own_id),
+            live=self._live,
+            num_live=lambda: len(self.others) + 1,
+            pace=self.pace,
+            pairing=Pairing(random.Random(seed)),
         )
         self.rounds = 0
         self.asked: Ask | None = None
@@ -139,6 +144,9 @@ class Bench:
 
     def live(self, *peers: str) -> None:
         self.others = list(peers)
+
+    def unlist(self, peer: str) -> None:
+        self.unlisted.append(peer)
 
     def train(self, num_steps: str) -> None:
         """Whole inner steps of STEP_S each."""
@@ -205,7 +213,9 @@ class Bench:
         return self.words(self.state.offer_answered(self.asked, answer, mine=mine, now_s=self.now_s))
 
     def offer_from(self, peer: str, boundary: str = "near", layout: str = "model") -> str:
-        self.incoming[peer] = Incoming(Offer(hello(peer, layout=layout), bytes(16), BOUNDARIES[boundary]))
+        self.incoming[peer] = Incoming(
+            Offer(hello(peer, layout=layout), bytes(16), BOUNDARIES[boundary]), peer not in self.unlisted
+        )
         return self.words(self.state.offer_came(self.incoming[peer], self.now_s))
 
     def hold_expires(self, peer: str) -> str:
@@ -337,6 +347,16 @@ half a round away
     open; train 1; offer_from gamma far -> refuse gamma TOO_FAR
 of a round that is too long
     open; offer_from gamma long -> refuse gamma MALFORMED
+from a peer without a live record
+    open; unlist gamma; offer_from gamma -> refuse gamma UNLISTED [SEEKING]
+of a peer that has had its share
+    live alpha gamma; open; offer_from gamma -> swap with gamma; breaks gamma; offer_from gamma -> swap with gamma;
+    breaks gamma; at 15; offer_from gamma -> refuse gamma OVER_SHARE [SEEKING]
+of a peer that has had its share and was drawn: accepted, as the offers crossed
+    live alpha gamma; open; offer_from gamma; breaks gamma; offer_from gamma; breaks gamma; at 15; live gamma;
+    seek -> ask gamma; live alpha gamma; offer_from gamma -> swap with gamma
+refused as over the share: another peer is asked
+    live alpha; open; seek -> ask alpha; refused OVER_SHARE 5 -> nothing; live alpha gamma; at 1; seek -> ask gamma
 far ahead in the run
     open; offer_from gamma stale -> refuse gamma STALE
 
@@ -538,7 +558,7 @@ def test_taken_says_when_the_next_round_begins() -> None:
     bench = Bench()
     for step in [*PAIRED, "train 3"]:
         bench.step(step)
-    (reply,) = bench.state.offer_came(Incoming(Offer(hello("gamma"), bytes(16), HERE)), bench.now_s)
+    (reply,) = bench.state.offer_came(Incoming(Offer(hello("gamma"), bytes(16), HERE), True), bench.now_s)
     assert isinstance(reply, Reply)
     assert reply.refuse.retry_after_s == pytest.approx(7 * STEP_S)
 
@@ -547,7 +567,7 @@ def test_the_seconds_of_a_boundary_too_far_are_given() -> None:
     bench = Bench()
     for step in ["open", "train 5"]:  # 10 s left of a round of 20 s
         bench.step(step)
-    (reply,) = bench.state.offer_came(Incoming(Offer(hello("gamma"), bytes(16), BOUNDARIES["far"])), bench.now_s)
+    (reply,) = bench.state.offer_came(Incoming(Offer(hello("gamma"), bytes(16), BOUNDARIES["far"]), True), bench.now_s)
     assert isinstance(reply, Reply)
     assert "78.00 s" in reply.refuse.sentence
 
@@ -592,7 +612,7 @@ def test_a_peer_that_was_turned_away_is_asked_first_in_the_next_round() -> None:
     text = "live alpha gamma delta epsilon; open; train 1; offer_from alpha; early alpha; train 2"
     for seed in range(20):
         bench = steps(text, seed=seed)
-        (reply,) = bench.state.offer_came(Incoming(Offer(hello("delta"), bytes(16), theirs)), bench.now_s)
+        (reply,) = bench.state.offer_came(Incoming(Offer(hello("delta"), bytes(16), theirs), True), bench.now_s)
         assert isinstance(reply, Reply)
         for step in ("boundary", "end", "forget", "open", "seek -> ask delta"):
             bench.step(step)

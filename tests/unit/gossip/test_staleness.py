@@ -16,7 +16,7 @@ from noloco_p2p.gossip.staleness import (
     refuse_stale,
     rounds_apart,
 )
-from noloco_p2p.spec import RunSpec, TrainSpec
+from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.testing.rounds import Vectors, end_round, open_round, together, wait_until
 from noloco_p2p.testing.specs import published
@@ -83,7 +83,7 @@ def test_most_peers_must_be_far_ahead_before_one_catches_up() -> None:
 
 
 def test_peers_too_far_apart_do_not_swap_and_read_why() -> None:
-    spec = RunSpec(name="stale", outer=published(inner_steps=10, max_wait_s=0.5), train=TrainSpec(total_steps=STEPS))
+    spec = RunSpec(name="stale", outer=published(inner_steps=10, max_wait_s=0.5), total_steps=STEPS)
     with MemorySwarm(spec) as swarm:
         ahead, behind = swarm.peer("a"), swarm.peer("b")
         vectors = Vectors.random(1)
@@ -101,7 +101,7 @@ def test_peers_too_far_apart_do_not_swap_and_read_why() -> None:
 
 def test_a_round_longer_than_the_run_allows_is_refused_by_either_side() -> None:
     """By its length its peer would be believed to be near, and drag the partner along by as much."""
-    spec = RunSpec(name="long", outer=published(inner_steps=10, max_wait_s=0.5), train=TrainSpec(total_steps=STEPS))
+    spec = RunSpec(name="long", outer=published(inner_steps=10, max_wait_s=0.5), total_steps=STEPS)
     with MemorySwarm(spec) as swarm:
         honest, liar = swarm.peer("a"), swarm.peer("b")
         vectors = Vectors.random(1)

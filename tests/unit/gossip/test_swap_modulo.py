@@ -15,7 +15,7 @@ from noloco_p2p.gossip.frames import Chunk, Grid, SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Received, Swapped
 from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.gossip.seams import FrameStream
-from noloco_p2p.spec import CodecSpec, RunSpec
+from noloco_p2p.spec import CodecSpec, TrainerSpec
 from noloco_p2p.testing.faults import At, FaultPlan, FlipBit, Replace
 from noloco_p2p.testing.patience import PATIENCE_S, PATIENT
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
@@ -24,7 +24,7 @@ from noloco_p2p.testing.specs import published
 
 NUM_ELEMENTS = 2 * CHUNK_ELEMENTS + 1000
 CODECS = CodecSpec(slow_weights="modulo8", outer_momentum="modulo8", outer_gradient="int4")
-SPEC = RunSpec(name="modulo", codec=CODECS, outer=published())
+SPEC = TrainerSpec(name="modulo", codec=CODECS, outer=published())
 MODULO_BYTES = sum(MODULO8.num_bytes(stop - start) for start, stop in chunk_bounds(NUM_ELEMENTS))
 INT8_BYTES = section_bytes(INT8, NUM_ELEMENTS)
 INT4_BYTES = section_bytes(INT4, NUM_ELEMENTS)

@@ -11,7 +11,7 @@ from torch import Tensor
 from noloco_p2p.codec.sketch import AT_REST, MARKS, norm, pack, sketch
 from noloco_p2p.monitor.spread import KEPT, NEAR, Sketches, Spread
 from noloco_p2p.swarm.records import PeerRecord
-from noloco_p2p.train.judge import spread
+from noloco_p2p.trainer.judge import spread
 
 NUM_ELEMENTS = 70_000
 MARK = MARKS // 4

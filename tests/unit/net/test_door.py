@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,9 +12,11 @@ import grpc
 import pytest
 
 from noloco_p2p.errors import Refused
-from noloco_p2p.net.door import GREETINGS_AT_ONCE, GREETINGS_PER_S, MAX_NETWORKS, Greetings, TurnedAway, network_of
+from noloco_p2p.hosts import network_of
+from noloco_p2p.net.door import GREETINGS_AT_ONCE, GREETINGS_PER_S, Greetings, TurnedAway
 from noloco_p2p.net.server import _Asked
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+from noloco_p2p.rates import MAX_KEYS
 from noloco_p2p.testing.patience import PATIENCE_S
 
 
@@ -50,9 +53,9 @@ def test_greetings_are_counted_by_network() -> None:
 
 def test_a_flood_from_everywhere_is_not_remembered_without_end() -> None:
     greetings = Greetings(Clock())
-    for index in range(2 * MAX_NETWORKS):
+    for index in range(2 * MAX_KEYS):
         greetings.take(f"10.{index >> 8}.{index & 255}.1")
-    assert len(greetings._left) == MAX_NETWORKS
+    assert len(greetings._rates) == MAX_KEYS
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,7 @@ def ask(call: Call, requests: AsyncIterator[bytes]) -> None:
     async def method(request: pb.StatusRequest, context: Any) -> pb.StatusReply:
         return pb.StatusReply(round=len(request.swap_id))
 
-    asked = _Asked(method, pb.StatusRequest, first_words_s=0.05, take_s=0.05)
+    asked = _Asked(method, pb.StatusRequest, enter=contextlib.nullcontext, first_words_s=0.05, take_s=0.05)
     asyncio.run(asyncio.wait_for(asked._answer(requests, call), PATIENCE_S))
 
 

@@ -102,7 +102,7 @@ def test_strangers_get_nothing() -> None:
 def test_nobody_is_dialled_again_and_again() -> None:
     async def main() -> None:
         async with peer() as candidate:
-            for _ in range(probe.PER_MINUTE):
+            for _ in range(probe.PER_MINUTE_OF_ONE):
                 await probe.ask(candidate, HELLO, [9], timeout_s=PATIENCE_S)
             with pytest.raises(Refused, match="a few times a minute"):
                 await probe.ask(candidate, HELLO, [9], timeout_s=PATIENCE_S)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.peer.outside import Outside
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.testing.identities import identity_of
@@ -11,6 +12,7 @@ class Alone:
     """A directory and an address book of a peer that knows nobody yet."""
 
     node = None
+    guard = DialGuard()
 
     def live(self) -> list[Any]:
         return []

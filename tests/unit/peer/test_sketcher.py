@@ -20,12 +20,12 @@ from noloco_p2p.codec.sketch import AT_REST, MARKS, unpack
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.monitor.spread import Sketches
 from noloco_p2p.optim.mixing import Agreement, agreed_inner_steps
+from noloco_p2p.outer.outer_state import progress_after, swap_progress
 from noloco_p2p.peer.sketcher import FINEST, MARK_EVERY_S, Sketcher, finest_level, roundest
-from noloco_p2p.spec import OuterSpec, RunSpec, TrainSpec
+from noloco_p2p.spec import OuterSpec, TrainerSpec, TrainSpec
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 from noloco_p2p.testing.swapped import received
-from noloco_p2p.train.judge import spread
-from noloco_p2p.train.outer_state import progress_after, swap_progress
+from noloco_p2p.trainer.judge import spread
 
 RUN = "ab" * 32
 
@@ -190,7 +190,9 @@ def test_a_peer_that_is_closed_goes_on_training(peer: Peer) -> None:
 
 ROUNDS_OF = (10, 11)  # inner steps
 SWAP = received({SectionName.SLOW_WEIGHTS: torch.zeros(1)}, {SectionName.SLOW_WEIGHTS: torch.zeros(1)})
-SPEC = RunSpec(name="pair", outer=OuterSpec(inner_steps="auto"), train=TrainSpec(total_steps=40_000, warmup_steps=1))
+SPEC = TrainerSpec(
+    name="pair", outer=OuterSpec(inner_steps="auto"), train=TrainSpec(total_steps=40_000, warmup_steps=1)
+)
 
 
 class Pair:

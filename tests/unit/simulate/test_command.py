@@ -9,15 +9,16 @@ import pytest
 
 from noloco_p2p.cli.app import run
 from noloco_p2p.presets import render
-from noloco_p2p.spec import DataSpec, EvaluateSpec, ModelSpec, OuterSpec, RunSpec
+from noloco_p2p.spec import DataSpec, EvaluateSpec, ModelSpec, OuterSpec, TrainerSpec
 
-SPEC = RunSpec(
+SPEC = TrainerSpec(
     name="command",
-    model=ModelSpec(hidden_size=32, num_layers=1, num_heads=2, mlp_size=48),
+    model=ModelSpec(hidden_size=32, num_layers=2, num_heads=2, mlp_size=48),
     data=DataSpec(sequence_length=32),
     outer=OuterSpec(inner_steps=2),
     evaluate=EvaluateSpec(num_sequences=4),
 )
+STAGES = ["--stages", "2"]
 
 
 @pytest.fixture
@@ -50,6 +51,18 @@ def test_rules_side_by_side(spec: Path, tmp_path: Path, capsys: pytest.CaptureFi
         (["--speeds", "0"], "--speeds 0: must be numbers above 0"),
         (["--churn", "crash:9@1"], "--churn crash:9@1: replicas are 0 to 7"),
         (["--rules", "ddp", "--churn", "leave:1@1"], "replicas of ddp cannot join"),
+        (["--churn", "crash:1.2@1"], "--churn crash:1.2@1: must name a replica alone"),
+        (["--replicas", "4,8"], "--replicas 4,8: has 2 numbers, and there are 1 stages"),
+        (["--lose", "0.1"], "--lose, --late-steps and --paths need --stages"),
+        ([*STAGES, "--replicas", "4,8,4"], "--replicas 4,8,4: has 3 numbers, and there are 2 stages"),
+        ([*STAGES, "--rules", "ddp"], "--rules ddp: with stages it must be one of noloco, local"),
+        ([*STAGES, "--churn", "crash:1@1"], "--churn crash:1@1: must name a replica of a stage"),
+        ([*STAGES, "--churn", "crash:2.1@1"], "--churn crash:2.1@1: stages are 0 to 1"),
+        ([*STAGES, "--link", "cable/cable/cable"], "has lists for 3 stages, and there are 2"),
+        ([*STAGES, "--paths", "shortest"], "--paths shortest: must be random or fixed"),
+        ([*STAGES, "--paths", "fixed", "--replicas", "2,3"], "--paths fixed: needs equally many replicas"),
+        ([*STAGES, "--set", "pipeline.microbatch=3"], "must be a multiple of pipeline.microbatch"),
+        (["--stages", "4"], "pipeline.stages 4 must be at most the 2 blocks"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(
@@ -60,3 +73,15 @@ def test_mistakes_are_told_in_a_sentence(
     assert words in captured.err
     assert len(captured.err.splitlines()) == 1
     assert captured.out == ""
+
+
+def test_a_pipeline(spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.json"
+    arguments = ["--stages", "2", "--replicas", "2,1", "--steps", "2", "--link", "cable/100mbit-50ms", "--lose", "0.1"]
+    assert run(["simulate", str(spec), *arguments, "--speeds", "1,2/4", "--json", str(report)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("loss ")
+    assert [line.split()[:2] for line in lines[4:]] == [["stage", "replicas"], ["0", "2"], ["1", "1"]]
+    (result,) = json.loads(report.read_text(encoding="utf-8"))["results"]
+    assert result["tokens"] >= 2 * 2 * 16 * 32
+    assert [stage["num_replicas"] for stage in result["stages"]] == [2, 1]

@@ -34,7 +34,7 @@ def test_the_honest_replica_is_never_broken(attack: Attack, material: Material) 
     result = swarm_with(attack, material)
     assert result.num_replicas == 1, "the liar is not counted"
     assert result.loss < 6.5, "about ln 384 = 5.95 at the start"
-    if attack is Attack.SCALED:
+    if attack in (Attack.SCALED, Attack.FLIPPED, Attack.FLIPPED_GRADIENT):
         assert (result.refused, result.alone) == (3, 3)
     elif attack is Attack.NAN:
         assert (result.swapped, result.alone) == (0, 3)

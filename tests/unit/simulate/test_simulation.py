@@ -20,7 +20,7 @@ from noloco_p2p.simulate.replica import Replica
 from noloco_p2p.simulate.result import Result, table
 from noloco_p2p.simulate.run import check_rules, seeded
 from noloco_p2p.simulate.swarm import simulate_swarm
-from noloco_p2p.spec import RunSpec, TrainSpec
+from noloco_p2p.spec import TrainerSpec, TrainSpec
 from noloco_p2p.testing.link_proxy import LinkProfile
 from noloco_p2p.testing.specs import FP32, published, tiny_llama
 
@@ -31,16 +31,16 @@ SPEC = tiny_llama(
 )
 
 
-def material(spec: RunSpec = SPEC) -> Material:
+def material(spec: TrainerSpec = SPEC) -> Material:
     return _material(spec.canonical_json(), spec.digest())
 
 
 @functools.cache
 def _material(canonical: bytes, digest: str) -> Material:
-    return Material.of(RunSpec.from_json(canonical, expected_digest=digest, origin="test"), {})
+    return Material.of(TrainerSpec.from_json(canonical, expected_digest=digest, origin="test"), {})
 
 
-def weights_after(spec: RunSpec, plan: Plan) -> tuple[Result, list[Tensor]]:
+def weights_after(spec: TrainerSpec, plan: Plan) -> tuple[Result, list[Tensor]]:
     made: list[Replica] = []
     result = simulate_swarm(material(spec), plan, on_made=made.extend)
     return result, [replica.state.slow_weights for replica in made]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from noloco_p2p.swarm.daemon import ListenOn, probe_port
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.testing.identities import identity_of
+from noloco_p2p.testing.patience import PATIENCE_S
 
 TOO_MANY = OSError(24, "Too many open files")
 
@@ -82,3 +85,26 @@ def test_a_node_without_its_relay_is_stopped(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(DirectoryError, match="no answer"):
         asyncio.run(start())
     assert stopped
+
+
+WITHOUT_SIGCHLD = """
+import asyncio, signal, uvloop
+from noloco_p2p.swarm.daemon import Daemon
+
+async def main():
+    processes = [await asyncio.create_subprocess_exec("sleep", "900", stdout=asyncio.subprocess.PIPE) for _ in "ab"]
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    stopped, killed = (Daemon(process, "no socket") for process in processes)
+    await stopped.stop()
+    killed.kill()
+    print(await killed.ended())
+    await killed.stop()
+
+uvloop.run(main())
+"""
+
+
+def test_the_end_of_a_daemon_is_noticed_without_sigchld() -> None:
+    """Lightning resets the handlers of all signals after a training, and libuv hears of no child any more."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_SIGCHLD], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "exit code unknown: \n", "")

@@ -6,12 +6,19 @@ import time
 from concurrent.futures import Future
 from typing import Any, cast
 
+import pytest
 from hivemind.dht.node import _SearchState
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from noloco_p2p.swarm.storage import MAX_RECORDS_PER_KEY, NewestStorage, NoStorage
+from noloco_p2p.swarm.clock import CLOCK
+from noloco_p2p.swarm.storage import (
+    MAX_RECORDS_OF_ONE,
+    MAX_RECORDS_PER_KEY,
+    NoStorage,
+    RecordStorage,
+)
 
 KEY = DHTID.generate("run")
 SOON_S, LONG_S = 0.2, 60.0
@@ -35,12 +42,12 @@ def after_a_replay(storage: DHTLocalStorage) -> bytes | None:
 
 
 def test_a_replayed_old_record_does_not_take_the_newer_one_along() -> None:
-    assert after_a_replay(NewestStorage()) == b"new"
-    assert after_a_replay(DHTLocalStorage()) is None, "hivemind has mended it: NewestStorage can do less"
+    assert after_a_replay(RecordStorage()) == b"new"
+    assert after_a_replay(DHTLocalStorage()) is None, "hivemind has mended it: RecordStorage can do less"
 
 
 def test_a_newer_record_replaces_an_older_one() -> None:
-    storage, now_s = NewestStorage(), time.time()
+    storage, now_s = RecordStorage(), time.time()
     assert storage.store_subkey(KEY, "peer", b"1", now_s + 10)
     assert storage.store_subkey(KEY, "peer", b"2", now_s + 11)
     assert not storage.store_subkey(KEY, "peer", b"3", now_s + 11)
@@ -48,14 +55,14 @@ def test_a_newer_record_replaces_an_older_one() -> None:
 
 
 def test_a_key_stays_small_enough_to_be_read() -> None:
-    storage, now_s = NewestStorage(), time.time()
+    storage, now_s = RecordStorage(), time.time()
     taken = [storage.store_subkey(KEY, f"invented {i}", b"x", now_s + 10) for i in range(MAX_RECORDS_PER_KEY + 100)]
     assert sum(taken) == MAX_RECORDS_PER_KEY
     assert storage.store_subkey(KEY, "invented 7", b"newer", now_s + 11), "who is in may go on"
 
 
 def test_what_others_answer_is_not_merged_into_what_is_kept_here() -> None:
-    storage, now_s = NewestStorage(), time.time()
+    storage, now_s = RecordStorage(), time.time()
     storage.store_subkey(KEY, "peer", b"1", now_s + LONG_S)
     search, answer = _SearchState(KEY, float("inf"), future=cast(Any, Future())), DictionaryDHTValue()
     for number in range(MAX_RECORDS_PER_KEY + 1):
@@ -70,19 +77,18 @@ def test_what_others_answer_is_not_merged_into_what_is_kept_here() -> None:
 
 
 def test_the_known_are_kept_when_invented_ones_have_taken_all_room() -> None:
-    storage, now_s = NewestStorage(max_records=10), time.time()
+    storage, now_s = RecordStorage(max_records=10), time.time()
     assert storage.store_subkey(KEY, "peer", b"1", now_s + 30)
     for number in range(20):
-        storage.store_subkey(DHTID.generate(str(number)), "invented", b"x", now_s + LONG_S)
+        storage.store_subkey(DHTID.generate(str(number)), f"invented {number}", b"x", now_s + LONG_S)
     assert storage.store_subkey(KEY, "peer", b"2", now_s + 45)
     assert not storage.store_subkey(KEY, "newcomer", b"1", now_s + 45)
     assert kept(storage) == b"2"
 
 
 def test_records_told_again_and_again_take_no_room() -> None:
-    storage, now_s = NewestStorage(max_records=10), time.time()
+    storage, now_s = RecordStorage(max_records=10), time.time()
     assert all(storage.store_subkey(KEY, "peer", b"x", now_s + 30 + number) for number in range(20))
-    storage._counted_at_s = time.monotonic()
     assert storage.store_subkey(KEY, "newcomer", b"1", now_s + 45)
 
 
@@ -93,11 +99,42 @@ def test_nothing_is_kept_in_place_of_a_cache() -> None:
     assert storage.get(KEY) is None
 
 
-def test_a_flood_of_keys_is_bounded_and_passes() -> None:
-    storage, now_s = NewestStorage(max_records=100), time.time()
-    taken = [storage.store_subkey(DHTID.generate(str(i)), "peer", b"x", now_s + SOON_S) for i in range(200)]
+def test_one_owner_has_few_records_and_loses_the_one_that_ends_first() -> None:
+    storage, now_s = RecordStorage(), time.time()
+    for number in range(100):
+        assert storage.store_subkey(DHTID.generate(str(number)), "peer", b"x", now_s + 10 + number)
+    left = [number for number in range(100) if storage.get(DHTID.generate(str(number)))]
+    assert left == [*range(100 - MAX_RECORDS_OF_ONE, 100)]
+    assert len(storage) == MAX_RECORDS_OF_ONE
+
+
+def test_a_refusal_says_why() -> None:
+    storage, now_s = RecordStorage(max_records=MAX_RECORDS_PER_KEY + 1), time.time()
+    for number in range(MAX_RECORDS_PER_KEY):
+        storage.store_subkey(KEY, f"invented {number}", b"x", now_s + 10)
+    assert storage.refusal(KEY, "invented 1", now_s + 10) == "what is kept here is as new"
+    assert storage.refusal(KEY, "newcomer", now_s + 10) == f"this node keeps {MAX_RECORDS_PER_KEY} records of a key"
+    elsewhere = DHTID.generate("elsewhere")
+    assert storage.store_subkey(elsewhere, "newcomer", b"x", now_s + 10)
+    assert storage.refusal(elsewhere, "late", now_s + 10) == f"this node keeps {MAX_RECORDS_PER_KEY + 1} records"
+    assert not storage.refusal(elsewhere, "newcomer", now_s + 11)
+
+
+def test_an_answer_is_a_choice_of_a_full_key() -> None:
+    storage, now_s = RecordStorage(), time.time()
+    for number in range(MAX_RECORDS_PER_KEY):
+        storage.store_subkey(KEY, f"peer {number}", bytes(1000), now_s + 10)
+    answers = [storage.some(KEY, most_bytes=64 * 1024) for _ in range(50)]
+    assert all(50 < len(answer) <= 64 for answer in answers)
+    assert len({peer for answer in answers for peer, _ in answer}) == MAX_RECORDS_PER_KEY
+
+
+def test_a_flood_of_keys_is_bounded_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, now_s = RecordStorage(max_records=100), time.time()
+    monkeypatch.setattr(CLOCK, "now", lambda: now_s)
+    taken = [storage.store_subkey(DHTID.generate(str(i)), f"peer {i}", b"x", now_s + SOON_S) for i in range(200)]
     assert sum(taken) == 100
-    storage._counted_at_s = 0.0
-    while time.time() < now_s + SOON_S + 0.01:
-        pass
+    storage._swept_at_s = 0.0
+    monkeypatch.setattr(CLOCK, "now", lambda: now_s + SOON_S + 0.01)
     assert storage.store_subkey(KEY, "peer", b"x", now_s + LONG_S)
+    assert len(storage) == 1

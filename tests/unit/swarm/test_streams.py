@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from noloco_p2p.errors import DirectoryError
-from noloco_p2p.swarm.relay import DIALS_A_MINUTE, NO, Relay
+from noloco_p2p.swarm.relay import DIALS_A_MINUTE_OF_ONE, NO, Relay
 from noloco_p2p.swarm.streams import MAX_STREAMS, MAX_STREAMS_OF_ONE, Streams
 
 NOBODY: Any = None
@@ -78,10 +78,10 @@ def test_a_burst_of_questions_is_not_dialled_back_more_often_than_a_slow_one() -
         await relay._on_dial("peer", reader, cast(Any, writer))
 
     async def main() -> None:
-        node, writers = Node(), [Writer() for _ in range(2 * DIALS_A_MINUTE)]
+        node, writers = Node(), [Writer() for _ in range(2 * DIALS_A_MINUTE_OF_ONE)]
         relay = Relay(cast(Any, node))
         await asyncio.gather(*(ask(relay, writer) for writer in writers))
-        assert node.num_asked == DIALS_A_MINUTE
+        assert node.num_asked == DIALS_A_MINUTE_OF_ONE
         assert all(writer.said == NO for writer in writers)
 
     asyncio.run(main())

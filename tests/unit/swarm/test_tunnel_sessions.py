@@ -8,6 +8,7 @@ import socket
 from collections.abc import Coroutine
 from typing import Any, cast
 
+from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.swarm.relay import CIRCUIT, YES
 from noloco_p2p.swarm.tunnel import ANSWER, HELLO, MAX_SESSIONS, Ends, Tunnels
@@ -56,6 +57,8 @@ def tunnels_to(node: RelayNode, port: int = 9) -> Tunnels:
         multiaddrs=lambda: {"peer": [f"/ip4/127.0.0.1/tcp/9/p2p/relay{CIRCUIT}/p2p/peer"]},
         wanted=lambda: True,
         server=lambda: ("127.0.0.1", port),
+        relays=lambda: {"relay"},
+        guard=DialGuard(),
     )
 
 
@@ -64,12 +67,12 @@ async def call(tunnels: Tunnels) -> Ends:
     return await asyncio.open_connection(*candidate.address.split(":"))
 
 
-async def come_in(tunnels: Tunnels, session_ids: list[bytes]) -> list[int]:
+async def come_in(tunnels: Tunnels, session_ids: list[bytes], relay: str = "relay") -> list[int]:
     """A stream for each; what each is answered (-1: nothing)."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            await tunnels._on_tunnel("relay", reader, writer)
+            await tunnels._on_tunnel(relay, reader, writer)
         finally:
             writer.close()
 
@@ -150,6 +153,20 @@ def test_a_burst_makes_no_more_connections_than_may_be() -> None:
         tunnels = tunnels_to(RelayNode(), server.sockets[0].getsockname()[1])
         told = await come_in(tunnels, [secrets.token_bytes(16) for _ in range(MAX_SESSIONS + 20)])
         assert (told.count(1), told.count(0)) == (MAX_SESSIONS, 20)
+        await tunnels.stop()
+        server.close()
+
+    run(main())
+
+
+def test_only_a_relay_that_holds_a_place_for_this_peer_brings_calls() -> None:
+    """Else a stranger would call from this machine's own address, as often as it likes."""
+
+    async def main() -> None:
+        server = await asyncio.start_server(served, "127.0.0.1", 0)
+        tunnels = tunnels_to(RelayNode(), server.sockets[0].getsockname()[1])
+        assert await come_in(tunnels, [secrets.token_bytes(16)], relay="a stranger") == [-1]
+        assert await come_in(tunnels, [secrets.token_bytes(16)]) == [1]
         await tunnels.stop()
         server.close()
 

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_p2p.identity import Identity, peer_id_of
+from noloco_p2p.invitation import invite
 from noloco_p2p.swarm.buckets import MAX_DEPTH, ROOT, Bucket, bucket_of, run_key
 from noloco_p2p.swarm.records import DOMAIN, TTL_S, PeerRecord, encode_record
 from noloco_p2p.swarm.validator import RecordValidator
+from noloco_p2p.testing.identities import identity_of
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 ME = Identity(peer_id_of(KEY.public_key().public_bytes_raw()), KEY.public_key().public_bytes_raw(), KEY)
@@ -76,6 +78,14 @@ def test_a_state_of_the_future_is_stored_for_those_who_know_it() -> None:
     body = encode_record(replace(RECORD, expires_at_s=expires_at_s), ME)[64:].replace(b'"training"', b'"dreaming"')
     value = ME.sign(DOMAIN + body) + body
     assert accepts(DHTRecord(key, dumps(ME.peer_id), dumps(value), expires_at_s))
+
+
+def test_a_private_run_takes_what_a_member_has_marked() -> None:
+    listing = invite(identity_of("run key"), expires_at_s=2e9, seed=bytes(32)).listing("ab" * 32)
+    member = replace(RECORD, run_name="", spec_digest=listing.view)
+    assert accepts(stored(replace(member, mark=listing.mark(ME.peer_id))))
+    for mark in ("", listing.mark(identity_of("other").peer_id), listing.mark(ME.peer_id)[:-3]):
+        assert not accepts(stored(replace(member, mark=mark)))
 
 
 @given(st.binary(max_size=1100))

@@ -37,6 +37,8 @@ class RefuseCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REFUSE_NOT_INVITED: _ClassVar[RefuseCode]
     REFUSE_BANNED: _ClassVar[RefuseCode]
     REFUSE_STALE: _ClassVar[RefuseCode]
+    REFUSE_OVER_SHARE: _ClassVar[RefuseCode]
+    REFUSE_UNLISTED: _ClassVar[RefuseCode]
 
 class AbortCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -69,6 +71,8 @@ REFUSE_NOT_PROVEN: RefuseCode
 REFUSE_NOT_INVITED: RefuseCode
 REFUSE_BANNED: RefuseCode
 REFUSE_STALE: RefuseCode
+REFUSE_OVER_SHARE: RefuseCode
+REFUSE_UNLISTED: RefuseCode
 ABORT_UNSPECIFIED: AbortCode
 ABORT_CORRUPT: AbortCode
 ABORT_TIMED_OUT: AbortCode
@@ -261,6 +265,126 @@ class Frame(_message.Message):
     join: Join
     leave: Leave
     def __init__(self, sequence: _Optional[int] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., header: _Optional[_Union[Header, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+
+class FlowHello(_message.Message):
+    __slots__ = ("hello", "stage")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    stage: int
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., stage: _Optional[int] = ...) -> None: ...
+
+class MicrobatchId(_message.Message):
+    __slots__ = ("head", "number")
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    head: str
+    number: int
+    def __init__(self, head: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
+
+class Ticket(_message.Message):
+    __slots__ = ("id", "mark", "num_tokens", "is_training", "signature")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_TRAINING_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    id: MicrobatchId
+    mark: float
+    num_tokens: int
+    is_training: bool
+    signature: bytes
+    def __init__(self, id: _Optional[_Union[MicrobatchId, _Mapping]] = ..., mark: _Optional[float] = ..., num_tokens: _Optional[int] = ..., is_training: bool = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class Want(_message.Message):
+    __slots__ = ("ticket", "remaining_s", "sinks")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    SINKS_FIELD_NUMBER: _ClassVar[int]
+    ticket: Ticket
+    remaining_s: float
+    sinks: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., remaining_s: _Optional[float] = ..., sinks: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Credit(_message.Message):
+    __slots__ = ("id", "has_room")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    HAS_ROOM_FIELD_NUMBER: _ClassVar[int]
+    id: MicrobatchId
+    has_room: bool
+    def __init__(self, id: _Optional[_Union[MicrobatchId, _Mapping]] = ..., has_room: bool = ...) -> None: ...
+
+class Forward(_message.Message):
+    __slots__ = ("id", "remaining_s", "num_bytes")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    id: MicrobatchId
+    remaining_s: float
+    num_bytes: int
+    def __init__(self, id: _Optional[_Union[MicrobatchId, _Mapping]] = ..., remaining_s: _Optional[float] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class Backward(_message.Message):
+    __slots__ = ("id", "num_bytes")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    id: MicrobatchId
+    num_bytes: int
+    def __init__(self, id: _Optional[_Union[MicrobatchId, _Mapping]] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class Piece(_message.Message):
+    __slots__ = ("is_backward", "payload", "digest")
+    IS_BACKWARD_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    is_backward: bool
+    payload: bytes
+    digest: bytes
+    def __init__(self, is_backward: bool = ..., payload: _Optional[bytes] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class Answer(_message.Message):
+    __slots__ = ("id", "is_taken")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    IS_TAKEN_FIELD_NUMBER: _ClassVar[int]
+    id: MicrobatchId
+    is_taken: bool
+    def __init__(self, id: _Optional[_Union[MicrobatchId, _Mapping]] = ..., is_taken: bool = ...) -> None: ...
+
+class Lost(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: MicrobatchId
+    def __init__(self, id: _Optional[_Union[MicrobatchId, _Mapping]] = ...) -> None: ...
+
+class Mark(_message.Message):
+    __slots__ = ("ticket",)
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ticket: Ticket
+    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ...) -> None: ...
+
+class FlowFrame(_message.Message):
+    __slots__ = ("hello", "refuse", "want", "credit", "forward", "backward", "piece", "answer", "lost", "mark")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    REFUSE_FIELD_NUMBER: _ClassVar[int]
+    WANT_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_FIELD_NUMBER: _ClassVar[int]
+    BACKWARD_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
+    hello: FlowHello
+    refuse: Refuse
+    want: Want
+    credit: Credit
+    forward: Forward
+    backward: Backward
+    piece: Piece
+    answer: Answer
+    lost: Lost
+    mark: Mark
+    def __init__(self, hello: _Optional[_Union[FlowHello, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., mark: _Optional[_Union[Mark, _Mapping]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("hello", "spec", "manifest", "chunks", "layout")

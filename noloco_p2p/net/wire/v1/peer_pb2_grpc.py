@@ -49,6 +49,11 @@ class PeerStub(object):
                 request_serializer=peer__pb2.Frame.SerializeToString,
                 response_deserializer=peer__pb2.Frame.FromString,
                 _registered_method=True)
+        self.Flow = channel.stream_stream(
+                '/noloco_p2p.wire.v1.Peer/Flow',
+                request_serializer=peer__pb2.FlowFrame.SerializeToString,
+                response_deserializer=peer__pb2.FlowFrame.FromString,
+                _registered_method=True)
         self.Fetch = channel.unary_stream(
                 '/noloco_p2p.wire.v1.Peer/Fetch',
                 request_serializer=peer__pb2.FetchRequest.SerializeToString,
@@ -92,6 +97,14 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Flow(self, request_iterator, context):
+        """Microbatches between two neighbours in a pipeline: one stream for each pair, dialled by either side. Begins with
+        FlowHello each way (or Refuse as the answer).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Fetch(self, request, context):
         """Spec, manifest and chunks of the newest saved state; resumable, as the caller names the chunks it lacks.
         """
@@ -130,6 +143,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Lane,
                     request_deserializer=peer__pb2.Frame.FromString,
                     response_serializer=peer__pb2.Frame.SerializeToString,
+            ),
+            'Flow': grpc.stream_stream_rpc_method_handler(
+                    servicer.Flow,
+                    request_deserializer=peer__pb2.FlowFrame.FromString,
+                    response_serializer=peer__pb2.FlowFrame.SerializeToString,
             ),
             'Fetch': grpc.unary_stream_rpc_method_handler(
                     servicer.Fetch,
@@ -228,6 +246,33 @@ class Peer(object):
             '/noloco_p2p.wire.v1.Peer/Lane',
             peer__pb2.Frame.SerializeToString,
             peer__pb2.Frame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Flow(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/noloco_p2p.wire.v1.Peer/Flow',
+            peer__pb2.FlowFrame.SerializeToString,
+            peer__pb2.FlowFrame.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,114 @@
+"""How far honest states are apart: the limits of `outer/state_checks.py` and `outer/robust_mean.py` come from here.
+
+    python benchmarks/honest_states.py [--steps 120] [--rounds 40] [--seed 0]
+
+Eight simulated replicas of the studies' toy. Where N are apart, those never meet the others: each row is then a swarm
+at the moment in which a cut heals. Distances are shares of a norm. Peers save at moments of their own, so that a merge
+gets states of several rounds: replica i then gives what it saved i rounds ago.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import torch
+from claims import machine
+from torch import Tensor
+
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.outer.robust_mean import robust_mean
+from noloco_p2p.simulate import replica as replicas
+from noloco_p2p.simulate.material import Material
+from noloco_p2p.simulate.plan import Plan
+from noloco_p2p.simulate.replica import Replica
+from noloco_p2p.simulate.swarm import simulate_swarm
+from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.testing.memory import MemoryDirectory
+
+TOY = Path(__file__).parent / "study" / "toy.toml"
+NUM_REPLICAS = 8
+
+
+def histories(material: Material, *, seed: int, cut: int) -> list[list[Tensor]]:
+    """The slow weights of each replica after each of its rounds; the first `cut` are on an island of their own."""
+    found: list[list[Tensor]] = []
+    names: list[str] = []
+
+    class Islands(MemoryDirectory):
+        def live(self) -> Sequence[Candidate]:
+            own = names.index(self._own_id) < cut
+            return [each for each in super().live() if (names.index(each.peer_id) < cut) == own]
+
+    def watch(made: list[Replica]) -> None:
+        for each in made:
+            names.append(each.peer_id)
+            found.append([each.state.slow_weights.clone()])
+            setattr(each, "_note_point", partial(note, each, found[-1]))  # noqa: B010 (it is called after each round)
+
+    def note(each: Replica, history: list[Tensor]) -> None:
+        history.append(each.state.slow_weights.clone())
+
+    replicas.MemoryDirectory = Islands
+    simulate_swarm(material, Plan(NUM_REPLICAS, seed=seed, evaluations=1), on_made=watch)
+    return found
+
+
+def distances(states: Sequence[Tensor]) -> list[float]:
+    """Of each state to the coordinate-wise median of all, as a share of the norm of that."""
+    centre = torch.stack(list(states)).quantile(0.5, dim=0)
+    return [float((state - centre).norm() / centre.norm()) for state in states]
+
+
+def far_on(found: Sequence[Sequence[Tensor]], now: int, rounds: int) -> float:
+    """The largest distance of a state to that of another replica, `rounds` later."""
+    then = min(len(found[0]) - 1, now + rounds)
+    return max(float((one[now] - two[then]).norm() / two[then].norm()) for one, two in pairwise(found))
+
+
+def report(spec: TrainerSpec, *, seed: int, cut: int) -> None:
+    material = Material.of(spec, {})
+    found = histories(material, seed=seed, cut=cut)
+    num_rounds = min(map(len, found)) - 1
+    print(f"\n{cut} of {NUM_REPLICAS} apart, seed {seed}, {num_rounds} rounds, {found[0][0].numel()} parameters")
+    print("        to the median of all            saved 0 to 7 rounds ago    another one, later")
+    print("round     middle   furthest              middle   furthest       10 rounds  32 rounds    norm")
+    for now in (1, 2, 3, 5, 10, 15, 20, 30, num_rounds):
+        same = distances([history[now] for history in found])
+        aged = distances([history[max(1, now - age)] for age, history in enumerate(found)])
+        later = [far_on(found, now, rounds) for rounds in (10, 32)]
+        print(
+            f"{now:>5} {median(same):>10.4f} {max(same):>10.4f} {median(aged):>19.4f} {max(aged):>10.4f} "
+            f"{later[0]:>15.3f} {later[1]:>10.3f} {float(found[0][now].norm()):>7.2f}"
+        )
+    states = {str(number): history[num_rounds] for number, history in enumerate(found)}
+    merged, model = robust_mean(states), material.model()
+    losses = [material.loss_of(weights, model) for weights in (torch.stack([*states.values()]).mean(0), merged.weights)]
+    print(f"validation loss of the mean {losses[0]:.4f}, of the robust mean {losses[1]:.4f}: ", end="")
+    print(f"{len(merged.left_out)} left out, {len(merged.shortened)} shortened")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print(machine())
+    changes = {
+        "train.total_steps": arguments.steps,
+        "train.warmup_steps": arguments.steps // 10,
+        "outer.inner_steps": max(1, arguments.steps // arguments.rounds),
+    }
+    spec = TrainerSpec.load(TOY).with_changes(changes, origin="honest_states.py")
+    for cut in (0, 1, 3):
+        report(spec, seed=arguments.seed, cut=cut)
+
+
+if __name__ == "__main__":
+    main()

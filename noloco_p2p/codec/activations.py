@@ -1,0 +1,327 @@
+"""Activations and their gradients to bytes and back: what travels between the stages of a pipeline.
+
+A tensor has shape (..., hidden), where the last axis is the hidden axis of one token. The payload is the bytes of one
+token after the other, so its size follows from the shape alone. Unlike the codecs of a swap, which code a flat vector
+in chunks, these never let two tokens share a scale.
+
+int8 and int4 cut the channels of a token into blocks of BLOCK_CHANNELS; the last block may be shorter. A token has one
+scale (bf16) for each block, and then the codes of each block.
+
+* int8: a value is `code * scale`. Its error is at most half of the scale, and the scale is at most
+  max|x| / 127 * (1 + 2^-7) over the block.
+* int4: a block x of n values is rotated first (`hadamard.py`), and its codes are those of the rotated block y. A last
+  block is filled up with zeros to a power of two, at least 2, and the codes of all n rotated values travel. Byte i of a
+  block is code i + 16 * code (i + n / 2). The values are `signs * (codes H) * scale`. The Euclidean norm of the error
+  of a block is at most n / 2 times the scale, and the scale is at most max|y| / (7 n) * (1 + 2^-7). As
+  max|y| <= sqrt(n) |x|, the norm of the block bounds it, too.
+
+Both bounds hold for each block of each token, so a channel that is far larger than the rest costs precision in its own
+block only. To both, rounding in fp32 adds at most 2^-13 of the norm of the block; a scale is at least 2^-126.
+Decoding to fp32 is exact, as codes are small integers, so every machine decodes the same numbers.
+
+Values round to nearest, gradients as well. Stochastic rounding has no bias, but leaves a larger error in a weight
+gradient, because signs that change from token to token already keep the errors of tokens apart
+(benchmarks/activation_codecs.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from noloco_p2p.codec.base import CPU, refused_value, within
+from noloco_p2p.codec.blocks import FLOAT32, SCALE_BYTES, block_scales
+from noloco_p2p.codec.hadamard import LARGEST_ORDER, hadamard, signs
+from noloco_p2p.errors import CorruptPayload, NotFinite
+
+BLOCK_CHANNELS = LARGEST_ORDER
+LARGEST = torch.finfo(torch.bfloat16).max  # of a decoded value, so that fp32 and bf16 can both hold it
+
+# What is worked on stays in a core's cache; an accelerator wants few and large kernels.
+CPU_CHUNK_ELEMENTS, ACCELERATOR_CHUNK_ELEMENTS = 1 << 18, 1 << 24
+
+
+class ActivationCodec(Protocol):
+    """Stateless: the same values give the same bytes, and the same bytes the same values, on every call."""
+
+    @property
+    def name(self) -> str:
+        """The name in a run spec."""
+        ...
+
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        """Exact size of the payload of a tensor of that shape. Raises ValueError for what is not (..., hidden)."""
+        ...
+
+    def encode(self, values: Tensor) -> memoryview:
+        """The payload, in memory of its own, of a tensor (..., hidden) in any floating dtype, on any device.
+
+        The work is done where `values` lies, and only coded bytes come to the CPU (one synchronisation). `values` is
+        not changed. Raises ValueError for another kind of tensor, and for a value that is not finite or too large for
+        the codec: before anything is sent, as the sender of a bad frame is at fault.
+        """
+        ...
+
+    def check(self, payload: bytes | memoryview, *, shape: Sequence[int]) -> None:
+        """Raises what `decode` would raise, without making the values: for a frame that is kept coded."""
+        ...
+
+    def decode(
+        self, payload: bytes | memoryview, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device = CPU
+    ) -> Tensor:
+        """New memory of that shape, dtype and device. Every value is finite; fp16 saturates at its largest.
+
+        Raises CorruptPayload for another length and NotFinite for what no encoder writes: the caller, who knows the
+        sender, names it.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RawActivationCodec:
+    """Elements in `dtype`, rounded to nearest even, little-endian."""
+
+    name: str
+    dtype: torch.dtype
+
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        num_tokens, hidden = _num_tokens_and_hidden(shape)
+        return num_tokens * hidden * self.dtype.itemsize
+
+    def encode(self, values: Tensor) -> memoryview:
+        tokens = _as_tokens(values)
+        coded = torch.empty(tokens.shape, dtype=self.dtype, device=values.device).copy_(tokens).cpu()
+        if not within(coded, lowest=-LARGEST, highest=LARGEST):
+            raise refused_value(tokens.flatten(), name=self.name)
+        return coded.flatten().view(torch.uint8).numpy().data
+
+    def check(self, payload: bytes | memoryview, *, shape: Sequence[int]) -> None:
+        self._checked(payload, shape=shape)
+
+    def decode(
+        self, payload: bytes | memoryview, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device = CPU
+    ) -> Tensor:
+        coded = self._checked(payload, shape=shape).to(device)
+        out = torch.empty(*shape, dtype=dtype, device=device)
+        return out.copy_(_saturated(coded, dtype=dtype).view(out.shape))
+
+    def _checked(self, payload: bytes | memoryview, *, shape: Sequence[int]) -> Tensor:
+        coded = _payload_bytes(payload, codec=self, shape=shape).view(self.dtype)
+        if not within(coded, lowest=-LARGEST, highest=LARGEST):
+            raise NotFinite(f"{self.name} activations hold NaN, infinity or more than {LARGEST:.3g}; discard them")
+        return coded
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Neighbouring blocks of one width in each token: their channels, and their places in the bytes of a token."""
+
+    channels: slice  # fewer than num_blocks * width in a last block that is filled up
+    num_blocks: int
+    width: int
+    scale_bytes: slice
+    code_bytes: slice
+
+
+@dataclass(frozen=True, slots=True)
+class BlockActivationCodec:
+    """Codes -max_code..max_code with one bf16 scale a block. `is_rotated`: rotated first, and two codes in a byte."""
+
+    name: str
+    max_code: int
+    is_rotated: bool
+
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        num_tokens, hidden = _num_tokens_and_hidden(shape)
+        return num_tokens * self._token_bytes(hidden)
+
+    def encode(self, values: Tensor) -> memoryview:
+        tokens = _as_tokens(values)
+        num_tokens, hidden = tokens.shape
+        coded = torch.empty(num_tokens, self._token_bytes(hidden), dtype=torch.uint8, device=values.device)
+        for span in self._spans(hidden):
+            for chunk in _chunks(num_tokens, span.num_blocks * span.width, device=values.device):
+                self._encode_span(tokens, coded, span=span, chunk=chunk)
+        coded = coded.cpu()
+        if not self._scales_valid(coded, hidden=hidden):
+            raise refused_value(tokens.flatten(), name=self.name)  # NaN and infinity end up in the scale of their block
+        return coded.flatten().numpy().data
+
+    def check(self, payload: bytes | memoryview, *, shape: Sequence[int]) -> None:
+        self._checked(payload, shape=shape)  # any code is a number: the scales decide
+
+    def decode(
+        self, payload: bytes | memoryview, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device = CPU
+    ) -> Tensor:
+        coded = self._checked(payload, shape=shape).to(device)
+        num_tokens, hidden = _num_tokens_and_hidden(shape)
+        values = torch.empty(num_tokens, hidden, dtype=dtype, device=device)
+        for span in self._spans(hidden):
+            for chunk in _chunks(num_tokens, span.num_blocks * span.width, device=values.device):
+                self._decode_span(coded, values, span=span, chunk=chunk)
+        return values.view(*shape)
+
+    def _encode_span(self, tokens: Tensor, coded: Tensor, *, span: _Span, chunk: range) -> None:
+        """A chunk of `tokens` (tokens, hidden) into its places in `coded` (tokens, bytes of a token)."""
+        blocks = torch.empty(len(chunk), span.num_blocks, span.width, dtype=torch.float32, device=tokens.device)
+        num_channels, flat = span.channels.stop - span.channels.start, blocks.flatten(1)
+        flat[:, :num_channels].copy_(tokens[chunk.start : chunk.stop, span.channels])
+        flat[:, num_channels:].zero_()
+        if self.is_rotated:
+            blocks = _times_hadamard(blocks.mul_(signs(chunk, span.width, tokens.device)))
+        order = self._order(span)
+        scales = block_scales(torch.maximum(blocks.amax(dim=2), -blocks.amin(dim=2)) / order, max_code=self.max_code)
+        blocks.mul_((scales * order).reciprocal()[:, :, None]).round_()
+        if self.is_rotated:
+            low, high = blocks.chunk(2, dim=2)
+            blocks = low.add_(high, alpha=16)  # at most 7 + 16 * 7 = 119: fits a signed byte
+        coded[chunk.start : chunk.stop, span.scale_bytes].copy_(scales.to(torch.bfloat16).view(torch.uint8))
+        _codes(coded, span=span, chunk=chunk).copy_(blocks)
+
+    def _decode_span(self, coded: Tensor, values: Tensor, *, span: _Span, chunk: range) -> None:
+        """The inverse of `_encode_span`: a chunk of `values` (tokens, hidden) is written."""
+        codes = _codes(coded, span=span, chunk=chunk)
+        blocks = torch.empty(len(chunk), span.num_blocks, span.width, dtype=torch.float32, device=coded.device)
+        if self.is_rotated:
+            low, high = blocks.chunk(2, dim=2)
+            torch.mul(low.copy_(codes), 1 / 16, out=high).round_()
+            low.sub_(high, alpha=16)
+            blocks = _times_hadamard(blocks).mul_(signs(chunk, span.width, coded.device))
+        else:
+            blocks.copy_(codes)
+        blocks.mul_(_scales(coded[chunk.start : chunk.stop], span=span)[:, :, None])
+        out = values[chunk.start : chunk.stop, span.channels]
+        out.copy_(_saturated(blocks.flatten(1)[:, : out.shape[1]], dtype=values.dtype))
+
+    def _checked(self, payload: bytes | memoryview, *, shape: Sequence[int]) -> Tensor:
+        """Shape (tokens, bytes of a token), on the CPU."""
+        num_tokens, hidden = _num_tokens_and_hidden(shape)
+        coded = _payload_bytes(payload, codec=self, shape=shape).view(num_tokens, self._token_bytes(hidden))
+        if not self._scales_valid(coded, hidden=hidden):
+            raise NotFinite(
+                f"{self.name} activations have a scale that is not a positive number or overflows; discard them"
+            )
+        return coded
+
+    def _scales_valid(self, coded: Tensor, *, hidden: int) -> bool:
+        """Normal, positive, and no decoded value beyond LARGEST, whatever the codes (one more than max_code)."""
+        return all(
+            within(_scales(coded, span=span), lowest=FLOAT32.tiny, highest=self._largest_scale(span))
+            for span in self._spans(hidden)
+        )
+
+    def _largest_scale(self, span: _Span) -> float:
+        return LARGEST / (self.max_code + 1) / self._order(span)
+
+    def _spans(self, hidden: int) -> list[_Span]:
+        """The blocks of BLOCK_CHANNELS, and the last one if it is shorter."""
+        num_whole, rest = divmod(hidden, BLOCK_CHANNELS)
+        scales_end = SCALE_BYTES * (num_whole + bool(rest))
+        whole_channels, whole_scales = num_whole * BLOCK_CHANNELS, num_whole * SCALE_BYTES
+        codes_begin = scales_end + self._code_bytes(BLOCK_CHANNELS) * num_whole
+        spans = []
+        if num_whole:
+            places = slice(0, whole_scales), slice(scales_end, codes_begin)
+            spans.append(_Span(slice(0, whole_channels), num_whole, BLOCK_CHANNELS, *places))
+        if rest:
+            width = self._width(rest)
+            places = slice(whole_scales, scales_end), slice(codes_begin, codes_begin + self._code_bytes(width))
+            spans.append(_Span(slice(whole_channels, hidden), 1, width, *places))
+        return spans
+
+    def _token_bytes(self, hidden: int) -> int:
+        return self._spans(hidden)[-1].code_bytes.stop if hidden else 0
+
+    def _width(self, channels: int) -> int:
+        """The codes of a block of that many channels."""
+        return max(2, 1 << (channels - 1).bit_length()) if self.is_rotated else channels
+
+    def _code_bytes(self, width: int) -> int:
+        return width // 2 if self.is_rotated else width
+
+    def _order(self, span: _Span) -> int:
+        """What the rotation multiplies by, applied twice."""
+        return span.width if self.is_rotated else 1
+
+
+ACTIVATION_CODECS: dict[str, ActivationCodec] = {
+    codec.name: codec
+    for codec in (
+        RawActivationCodec(name="fp32", dtype=torch.float32),
+        RawActivationCodec(name="bf16", dtype=torch.bfloat16),
+        BlockActivationCodec(name="int8", max_code=127, is_rotated=False),  # 4160 bytes for 4096 channels
+        BlockActivationCodec(name="int4", max_code=7, is_rotated=True),  # 2112 bytes
+    )
+}
+ACTIVATION_CODEC_NAMES = tuple(ACTIVATION_CODECS)
+
+
+def get_activation_codec(name: str) -> ActivationCodec:
+    """The codec that a run spec calls `name`. Raises ValueError with the known names."""
+    if name not in ACTIVATION_CODECS:
+        raise ValueError(f"unknown activation codec {name!r}; known are {', '.join(ACTIVATION_CODEC_NAMES)}")
+    return ACTIVATION_CODECS[name]
+
+
+def _num_tokens_and_hidden(shape: Sequence[int]) -> tuple[int, int]:
+    if not shape or min(shape) < 0:
+        raise ValueError(f"activations have the shape (..., hidden), not {tuple(shape)}")
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def _as_tokens(values: Tensor) -> Tensor:
+    """Shape (tokens, hidden), detached; a view where one is possible."""
+    num_tokens, hidden = _num_tokens_and_hidden(values.shape)
+    if not values.is_floating_point():
+        raise ValueError(f"activations are floating-point numbers, not {values.dtype}")
+    return values.detach().reshape(num_tokens, hidden)
+
+
+def _payload_bytes(payload: bytes | memoryview, *, codec: ActivationCodec, shape: Sequence[int]) -> Tensor:
+    """The payload as a uint8 tensor, only to be read. Raises CorruptPayload when its length is wrong."""
+    view, expected = memoryview(payload), codec.num_bytes(shape)
+    if view.nbytes != expected:
+        raise CorruptPayload(
+            f"{codec.name} activations of shape {tuple(shape)} must have {expected} bytes, they have {view.nbytes}; "
+            "discard them"
+        )
+    if not expected:
+        return torch.empty(0, dtype=torch.uint8)
+    # Read-only memory is copied, as torch warns of it.
+    return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+
+
+def _chunks(num_tokens: int, width: int, *, device: torch.device) -> Iterator[range]:
+    """Runs of tokens, `width` elements each."""
+    num_elements = CPU_CHUNK_ELEMENTS if device.type == "cpu" else ACCELERATOR_CHUNK_ELEMENTS
+    step = max(1, num_elements // width)
+    return (range(start, min(start + step, num_tokens)) for start in range(0, num_tokens, step))
+
+
+def _codes(coded: Tensor, *, span: _Span, chunk: range) -> Tensor:
+    """A view, int8, shape (tokens of the chunk, num_blocks of the span, bytes of a block)."""
+    code_bytes = coded[chunk.start : chunk.stop, span.code_bytes].view(torch.int8)
+    return code_bytes.unflatten(1, (span.num_blocks, -1))
+
+
+def _scales(coded: Tensor, *, span: _Span) -> Tensor:
+    """fp32, shape (tokens, num_blocks of the span). A copy, as scales begin at an odd address in some tokens."""
+    return coded[:, span.scale_bytes].clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
+
+
+def _times_hadamard(blocks: Tensor) -> Tensor:
+    """Shape (tokens, blocks, width), in fp32 also under autocast, which leaves calls with `out` alone."""
+    out = torch.empty_like(blocks)
+    torch.mm(blocks.flatten(0, 1), hadamard(blocks.shape[2], blocks.device), out=out.flatten(0, 1))
+    return out
+
+
+def _saturated(values: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """Without what would be infinite in `dtype`: all values are within LARGEST, so only fp16 needs it."""
+    largest = torch.finfo(dtype).max
+    return values.float().clamp(-largest, largest) if largest < LARGEST else values  # bf16 has no 65504

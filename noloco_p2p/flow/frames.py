@@ -1,0 +1,103 @@
+"""What neighbours in the pipeline say to each other about microbatches. `Forward` and `Backward` carry payloads.
+
+upstream, stage s                downstream, stage s + 1
+  Want(ticket, ...)       ->                                this microbatch waits for room at you
+                          <-     Credit(id, has_room)       room is reserved; or it is not, and the want is queued
+  Lost(id)                ->                                the want, or the room reserved for it, is not needed
+  Forward(id, payload)    ->
+                          <-     Answer(id, is_taken)       TAKEN: it is yours no longer; DROP: try somebody else
+                          <-     Backward(id, payload)      no answer: nothing would depend on it
+                          <-     Lost(id)                   the Backward will not come
+  Mark(ticket)           <-->    Mark(ticket)               a head has finished; passed on to everybody, once
+
+The last stage returns its Forward to the head without a Want: the head reserved room for it at launch. The answer to a
+Want is a Credit, or DROP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class MicrobatchId(NamedTuple):
+    """`number` grows with each microbatch of a head, also from one start of the head to the next."""
+
+    head: str  # peer id
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a head says of one of its microbatches, under its signature. No replica on the path can change it.
+
+    mark: progress of the head at launch, 0 to 1. num_tokens: in the loss, whose gradients are of the sum.
+    is_training: False = evaluation: nothing is kept for a backward, and the mark does not count.
+    signature: by the head over all other fields; the driver signs and verifies.
+    """
+
+    id: MicrobatchId
+    mark: float
+    num_tokens: int
+    is_training: bool = True
+    signature: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """sinks: the replicas of the last stage to which the head has streams. The stage before the last draws among them.
+
+    remaining_s: until the deadline of the microbatch. Wall clocks differ, so each hop subtracts the time it held it.
+    """
+
+    ticket: Ticket
+    remaining_s: float
+    sinks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """A reservation for this microbatch alone. Without room it is queued, and a second Credit may follow."""
+
+    id: MicrobatchId
+    has_room: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """payload: encoded activations, as received. None = it arrived damaged, or a gate refused it."""
+
+    id: MicrobatchId
+    remaining_s: float
+    payload: object
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """payload: encoded gradient of the sum over tokens. None = it arrived damaged, or a gate refused it."""
+
+    id: MicrobatchId
+    payload: object
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To a Forward: True = TAKEN, False = DROP. To a Want: always False."""
+
+    id: MicrobatchId
+    is_taken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    id: MicrobatchId
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The head of this ticket has trained to its mark, 1, and launches nothing any more."""
+
+    ticket: Ticket
+
+
+Frame = Want | Credit | Forward | Backward | Answer | Lost | Mark

@@ -1,0 +1,365 @@
+"""A head of the pipeline, stage 0, as a state machine: it launches microbatches and drives all other stages. Pure.
+
+    FORWARD -> AWAY -> LOSS -> BEHIND -> BACKWARD -> done
+    front     other   tail    gradient  front
+    computed  stages  computed  returns  computed
+
+The window of microbatches in flight grows by one and halves when losses come close together. A microbatch that finds no
+room waits here, and no further one is launched meanwhile, so that a full pipeline holds back the data and does not use
+it up.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum, auto
+from statistics import median
+
+from noloco_p2p.flow.actions import Action, Broadcast, CloseStep, Compute, GaveUp, Kind, Send
+from noloco_p2p.flow.departures import Departure, Departures, Place
+from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Frame, Lost, Mark, MicrobatchId, Ticket, Want
+from noloco_p2p.flow.limits import (
+    DEADLINE_LATENCIES,
+    FIRST_DEADLINE_S,
+    FIRST_PAUSE_S,
+    LONGEST_DEADLINE_S,
+    LONGEST_PAUSE_S,
+    MAX_SINKS,
+    NUM_LATENCIES,
+    SHORTEST_DEADLINE_S,
+)
+from noloco_p2p.flow.routing import Routing, Rule
+from noloco_p2p.flow.steps import FINAL_MARK, BatchSteps
+from noloco_p2p.flow.tasks import Tasks
+
+
+class Phase(Enum):
+    FORWARD = auto()
+    AWAY = auto()  # no loss yet, from here on or
+    LOSS = auto()
+    BEHIND = auto()  # the loss is counted, from here on
+    BACKWARD = auto()
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    ticket: Ticket
+    microbatch: object
+    sent_s: float  # or was not sent yet then
+    deadline_s: float
+    phase: Phase = Phase.FORWARD
+    is_lost_upstream: bool = False  # no gradient will come for the front
+    returned_by: str = ""  # the replica of the last stage
+    received: object = None  # returned activations, then the gradient for the front
+
+
+class Window:
+    """How many microbatches may be in flight: one more for each window that ends well, half after losses.
+
+    A loss after a whole window that ended well changes nothing. On links that lose 5 % of the microbatches by chance,
+    halving at each loss would cost a sixth of the speed.
+    """
+
+    def __init__(self, largest: int) -> None:
+        self.size = 1
+        self._largest = largest
+        self._num_good = 0  # since the last change
+        self._num_good_in_a_row = 0
+        self._halved_s = -1.0
+        self._pause_s = FIRST_PAUSE_S
+        self._resume_s = 0.0
+
+    def is_open(self, num_in_flight: int, now_s: float) -> bool:
+        return num_in_flight < self.size and now_s >= self._resume_s
+
+    def ended_well(self) -> None:
+        self._pause_s = FIRST_PAUSE_S
+        self._num_good += 1
+        self._num_good_in_a_row += 1
+        if self._num_good >= self.size:
+            self.size, self._num_good = min(self.size + 1, self._largest), 0
+
+    def lost(self, sent_s: float, now_s: float) -> None:
+        """Of those sent before the window was halved, no further one counts: they met the same trouble."""
+        is_alone, self._num_good_in_a_row = self._num_good_in_a_row >= self.size, 0
+        if is_alone or sent_s <= self._halved_s:
+            return
+        self.size, self._num_good, self._halved_s = max(1, self.size // 2), 0, now_s
+        self._resume_s, self._pause_s = now_s + self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+
+class Deadlines:
+    """A multiple of the median latency. One that passed counts as a latency, so that deadlines grow with the path."""
+
+    def __init__(self) -> None:
+        self._latencies_s: deque[float] = deque(maxlen=NUM_LATENCIES)
+
+    @property
+    def seconds(self) -> float:
+        if not self._latencies_s:
+            return FIRST_DEADLINE_S
+        return min(max(DEADLINE_LATENCIES * median(self._latencies_s), SHORTEST_DEADLINE_S), LONGEST_DEADLINE_S)
+
+    def measured(self, seconds: float) -> None:
+        self._latencies_s.append(seconds)
+
+
+class Head:
+    """max_in_flight: as `limits.num_rooms` gives it. `rng` draws the path. Methods are events, and return what to do.
+
+    first_number: larger than any that this head has used, also before it was started again; Unix milliseconds do.
+    """
+
+    def __init__(
+        self,
+        *,
+        peer_id: str,
+        num_stages: int,
+        max_in_flight: int,
+        batch_tokens: int,
+        first_number: int,
+        rng: random.Random,
+        rule: Rule = "random",
+        progress: float = 0.0,
+    ) -> None:
+        assert num_stages > 1, "one stage is no pipeline"
+        self.in_flight: dict[MicrobatchId, InFlight] = {}
+        self.steps = BatchSteps(batch_tokens=batch_tokens)
+        self.window = Window(max_in_flight)
+        self.deadlines = Deadlines()
+        self.tasks = Tasks()
+        self.progress = progress
+        self.num_done = self.num_lost = 0
+        self._peer_id = peer_id
+        self._draws_sinks = num_stages == 2
+        self._next_number = first_number
+        self._rng = rng
+        self._is_leaving = False
+        self._holds_steps = False
+        self._neighbours: frozenset[str] = frozenset()
+        self._sinks: tuple[str, ...] = ()
+        self.departures = Departures(routing=Routing(rng, rule), candidates=self._candidates, gives_up=False)
+
+    def _candidates(self, departure: Departure) -> Collection[str]:
+        return self._sinks if self._draws_sinks else self._neighbours
+
+    @property
+    def next_task(self) -> Compute | None:
+        """What will be computed next, unless something more urgent arrives."""
+        return self.tasks.peek(self._task)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is in flight: a head that leaves may go."""
+        return not self.in_flight and self.tasks.running is None
+
+    # events
+
+    def neighbours_changed(self, downstream: Collection[str], sinks: Collection[str], now_s: float) -> list[Action]:
+        """downstream: replicas of stage 1. sinks: those of the last stage to which this head has streams."""
+        self._neighbours = frozenset(downstream)
+        self._sinks = tuple(self._rng.sample(sorted(sinks), min(MAX_SINKS, len(sinks))))
+        self.departures.offer_sinks(self._sinks)
+        return self._settle(self.departures.look_again(now_s), now_s)
+
+    def can_launch(self, now_s: float, *, is_training: bool = True) -> bool:
+        """Whether the next microbatch is due. Asked after each event: it depends on all of them."""
+        if self._is_leaving or (is_training and self.progress >= FINAL_MARK):
+            return False
+        if isinstance(self.tasks.running, CloseStep) or not self._sinks:
+            return False
+        if self._holds_steps and self.steps.is_due:
+            return False  # what is launched now would make the next step larger than a batch
+        return not any(map(self._is_unsent, self.in_flight)) and self.window.is_open(len(self.in_flight), now_s)
+
+    def launch(
+        self, microbatch: object, num_tokens: int, now_s: float, *, is_training: bool = True
+    ) -> tuple[MicrobatchId, list[Action]]:
+        """num_tokens: in the loss of this microbatch."""
+        assert self.can_launch(now_s, is_training=is_training)
+        id = MicrobatchId(self._peer_id, self._next_number)
+        self._next_number += 1
+        ticket = Ticket(id, self.progress, num_tokens, is_training)
+        self.in_flight[id] = InFlight(ticket, microbatch, now_s, now_s + self.deadlines.seconds)
+        self.tasks.add(Kind.FORWARD, id)
+        return id, self._settle([], now_s)
+
+    def received(self, peer: str, frame: Frame, now_s: float) -> list[Action]:
+        """A frame of a neighbour: whole, and of a size known from the spec."""
+        actions: list[Action] = []
+        match frame:
+            case Forward():
+                actions = self._returned(peer, frame)
+            case Backward():
+                actions = self._backward(peer, frame, now_s)
+            case Credit():
+                actions = self.departures.credit(peer, frame, now_s)
+            case Answer():
+                actions = self.departures.answered(peer, frame, now_s)
+            case Lost(id):
+                actions = self.departures.lost_there(peer, id, now_s)
+            case Want(ticket):
+                actions = [Send(peer, Answer(ticket.id, is_taken=False))]  # a head takes what it launched, no more
+            case Mark():
+                pass  # of another head
+        return self._settle(actions, now_s)
+
+    def stream_closed(self, peer: str, now_s: float) -> list[Action]:
+        """A neighbour is gone, or cannot be reached. The driver reports it before frames of a new stream."""
+        return self._settle(self.departures.closed(peer, now_s), now_s)
+
+    def computed(self, task: Compute, result: object, now_s: float) -> list[Action]:
+        if not self.tasks.end(task):
+            return []
+        flying = self.in_flight.get(task.id)
+        if flying is None:  # given up meanwhile
+            return self._settle([], now_s)
+        actions: list[Action] = []
+        if task.kind is Kind.FORWARD:
+            flying.phase, flying.sent_s, flying.deadline_s = Phase.AWAY, now_s, now_s + self.deadlines.seconds
+            actions = self.departures.begin(
+                flying.ticket, result, sinks=self._sinks, deadline_s=flying.deadline_s, now_s=now_s
+            )
+        elif task.kind is Kind.LOSS:
+            actions = self._has_loss(flying, result, now_s)
+        else:
+            actions = self._done(flying, now_s)
+        return self._settle(actions, now_s)
+
+    def compute_failed(self, task: Compute, now_s: float) -> list[Action]:
+        """Out of memory, or a gate refused the input or the output. Only this microbatch loses its gradients."""
+        if not self.tasks.end(task):
+            return []
+        return self._settle(self._lose(task.id, now_s), now_s)
+
+    def step_closed(self, progress: float, now_s: float) -> list[Action]:
+        """progress: of this head after its step, which the next microbatches carry. At 1 it has finished."""
+        assert isinstance(self.tasks.running, CloseStep)
+        self.tasks.end()
+        self.progress = progress
+        actions: list[Action] = []
+        if progress >= FINAL_MARK:
+            ticket = Ticket(MicrobatchId(self._peer_id, self._next_number), FINAL_MARK, num_tokens=0)
+            self._next_number += 1
+            actions.append(Broadcast(Mark(ticket)))
+        return self._settle(actions, now_s)
+
+    def hold_steps(self) -> None:
+        """No step closes until `release_steps`. Tasks go on, and their gradients count toward the next step."""
+        self._holds_steps = True
+
+    def release_steps(self, now_s: float) -> list[Action]:
+        """The outer step that was waited for is taken."""
+        self._holds_steps = False
+        return self._settle([], now_s)
+
+    def tick(self, now_s: float) -> list[Action]:
+        """Due every TICK_S: deadlines pass, and neighbours are asked again."""
+        actions: list[Action] = []
+        for id, flying in list(self.in_flight.items()):
+            if flying.phase is Phase.AWAY and not self.departures.has_left(id):
+                # Its time runs from its first Forward on. One that is refused again and again does not stay for ever.
+                flying.sent_s, flying.deadline_s = now_s, now_s + self.deadlines.seconds
+                self.departures.postpone(id, flying.deadline_s)
+            elif flying.deadline_s <= now_s and flying.phase in (Phase.AWAY, Phase.BEHIND):
+                self.deadlines.measured(self.deadlines.seconds)
+                actions += self._lose(id, now_s)
+        return self._settle(actions + self.departures.look_again(now_s), now_s)
+
+    def leave(self, now_s: float) -> list[Action]:
+        """Nothing is launched from now on; what is in flight is finished, and what has not left is given up."""
+        self._is_leaving = True
+        actions: list[Action] = []
+        for id in list(self.in_flight):
+            if self._is_unsent(id):
+                actions += self._lose(id, now_s)
+        return self._settle(actions, now_s)
+
+    def _is_unsent(self, id: MicrobatchId) -> bool:
+        return self.in_flight[id].phase is Phase.FORWARD or self.departures.place(id) is Place.ASKING
+
+    # frames
+
+    def _returned(self, peer: str, forward: Forward) -> list[Action]:
+        """Its room was reserved at launch, so it is refused only when it was given up, or came by another path."""
+        flying = self.in_flight.get(forward.id)
+        if flying is not None and flying.returned_by == peer:  # repeated
+            return [Send(peer, Answer(forward.id, is_taken=True))]
+        is_away = flying is not None and flying.phase is Phase.AWAY and bool(self.departures.peer(forward.id))
+        if flying is None or not is_away or forward.payload is None:
+            return [Send(peer, Answer(forward.id, is_taken=False))]
+        flying.phase, flying.returned_by, flying.received = Phase.LOSS, peer, forward.payload
+        self.tasks.add(Kind.LOSS, forward.id)
+        return [Send(peer, Answer(forward.id, is_taken=True))]
+
+    def _has_loss(self, flying: InFlight, gradient: object, now_s: float) -> list[Action]:
+        flying.received = None
+        if not flying.ticket.is_training:
+            return self._done(flying, now_s)
+        self.steps.count_loss(flying.ticket.num_tokens)
+        flying.phase = Phase.BEHIND
+        actions: list[Action] = [Send(flying.returned_by, Backward(flying.ticket.id, gradient))]
+        return actions + self._lose(flying.ticket.id, now_s) if flying.is_lost_upstream else actions
+
+    def _backward(self, peer: str, backward: Backward, now_s: float) -> list[Action]:
+        flying = self.in_flight.get(backward.id)
+        if flying is None or flying.phase is not Phase.BEHIND or self.departures.peer(backward.id) != peer:
+            return []
+        if backward.payload is None:
+            return self._lose(backward.id, now_s)
+        flying.phase, flying.received = Phase.BACKWARD, backward.payload
+        self.tasks.add(Kind.BACKWARD, backward.id)
+        return self.departures.end(backward.id)
+
+    # the end of a microbatch
+
+    def _done(self, flying: InFlight, now_s: float) -> list[Action]:
+        self.num_done += 1
+        self.window.ended_well()
+        if flying.ticket.is_training:  # an evaluation takes less, and would shorten the deadlines
+            self.deadlines.measured(now_s - flying.sent_s)
+            self.steps.count_done(flying.ticket.num_tokens)
+        return self._release(flying.ticket.id)
+
+    def _path_lost(self, id: MicrobatchId, now_s: float) -> list[Action]:
+        flying = self.in_flight.get(id)
+        if flying is None or flying.phase is not Phase.LOSS:
+            return self._lose(id, now_s)
+        flying.is_lost_upstream = True  # the loss is valid all the same, and so are the gradients of later stages
+        return []
+
+    def _lose(self, id: MicrobatchId, now_s: float) -> list[Action]:
+        flying = self.in_flight.get(id)
+        if flying is None:
+            return []
+        self.num_lost += 1
+        self.window.lost(flying.sent_s, now_s)
+        actions = self._release(id)
+        if flying.phase in (Phase.BEHIND, Phase.BACKWARD):
+            self.steps.count_done(flying.ticket.num_tokens)
+            return actions
+        if flying.phase is Phase.LOSS:
+            actions.append(Send(flying.returned_by, Lost(id)))  # the path frees its rooms
+        return [*actions, GaveUp(id, flying.microbatch)]
+
+    def _release(self, id: MicrobatchId) -> list[Action]:
+        del self.in_flight[id]
+        self.tasks.remove(id)
+        return self.departures.end(id)
+
+    def _settle(self, actions: list[Action], now_s: float) -> list[Action]:
+        """The end of each event: what became possible with it."""
+        while self.departures.lost:
+            actions += self._path_lost(self.departures.lost.pop(), now_s)
+        actions += self.departures.start(now_s)
+        may_close = self.tasks.running is None and not self._holds_steps
+        if may_close and (num_tokens := self.steps.take_step()):
+            return actions + self.tasks.close(CloseStep(num_tokens))
+        return actions + self.tasks.take(self._task)
+
+    def _task(self, kind: Kind, id: MicrobatchId) -> Compute:
+        flying = self.in_flight[id]
+        return Compute(kind, id, flying.microbatch, flying.received, flying.ticket.is_training)

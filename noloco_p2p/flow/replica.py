@@ -1,0 +1,308 @@
+"""An inner replica of the pipeline as a state machine. Pure: events and their times go in, actions come out.
+
+A microbatch holds one room from its Credit until its backward is computed here:
+
+    RESERVED -> FORWARD -> AWAY -> BACKWARD -> counted
+    room       computed   further   computed
+    promised   here       stages    here
+
+Rooms are taken in order of stages, and a backward needs none, so that full replicas never wait for each other. Until
+its backward is here, a microbatch ends early with its deadline, with the stream to either neighbour, or with Lost. Then
+this replica and those before it lose it; those behind, whose backward is through, keep their valid gradients.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from noloco_p2p.flow.actions import Action, Broadcast, CloseStep, Compute, Kind, Send
+from noloco_p2p.flow.departures import Departure, Departures, Place
+from noloco_p2p.flow.frames import (
+    Answer,
+    Backward,
+    Credit,
+    Forward,
+    Frame,
+    Lost,
+    Mark,
+    MicrobatchId,
+    Ticket,
+    Want,
+)
+from noloco_p2p.flow.limits import LONGEST_DEADLINE_S, MAX_SINKS
+from noloco_p2p.flow.routing import Routing, Rule
+from noloco_p2p.flow.seen import SeenForwards
+from noloco_p2p.flow.steps import FINAL_MARK, MedianSteps
+from noloco_p2p.flow.tasks import Tasks
+from noloco_p2p.flow.wants import Waiting, Wants
+
+
+class Phase(Enum):
+    RESERVED = auto()
+    FORWARD = auto()
+    AWAY = auto()
+    BACKWARD = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Stashed:
+    """data: the encoded input, exactly as received, from which the backward recomputes. gradient: the encoded one."""
+
+    ticket: Ticket
+    sinks: tuple[str, ...]
+    upstream: str  # "" once its stream has closed
+    deadline_s: float
+    phase: Phase = Phase.RESERVED
+    data: object = None
+    gradient: object = None
+
+
+class Replica:
+    """num_rooms: as `limits.num_rooms` gives it. `rng` draws the path. Methods are events, and return what to do."""
+
+    def __init__(
+        self,
+        *,
+        stage: int,
+        num_stages: int,
+        num_rooms: int,
+        batch_tokens: int,
+        rng: random.Random,
+        rule: Rule = "random",
+        progress: float = 0.0,
+    ) -> None:
+        assert 0 < stage < num_stages, "stage 0 is the head's"
+        self.stash: dict[MicrobatchId, Stashed] = {}
+        self.steps = MedianSteps(batch_tokens=batch_tokens, progress=progress)
+        self.wants = Wants()
+        self.seen = SeenForwards()
+        self.tasks = Tasks()
+        self.num_lost = 0  # microbatches that ended here without a backward
+        self._num_rooms = num_rooms
+        self._is_first = stage == 1
+        self._draws_sinks = stage == num_stages - 2
+        self._is_leaving = False
+        self._holds_steps = False
+        self._neighbours: frozenset[str] = frozenset()
+        self.departures = Departures(
+            routing=Routing(rng, rule), candidates=self._candidates, returns=stage == num_stages - 1
+        )
+
+    def _candidates(self, departure: Departure) -> Collection[str]:
+        return departure.sinks if self._draws_sinks else self._neighbours
+
+    @property
+    def next_task(self) -> Compute | None:
+        """What will be computed next, unless something more urgent arrives."""
+        return self.tasks.peek(self._task)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held: a replica that leaves may go."""
+        return not self.stash and self.tasks.running is None
+
+    def is_over(self, now_s: float) -> bool:
+        """No head trains any more, and the last step is closed."""
+        return self.is_idle and self.steps.is_over(now_s)
+
+    # events
+
+    def neighbours_changed(self, downstream: Collection[str], now_s: float) -> list[Action]:
+        """Whom to ask for room from now on. What others hold goes on."""
+        self._neighbours = frozenset(downstream)
+        return self._settle(self.departures.look_again(now_s), now_s)
+
+    def received(self, peer: str, frame: Frame, now_s: float) -> list[Action]:
+        """A frame of a neighbour: whole, of a size known from the spec, its ticket verified."""
+        match frame:
+            case Want():
+                actions = self._want(peer, frame, now_s)
+            case Forward():
+                actions = self._forward(peer, frame, now_s)
+            case Backward():
+                actions = self._backward(peer, frame)
+            case Credit():
+                actions = self.departures.credit(peer, frame, now_s)
+            case Answer():
+                actions = self._answered(peer, frame, now_s)
+            case Lost(id):
+                actions = self._lost(peer, id, now_s)
+            case Mark():
+                actions = self._mark(peer, frame, now_s)
+        return self._settle(actions, now_s)
+
+    def stream_closed(self, peer: str, now_s: float) -> list[Action]:
+        """A neighbour is gone, or cannot be reached. The driver reports it before frames of a new stream."""
+        self.wants.remove_peer(peer)
+        actions = self.departures.closed(peer, now_s)
+        for id, held in list(self.stash.items()):
+            if held.upstream != peer:
+                continue
+            held.upstream = ""
+            if self.departures.place(id) is not Place.TAKEN and held.phase is not Phase.BACKWARD:
+                actions += self._lose(id)  # it has not come further than here, and all before give it up
+        return self._settle(actions, now_s)
+
+    def computed(self, task: Compute, result: object, now_s: float) -> list[Action]:
+        if not self.tasks.end(task):
+            return []
+        held = self.stash.get(task.id)
+        if held is None:  # lost while its forward was computed
+            return self._settle([], now_s)
+        if task.kind is Kind.BACKWARD:
+            self.steps.count(held.ticket.num_tokens)
+            actions = self._release(task.id)
+            if held.upstream:
+                actions.append(Send(held.upstream, Backward(task.id, result)))
+            return self._settle(actions, now_s)
+        held.phase = Phase.AWAY
+        if not held.ticket.is_training:
+            held.data = None
+        actions = self.departures.begin(held.ticket, result, sinks=held.sinks, deadline_s=held.deadline_s, now_s=now_s)
+        return self._settle(actions, now_s)
+
+    def compute_failed(self, task: Compute, now_s: float) -> list[Action]:
+        """Out of memory, or a gate refused the input or the output. Only this microbatch loses its gradients."""
+        if not self.tasks.end(task):
+            return []
+        return self._settle(self._lose(task.id), now_s)
+
+    def step_closed(self, now_s: float) -> list[Action]:
+        assert isinstance(self.tasks.running, CloseStep)
+        self.tasks.end()
+        return self._settle([], now_s)
+
+    def hold_steps(self) -> None:
+        """No step closes until `release_steps`. Tasks go on, and their gradients count toward the next step."""
+        self._holds_steps = True
+
+    def release_steps(self, now_s: float) -> list[Action]:
+        """The outer step that was waited for is taken."""
+        self._holds_steps = False
+        return self._settle([], now_s)
+
+    def tick(self, now_s: float) -> list[Action]:
+        """Due every TICK_S: deadlines pass, and neighbours are asked again."""
+        self.wants.expire(now_s)
+        actions: list[Action] = []
+        for id, held in list(self.stash.items()):
+            if held.deadline_s <= now_s and held.phase is not Phase.BACKWARD:
+                actions += self._lose(id)
+        return self._settle(actions + self.departures.look_again(now_s), now_s)
+
+    def leave(self, now_s: float) -> list[Action]:
+        """No Want is accepted from now on; what is promised or held is finished."""
+        self._is_leaving = True
+        refused = self.wants.take_all()
+        return self._settle([_drop(waiting.peer, waiting.want.ticket.id) for waiting in refused], now_s)
+
+    # frames
+
+    def _want(self, peer: str, want: Want, now_s: float) -> list[Action]:
+        id = want.ticket.id
+        if want.ticket.is_training:
+            self.steps.vote(want.ticket, now_s)
+        held = self.stash.get(id)
+        if held is not None and held.upstream == peer:  # repeated
+            return [Send(peer, Credit(id, has_room=True))] if held.phase is Phase.RESERVED else []
+        if held is not None or id in self.seen or self._is_leaving:
+            return [_drop(peer, id)]
+        deadline_s = now_s + min(want.remaining_s, LONGEST_DEADLINE_S)
+        if len(want.sinks) > MAX_SINKS or not self.wants.add(Waiting(want, peer, deadline_s)):
+            return [_drop(peer, id)]
+        granted = self._grant(now_s)
+        return granted if id in self.stash else [*granted, Send(peer, Credit(id, has_room=False))]
+
+    def _grant(self, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        # Only stage 1 makes heads wait that are ahead, as their microbatches hold no room yet: behind it, they would
+        # wait in rooms that the heads need for which they wait.
+        barred = {head for head in self.wants.heads if self.steps.is_ahead(head, now_s)} if self._is_first else set()
+        while len(self.stash) < self._num_rooms and (waiting := self.wants.next(barred)):
+            want, id = waiting.want, waiting.want.ticket.id
+            self.stash[id] = Stashed(want.ticket, want.sinks, waiting.peer, waiting.deadline_s)
+            actions.append(Send(waiting.peer, Credit(id, has_room=True)))
+        return actions
+
+    def _forward(self, peer: str, forward: Forward, now_s: float) -> list[Action]:
+        id = forward.id
+        held = self.stash.get(id)
+        if held is None or held.upstream != peer:
+            return [_drop(peer, id)]
+        if held.phase is not Phase.RESERVED:  # repeated
+            return [Send(peer, Answer(id, is_taken=True))]
+        if forward.payload is None:
+            return [*self._release(id), _drop(peer, id)]
+        self.seen.add(id)
+        held.phase, held.data = Phase.FORWARD, forward.payload
+        held.deadline_s = now_s + min(forward.remaining_s, LONGEST_DEADLINE_S)
+        self.tasks.add(Kind.FORWARD, id)
+        return [Send(peer, Answer(id, is_taken=True))]
+
+    def _backward(self, peer: str, backward: Backward) -> list[Action]:
+        held = self.stash.get(backward.id)
+        # Asked of the departure, which ends here: a Backward that is repeated, or comes from elsewhere, does nothing.
+        if held is None or self.departures.peer(backward.id) != peer or not held.ticket.is_training:
+            return []
+        if backward.payload is None:
+            return self._lose(backward.id)
+        held.phase, held.gradient = Phase.BACKWARD, backward.payload
+        self.tasks.add(Kind.BACKWARD, backward.id)
+        return self.departures.end(backward.id)
+
+    def _answered(self, peer: str, answer: Answer, now_s: float) -> list[Action]:
+        actions = self.departures.answered(peer, answer, now_s)
+        held = self.stash.get(answer.id)
+        is_taken = held is not None and self.departures.place(answer.id) is Place.TAKEN
+        if held is not None and is_taken and not held.ticket.is_training:
+            actions += self._release(answer.id)  # an evaluation has no backward
+        return actions
+
+    def _lost(self, peer: str, id: MicrobatchId, now_s: float) -> list[Action]:
+        self.wants.remove(id, peer)
+        held = self.stash.get(id)
+        if held is not None and held.upstream == peer and held.phase is Phase.RESERVED:
+            return self._release(id)
+        return self.departures.lost_there(peer, id, now_s)
+
+    def _mark(self, peer: str, mark: Mark, now_s: float) -> list[Action]:
+        is_news = mark.ticket.mark >= FINAL_MARK and self.steps.vote(mark.ticket, now_s)
+        return [Broadcast(mark, but=peer)] if is_news else []
+
+    # the end of a microbatch
+
+    def _release(self, id: MicrobatchId) -> list[Action]:
+        del self.stash[id]
+        self.tasks.remove(id)
+        return self.departures.end(id)
+
+    def _lose(self, id: MicrobatchId) -> list[Action]:
+        held = self.stash.get(id)
+        if held is None:
+            return []
+        self.num_lost += 1
+        upstream: list[Action] = [Send(held.upstream, Lost(id))] if held.upstream else []
+        return [*self._release(id), *upstream]
+
+    def _settle(self, actions: list[Action], now_s: float) -> list[Action]:
+        """The end of each event: what became possible with it."""
+        while self.departures.lost:
+            actions += self._lose(self.departures.lost.pop())
+        actions += self.departures.start(now_s)
+        actions += self._grant(now_s)
+        may_close = self.tasks.running is None and not self._holds_steps
+        if may_close and (num_tokens := self.steps.take_step(now_s)):
+            self.wants.new_step()
+            return actions + self.tasks.close(CloseStep(num_tokens, self.steps.progress))
+        return actions + self.tasks.take(self._task)
+
+    def _task(self, kind: Kind, id: MicrobatchId) -> Compute:
+        held = self.stash[id]
+        return Compute(kind, id, held.data, held.gradient, held.ticket.is_training)
+
+
+def _drop(peer: str, id: MicrobatchId) -> Send:
+    return Send(peer, Answer(id, is_taken=False))

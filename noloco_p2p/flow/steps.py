@@ -1,0 +1,117 @@
+"""When an inner step closes: at an inner replica by the median mark of the heads, at a head by its own batch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from noloco_p2p.flow.frames import Ticket
+from noloco_p2p.flow.limits import LARGEST_STEP_BATCHES, MAX_HEADS, SMALLEST_STEP_BATCHES, VOTE_S
+
+FINAL_MARK = 1.0  # of a head that has finished
+
+
+@dataclass(frozen=True, slots=True)
+class _Vote:
+    number: int
+    mark: float
+    heard_s: float
+
+    def counts(self, now_s: float) -> bool:
+        return self.mark >= FINAL_MARK or now_s - self.heard_s <= VOTE_S
+
+
+class MedianSteps:
+    """Progress of an inner replica: the lower median over the last marks of live heads, each with one vote.
+
+    Each rise of the median closes at most one step, so a stage with few replicas takes larger steps, not more. The
+    median falls where slow heads are heard again; progress does not, and the steps follow the median from there.
+    """
+
+    def __init__(self, *, batch_tokens: int, progress: float = 0.0) -> None:
+        self.progress = progress
+        self.num_tokens = 0  # counted since the last step
+        self._batch_tokens = batch_tokens
+        self._last_median = progress
+        self._votes: OrderedDict[str, _Vote] = OrderedDict()  # the last heard at the end
+
+    def vote(self, ticket: Ticket, now_s: float) -> bool:
+        """True = the ticket is newer than what was known of its head."""
+        before = self._votes.get(ticket.id.head)
+        if before is not None and ticket.id.number <= before.number:
+            return False  # overtaken, or repeated by somebody who wants a dead head to have a vote
+        self._votes[ticket.id.head] = _Vote(ticket.id.number, ticket.mark, now_s)
+        self._votes.move_to_end(ticket.id.head)
+        if len(self._votes) > MAX_HEADS:
+            self._votes.popitem(last=False)
+        return True
+
+    def count(self, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+
+    def median(self, now_s: float) -> float | None:
+        marks = sorted(vote.mark for vote in self._votes.values() if vote.counts(now_s))
+        return marks[(len(marks) - 1) // 2] if marks else None
+
+    def take_step(self, now_s: float) -> int:
+        """Tokens of the step that closes now; 0 = none does. A rise on less than half a batch closes none."""
+        before, median = self._last_median, self.median(now_s)
+        if median is None:
+            return 0
+        self._last_median, self.progress = median, max(median, self.progress)
+        if median <= before:
+            return 0
+        is_large = self.num_tokens >= SMALLEST_STEP_BATCHES * self._batch_tokens
+        if not is_large and median < FINAL_MARK:
+            return 0
+        num_tokens, self.num_tokens = self.num_tokens, 0
+        return num_tokens
+
+    def is_ahead(self, head: str, now_s: float) -> bool:
+        """At four batches, heads ahead of the median wait. The others go on, as only they can move the median.
+
+        To refuse all heads would deadlock a stage with less than a quarter as many replicas as there are heads.
+        """
+        if self.num_tokens < LARGEST_STEP_BATCHES * self._batch_tokens or head not in self._votes:
+            return False
+        median = self.median(now_s)
+        return median is not None and self._votes[head].mark > median
+
+    def is_over(self, now_s: float) -> bool:
+        """This replica has finished, and so have all heads that live."""
+        votes = [vote for vote in self._votes.values() if vote.counts(now_s)]
+        return self.progress >= FINAL_MARK and all(vote.mark >= FINAL_MARK for vote in votes)
+
+    def __len__(self) -> int:
+        return len(self._votes)
+
+
+class BatchSteps:
+    """A head closes a step when a batch of its own is done, and divides by the tokens in its losses.
+
+    With one microbatch in flight the two are the same. With more, the tail is ahead of the front by those in flight,
+    at both ends of the step alike. The backward of the front that was lost counts as zero.
+    """
+
+    def __init__(self, *, batch_tokens: int) -> None:
+        self.loss_tokens = 0
+        self.done_tokens = 0
+        self._batch_tokens = batch_tokens
+
+    def count_loss(self, num_tokens: int) -> None:
+        self.loss_tokens += num_tokens
+
+    def count_done(self, num_tokens: int) -> None:
+        """The backward of a microbatch with a loss is through the front, or lost."""
+        self.done_tokens += num_tokens
+
+    @property
+    def is_due(self) -> bool:
+        return self.done_tokens >= self._batch_tokens
+
+    def take_step(self) -> int:
+        """Tokens of the step that closes now; 0 = none does."""
+        if not self.is_due:
+            return 0
+        num_tokens, self.loss_tokens, self.done_tokens = self.loss_tokens, 0, 0
+        return num_tokens

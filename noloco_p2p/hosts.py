@@ -1,0 +1,57 @@
+"""Hosts of other machines: which network one is of, and whether machines elsewhere can dial it."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+LOCAL_DOMAINS = frozenset({"arpa", "home", "internal", "lan", "local", "localdomain", "localhost", "test"})
+
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?")
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def ip_of(host: str) -> Address:
+    """An IP address as text, in brackets or not; IPv4 inside of IPv6 is IPv4. Raises ValueError for anything else."""
+    address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def network_of(host: str) -> str:
+    """192.0.2.7 -> 192.0.2.0/24, 2001:db8::1 -> 2001:db8::/48. Raises ValueError for what is no IP address."""
+    address = ip_of(host)
+    return str(ipaddress.ip_network((address, 24 if address.version == 4 else 48), strict=False))
+
+
+def is_wildcard(host: str) -> bool:
+    """0.0.0.0 or ::, that is, every address of this machine."""
+    try:
+        return ip_of(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def is_public(host: str) -> bool:
+    """Whether machines of other networks may be able to dial it: a public IP address, or a name that is not local."""
+    try:
+        address = ip_of(host)
+    except ValueError:
+        labels = host.rstrip(".").lower().split(".")
+        return len(labels) > 1 and labels[-1] not in LOCAL_DOMAINS
+    return address.is_global and not address.is_multicast
+
+
+def is_host(text: str) -> bool:
+    """Whether an IP address to which connections can be made, an IPv6 one in brackets or not, or a name of letters,
+    digits, dots and hyphens. 127.1 and 0x7f000001 are neither, whatever a resolver makes of them."""
+    try:
+        address = ip_of(text)
+    except ValueError:
+        last = text.rstrip(".").rpartition(".")[2]
+        return bool(_NAME.fullmatch(text)) and not last[:1].isdecimal()
+    return not (address.is_multicast or address.is_unspecified)
+
+
+def is_port(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 5 and 0 < int(text) < 65_536

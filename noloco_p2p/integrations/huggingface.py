@@ -1,0 +1,157 @@
+"""NoLoCo in the `Trainer` of transformers.
+
+Trainer(model, arguments, train_dataset=data, callbacks=[NoLoCoCallback(peer)]).train()
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+from torch import nn
+from torch.optim import Optimizer
+
+try:
+    from accelerate.optimizer import AcceleratedOptimizer
+except ImportError:
+    raise ImportError("the Trainer of transformers needs accelerate: pip install 'accelerate>=1.10'") from None
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+from transformers.training_args import ParallelMode
+
+from noloco_p2p.errors import CheckpointError, SettingsError
+from noloco_p2p.integrations.session import Host, Session, logged_values, no_outer_state, refuse
+from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.outer.flat import content_digest
+from noloco_p2p.outer.noloco import NoLoCo
+from noloco_p2p.outer.saved_state import STATE_FILE
+
+log = logging.getLogger(__name__)
+
+FOLDER = "noloco"  # in the folder of a checkpoint of the Trainer
+
+
+class NoLoCoCallback(TrainerCallback):
+    """Counts the optimizer steps of the Trainer as inner steps, and takes the outer step in place on its model.
+
+    peer: a running `Peer`.
+    options: of `NoLoCo`, such as `save_every_rounds` and `on_round`.
+
+    Each checkpoint of the Trainer gets the outer state, in its subfolder `noloco`. With `resume_from_checkpoint`, of a
+    checkpoint in `output_dir`, the run goes on from there. Without it, NoLoCo goes on from the newest checkpoint in the
+    folder of the peer (weights, moments and place in the run), while schedule, data and step count of the Trainer begin
+    anew; `resume=False` enters the run as a new peer.
+
+    `noloco leave` ends the training after the current step, with a checkpoint of the Trainer unless it saves none.
+    Raises SettingsError for DeepSpeed, FSDP, DDP and DataParallel, ModelError for a model on several devices.
+    """
+
+    def __init__(self, peer: Host, **options: Any) -> None:
+        self.peer = peer
+        self._options = options
+        self._session: Session | None = None
+
+    @property
+    def outer(self) -> NoLoCo:
+        """The NoLoCo of the current training, or of the last one."""
+        return self._begun.outer
+
+    @property
+    def _begun(self) -> Session:
+        if self._session is None:
+            raise SettingsError("the Trainer has not begun to train, so there is no NoLoCo yet")
+        return self._session
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        check_whole(args, state)
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        if isinstance(optimizer, AcceleratedOptimizer):  # a torch optimizer by name alone: it has no hooks
+            optimizer = optimizer.optimizer
+        if not isinstance(optimizer, Optimizer):
+            raise SettingsError(f"NoLoCo counts the steps of a torch optimizer; {type(optimizer).__name__} is none")
+        saved = None
+        if state.global_step and "resume" not in self._options:
+            saved = load_outer_state(checkpoint_folder(args, state), model)
+        self._session = Session(model, [optimizer], self.peer, self._options, saved=saved)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._begun.pause_if_asked()
+        if self.peer.leave_requested.is_set():
+            control.should_training_stop = True
+            control.should_save = args.save_strategy != SaveStrategy.NO
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """The history of the Trainer and the callbacks after this one get the values of NoLoCo, too."""
+        logs, metrics = kwargs["logs"], self.peer.metrics
+        metrics.loss = logs.get("loss", metrics.loss)
+        metrics.validation_loss = logs.get("eval_loss", metrics.validation_loss)
+        if "loss" in logs:
+            logs.update(logged_values(metrics))
+            state.log_history[-1].update(logged_values(metrics))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        try:
+            save_outer_state(checkpoint_folder(args, state), self.outer, kwargs["model"])
+        except CheckpointError as error:  # training must not end for a full disk
+            log.error("%s", error)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if args.load_best_model_at_end:  # the model has the weights of another step, which are not to be served
+            self.outer.detach()
+        else:
+            self._begun.end()
+
+
+def check_whole(args: TrainingArguments, state: TrainerState) -> None:
+    """Raises SettingsError for a Trainer that NoLoCo cannot follow."""
+    if args.n_gpu > 1:
+        raise refuse("Trainer", f"DataParallel on {args.n_gpu} GPUs")
+    if args.parallel_mode is not ParallelMode.NOT_PARALLEL:
+        raise refuse("Trainer", f"the parallel mode {args.parallel_mode.value}, of torchrun or `accelerate launch`")
+    if "lomo" in args.optim:
+        raise SettingsError(f"--optim {args.optim} takes no optimizer steps that NoLoCo could count")
+    if state.is_hyper_param_search:
+        raise SettingsError("a peer trains one model of one run: search for hyperparameters without NoLoCo")
+
+
+def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """Where the Trainer has its checkpoint of this step; it does not tell from where it has resumed."""
+    return Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
+def save_outer_state(folder: Path, outer: NoLoCo, model: nn.Module) -> None:
+    """Add the outer state to a checkpoint of the Trainer, whole or not at all. Raises CheckpointError."""
+    state = outer.state_dict()
+    place = state.pop("place")
+    meta = {"place": place, "weights": weights_digest(model)}
+    Checkpoints(folder / FOLDER, keep=1).save(place["round"], files={STATE_FILE: state}, meta=meta)
+
+
+def load_outer_state(folder: Path, model: nn.Module) -> dict[str, Any]:
+    """The inverse of `save_outer_state`.
+
+    Raises CheckpointError when there is none, or when it was saved beside other weights than those of `model`: the
+    Trainer has then resumed from a checkpoint of the same step in another folder.
+    """
+    saved: Checkpoint | None = Checkpoints(folder / FOLDER, keep=1).newest()
+    if saved is None:
+        raise no_outer_state(str(folder))
+    if saved.meta["weights"] != weights_digest(model):
+        raise CheckpointError(
+            f"the Trainer did not resume from {folder}, as its weights are others: NoLoCo finds its state in "
+            "output_dir alone, so move the checkpoint there"
+        )
+    return {**saved.load(STATE_FILE), "place": saved.meta["place"]}
+
+
+def weights_digest(model: nn.Module) -> str:
+    hasher = blake3()
+    for param in model.parameters():
+        hasher.update(content_digest(param).encode())
+    return hasher.hexdigest()

@@ -1,0 +1,112 @@
+"""NoLoCo in the `Trainer` of Lightning, the package `lightning`.
+
+Trainer(devices=1, callbacks=[NoLoCoCallback(peer)]).fit(module, data)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError:
+    raise ImportError("this callback needs Lightning: pip install 'lightning>=2.5'") from None
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.integrations.session import Host, Session, logged_values, no_outer_state, refuse
+from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.outer.noloco import NoLoCo, RoundResult
+
+
+class NoLoCoCallback(Callback):
+    """Counts the optimizer steps of the Trainer as inner steps, and takes the outer step in place on its module.
+
+    peer: a running `Peer`.
+    options: of `NoLoCo`, such as `save_every_rounds` and `on_round`.
+
+    Of several optimizers, a step of the last one in `configure_optimizers` is an inner step. Checkpoints of Lightning
+    hold the outer state, and `fit(ckpt_path=...)` goes on from it. Without `ckpt_path`, NoLoCo goes on from the newest
+    checkpoint in the folder of the peer (weights, moments and place in the run), while epochs, schedule and step count
+    of the Trainer begin anew; `resume=False` enters the run as a new peer.
+
+    `noloco leave` ends the training after the current batch, whatever `min_steps` and `min_epochs` ask for.
+    Raises SettingsError for a strategy of several devices, ModelError for a model on several devices.
+    """
+
+    def __init__(self, peer: Host, **options: Any) -> None:
+        self.peer = peer
+        self._options = options
+        self._session: Session | None = None
+        self._saved: dict[str, Any] | None = None  # what Lightning has loaded, until training begins
+        self._losses: list[Tensor] = []
+        self._num_steps = 0  # when this callback looked last
+
+    @property
+    def outer(self) -> NoLoCo:
+        """The NoLoCo of the current training, or of the last one."""
+        return self._begun.outer
+
+    @property
+    def _begun(self) -> Session:
+        if self._session is None:
+            raise SettingsError("the Trainer has not begun to train, so there is no NoLoCo yet")
+        return self._session
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and not isinstance(trainer.strategy, SingleDeviceStrategy):
+            raise refuse("Trainer", type(trainer.strategy).__name__)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step and self._saved is None and self._session is None and "resume" not in self._options:
+            raise no_outer_state(f"the checkpoint {trainer.ckpt_path}")
+        optimizers = [one.optimizer if isinstance(one, LightningOptimizer) else one for one in trainer.optimizers]
+        options = dict(self._options)
+        if not pl_module.automatic_optimization:
+            # `toggle_optimizer` freezes parameters around a step. They stay trainable ones for NoLoCo.
+            options.setdefault("parameters", FlatParameters(pl_module))
+
+        def told(result: RoundResult) -> None:
+            self._round_ended(trainer)
+
+        self._session = Session(pl_module, optimizers, self.peer, options, saved=self._saved, told=told)
+        self._saved, self._losses, self._num_steps = None, [], self.outer.num_steps
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            self._losses.append(loss.detach() * trainer.accumulate_grad_batches)  # Lightning has divided it
+        if self.outer.num_steps > self._num_steps:  # not between batches whose gradients are accumulated
+            self._begun.pause_if_asked()
+        self._num_steps = self.outer.num_steps
+        if self.peer.leave_requested.is_set():
+            trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = 0, None
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begun.end()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._session:
+            self.outer.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.outer.state_dict() if self._session else self._saved or {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict
+
+    def _round_ended(self, trainer: Trainer) -> None:
+        """Within the step of the optimizer, so the loss of the current batch belongs to the next round."""
+        if self._losses:
+            self.peer.metrics.loss = float(torch.stack(self._losses).mean())  # waits for the GPU, once a round
+            self._losses.clear()
+        for logger in trainer.loggers:
+            logger.log_metrics(logged_values(self.peer.metrics), step=trainer.global_step)

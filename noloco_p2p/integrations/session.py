@@ -1,0 +1,129 @@
+"""What the callbacks of all trainers have in common: NoLoCo for one training, from its first step to its last."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
+from noloco_p2p.outer.noloco import NoLoCo, RoundResult, Swarm
+from noloco_p2p.telemetry import console
+from noloco_p2p.telemetry.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+
+class Host(Swarm, Protocol):
+    """What a callback needs of a peer; `noloco_p2p.Peer` is one."""
+
+    leave_requested: threading.Event
+    pause_requested: threading.Event
+
+    def wait_while_paused(self) -> None: ...
+
+
+class Session:
+    """One training. It logs a line for each round and passes the round on to `told` and to the user's `on_round`.
+
+    options: of `NoLoCo`, as the user gave them. They win over `saved`.
+    saved: the outer state in the checkpoint that the trainer resumes from, or None.
+    Raises ModelError when the model does not lie on one device, and what `NoLoCo` raises.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        peer: Host,
+        options: Mapping[str, Any],
+        *,
+        saved: Mapping[str, Any] | None,
+        told: Callable[[RoundResult], None] = lambda result: None,
+    ) -> None:
+        check_one_device(model)
+        self._peer = peer
+        self._told = told
+        self._on_round: Callable[[RoundResult], None] = options.get("on_round", lambda result: None)
+        resume = {} if saved is None else {"resume": saved}
+        self.outer = NoLoCo(model, optimizers, peer, **{**resume, **options, "on_round": self._round_ended})
+        if self.outer.resumed:
+            log.warning(
+                "NoLoCo resumed this peer's own checkpoint of %d steps; the trainer's schedule, data and step count "
+                "begin anew: resume from a checkpoint of the trainer to continue them as well",
+                self.outer.num_steps,
+            )
+
+    def pause_if_asked(self) -> None:
+        """Between two steps: wait until this peer is resumed or asked to leave. A checkpoint is written before."""
+        if not self._peer.pause_requested.is_set():
+            return
+        self._withdraw()
+        self._save()
+        log.info("paused; `noloco resume` continues, `noloco leave` ends it")
+        self._peer.wait_while_paused()
+        log.info("asked to leave" if self._peer.leave_requested.is_set() else "resumed")
+
+    def end(self) -> None:
+        """After the last step: no partner waits for this peer, and newcomers and a restart get the state of now."""
+        self._withdraw()
+        self._save()
+        self.outer.detach()
+
+    def _withdraw(self) -> None:
+        result = self.outer.withdraw()
+        if result:
+            self._round_ended(result)
+
+    def _save(self) -> None:
+        try:
+            self.outer.save()
+        except CheckpointError as error:  # training must not end for a full disk
+            log.error("%s", error)
+
+    def _round_ended(self, result: RoundResult) -> None:
+        self._told(result)
+        metrics = self._peer.metrics
+        apart = "" if metrics.spread is None else f" | {100 * metrics.spread:.2g} % apart"
+        log.info("round %d | %s | loss %s%s", result.round, metrics.last_outcome, console.loss(metrics.loss), apart)
+        self._on_round(result)
+
+
+def logged_values(metrics: Metrics) -> dict[str, float]:
+    """What a trainer's own logs get of NoLoCo."""
+    values = {
+        "noloco/round": metrics.round,
+        "noloco/progress": metrics.progress,
+        "noloco/swaps": metrics.swaps,
+        "noloco/alone": metrics.alone,
+    }
+    return values if metrics.spread is None else {**values, "noloco/spread": metrics.spread}
+
+
+def check_one_device(model: nn.Module) -> None:
+    devices = sorted({str(param.device) for param in model.parameters()})
+    if len(devices) > 1:
+        raise ModelError(
+            f"the parameters of the model lie on {' and '.join(devices)}, and NoLoCo needs all of them on one device: "
+            "load the model without a device_map and without offloading"
+        )
+
+
+def refuse(trainer: str, what: str) -> SettingsError:
+    """The error for a trainer that spreads a model over several devices."""
+    return SettingsError(
+        f"NoLoCo needs the whole model in one process on one device, and this {trainer} uses {what}: start one process "
+        "for each GPU, with CUDA_VISIBLE_DEVICES and a peer of its own"
+    )
+
+
+def no_outer_state(where: str) -> CheckpointError:
+    """The error for a checkpoint of a trainer that NoLoCo took no part in."""
+    return CheckpointError(
+        f"{where} has no state of NoLoCo, so the place in the run is unknown: resume from a checkpoint that was "
+        "written with NoLoCoCallback, or give NoLoCoCallback(peer, resume=False) to enter the run with these weights"
+    )

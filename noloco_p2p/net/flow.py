@@ -1,0 +1,313 @@
+"""The streams of a peer to its neighbours in a pipeline: one for each pair, dialled by either side, kept open.
+
+When both dial at once, the call of the higher peer id stands, and the other is refused CROSSED. A later call of the
+same peer takes the place of its stream: it has noticed first that the old one is lost. Lives on the network thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from noloco_p2p.errors import CorruptPayload, DirectoryError, PeerError, Refused, TimedOut, Unreachable
+from noloco_p2p.flow.frames import Frame
+from noloco_p2p.gossip.frames import Hello, Refuse, RefuseCode
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.identity import short_id
+from noloco_p2p.net import convert, flow_wire
+from noloco_p2p.net.caller import CallerWire, connect
+from noloco_p2p.net.connection import Dialer, nobody_is_banned
+from noloco_p2p.net.door import refuse_to_wire
+from noloco_p2p.net.flow_link import MAX_QUEUED, STUCK_S, FlowLink, PayloadSizes
+from noloco_p2p.net.flow_wire import FlowHello
+from noloco_p2p.net.server import ServerWire
+from noloco_p2p.net.throttle import UNLIMITED, Limits
+
+log = logging.getLogger(__name__)
+
+FLOW_METHOD = "/noloco_p2p.wire.v1.Peer/Flow"
+OPEN_S = 10.0  # to find, to connect and to be answered, and again for the call that crossed this one
+FIRST_WORDS_S = 5.0  # from a call to its FlowHello
+MAX_DIALLED = 32  # streams; the one that was unused for longest makes place for another
+MAX_ACCEPTED = 32
+
+
+class Neighbourhood(Protocol):
+    """What a driver does with its neighbours. All is called on the event loop."""
+
+    def opened(self, peer: str, stage: int) -> None: ...
+
+    def closed(self, peer: str) -> None:
+        """The stream has ended, or could not be opened. Called before a new one opens."""
+        ...
+
+    async def checked(self, peer: str, frame: Frame) -> Frame:
+        """The frame as it may be used. Raises CorruptPayload for what no honest peer sends."""
+        ...
+
+    def received(self, peer: str, frame: Frame) -> None: ...
+
+
+class Find(Protocol):
+    """As `gossip.seams.Directory.find`."""
+
+    async def __call__(self, peer_id: str, *, timeout_s: float) -> Candidate | None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Dial:
+    task: asyncio.Task[None]
+    frames: list[tuple[Frame, float]] = field(default_factory=list)  # that wait for the stream, since when
+
+
+class FlowLinks:
+    """hello: of this peer; its layout is left out. neighbourhood: set before the first stream opens.
+
+    strike: called with a peer and what it did that no honest peer does.
+    """
+
+    neighbourhood: Neighbourhood
+
+    def __init__(
+        self,
+        hello: Callable[[], Hello],
+        *,
+        stage: int,
+        num_stages: int,
+        sizes: PayloadSizes,
+        dialer: Dialer,
+        find: Find,
+        limits: Limits = UNLIMITED,
+        why_banned: Callable[[str], str] = nobody_is_banned,
+        strike: Callable[[str, str], None],
+        stuck_s: float = STUCK_S,
+    ) -> None:
+        self._hello = hello
+        self._stage, self._num_stages = stage, num_stages
+        self._sizes = sizes
+        self._dialer = dialer
+        self._find = find
+        self._limits = limits
+        self._why_banned = why_banned
+        self._strike = strike
+        self._stuck_s = stuck_s
+        self._links: dict[str, FlowLink] = {}
+        self._dials: dict[str, Dial] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_leaving = False
+
+    @property
+    def stages(self) -> dict[str, int]:
+        """Of the peers with an open stream."""
+        return {peer: link.stage for peer, link in self._links.items()}
+
+    def send(self, to: str, frame: Frame, *, since_s: float | None = None) -> None:
+        """Over the stream to that peer, which is opened on demand. Never waits, never raises.
+
+        since_s: when the frame was ready, on the clock of the loop; None = now. Its remaining time shrinks from there.
+        """
+        since_s = asyncio.get_running_loop().time() if since_s is None else since_s
+        if link := self._links.get(to):
+            link.send(frame, since_s)
+            return
+        self.open(to)
+        dial = self._dials.get(to)
+        if dial and len(dial.frames) < MAX_QUEUED:
+            dial.frames.append((frame, since_s))
+
+    def broadcast(self, frame: Frame, *, but: str = "") -> None:
+        """Over all open streams but one."""
+        for peer in [peer for peer in self._links if peer != but]:
+            self.send(peer, frame)
+
+    def open(self, peer: str) -> None:
+        """Open a stream, if there is none. The driver is told how that ended."""
+        if peer not in self._links and peer not in self._dials and not self._is_leaving:
+            self._dials[peer] = Dial(self._own(self._dial(peer)))
+
+    def drop(self, peer: str, fault: PeerError) -> None:
+        """End the stream to a peer, if there is one."""
+        if link := self._links.get(peer):
+            self._drop(link, fault)
+
+    def look(self) -> None:
+        """Due every second or so: ends the streams of peers that were banned since."""
+        for link in list(self._links.values()):
+            if why := self._why_banned(link.peer):
+                self._drop(link, Refused(f"it is {why}", peer=link.peer, code=RefuseCode.BANNED.name))
+
+    async def stop(self) -> None:
+        """End all streams without a word; none is opened or taken from now on."""
+        self._is_leaving = True
+        for link in self._links.values():
+            link.stop(Unreachable("this peer leaves", peer=link.peer))
+        self._links.clear()
+        running = [task for task in self._tasks if task not in {dial.task for dial in self._dials.values()}]
+        for dial in self._dials.values():
+            dial.task.cancel()
+        await asyncio.gather(*running, *(dial.task for dial in self._dials.values()), return_exceptions=True)
+
+    # a call of this peer
+
+    async def _dial(self, peer: str) -> None:
+        try:
+            wire, stage = await self._called(peer)
+        except (PeerError, DirectoryError) as error:
+            log.debug("no stream to ..%s: %s", short_id(peer), error)
+            del self._dials[peer]
+            self.neighbourhood.closed(peer)
+            return
+        self._make_place()
+        self._add(self._link(peer, stage, wire, is_dialled=True))
+
+    async def _called(self, peer: str) -> tuple[CallerWire, int]:
+        """Raises PeerError and DirectoryError. Ends by cancellation when the other side has called meanwhile."""
+        try:
+            async with asyncio.timeout(OPEN_S):
+                return await self._call(peer)
+        except TimeoutError:
+            raise TimedOut(f"no stream within {OPEN_S:g} s", peer=peer) from None
+        except Refused as error:
+            if error.code != RefuseCode.CROSSED.name:
+                raise
+        await asyncio.sleep(OPEN_S)
+        raise Unreachable("its own call, which crossed this one, did not come", peer=peer)
+
+    async def _call(self, peer: str) -> tuple[CallerWire, int]:
+        candidate = await self._find(peer, timeout_s=OPEN_S)
+        if candidate is None or not candidate.can_be_called:
+            raise Unreachable("nobody knows where to call it", peer=peer)
+        wire = await connect(self._dialer, candidate, FLOW_METHOD, timeout_s=OPEN_S, limits=self._limits)
+        try:
+            await wire.write(self._own_hello())
+            answer = flow_wire.decode(await wire.read() or b"")
+            if isinstance(answer, Refuse):
+                raise Refused(answer.sentence, peer=peer, code=answer.code.name, retry_after_s=answer.retry_after_s)
+            return wire, self._stage_in(answer)
+        except BaseException:
+            await wire.close()
+            raise
+
+    # a call of another peer
+
+    async def serve(self, wire: ServerWire, caller: str, admit: Callable[[Hello], None]) -> None:
+        """Until the stream has ended. caller: proven, or "". admit: raises PeerError for who may not come in."""
+        try:
+            async with asyncio.timeout(FIRST_WORDS_S):
+                first = flow_wire.decode(await wire.read() or b"")
+            stage = self._stage_in(first)
+            assert isinstance(first, FlowHello)
+            admit(replace(first.hello, layout=""))
+            peer = caller or first.hello.peer_id
+            self._check_place(peer)
+        except (PeerError, TimeoutError) as error:
+            fault = error if isinstance(error, PeerError) else TimedOut("no FlowHello came")
+            refuse = convert.refuse_from_wire(refuse_to_wire(fault))
+            with contextlib.suppress(PeerError, TimeoutError):  # it did not wait for the answer
+                async with asyncio.timeout(FIRST_WORDS_S):
+                    await wire.write(flow_wire.encode(refuse))
+            return
+        link = self._link(peer, stage, wire, first_words=self._own_hello())
+        self._add(link)
+        try:
+            await wire.closed()
+        finally:
+            if not wire.is_closed:  # gRPC cancels the handler when the caller is gone
+                self._drop(link, Unreachable("the connection was lost", peer=peer))
+
+    def _check_place(self, peer: str) -> None:
+        """Raises Refused when the call of this peer stands, or there are too many others, or it leaves."""
+        if self._is_leaving:
+            raise Refused("this peer leaves", peer=peer, code=RefuseCode.NOT_TRAINING.name)
+        is_ours_first = self._hello().peer_id > peer
+        now_s, link = asyncio.get_running_loop().time(), self._links.get(peer)
+        has_just_called = link is not None and link.is_dialled and now_s - link.opened_s < OPEN_S
+        if is_ours_first and (peer in self._dials or has_just_called):
+            raise Refused("my own call to you stands", peer=peer, code=RefuseCode.CROSSED.name)
+        num_others = sum(not other.is_dialled for other in self._links.values() if other is not link)
+        if num_others >= MAX_ACCEPTED:
+            sentence = f"{MAX_ACCEPTED} neighbours have a stream here"
+            raise Refused(sentence, peer=peer, code=RefuseCode.BUSY.name, retry_after_s=60.0)
+
+    # all streams
+
+    def _own_hello(self) -> bytes:
+        return flow_wire.encode(FlowHello(replace(self._hello(), layout=""), self._stage))
+
+    def _stage_in(self, frame: object) -> int:
+        """Raises PeerError unless it is the FlowHello of a neighbour."""
+        if not isinstance(frame, FlowHello):
+            raise CorruptPayload("a stream of a pipeline begins with a FlowHello")
+        distance = abs(frame.stage - self._stage)
+        if frame.stage >= self._num_stages or distance not in (1, self._num_stages - 1):
+            sentence = f"stage {self._stage} here and stage {frame.stage} there are no neighbours"
+            raise Refused(sentence, peer=frame.hello.peer_id, code=RefuseCode.OTHER_MODEL.name)
+        return frame.stage
+
+    def _link(
+        self,
+        peer: str,
+        stage: int,
+        wire: CallerWire | ServerWire,
+        *,
+        first_words: bytes = b"",
+        is_dialled: bool = False,
+    ) -> FlowLink:
+        return FlowLink(
+            peer,
+            stage,
+            wire,
+            sizes=self._sizes,
+            checked=self.neighbourhood.checked,
+            received=self.neighbourhood.received,
+            first_words=first_words,
+            is_dialled=is_dialled,
+            stuck_s=self._stuck_s,
+        )
+
+    def _make_place(self) -> None:
+        dialled = [link for link in self._links.values() if link.is_dialled]
+        if len(dialled) >= MAX_DIALLED:
+            unused = min(dialled, key=lambda link: link.used_s)
+            self._drop(unused, Unreachable("another stream takes its place", peer=unused.peer))
+
+    def _add(self, link: FlowLink) -> None:
+        if before := self._links.get(link.peer):
+            self._drop(before, Unreachable("a new stream takes its place", peer=link.peer))
+        dial = self._dials.pop(link.peer, None)
+        self._links[link.peer] = link
+        self._own(self._carry(link))
+        if dial:
+            for frame, since_s in dial.frames:
+                link.send(frame, since_s)
+            if not link.is_dialled:
+                dial.task.cancel()
+        self.neighbourhood.opened(link.peer, link.stage)
+
+    async def _carry(self, link: FlowLink) -> None:
+        fault = await link.run()
+        if isinstance(fault, CorruptPayload):
+            self._strike(link.peer, str(fault))
+        self._drop(link, fault)
+
+    def _drop(self, link: FlowLink, fault: PeerError) -> None:
+        link.stop(fault)
+        if self._links.get(link.peer) is link:
+            log.debug("the stream to ..%s has ended: %s", short_id(link.peer), fault)
+            del self._links[link.peer]
+            self.neighbourhood.closed(link.peer)
+
+    def _own(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("a stream of the pipeline ended in an unexpected error", exc_info=error)

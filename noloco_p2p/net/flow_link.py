@@ -1,0 +1,251 @@
+"""One stream between two neighbours in a pipeline.
+
+Out: what is urgent goes first, that is, frames without payload, then backwards, then forwards; a more urgent frame goes
+between two pieces of a less urgent one. In: at most one payload of each direction is held, of a size known from the
+spec, and nothing more is read while it is checked or while answers wait to be taken. So a flood slows down its sender.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
+from noloco_p2p.flow.frames import Backward, Forward, Frame, Want
+from noloco_p2p.gossip.frames import Refuse, chunk_digest
+from noloco_p2p.net import flow_wire
+from noloco_p2p.net.flow_wire import PIECE_BYTES, BackwardAnnounced, FlowHello, ForwardAnnounced, Piece, WireFrame
+from noloco_p2p.net.lanes import Wire
+
+STUCK_S = 30.0  # for a message to be taken, or for the next one while a payload is incomplete: 1 MiB at 0.3 Mbit/s
+MAX_QUEUED = 1024  # frames without payload: a neighbour that takes none of so many is stuck
+PAUSE_QUEUED = 256  # from here on nothing is read, as what is read is answered
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadSizes:
+    """Of a microbatch in the codecs of the spec."""
+
+    forward_bytes: int
+    backward_bytes: int
+
+
+class Outbound:
+    """Payloads of one direction, one after the other. Their number is bounded by the rooms of both sides."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Forward | Backward, float]] = deque()  # with the time since which they wait
+        self._pieces: Iterator[Piece] = iter(())
+
+    def add(self, frame: Forward | Backward, since_s: float) -> None:
+        self._waiting.append((frame, since_s))
+
+    def next(self, now_s: float) -> WireFrame | None:
+        piece = next(self._pieces, None)
+        if piece is not None or not self._waiting:
+            return piece
+        frame, since_s = self._waiting.popleft()
+        payload = frame.payload
+        assert isinstance(payload, memoryview)
+        self._pieces = _pieces(payload, is_backward=isinstance(frame, Backward))
+        if isinstance(frame, Backward):
+            return BackwardAnnounced(frame.id, payload.nbytes)
+        return ForwardAnnounced(frame.id, _left(frame.remaining_s, now_s - since_s), payload.nbytes)
+
+
+class Inbound:
+    """A payload that arrives. `frame`: what announced it."""
+
+    def __init__(self, frame: ForwardAnnounced | BackwardAnnounced, now_s: float) -> None:
+        self._frame = frame
+        self._since_s = now_s
+        self._data = bytearray(frame.num_bytes)
+        self._num_bytes = 0
+        self._is_whole = True
+
+    def take(self, piece: Piece, now_s: float) -> Forward | Backward | None:
+        """The frame once the payload has ended; its payload is None if a digest is wrong. Raises CorruptPayload."""
+        begin, expected = self._num_bytes, min(PIECE_BYTES, self._frame.num_bytes - self._num_bytes)
+        if len(piece.payload) != expected:
+            raise CorruptPayload(f"a piece of {len(piece.payload)} bytes arrived where one of {expected} belongs")
+        self._is_whole &= chunk_digest(piece.payload) == piece.digest
+        self._num_bytes += expected
+        self._data[begin : self._num_bytes] = piece.payload
+        if self._num_bytes < self._frame.num_bytes:
+            return None
+        payload = memoryview(self._data) if self._is_whole else None
+        if isinstance(self._frame, BackwardAnnounced):
+            return Backward(self._frame.id, payload)
+        return Forward(self._frame.id, _left(self._frame.remaining_s, now_s - self._since_s), payload)
+
+
+class FlowLink:
+    """Whoever makes it runs `run`, the only task that uses the wire.
+
+    checked: gives a frame as it may be used, or raises CorruptPayload; awaited before the next frame is read.
+    received: is called with each frame, in order, and no longer once the link was stopped.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        stage: int,
+        wire: Wire,
+        *,
+        sizes: PayloadSizes,
+        checked: Callable[[str, Frame], Awaitable[Frame]],
+        received: Callable[[str, Frame], None],
+        first_words: bytes = b"",
+        is_dialled: bool = False,
+        stuck_s: float = STUCK_S,
+    ) -> None:
+        self.peer, self.stage, self.is_dialled = peer, stage, is_dialled
+        self._clock = asyncio.get_running_loop().time
+        self.opened_s = self.used_s = self._clock()
+        self._wire = wire
+        self._sizes = sizes
+        self._checked, self._received = checked, received
+        self._first_words = first_words
+        self._stuck_s = stuck_s
+        self._control: deque[tuple[Frame, float]] = deque()
+        self._backwards, self._forwards = Outbound(), Outbound()
+        self._inbound: dict[bool, Inbound] = {}  # by: is it a Backward
+        self._something_to_send = asyncio.Event()
+        self._few_queued = asyncio.Event()
+        self._few_queued.set()
+        self._stopped: asyncio.Future[PeerError] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped.done()
+
+    def send(self, frame: Frame, since_s: float) -> None:
+        """since_s: when it was given for sending, on the clock of the event loop. Never waits, never raises."""
+        self.used_s = self._clock()
+        if isinstance(frame, Backward):
+            self._backwards.add(frame, since_s)
+        elif isinstance(frame, Forward):
+            self._forwards.add(frame, since_s)
+        elif len(self._control) < MAX_QUEUED:
+            self._control.append((frame, since_s))
+        else:
+            self.stop(TimedOut(f"{MAX_QUEUED} frames wait to be taken", peer=self.peer))
+        if len(self._control) >= PAUSE_QUEUED:
+            self._few_queued.clear()
+        self._something_to_send.set()
+
+    def stop(self, fault: PeerError) -> None:
+        """From now on nothing is received, and `run` ends."""
+        if not self._stopped.done():
+            self._stopped.set_result(fault)
+
+    async def run(self) -> PeerError:
+        """Carry frames both ways until the stream ends, and close it. Gives why it has ended."""
+        tasks = [asyncio.create_task(self._until_fault(way)) for way in (self._read_all, self._write_all)]
+        try:
+            return await self._stopped
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._wire.close()
+
+    async def _until_fault(self, way: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        fault: PeerError = Unreachable("the neighbour has closed the stream", peer=self.peer)
+        try:
+            await way()
+        except PeerError as error:
+            fault = error
+        except TimeoutError:
+            fault = TimedOut(f"the neighbour is silent, or takes nothing, for {self._stuck_s:g} s", peer=self.peer)
+        self.stop(fault)
+
+    # out
+
+    async def _write_all(self) -> None:
+        if self._first_words:
+            await self._write(self._first_words)
+        while True:
+            frame = self._next()
+            if frame is None:
+                self._something_to_send.clear()
+                await self._something_to_send.wait()
+            else:
+                await self._write(flow_wire.encode(frame))
+
+    async def _write(self, data: bytes) -> None:
+        async with asyncio.timeout(self._stuck_s):
+            await self._wire.write(data)
+
+    def _next(self) -> WireFrame | None:
+        now_s = self._clock()
+        if not self._control:
+            return self._backwards.next(now_s) or self._forwards.next(now_s)
+        frame, since_s = self._control.popleft()
+        if len(self._control) < PAUSE_QUEUED:
+            self._few_queued.set()
+        assert not isinstance(frame, Forward | Backward)
+        return (
+            replace(frame, remaining_s=_left(frame.remaining_s, now_s - since_s)) if isinstance(frame, Want) else frame
+        )
+
+    # in
+
+    async def _read_all(self) -> None:
+        while True:
+            async with asyncio.timeout(self._stuck_s if self._inbound else None):
+                data = await self._wire.read()
+            if data is None:
+                return
+            self.used_s = self._clock()
+            frame = self._taken(flow_wire.decode(data))
+            if frame is not None:
+                frame = await self._checked(self.peer, frame)
+                if self.is_stopped:
+                    return
+                self._received(self.peer, frame)
+            await self._few_queued.wait()  # as long as `_write` lets it last
+
+    def _taken(self, frame: WireFrame) -> Frame | None:
+        """A whole frame; None while its payload is incomplete. Raises CorruptPayload."""
+        match frame:
+            case ForwardAnnounced():
+                self._announced(frame, self._sizes.forward_bytes)
+            case BackwardAnnounced():
+                self._announced(frame, self._sizes.backward_bytes)
+            case Piece():
+                return self._piece(frame)
+            case FlowHello() | Refuse():
+                raise CorruptPayload("a stream begins once", peer=self.peer)
+            case _:
+                return frame
+        return None
+
+    def _announced(self, frame: ForwardAnnounced | BackwardAnnounced, expected: int) -> None:
+        is_backward = isinstance(frame, BackwardAnnounced)
+        if frame.num_bytes != expected or is_backward in self._inbound:
+            why = f"{frame.num_bytes} bytes, not {expected}" if frame.num_bytes != expected else "it comes too early"
+            raise CorruptPayload(f"a payload that cannot be was announced: {why}", peer=self.peer)
+        self._inbound[is_backward] = Inbound(frame, self._clock())
+
+    def _piece(self, piece: Piece) -> Forward | Backward | None:
+        inbound = self._inbound.get(piece.is_backward)
+        if inbound is None:
+            raise CorruptPayload("a piece of no payload arrived", peer=self.peer)
+        frame = inbound.take(piece, self._clock())
+        if frame is not None:
+            del self._inbound[piece.is_backward]
+        return frame
+
+
+def _pieces(payload: memoryview, *, is_backward: bool) -> Iterator[Piece]:
+    for begin in range(0, payload.nbytes, PIECE_BYTES):
+        data = bytes(payload[begin : begin + PIECE_BYTES])
+        yield Piece(is_backward, data, chunk_digest(data))
+
+
+def _left(remaining_s: float, held_s: float) -> float:
+    return max(0.0, remaining_s - held_s)

@@ -1,0 +1,149 @@
+"""Frames of a pipeline <-> the bytes of a protobuf `FlowFrame` message.
+
+A payload travels apart from the frame that announces it, in pieces, so that what is more urgent can go in between.
+What comes from the network is checked here for form: a missing or unknown variant, or a number out of range, becomes
+CorruptPayload. Whether it makes sense is for `flow/` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from noloco_p2p.errors import CorruptPayload
+from noloco_p2p.flow.frames import Answer, Credit, Lost, Mark, MicrobatchId, Ticket, Want
+from noloco_p2p.flow.limits import MAX_SINKS
+from noloco_p2p.gossip.frames import Hello, Refuse
+from noloco_p2p.net import convert
+from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+
+PIECE_BYTES = 1 << 18  # 0.1 s at 20 Mbit/s: what a more urgent frame waits for
+MAX_NUMBER = 2**63 - 1  # of a microbatch
+SIGNATURE_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class FlowHello:
+    """hello: without a layout, as each stage has another one."""
+
+    hello: Hello
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardAnnounced:
+    """`flow.frames.Forward` without its payload, which follows in pieces. So does that of BackwardAnnounced."""
+
+    id: MicrobatchId
+    remaining_s: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardAnnounced:
+    id: MicrobatchId
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """PIECE_BYTES of the payload of the last Backward or Forward, or the rest of it. digest: as chunk_digest gives."""
+
+    is_backward: bool
+    payload: bytes
+    digest: bytes
+
+
+Control = Want | Credit | Answer | Lost | Mark
+WireFrame = FlowHello | Refuse | ForwardAnnounced | BackwardAnnounced | Piece | Control
+
+
+def encode(frame: WireFrame) -> bytes:
+    name, to_wire = _TO_WIRE[type(frame)]
+    return pb.FlowFrame(**{name: to_wire(frame)}).SerializeToString()
+
+
+def decode(data: bytes) -> WireFrame:
+    """Raises CorruptPayload when `data` is no frame of this protocol version."""
+    try:
+        message = pb.FlowFrame.FromString(data)
+    except DecodeError:
+        raise CorruptPayload("a message arrived that is no frame of a pipeline") from None
+    name = message.WhichOneof("frame")
+    if name not in _FROM_WIRE:
+        raise CorruptPayload("a frame of an unknown kind arrived; the other peer may speak a newer protocol")
+    return _FROM_WIRE[name](getattr(message, name))
+
+
+def _id_to_wire(id: MicrobatchId) -> pb.MicrobatchId:
+    return pb.MicrobatchId(head=id.head, number=id.number)
+
+
+def _id_from_wire(message: pb.MicrobatchId) -> MicrobatchId:
+    if message.number > MAX_NUMBER:
+        raise CorruptPayload(f"no microbatch has the number {message.number}")
+    return MicrobatchId(convert.text(message.head), message.number)
+
+
+def _ticket_to_wire(ticket: Ticket) -> pb.Ticket:
+    return pb.Ticket(
+        id=_id_to_wire(ticket.id),
+        mark=ticket.mark,
+        num_tokens=ticket.num_tokens,
+        is_training=ticket.is_training,
+        signature=ticket.signature,
+    )
+
+
+def _ticket_from_wire(message: pb.Ticket) -> Ticket:
+    if len(message.signature) != SIGNATURE_BYTES:
+        raise CorruptPayload(f"a ticket arrived without a signature of {SIGNATURE_BYTES} bytes")
+    mark = convert.finite(message.mark)
+    return Ticket(_id_from_wire(message.id), mark, message.num_tokens, message.is_training, message.signature)
+
+
+def _want_from_wire(message: pb.Want) -> Want:
+    if len(message.sinks) > MAX_SINKS:
+        raise CorruptPayload(f"a want arrived with more than {MAX_SINKS} sinks")
+    sinks = tuple(convert.text(sink) for sink in message.sinks)
+    return Want(_ticket_from_wire(message.ticket), _remaining(message.remaining_s), sinks)
+
+
+def _remaining(seconds: float) -> float:
+    return max(0.0, convert.finite(seconds))
+
+
+_TO_WIRE: Mapping[type, tuple[str, Callable[[Any], Any]]] = {
+    FlowHello: ("hello", lambda f: pb.FlowHello(hello=convert.hello_to_wire(f.hello), stage=f.stage)),
+    Refuse: ("refuse", convert.refuse_to_wire),
+    Want: (
+        "want",
+        lambda f: pb.Want(ticket=_ticket_to_wire(f.ticket), remaining_s=f.remaining_s, sinks=f.sinks),
+    ),
+    Credit: ("credit", lambda f: pb.Credit(id=_id_to_wire(f.id), has_room=f.has_room)),
+    ForwardAnnounced: (
+        "forward",
+        lambda f: pb.Forward(id=_id_to_wire(f.id), remaining_s=f.remaining_s, num_bytes=f.num_bytes),
+    ),
+    BackwardAnnounced: ("backward", lambda f: pb.Backward(id=_id_to_wire(f.id), num_bytes=f.num_bytes)),
+    Piece: ("piece", lambda f: pb.Piece(is_backward=f.is_backward, payload=f.payload, digest=f.digest)),
+    Answer: ("answer", lambda f: pb.Answer(id=_id_to_wire(f.id), is_taken=f.is_taken)),
+    Lost: ("lost", lambda f: pb.Lost(id=_id_to_wire(f.id))),
+    Mark: ("mark", lambda f: pb.Mark(ticket=_ticket_to_wire(f.ticket))),
+}
+
+_FROM_WIRE: Mapping[str, Callable[[Any], WireFrame]] = {
+    "hello": lambda m: FlowHello(convert.hello_from_wire(m.hello), m.stage),
+    "refuse": convert.refuse_from_wire,
+    "want": _want_from_wire,
+    "credit": lambda m: Credit(_id_from_wire(m.id), m.has_room),
+    "forward": lambda m: ForwardAnnounced(_id_from_wire(m.id), _remaining(m.remaining_s), m.num_bytes),
+    "backward": lambda m: BackwardAnnounced(_id_from_wire(m.id), m.num_bytes),
+    "piece": lambda m: Piece(m.is_backward, m.payload, m.digest),
+    "answer": lambda m: Answer(_id_from_wire(m.id), m.is_taken),
+    "lost": lambda m: Lost(_id_from_wire(m.id)),
+    "mark": lambda m: Mark(_ticket_from_wire(m.ticket)),
+}

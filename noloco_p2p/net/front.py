@@ -1,0 +1,231 @@
+"""What strangers connect to: a port in front of the gRPC server, which itself listens on this machine alone.
+
+gRPC takes connections by itself, first come, first served, and reads 1 MiB at a time before anybody asks who calls.
+Here a connection costs a socket until its first byte has come. Until the door has proved its caller it is one of few
+of its network, and then, until the server has accepted something, one of few of its caller; the oldest makes room.
+Until something is accepted, so much may come in and no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from noloco_p2p.errors import CorruptPayload
+from noloco_p2p.hosts import ip_of, is_wildcard, network_of
+from noloco_p2p.net.crowd import Crowd
+from noloco_p2p.net.passage import BLOCK_BYTES, Passage, tune
+
+log = logging.getLogger(__name__)
+
+UNPROVEN_OF_ONE, UNPROVEN_IN_ALL = 16, 64  # of one network: a /24 of IPv4, a /48 of IPv6, or one relay
+UNPROVEN_S = 15.0  # the greeting takes three round trips or four
+WAITING_OF_ONE, WAITING_IN_ALL = 16, 64  # of one proven caller, whose offer or question is not answered yet
+UNACCEPTED_BYTES = 64 * 1024  # that a connection may bring until the server has accepted something
+ANSWERED_SHARE = 16  # and a byte more for so many that it was given: HTTP/2 acknowledges a long download
+BACKLOG = 1024
+TAKEN_AT_ONCE = 64  # connections, before other work of the loop has its turn
+RETRY_S = 0.3  # when this process has no descriptor left
+
+
+class Guest:
+    """A connection: from the moment it is there, through its first byte, to its end."""
+
+    def __init__(self, near: socket.socket, address: str) -> None:
+        self.near = near
+        self.address = address  # as gRPC names it, ipv4:HOST:PORT
+        self.passage: Passage | None = None
+        self.is_accepted = False
+        self.deadline: asyncio.TimerHandle | None = None
+
+    def may_take(self) -> int:
+        """Bytes."""
+        if self.is_accepted or self.passage is None:
+            return BLOCK_BYTES
+        return UNACCEPTED_BYTES + self.passage.given_bytes // ANSWERED_SHARE - self.passage.taken_bytes
+
+
+class Front:
+    """`asks`: whether callers have to prove who they are; if not, all are accepted as they come, for measurements.
+
+    `tunnelled`: ports of this machine from which calls come by a tunnel -> the relay they come from.
+    """
+
+    def __init__(self, *, asks: bool) -> None:
+        self._asks = asks
+        self.tunnelled: Mapping[int, str] = {}
+        self._listener: socket.socket | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server_port = 0
+        self._guests: dict[int, Guest] = {}  # by number
+        self._numbers: dict[str, int] = {}  # how gRPC names the connection behind -> number
+        self._num_came = 0
+        self._unproven = Crowd(of_one=UNPROVEN_OF_ONE, in_all=UNPROVEN_IN_ALL)
+        self._waiting = Crowd(of_one=WAITING_OF_ONE, in_all=WAITING_IN_ALL)
+
+    def listen(self, host: str, port: int) -> int:
+        """The real port. Raises OSError when it is taken, or the host is none of this machine."""
+        self._listener = _listening(host, port)
+        return self._listener.getsockname()[1]
+
+    def open(self, server_port: int) -> None:
+        """From now on connections are taken; on the event loop."""
+        assert self._listener is not None
+        self._server_port, self._loop = server_port, asyncio.get_running_loop()
+        self._loop.add_reader(self._listener, self._take)
+
+    def shut(self) -> None:
+        """Nobody comes in any more; whoever is here stays."""
+        if self._listener is not None:
+            if self._loop is not None:
+                self._loop.remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    def close(self) -> None:
+        self.shut()
+        for number in list(self._guests):
+            self._drop(number)
+
+    # what the server tells, by the name that gRPC has for the connection
+
+    def address(self, peer: str) -> str:
+        """Where the caller really is, as gRPC names addresses. Raises CorruptPayload for who came past the front."""
+        guest = self._guests.get(self._numbers.get(peer, -1))
+        if guest is None:
+            raise CorruptPayload("this connection did not come in by the port of this peer")
+        return guest.address
+
+    def proven(self, peer: str, caller: str) -> None:
+        """Who calls is known now."""
+        number = self._numbers.get(peer, -1)
+        if number in self._unproven:
+            self._unproven.leave(number)
+            self._wait(number, caller)
+
+    def accepted(self, peer: str) -> None:
+        """An offer, a lane or an upload: now the call may bring as much as it likes, and is never dropped."""
+        number = self._numbers.get(peer, -1)
+        if number in self._guests:
+            self._unproven.leave(number)
+            self._waiting.leave(number)
+            self._guests[number].is_accepted = True
+            self._end_deadline(number)
+
+    # connections
+
+    def _take(self) -> None:
+        for _ in range(TAKEN_AT_ONCE):
+            if self._listener is None:
+                return
+            try:
+                near, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionError:  # it has gone again
+                continue
+            except OSError as error:
+                log.debug("a connection could not be taken: %s", error)
+                self._pause(self._listener)
+                return
+            try:
+                self._enter(near, address)
+            except OSError as error:  # it has gone again
+                log.debug("a connection ended at once: %s", error)
+                near.close()
+
+    def _pause(self, listener: socket.socket) -> None:
+        assert self._loop is not None
+        self._loop.remove_reader(listener)
+        self._loop.call_later(RETRY_S, self._go_on)
+
+    def _go_on(self) -> None:
+        if self._listener is not None and self._loop is not None:
+            self._loop.add_reader(self._listener, self._take)
+
+    def _enter(self, near: socket.socket, address: Any) -> None:
+        assert self._loop is not None
+        tune(near)
+        host, port = address[:2]
+        self._num_came += 1
+        number = self._num_came
+        guest = self._guests[number] = Guest(near, named(host, port))
+        self._loop.add_reader(near, self._first_byte, number)
+        if not self._asks:
+            guest.is_accepted = True
+            return
+        guest.deadline = self._loop.call_later(UNPROVEN_S, self._drop, number)
+        relay = self.tunnelled.get(port) if _is_own(near) else None
+        for each in self._unproven.enter(number, relay or network_of(host)):
+            self._drop(each)
+
+    def _first_byte(self, number: int) -> None:
+        """Now it has a connection to the server."""
+        assert self._loop is not None
+        guest = self._guests[number]
+        self._loop.remove_reader(guest.near)
+        try:
+            guest.passage = Passage(
+                guest.near, self._server_port, may_take=guest.may_take, on_end=lambda: self._forget(number)
+            )
+        except OSError as error:
+            log.debug("a connection could not be passed on: %s", error)
+            guest.near.close()
+            self._forget(number)
+        else:
+            self._numbers[named("127.0.0.1", guest.passage.port)] = number
+
+    def _wait(self, number: int, caller: str) -> None:
+        self._end_deadline(number)
+        for each in self._waiting.enter(number, caller):
+            self._drop(each)
+
+    def _drop(self, number: int) -> None:
+        guest = self._guests[number]
+        if guest.passage is not None:
+            guest.passage.close()
+            return
+        if self._loop is not None:
+            self._loop.remove_reader(guest.near)
+        guest.near.close()
+        self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        self._end_deadline(number)
+        guest = self._guests.pop(number)
+        if guest.passage is not None:
+            self._numbers.pop(named("127.0.0.1", guest.passage.port), None)
+        self._unproven.leave(number)
+        self._waiting.leave(number)
+
+    def _end_deadline(self, number: int) -> None:
+        if deadline := self._guests[number].deadline:
+            deadline.cancel()
+
+
+def named(host: str, port: int) -> str:
+    """As gRPC names addresses: ipv4:192.0.2.7:29500."""
+    address = ip_of(host)
+    return f"ipv4:{address}:{port}" if address.version == 4 else f"ipv6:[{host}]:{port}"
+
+
+def _is_own(near: socket.socket) -> bool:
+    """Whether both ends are of this machine."""
+    return near.getpeername()[0] == near.getsockname()[0]
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    plain = host.strip("[]")
+    if is_wildcard(host) and socket.has_dualstack_ipv6():
+        with suppress(OSError):  # IPv6 is switched off
+            listener = socket.create_server(("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+            listener.setblocking(False)
+            return listener
+    family, _, _, _, address = socket.getaddrinfo(plain, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,242 @@
+"""Checkpoints on disk: whole or absent, and verified before they are used.
+
+    FOLDER/00000007-round-41/          number of the checkpoint, and the round it was taken in
+        manifest.json                  size and blake3 of every other file; written last
+        meta.json
+        STEM.safetensors ...
+
+A checkpoint is written into `.partial-*`, every file is synced, the folder renamed, and its parent synced: after a
+crash at any moment it is there or it is not. No pickle anywhere.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from noloco_p2p.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+META = "meta.json"
+VERSION = 1
+_NAME = re.compile(r"^(\d{8,})-round-(\d+)$")
+_PARTIAL = ".partial-"
+_LOCK = ".writer.lock"
+
+
+class Checkpoint:
+    """One checkpoint. Raises CheckpointError when `path` is none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files = self._read_manifest()
+        self.meta: dict[str, Any] = self._read_json(META)
+        self.round = int(self._read_json(MANIFEST)["round"])
+
+    def has(self, stem: str) -> bool:
+        """Whether it holds STEM.safetensors."""
+        return f"{stem}.safetensors" in self._files
+
+    def file(self, stem: str) -> Path:
+        """Path of STEM.safetensors. Raises CheckpointError when the checkpoint has none of that name."""
+        name = f"{stem}.safetensors"
+        if name not in self._files:
+            raise CheckpointError(
+                f"{self.path}: this checkpoint has no {name}; it has {', '.join(sorted(self._files))}"
+            )
+        return self.path / name
+
+    def load(self, stem: str) -> dict[str, Tensor]:
+        """The tensors of one file, on the CPU, mapped copy-on-write: nothing written to them reaches the disk."""
+        path = self.file(stem)
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from None
+
+    def verify(self) -> None:
+        """Reads every file (about 4 GB/s from the page cache) and raises CheckpointError for the first damaged one."""
+        for name, expected in self._files.items():
+            path = self.path / name
+            try:
+                found = _describe(path)
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+            if found != expected:
+                raise CheckpointError(f"{path}: damaged: {found}, the manifest says {expected}")
+
+    def _read_manifest(self) -> dict[str, dict[str, Any]]:
+        manifest = self._read_json(MANIFEST)
+        files = manifest.get("files")
+        if (
+            manifest.get("version") != VERSION
+            or not isinstance(manifest.get("round"), int)
+            or not isinstance(files, dict)
+        ):
+            raise CheckpointError(
+                f"{self.path / MANIFEST}: not the manifest of a checkpoint of this version ({VERSION})"
+            )
+        return files
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        try:
+            values = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.path}: not a checkpoint: it has no {name}") from None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from None
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path}: damaged: it holds no JSON object")
+        return values
+
+
+class Checkpoints:
+    """The last `keep` checkpoints in `folder`. One process writes; any number may read.
+
+    What a killed writer left behind is removed at the start, unless another process writes here just now.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        assert keep >= 1, f"keep {keep}: at least one checkpoint must stay"
+        self.folder = folder
+        self._keep = keep
+        if any(folder.glob(f"{_PARTIAL}*")):
+            self._remove_leftovers()
+
+    def save(self, round: int, *, files: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, Any]) -> Path:
+        """Write STEM.safetensors for every stem of `files`, and `meta` as JSON; returns the folder.
+
+        Tensors lie on any device; they must be contiguous and must not overlap in memory (disjoint views of one vector
+        may be saved). On failure, a full disk for example, the older checkpoints stay and CheckpointError is raised.
+        """
+        for tensors in files.values():
+            _check_tensors(tensors)
+        content = json.dumps(dict(meta), allow_nan=True, indent=1).encode()
+        try:
+            with self._writing():
+                path = self._write(round, files=files, meta=content)
+                self._prune()
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"the checkpoint of round {round} cannot be written to {self.folder}: {error}. "
+                "Earlier checkpoints are intact; free disk space, or give another folder"
+            ) from None
+        return path
+
+    def newest(self) -> Checkpoint | None:
+        """The newest checkpoint that verifies. Damaged ones are skipped, and a warning names each."""
+        for path in reversed(self._list()):
+            try:
+                checkpoint = Checkpoint(path)
+                checkpoint.verify()
+            except CheckpointError as error:
+                log.warning("skipped a damaged checkpoint: %s", error)
+            else:
+                return checkpoint
+        return None
+
+    def _write(self, round: int, *, files: Mapping[str, Mapping[str, Tensor]], meta: bytes) -> Path:
+        paths = self._list()
+        number = _number(paths[-1]) + 1 if paths else 0
+        partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=self.folder))
+        try:
+            (partial / META).write_bytes(meta)
+            for stem, tensors in files.items():
+                on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+                save_file(on_cpu, partial / f"{stem}.safetensors")
+            described = {path.name: _describe(path) for path in sorted(partial.iterdir())}
+            manifest = {"version": VERSION, "round": round, "files": described}
+            (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            for path in partial.iterdir():
+                path.chmod(0o644)
+                _sync(path)
+            partial.chmod(0o755)
+            _sync(partial)
+            final = self.folder / f"{number:08d}-round-{round}"
+            partial.rename(final)
+        except BaseException:  # Ctrl-C too: half a checkpoint must not stay and fill the disk
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        _sync(self.folder)
+        return final
+
+    def _prune(self) -> None:
+        for path in self._list()[: -self._keep]:
+            doomed = path.with_name(f"{_PARTIAL}{path.name}")  # half-removed must not look like damaged
+            path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+    def _list(self) -> list[Path]:
+        if not self.folder.is_dir():
+            return []
+        return sorted((path for path in self.folder.iterdir() if _NAME.match(path.name)), key=_number)
+
+    def _remove_leftovers(self) -> None:
+        try:
+            with self._writing():
+                for path in self.folder.glob(f"{_PARTIAL}*"):
+                    shutil.rmtree(path, ignore_errors=True)
+        except OSError as error:  # read-only, or a writer is at work: not for this process to tidy
+            log.debug("leftovers in %s stay: %s", self.folder, error)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Be the only writer; the kernel frees the lock when the process dies. Raises OSError when there is another."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # weights, of a private run, too
+        with (self.folder / _LOCK).open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OSError("another process is writing a checkpoint there") from None
+            yield
+
+
+def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
+    """Our own callers' mistakes, named before safetensors refuses them in the middle of a write."""
+    areas = []
+    for name, tensor in tensors.items():
+        assert tensor.is_contiguous(), f"{name} is not contiguous: save .contiguous() of it"
+        if tensor.numel():
+            areas.append((str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
+    areas.sort()
+    for (device, _, stop, name), (next_device, start, _, next_name) in itertools.pairwise(areas):
+        assert device != next_device or start >= stop, f"{name} and {next_name} share memory: save one of them"
+
+
+def _number(path: Path) -> int:
+    match = _NAME.match(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    hasher = blake3()
+    hasher.update_mmap(path)
+    return {"bytes": path.stat().st_size, "blake3": hasher.hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    """Data and names on the disk, not in a cache; a folder is synced for the names in it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,165 @@
+"""The gates of `optim/gates.py` on what a swap brought, chunk by chunk, beside the outer step."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from noloco_p2p.codec import Scratch, chunk_bounds
+from noloco_p2p.gossip.frames import SectionName
+from noloco_p2p.gossip.outcome import Received
+from noloco_p2p.gossip.sections import SectionPair
+from noloco_p2p.optim.gates import (
+    LIMITS,
+    GateLimits,
+    GradientHistory,
+    GradientScales,
+    PieceNorms,
+    Pieces,
+    clip_offset_,
+    cosine_refusal,
+    gradient_scales,
+    offset_radius,
+)
+from noloco_p2p.optim.halves import half_difference_
+
+UNSCALED = GradientScales(1.0, 1.0)
+COSINE_CHUNKS = 16  # of 1 MiB in fp32: milliseconds
+SECRET = random.SystemRandom()
+OFFSETS = (SectionName.SLOW_WEIGHTS, SectionName.OUTER_MOMENTUM)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of the gates that look at a whole swap. refusal: why nothing of it is applied; "" = it may be."""
+
+    refusal: str = ""
+    scales: GradientScales = UNSCALED
+
+
+@dataclass(frozen=True, slots=True)
+class Clipped:
+    """What one outer step shortened: pieces of the offsets, of so many that the swap brought.
+
+    num_lost: chunks of the own outer gradient that were not finite, and became 0.
+    """
+
+    num_clipped: int = 0
+    num_pieces: int = 0
+    cut_share: float = 0.0  # length of what was cut off, of the length of all offsets
+    num_lost: int = 0
+
+
+class ChunkFilter:
+    """The history of one replica. Not kept over a restart: it is learned again in a few rounds."""
+
+    def __init__(self, tensor_sizes: Sequence[int], limits: GateLimits = LIMITS) -> None:
+        self.limits = limits
+        self.pieces = Pieces(tensor_sizes, chunk_bounds(sum(tensor_sizes)))
+        self.gradients = GradientHistory(limits)
+        self.offsets = {name: PieceNorms(self.pieces.num_pieces) for name in OFFSETS}
+        self.own = PieceNorms(self.pieces.num_pieces)
+
+    def judge(self, gradient: SectionPair | None, *, times_longer: float = 1.0) -> Verdict:
+        """`times_longer`: see `GradientHistory.refusal`."""
+        if gradient is None:
+            return Verdict()
+        own_norm, partner_norm = math.sqrt(gradient.squares.own), math.sqrt(gradient.squares.partner)
+        if refusal := self.gradients.refusal(own_norm, partner_norm, times_longer=times_longer):
+            return Verdict(refusal)
+        if refusal := self._refusal_by_cosine(gradient):
+            return Verdict(refusal)
+        return Verdict(scales=gradient_scales(own_norm, partner_norm, limits=self.limits))
+
+    def _refusal_by_cosine(self, gradient: SectionPair) -> str:
+        scratch, dot, own_square, partner_square = Scratch(), 0.0, 0.0, 0.0
+        num_chunks = len(gradient.partner)
+        for index in SECRET.sample(range(num_chunks), min(num_chunks, COSINE_CHUNKS)):
+            own, partner = gradient.decoded(index, scratch=scratch)
+            dot += float(own @ partner)
+            own_square += float(own @ own)
+            partner_square += float(partner @ partner)
+        return cosine_refusal(
+            dot=dot, own_norm=math.sqrt(own_square), partner_norm=math.sqrt(partner_square), limits=self.limits
+        )
+
+    def open_step(self, received: Received | None, scales: GradientScales) -> FilteredStep:
+        return FilteredStep(self, received, scales)
+
+
+class FilteredStep:
+    """One outer step: ask for the chunks in order, `own_gradient` first, then `close`."""
+
+    def __init__(self, gating: ChunkFilter, received: Received | None, scales: GradientScales) -> None:
+        self._filter = gating
+        self._scales = scales
+        self._scratch = Scratch()
+        self._sections = received.sections if received else {}
+        self._offsets = [name for name in OFFSETS if name in self._sections]
+        self._usual = {name: gating.offsets[name].usual() for name in self._offsets}
+        self._norms: dict[SectionName, list[float]] = {name: [] for name in self._offsets}
+        self._num_clipped = 0
+        self._num_lost = 0
+        self._squares = self._cut_squares = 0.0
+        self._usual_own = gating.own.usual()
+        self._own_norms: list[float] = []  # of the pieces of the chunk at hand
+        self._all_own_norms: list[float] = []
+
+    def own_gradient(self, index: int, gradient: Tensor) -> None:
+        """The exact own outer gradient of a chunk: what offsets of that chunk are measured against.
+
+        One that is not finite becomes 0: the chunk goes back to its slow weights, and the others go on with theirs.
+        """
+        places = self._filter.pieces.in_chunk[index]
+        self._own_norms = [float(torch.linalg.vector_norm(gradient[place])) for _, place in places]
+        if not all(map(math.isfinite, self._own_norms)):
+            gradient.zero_()
+            self._own_norms = [0.0] * len(places)
+            self._num_lost += 1
+        self._all_own_norms += self._own_norms
+
+    def gradient(self, index: int) -> Tensor | None:
+        """The half-difference of the outer gradients; valid until the next chunk is asked for."""
+        pair = self._sections.get(SectionName.OUTER_GRADIENT)
+        return scaled_half_difference(pair, index, self._scales, scratch=self._scratch) if pair else None
+
+    def offset(self, name: SectionName, index: int) -> Tensor | None:
+        """The clipped half-difference of slow weights or momentum; valid until the next chunk is asked for."""
+        if name not in self._offsets:
+            return None
+        limits = self._filter.limits
+        offset = self._sections[name].half_difference(index, scratch=self._scratch)
+        for (piece, place), own_norm in zip(self._filter.pieces.in_chunk[index], self._own_norms, strict=True):
+            own = max(own_norm, self._usual_own[piece])
+            radius = offset_radius(usual=self._usual[name][piece], own_gradient=own, limits=limits)
+            norm, kept = clip_offset_(offset[place], radius)
+            self._norms[name].append(kept)
+            self._num_clipped += kept < norm
+            self._squares += norm * norm
+            self._cut_squares += (norm - kept) ** 2
+        return offset
+
+    def close(self) -> Clipped:
+        """The round goes into the history."""
+        if any(self._all_own_norms):  # in rounds of pure mixing nobody trains
+            self._filter.gradients.note(math.hypot(*self._all_own_norms))
+            self._filter.own.note(self._all_own_norms)
+        for name, norms in self._norms.items():
+            self._filter.offsets[name].note(norms)
+        share = math.sqrt(self._cut_squares / self._squares) if self._squares else 0.0
+        num_pieces = len(self._offsets) * self._filter.pieces.num_pieces
+        return Clipped(self._num_clipped, num_pieces, share, self._num_lost)
+
+
+def scaled_half_difference(pair: SectionPair, index: int, scales: GradientScales, *, scratch: Scratch) -> Tensor:
+    """Of the two vectors after scaling; opposite to the partner's, which has the factors the other way round."""
+    own, partner = pair.decoded(index, scratch=scratch)
+    for vector, scale in ((own, scales.own), (partner, scales.partner)):
+        if scale != 1.0:
+            vector.mul_(scale)
+    return half_difference_(own, partner)

@@ -1,0 +1,501 @@
+"""NoLoCo around anybody's training loop: it counts the steps of the inner optimizer, and needs no other call.
+
+Every `outer.inner_steps` steps, or with "auto" as often as the link of this peer carries it, it takes the outer step
+(arXiv 2506.10911) with what one random live peer has sent, in place on the model. In between, the swap of slow weights
+and momentum runs in the background.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
+from noloco_p2p.gossip.donor import SavedState
+from noloco_p2p.gossip.exchange import ThreadedExchange
+from noloco_p2p.gossip.frames import StateManifest
+from noloco_p2p.gossip.layout import ModelLayout
+from noloco_p2p.gossip.outcome import Alone, Half, LonelyCause, Outcome, Swapped
+from noloco_p2p.outer import saved_state
+from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.outer.optimizer_state import InnerState, inner_state, is_skipped
+from noloco_p2p.outer.outer_state import OuterState
+from noloco_p2p.outer.rounds import RoundEnd, Rounds
+from noloco_p2p.outer.saver import Saver
+from noloco_p2p.outer.update_filter import LossCheck, UpdateFilter
+from noloco_p2p.spec import Spec
+from noloco_p2p.telemetry.console import named
+from noloco_p2p.telemetry.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+FETCHED_FILE = "fetched.safetensors"  # the state of a live peer, until it is in memory
+
+
+class Membership(Protocol):
+    """What the outer step asks of the network beside swaps."""
+
+    def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
+        """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file."""
+        ...
+
+    def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
+        """Fetch the state of a live peer into that file when most of the swarm is far ahead of `progress`; rounds of
+        this peer have `inner_steps`. None when it is not, or nobody gives a newer state."""
+        ...
+
+    def serve_state(self, saved: SavedState) -> None:
+        """From now on newcomers get this state."""
+        ...
+
+    def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
+        """An outer step was taken: publish a sketch of these weights, made in the background, where one is due.
+        `progress`: of the step, the same for both partners of a swap; `at_rest`: nobody will train them any more."""
+        ...
+
+    def weights_change(self) -> None:
+        """The slow weights are about to change: a sketch that still reads them is of no use."""
+        ...
+
+
+class Swarm(Protocol):
+    """What the outer step needs of a peer; `noloco_p2p.Peer` is one."""
+
+    @property
+    def spec(self) -> Spec: ...
+
+    @property
+    def exchange(self) -> ThreadedExchange: ...
+
+    @property
+    def membership(self) -> Membership: ...
+
+    @property
+    def run_folder(self) -> Path: ...
+
+    @property
+    def metrics(self) -> Metrics: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """What happened in one round; `outcome` tells with whom."""
+
+    round: int  # the round that ended
+    outcome: Outcome
+    progress: float
+    blocked_s: float  # how long the boundary lasted; `step` waits for it
+    diverged: bool = False  # own weights were not finite, and went back to those of the round's start
+
+
+class NoLoCo:
+    """The outer optimizer of one peer.
+
+    model: its trainable parameters are one flat vector, in the order of `named_parameters()`; they may be on any one
+        device and of any floating dtype. Frozen parameters must be the same on all peers (their content is compared),
+        and never travel. Buffers stay each peer's own; a checkpoint keeps the persistent ones.
+    optimizer: one, or several in the order in which they step. A step of the last one is an inner step, unless a
+        GradScaler skipped it: batches whose gradients are accumulated count once. With None, or an `InnerState` that is
+        no torch optimizer, call `step` after each inner step. Checkpoints keep the state of all of them, and a round
+        whose weights are not finite resets it.
+    peer: a running `Peer`; it trains one model, that of the NoLoCo that was made last. When it enters a swarm that
+        already trains, the model takes the swarm's state; otherwise the model's own weights are the start. Peers that
+        start apart must start equal: seed the model.
+    resume: True = go on from the newest of `checkpoints`, where there is one: model, inner optimizer and the place in
+        the round are then as they were. A mapping = go on from what `state_dict` gave; model and inner optimizer are
+        the caller's to load. False = neither.
+    save_every_rounds: how often a checkpoint is written, which newcomers fetch, too; 0 = the caller does it (`save`),
+        and until it did newcomers keep their own weights.
+    checkpoints: None = the last two, in the peer's folder of the run.
+    on_round: called at the end of each round, with what it brought; within `optimizer.step()` or `step()`.
+    end_at: progress at which no other round is opened, as nobody will train it.
+    loss_check: None = off.
+    parameters: how to read and write the model's parameters, when it is not whole on one device.
+    follows_caller: `progress`, the place in the schedule, is the caller's to set; steps and swaps do not move it.
+
+    Slow weights and outer momentum (`OuterState`) are fp32 on the CPU: 8 bytes a parameter.
+    Raises ModelError when the optimizers train parameters that are not the model's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] | InnerState | None,
+        peer: Swarm,
+        *,
+        resume: bool | Mapping[str, Any] = True,
+        save_every_rounds: int = 10,
+        checkpoints: Checkpoints | None = None,
+        on_round: Callable[[RoundResult], None] | None = None,
+        end_at: float = math.inf,
+        loss_check: LossCheck | None = None,
+        parameters: FlatParameters | None = None,
+        follows_caller: bool = False,
+    ) -> None:
+        self.spec = peer.spec
+        self.entered = False  # took the state of a live peer
+        self.resumed: Checkpoint | None = None  # what it went on from
+        self._peer = peer
+        self._exchange = peer.exchange
+        self._model = model
+        self._inner, self._hooked = inner_state(optimizer, model)
+        self._state = OuterState(parameters or model, self.spec.outer)
+        update_filter = UpdateFilter(self._state, peer.metrics, loss_check, on_change=peer.membership.weights_change)
+        self._rounds = Rounds(self.spec, self._exchange, self._state, update_filter, follows_caller=follows_caller)
+        self._save_every_rounds = save_every_rounds
+        self._checkpoints = checkpoints or Checkpoints(peer.run_folder / "checkpoints")
+        self._saver = Saver()
+        self._saved_round = -1  # which round's start was written last
+        self._on_round = on_round
+        self._end_at = end_at
+        self._trainable = _trainable(model) if parameters is None else None  # FSDP puts others there at times
+        if isinstance(self._exchange.owner, NoLoCo):
+            self._exchange.owner.detach()
+        self._exchange.owner = self
+        self._enter(resume)
+        self._hook = self._hooked.register_step_post_hook(self._optimizer_stepped) if self._hooked else None
+
+    def detach(self) -> None:
+        """The steps of the optimizer are not counted any more: it goes on alone. Safe to call twice."""
+        if self._hook:
+            self._hook.remove()
+            self._hook = None
+
+    @property
+    def progress(self) -> float:
+        """Fraction of the run's schedule; the learning rate follows it."""
+        return self._rounds.progress
+
+    @progress.setter
+    def progress(self, progress: float) -> None:
+        self._rounds.progress = progress
+
+    @property
+    def round(self) -> int:
+        """Outer steps of this replica, and of those it descends from."""
+        return self._rounds.round
+
+    @property
+    def inner_steps(self) -> int:
+        """Length of the current round."""
+        return self._rounds.inner_steps
+
+    @property
+    def is_between_rounds(self) -> bool:
+        """No inner step was taken since the last outer step: the model equals its slow weights."""
+        return self._rounds.steps == 0
+
+    @property
+    def num_steps(self) -> int:
+        """Inner steps that were taken on this machine, those before a restart included: the place in one's own data."""
+        return self._peer.metrics.step
+
+    def step(self) -> RoundResult | None:
+        """Call after every inner step, unless the steps of the optimizer are counted. Returns what a round brought at
+        its end, None in between. Never raises for a fault of another peer; blocks at most `outer.max_wait_s`, and only
+        at the end of a round.
+
+        SettingsError: another NoLoCo was made for this peer, a boundary is polled, or the optimizer's steps are
+        counted. ModelError: other parameters are trained than at first.
+        """
+        self._check_is_callers()
+        return self._close_step()
+
+    def _optimizer_stepped(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """After a step of the last optimizer, before anybody has seen the new weights."""
+        if self._exchange.is_closed:  # after the end of `with Peer.join(...)`, a script may train on alone
+            self.detach()
+        elif not is_skipped(optimizer):
+            self._close_step()
+
+    def _close_step(self) -> RoundResult | None:
+        self._check_step()
+        try:
+            if not self._take_step():
+                return None
+            end = self._finish_waiting()
+        except BaseException:  # an interrupt, or a loss check that failed: the next step comes to the boundary again
+            self._rounds.give_up()
+            raise
+        return self._ended(end)
+
+    def advance(self) -> bool:
+        """As `step`, without waiting. True = the round is at its boundary: `poll` until it gives the result.
+
+        Until then gradients may be computed, with weights that do not change, and no optimizer step may be taken.
+        """
+        self._check_is_callers()
+        self._check_step()
+        return self._take_step()
+
+    def _check_is_callers(self) -> None:
+        if self._hook:
+            raise SettingsError(
+                "NoLoCo counts the steps of its optimizer itself: leave the call out, or give None as the optimizer"
+            )
+
+    def _check_step(self) -> None:
+        if self._exchange.owner is not self:
+            raise SettingsError(
+                "another NoLoCo was made for this peer, which trains one model: put several into one nn.ModuleDict"
+            )
+        if self._rounds.is_at_boundary:
+            raise SettingsError("the round is at its boundary: `poll` until it has ended, and take the next step then")
+
+    def _take_step(self) -> bool:
+        self._peer.metrics.step += 1
+        if not self._rounds.is_open:
+            self._open()
+        if not self._rounds.step_taken():
+            return False
+        self._rounds.reach_boundary()
+        return True
+
+    def _finish_waiting(self) -> RoundEnd:
+        return self._rounds.finish(self._exchange.collect(self._rounds.wait_left_s))
+
+    def poll(self) -> RoundResult | None:
+        """At a boundary: the result of the round once it is over, within `outer.max_wait_s`; None while it is not.
+
+        The model has taken its outer step when there is a result, and the next round is open. Never waits.
+        """
+        if not self._rounds.is_at_boundary:
+            return None
+        end = self._rounds.poll()
+        return self._ended(end) if end else None
+
+    def closing_round(self, *, wait_s: float) -> RoundResult:
+        """A round without inner steps, once training is done: this peer and its partner go to the middle between them.
+
+        After about log2 of the number of peers, and three more, each is nearly where the mean of all is, without any
+        of them having to know the others. Blocks at most `wait_s`, most of all for those who still train: the last
+        partner is met again only where nobody else is alive. The progress of this peer does not change.
+        """
+        assert self.is_between_rounds, "inner steps were taken since the last outer step"
+        try:
+            self._open(patience_s=wait_s, is_closing=True)
+            self._rounds.reach_boundary(wait_s=wait_s)
+            end = self._finish_waiting()
+        except BaseException:
+            self._rounds.give_up()
+            raise
+        return self._count(end, is_closing=True)
+
+    def withdraw(self) -> RoundResult | None:
+        """Before a pause: from now on no partner waits for this peer; the next `step` seeks one again.
+
+        A round that has a partner ends here, with fewer inner steps and without the outer gradients: its result is
+        returned. Any other goes on after the pause.
+        """
+        end = self._rounds.withdraw()
+        return self._count(end) if end else None
+
+    def save(self, meta: Mapping[str, Any] | None = None) -> Path:
+        """Write a checkpoint, and serve it to newcomers. Raises CheckpointError; the last good one is then intact.
+
+        It holds the outer state, the inner optimizer's, and within a round the model's weights. `meta`: JSON values of
+        the caller, which `resumed.meta` gives back.
+        """
+        self._saver.wait()  # there is one writer
+        files, meta = self._content(meta)
+        folder = self._checkpoints.save(self.round, files=files, meta=meta)
+        self._serve(folder, meta["outer"])
+        return folder
+
+    def save_in_background(
+        self, meta: Mapping[str, Any] | None = None, *, done: Callable[[Path], None] | None = None
+    ) -> bool:
+        """As `save`, of the state of now, while training goes on; False when the last one is not written yet.
+
+        `done` gets the folder, on the thread that wrote it. A failure is logged.
+        """
+        place = self._place()
+
+        def written(folder: Path) -> None:
+            self._serve(folder, place)
+            if done:
+                done(folder)
+
+        return self._saver.begin(self._checkpoints, self.round, content=lambda: self._content(meta), done=written)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Slow weights and outer momentum, as they are and not copied, and the place in the run, for a checkpoint of
+        the caller's own. The model and the inner optimizer are not in it."""
+        return {**self._state.tensors(), "place": self._place()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`, before the first step; model and inner optimizer are the caller's to load.
+
+        Raises CheckpointError when the state is of another model.
+        """
+        if self._rounds.is_open or self._rounds.is_at_boundary:
+            raise SettingsError("a round is open: load the state before the first step, or give it as `resume`")
+        if "place" not in state:
+            raise CheckpointError("this state_dict has no place in a run: it is not that of a NoLoCo")
+        saved_state.check_layout(state["place"], self._state.parameters.model_layout, origin="this state_dict")
+        self._peer.membership.weights_change()
+        self._state.take_vectors(state)
+        self._go_on_from(state["place"])
+
+    def _place(self) -> dict[str, Any]:
+        """Where this peer stands, as JSON values."""
+        return {
+            "round": self.round,
+            "progress": self.progress,
+            "steps": self._rounds.steps,
+            "inner_steps": self.inner_steps,
+            "num_steps": self.num_steps,
+            "layout": self._state.layout,
+            "tensors": self._state.parameters.model_layout.as_json().decode(),
+        }
+
+    def _content(self, meta: Mapping[str, Any] | None) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """Files and meta of a checkpoint."""
+        files = saved_state.tensors_of(self._state, self._model, is_within_round=not self.is_between_rounds)
+        if self._inner:
+            files[saved_state.INNER_FILE] = self._inner.state()
+        return files, {**(meta or {}), "outer": self._place()}
+
+    # entering
+
+    def _enter(self, resume: bool | Mapping[str, Any]) -> None:
+        self.resumed = self._checkpoints.newest() if resume is True else None
+        target = self._peer.run_folder / FETCHED_FILE if self.resumed is None and isinstance(resume, bool) else None
+        manifest = self._peer.membership.enter(layout=self._state.parameters.model_layout, target=target)
+        if self.resumed:
+            self._resume(self.resumed)
+        elif not isinstance(resume, bool):
+            self.load_state_dict(resume)
+        elif manifest and target and self._take_fetched(target):
+            self._rounds.restart(round_index=manifest.round, progress=manifest.progress)
+            self.entered = True
+        self._peer.metrics.round, self._peer.metrics.progress = self.round, self.progress
+
+    def _catch_up(self) -> None:
+        """A peer that stood still, or loaded an old checkpoint, would drag its partners back: it goes where they are.
+
+        The steps of a round that was begun are given up with it. The inner optimizer keeps its moments.
+        """
+        target = self._peer.run_folder / FETCHED_FILE
+        manifest = self._peer.membership.catch_up(progress=self.progress, inner_steps=self.inner_steps, target=target)
+        if manifest and self._take_fetched(target):
+            self._exchange.forget()
+            self._rounds.restart(round_index=manifest.round, progress=manifest.progress)
+            self._peer.metrics.round, self._peer.metrics.progress = self.round, self.progress
+            self._peer.metrics.catch_ups += 1
+
+    def _take_fetched(self, target: Path) -> bool:
+        """False, and told, when what a donor gave is no state: its digests only say that it came as it was sent."""
+        self._peer.membership.weights_change()
+        try:
+            self._state.take(load_file(target))
+        except (CheckpointError, SafetensorError) as error:
+            log.error("the state of a peer cannot be used: %s; this peer goes on with what it has", error)
+            return False
+        finally:
+            target.unlink()
+        return True
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        place = saved_state.put_back(checkpoint, self._state, self._model)
+        if self._inner and checkpoint.has(saved_state.INNER_FILE):
+            self._inner.restore(checkpoint.load(saved_state.INNER_FILE))
+        self._go_on_from(place)
+        self._serve(checkpoint.path, place)
+        self._saved_round = self.round
+        log.info("resumed from %s: round %d, %d steps", checkpoint.path, self.round, self.num_steps)
+
+    def _go_on_from(self, place: Mapping[str, Any]) -> None:
+        self._rounds.restart(round_index=place["round"], progress=place["progress"], steps=place["steps"])
+        if "inner_steps" in place:  # older ones are of runs with a fixed length
+            self._rounds.length.resume(place["inner_steps"])
+        self._peer.metrics.step = place.get("num_steps", 0)
+
+    def _open(self, *, patience_s: float = 0.0, is_closing: bool = False) -> None:
+        if self._trainable is not None and _trainable(self._model) != self._trainable:
+            raise ModelError(
+                "parameters of the model were replaced, frozen or unfrozen since this NoLoCo was made: "
+                "make another one, as it swaps those of then"
+            )
+        self._catch_up()
+        self._rounds.open(patience_s=patience_s, is_closing=is_closing)
+        self._peer.metrics.inner_steps = self.inner_steps
+        self._save_if_due()
+
+    def _save_if_due(self) -> None:
+        """Once in a round at most, as a round may be opened again after a pause."""
+        every = self._save_every_rounds
+        if every and self.round != self._saved_round and self.round % every == 0:
+            self._saved_round = self.round
+            self.save_in_background()
+
+    def _serve(self, folder: Path, place: dict[str, Any]) -> None:
+        self._peer.membership.serve_state(saved_state.for_newcomers(folder, self._state, place))
+
+    # the end of a round
+
+    def _ended(self, end: RoundEnd) -> RoundResult:
+        result = self._count(end)
+        if self.progress < self._end_at:
+            self._open()  # now, not at the next step: the early part travels while the caller reads its next batch
+        if self._on_round:
+            self._on_round(result)
+        return result
+
+    def _count(self, end: RoundEnd, *, is_closing: bool = False) -> RoundResult:
+        at_rest = is_closing or self.progress >= self._end_at
+        self._peer.membership.sketch(self._state.slow_weights, progress=end.swap_progress, at_rest=at_rest)
+        result = RoundResult(end.round, end.outcome, self.progress, end.boundary_s, end.diverged)
+        metrics = self._peer.metrics
+        metrics.round, metrics.progress = self.round, self.progress
+        metrics.rounds_here += 1
+        if result.diverged:
+            metrics.diverged += 1
+            log.error("round %d | own weights were not finite: they go back to the round's start", result.round)
+            if self._inner:
+                self._inner.restore({})  # its moments are not finite either
+        metrics.blocked_s = result.blocked_s
+        metrics.last_outcome = describe_outcome(result.outcome)
+        match result.outcome:
+            case Swapped():
+                metrics.swaps += 1
+            case Half():
+                metrics.halves += 1
+            case Alone(reason, cause):
+                metrics.alone += 1
+                metrics.count_lonely(cause)
+                if cause is LonelyCause.REFUSED_STATE:
+                    log.warning("round %d | %s | own weights kept", result.round, reason)
+                return result
+        received = result.outcome.received
+        metrics.swap_hidden_s = max(0.0, received.seconds - result.blocked_s)
+        metrics.spread = self._state.spread
+        metrics.last_partner = received.partner
+        metrics.lateness_s, metrics.transfer_s = received.lateness_s, received.transfer_s
+        return result
+
+
+def _trainable(model: nn.Module) -> list[int]:
+    """Which parameters are trained: the tensors themselves, whatever is in them."""
+    return [id(param) for param in model.parameters() if param.requires_grad]
+
+
+def describe_outcome(outcome: Outcome) -> str:
+    """The outcome in one phrase for a log line."""
+    match outcome:
+        case Alone(reason):
+            return f"alone: {reason}"
+        case Half(received, reason):
+            return f"half with {named(received.partner)}: {reason}"
+        case Swapped(received):
+            return f"swapped with {named(received.partner)}"

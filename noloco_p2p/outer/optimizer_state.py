@@ -1,0 +1,161 @@
+"""The inner optimizer as NoLoCo sees it, and its state as named tensors, so that a checkpoint holds no pickle."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from noloco_p2p.errors import CheckpointError, ModelError
+
+log = logging.getLogger(__name__)
+
+
+class InnerState(Protocol):
+    """What a checkpoint keeps of an inner optimizer."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Its moments by name; their own memory, not copies."""
+        ...
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of `state`; without tensors the optimizer is as new. Raises CheckpointError."""
+        ...
+
+
+def inner_state(
+    optimizer: Optimizer | Sequence[Optimizer] | InnerState | None, model: nn.Module
+) -> tuple[InnerState | None, Optimizer | None]:
+    """What is kept of an inner optimizer, and the torch optimizer whose steps close the inner steps.
+
+    Raises ModelError when it trains parameters that are not the model's: they would not be swapped.
+    """
+    if isinstance(optimizer, Optimizer):
+        optimizer = [optimizer]
+    if optimizer is None or not isinstance(optimizer, Sequence):
+        return optimizer, None
+    if not optimizer:
+        raise ModelError("there is no optimizer in the list")
+    return TorchOptimizers(optimizer, dict(model.named_parameters())), optimizer[-1]
+
+
+class TorchOptimizers:
+    """The `InnerState` of torch optimizers, each with parameters of its own."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[str, Tensor]) -> None:
+        """`names`: the parameters of the model."""
+        own = {id(parameter) for parameter in names.values()}
+        num_foreign = sum(id(parameter) not in own for one in optimizers for parameter in _parameters(one))
+        if num_foreign:
+            raise ModelError(
+                f"the optimizer trains {num_foreign} parameters that are not the model's, and they would not be "
+                "swapped: put all that is trained into one model, such as an nn.ModuleDict"
+            )
+        self._optimizers = optimizers
+        self._names = names
+        self._is_warned = False
+
+    def state(self) -> dict[str, Tensor]:
+        """Empty, with a warning, where a field is no tensor: training must not end for a checkpoint."""
+        try:
+            return flatten_optimizers(self._optimizers, self._names)
+        except CheckpointError as error:
+            if not self._is_warned:
+                log.warning("%s; after a restart the inner optimizer begins anew", error)
+            self._is_warned = True
+            return {}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        restore_optimizers(self._optimizers, self._names, tensors)
+
+
+def is_skipped(optimizer: Optimizer) -> bool:
+    """Within a step that a GradScaler has asked for: whether gradients overflowed, and the step changes nothing.
+
+    A scaler leaves such a step out, but where a fused optimizer is to find out itself.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, Tensor) and bool(found.item())
+
+
+def flatten_optimizers(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`flatten_optimizer` of several, each with parameters of its own."""
+    return {key: value for optimizer in optimizers for key, value in flatten_optimizer(optimizer, names).items()}
+
+
+def restore_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    *,
+    keep_on_cpu: bool = False,
+) -> None:
+    """The inverse of `flatten_optimizers`; each takes what is its parameters'. Raises CheckpointError."""
+    for optimizer in optimizers:
+        restore_optimizer(optimizer, names, tensors, keep_on_cpu=keep_on_cpu)
+
+
+def flatten_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """State of each parameter as `field/parameter name`: for AdamW step, exp_avg and exp_avg_sq, for Muon
+    momentum_buffer; nothing before step 1.
+
+    `names` maps names to the parameters of the optimizer, as `dict(model.named_parameters())` does: the order of its
+    groups then does not matter. The tensors are the optimizer's own, not copies; hyperparameters belong to the spec.
+    """
+    name_of = {id(parameter): name for name, parameter in names.items()}
+    flat: dict[str, Tensor] = {}
+    for parameter in _parameters(optimizer):
+        for field, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor):
+                raise CheckpointError(f"{type(optimizer).__name__} cannot be kept: its {field} is no tensor")
+            flat[f"{field}/{name_of[id(parameter)]}"] = value
+    return flat
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    *,
+    keep_on_cpu: bool = False,
+) -> None:
+    """The inverse of `flatten_optimizer`; copies to each parameter's device, or `keep_on_cpu` in pinned memory. The
+    learning rate and the other hyperparameters stay the optimizer's own. A parameter of which nothing is given is as
+    before its first step. Raises CheckpointError when names or shapes are not this model's."""
+    fields: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        field, _, name = key.partition("/")
+        if name not in names or not _fits(tensor, names[name]):
+            raise CheckpointError(f"optimizer state {key} {tuple(tensor.shape)} belongs to no parameter of this model")
+        fields.setdefault(name, {})[field] = tensor.clone()  # the checkpoint may be a mapped file
+    name_of = {id(parameter): name for name, parameter in names.items()}
+    state: dict[int, dict[str, Tensor]] = {}
+    for index, parameter in enumerate(_parameters(optimizer)):  # torch numbers them in this order
+        name = name_of[id(parameter)]
+        if name in fields:
+            state[index] = fields[name]
+    moments: dict[int, dict[str, Tensor]] = {}
+    if keep_on_cpu:  # only the counts of steps go where the optimizer wants them
+        moments = {index: {field: v for field, v in fields.items() if v.ndim} for index, fields in state.items()}
+        state = {index: {field: v for field, v in fields.items() if not v.ndim} for index, fields in state.items()}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    for index, parameter in enumerate(_parameters(optimizer)):
+        optimizer.state[parameter].update(
+            {field: value.pin_memory() for field, value in moments.get(index, {}).items()}
+        )
+
+
+def _fits(value: Tensor, parameter: Tensor) -> bool:
+    """As large as the parameter, a number, or a part of a factored one: Adafactor keeps a row and a column."""
+    if value.ndim == parameter.ndim:
+        return all(mine in (1, whole) for mine, whole in zip(value.shape, parameter.shape, strict=True))
+    return not value.ndim
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

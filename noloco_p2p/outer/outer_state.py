@@ -1,0 +1,228 @@
+"""One replica's slow weights and outer momentum, and what a round does to them and to the model. Knows no network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from noloco_p2p.codec import CHUNK_ELEMENTS, Scratch, chunk_bounds
+from noloco_p2p.gossip.frames import SectionName
+from noloco_p2p.gossip.outcome import Correction, Received
+from noloco_p2p.gossip.sections import SectionPair
+from noloco_p2p.optim.gates import LIMITS, GateLimits, GradientScales
+from noloco_p2p.optim.mixing import CLOSING, Agreement, gradient_weight
+from noloco_p2p.optim.noloco import outer_step
+from noloco_p2p.outer.chunk_filter import UNSCALED, ChunkFilter, Clipped, Verdict, scaled_half_difference
+from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.outer.staging import Staging, pin
+from noloco_p2p.outer.state_checks import OUTER_MOMENTUM, SLOW_WEIGHTS, check_vectors
+from noloco_p2p.spec import OuterSpec, Spec
+
+ROUNDING = 1e-9  # progress is a sum of fractions: so near to 1 it is 1
+SPREAD_CHUNKS = 16  # of the slow weights, or twice as many: an estimate takes milliseconds, and all of them would not
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """All that an outer step changes, as it was."""
+
+    vectors: Mapping[str, Tensor]
+    fast_weights: Tensor
+    gating: ChunkFilter
+    spread: float | None
+
+
+class OuterState:
+    """`slow_weights`, and where alpha is above 0 `outer_momentum`: flat fp32 vectors on the CPU.
+
+    The model may be on any one device and of any floating dtype; its weights are the slow weights at the start. All
+    steps go chunk by chunk: there is never a second vector of the model's size.
+    """
+
+    def __init__(self, model: nn.Module | FlatParameters, outer: OuterSpec, *, limits: GateLimits = LIMITS) -> None:
+        self.parameters = model if isinstance(model, FlatParameters) else FlatParameters(model)
+        self.layout = self.parameters.layout()
+        self.num_elements = self.parameters.num_elements
+        self.slow_weights = torch.empty(self.num_elements)
+        self.outer_momentum = torch.zeros(self.num_elements) if outer.keeps_momentum else None
+        self.spread: float | None = None  # distance to the last partner over 2^0.5, as a share of the own norm
+        self._outer = outer
+        self._bounds = chunk_bounds(self.num_elements)
+        self._filter = ChunkFilter([param.numel() for _, param in self.parameters.named], limits)
+        for start, stop in self._bounds:
+            self.slow_weights[start:stop] = self.parameters.read(start, stop)
+        self.parameters.flush()
+        self._staging = Staging(self.parameters.device)
+        for vector in self.tensors().values():
+            pin(vector, self.parameters.device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a newcomer takes (`take`): the vectors themselves, not copies."""
+        momentum = {} if self.outer_momentum is None else {OUTER_MOMENTUM: self.outer_momentum}
+        return {SLOW_WEIGHTS: self.slow_weights, **momentum}
+
+    def sections(self) -> dict[SectionName, Tensor]:
+        """What is sent while a round goes on."""
+        return {SectionName[name.upper()]: vector for name, vector in self.tensors().items()}
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """As `take_vectors`, and the model's weights become the slow weights."""
+        self.take_vectors(tensors)
+        for start, stop in self._bounds:
+            self.parameters.write(start, self.slow_weights[start:stop])
+        self.parameters.flush()
+
+    def take_vectors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Slow weights and momentum become those of `tensors`, what is more there is left alone.
+
+        Raises CheckpointError, before anything is changed, for another model's state or numbers that are not finite.
+        """
+        check_vectors(tensors, {name: own.numel() for name, own in self.tensors().items()})
+        for name, own in self.tensors().items():
+            own.copy_(tensors[name])
+
+    def copy(self) -> Kept:
+        """Slow weights, momentum and the model's weights as they are, on the CPU: 4 bytes a parameter and vector."""
+        vectors = {name: vector.clone() for name, vector in self.tensors().items()}
+        fast_weights = torch.empty(self.num_elements)
+        for start, stop in self._bounds:
+            fast_weights[start:stop] = self.parameters.read(start, stop)
+        self.parameters.flush()
+        return Kept(vectors, fast_weights, deepcopy(self._filter), self.spread)
+
+    @torch.no_grad()
+    def restore(self, kept: Kept) -> None:
+        """Bit for bit what `copy` gave; the gates forget what they saw since, too."""
+        for name, vector in self.tensors().items():
+            vector.copy_(kept.vectors[name])
+        for start, stop in self._bounds:
+            self.parameters.write(start, kept.fast_weights[start:stop])
+        self.parameters.flush()
+        self._filter, self.spread = kept.gating, kept.spread
+
+    def outer_gradient(self) -> Iterator[Tensor]:
+        """fast - slow, chunk by chunk, where the model lies; each in the memory of the one before."""
+        gradient = torch.empty(CHUNK_ELEMENTS, device=self.parameters.device)
+        for start, stop in self._bounds:
+            yield self.parameters.minus(start, self.slow_weights[start:stop], out=gradient)
+        self.parameters.flush()
+
+    def judge(self, gradient: SectionPair | None, agreed: Agreement) -> Verdict:
+        """Whether what a partner sent may be applied at all, and its outer gradient how scaled; changes nothing.
+
+        gradient: None = it has not come. agreed: of the swap.
+        """
+        return self._filter.judge(gradient, times_longer=agreed.partner_share / max(1e-6, 1 - agreed.partner_share))
+
+    @torch.no_grad()
+    def step(
+        self, received: Received | None, *, scales: GradientScales = UNSCALED, is_closing: bool = False
+    ) -> Clipped:
+        """The outer step; None = alone. The model's weights become the new slow weights.
+
+        Own exact vectors plus half-differences, so that coding errors cannot move a pair's mean. scales: of the outer
+        gradients, from `judge`. is_closing: nobody trains, and both partners go to the middle. Offsets are clipped on
+        the way, and what was clipped is told. On an accelerator the next chunk comes and the last one goes back while
+        the CPU works on this one.
+        """
+        outer = CLOSING if is_closing else self._outer
+        weight = received.agreed.weight if received else 1.0
+        gradient_share = gradient_weight(outer, received.agreed) if received else 1.0
+        gated = self._filter.open_step(received, scales)
+        self._staging.begin()
+        gradients_here = self._staging.chunks(self._gradient, [stop - start for start, stop in self._bounds])
+        apart, length, sampled = 0.0, 0.0, max(1, len(self._bounds) // SPREAD_CHUNKS)
+        for index, ((start, stop), gradient) in enumerate(zip(self._bounds, gradients_here, strict=True)):
+            slow = self.slow_weights[start:stop]
+            momentum = None if self.outer_momentum is None else self.outer_momentum[start:stop]
+            gated.own_gradient(index, gradient)
+            if (difference := gated.gradient(index)) is not None:
+                gradient.add_(difference, alpha=gradient_share)
+            if momentum is not None and (difference := gated.offset(SectionName.OUTER_MOMENTUM, index)) is not None:
+                momentum.add_(difference, alpha=weight)
+            offset = gated.offset(SectionName.SLOW_WEIGHTS, index)
+            if offset is not None and index % sampled == 0:
+                apart, length = apart + float(offset.square().sum()), length + float(slow.square().sum())
+            outer_step(slow, momentum, gradient, offset, alpha=outer.alpha, beta=outer.beta, gamma=outer.gamma * weight)
+            with self._staging.going_up():
+                self.parameters.write(start, slow)
+        self.parameters.flush()
+        if length:
+            # With replicas scattered by s around their mean, two of them are 2^0.5 s apart, and `offset` is half that.
+            self.spread = (2 * apart / length) ** 0.5
+        return gated.close()
+
+    @torch.no_grad()
+    def correct(self, correction: Correction, *, scales: GradientScales = UNSCALED) -> None:
+        """The partner's gradient came after the boundary: `beta h` goes into slow, fast weights and momentum."""
+        beta = self._outer.beta * gradient_weight(self._outer, correction.agreed)
+        vectors = [*self.tensors().values()]
+        for start, late in late_steps(correction.gradient, beta=beta, scales=scales):
+            for vector in vectors:
+                vector[start : start + len(late)].add_(late)
+            self.parameters.add(start, late)
+        self.parameters.flush()
+
+    def _gradient(self, index: int, memory: Tensor) -> Tensor:
+        start, stop = self._bounds[index]
+        return self.parameters.minus(start, self.slow_weights[start:stop], out=memory)
+
+
+def late_steps(
+    gradient: SectionPair, *, beta: float, scales: GradientScales = UNSCALED
+) -> Iterator[tuple[int, Tensor]]:
+    """(place of its first element, `beta h`) of each chunk of a partner's gradient that came after the boundary.
+
+    fp32 on the CPU, each in the memory of the one before.
+    """
+    scratch = Scratch()
+    for index, (start, _) in enumerate(chunk_bounds(gradient.coding.plan.num_elements)):
+        yield start, scaled_half_difference(gradient, index, scales, scratch=scratch).mul_(beta)
+
+
+def next_progress(progress: float, total_steps: int) -> float:
+    """One inner step on."""
+    return _settled(progress + 1 / total_steps)
+
+
+def progress_after(progress: float, received: Received, *, inner_steps: int, spec: Spec) -> float:
+    """Where a peer stands on the schedule after a swap.
+
+    progress: own, at the end of a round of `inner_steps`. The two move as far as each other: by at most one round of
+    the length that both agreed on, and less where the partner's vectors have less weight. What a partner told is
+    bounded by the spec.
+    """
+    outer, total = spec.outer, spec.schedule_steps
+    agreed = min(received.agreed.inner_steps, outer.max_inner_steps) if outer.is_auto else inner_steps
+    at_most = received.agreed.weight * agreed / total
+    return met_progress(progress, received.partner_progress, round_progress=inner_steps / total, at_most=at_most)
+
+
+def swap_progress(progress: float, received: Received, *, inner_steps: int, spec: Spec) -> float:
+    """Where a swap is on the schedule: the same number for both partners.
+
+    progress: own, at the end of a round of `inner_steps`. The middle of where the two opened their rounds, and a round
+    of the length that they agreed on; of partners further apart than that each stays within it of its own opening.
+    """
+    total = spec.schedule_steps
+    agreed = min(received.agreed.inner_steps, spec.outer.longest_round) / total
+    opened = progress - inner_steps / total
+    apart = (received.partner_progress - opened) / 2
+    return opened + max(-agreed, min(agreed, apart)) + agreed
+
+
+def met_progress(progress: float, partner_progress: float, *, round_progress: float, at_most: float) -> float:
+    """Partners move towards each other.
+
+    progress: own, at the end of a round of `round_progress`; partner_progress: the partner's, when it opened its round.
+    """
+    apart = (partner_progress - (progress - round_progress)) / 2
+    return _settled(progress + max(-at_most, min(at_most, apart)))
+
+
+def _settled(progress: float) -> float:
+    return 1.0 if abs(progress - 1) < ROUNDING else progress

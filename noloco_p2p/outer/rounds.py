@@ -1,0 +1,202 @@
+"""The rounds of one replica, without a network and without waiting: the one place that knows their sequence.
+
+open  ->  step_taken, once an inner step  ->  at its True: reach_boundary  ->  poll until the round has ended  ->  open
+
+`NoLoCo` blocks where this polls; a simulated replica sleeps on its virtual clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from noloco_p2p.gossip.exchange import Exchange
+from noloco_p2p.gossip.frames import SectionName
+from noloco_p2p.gossip.outcome import Alone, Correction, Outcome
+from noloco_p2p.gossip.round_length import RoundLength
+from noloco_p2p.outer.outer_state import next_progress, progress_after, swap_progress
+from noloco_p2p.spec import Spec
+
+
+class Vectors(Protocol):
+    """What a round sends; `OuterState` is one."""
+
+    def sections(self) -> dict[SectionName, Tensor]:
+        """Flat fp32 vectors on the CPU, of one size; they do not change while a round goes on."""
+        ...
+
+    def outer_gradient(self) -> Iterable[Tensor]:
+        """fast - slow, chunk by chunk."""
+        ...
+
+
+class OuterStep(Protocol):
+    """What a round does with what it got; `UpdateFilter` is one."""
+
+    def step(self, outcome: Outcome, *, is_closing: bool) -> tuple[Outcome, bool]:
+        """The outer step; returns what was applied of the outcome, and whether own weights were not finite."""
+        ...
+
+    def correct(self, correction: Correction) -> None:
+        """Apply a late part after its boundary."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnd:
+    """round: its index. swap_progress: where the swap is on the schedule, the same number for both partners, or where
+    this replica is. boundary_s: how long its boundary lasted. diverged: own weights were not finite."""
+
+    round: int
+    outcome: Outcome
+    swap_progress: float
+    boundary_s: float
+    diverged: bool
+
+
+class Rounds:
+    """`steps`: inner steps of the current round that were taken.
+
+    follows_caller: `progress` is the caller's to set; inner steps and swaps do not move it. clock: seconds, those of
+    the exchange's pace.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        exchange: Exchange,
+        vectors: Vectors,
+        outer_step: OuterStep,
+        *,
+        follows_caller: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.spec = spec
+        self.exchange = exchange
+        self.length = RoundLength(spec.outer, first_inner_steps=spec.first_inner_steps)
+        self.follows_caller = follows_caller
+        self.progress = 0.0  # fraction of the run's schedule; the learning rate follows it
+        self.round = 0
+        self.steps = 0
+        self.is_open = False
+        self._is_closing = False
+        self._vectors = vectors
+        self._outer_step = outer_step
+        self._clock = clock
+        self._boundary_s: float | None = None  # when it came; None before it
+        self._until_s = 0.0
+
+    @property
+    def inner_steps(self) -> int:
+        """Length of the current round."""
+        return self.length.inner_steps
+
+    @property
+    def is_at_boundary(self) -> bool:
+        """No inner step may be closed until `poll` has ended the round."""
+        return self._boundary_s is not None
+
+    def open(self, *, patience_s: float = 0.0, is_closing: bool = False) -> None:
+        """A round begins. is_closing: it has no inner steps, its partners go to the middle between them.
+
+        patience_s: of a closing round, see `Opening`.
+        """
+        self.apply_late()  # one that came since the last outer step would keep partners waiting
+        self._is_closing = is_closing
+        self.is_open = True
+        pace = self.exchange.pace
+        if not self.steps:  # a round that was begun before a restart keeps its length
+            self.length.next(pace.seconds_per_step, others_s=pace.others_s(self._clock()))
+        self.exchange.open(
+            self.round,
+            progress=self.progress,
+            state=self._vectors.sections(),
+            steps_done=self.inner_steps if is_closing else self.steps,
+            inner_steps=self.inner_steps,
+            shortest_round_s=self.length.told_s(pace.seconds_per_step),
+            patience_s=patience_s,
+        )
+
+    def step_taken(self) -> bool:
+        """An inner step was closed. True = it was the last one of the round: `reach_boundary` comes next."""
+        assert not self.is_at_boundary, "poll until the round has ended"
+        self.steps += 1
+        if not self.follows_caller:
+            self.progress = next_progress(self.progress, self.spec.schedule_steps)
+        self.exchange.pace.step(self._clock())
+        self.apply_late()
+        return self.steps >= self.inner_steps
+
+    def reach_boundary(self, *, wait_s: float | None = None) -> None:
+        """Stage the outer gradient. `poll` then gives up after `wait_s`; None = `outer.max_wait_s`."""
+        self._boundary_s = self._clock()
+        self.exchange.stage(self._vectors.outer_gradient)
+        self._until_s = self._clock() + (self.spec.outer.max_wait_s if wait_s is None else wait_s)
+
+    @property
+    def wait_left_s(self) -> float:
+        """How much longer the boundary may last."""
+        return max(0.0, self._until_s - self._clock())
+
+    def poll(self) -> RoundEnd | None:
+        """After the boundary: takes the outer step once the round is over; None while it is not."""
+        outcome = self.exchange.poll(wait_s=self.wait_left_s)
+        return None if outcome is None else self.finish(outcome)
+
+    def finish(self, outcome: Outcome) -> RoundEnd:
+        """The outer step with what the round got, after as many inner steps as were taken."""
+        boundary_s = 0.0 if self._boundary_s is None else self._clock() - self._boundary_s
+        link = outcome.link if isinstance(outcome, Alone) else outcome.received.link
+        if link:
+            self.length.note(link)
+        self.apply_late()  # one that waited for the early part of this round
+        outcome, diverged = self._outer_step.step(outcome, is_closing=self._is_closing)
+        swapped_at = self.progress
+        if not isinstance(outcome, Alone):
+            if not (self._is_closing or self.follows_caller):
+                received, steps = outcome.received, self.steps
+                swapped_at = swap_progress(self.progress, received, inner_steps=steps, spec=self.spec)
+                self.progress = progress_after(self.progress, received, inner_steps=steps, spec=self.spec)
+            outcome.received.sections.clear()  # the payloads are as large as the model, and results may be kept
+        end = RoundEnd(self.round, outcome, swapped_at, boundary_s, diverged)
+        self.round += 1
+        self.steps = 0
+        self.is_open = self._is_closing = False
+        self._boundary_s = None
+        return end
+
+    def withdraw(self) -> RoundEnd | None:
+        """No partner waits for this peer from now on. A round that has one, or is at its boundary, ends here.
+
+        None = there is no partner: the round goes on when it is opened again.
+        """
+        if not self.is_open:
+            return None
+        outcome = self.exchange.poll(wait_s=0.0) if self.is_at_boundary else self.exchange.withdraw()
+        assert outcome is not None
+        self.is_open = False
+        if isinstance(outcome, Alone) and not self.is_at_boundary:
+            return None
+        return self.finish(outcome)
+
+    def give_up(self) -> None:
+        """The caller was interrupted at the boundary. The next step comes to it again, and what came is not applied."""
+        if self.is_at_boundary:
+            self.exchange.poll(wait_s=0.0)
+        self.is_open = self._is_closing = False
+        self._boundary_s = None
+
+    def restart(self, *, round_index: int, progress: float, steps: int = 0) -> None:
+        """The vectors were replaced by those of another time or another peer, which stood there."""
+        self.round, self.progress, self.steps = round_index, progress, steps
+
+    def apply_late(self) -> None:
+        """Apply a late part that came after its boundary, if there is one and the vectors do not travel."""
+        correction = self.exchange.late(self.round)
+        if correction:
+            self._outer_step.correct(correction)
+            self.exchange.corrected()

@@ -1,0 +1,80 @@
+"""Checkpoints off the training thread: what is to be written is copied, and training goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from noloco_p2p.devices import free_memory
+from noloco_p2p.errors import CheckpointError
+from noloco_p2p.outer.checkpoint import Checkpoints
+
+log = logging.getLogger(__name__)
+
+USED_SHARE = 0.5  # of free memory, for the copy; otherwise training waits for the disk
+
+Files = Mapping[str, Mapping[str, Tensor]]
+
+
+class Saver:
+    """At most one checkpoint is being written; who asks for another one meanwhile is told no, and goes on training."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(
+        self,
+        checkpoints: Checkpoints,
+        round: int,
+        *,
+        content: Callable[[], tuple[Files, Mapping[str, Any]]],
+        done: Callable[[Path], None],
+    ) -> bool:
+        """Copy `content()`, files and meta, and write it in the background; False, and nothing done, while the last one
+        is unfinished.
+
+        `done` is called with the folder by the thread that wrote it; a failure is logged, and the last good checkpoint
+        stays. A program that ends meanwhile ends when all is written. Where memory is too short for a copy, returns
+        when it is.
+        """
+        if self.is_busy:
+            log.warning("the checkpoint of round %d is left out: the last one is still being written", round)
+            return False
+        files, meta = content()
+        num_bytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+        has_room = num_bytes < USED_SHARE * free_memory()
+        if has_room:
+            files = {stem: _copied(tensors) for stem, tensors in files.items()}
+        else:
+            log.info("training waits for the checkpoint of round %d: too little memory for a copy", round)
+
+        def write() -> None:
+            try:
+                done(checkpoints.save(round, files=files, meta=meta))
+            except CheckpointError as error:
+                log.error("%s", error)
+
+        self._thread = threading.Thread(target=write, name="noloco-checkpoint")
+        self._thread.start()
+        if not has_room:
+            self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Returns when nothing is being written."""
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.to("cpu", copy=True) for name, value in tensors.items()}

@@ -1,0 +1,110 @@
+"""What of a swap is let into the model: the gates ask the numbers, and a loss check asks the model itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from noloco_p2p.gossip.frames import SectionName
+from noloco_p2p.gossip.outcome import Alone, Correction, LonelyCause, Outcome, Received
+from noloco_p2p.outer.chunk_filter import UNSCALED, Clipped, Verdict
+from noloco_p2p.outer.outer_state import OuterState
+from noloco_p2p.telemetry.console import named
+from noloco_p2p.telemetry.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LossCheck:
+    """The gate that asks the model itself: a swap that raises the loss on a private batch too much is undone.
+
+    measure: the loss of the model as it is, nats a token, on a batch that no partner knows; called twice a swap.
+    max_rise: what a swap may add to it. While a step is checked, slow weights, momentum and the model's weights are
+    held twice: 12 bytes a parameter. A gradient that comes after its boundary is not checked.
+    """
+
+    measure: Callable[[], float]
+    max_rise: float
+
+
+class UpdateFilter:
+    """Takes the outer steps of one peer, with what its gates let through, and counts what they did not.
+
+    on_change: called before slow weights or momentum change.
+    """
+
+    def __init__(
+        self,
+        state: OuterState,
+        metrics: Metrics,
+        loss_check: LossCheck | None,
+        *,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._state = state
+        self._on_change = on_change
+        self._metrics = metrics
+        self._loss_check = loss_check
+        self.clipped = Clipped()  # by the last outer step
+        self.scales = UNSCALED  # of the outer gradients in it
+
+    def step(self, outcome: Outcome, *, is_closing: bool) -> tuple[Outcome, bool]:
+        """The outer step of a round; returns what is left of its outcome, and whether own weights were not finite."""
+        self._on_change()
+        admitted_outcome, verdict = admitted(outcome, self._state)
+        if verdict.refusal:
+            self._metrics.refused_gradients += 1
+        if isinstance(admitted_outcome, Alone) or not self._loss_check:
+            return admitted_outcome, self._apply(admitted_outcome, verdict, is_closing=is_closing)
+        before = self._state.copy()
+        loss = self._loss_check.measure()
+        diverged = self._apply(admitted_outcome, verdict, is_closing=is_closing)
+        if diverged:  # there is no loss to compare with, and none of it is the partner's doing
+            return admitted_outcome, True
+        rise = self._loss_check.measure() - loss
+        if rise <= self._loss_check.max_rise:  # not so for NaN
+            return admitted_outcome, False
+        self._state.restore(before)
+        self._metrics.refused_losses += 1
+        alone = _refused(admitted_outcome.received, f"it raised the loss on a private batch by {rise:.3g} nats a token")
+        return alone, self._apply(alone, Verdict(), is_closing=is_closing)
+
+    def correct(self, correction: Correction) -> None:
+        """What a late part adds after its boundary."""
+        metrics, verdict = self._metrics, self._state.judge(correction.gradient, correction.agreed)
+        if verdict.refusal:
+            metrics.refused_gradients += 1
+            what = "the late part of %s was refused: %s | early part kept"
+            log.warning(f"round %d | {what}", correction.round, named(correction.partner), verdict.refusal)
+            return
+        self._on_change()
+        self._state.correct(correction, scales=verdict.scales)
+        metrics.clipped_gradients += verdict.scales.partner < 1
+        metrics.late += 1
+
+    def _apply(self, outcome: Outcome, verdict: Verdict, *, is_closing: bool) -> bool:
+        metrics, received = self._metrics, None if isinstance(outcome, Alone) else outcome.received
+        clipped = self._state.step(received, scales=verdict.scales, is_closing=is_closing)
+        self.clipped, self.scales = clipped, verdict.scales
+        metrics.clipped_gradients += verdict.scales.partner < 1
+        metrics.clipped_offsets += clipped.num_clipped
+        metrics.gated_offsets += clipped.num_pieces
+        return clipped.num_lost > 0
+
+
+def admitted(outcome: Outcome, state: OuterState) -> tuple[Outcome, Verdict]:
+    """What is left of an outcome behind the gates that may refuse a whole swap: the round is then a lonely one."""
+    if isinstance(outcome, Alone):
+        return outcome, Verdict()
+    received = outcome.received
+    verdict = state.judge(received.sections.get(SectionName.OUTER_GRADIENT), received.agreed)
+    if not verdict.refusal:
+        return outcome, verdict
+    return _refused(received, verdict.refusal), verdict
+
+
+def _refused(received: Received, why: str) -> Alone:
+    reason = f"what {named(received.partner)} sent was refused: {why}"
+    return Alone(reason, LonelyCause.REFUSED_STATE, received.link)

@@ -1,0 +1,291 @@
+"""Drives the state machine of a pipeline over the streams to its neighbours, beside the thread that computes.
+
+Events and their times go into `flow/`; its actions are performed here, on the network thread. Tasks go to the one
+thread that touches weights (`threaded_flow.py`), one at a time. While it computes, other threads decode the payload of
+the next task and encode the result of the one before, so that it waits for neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import queue
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from noloco_p2p.errors import NotFinite, PeerError, Refused
+from noloco_p2p.flow.actions import Action, Broadcast, CloseStep, Compute, GaveUp, Kind, Send
+from noloco_p2p.flow.frames import Answer, Backward, Forward, Frame, Mark, Want
+from noloco_p2p.flow.head import Head
+from noloco_p2p.flow.limits import TICK_S
+from noloco_p2p.flow.replica import Replica
+from noloco_p2p.flow.steps import FINAL_MARK
+from noloco_p2p.gossip.owned_tasks import OwnedTasks
+from noloco_p2p.net.flow import FlowLinks
+from noloco_p2p.net.tickets import Tickets
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+DIAL_AGAIN_S = 5.0  # a neighbour to which a stream is to be kept
+MAX_DROPPED = 16  # forwards of one neighbour in a row; an honest one sends after a Credit alone
+
+
+class Work(Protocol):
+    """What other threads may do while one computes: see `trainer.stage_work.StageWork`."""
+
+    def check(self, payload: memoryview, *, is_backward: bool) -> None: ...
+
+    def decoded(self, task: Compute) -> Compute: ...
+
+    def encoded(self, kind: Kind, values: Any) -> memoryview: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Handed:
+    """A task for the thread that computes. inputs: a Compute with tensors in place of payloads."""
+
+    task: Compute | CloseStep
+    inputs: Compute | CloseStep
+
+
+class FlowDriver:
+    """Lives on the network thread. `tasks` is what the computing thread takes, an exception of its data included.
+
+    batches: of a head, microbatches; the next one is read on another thread before it is due.
+    microbatch_tokens: in the loss of each.
+    """
+
+    def __init__(
+        self,
+        machine: Head | Replica,
+        links: FlowLinks,
+        work: Work,
+        tickets: Tickets,
+        *,
+        stage: int,
+        num_stages: int,
+        executor: concurrent.futures.Executor,
+        strike: Callable[[str, str], None],
+        batches: Iterator[object] | None = None,
+        microbatch_tokens: int = 0,
+    ) -> None:
+        self.machine = machine
+        self.tasks: queue.SimpleQueue[Handed | Exception] = queue.SimpleQueue()
+        self.is_over = False  # no head trains any more, and nothing is left to do
+        self._links = links
+        self._work = work
+        self._tickets = tickets
+        self._last_stage = num_stages - 1
+        self._is_last = stage == self._last_stage
+        self._executor = executor
+        self._strike = strike
+        self._batches: Iterator[object] = batches or iter(())
+        self._microbatch_tokens = microbatch_tokens
+        self._loop = asyncio.get_running_loop()
+        self._downstream: frozenset[str] = frozenset()
+        self._kept: dict[str, float] = {}  # neighbours to which a stream is kept -> when they were dialled last
+        self._num_dropped = Counter[str]()
+        self._ahead: tuple[Compute, asyncio.Future[Compute]] | None = None  # what is decoded for the next task
+        self._given_up: deque[object] = deque()
+        self._microbatch: asyncio.Future[object] | None = None  # the next one
+        self._running = OwnedTasks()
+        links.neighbourhood = self
+
+    def start(self) -> None:
+        self._running.start(self._tick())
+
+    def meet(self, downstream: Collection[str], ring: Collection[str] = ()) -> None:
+        """downstream: replicas of the next stage. ring: to whom a stream is kept, where the path closes: of a head,
+        replicas of the last stage; of those, heads."""
+        self._downstream = frozenset(downstream)
+        self._kept = dict.fromkeys(ring, -DIAL_AGAIN_S)
+        self._keep_streams()
+        self._neighbours_changed()
+
+    def leave(self) -> None:
+        """Launch and accept nothing; what is held is finished."""
+        self._do(self.machine.leave(self._now_s()))
+
+    async def stop(self) -> None:
+        """The streams are ended by their owner, before."""
+        await self._running.stop(grace_s=0.0)
+
+    # neighbours
+
+    def opened(self, peer: str, stage: int) -> None:
+        if stage == self._last_stage:
+            self._neighbours_changed()
+
+    def closed(self, peer: str) -> None:
+        self._num_dropped.pop(peer, None)
+        self._do(self.machine.stream_closed(peer, self._now_s()))
+        self._neighbours_changed()
+
+    async def checked(self, peer: str, frame: Frame) -> Frame:
+        """Raises CorruptPayload for what is no fault of the network. A value that is not finite is a strike."""
+        if isinstance(frame, Want | Mark):
+            self._tickets.check(frame.ticket)
+        if not isinstance(frame, Forward | Backward) or frame.payload is None:
+            return frame
+        payload, is_backward = frame.payload, isinstance(frame, Backward)
+        assert isinstance(payload, memoryview)
+        try:
+            await self._elsewhere(lambda: self._work.check(payload, is_backward=is_backward))
+        except NotFinite as error:
+            self._strike(peer, str(error))
+            return replace(frame, payload=None)
+        return frame
+
+    def received(self, peer: str, frame: Frame) -> None:
+        actions = self.machine.received(peer, frame, self._now_s())
+        if isinstance(frame, Forward):
+            self._count_dropped(peer, is_dropped=Send(peer, Answer(frame.id, is_taken=False)) in actions)
+        self._do(actions)
+
+    def _count_dropped(self, peer: str, *, is_dropped: bool) -> None:
+        self._num_dropped[peer] = self._num_dropped[peer] + 1 if is_dropped else 0
+        if self._num_dropped[peer] > MAX_DROPPED and isinstance(self.machine, Replica):
+            sentence = f"it sent {MAX_DROPPED} forwards for which it had no room"
+            self._strike(peer, sentence)
+            self._loop.call_soon(self._links.drop, peer, Refused(sentence, peer=peer))
+
+    def _neighbours_changed(self) -> None:
+        now_s = self._now_s()
+        if isinstance(self.machine, Head):
+            sinks = [peer for peer, stage in self._links.stages.items() if stage == self._last_stage]
+            self._do(self.machine.neighbours_changed(self._downstream, sinks, now_s))
+        else:
+            self._do(self.machine.neighbours_changed(self._downstream, now_s))
+
+    def _keep_streams(self) -> None:
+        now_s = self._now_s()
+        for peer, dialled_s in self._kept.items():
+            if peer not in self._links.stages and now_s - dialled_s >= DIAL_AGAIN_S:
+                self._kept[peer] = now_s
+                self._links.open(peer)
+
+    async def _tick(self) -> None:
+        while True:
+            self._do(self.machine.tick(self._now_s()))
+            self._keep_streams()
+            self._links.look()
+            if isinstance(self.machine, Head):
+                self.is_over = self.machine.progress >= FINAL_MARK and self.machine.is_idle
+            else:
+                self.is_over = self.machine.is_over(self._now_s())
+            await asyncio.sleep(TICK_S)
+
+    # what the computing thread reports
+
+    def computed(self, task: Compute, result: object) -> None:
+        """result: a tensor, or None where nothing is to be sent."""
+        payload = None if result is None else self._elsewhere(lambda: self._work.encoded(task.kind, result))
+        self._do(self.machine.computed(task, payload, self._now_s()))
+
+    def failed(self, task: Compute) -> None:
+        self._do(self.machine.compute_failed(task, self._now_s()))
+
+    def step_closed(self, progress: float) -> None:
+        now_s = self._now_s()
+        machine = self.machine
+        self._do(machine.step_closed(progress, now_s) if isinstance(machine, Head) else machine.step_closed(now_s))
+
+    # actions
+
+    def _do(self, actions: list[Action]) -> None:
+        self._perform(actions)
+        self._launch()
+        self._look_ahead()
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(to, frame):
+                    self._send(to, frame)
+                case Broadcast(Mark(ticket), but):
+                    self._links.broadcast(Mark(self._tickets.signed(ticket)), but=but)
+                case Broadcast(frame, but):
+                    self._links.broadcast(frame, but=but)
+                case Compute():
+                    self._running.start(self._hand_out(action))
+                case CloseStep():
+                    self.tasks.put(Handed(action, action))
+                case GaveUp(_, microbatch):
+                    self._given_up.append(microbatch)
+
+    def _send(self, to: str, frame: Frame) -> None:
+        if isinstance(frame, Forward | Backward):
+            self._running.start(self._send_payload(to, frame, self._now_s()))
+        elif isinstance(frame, Want):
+            self._links.send(to, replace(frame, ticket=self._tickets.signed(frame.ticket)))
+        else:
+            self._links.send(to, frame)
+
+    async def _send_payload(self, to: str, frame: Forward | Backward, since_s: float) -> None:
+        assert isinstance(frame.payload, asyncio.Future)
+        payload = await frame.payload
+        self._links.send(to, replace(frame, payload=payload), since_s=since_s)
+
+    async def _hand_out(self, task: Compute) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead and (ahead[0].kind, ahead[0].id) == (task.kind, task.id):
+            decoding = ahead[1]
+        else:
+            decoding = self._elsewhere(lambda: self._work.decoded(task))
+        try:
+            self.tasks.put(Handed(task, await decoding))
+        except PeerError as error:  # it was checked when it came
+            log.error("a payload that was checked cannot be decoded: %s", error)
+            self.failed(task)
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Decode the payload of the next task, if it is not the one that is decoded already."""
+        if not isinstance(self.machine.tasks.running, Compute):
+            return
+        task = self.machine.next_task
+        if task is None or (self._ahead and (self._ahead[0].kind, self._ahead[0].id) == (task.kind, task.id)):
+            return
+        self._ahead = (task, self._elsewhere(lambda: self._work.decoded(task)))
+
+    # data
+
+    def _launch(self) -> None:
+        machine = self.machine
+        if not isinstance(machine, Head) or not machine.can_launch(self._now_s()):
+            return
+        microbatch = self._given_up.popleft() if self._given_up else self._next_microbatch()
+        if microbatch is not None:
+            _, actions = machine.launch(microbatch, self._microbatch_tokens, self._now_s())
+            self._perform(actions)
+
+    def _next_microbatch(self) -> object:
+        """None = it is not read yet; `_launch` is called again once it is."""
+        ready, self._microbatch = self._microbatch, None
+        if ready and not ready.done():
+            self._microbatch = ready
+            return None
+        if ready and (ready.exception() or ready.result() is None):
+            self._microbatch = ready  # nothing more is launched; the computing thread hears of a fault
+            return None
+        self._microbatch = self._elsewhere(lambda: next(self._batches, None))
+        self._microbatch.add_done_callback(self._has_read)
+        return ready.result() if ready else None
+
+    def _has_read(self, reading: asyncio.Future[object]) -> None:
+        if reading.cancelled():
+            return
+        if isinstance(error := reading.exception(), Exception):
+            self.tasks.put(error)
+        else:
+            self._do([])
+
+    def _elsewhere(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        return self._loop.run_in_executor(self._executor, function)
+
+    def _now_s(self) -> float:
+        return self._loop.time()

@@ -1,0 +1,179 @@
+"""A peer's link that the pipeline shares with swaps: backwards go first, then forwards, and swaps last.
+
+A swap gets a fifth of the link while frames of the pipeline wait, and all of it otherwise. A more urgent frame
+interrupts a less urgent one, as frames travel in chunks. What comes in is shared in the same way as what goes out: its
+senders have sorted it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+
+from noloco_p2p.gossip.deadlines import Deadlines
+from noloco_p2p.simulate.network import Link
+from noloco_p2p.testing.link_proxy import BUFFER_S, LinkProfile
+
+SWAP_SHARE = 0.2  # of a link on which frames of the pipeline wait
+FASTEST = 1e15  # bytes per second of a link without a limit: infinity times no time is no number
+CHUNKS_OF_PATIENCE = 3  # one may wait behind another, on either link
+DONE_BYTES = 1e-3  # what rounding leaves
+
+
+def patient(deadlines: Deadlines, *, chunk_bytes: int, mbit_s: float) -> Deadlines:
+    """Stretched where a link is so slow that a chunk of a swap takes longer than its partner waits for one.
+
+    A small model on a link that is as slow in proportion has few and long chunks; a real one has many.
+    """
+    chunk_s = chunk_bytes / (SWAP_SHARE * mbit_s * 1e6 / 8)
+    factor = max(1.0, CHUNKS_OF_PATIENCE * chunk_s / deadlines.progress_s)
+    return Deadlines(**{name: factor * seconds for name, seconds in asdict(deadlines).items()})
+
+
+class Urgency(IntEnum):
+    BACKWARD = 0
+    FORWARD = 1
+
+
+@dataclass(slots=True, eq=False)
+class Cargo:
+    left: float  # bytes
+    then: Callable[[], object]
+    on_begin: Callable[[], None] | None = None
+
+
+class SharedWay:
+    """One direction of a link without its delay. busy_s, flow_bytes, swap_bytes: what it carried."""
+
+    def __init__(self, mbit_s: float) -> None:
+        self.bytes_per_s = min(mbit_s * 1e6 / 8, FASTEST)
+        self.busy_s = 0.0
+        self.flow_bytes = self.swap_bytes = 0
+        self._loop = asyncio.get_running_loop()
+        self._flow: list[tuple[Urgency, int, Cargo]] = []  # a heap
+        self._swaps: deque[Cargo] = deque()
+        self._num_entered = 0
+        self._since_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def carry(
+        self, num_bytes: int, urgency: Urgency, then: Callable[[], object], on_begin: Callable[[], None] | None = None
+    ) -> None:
+        """A frame of the pipeline enters. on_begin: called when its first byte leaves."""
+        self._advance()
+        self.flow_bytes += num_bytes
+        self._num_entered += 1
+        heapq.heappush(self._flow, (urgency, self._num_entered, Cargo(num_bytes, then, on_begin)))
+        self._plan()
+
+    def carry_swap(self, num_bytes: int, then: Callable[[], object]) -> None:
+        self._advance()
+        self.swap_bytes += num_bytes
+        self._swaps.append(Cargo(num_bytes, then))
+        self._plan()
+
+    def swap_backlog_s(self) -> float:
+        """How long the swaps that have entered take without the pipeline."""
+        return sum(cargo.left for cargo in self._swaps) / self.bytes_per_s
+
+    def _served(self) -> list[tuple[Cargo, float]]:
+        """What travels now, with its rate."""
+        if not self._flow:
+            return [(self._swaps[0], self.bytes_per_s)] if self._swaps else []
+        flow = self._flow[0][2]
+        if not self._swaps:
+            return [(flow, self.bytes_per_s)]
+        return [(flow, (1 - SWAP_SHARE) * self.bytes_per_s), (self._swaps[0], SWAP_SHARE * self.bytes_per_s)]
+
+    def _advance(self) -> None:
+        now_s = self._loop.time()
+        elapsed_s, self._since_s = now_s - self._since_s, now_s
+        served = self._served()
+        for cargo, rate in served:
+            cargo.left -= rate * elapsed_s
+        self.busy_s += elapsed_s if served else 0.0
+
+    def _plan(self) -> None:
+        """Wake up when the next of what travels has come out."""
+        if self._timer:
+            self._timer.cancel()
+        served = self._served()
+        for cargo, _ in served:
+            if cargo.on_begin:
+                begin, cargo.on_begin = cargo.on_begin, None
+                begin()
+        due_s = min((max(0.0, cargo.left) / rate for cargo, rate in served), default=None)
+        self._timer = None if due_s is None else self._loop.call_later(due_s, self._finish)
+
+    def _finish(self) -> None:
+        self._advance()
+        done = [cargo for cargo, _ in self._served() if cargo.left <= DONE_BYTES]
+        if self._flow and self._flow[0][2] in done:
+            heapq.heappop(self._flow)
+        if self._swaps and self._swaps[0] in done:
+            self._swaps.popleft()
+        self._plan()
+        for cargo in done:
+            cargo.then()
+
+
+class SwapWay:
+    """A `network.Way` for the swaps on a shared one."""
+
+    def __init__(self, way: SharedWay, delay_s: float) -> None:
+        self._way = way
+        self._delay_s = delay_s
+
+    def carry(self, num_bytes: int, then: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self._way.carry_swap(num_bytes, lambda: loop.call_later(self._delay_s, then))
+
+    async def drain(self) -> None:
+        await asyncio.sleep(max(0.0, self._way.swap_backlog_s() - BUFFER_S))
+
+
+class SharedLink:
+    """Of one peer. Its jitter is taken at its mean, so that the frames of a stream keep their order."""
+
+    def __init__(self, profile: LinkProfile) -> None:
+        self.up = SharedWay(profile.up_mbit_s)
+        self.down = SharedWay(profile.down_mbit_s)
+        self.delay_s = (profile.delay_ms + profile.jitter_ms / 2) / 1e3
+
+    @property
+    def for_swaps(self) -> Link:
+        return Link(SwapWay(self.up, self.delay_s), SwapWay(self.down, self.delay_s), self.delay_s)
+
+
+def transfer(
+    here: SharedLink,
+    there: SharedLink,
+    num_bytes: int,
+    urgency: Urgency,
+    arrived: Callable[[], None],
+    *,
+    on_begin: Callable[[], None],
+) -> None:
+    """A frame of the pipeline from one link to another, whose rates overlap: the first byte does not wait for the last.
+
+    on_begin: called when its first byte leaves.
+    """
+    loop = asyncio.get_running_loop()
+    delay_s = here.delay_s + there.delay_s
+    halves = 0
+
+    def half() -> None:
+        nonlocal halves
+        halves += 1
+        if halves == 2:
+            arrived()
+
+    def begin() -> None:
+        on_begin()
+        loop.call_later(delay_s, there.down.carry, num_bytes, urgency, half)
+
+    here.up.carry(num_bytes, urgency, lambda: loop.call_later(delay_s, half), begin)

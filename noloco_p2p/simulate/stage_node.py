@@ -1,0 +1,345 @@
+"""One node of a simulated pipeline: it drives the production `flow` on a virtual clock, and takes part in rounds.
+
+The ring never stops for a swap. From the boundary of a round until its outer step, tasks go on with unchanged weights,
+and only the closing of an inner step waits. The outer step is taken between two tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from noloco_p2p.flow.actions import Action, Broadcast, CloseStep, Compute, GaveUp, Kind, Send
+from noloco_p2p.flow.frames import Backward, Forward, Frame, MicrobatchId
+from noloco_p2p.flow.head import Head
+from noloco_p2p.flow.limits import TICK_S
+from noloco_p2p.flow.replica import Replica
+from noloco_p2p.gossip.deadlines import Deadlines
+from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.simulate.network import LinkNetwork
+from noloco_p2p.simulate.peer import SimulatedPeer, now_s
+from noloco_p2p.simulate.shared_link import SharedLink, Urgency, transfer
+from noloco_p2p.simulate.stage_work import TaskFlops
+from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.trainer.stage_work import StageWork
+
+FAILED = object()  # the result of a task whose microbatch is lost there
+
+
+class Pipeline(Protocol):
+    """What a node needs of the others."""
+
+    def node(self, name: str) -> StageNode: ...
+
+    def neighbours(self, node: StageNode, *, is_new_round: bool) -> None:
+        """Draw whom the node sends to, and tell its machine."""
+        ...
+
+    def launched(self, id: MicrobatchId) -> None: ...
+
+    def is_lost_in(self, task: Compute, stage: int) -> bool: ...
+
+    def loss_came(self) -> None: ...
+
+    def step_closed(self, node: StageNode) -> None: ...
+
+
+class StageNode(SimulatedPeer):
+    """Stage 0 is the head. `begin` starts it; `has_finished` is set when its schedule is done, and when it is gone.
+
+    gossips: False = no round is ever opened, so that replicas of a stage never mix.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        spec: TrainerSpec,
+        work: StageWork,
+        *,
+        name: str,
+        number: int,
+        network: LinkNetwork,
+        link: SharedLink,
+        flops: TaskFlops,
+        flops_per_s: float,
+        absent: float,
+        seed: int,
+        gossips: bool,
+        deadlines: Deadlines,
+    ) -> None:
+        stage, clip_norm = work.stage.index, spec.train.clip_norm / spec.pipeline.stages**0.5
+        super().__init__(
+            spec,
+            work.stage.model,
+            spec.train.model_copy(update={"clip_norm": clip_norm}),
+            peer_id=name,
+            network=network,
+            absent=absent,
+            seed=seed,
+            follows_caller=stage > 0,
+            deadlines=deadlines,
+        )
+        self.name, self.stage, self.number = name, stage, number
+        self.work, self.link = work, link
+        self.flops, self.flops_per_s = flops, flops_per_s
+        self.rng = random.Random(f"flow/{seed}/{name}")
+        self.streams: dict[str, None] = {}  # open ones, in the order in which they were opened
+        self.downstream: set[str] = set()  # neighbours in the next stage
+        self.ring: set[str] = set()  # of a head, sinks that it drew; of the last stage, heads that it drew
+        self.unreachable: set[str] = set()
+        self.is_alive = True
+        self.has_finished = asyncio.Event()
+        self.busy_s = 0.0
+        self.lateness: Counter[int] = Counter()  # inner steps from a forward to its backward
+        self.latencies_s: list[float] = []  # of a head, from the launch to the end of the backward
+        self.num_counted = 0  # backwards; at a head, of its front
+        self.trained_tokens = 0  # in closed steps, the first ones of sequences, too
+        self._pipeline = pipeline
+        self._gossips = gossips
+        self._is_frozen = False
+        self._is_running = False  # a task
+        self._is_commit_due = False
+        self._counted_tokens = 0
+        self._step_of: dict[MicrobatchId, int] = {}  # of its forward
+        self._launched_s: dict[MicrobatchId, float] = {}
+        self._given_up: deque[Tensor] = deque()
+        self._batches: Iterator[Tensor] = iter(())
+        self._tokens = spec.pipeline.microbatch * spec.data.sequence_length  # of a microbatch
+        self._microbatch_tokens = spec.pipeline.microbatch * (spec.data.sequence_length - 1)  # in its loss
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, machine: Head | Replica, batches: Iterable[Tensor] = ()) -> None:
+        self.machine = machine
+        self._batches = iter(batches)
+        self._enter()
+        if self._gossips:
+            self._open_round()
+        asyncio.get_running_loop().call_later(TICK_S * self.rng.random(), self._tick)
+
+    def weights(self) -> Tensor:
+        """Flat, on which the node would be judged: slow weights, or without gossip the fast ones."""
+        if self._gossips:
+            return self.state.slow_weights
+        return self.fast_weights()
+
+    def fast_weights(self) -> Tensor:
+        parameters: FlatParameters = self.state.parameters
+        return parameters.read(0, parameters.num_elements)
+
+    # events
+
+    def received(self, peer: str, frame: Frame) -> None:
+        if self._is_frozen:
+            return
+        self.streams.setdefault(peer)
+        self._do(self.machine.received(peer, frame, now_s()))
+
+    def stream_closed(self, peer: str) -> None:
+        if not self.is_alive:
+            return
+        self.streams.pop(peer, None)
+        self.unreachable.add(peer)
+        self._do(self.machine.stream_closed(peer, now_s()))
+        self._pipeline.neighbours(self, is_new_round=False)
+
+    def tell_neighbours(self, sinks: Collection[str]) -> None:
+        for other in (*sorted(self.downstream), *sorted(sinks)):
+            self.streams.setdefault(other)
+            self._pipeline.node(other).streams.setdefault(self.name)
+        if isinstance(self.machine, Head):
+            self._do(self.machine.neighbours_changed(self.downstream, sinks, now_s()))
+        else:
+            self._do(self.machine.neighbours_changed(self.downstream, now_s()))
+
+    def leave(self) -> None:
+        """Accept nothing, finish what is held, and go."""
+        self._is_leaving = True
+        self._do(self.machine.leave(now_s()))
+
+    def vanish(self) -> None:
+        """Crash: each peer with a stream to this one hears of it in its time."""
+        self.is_alive = False
+        self.has_finished.set()
+        self._network.vanish(self.name)
+        for name in list(self.streams):
+            other = self._pipeline.node(name)
+            self._later(self.link.delay_s + other.link.delay_s, other.stream_closed, self.name)
+
+    def freeze(self) -> None:
+        """The pipeline ends: no task, no frame and no inner step from now on."""
+        self._is_frozen = True
+        for task in list(self._tasks):
+            task.cancel()
+
+    async def close_rounds(self, num_rounds: int) -> None:
+        """Mix without training, when the whole pipeline has finished."""
+        for _ in range(num_rounds):
+            await self._closing_round()
+
+    async def stop(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.driver.stop()
+
+    def _tick(self) -> None:
+        if self._is_frozen or not self.is_alive:
+            return
+        self._do(self.machine.tick(now_s()))
+        if self._is_leaving and self.machine.is_idle:
+            self.vanish()
+            self._network.remove(self.name)
+            self._own(self.driver.stop())
+        else:
+            self._later(TICK_S, self._tick)
+
+    # actions
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(to, frame):
+                    self._send(to, frame)
+                case Broadcast(frame, but):
+                    for other in [name for name in self.streams if name != but]:
+                        self._send(other, frame)
+                case Compute():
+                    self._compute(action)
+                case CloseStep():
+                    asyncio.get_running_loop().call_soon(self._close_step, action)
+                case GaveUp(_, microbatch):
+                    assert isinstance(microbatch, Tensor)
+                    self._given_up.append(microbatch)
+        if isinstance(self.machine, Head) and self.is_alive and self.machine.can_launch(now_s()):
+            microbatch = self._given_up.popleft() if self._given_up else next(self._batches)
+            id, actions = self.machine.launch(microbatch, self._microbatch_tokens, now_s())
+            self._launched_s[id] = now_s()
+            self._pipeline.launched(id)
+            self._do(actions)
+
+    def _send(self, to: str, frame: Frame) -> None:
+        other = self._pipeline.node(to)
+        delay_s = self.link.delay_s + other.link.delay_s
+        self.streams.setdefault(to)
+        if not other.is_alive:
+            self._later(delay_s, self.stream_closed, to)
+        elif isinstance(frame, Forward | Backward):
+            is_forward = isinstance(frame, Forward)
+            num_bytes = self.work.forward_bytes if is_forward else self.work.backward_bytes
+            urgency = Urgency.FORWARD if is_forward else Urgency.BACKWARD
+            sent_s, sent = now_s(), frame
+
+            def begin() -> None:
+                nonlocal sent
+                if isinstance(sent, Forward):
+                    sent = replace(sent, remaining_s=max(0.0, sent.remaining_s - (now_s() - sent_s)))
+
+            transfer(self.link, other.link, num_bytes, urgency, lambda: self._arrive(other, sent), on_begin=begin)
+        else:
+            self._later(delay_s, self._arrive, other, frame)
+
+    def _arrive(self, other: StageNode, frame: Frame) -> None:
+        if self.is_alive and other.is_alive:
+            other.received(self.name, frame)
+
+    def _compute(self, task: Compute) -> None:
+        """The numbers are computed at once, and reported when the virtual time of the task is over."""
+        seconds = self.flops.of_kind(task.kind) * self._tokens / self.flops_per_s
+        self._is_running = True
+        self.busy_s += seconds
+        result: object = FAILED
+        if not self._pipeline.is_lost_in(task, self.stage):
+            try:
+                result = self.work.run(task)
+            except ValueError:
+                result = FAILED  # not finite
+        self._later(seconds, self._computed, task, result)
+
+    def _computed(self, task: Compute, result: object) -> None:
+        if self._is_frozen or not self.is_alive:
+            return
+        self._is_running = False
+        if self._is_commit_due:
+            self._commit()
+        if result is FAILED:
+            self._do(self.machine.compute_failed(task, now_s()))
+            return
+        self._note(task)
+        self._do(self.machine.computed(task, result, now_s()))
+
+    def _note(self, task: Compute) -> None:
+        is_head = self.stage == 0
+        if task.kind is Kind.FORWARD:
+            self._step_of[task.id] = self.steps
+        if task.kind is (Kind.LOSS if is_head else Kind.BACKWARD):
+            self._counted_tokens += self._microbatch_tokens
+        if task.kind is Kind.LOSS:
+            self._pipeline.loss_came()
+        if task.kind is Kind.BACKWARD:
+            self.num_counted += 1
+            self.lateness[self.steps - self._step_of.pop(task.id)] += 1
+            if is_head:
+                self.latencies_s.append(now_s() - self._launched_s.pop(task.id))
+
+    # steps and rounds
+
+    def _close_step(self, step: CloseStep) -> None:
+        if self._is_frozen or not self.is_alive:
+            return
+        assert step.num_tokens == self._counted_tokens, "divided by other tokens than were counted"
+        self.trained_tokens += self._tokens * self._counted_tokens // self._microbatch_tokens
+        self._counted_tokens = 0
+        self.work.close(self.inner, step.num_tokens, progress=self.progress)
+        self.steps += 1
+        is_at_boundary = self._rounds.step_taken()
+        if step.progress is not None:
+            self._rounds.progress = step.progress
+        if self._gossips and (is_at_boundary or self.progress >= 1):
+            self.machine.hold_steps()
+            self._rounds.reach_boundary()
+            self._own(self._wait_for_round())
+        elif self.progress >= 1:
+            self.has_finished.set()
+        if isinstance(self.machine, Head):
+            self._do(self.machine.step_closed(self.progress, now_s()))
+        else:
+            self._do(self.machine.step_closed(now_s()))
+        self._pipeline.step_closed(self)
+
+    async def _wait_for_round(self) -> None:
+        await self._wait_until_over()
+        if self._is_running:
+            self._is_commit_due = True
+        elif self.is_alive:
+            self._commit()
+
+    def _commit(self) -> None:
+        self._is_commit_due = False
+        end = self._poll()
+        if end is None:
+            self._own(self._wait_for_round())
+            return
+        self._count(end)
+        machine = self.machine
+        if (machine.progress if isinstance(machine, Head) else self.progress) >= 1:
+            self.has_finished.set()
+            return
+        if isinstance(machine, Head) and self.progress < 1:  # it moves with a swap
+            machine.progress = self.progress
+        self._open_round()
+        self._pipeline.neighbours(self, is_new_round=True)
+        self._do(machine.release_steps(now_s()))
+
+    def _own(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _later(self, seconds: float, call: Callable[..., None], *arguments: object) -> None:
+        asyncio.get_running_loop().call_later(seconds, call, *arguments)

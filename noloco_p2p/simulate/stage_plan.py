@@ -1,0 +1,93 @@
+"""What a simulation of a pipeline is asked to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.flow.limits import IN_FLIGHT_SHARE
+from noloco_p2p.simulate.network import IDEAL
+from noloco_p2p.simulate.plan import Churn
+from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.testing.link_proxy import LinkProfile
+
+T = TypeVar("T")
+Paths = Literal["random", "fixed"]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPlan:
+    """num_replicas: of each stage, those that join later are counted, too.
+
+    step_s: virtual seconds in which a peer at speed 1 would take an inner step of the whole model, without recomputing;
+    tasks of a stage take their share of its FLOPs. speeds, links: those of each stage, in turn; of the stages, the last
+    are used for all that follow.
+
+    lost_share: of the microbatches, each at one of its computations but the first. A replica finds it unusable and says
+    so, as after a damaged frame or without memory. late_steps: see `LateStageWork`. window: microbatches that a head
+    may have in flight, and a replica hold; None = as many as `flow.limits` gives. paths: fixed = each node sends to one
+    replica of the next stage, where all stages have equally many. gossips: False = replicas never mix.
+    """
+
+    num_replicas: tuple[int, ...]
+    seed: int = 0
+    step_s: float = 1.0
+    speeds: tuple[tuple[float, ...], ...] = ((1.0,),)
+    links: tuple[tuple[LinkProfile, ...], ...] = ((IDEAL,),)
+    churn: Churn = field(default_factory=Churn)
+    lost_share: float = 0.0
+    late_steps: int = 0
+    window: int | None = None
+    paths: Paths = "random"
+    gossips: bool = True
+    evaluations: int = 4
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.num_replicas)
+
+    def speed(self, stage: int, replica: int) -> float:
+        return _of(self.speeds, stage, replica)
+
+    def link(self, stage: int, replica: int) -> LinkProfile:
+        return _of(self.links, stage, replica)
+
+    def num_rooms(self, spec: TrainerSpec) -> int:
+        """Microbatches that a head may have in flight, and a replica hold."""
+        in_flight = int(IN_FLIGHT_SHARE * spec.train.batch_size / spec.pipeline.microbatch)
+        return max(1, in_flight) if self.window is None else self.window
+
+
+def _of(lists: tuple[tuple[T, ...], ...], stage: int, replica: int) -> T:
+    own = lists[min(stage, len(lists) - 1)]
+    return own[replica % len(own)]
+
+
+def parse_replicas(text: str, *, num_stages: int) -> tuple[int, ...]:
+    """`8`, or of each stage `4,8,4`. Raises SettingsError."""
+    parts = text.split(",")
+    numbers = tuple(int(part) for part in parts if part.strip().isdigit())
+    if len(numbers) != len(parts) or not all(1 <= number <= 256 for number in numbers):
+        raise SettingsError(f"--replicas {text}: must be a number from 1 to 256, or one for each stage: 4,8,4")
+    if len(numbers) not in (1, num_stages):
+        raise SettingsError(f"--replicas {text}: has {len(numbers)} numbers, and there are {num_stages} stages")
+    return numbers * (num_stages // len(numbers))
+
+
+def by_stage(
+    text: str, parse: Callable[[str], tuple[T, ...]], *, num_stages: int, flag: str
+) -> tuple[tuple[T, ...], ...]:
+    """Lists with commas, those of the stages with slashes between them; the last one counts for all that follow."""
+    lists = tuple(parse(part) for part in text.split("/"))
+    if len(lists) > num_stages:
+        raise SettingsError(f"{flag} {text}: has lists for {len(lists)} stages, and there are {num_stages}")
+    return lists
+
+
+def parse_paths(text: str) -> Paths:
+    """Raises SettingsError."""
+    if text not in ("random", "fixed"):
+        raise SettingsError(f"--paths {text}: must be random or fixed")
+    return text

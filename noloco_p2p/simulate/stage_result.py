@@ -1,0 +1,227 @@
+"""What a simulation of a pipeline found, as values, as JSON and as a table."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.flow.head import Head
+from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.telemetry.console import mib
+from noloco_p2p.trainer.cut import link_tokens_per_s
+from noloco_p2p.trainer.judge import spread
+
+if TYPE_CHECKING:
+    from noloco_p2p.simulate.stage_node import StageNode
+    from noloco_p2p.simulate.staged import StagedSwarm
+
+COLUMNS = (
+    *("stage", "replicas", "parameters", "steps", "computing %", "up %", "down %", "late steps", "late %", "lost %"),
+    *("spread %", "swapped", "half", "alone", "sent a peer", "of it swaps"),
+)
+NUM_PATHS = 8  # random ones, whose mean loss is given
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """While the heads train. tokens_per_s: of the whole pipeline, from a quarter to three quarters of its tokens, when
+    windows have grown and nobody has finished. busy: of each node, the shares of compute, up link and down link."""
+
+    virtual_s: float
+    tokens: int
+    tokens_per_s: float
+    latency_s: float  # median, from a launch to the end of the backward at its head
+    busy: dict[str, tuple[float, float, float]]
+
+    @classmethod
+    def of(cls, swarm: StagedSwarm) -> Speed:
+        now_s = asyncio.get_running_loop().time()
+        each = swarm.spec.pipeline.microbatch * swarm.spec.data.sequence_length
+        times = swarm.losses_s
+        begin, end = len(times) // 4, 3 * len(times) // 4
+        seconds = times[end] - times[begin] if end > begin else 0.0
+        latencies = [latency for head in swarm.stages[0] for latency in head.latencies_s]
+        return cls(
+            now_s,
+            each * len(times),
+            each * (end - begin) / seconds if seconds else 0.0,
+            median(latencies) if latencies else 0.0,
+            {
+                node.name: (node.busy_s / now_s, node.link.up.busy_s / now_s, node.link.down.busy_s / now_s)
+                for node in swarm.nodes.values()
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StageResult:
+    """Means are over the replicas that were there at the end, shares of time are over that in which heads train."""
+
+    stage: int
+    num_replicas: int
+    num_parameters: int
+    steps: float  # inner steps
+    tokens_per_s: float  # that the arithmetic of links and compute gives for this stage
+    compute_busy: float
+    up_busy: float
+    down_busy: float
+    counted: int  # backwards, of all replicas; of a head's front
+    lost_share: float  # of the microbatches that came to a stage, those without a backward there
+    lateness: float  # inner steps from a forward to its backward, in the mean
+    late_share: float  # of the backwards, those at least one inner step late
+    lateness_counts: dict[int, int]
+    spread: float
+    swapped: int
+    half: int
+    alone: int
+    sent_bytes: float  # over the link, by the pipeline and by swaps
+    swap_bytes: float
+
+    def row(self) -> tuple[str, ...]:
+        shares = (self.compute_busy, self.up_busy, self.down_busy)
+        return (
+            *(str(self.stage), str(self.num_replicas), f"{self.num_parameters:,}", f"{self.steps:.0f}"),
+            *(f"{100 * share:.0f}" for share in shares),
+            *(f"{self.lateness:.2f}", f"{100 * self.late_share:.1f}", f"{100 * self.lost_share:.1f}"),
+            *(f"{100 * self.spread:.3f}", str(self.swapped), str(self.half), str(self.alone)),
+            *(mib(self.sent_bytes), mib(self.swap_bytes)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StagedResult:
+    """Losses are validation losses at the end, nats a token: of slow weights, or without gossip of the fast ones."""
+
+    rule: str
+    loss: float  # mean over random paths, one replica of each stage
+    merged_loss: float  # of the mean of each stage
+    tokens: int  # that came to a loss, in all sequences
+    trained_tokens: int  # of those, the ones in closed steps of the heads
+    virtual_s: float  # until the last head has finished
+    tokens_per_s: float
+    predicted_tokens_per_s: float  # of the stage with the least
+    latency_s: float
+    num_lost: int  # microbatches that a head gave up or whose gradient for its front did not come
+    num_done: int
+    num_rooms: int
+    stages: tuple[StageResult, ...]
+    curve: tuple[tuple[float, float, float], ...]  # progress, virtual seconds, loss of the merged fast weights
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        share = self.tokens_per_s / self.predicted_tokens_per_s
+        lost = self.num_lost / max(1, self.num_lost + self.num_done)
+        return [
+            f"loss {self.loss:.4f} over random paths, {self.merged_loss:.4f} of the merged stages",
+            f"{self.tokens_per_s:,.0f} tokens/s, {100 * share:.0f} % of the {self.predicted_tokens_per_s:,.0f} that "
+            f"links and compute allow; {self.tokens:,} tokens in {self.virtual_s:,.1f} virtual s",
+            f"a microbatch takes {self.latency_s:.2f} s; {100 * lost:.1f} % of {self.num_lost + self.num_done:,} lost; "
+            f"at most {self.num_rooms} in flight for a head",
+            *_aligned([COLUMNS, *(stage.row() for stage in self.stages)]),
+        ]
+
+
+def judge_stages(swarm: StagedSwarm, speed: Speed) -> StagedResult:
+    weights = [[node.weights() for node in swarm.living(stage)] for stage in range(swarm.plan.num_stages)]
+    for stage, own in enumerate(weights):
+        if not own:
+            raise SettingsError(f"every replica of stage {stage} is gone, and none is left to judge: a smaller --churn")
+    heads = [node.machine for node in swarm.stages[0] if isinstance(node.machine, Head)]
+    stages = tuple(_stage(swarm, stage, own, speed) for stage, own in enumerate(weights))
+    return StagedResult(
+        rule="noloco" if swarm.plan.gossips else "local",
+        loss=_path_loss(swarm, weights),
+        merged_loss=merged_loss(swarm, weights),
+        tokens=speed.tokens,
+        trained_tokens=sum(node.trained_tokens for node in swarm.stages[0]),
+        virtual_s=speed.virtual_s,
+        tokens_per_s=speed.tokens_per_s,
+        predicted_tokens_per_s=min(stage.tokens_per_s for stage in stages),
+        latency_s=speed.latency_s,
+        num_lost=sum(head.num_lost for head in heads),
+        num_done=sum(head.num_done for head in heads),
+        num_rooms=swarm.plan.num_rooms(swarm.spec),
+        stages=stages,
+        curve=tuple(swarm.curve),
+    )
+
+
+def merged_loss(swarm: StagedSwarm, weights: Sequence[Sequence[Tensor]]) -> float:
+    return _loss(swarm, [torch.stack(list(own)).mean(0) for own in weights])
+
+
+def predicted_tokens_per_s(swarm: StagedSwarm, nodes: Iterable[StageNode]) -> float:
+    """The arithmetic of a stage: what the links of its replicas carry, and what they compute, whichever is less."""
+    spec = swarm.spec
+    total = 0.0
+    for node in nodes:
+        profile = swarm.plan.link(node.stage, node.number)
+        rate = min(profile.up_mbit_s, profile.down_mbit_s)
+        carried = link_tokens_per_s(spec.pipeline, node.work.stage.hidden_size, mbit_s=rate)
+        total += min(carried, node.flops_per_s / node.flops.total)
+    return total
+
+
+def _stage(swarm: StagedSwarm, stage: int, weights: Sequence[Tensor], speed: Speed) -> StageResult:
+    nodes = swarm.living(stage)
+    lateness: Counter[int] = sum((node.lateness for node in swarm.stages[stage]), Counter())
+    counted = sum(node.num_counted for node in swarm.stages[stage])
+    lost = sum(node.machine.num_lost for node in swarm.stages[stage])
+    late_steps = sum(steps * number for steps, number in lateness.items())
+    busy = [speed.busy[node.name] for node in nodes]
+    return StageResult(
+        stage=stage,
+        num_replicas=len(nodes),
+        num_parameters=weights[0].numel(),
+        steps=fmean(node.steps for node in nodes),
+        tokens_per_s=predicted_tokens_per_s(swarm, nodes),
+        compute_busy=fmean(each[0] for each in busy),
+        up_busy=fmean(each[1] for each in busy),
+        down_busy=fmean(each[2] for each in busy),
+        counted=counted,
+        lost_share=lost / max(1, lost + counted),
+        lateness=late_steps / max(1, counted),
+        late_share=1 - lateness[0] / max(1, counted),
+        lateness_counts=dict(sorted(lateness.items())),
+        spread=spread(weights, torch.stack(list(weights)).mean(0)),
+        swapped=sum(node.swapped for node in swarm.stages[stage]),
+        half=sum(node.half for node in swarm.stages[stage]),
+        alone=sum(node.alone for node in swarm.stages[stage]),
+        sent_bytes=fmean(node.link.up.flow_bytes + node.link.up.swap_bytes for node in nodes),
+        swap_bytes=fmean(node.link.up.swap_bytes for node in nodes),
+    )
+
+
+def _path_loss(swarm: StagedSwarm, weights: Sequence[Sequence[Tensor]]) -> float:
+    rng = random.Random(f"paths/{swarm.plan.seed}")
+    paths = [[rng.choice(own) for own in weights] for _ in range(NUM_PATHS)]
+    return fmean(_loss(swarm, path) for path in paths)
+
+
+def _loss(swarm: StagedSwarm, weights: Sequence[Tensor]) -> float:
+    """Validation loss of one flat vector a stage, put together to a whole model."""
+    model = swarm.material.model()
+    params = dict(model.named_parameters())
+    for stage, vector in enumerate(weights):
+        own: FlatParameters = swarm.stages[stage][0].state.parameters
+        start = 0
+        for name, param in own.named:
+            params[name].data.copy_(vector[start : start + param.numel()].view_as(param))
+            start += param.numel()
+    return swarm.material.loss(model)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

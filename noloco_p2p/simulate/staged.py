@@ -1,0 +1,286 @@
+"""A swarm of stages on a virtual clock: who is there when, who sends to whom, what is lost, and what they come to."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+
+from noloco_p2p.codec import CHUNK_ELEMENTS, get_codec, section_bytes
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.flow.actions import Compute, Kind
+from noloco_p2p.flow.frames import MicrobatchId
+from noloco_p2p.flow.head import Head
+from noloco_p2p.flow.limits import VOTE_S
+from noloco_p2p.flow.replica import Replica
+from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
+from noloco_p2p.gossip.donor import state_file_bytes
+from noloco_p2p.optim.mixing import closing_rounds
+from noloco_p2p.simulate.clock import run_virtual
+from noloco_p2p.simulate.material import Material
+from noloco_p2p.simulate.network import LinkNetwork
+from noloco_p2p.simulate.plan import Event
+from noloco_p2p.simulate.shared_link import SharedLink, patient
+from noloco_p2p.simulate.stage_node import StageNode
+from noloco_p2p.simulate.stage_plan import StagedPlan
+from noloco_p2p.simulate.stage_result import Speed, StagedResult, judge_stages, merged_loss
+from noloco_p2p.simulate.stage_work import LateStageWork, TaskFlops
+from noloco_p2p.simulate.swarm import LISTED_S, peer_name
+from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.trainer.cut import auto_cut
+from noloco_p2p.trainer.model import build_on_meta
+from noloco_p2p.trainer.stage import Stage, build_stage, measure
+from noloco_p2p.trainer.stage_work import StageWork
+
+NUM_NEIGHBOURS = 4  # downstream, and as many sinks of a head
+NUM_HEADS = 2  # to which each replica of the last stage keeps a stream
+STUCK_S = 3600.0  # without one loss in the whole pipeline
+
+
+def simulate_stages(
+    material: Material, plan: StagedPlan, *, on_made: Callable[[list[StageNode]], None] | None = None
+) -> StagedResult:
+    """`on_made` gets the nodes before they run, for whoever wants to look at them afterwards."""
+
+    async def run() -> StagedResult:
+        return await StagedSwarm(material, plan).run(on_made)
+
+    return run_virtual(run())
+
+
+def staged(spec: TrainerSpec, num_stages: int) -> TrainerSpec:
+    """The spec with that many stages. A spec that has them keeps its cut. Raises SpecError."""
+    if spec.pipeline.stages == num_stages and spec.pipeline.cut != "auto":
+        return spec
+    meta = build_on_meta(spec.model, sequence_length=spec.data.sequence_length)
+    cut = auto_cut(measure(meta, sequence_length=spec.data.sequence_length), num_stages)
+    changes = {"model.parameter_seeds": True, "pipeline.stages": num_stages, "pipeline.cut": cut}
+    return spec.with_changes(changes, origin="--stages")
+
+
+class StagedSwarm:
+    """A `stage_node.Pipeline`. material: of a spec that `staged` gave."""
+
+    def __init__(self, material: Material, plan: StagedPlan) -> None:
+        self.material, self.plan, self.spec = material, plan, material.spec
+        assert self.spec.pipeline.stages == plan.num_stages
+        assert self.spec.pipeline.cut != "auto"
+        self.cut = self.spec.pipeline.cut
+        model = build_on_meta(self.spec.model, sequence_length=self.spec.data.sequence_length)
+        self.sizes = measure(model, sequence_length=self.spec.data.sequence_length)
+        self.flops = [TaskFlops.of(self.sizes, self.cut, stage) for stage in range(plan.num_stages)]
+        churn = plan.churn
+        # Peers read the records of their stage; links are those of the whole swarm.
+        self.networks = [
+            LinkNetwork(lose=churn.lose, seed=plan.seed * plan.num_stages + stage) for stage in range(plan.num_stages)
+        ]
+        self.rng = random.Random(f"swarm/{plan.seed}")
+        self.nodes: dict[str, StageNode] = {}
+        self.stages: list[list[StageNode]] = [[] for _ in plan.num_replicas]
+        self.losses_s: list[float] = []  # when a microbatch came to its loss
+        self.curve: list[tuple[float, float, float]] = []  # progress, virtual seconds, loss of the merged model
+        self._losses = random.Random(f"lost/{plan.seed}")
+        self._lost_at: dict[MicrobatchId, tuple[Kind, int]] = {}
+
+    async def run(self, on_made: Callable[[list[StageNode]], None] | None) -> StagedResult:
+        churn = self.plan.churn
+        for stage, num in enumerate(self.plan.num_replicas):
+            for number in range(num):
+                if churn.joins_at_s(number, stage) is None:
+                    self._start(stage, number)
+        if on_made:
+            on_made(list(self.nodes.values()))
+        for node in self.nodes.values():
+            self.neighbours(node, is_new_round=False)
+        events = [asyncio.create_task(self._at(event)) for event in churn.events]
+        await self._until_heads_finish()
+        speed = Speed.of(self)
+        await self._until_replicas_finish()
+        for event in events:
+            event.cancel()
+        await asyncio.gather(*events, return_exceptions=True)
+        for node in self.nodes.values():
+            node.freeze()
+        if self.plan.gossips:
+            await self._close()
+        result = judge_stages(self, speed)
+        for node in self.nodes.values():
+            await node.stop()
+        for network in self.networks:
+            await network.close()
+        return result
+
+    def living(self, stage: int) -> list[StageNode]:
+        return [node for node in self.stages[stage] if node.is_alive]
+
+    # what nodes ask
+
+    def node(self, name: str) -> StageNode:
+        return self.nodes[name]
+
+    def neighbours(self, node: StageNode, *, is_new_round: bool) -> None:
+        last = self.plan.num_stages - 1
+        if not node.is_alive:
+            return
+        if node.stage < last:
+            self._draw(node, node.downstream, node.stage + 1, NUM_NEIGHBOURS, is_new_round=is_new_round)
+        if node.stage == last:
+            before = set(node.ring)
+            self._draw(node, node.ring, 0, NUM_HEADS, is_new_round=is_new_round)
+            for head in self.living(0):
+                if head.name in before ^ node.ring:
+                    head.tell_neighbours(self._sinks(head))
+        elif node.stage == 0:
+            self._draw(node, node.ring, last, NUM_NEIGHBOURS, is_new_round=is_new_round)
+            node.tell_neighbours(self._sinks(node))
+        else:
+            node.tell_neighbours(())
+
+    def launched(self, id: MicrobatchId) -> None:
+        """Draw whether, and in which of its computations behind the head's first one, the microbatch is lost."""
+        if self._losses.random() < self.plan.lost_share:
+            stages = range(self.plan.num_stages)
+            forwards = [(Kind.FORWARD if stage else Kind.LOSS, stage) for stage in stages]
+            self._lost_at[id] = self._losses.choice([*forwards, *((Kind.BACKWARD, stage) for stage in stages)])
+
+    def is_lost_in(self, task: Compute, stage: int) -> bool:
+        return self._lost_at.get(task.id) == (task.kind, stage)
+
+    def loss_came(self) -> None:
+        self.losses_s.append(asyncio.get_running_loop().time())
+
+    def step_closed(self, node: StageNode) -> None:
+        """Validation loss of the merged model, where the first head passes the next of the points."""
+        heads = self.living(0)
+        if heads and node is heads[0] and node.progress * self.plan.evaluations >= len(self.curve) + 1 - 1e-6:
+            loss = merged_loss(self, [[each.fast_weights() for each in self.living(s)] for s in range(len(self.cut))])
+            self.curve.append((node.progress, asyncio.get_running_loop().time(), loss))
+
+    # who is there
+
+    def _start(self, stage: int, number: int, donor: StageNode | None = None) -> StageNode:
+        plan, spec = self.plan, self.spec
+        name = peer_name(number) if stage == 0 else f"stage-{stage}-{peer_name(number)}"
+        link = SharedLink(plan.link(stage, number))
+        self.networks[stage].links[name] = link.for_swaps
+        built = build_stage(spec.model, self.cut, index=stage, sequence_length=spec.data.sequence_length)
+        node = StageNode(
+            self,
+            spec,
+            LateStageWork(built, spec, late_steps=plan.late_steps) if plan.late_steps else StageWork(built, spec),
+            name=name,
+            number=number,
+            network=self.networks[stage],
+            link=link,
+            flops=self.flops[stage],
+            flops_per_s=plan.speed(stage, number) * self._flops_per_s(),
+            absent=plan.churn.absent,
+            seed=plan.seed,
+            gossips=plan.gossips,
+            deadlines=self._deadlines(stage, built),
+        )
+        if donor:
+            node.take(donor)
+        self.nodes[name] = node
+        self.stages[stage].append(node)
+        batches = self.material.batches(name, replica=number, batch_size=spec.pipeline.microbatch) if not stage else ()
+        node.begin(self._machine(node), batches)
+        return node
+
+    def _deadlines(self, stage: int, built: Stage) -> Deadlines:
+        links = [self.plan.link(stage, number) for number in range(self.plan.num_replicas[stage])]
+        num_elements = sum(param.numel() for param in built.model.parameters())
+        return patient(
+            INTERNET,
+            chunk_bytes=section_bytes(get_codec("fp32"), min(num_elements, CHUNK_ELEMENTS)),
+            mbit_s=min(min(link.up_mbit_s, link.down_mbit_s) for link in links),
+        )
+
+    def _machine(self, node: StageNode) -> Head | Replica:
+        spec, rooms = self.spec, self.plan.num_rooms(self.spec)
+        batch_tokens = spec.train.batch_size * (spec.data.sequence_length - 1)
+        shared = {"num_stages": self.plan.num_stages, "batch_tokens": batch_tokens, "rng": node.rng}
+        shared |= {"rule": spec.pipeline.routing, "progress": node.progress}
+        if node.stage == 0:
+            return Head(peer_id=node.name, max_in_flight=rooms, first_number=0, **shared)
+        return Replica(stage=node.stage, num_rooms=rooms, **shared)
+
+    def _flops_per_s(self) -> float:
+        """At speed 1."""
+        sizes, spec = self.sizes, self.spec
+        flops = 0.75 * sizes.num_blocks * sizes.block.flops + sizes.vocabulary.flops  # nothing is recomputed
+        return flops * spec.train.batch_size * spec.data.sequence_length / self.plan.step_s
+
+    def _draw(self, node: StageNode, drawn: set[str], stage: int, number: int, *, is_new_round: bool) -> None:
+        """Fill up with live peers of a stage; at a new round one makes place for another."""
+        listed = [name for name in self.networks[stage].listed if name not in node.unreachable]
+        if self.plan.paths == "fixed":
+            drawn.clear()
+            drawn.update(listed[node.number % len(listed) :][:1])
+            return
+        drawn.intersection_update(listed)
+        if is_new_round and len(drawn) >= number and len(listed) > number:
+            drawn.remove(node.rng.choice(sorted(drawn)))
+        others = [name for name in listed if name not in drawn]
+        drawn.update(node.rng.sample(others, min(len(others), max(0, number - len(drawn)))))
+
+    def _sinks(self, head: StageNode) -> list[str]:
+        """The replicas of the last stage that have a stream to this head, whoever has opened it."""
+        if self.plan.paths == "fixed":
+            return sorted(head.ring)
+        return sorted(
+            head.ring | {node.name for node in self.living(self.plan.num_stages - 1) if head.name in node.ring}
+        )
+
+    # churn
+
+    async def _at(self, event: Event) -> None:
+        await asyncio.sleep(event.at_s)
+        node = next((node for node in self.living(event.stage) if node.number == event.replica), None)
+        match event.kind:
+            case "join":
+                await self._join(event.stage, event.replica)
+            case "leave" if node:
+                node.leave()
+            case "crash" if node:
+                node.vanish()
+                await node.stop()
+                await asyncio.sleep(LISTED_S)
+                self.networks[node.stage].listed.pop(node.name, None)
+
+    async def _join(self, stage: int, number: int) -> None:
+        donors = self.living(stage)
+        if not donors:
+            return
+        donor = self.rng.choice(donors)
+        rate = min(self.plan.link(stage, number).down_mbit_s, self.plan.link(stage, donor.number).up_mbit_s)
+        await asyncio.sleep(state_file_bytes(donor.state.num_elements, self.spec.outer) / (rate * 1e6 / 8))
+        self.neighbours(self._start(stage, number, donor), is_new_round=False)
+
+    # the end
+
+    async def _until_heads_finish(self) -> None:
+        num_losses = -1
+        while not all(node.has_finished.is_set() for node in self.stages[0]):
+            if len(self.losses_s) == num_losses:
+                raise SettingsError(f"no microbatch came through the pipeline for {STUCK_S:.0f} virtual seconds")
+            num_losses = len(self.losses_s)
+            await self._wait(self.stages[0], STUCK_S)
+
+    async def _until_replicas_finish(self) -> None:
+        """A replica that no mark reaches ends when the heads are forgotten."""
+        await self._wait([node for stage in range(1, self.plan.num_stages) for node in self.living(stage)], VOTE_S)
+
+    async def _wait(self, nodes: Sequence[StageNode], timeout_s: float) -> None:
+        """Until all of them have finished."""
+        tasks = [asyncio.create_task(node.has_finished.wait()) for node in nodes]
+        _, waiting = await asyncio.wait(tasks, timeout=timeout_s)
+        for task in waiting:
+            task.cancel()
+
+    async def _close(self) -> None:
+        waits = []
+        for stage, num in enumerate(self.plan.num_replicas):
+            num_rounds = closing_rounds(self.spec.outer, num)
+            waits += [node.close_rounds(num_rounds) for node in self.living(stage)]
+        await asyncio.gather(*waits)

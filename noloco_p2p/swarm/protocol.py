@@ -1,0 +1,303 @@
+"""A DHT node that strangers cannot keep busy: hivemind's, with bounds on what is asked of it and on what it is told.
+
+    request     16 KiB, distinct keys, so many a second of one peer and of all together (`allowance.py`)
+    answer      128 KiB, of a full bucket a random choice; the same limit for what others answer, record by record
+    store       records of peers alone, 8 a request; refused unread where there is no room, or nothing new
+    hand-over   none. hivemind sends what it keeps to every unknown node; here each peer stores its record again every
+                15 s, and finds the newcomer
+    where       a node tells where its neighbours can be dialled; p2pd's own DHT serves nobody, and keeps nothing
+
+This file imports hivemind: only `_hivemind.py` imports it, when a node starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from hivemind.dht.crypto import DHTRecord
+from hivemind.dht.node import Blacklist, DHTNode
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID, RoutingTable
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.p2p import PeerID
+from hivemind.proto import dht_pb2
+from hivemind.utils.timed_storage import ValueWithExpiration
+
+from noloco_p2p.errors import DirectoryError
+from noloco_p2p.swarm.allowance import Allowance, Rate
+from noloco_p2p.swarm.clock import CLOCK, Offset
+from noloco_p2p.swarm.daemon_client import ANSWER_FAULTS, DaemonClient, known_id
+from noloco_p2p.swarm.neighbourhood import claim, is_of_now, pack_records, place_of, placed, told_records
+from noloco_p2p.swarm.records import MAX_RECORD_BYTES
+from noloco_p2p.swarm.storage import NoStorage, RecordStorage
+from noloco_p2p.swarm.validator import RecordValidator, peer_of
+from noloco_p2p.swarm.whereabouts import LOCATE, Whereabouts
+
+logger = logging.getLogger(__name__)
+
+MAX_CALLS = 1000  # of this node to others at once; its searches make a few each
+WAIT_TIMEOUT_S = 3.0  # hivemind's limit for one call to one other node
+MAX_REQUEST_BYTES = 16 * 1024
+MAX_ANSWER_BYTES = 128 * 1024
+MAX_KEYS = 4  # in one question
+MAX_STORED_AT_ONCE = 8
+BUCKET_SIZE, NUM_REPLICAS, DEPTH_MODULO = 20, 5, 5  # hivemind's defaults
+NUM_WORKERS = 4
+BLACKLIST_S, BACKOFF = 5.0, 2.0
+
+# Units are about 50 us of this thread, or 8 KiB of an answer. A peer of a large swarm asks another one less than once
+# a second; a bucket of 32 records costs 4.
+OF_ONE, OF_ALL = Rate(per_s=50.0, burst=500.0), Rate(per_s=300.0, burst=1500.0)
+UNIT_BYTES, STORE_UNITS = 8 * 1024, 4.0
+MAX_PINGS = 8  # at once, to see whether a neighbour makes room for a newcomer
+CHECKED_AT_ONCE = 16  # signatures, before the loop gets its turn
+
+
+class Refused(DirectoryError):
+    """A request that this node does not answer; the sentence is told to who has asked."""
+
+
+class BoundedProtocol(DHTProtocol):
+    """What a node answers, and what it believes of answers. Make it with `start()`."""
+
+    def __init__(
+        self, client: DaemonClient, node_id: DHTID, *, is_client: bool, own_addresses: Callable[[], Sequence[str]]
+    ) -> None:
+        super().__init__(_initialized_with_create=True)
+        self.p2p, self.node_id, self.client_mode = client, node_id, is_client
+        self.bucket_size, self.num_replicas, self.wait_timeout = BUCKET_SIZE, NUM_REPLICAS, WAIT_TIMEOUT_S
+        self.records, self.cache = RecordStorage(), NoStorage()
+        self.storage = self.records
+        self.routing_table = RoutingTable(node_id, BUCKET_SIZE, DEPTH_MODULO)
+        self.rpc_semaphore = asyncio.Semaphore(MAX_CALLS)
+        self._validator, self.authorizer = RecordValidator(), None
+        self.record_validator = self._validator
+        self.node_info = _message("NodeInfo", **({} if is_client else {"node_id": node_id.to_bytes()}))
+        self.whereabouts = Whereabouts(client, self.routing_table, own_addresses=own_addresses, wait_s=WAIT_TIMEOUT_S)
+        self._client = client
+        self._allowance = Allowance(of_one=OF_ONE, of_all=OF_ALL)
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def serve(self) -> None:
+        """Answer others from now on. A client, which only reads, does not."""
+        for name, work in (("Ping", self._pong), ("Find", self._find), ("Store", self._store)):
+            answer = partial(self._answer, partial(self._parsed, work, f"{name}Request"))
+            await self._client.handle_requests(f"DHTProtocol.rpc_{name.lower()}", answer)
+        await self._client.handle_requests(LOCATE, partial(self._answer, self.whereabouts.tell))
+
+    @classmethod
+    def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
+        """hivemind's own, whatever this class is called: other nodes call it so."""
+        return f"{DHTProtocol.__name__}.{method_name}"
+
+    def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    # what others ask; a request is through when these return, but for the few that must ask somebody first
+
+    def _answer(
+        self, work: Callable[[bytes, PeerID], bytes | Awaitable[bytes]], data: bytes, peer: PeerID
+    ) -> bytes | Awaitable[bytes]:
+        """Raises Refused before the request is parsed when it is too long, or one too many."""
+        peer_id, now_s = str(peer), time.monotonic()
+        if len(data) > MAX_REQUEST_BYTES:
+            raise Refused(f"a request of {len(data)} bytes; the limit is {MAX_REQUEST_BYTES}")
+        is_known = peer in self.routing_table.peer_id_to_uid
+        if not self._allowance.admits(peer_id, is_known=is_known, now_s=now_s):
+            raise Refused("too many requests; ask again later")
+        self._allowance.charge(peer_id, 1.0, now_s=now_s)
+        answer = work(data, peer)
+        if isinstance(answer, bytes):
+            self._allowance.charge(peer_id, len(answer) / UNIT_BYTES, now_s=now_s)
+        return answer
+
+    def _parsed(
+        self, work: Callable[[Any, PeerID], Any], request_type: str, data: bytes, peer: PeerID
+    ) -> bytes | Awaitable[bytes]:
+        request = _message(request_type)
+        request.ParseFromString(data)
+        if request.peer.node_id:
+            self._met(_key(request.peer.node_id), peer)
+        answer = work(request, peer)
+        return answer if isinstance(answer, Coroutine) else answer.SerializeToString()
+
+    def _pong(self, request: Any, peer: PeerID) -> Any:
+        pong = _message("PingResponse", peer=self.node_info, dht_time=CLOCK.now(), available=False)
+        return self._pong_after_ping(pong, request, peer) if request.validate else pong
+
+    async def _pong_after_ping(self, pong: Any, request: Any, peer: PeerID) -> bytes:
+        """A plain hivemind node asks whether it can be called."""
+        place = await self.call_ping(peer)
+        pong.available = place is not None and place.to_bytes() == request.peer.node_id
+        return pong.SerializeToString()
+
+    def _find(self, request: Any, peer: PeerID) -> Any:
+        keys = [_key(raw) for raw in request.keys[: MAX_KEYS + 1]]
+        if len(keys) > MAX_KEYS or len(set(keys)) < len(keys):
+            raise Refused(f"a question has at most {MAX_KEYS} keys, each of them once")
+        asker = _key(request.peer.node_id) if request.peer.node_id else None
+        results = [self._found(key, asker, most_bytes=MAX_ANSWER_BYTES // len(keys)) for key in keys]
+        return _message("FindResponse", results=results, peer=self.node_info)
+
+    def _found(self, key: DHTID, asker: DHTID | None, *, most_bytes: int) -> Any:
+        near = self.routing_table.get_nearest_neighbors(key, k=self.bucket_size, exclude=asker)
+        result = _message(
+            "FindResult",
+            type=dht_pb2.NOT_FOUND,  # pyright: ignore[reportAttributeAccessIssue]
+            nearest_node_ids=[place.to_bytes() for place, _ in near],
+            nearest_peer_ids=[peer.to_bytes() for _, peer in near],
+        )
+        if kept := self.records.some(key, most_bytes=most_bytes):
+            result.type = dht_pb2.FOUND_DICTIONARY  # pyright: ignore[reportAttributeAccessIssue]
+            result.value, result.expiration_time = pack_records(kept)
+        return result
+
+    def _store(self, request: Any, peer: PeerID) -> Any:
+        columns = (request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache)
+        if len({len(column) for column in columns}) > 1 or len(request.keys) > MAX_STORED_AT_ONCE:
+            raise Refused(f"at most {MAX_STORED_AT_ONCE} records are stored at once, each with all that belongs to it")
+        kept = [
+            not in_cache and self._keep(peer, DHTRecord(*record)) for *record, in_cache in zip(*columns, strict=True)
+        ]
+        return _message("StoreResponse", store_ok=kept, peer=self.node_info)
+
+    def _keep(self, peer: PeerID, record: DHTRecord) -> bool:
+        """Signatures are checked last: most of what is refused costs less."""
+        key, owner = _key(record.key), peer_of(record.subkey)
+        if owner is None or len(record.value) > MAX_RECORD_BYTES + 3:
+            return False
+        if why := self.records.refusal(key, owner, record.expiration_time):
+            logger.debug("a record of ..%s is not kept: %s", owner[-6:], why)
+            return False
+        self._allowance.charge(str(peer), STORE_UNITS, now_s=time.monotonic())
+        if not self._validator.validate(record):
+            return False
+        return self.records.store_subkey(key, owner, record.value, record.expiration_time)
+
+    # what this node asks others
+
+    async def call_ping(self, peer: PeerID, validate: bool = False, strict: bool = True) -> DHTID | None:
+        await self.whereabouts.make_way_to(peer)
+        return await super().call_ping(peer, validate, strict)
+
+    async def call_store(self, peer: PeerID, *args: Any, **kwargs: Any) -> list[bool] | None:
+        await self.whereabouts.make_way_to(peer)
+        return await super().call_store(peer, *args, **kwargs)
+
+    async def call_find(self, peer: PeerID, keys: Iterable[DHTID]) -> Any:
+        """Key -> (what is stored there, neighbours of the key); None when it did not answer as a node does."""
+        keys = list(keys)
+        request = _message("FindRequest", keys=[key.to_bytes() for key in keys], peer=self.node_info)
+        try:
+            await self.whereabouts.make_way_to(peer)
+            answer: Any = await self.get_stub(peer).rpc_find(request, timeout=self.wait_timeout)
+            if len(answer.results) != len(keys):
+                raise ValueError("an answer has not the keys of the question")
+            found = {key: await self._believe(key, result) for key, result in zip(keys, answer.results, strict=True)}
+            place = _key(answer.peer.node_id) if answer.peer.node_id else None
+        except ANSWER_FAULTS as error:
+            logger.debug("no answer of ..%s: %s", str(peer)[-6:], error)
+            place = self.routing_table.peer_id_to_uid.get(peer)
+            await self.update_routing_table(place, peer, responded=False)
+            return None
+        for _, near in found.values():
+            self.whereabouts.heard(near.values(), peer)
+        if place is not None:
+            self._met(place, peer)
+        return found
+
+    async def _believe(self, key: DHTID, result: Any) -> tuple[Any, dict[DHTID, PeerID]]:
+        """Of one result the records that are valid, and the nodes that stand in their places."""
+        pairs = zip(result.nearest_node_ids[:BUCKET_SIZE], result.nearest_peer_ids[:BUCKET_SIZE], strict=False)
+        near = placed({_key(place): known_id(peer) for place, peer in pairs})
+        is_dictionary = result.type == dht_pb2.FOUND_DICTIONARY  # pyright: ignore[reportAttributeAccessIssue]
+        if not is_dictionary or not is_of_now(result.expiration_time) or len(result.value) > MAX_ANSWER_BYTES:
+            return None, near
+        valid = DictionaryDHTValue()
+        for number, (peer_id, value, expires_at_s) in enumerate(told_records(result.value), start=1):
+            record = DHTRecord(key.to_bytes(), self.serializer.dumps(peer_id), value, expires_at_s)
+            if self._validator.validate(record):
+                valid.store(peer_id, value, expires_at_s)
+            if number % CHECKED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return (ValueWithExpiration(valid, valid.latest_expiration_time) if valid.data else None), near
+
+    # who is where
+
+    async def update_routing_table(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
+        """Without hivemind's hand-over: whoever is new gets nothing unasked."""
+        if node_id is None:
+            return
+        if responded:
+            self._met(node_id, peer_id)
+        elif node_id in self.routing_table:
+            del self.routing_table[node_id]
+
+    def _met(self, place: DHTID, peer: PeerID) -> None:
+        to_ping = claim(self.routing_table, place, peer)
+        if to_ping is not None and len(self._tasks) < MAX_PINGS:  # it makes room when it does not answer
+            task = asyncio.create_task(self.call_ping(to_ping), name="ping of a neighbour")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+
+class BoundedNode(DHTNode):
+    """hivemind's searches over a `BoundedProtocol`. Its place follows from the peer id, so that others need not learn
+    it anew after a restart. Caches are off: the view is always read fresh, others would be answered from a cache that
+    strangers fill, and hivemind's sharing of requests keeps an entry for every key ever asked for.
+    """
+
+    def __init__(self, client: DaemonClient, *, is_client: bool, own_addresses: Callable[[], Sequence[str]]) -> None:
+        super().__init__(_initialized_with_create=True)
+        self.peer_id = PeerID(client.own_id)
+        self.node_id = place_of(str(self.peer_id))
+        self.p2p, self.is_alive = client, True
+        self.num_replicas, self.num_workers, self.chunk_size = NUM_REPLICAS, NUM_WORKERS, MAX_KEYS
+        self.blacklist = Blacklist(BLACKLIST_S, BACKOFF)
+        self.cache_locally = self.cache_on_store = self.reuse_get_requests = False
+        self.cache_nearest = self.cache_refresh_before_expiry = 0
+        self.bounded = BoundedProtocol(client, self.node_id, is_client=is_client, own_addresses=own_addresses)
+        self.protocol = self.bounded
+
+    def end(self) -> None:
+        """Its handlers go with the daemon, which is about to end."""
+        self.is_alive = False
+        self.bounded.end()
+
+    def neighbours(self) -> set[str]:
+        """Peer ids that this node knows and that answered lately."""
+        return {str(peer_id) for peer_id in list(self.protocol.routing_table.peer_id_to_uid)}
+
+    async def greet(self, peer_id: str) -> Offset | None:
+        """Enter each other's routing tables, and learn this node's neighbours.
+
+        Gives how far the peer's clock is from ours; None when it is no DHT node.
+        """
+        peer = PeerID.from_base58(peer_id)
+        if await self.protocol.call_ping(peer) is None:
+            return None
+        offset = await self._offset(peer)
+        await self.find_nearest_nodes([self.node_id])
+        return offset
+
+    async def _offset(self, peer: PeerID) -> Offset:
+        asked_s, wall_s = time.monotonic(), CLOCK.now()
+        answer: Any = await self.protocol.get_stub(peer).rpc_ping(_message("PingRequest"), timeout=WAIT_TIMEOUT_S)
+        unsure_s = (time.monotonic() - asked_s) / 2
+        return Offset(answer.dht_time - (wall_s + unsure_s), unsure_s)
+
+
+def _message(name: str, **fields: Any) -> Any:
+    return vars(dht_pb2)[name](**fields)
+
+
+def _key(raw: bytes) -> DHTID:
+    if len(raw) != DHTID.HASH_NBYTES:
+        raise Refused(f"a key has {DHTID.HASH_NBYTES} bytes")
+    return DHTID.from_bytes(raw)

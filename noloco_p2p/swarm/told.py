@@ -1,0 +1,47 @@
+"""What is left of the addresses in a stranger's record: those that a peer may have, of one host."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from noloco_p2p.hosts import is_host, is_port, is_public
+from noloco_p2p.swarm.address_book import CIRCUIT
+from noloco_p2p.swarm.addresses import tcp_target
+from noloco_p2p.swarm.records import PeerRecord
+
+_ID = "/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}"
+_WAY = re.compile(rf"/[^/]+/[^/]+/tcp/[0-9]+{_ID}({CIRCUIT}{_ID})?")
+MAX_RELAYS = 2  # ways by relays, each with a host of its own
+
+
+def believable(record: PeerRecord, *, only_public: bool) -> PeerRecord:
+    """The record without addresses that are none, private ones if `only_public`, and those of a second host."""
+    addresses = [each for each in record.addresses if _may_be(grpc_host(each), only_public)]
+    ways = [each for each in record.multiaddrs if _may_be(dialled_host(each), only_public)]
+    direct = [each for each in ways if CIRCUIT not in each]
+    relayed = [each for each in ways if CIRCUIT in each][:MAX_RELAYS]
+    hosts = [*map(grpc_host, addresses), *map(dialled_host, direct)]
+    return replace(
+        record,
+        addresses=tuple(each for each in addresses if grpc_host(each) == hosts[0]),
+        multiaddrs=(*relayed, *(each for each in direct if dialled_host(each) == hosts[0])),
+    )
+
+
+def grpc_host(address: str) -> str:
+    """The host of HOST:PORT; empty when it is not that."""
+    host, separator, port = address.rpartition(":")
+    return host.strip("[]") if separator and is_host(host) and is_port(port) else ""
+
+
+def dialled_host(multiaddr: str) -> str:
+    """The host that is dialled for it, of a way by a relay that of the relay; empty when it is no TCP address."""
+    if not _WAY.fullmatch(multiaddr):
+        return ""
+    target = tcp_target(multiaddr.partition("/p2p/")[0])
+    return target[0] if target and is_host(target[0]) and is_port(str(target[1])) else ""
+
+
+def _may_be(host: str, only_public: bool) -> bool:
+    return bool(host) and (is_public(host) or not only_public)

@@ -1,0 +1,106 @@
+"""Where the nodes are that others tell of: asked of who told of them, as p2pd's own DHT would have been asked.
+
+A node knows where it can be dialled; its neighbours ask it, and tell others. What is told is dialled by libp2p, which
+takes nobody for a peer but the holder of its key. This file imports hivemind: only `protocol.py` imports it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from hivemind.dht.routing import RoutingTable
+from hivemind.p2p import PeerID
+
+from noloco_p2p.errors import DirectoryError
+from noloco_p2p.swarm.addresses import by_reach, tcp_target
+from noloco_p2p.swarm.allowance import Rate, TokenBucket
+from noloco_p2p.swarm.daemon_client import ANSWER_FAULTS, DaemonClient
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+LOCATE = "noloco_p2p.locate/1"  # a peer id, or nothing -> addresses, a line each
+MAX_ADDRESSES, MAX_ADDRESS_CHARS = 8, 200
+MAX_PEERS = 1024  # that are remembered, of each kind
+GOOD_FOR_S = 300.0
+DIALS = Rate(per_s=2.0, burst=64.0)  # of peers that others told of
+
+
+class Whereabouts:
+    """`table`: of the own node. `own_addresses`: where it can be dialled, without peer id. `wait_s`: for one answer."""
+
+    def __init__(
+        self, client: DaemonClient, table: RoutingTable, *, own_addresses: Callable[[], Sequence[str]], wait_s: float
+    ) -> None:
+        self._client = client
+        self._table = table
+        self._own_addresses = own_addresses
+        self._wait_s = wait_s
+        self._dials = TokenBucket(DIALS, DIALS.burst, time.monotonic())
+        self._told_by: OrderedDict[PeerID, PeerID] = OrderedDict()
+        self._addresses: OrderedDict[PeerID, tuple[float, bytes]] = OrderedDict()  # of neighbours, by their own word
+        self._tried_s: OrderedDict[PeerID, float] = OrderedDict()
+
+    def tell(self, data: bytes, asker: PeerID) -> bytes | Awaitable[bytes]:
+        """Where a neighbour can be dialled; without a peer id, where this node can. Raises DirectoryError."""
+        if not data:
+            return pack(self._own_addresses())
+        wanted = PeerID(data)
+        if wanted not in self._table.peer_id_to_uid:
+            raise DirectoryError("this node does not know that peer")
+        when_s, addresses = self._addresses.get(wanted, (0.0, b""))
+        if addresses and time.monotonic() - when_s < GOOD_FOR_S:
+            return addresses
+        return self._ask_itself(wanted)
+
+    def heard(self, peers: Iterable[PeerID], teller: PeerID) -> None:
+        """Another node tells of these."""
+        for peer in peers:
+            if peer not in self._table.peer_id_to_uid and peer != self._client.peer_id:
+                _put(self._told_by, peer, teller)
+
+    async def make_way_to(self, peer: PeerID) -> None:
+        """Connect libp2p to a node that is about to be called, where another one says that it is; raises nothing.
+
+        Neighbours, and nodes of which nobody told, are left to p2pd, which may know them.
+        """
+        teller, now_s = self._told_by.pop(peer, None), time.monotonic()
+        is_tried = now_s - self._tried_s.get(peer, -GOOD_FOR_S) < GOOD_FOR_S
+        if teller is None or is_tried or peer in self._table.peer_id_to_uid or self._dials.refill(now_s) < 1.0:
+            return
+        self._dials.left -= 1.0
+        _put(self._tried_s, peer, now_s)
+        with suppress(*ANSWER_FAULTS):  # the call that follows tells
+            if addresses := unpack(await self._ask(teller, peer.to_bytes())):
+                await asyncio.wait_for(self._client.connect(str(peer), addresses), self._wait_s)
+
+    async def _ask_itself(self, peer: PeerID) -> bytes:
+        addresses = pack(unpack(await self._ask(peer, b"")))
+        _put(self._addresses, peer, (time.monotonic(), addresses))
+        return addresses
+
+    async def _ask(self, peer: PeerID, question: bytes) -> bytes:
+        return await asyncio.wait_for(self._client.ask(peer, LOCATE, question), self._wait_s)
+
+
+def pack(addresses: Iterable[str]) -> bytes:
+    return "\n".join(by_reach(addresses)[:MAX_ADDRESSES]).encode()
+
+
+def unpack(told: bytes) -> list[str]:
+    """The addresses that can be dialled; what is none is left out."""
+    lines = told[: MAX_ADDRESSES * MAX_ADDRESS_CHARS].decode(errors="replace").split("\n")[:MAX_ADDRESSES]
+    return [line for line in lines if len(line) <= MAX_ADDRESS_CHARS and line.isascii() and tcp_target(line)]
+
+
+def _put(table: OrderedDict[K, V], key: K, value: V) -> None:
+    """As the newest of at most MAX_PEERS."""
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > MAX_PEERS:
+        table.popitem(last=False)

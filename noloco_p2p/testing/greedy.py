@@ -1,0 +1,185 @@
+"""A peer that wants to be everybody's partner: it offers to all of them at once, on many calls, and forges its times.
+
+It accepts every offer, too. What it sends is made by a `Liar`. Swaps are real ones: the partner's rounds take them as
+those of any other peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from typing import Protocol
+
+from torch import Tensor
+
+from noloco_p2p.codec import chunk_bounds
+from noloco_p2p.codec.modulo import Bounds
+from noloco_p2p.errors import PeerError, Unreachable
+from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
+from noloco_p2p.gossip.frames import (
+    Accept,
+    Boundary,
+    FetchItem,
+    FetchWant,
+    Hello,
+    Offer,
+    Part,
+    PeerStatus,
+    SectionName,
+    SwapState,
+)
+from noloco_p2p.gossip.outcome import Traffic
+from noloco_p2p.gossip.payload_memory import PayloadMemory
+from noloco_p2p.gossip.pipeline import Staged
+from noloco_p2p.gossip.seams import Candidate, FrameStream, Transport
+from noloco_p2p.gossip.sections import SectionPlan
+from noloco_p2p.gossip.swap import Swap
+
+
+class Liar(Protocol):
+    """What is sent to a partner."""
+
+    def boundary(self, partner: str) -> Boundary: ...
+
+    def vectors(self, partner: str) -> dict[SectionName, Tensor]:
+        """Of the early part: flat fp32 vectors."""
+        ...
+
+    def gradient(self, partner: str) -> Tensor | None:
+        """Of the late part; None = not yet, ask again in a moment."""
+        ...
+
+
+class GreedyPeer:
+    """A `gossip.seams.Service` that also makes offers, while `run` runs.
+
+    victims: whom it offers to. plans: the sections of a swap. num_calls: to each of them at the same time. pause_s:
+    from an answer to the next offer of that call. `swaps` counts the committed early parts by partner.
+    """
+
+    def __init__(
+        self,
+        liar: Liar,
+        *,
+        hello: Hello,
+        transport: Transport,
+        victims: Callable[[], Sequence[Candidate]],
+        plans: Callable[[], tuple[SectionPlan, ...]],
+        executor: Executor,
+        num_calls: int = 3,
+        pause_s: float = 0.5,
+        deadlines: Deadlines = INTERNET,
+    ) -> None:
+        self.swaps: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()  # of its offers, by code
+        self._liar = liar
+        self._hello = hello
+        self._transport = transport
+        self._victims = victims
+        self._plans = plans
+        self._executor = executor
+        self._num_calls = num_calls
+        self._pause_s = pause_s
+        self._deadlines = deadlines
+        self._memory = PayloadMemory()
+        self._rng = random.Random(hello.peer_id)
+        self._bounds: dict[tuple[str, SectionName], Bounds] = {}
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        calls: dict[tuple[str, int], asyncio.Task[None]] = {}
+        try:
+            while True:
+                for victim in self._victims():
+                    for number in range(self._num_calls):
+                        call = calls.get((victim.peer_id, number))
+                        if call is None or call.done():
+                            calls[victim.peer_id, number] = asyncio.create_task(self._offer(victim))
+                await asyncio.sleep(self._pause_s)
+        finally:
+            for call in calls.values():
+                call.cancel()
+            await asyncio.gather(*calls.values(), return_exceptions=True)
+
+    async def _offer(self, victim: Candidate) -> None:
+        with suppress(PeerError):
+            stream = await self._transport.open_swap(victim, timeout_s=self._deadlines.dial_s)
+            try:
+                swap_id = self._rng.randbytes(16)
+                await stream.send(Offer(self._hello, swap_id, self._liar.boundary(victim.peer_id)))
+                answer = await stream.receive(self._deadlines.offer_s)
+                if isinstance(answer, Accept):
+                    await self._swap(stream, swap_id, victim.peer_id)
+                else:
+                    self.refusals[getattr(getattr(answer, "code", None), "name", "")] += 1
+            finally:
+                await stream.close()
+
+    async def _swap(self, stream: FrameStream, swap_id: bytes, partner: str) -> None:
+        plans, staged = self._plans(), Staged()
+        state = self._liar.vectors(partner)
+        swap = Swap(
+            stream,
+            swap_id=swap_id,
+            partner=partner,
+            plans=plans,
+            early_state=state,
+            bounds={plan.name: self._bounds_of(partner, plan) for plan in plans if plan.modulo},
+            staged=staged,
+            executor=self._executor,
+            memory=self._memory,
+            traffic=Traffic(),
+            on_commit=self._committed,
+            ask_partner=self._ask_nobody,
+            deadlines=self._deadlines,
+        )
+        staging = asyncio.create_task(self._stage(partner, plans[-1], staged))
+        try:
+            await swap.run()
+        finally:
+            staging.cancel()
+            await asyncio.gather(staging, return_exceptions=True)
+
+    def _bounds_of(self, partner: str, plan: SectionPlan) -> Bounds:
+        assert plan.modulo
+        return self._bounds.setdefault((partner, plan.name), Bounds(plan.num_elements, codec=plan.modulo))
+
+    async def _stage(self, partner: str, plan: SectionPlan, staged: Staged) -> None:
+        while (gradient := self._liar.gradient(partner)) is None:  # noqa: ASYNC110 (nothing tells it)
+            await asyncio.sleep(self._pause_s)
+        slab = self._memory.take(plan.num_bytes)
+        for start, stop in chunk_bounds(plan.num_elements):
+            staged.put(slab.code(plan.codec, gradient[start:stop]))
+
+    def _committed(self, swap: Swap, part: Part) -> None:
+        self.swaps[swap.partner] += part is Part.EARLY
+
+    async def _ask_nobody(self, partner: str, swap_id: bytes) -> SwapState:
+        return SwapState()
+
+    # what it answers
+
+    def admit(self, hello: Hello) -> None:
+        """Everybody."""
+
+    async def on_swap(self, stream: FrameStream) -> None:
+        with suppress(PeerError):
+            try:
+                offer = await stream.receive(self._deadlines.offer_s)
+                if isinstance(offer, Offer):
+                    partner = offer.hello.peer_id
+                    await stream.send(Accept(self._hello, self._liar.boundary(partner)))
+                    await self._swap(stream, offer.swap_id, partner)
+            finally:
+                await stream.close()
+
+    async def on_status(self, swap_id: bytes) -> PeerStatus:
+        return PeerStatus(self._hello, "training", 0, 0.0)
+
+    async def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
+        raise Unreachable("a liar gives nothing away", peer=self._hello.peer_id)
+        yield

@@ -1,0 +1,124 @@
+"""Where a model is cut into stages, and what the stages send: arithmetic on counts, without the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from noloco_p2p.errors import SettingsError, SpecError
+from noloco_p2p.settings import PeerSettings
+from noloco_p2p.spec import PipelineSpec, TrainerSpec
+
+HOP_S = 0.1  # of a microbatch at one stage, beside the transfer: latency and computing (assumed)
+LATE_SHARE = 4  # a quarter of a batch may be in flight
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """This is one block, or those parts of the head that are no blocks: embedding, final norm and LM head."""
+
+    num_parameters: int
+    num_matrix_parameters: int  # those of them that Muon takes
+    flops: float  # a token: forward, forward again where a stage recomputes, and backward
+
+    def times(self, number: int) -> Part:
+        return Part(number * self.num_parameters, number * self.num_matrix_parameters, number * self.flops)
+
+    def plus(self, other: Part) -> Part:
+        return Part(
+            self.num_parameters + other.num_parameters,
+            self.num_matrix_parameters + other.num_matrix_parameters,
+            self.flops + other.flops,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """These are the sizes of a model whose blocks are alike."""
+
+    num_blocks: int
+    block: Part
+    vocabulary: Part
+    hidden_size: int
+
+    def stage(self, cut: Sequence[int], index: int) -> Part:
+        blocks = self.block.times(cut[index])
+        return blocks if index else blocks.plus(self.vocabulary)
+
+
+def auto_cut(sizes: Sizes, num_stages: int) -> tuple[int, ...]:
+    """Choose the blocks of each stage so that the largest stage is as small as can be.
+
+    The size of a stage is its share of the parameters or of the computing, whichever is more. The inner stages get
+    equally many blocks, or one more. Of equal cuts, the one with the smallest head is taken, as a head has logits, too.
+    Raises SpecError when there are more stages than blocks.
+    """
+    if num_stages > sizes.num_blocks:
+        raise SpecError(f"pipeline.stages {num_stages} must be at most the {sizes.num_blocks} blocks of the model")
+    if num_stages == 1:
+        return (sizes.num_blocks,)
+    whole = sizes.block.times(sizes.num_blocks).plus(sizes.vocabulary)
+
+    def largest(cut: tuple[int, ...]) -> float:
+        stages = [sizes.stage(cut, index) for index in range(num_stages)]
+        return max(max(s.num_parameters / whole.num_parameters, s.flops / whole.flops) for s in stages)
+
+    most = sizes.num_blocks - (num_stages - 1)
+    cuts = [(head, *_deal(sizes.num_blocks - head, num_stages - 1)) for head in range(1, most + 1)]
+    return min(cuts, key=largest)
+
+
+def cut_of(spec: TrainerSpec) -> tuple[int, ...]:
+    """Give the blocks of each stage. Raises SpecError where the spec has no numbers of them yet."""
+    if spec.pipeline.cut == "auto":
+        raise SpecError(
+            "pipeline.cut is 'auto', and all peers need the same numbers: "
+            f"`noloco init --stages {spec.pipeline.stages}` writes them"
+        )
+    return spec.pipeline.cut
+
+
+def block_range(cut: Sequence[int], index: int) -> range:
+    """Give the blocks of one stage, by their places in the whole model."""
+    first = sum(cut[:index])
+    return range(first, first + cut[index])
+
+
+def bytes_per_token(codec: str, hidden_size: int) -> int:
+    """Count the bytes of activations or of their gradients between two stages."""
+    from noloco_p2p.codec.activations import get_activation_codec  # torch: `join` checks a spec before it loads that
+
+    return get_activation_codec(codec).num_bytes((1, hidden_size))
+
+
+def link_bytes_per_token(pipeline: PipelineSpec, hidden_size: int) -> int:
+    """Count what a peer sends for a token, and receives: activations one way and gradients the other way."""
+    return bytes_per_token(pipeline.activations, hidden_size) + bytes_per_token(pipeline.gradients, hidden_size)
+
+
+def link_tokens_per_s(pipeline: PipelineSpec, hidden_size: int, *, mbit_s: float) -> float:
+    """Compute what a link of that rate each way carries through a stage."""
+    return mbit_s * 1e6 / 8 / link_bytes_per_token(pipeline, hidden_size)
+
+
+def filling_tokens(pipeline: PipelineSpec, hidden_size: int, *, sequence_length: int, mbit_s: float) -> int:
+    """Compute the smallest batch of a replica, in tokens, with which a link is never idle. A quarter of the batch may
+    be in flight around the ring and back."""
+    rate = link_tokens_per_s(pipeline, hidden_size, mbit_s=mbit_s)
+    in_flight = pipeline.stages * (pipeline.microbatch * sequence_length + 2 * HOP_S * rate)
+    return round(LATE_SHARE * in_flight)
+
+
+def check_stages(spec: TrainerSpec, settings: PeerSettings) -> None:
+    """Raises SettingsError for what a run with stages cannot do yet, and SpecError for a run with stages."""
+    if spec.pipeline.stages == 1:
+        return
+    if settings.gpus > 1:
+        raise SettingsError("--gpus cannot be used in a run with stages yet")
+    if settings.max_loss_rise is not None:
+        raise SettingsError("--max-loss-rise cannot be used in a run with stages yet")
+    raise SpecError("stages cannot be joined yet: set pipeline.stages to 1")
+
+
+def _deal(number: int, num_parts: int) -> tuple[int, ...]:
+    return tuple(number * (part + 1) // num_parts - number * part // num_parts for part in range(num_parts))

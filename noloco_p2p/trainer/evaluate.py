@@ -1,0 +1,77 @@
+"""Loss and perplexity on held-out batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from noloco_p2p.telemetry.progress import Progress
+from noloco_p2p.trainer.model import causal_lm_logits
+
+LOGITS_BYTES = 512 << 20  # of one pass, in fp32; the loss needs as much once more
+IGNORED = -100  # a target that does not count
+
+
+def evaluate_loss(
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    *,
+    progress: Progress | None = None,
+    logits: Callable[[nn.Module, Tensor], Tensor] = causal_lm_logits,
+) -> float:
+    """Mean cross-entropy in nats per predicted token over `batches` of token ids, (batch, sequence) each.
+
+    Each token counts once, whatever the size of its batch; the first token of a sequence is not predicted. A batch goes
+    through the model in as many parts as its logits need, which are far larger than all else where the vocabulary is.
+    `logits` gives (batch, sequence, vocabulary). Draws no random number and leaves the model as it was. One sync with
+    the device, at the end.
+    """
+    assert batches, "nothing to evaluate on"
+    device = next(model.parameters()).device
+    num_predicted = 0
+    losses: list[Tensor] = []
+    task = (progress or Progress()).task("evaluating", unit="batches")
+    with evaluating(model), torch.no_grad(), task as report:
+        for index, batch in enumerate(batches):
+            report(index, len(batches))
+            for part in batch.to(device).split(rows_at_once(model, batch.shape[1])):
+                losses.append(_summed_loss(logits(model, part), part))
+            num_predicted += batch[:, 1:].numel()
+        total = sum(torch.stack(losses).tolist())
+        report(len(batches), len(batches))
+    return total / num_predicted
+
+
+def rows_at_once(model: nn.Module, sequence_length: int) -> int:
+    """How many sequences go through the model together. From sizes alone: the same on every rank of a sharded one."""
+    vocabulary = max((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), default=1)
+    return max(1, LOGITS_BYTES // (4 * sequence_length * vocabulary))
+
+
+def _summed_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The logits are not cut, as that would copy them: the last token of each row has a target that is ignored."""
+    targets = torch.full_like(tokens, IGNORED)
+    targets[:, :-1] = tokens[:, 1:]
+    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); infinity where that is beyond a float."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode (no dropout); afterwards every module is in the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,77 @@
+"""Numbers about the machine at work: memory, and how much of the accelerator's arithmetic the model gets."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from noloco_p2p.devices import describe, peak_bytes
+from noloco_p2p.telemetry.metrics import Metrics
+from noloco_p2p.trainer.model import attention_size
+
+# Dense bf16 matrix-core peaks of the vendors' data sheets, in flops a second, by a part of the device's name; the first
+# that fits counts. Where none fits there is no MFU: a guessed peak is no measurement.
+PEAKS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "MI325X": 1307e12,
+    "MI300X": 1307e12,
+    "MI300A": 980e12,
+    "MI210": 181e12,
+}
+
+
+class Gauges:
+    """Of one model on one device, or split over several of its kind. `take` reads them into metrics, once a round."""
+
+    def __init__(self, model: nn.Module, device: torch.device, *, sequence_length: int, num_devices: int = 1) -> None:
+        self._device = device
+        self._flops_per_token = flops_per_token(model, sequence_length=sequence_length)
+        peak = peak_flops(describe(device)) if device.type == "cuda" else None
+        self._peak = peak and peak * num_devices
+        self._waited_s = 0.0
+
+    def take(self, metrics: Metrics, *, gradient_norm: Tensor | None, waited_s: float) -> None:
+        """`metrics.tokens_per_s` is that of the round; `waited_s`: for data, in all. Waits for the accelerator."""
+        metrics.data_wait_s, self._waited_s = waited_s - self._waited_s, waited_s
+        metrics.gradient_norm = None if gradient_norm is None else float(gradient_norm)
+        if self._peak:
+            metrics.mfu = metrics.tokens_per_s * self._flops_per_token / self._peak
+        if self._device.type == "cpu":
+            metrics.memory_bytes = psutil.Process().memory_info().rss
+        else:
+            metrics.memory_bytes = peak_bytes(self._device)
+
+
+def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
+    """Forward and backward: 6 a weight that is multiplied and trained, 4 a frozen one (no gradient of its own), and
+    causal attention, 6 x layers x width x tokens (half of the square is masked, and not counted).
+
+    Input embeddings are looked up, not multiplied; a tied one counts as the head. What activation checkpointing
+    computes again is not counted.
+    """
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    multiplied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    flops = 0.0
+    for param in model.parameters():
+        if id(param) not in embedded or id(param) in multiplied:
+            flops += param.numel() * (6 if param.requires_grad else 4)
+    layers, width = attention_size(model)
+    return flops + 6.0 * layers * width * sequence_length
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Of an accelerator by its name; None when it is not in the table."""
+    return next((peak for part, peak in PEAKS.items() if part in device_name), None)

@@ -1,0 +1,197 @@
+"""One inner step: forward, backward, clip, optimizer. The trainer takes it, and so does every simulated replica."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, distributed, nn
+
+from noloco_p2p.devices import empty_cache, has_own_memory, is_out_of_memory
+from noloco_p2p.errors import ModelError
+from noloco_p2p.optim.inner import make_inner_optimizers
+from noloco_p2p.optim.schedule import learning_rate
+from noloco_p2p.outer.optimizer_state import flatten_optimizers, restore_optimizers
+from noloco_p2p.spec import TrainSpec
+from noloco_p2p.trainer.compute import Compute, local, micro_batches
+from noloco_p2p.trainer.memory import fitting, free_bytes, sequence_bytes
+from noloco_p2p.trainer.model import causal_lm_loss, hidden_matrices
+from noloco_p2p.trainer.offload import OffloadedOptimizer
+
+log = logging.getLogger(__name__)
+
+
+class InnerStep:
+    """The inner optimization of one model, on the device where its parameters are.
+
+    loss: of the model on a batch on its device, with its graph; a mean over the sequences.
+    micro_batch: sequences at a time; 0 = a whole batch. Their gradients are summed, so that a step is the same.
+
+    A step is closed apart from what it is made of: `backward` any number of times, then one `update`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: TrainSpec,
+        compute: Compute | None = None,
+        *,
+        loss: Callable[[nn.Module, Tensor], Tensor] = causal_lm_loss,
+    ) -> None:
+        self.model = model
+        self.train = train
+        self.compute = compute or Compute()
+        self._loss = loss
+        self.trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        self.optimizers = make_inner_optimizers(self.trainable.values(), train, matrices=hidden_matrices(model))
+        self.device = next(iter(self.trainable.values())).device
+        self.gradient_norm: Tensor | None = None  # of the last step, before clipping, where it lies
+        self.micro_batch = self.compute.micro_batch
+        self._is_bf16 = self.compute.is_bf16(self.device)
+        self._is_offloaded = self.compute.offload_optimizer and has_own_memory(self.device)
+        self._steppers = [OffloadedOptimizer(one) if self._is_offloaded else one for one in self.optimizers]
+
+    def __call__(self, batch: Tensor, *, progress: float, seed: int | None = None) -> Tensor:
+        """`batch`: token ids, (sequences, tokens), on any device. `progress`: place in the schedule.
+
+        Returns the loss where it lies: reading it would wait for the accelerator.
+        """
+        loss = self.backward(batch, seed=seed)
+        self.update(progress=progress)
+        return loss
+
+    def backward(self, batch: Tensor, *, seed: int | None = None) -> Tensor:
+        """Adds the gradients of one batch to those that are there; gives its loss, where it lies.
+
+        When it raises, gradients of earlier batches are as they were; while there are any, those of this batch take
+        memory of their own. seed: of what the model draws (dropout), so that a step is the same after a restart. An
+        accelerator that runs out of memory is given half as many sequences at a time, from now on. Raises ModelError
+        when one is too much.
+        """
+        return self._backward(batch, seed=seed)
+
+    def update(self, *, progress: float) -> None:
+        """Close the step: clip, step with the learning rate of `progress`, and forget the gradients.
+
+        Without any gradient the parameters and the optimizers' state stay as they are.
+        """
+        self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.clip_norm)
+        for optimizer, stepper in zip(self.optimizers, self._steppers, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(self.train, progress)
+            stepper.step()
+        self._forget()
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self._forget()
+
+    def probe(self, batch: Tensor) -> Tensor:
+        """The loss of a forward and backward whose gradients nobody needs: they and earlier ones are dropped."""
+        self.forget()
+        return self.backward(batch)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """With its graph; `batch` is on the device of the model."""
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._is_bf16):
+            return self._loss(self.model, batch)
+
+    def fit(self, batch: Tensor) -> int:
+        """Find how many sequences of such a batch fit at a time, unless the machine settings say it; gives it.
+
+        Measured with one sequence; gradients are forgotten. Call before the first step.
+        """
+        if not self.compute.micro_batch:
+            needed = sequence_bytes(self._backward_alone, batch[:1], self.device)
+            num_parameters = sum(local(param).numel() for param in self.trainable.values())
+            free = free_bytes(self.device, num_parameters=num_parameters, has_moments=not self._is_offloaded)
+            self.micro_batch = self._agree(fitting(free, needed, largest=self._largest(batch)))
+            self._forget()
+        return min(self.micro_batch, self._largest(batch))
+
+    def gradients(self) -> Sequence[Tensor]:
+        """Those of the last `backward`, in the order of `trainable`."""
+        return [param.grad for param in self.trainable.values() if param.grad is not None]
+
+    # optimizer state
+
+    def state(self) -> dict[str, Tensor]:
+        """Of the optimizers, as named tensors (`outer/optimizer_state.py`); their own, not copies."""
+        return flatten_optimizers(self.optimizers, self.trainable)
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of `state`; without tensors the optimizers are as new. Raises CheckpointError."""
+        restore_optimizers(self.optimizers, self.trainable, tensors, keep_on_cpu=self._is_offloaded)
+
+    def together(self) -> AbstractContextManager[None]:
+        """While the model is used otherwise than by a step: whoever holds a part of it takes part."""
+        return nullcontext()
+
+    def _backward(self, batch: Tensor, *, seed: int | None = None) -> Tensor:
+        earlier = [(param, param.grad) for param in self.trainable.values() if param.grad is not None]
+        self._forget()
+        try:
+            return self._backward_alone(batch, seed=seed)
+        except BaseException:
+            self._forget()  # what a part of the batch has left
+            raise
+        finally:
+            for param, gradient in earlier:
+                param.grad = gradient if param.grad is None else gradient.add_(param.grad)
+
+    def _backward_alone(self, batch: Tensor, *, seed: int | None = None) -> Tensor:
+        while True:
+            try:
+                if seed is not None:
+                    torch.manual_seed(seed + self.compute.rank)
+                return self._accumulate(batch)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._halve(len(batch), error)
+
+    def _forget(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def _accumulate(self, batch: Tensor) -> Tensor:
+        total: Tensor | None = None
+        compute = self.compute
+        for rows, share in micro_batches(
+            len(batch), at_once=self.micro_batch, rank=compute.rank, num_ranks=compute.num_ranks
+        ):
+            loss = self.loss(batch[rows].to(self.device, non_blocking=has_own_memory(self.device))) * share
+            (loss * compute.num_ranks).backward()  # several ranks take the mean of their gradients
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None, "an empty batch"
+        if compute.num_ranks > 1:
+            distributed.all_reduce(total)
+        return total
+
+    def _largest(self, batch: Tensor) -> int:
+        """The most rows of a batch that this rank has to do."""
+        return -(-len(batch) // self.compute.num_ranks)
+
+    def _agree(self, number: int) -> int:
+        """The smallest that a rank has given."""
+        if self.compute.num_ranks == 1:
+            return number
+        smallest = torch.tensor(number, device=self.device)
+        distributed.all_reduce(smallest, op=distributed.ReduceOp.MIN)
+        return int(smallest)
+
+    def _halve(self, num_sequences: int, error: RuntimeError) -> None:
+        at_once = min(self.micro_batch or num_sequences, num_sequences)
+        if at_once <= 1 or self.compute.num_ranks > 1:
+            offload = " or --offload-optimizer" if has_own_memory(self.device) else ""
+            raise ModelError(
+                f"the accelerator is out of memory with {at_once} sequences at a time: try --micro-batch 1, "
+                f"--activation-checkpointing{offload}, or free memory there"
+            ) from error
+        self.micro_batch = -(-at_once // 2)
+        self._forget()  # what a part of the batch has left
+        error.__traceback__ = None  # it holds the activations
+        empty_cache(self.device)
+        log.warning("out of memory with %d sequences at a time; from now on %d", at_once, self.micro_batch)

@@ -1,0 +1,252 @@
+"""States taken out of a run: a checkpoint's, a live peer's, or the mean over the swarm, as one flat vector.
+
+Peers are strangers: every state passes `peer/state_admission.py`, and those of several peers are compared with each
+other (`outer/robust_mean.py`). They lie on the disk meanwhile; in memory is a chunk of each, and the mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from noloco_p2p.errors import CheckpointError, Unreachable
+from noloco_p2p.gossip.donor import state_file_bytes
+from noloco_p2p.gossip.fetch import fetch_spec, fetch_state
+from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.kept_chunks import forget
+from noloco_p2p.gossip.seams import Candidate, Transport
+from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.session import Session
+from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.outer.robust_mean import leave_out_far, robust_mean
+from noloco_p2p.outer.saved_state import check_layout
+from noloco_p2p.outer.state_checks import SLOW_WEIGHTS, check_vectors, read_state, vectors_of
+from noloco_p2p.peer.kept import check_checkpoint_folder
+from noloco_p2p.peer.state_admission import StateAdmission
+from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.swarm.reader import WHOLE_S, find_somebody, reader
+from noloco_p2p.telemetry.console import named
+from noloco_p2p.telemetry.progress import Progress
+from noloco_p2p.ticket import Ticket
+from noloco_p2p.trainer.model import build_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+COMPARED = 5  # states of which a fork takes the one in the middle: two of them may be lies
+
+
+@dataclass(frozen=True, slots=True)
+class TakenState:
+    """Slow weights (flat, fp32) of one or the mean of several peers, and the model that they belong to.
+
+    left_out: peer -> why its state does not count. shortened: peer -> how far its state is from the others, as a share
+    of the norm; it counts as one that is nearer.
+    """
+
+    spec: TrainerSpec
+    model: PreTrainedModel
+    slow_weights: Tensor
+    num_peers: int
+    num_silent: int = 0  # live peers that were asked and gave none: nothing saved yet, or gone
+    left_out: Mapping[str, str] = field(default_factory=dict[str, str])
+    shortened: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def fill_model(self) -> PreTrainedModel:
+        FlatParameters(self.model).write(0, self.slow_weights)
+        return self.model
+
+    def notices(self) -> list[str]:
+        """A sentence for each peer that is left out, and one for those that count less."""
+        notices = [f"the state of {named(peer)} was left out: {why}" for peer, why in self.left_out.items()]
+        if self.shortened:
+            peers = ", ".join(f"{named(peer)} ({_percent(share)})" for peer, share in self.shortened.items())
+            notices.append(f"these states are further from the others than they count, in shares of the norm: {peers}")
+        return notices
+
+
+def from_checkpoint(folder: Path, *, folders: Mapping[str, str] | None = None) -> TakenState:
+    """`folder`: a checkpoint, a folder of checkpoints, or the folder of a run; of several the newest is taken.
+
+    `folders`: of models, by name. Raises CheckpointError, also when the checkpoint is of another model than its spec
+    gives here.
+    """
+    check_checkpoint_folder(folder)
+    if (folder / "manifest.json").exists():
+        checkpoint = Checkpoint(folder)
+    else:
+        inner = folder / "checkpoints"
+        checkpoint = Checkpoints(inner if inner.is_dir() else folder).newest()
+    if checkpoint is None:
+        raise CheckpointError(f"{folder}: holds no checkpoint that can be read")
+    if "spec" not in checkpoint.meta:
+        raise CheckpointError(
+            f"{checkpoint.path}: does not say of which run it is; it was not written by `noloco join`"
+        )
+    spec = TrainerSpec.from_dict(checkpoint.meta["spec"], origin=str(checkpoint.path))
+    model = build_model(spec.model, sequence_length=spec.data.sequence_length, folders=folders)
+    check_layout(checkpoint.meta["outer"], FlatParameters(model).model_layout, origin=str(checkpoint.path))
+    tensors = checkpoint.load("outer")
+    try:
+        check_vectors(tensors, vectors_of(spec.outer, FlatParameters(model).num_elements))
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from None
+    return TakenState(spec, model, tensors[SLOW_WEIGHTS], 1)
+
+
+async def mean_of_swarm(
+    ticket: Ticket,
+    *,
+    sample: int | None,
+    progress: Progress | None = None,
+    folders: Mapping[str, str] | None = None,
+) -> TakenState:
+    """The mean over all live peers, or over `sample` of them drawn at random, without those that lie.
+
+    Raises Unreachable when nobody gives a state, CheckpointError when nobody can tell which states are wrong.
+    """
+    async with _fetched(ticket, sample=sample, progress=progress or Progress(), folders=folders) as fetched:
+        mean = await asyncio.to_thread(robust_mean, fetched.states)
+        return fetched.take(mean.weights, len(mean.admitted), far=mean.left_out, shortened=mean.shortened)
+
+
+async def state_from_swarm(
+    ticket: Ticket, *, progress: Progress | None = None, folders: Mapping[str, str] | None = None
+) -> TakenState:
+    """The state of one live peer: of COMPARED, the one nearest to their coordinate-wise median. Raises as above."""
+    async with _fetched(ticket, sample=COMPARED, progress=progress or Progress(), folders=folders) as fetched:
+        distances, far = await asyncio.to_thread(leave_out_far, fetched.states)
+        nearest = min(distances.of_each, key=distances.of_each.__getitem__)
+        return fetched.take(fetched.states[nearest].clone(), 1, far=far)
+
+
+@dataclass(slots=True)
+class _Fetched:
+    """States as files that are gone afterwards; `states`: the slow weights of each peer, mapped."""
+
+    spec: TrainerSpec
+    model: PreTrainedModel
+    _: KW_ONLY
+    states: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    refused: Mapping[str, str]
+    num_asked: int = 0
+
+    def take(
+        self,
+        slow_weights: Tensor,
+        num_peers: int,
+        *,
+        far: Mapping[str, float],
+        shortened: Mapping[str, float] | None = None,
+    ) -> TakenState:
+        refused = {peer: why for peer, why in self.refused.items() if peer not in self.states}
+        distant = {
+            peer: f"its weights are {_percent(share)} of the norm away from the others" for peer, share in far.items()
+        }
+        num_silent = self.num_asked - len(self.states) - len(refused)
+        return TakenState(
+            self.spec,
+            self.model,
+            slow_weights,
+            num_peers,
+            num_silent,
+            left_out=refused | distant,
+            shortened=shortened or {},
+        )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+@asynccontextmanager
+async def _fetched(
+    ticket: Ticket, *, sample: int | None, progress: Progress, folders: Mapping[str, str] | None
+) -> AsyncIterator[_Fetched]:
+    """The states of `sample` live peers, or of all. Raises Unreachable when there is none."""
+    with tempfile.TemporaryDirectory(prefix="noloco-states-") as folder:
+        async with reader(ticket) as directory:
+            with progress.task("looking for live peers"):
+                await find_somebody(ticket, directory)
+                await directory.wait_until_whole(WHOLE_S)
+            session = Session(directory.identity, ticket.invitation)
+            hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
+            transport = GrpcTransport(lambda: hello, session=session, guard=directory.guard)
+            peers = [peer for peer in directory.live() if peer.can_be_called]
+            spec = TrainerSpec.of(await fetch_spec(transport, peers, expected_digest=ticket.spec_digest))
+            model = build_model(spec.model, sequence_length=spec.data.sequence_length, folders=folders)
+            admission = StateAdmission(spec, transport, live=directory.live)
+            fetched = _Fetched(spec, model, refused=admission.refused)
+            random.shuffle(peers)
+            try:
+                await _fetch(fetched, transport, peers, admission, Path(folder), sample=sample, progress=progress)
+            except OSError as error:
+                raise CheckpointError(f"the states of peers cannot be written to {folder}: {error}") from None
+        if not fetched.states:
+            refused = "; ".join(f"{named(peer)}: {why}" for peer, why in fetched.refused.items())
+            raise Unreachable(
+                f"none of {len(peers)} live peers of {ticket.run_name} gave a state that can be used"
+                + (f" ({refused})" if refused else "; try again in a minute")
+            )
+        yield fetched
+
+
+async def _fetch(
+    fetched: _Fetched,
+    transport: Transport,
+    peers: Sequence[Candidate],
+    admission: StateAdmission,
+    folder: Path,
+    *,
+    sample: int | None,
+    progress: Progress,
+) -> None:
+    """One after the other, until `sample` of them have given a state that was admitted. Raises CheckpointError."""
+    parameters, wanted = FlatParameters(fetched.model), min(sample or len(peers), len(peers))
+    num_bytes = state_file_bytes(parameters.num_elements, fetched.spec.outer)
+    _check_room(folder, wanted * num_bytes, num_peers=wanted)
+    with progress.task("fetching states", unit="peers") as report_peers:
+        for peer in peers:
+            report_peers(len(fetched.states), wanted)
+            if len(fetched.states) == wanted:
+                break
+            fetched.num_asked += 1
+            target = folder / f"{fetched.num_asked}.safetensors"
+            with progress.task(f"fetching the state of {named(peer.peer_id)}", unit="bytes") as report:
+                manifest = await fetch_state(
+                    transport,
+                    [peer],
+                    layout=parameters.layout(),
+                    num_elements=parameters.num_elements,
+                    num_bytes=num_bytes,
+                    target=target,
+                    admission=admission,
+                    on_progress=report,
+                )
+            if manifest:
+                expected = vectors_of(fetched.spec.outer, parameters.num_elements)
+                fetched.states[peer.peer_id] = read_state(target, expected)[SLOW_WEIGHTS]
+            else:
+                forget(target)
+        report_peers(len(fetched.states), wanted)
+
+
+def _check_room(folder: Path, num_bytes: int, *, num_peers: int) -> None:
+    """Before gigabytes travel. Raises CheckpointError."""
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise CheckpointError(
+            f"{num_peers} states take {num_bytes / 1e9:.3g} GB, and {folder.parent} has {free / 1e9:.3g} GB; "
+            "set TMPDIR to a folder with more room, or take fewer peers with `export --sample`"
+        )

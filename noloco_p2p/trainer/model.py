@@ -1,0 +1,250 @@
+"""The model and the tokenizer that a run spec names. The same spec gives the same bits on every peer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from noloco_p2p.errors import ModelError
+from noloco_p2p.spec import DataSpec, ModelSpec
+from noloco_p2p.trainer.lora import add_adapters, base_dtype
+from noloco_p2p.trainer.places import CONFIG, TOKENIZER, WEIGHTS, Place, place_of
+from noloco_p2p.trainer.weights import draw, load
+
+ATTENTION = "sdpa"
+# The tests cut each of these and compare it with the whole model, bit for bit.
+DIVISIBLE = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+PIPELINE_PARTS = {"embed_tokens", "layers", "norm"}
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+HUB_ADVICE = (
+    "Check the name, the revision, the network, and `hf auth login` where the owner asks for consent; "
+    "a folder of this machine is bound with --model NAME=FOLDER"
+)
+
+
+def build_model(spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, str] | None = None) -> PreTrainedModel:
+    """The model at the start of the run: fp32, on the CPU, in training mode. `folders`: names that are bound here.
+
+    With `lora.rank` the weights are frozen, and of `lora.base_dtype`; the adapters in it are fp32.
+
+    Weights drawn from `spec.seed` have the same bits on machines with the same torch and kind of CPU; elsewhere the
+    last bit may differ, which the first swaps even out. The caller's random state stays as it is. No code from the hub
+    runs, and only safetensors files are read. Raises ModelError.
+    """
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(spec.seed)  # torch.manual_seed would touch the accelerators' state too
+        if spec.parameter_seeds:
+            model = build_on_meta(spec, sequence_length=sequence_length, folders=folders)
+            give_weights(model, spec, folders=folders)
+        else:
+            model = _named(spec, _place(spec, folders)) if spec.pretrained else _llama(spec, sequence_length)
+        if spec.lora.rank:
+            torch.nn.Module.to(model, base_dtype(spec.lora))
+            add_adapters(model, spec.lora)
+    return _for_training(model, spec, sequence_length)
+
+
+def build_on_meta(
+    spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, str] | None = None
+) -> PreTrainedModel:
+    """Build the model without memory for its weights, to be cut into stages or drawn parameter by parameter.
+
+    Raises ModelError for a model that cannot be cut, before anything but its config is read.
+    """
+    with quiet(), torch.device("meta"):
+        if not spec.pretrained:
+            return _for_training(_llama(spec, sequence_length), spec, sequence_length)
+        place = _place(spec, folders)
+        try:
+            config = AutoConfig.from_pretrained(place.folder(CONFIG), trust_remote_code=False)
+        except Exception as error:  # noqa: BLE001 - as in _named
+            raise _unreadable("model", spec.pretrained, spec.revision, error) from None
+        _check_divisible(config, spec.pretrained)
+        architecture = spec.model_copy(update={"random_weights": True})
+        return _for_training(_named(architecture, place), spec, sequence_length)
+
+
+def give_weights(model: PreTrainedModel, spec: ModelSpec, *, folders: Mapping[str, str] | None = None) -> None:
+    """Draw or read, in place, the start weights of what `build_on_meta` gave, or of a part of it. Raises ModelError."""
+    if spec.random_weights or not spec.pretrained:
+        return draw(model, seed=spec.seed)
+    place = _place(spec, folders)
+    try:
+        with quiet():
+            load(model, place)
+    except ModelError:
+        raise
+    except Exception as error:  # noqa: BLE001 - as in _named
+        raise _unreadable("model", spec.pretrained, spec.revision, error) from None
+
+
+def _check_divisible(config: PreTrainedConfig, name: str) -> None:
+    """Raise ModelError for a model that is not known to give the same numbers in parts."""
+    kind = config.model_type
+    if any(getattr(config.get_text_config(), key, None) for key in EXPERTS):
+        raise ModelError(
+            f"{name!r} is a mixture of experts ({kind}), which cannot be cut into stages: its auxiliary loss spans them"
+        )
+    parts = getattr(config, "base_model_pp_plan", None) or {}
+    if kind not in DIVISIBLE or set(parts) != PIPELINE_PARTS:
+        raise ModelError(f"{name!r} is a {kind}, which cannot be cut into stages; these can: {', '.join(DIVISIBLE)}")
+    if getattr(config, "quantization_config", None):
+        raise ModelError(f"{name!r} is quantized, and its parts cannot be loaded alone: name the model without that")
+
+
+def _for_training(model: PreTrainedModel, spec: ModelSpec, sequence_length: int) -> PreTrainedModel:
+    """Set the model up for training. Raises ModelError when the sequences are longer than the model allows."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(limit, int) and limit < sequence_length:
+        raise ModelError(f"data.sequence_length {sequence_length} is over the {limit} positions of {spec.pretrained!r}")
+    model.config.use_cache = False  # a key-value cache is of no use in training; export switches it on again
+    return model.train()
+
+
+def count_parameters(
+    spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, str] | None = None
+) -> tuple[int, int]:
+    """(Trainable parameters, bytes of the frozen ones) of what `build_model` would give; takes no memory for them.
+
+    Of a model by name only the config is read. Raises ModelError.
+    """
+    with torch.device("meta"):
+        model = build_model(
+            spec.model_copy(update={"random_weights": bool(spec.pretrained), "parameter_seeds": False}),
+            sequence_length=sequence_length,
+            folders=folders,
+        )
+    trainable = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    return trainable, sum(param.nbytes for param in model.parameters() if not param.requires_grad)
+
+
+def _place(spec: ModelSpec, folders: Mapping[str, str] | None) -> Place:
+    return place_of("model.pretrained", spec.pretrained, revision=spec.revision, folders=folders)
+
+
+def build_tokenizer(data: DataSpec, *, folders: Mapping[str, str] | None = None) -> PreTrainedTokenizerBase:
+    """`bytes` needs no file and no network; another name is one of `folders`, or of the hub. Raises ModelError."""
+    if data.tokenizer == "bytes":
+        return ByT5Tokenizer()
+    place = place_of("data.tokenizer", data.tokenizer, revision=data.tokenizer_revision, folders=folders)
+    try:
+        with quiet():
+            return AutoTokenizer.from_pretrained(place.folder(TOKENIZER), trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 - hub, network, parser and version errors share no base
+        raise _unreadable("tokenizer", data.tokenizer, data.tokenizer_revision, error) from None
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ModelError when the tokenizer can give an id that the model has no embedding for."""
+    vocab_size = model.config.get_text_config().vocab_size
+    if len(tokenizer) > vocab_size:
+        raise ModelError(
+            f"model.vocab_size is {vocab_size}, and the tokenizer has {len(tokenizer)} tokens: "
+            f"set model.vocab_size to {len(tokenizer)} or more, or choose another data.tokenizer"
+        )
+
+
+def hidden_matrices(model: nn.Module) -> list[Tensor]:
+    """The weights of linear layers but the output head: what Muon is for. Embeddings are no linear layers."""
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return [
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module is not head and id(module.weight) not in embeddings
+    ]
+
+
+def causal_lm_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean cross-entropy of the next token, in nats, with its graph; `tokens` is (sequences, tokens)."""
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def causal_lm_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    """(sequences, tokens, vocabulary) of `tokens` (sequences, tokens)."""
+    return model(input_ids=tokens).logits
+
+
+def attention_size(model: nn.Module) -> tuple[int, int]:
+    """(Layers, width) of a transformers model, or of a stage of one; zeros of any other."""
+    config = getattr(getattr(model, "base_model", model), "config", None)
+    return getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
+
+
+@contextmanager
+def configured_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """The config as others need it: with a key-value cache, which training switches off, and the tokenizer's ids."""
+    use_cache = model.config.use_cache
+    model.config.use_cache = True
+    for config in (model.config, model.generation_config):
+        config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    try:
+        yield
+    finally:
+        model.config.use_cache = use_cache
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and no chatter of transformers on the terminal; its settings are put back afterwards."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _llama(spec: ModelSpec, sequence_length: int) -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.mlp_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads or spec.num_heads,
+        max_position_embeddings=sequence_length,
+        tie_word_embeddings=spec.tied_embeddings,
+        dtype=torch.float32,
+        bos_token_id=None,
+        eos_token_id=None,  # the tokenizer's, set on export
+    )
+    config._attn_implementation = ATTENTION
+    return LlamaForCausalLM(config)
+
+
+def _named(spec: ModelSpec, place: Place) -> PreTrainedModel:
+    """Attention is sdpa, or eager for the few models that have no sdpa (Gemma2)."""
+    try:
+        if spec.random_weights:
+            config = AutoConfig.from_pretrained(place.folder(CONFIG), trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        return AutoModelForCausalLM.from_pretrained(
+            place.folder(WEIGHTS), use_safetensors=True, dtype=base_dtype(spec.lora), trust_remote_code=False
+        )
+    except Exception as error:  # noqa: BLE001 - hub, network, parser and version errors share no base
+        raise _unreadable("model", spec.pretrained, spec.revision, error) from None
+
+
+def _unreadable(what: str, name: str, revision: str, error: Exception) -> ModelError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    at = f" at revision {revision!r}" if revision else ""
+    return ModelError(f"{what} {name!r}{at} cannot be loaded: {reason}. {HUB_ADVICE}")

@@ -1,0 +1,164 @@
+"""What a run needs of a machine, said before it trains: memory, disk, and megabytes an hour. A run that a machine can
+never hold is refused before its model is built."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noloco_p2p.devices import free_and_total_bytes, free_memory, has_own_memory, total_memory
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.gossip.frames import Part
+from noloco_p2p.gossip.sections import part_bytes, section_plans
+from noloco_p2p.spec import Spec, TrainerSpec
+from noloco_p2p.telemetry.console import count, mib
+from noloco_p2p.trainer.compute import Compute
+from noloco_p2p.trainer.memory import MOMENT_BYTES
+
+CPU = torch.device("cpu")
+WEIGHT_BYTES = 8  # a parameter: fp32 weights and gradients; the moments of AdamW on top
+VECTOR_BYTES = 4  # a parameter: slow weights, outer momentum where there is any, and each is fp32 on the CPU
+CHECKPOINT_BYTES = 12  # a parameter: moments, and the fast weights of a round that was left; the outer state on top
+PROBE_STEPS = 2
+PROBE_TOKENS = 2048  # enough to keep a small machine busy, few enough to wait for
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    num_parameters: int
+    model_bytes: int  # on an accelerator; activations come on top
+    outer_bytes: int  # in main memory: outer state, offloaded moments, one coded payload per direction and section
+    disk_bytes: int
+    round_bytes: int  # each way
+    hour_bytes: int  # each way, at the speed measured on this machine; with inner_steps = "auto" the most it can be
+    has_fixed_rounds: bool
+    step_s: float
+    memory_free_bytes: int
+    disk_free_bytes: int
+    is_on_host: bool  # the model is in main memory, too
+
+    def lines(self) -> list[str]:
+        """For people."""
+        about = "about" if self.has_fixed_rounds else "as the link carries it, at most"
+        return [
+            f"model: {count(self.num_parameters)} trainable parameters, {self.step_s:.2f} s an inner step here",
+            f"needs: {mib(self.model_bytes)} to train (activations on top), {mib(self.outer_bytes)} for the outer step,"
+            f" {mib(self.disk_bytes)} of disk",
+            f"sends and receives: {mib(self.round_bytes)} a round, {about} {mib(self.hour_bytes)} an hour, each way",
+            f"this machine has: {mib(self.memory_free_bytes)} of memory and {mib(self.disk_free_bytes)} of disk free",
+        ]
+
+    def warnings(self) -> list[str]:
+        warnings = []
+        if self.outer_bytes + (self.model_bytes if self.is_on_host else 0) > self.memory_free_bytes:
+            warnings.append("this run needs more memory than this machine has free; it may be killed")
+        if self.disk_bytes > self.disk_free_bytes:
+            warnings.append("checkpoints need more disk than is free; free some, or use another --state-dir")
+        return warnings
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def estimate(
+    spec: Spec,
+    *,
+    num_parameters: int,
+    frozen_bytes: int = 0,
+    step_s: float,
+    folder: Path,
+    compute: Compute | None = None,
+    device: torch.device = CPU,
+    keep_checkpoints: int = 2,
+) -> Needs:
+    """`num_parameters`: trainable ones; `frozen_bytes`: of the others; `step_s`: seconds of one inner step here."""
+    compute = compute or Compute()
+    moments = MOMENT_BYTES if compute.offload_optimizer else 0
+    round_bytes = _round_bytes(spec, num_parameters)
+    inner_steps = spec.outer.inner_steps
+    shortest = spec.outer.min_inner_steps if inner_steps == "auto" else inner_steps
+    rounds_per_hour = 3600 / max(step_s * shortest, 1e-6)
+    return Needs(
+        num_parameters=num_parameters,
+        model_bytes=((WEIGHT_BYTES + MOMENT_BYTES - moments) * num_parameters + frozen_bytes) // compute.num_ranks,
+        outer_bytes=moments * num_parameters + _outer_bytes(spec, num_parameters),
+        disk_bytes=(keep_checkpoints + 1) * (_state_bytes(spec, num_parameters) + CHECKPOINT_BYTES * num_parameters),
+        round_bytes=round_bytes,
+        hour_bytes=int(round_bytes * rounds_per_hour),
+        has_fixed_rounds=not spec.outer.is_auto,
+        step_s=step_s,
+        memory_free_bytes=free_memory(),
+        disk_free_bytes=shutil.disk_usage(folder).free,
+        is_on_host=not has_own_memory(device),
+    )
+
+
+def check_memory(
+    spec: TrainerSpec, *, num_parameters: int, frozen_bytes: int, compute: Compute, device: torch.device
+) -> None:
+    """Raises SettingsError, with numbers, when this machine has less memory in all than the run takes at the least.
+
+    At the least: without activations, and nobody else uses any.
+    """
+    moments = MOMENT_BYTES if spec.train.inner_optimizer == "adamw" else MOMENT_BYTES // 2  # of most parameters
+    offloaded = moments if compute.offload_optimizer else 0
+    model_bytes = frozen_bytes + (WEIGHT_BYTES + moments - offloaded) * num_parameters
+    host_bytes = offloaded * num_parameters + _outer_bytes(spec, num_parameters)
+    on_host = host_bytes if has_own_memory(device) else model_bytes + host_bytes
+    _must_fit(on_host, total_memory(), spec, num_parameters, what="main memory and swap space")
+    if device.type == "cpu":
+        return
+    _, total = free_and_total_bytes(device)
+    _must_fit(model_bytes // compute.num_ranks, total, spec, num_parameters, what=f"memory on {device}")
+
+
+def training_bytes(spec: TrainerSpec, *, num_parameters: int, num_matrix_parameters: int) -> int:
+    """Count what training keeps between two steps, wherever it lies: weights, gradients, moments and outer state.
+
+    num_matrix_parameters: those that Muon takes, which keeps one moment of them instead of two.
+    """
+    moments = MOMENT_BYTES * num_parameters
+    if spec.train.inner_optimizer == "muon":
+        moments -= MOMENT_BYTES // 2 * num_matrix_parameters
+    return WEIGHT_BYTES * num_parameters + moments + _state_bytes(spec, num_parameters)
+
+
+def _must_fit(least_bytes: int, total_bytes: int, spec: Spec, num_parameters: int, *, what: str) -> None:
+    if least_bytes > total_bytes:
+        raise SettingsError(
+            f"the run {spec.name} trains {count(num_parameters)} parameters and takes at least {mib(least_bytes)} of "
+            f"{what}, before any activations; there are {mib(total_bytes)} in all: join a smaller run, split the model "
+            "over several GPUs (--gpus), or with one GPU --offload-optimizer"
+        )
+
+
+def _outer_bytes(spec: Spec, num_parameters: int) -> int:
+    """The outer state, and one coded payload per direction and section."""
+    return _state_bytes(spec, num_parameters) + 2 * _round_bytes(spec, num_parameters)
+
+
+def _state_bytes(spec: Spec, num_parameters: int) -> int:
+    return (2 if spec.outer.keeps_momentum else 1) * VECTOR_BYTES * num_parameters
+
+
+def _round_bytes(spec: Spec, num_parameters: int) -> int:
+    plans = section_plans(spec.codec, swap_momentum=spec.outer.sends_momentum, num_elements=num_parameters)
+    return sum(part_bytes(plans, part) for part in Part)
+
+
+def probe_step_s(backward: Callable[[Tensor], Tensor], batch: Tensor) -> float:
+    """Seconds of forward and backward of one batch, scaled up from a few sequences; `backward` gives their loss."""
+    sample = batch[: max(1, PROBE_TOKENS // batch.shape[1])]
+    durations_s = []
+    for _ in range(1 + PROBE_STEPS):  # the first one warms up
+        began_s = time.monotonic()
+        float(backward(sample))  # waits for an accelerator
+        durations_s.append(time.monotonic() - began_s)
+    return min(durations_s[1:]) * batch.shape[0] / sample.shape[0]

@@ -1,0 +1,76 @@
+"""Where the models and tokenizers that a spec names are: in a folder that this machine has bound, or on the hub.
+
+A spec may come from a stranger. It names nothing of this machine but what its user has bound with --model NAME=FOLDER.
+The hub's own libraries would take a name for a folder in the current one, and an adapter for a reference to another
+model, so the files of a hub name are fetched first, and then read from the hub's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import EntryNotFoundError
+
+from noloco_p2p.errors import ModelError, SpecError
+from noloco_p2p.spec import HUB_NAME
+
+CONFIG = ("config.json", "generation_config.json")
+WEIGHTS = (*CONFIG, "*.safetensors", "*.safetensors.index.json")
+TOKENIZER = ("*.json", "*.txt", "*.model", "*.jinja")
+# Adapters name a base model, which may be anything; folders hold other forms of the same model.
+NEVER = ("adapter_*", "*/*")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """bound: a folder of this machine; None = the name is one of the hub, at `revision`."""
+
+    name: str
+    revision: str
+    bound: Path | None
+
+    def folder(self, files: tuple[str, ...]) -> Path:
+        """A folder that has `files` (patterns). Raises what the hub's client raises."""
+        if self.bound:
+            return self.bound
+        fetched = snapshot_download(
+            self.name, revision=self.revision, allow_patterns=[*files], ignore_patterns=[*NEVER]
+        )
+        return Path(fetched)
+
+    def file(self, name: str) -> Path:
+        """One file. Raises FileNotFoundError, and what the hub's client raises."""
+        if self.bound is None:
+            try:
+                return Path(hf_hub_download(self.name, name, revision=self.revision))
+            except EntryNotFoundError:
+                raise FileNotFoundError(f"{self.name} has no {name}") from None
+        path = self.bound / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file")
+        return path
+
+
+def place_of(field: str, name: str, *, revision: str = "", folders: Mapping[str, str] | None = None) -> Place:
+    """Opens no file and asks nobody.
+
+    field: dotted, for the message. folders: names that are bound here. Raises SpecError for a name that is neither
+    bound nor one of the hub, and ModelError where a bound folder is missing or holds an adapter without its model.
+    """
+    bound = (folders or {}).get(name)
+    if bound is None:
+        if not HUB_NAME.fullmatch(name):
+            raise SpecError(
+                f"{field} {name!r} is not OWNER/NAME of the hub, and this machine has not bound it: "
+                f"give --model {name}=FOLDER"
+            )
+        return Place(name, revision or "main", None)
+    folder = Path(bound)
+    if not folder.is_dir():
+        raise ModelError(f"{name} is bound to {bound}: there is no such folder")
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise ModelError(f"{field} {name!r} is an adapter, whose base model is elsewhere: bind the base model")
+    return Place(name, revision or "main", folder)

@@ -1,0 +1,252 @@
+"""One stage of a model: its own blocks, and in the head (stage 0) the embedding, the final norm and the LM head, too.
+
+The model's own forward computes every part. The parameters have the names that they have in the whole model. A path is
+a ring: head, inner stages, the same head.
+
+    hidden = head.forward(tokens)                   hidden = inner.forward(hidden)      one stage after the other
+    loss = head.loss_backward(hidden, tokens)       gives the gradient of the sum of losses with respect to `hidden`
+    gradient = inner.backward(inputs, gradient)     head.backward(tokens, gradient)     in the reverse order
+
+Gradients add up in the parameters. They are those of the sum of losses over tokens, so that a replica can divide by the
+number of tokens that it counted. `backward` computes its forward pass again from `inputs`, with the weights of that
+time. The caller is the only thread that uses a stage.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from noloco_p2p.errors import ModelError
+from noloco_p2p.spec import ModelSpec
+from noloco_p2p.trainer.compute import Compute, switch_on
+from noloco_p2p.trainer.cut import Part, Sizes, block_range
+from noloco_p2p.trainer.model import build_on_meta, give_weights, hidden_matrices
+from noloco_p2p.trainer.weights import seed_of
+
+LOGITS_BYTES = 256 << 20  # of one chunk of tokens, in fp32; the loss and its gradient need as much each
+IGNORED = -100  # a label that does not count
+
+
+@dataclass(frozen=True, slots=True)
+class SummedLoss:
+    """This is what the tail of the head gives for one microbatch."""
+
+    loss: Tensor  # sum of the cross-entropy over tokens, in nats, where it lies: reading it waits for an accelerator
+    num_tokens: int  # predicted ones: all but the first of each sequence
+    gradient: Tensor  # of the sum, with respect to what came in: the shape of `hidden`
+
+
+class Stage:
+    """Stage `index` of a model that was cut; 0 is the head. `model` holds its parts alone, and is moved, trained,
+    swapped and saved as any model."""
+
+    def __init__(self, model: PreTrainedModel, *, index: int, compute: Compute | None = None) -> None:
+        self.model = model
+        self.index = index
+        self.compute = compute or Compute()
+        switch_on(model, self.compute, by_block=True)
+
+    @property
+    def is_head(self) -> bool:
+        return self.index == 0
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def hidden_size(self) -> int:
+        """The last axis of what travels between stages."""
+        return _base(self.model).config.hidden_size
+
+    def forward(self, inputs: Tensor, *, seed: int | None = None) -> Tensor:
+        """Compute what the next stage gets, (sequences, tokens, hidden), without a graph.
+
+        inputs: token ids (sequences, tokens) for the head, else what the stage before gave. seed: of dropout.
+        """
+        with torch.no_grad():
+            return self._blocks(inputs, seed)
+
+    def backward(self, inputs: Tensor, gradient: Tensor, *, seed: int | None = None) -> Tensor | None:
+        """Compute `forward(inputs)` again and add the gradients of the parameters to those that are there.
+
+        gradient: with respect to what `forward` gave. seed: as in `forward`. Returns the gradient with respect to
+        `inputs`, or None for the head, whose inputs are token ids.
+        """
+        inputs = inputs.detach().requires_grad_(not self.is_head)
+        with torch.enable_grad():
+            outputs = self._blocks(inputs, seed)
+        outputs.backward(gradient.to(outputs.dtype))
+        return inputs.grad
+
+    def loss_backward(self, hidden: Tensor, tokens: Tensor, *, chunk_tokens: int | None = None) -> SummedLoss:
+        """Compute final norm, LM head and loss of `hidden`, and add their gradients to those that are there.
+
+        hidden: what the last stage gave for `tokens`. chunk_tokens: how many tokens have logits at a time; by default
+        as many as LOGITS_BYTES hold. Within one chunk
+        the numbers are those of the whole model. Several chunks sum the same terms in another order.
+        """
+        gradients: list[Tensor] = []
+        losses: list[Tensor] = []
+        for part, labels in self._chunks(hidden, tokens, chunk_tokens):
+            part = part.detach().requires_grad_()
+            with torch.enable_grad():
+                loss = self._tail(part, labels)
+            loss.backward()
+            assert part.grad is not None
+            losses.append(loss.detach())
+            gradients.append(part.grad)
+        gradient = torch.cat(gradients, dim=1).view_as(hidden)
+        return SummedLoss(_sum(losses), tokens[:, 1:].numel(), gradient)
+
+    def loss(self, hidden: Tensor, tokens: Tensor, *, chunk_tokens: int | None = None) -> Tensor:
+        """Compute the sum of losses alone, without gradients, for an evaluation."""
+        with torch.no_grad():
+            return _sum([self._tail(*chunk) for chunk in self._chunks(hidden, tokens, chunk_tokens)])
+
+    def _blocks(self, inputs: Tensor, seed: int | None) -> Tensor:
+        if seed is not None:
+            _seed(seed, self.device)
+        base = _base(self.model)
+        name = "input_ids" if self.is_head else "inputs_embeds"
+        with _replaced(base, norm=nn.Identity()), self._autocast():
+            return base(**{name: inputs}).last_hidden_state
+
+    def _tail(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Compute the sum of losses, with its graph, of `hidden` (1, tokens, hidden) and `labels` (1, tokens)."""
+        final = _Final(_base(self.model).norm)
+        with _replaced(self.model, **{self.model.base_model_prefix: final}), self._autocast():
+            # transformers divides the sum of losses by num_items_in_batch
+            return self.model(inputs_embeds=hidden, labels=labels, shift_labels=labels, num_items_in_batch=1).loss
+
+    def _chunks(self, hidden: Tensor, tokens: Tensor, chunk_tokens: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+        assert self.is_head, "only the head has the LM head"
+        labels = pad(tokens[:, 1:], (0, 1), value=IGNORED)
+        vocabulary = _base(self.model).embed_tokens.weight.shape[0]
+        at_once = chunk_tokens or max(1, LOGITS_BYTES // (4 * vocabulary))
+        rows = hidden.flatten(0, 1)[None].split(at_once, dim=1)
+        yield from zip(rows, labels.reshape(1, -1).split(at_once, dim=1), strict=True)
+
+    def _autocast(self) -> torch.autocast:
+        is_bf16 = self.compute.is_bf16(self.device)
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_bf16)
+
+
+def build_stage(
+    spec: ModelSpec,
+    cut: Sequence[int],
+    *,
+    index: int,
+    sequence_length: int,
+    folders: Mapping[str, str] | None = None,
+    compute: Compute | None = None,
+) -> Stage:
+    """Stage `index` at the start of the run: fp32, on the CPU, in training mode. Memory is taken for its parts alone.
+
+    cut: blocks of each stage. Raises ModelError.
+    """
+    model = build_on_meta(spec, sequence_length=sequence_length, folders=folders)
+    keep_part(model, cut, index)
+    give_weights(model, spec, folders=folders)
+    return Stage(model, index=index, compute=compute)
+
+
+def keep_part(model: PreTrainedModel, cut: Sequence[int], index: int) -> None:
+    """Take from a whole model, in place, what stage `index` does not hold. Names stay, and so does `model.config`."""
+    base = _base(model)
+    own = block_range(cut, index)
+    if sum(cut) != len(base.layers):
+        raise ModelError(f"pipeline.cut has {sum(cut)} blocks in all, and the model has {len(base.layers)}")
+    layers = nn.ModuleList()
+    for number in own:
+        layers.add_module(str(number), base.layers[number])
+    base.layers = layers
+    base.config = copy.copy(base.config)  # of these blocks alone: some models look up the kind of a block by its place
+    base.config.num_hidden_layers = len(own)
+    if getattr(base.config, "layer_types", None):
+        base.config.layer_types = base.config.layer_types[own.start : own.stop]
+    if index:
+        base.embed_tokens, base.norm = nn.Identity(), nn.Identity()
+        model.set_output_embeddings(nn.Identity())
+
+
+def measure(model: PreTrainedModel, *, sequence_length: int) -> Sizes:
+    """Count what the parts of a whole model need. It may be on meta, and its blocks are alike."""
+    matrices = {id(matrix) for matrix in hidden_matrices(model)}
+    layers = _base(model).layers
+    block = list(layers[0].parameters())
+    num_blocks, (vocabulary, hidden_size) = len(layers), _base(model).embed_tokens.weight.shape
+    of_block = sum(param.numel() for param in block)
+    of_vocabulary = sum(param.numel() for param in model.parameters()) - num_blocks * of_block
+    # 2 a weight for each forward pass and 4 for a backward; half of the square of attention is masked.
+    return Sizes(
+        num_blocks,
+        Part(
+            of_block,
+            sum(param.numel() for param in block if id(param) in matrices),
+            8 * (of_block + hidden_size * sequence_length),
+        ),
+        Part(of_vocabulary, 0, 6 * vocabulary * hidden_size),
+        hidden_size,
+    )
+
+
+def dropout_seed(microbatch: str, stage: int) -> int:
+    """Derive the seed of what a stage draws in both forward passes of one microbatch, which its head names."""
+    return seed_of(f"{microbatch}/{stage}")
+
+
+def _base(model: PreTrainedModel) -> Any:
+    """The base of every model that `build_on_meta` gives has `embed_tokens`, `layers`, `norm` and a config."""
+    return model.base_model
+
+
+class _Final(nn.Module):
+    """This takes the place of the base model and computes what follows its last block."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, inputs_embeds: Tensor, **_: object) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
+
+
+@contextmanager
+def _replaced(module: nn.Module, **children: nn.Module) -> Iterator[None]:
+    """Give a module other children for a while.
+
+    A copy of the module would not do, as transformers registers modules by identity.
+    """
+    own = {name: module._modules[name] for name in children}
+    module._modules.update(children)
+    try:
+        yield
+    finally:
+        module._modules.update(own)
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """Seed what a module on this device draws from.
+
+    Where an accelerator's library is installed and not in use, torch.manual_seed keeps a stack trace for each call: a
+    millisecond, and memory that is never freed.
+    """
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
+def _sum(losses: list[Tensor]) -> Tensor:
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()

@@ -1,0 +1,90 @@
+"""How `noloco init` cuts a model into stages, and what a peer of each stage needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.telemetry.console import count, mib
+from noloco_p2p.trainer.cut import (
+    Sizes,
+    auto_cut,
+    block_range,
+    bytes_per_token,
+    cut_of,
+    filling_tokens,
+    link_tokens_per_s,
+)
+from noloco_p2p.trainer.model import build_on_meta
+from noloco_p2p.trainer.needs import training_bytes
+from noloco_p2p.trainer.stage import measure
+
+LINKS_MBIT_S = (20, 100, 1000)
+
+
+@dataclass(frozen=True, slots=True)
+class StageNeeds:
+    spec: TrainerSpec  # with its cut
+    sizes: Sizes
+
+    @classmethod
+    def of(cls, spec: TrainerSpec, num_stages: int, *, folders: Mapping[str, str] | None = None) -> StageNeeds:
+        """Cut the model of a spec; of a model by name, only the config is read. Raises SpecError and ModelError."""
+        staged = spec.with_changes(
+            {"pipeline.stages": num_stages, "pipeline.cut": "auto", "model.parameter_seeds": True}, origin="--stages"
+        )
+        length = spec.data.sequence_length
+        sizes = measure(build_on_meta(spec.model, sequence_length=length, folders=folders), sequence_length=length)
+        return cls(staged.with_changes({"pipeline.cut": auto_cut(sizes, num_stages)}, origin="--stages"), sizes)
+
+    def lines(self) -> list[str]:
+        """These lines are for people."""
+        return [*self._stages(), *self._links(), self._heads(), "stages cannot be joined yet"]
+
+    def _stages(self) -> list[str]:
+        cut = cut_of(self.spec)
+        rows = [("stage", "blocks", "parameters", "memory")]
+        for index in range(len(cut)):
+            own, blocks = self.sizes.stage(cut, index), block_range(cut, index)
+            memory = training_bytes(
+                self.spec, num_parameters=own.num_parameters, num_matrix_parameters=own.num_matrix_parameters
+            )
+            name = f"{index} (head)" if index == 0 else str(index)
+            places = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else str(blocks[0])
+            rows.append((name, places, count(own.num_parameters), mib(memory)))
+        about = "memory is for weights, gradients, moments and slow weights; activations and swaps come on top"
+        return [*_table(rows), about]
+
+    def _links(self) -> list[str]:
+        pipeline, size = self.spec.pipeline, self.sizes.hidden_size
+        length = self.spec.data.sequence_length
+        rows = [("link, each way", "tokens/s", "smallest batch")]
+        for rate in LINKS_MBIT_S:
+            carried = link_tokens_per_s(pipeline, size, mbit_s=rate)
+            batch = filling_tokens(pipeline, size, sequence_length=length, mbit_s=rate)
+            rows.append((f"{rate:,} Mbit/s", f"{carried:,.0f}", f"{batch:,} tokens"))
+        forward = f"{bytes_per_token(pipeline.activations, size):,} bytes ({pipeline.activations})"
+        back = f"{bytes_per_token(pipeline.gradients, size):,} bytes ({pipeline.gradients})"
+        own = self.spec.train.batch_size * length
+        return [
+            f"for each token, a stage sends {forward} to the next stage and {back} back",
+            *_table(rows),
+            f"a link idles with less than the smallest batch per replica and step; this spec has {own:,} tokens",
+        ]
+
+    def _heads(self) -> str:
+        sources = " or ".join(repr(part.source) for part, _ in self.spec.data.parts())
+        return f"a head needs the memory of stage 0 and data ({sources}); every other peer can hold stages 1 and up"
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Align the first column to the left, and the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]

@@ -1,0 +1,124 @@
+"""What one peer of a pipeline computes: the tasks of its stage, and the codecs of what travels.
+
+One thread computes, and it is the only one that touches weights. `check`, `decoded` and `encoded` touch none, so other
+threads may call them meanwhile. `run` does all for one task, for a caller with one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from noloco_p2p.codec.activations import BLOCK_CHANNELS, LARGEST, ActivationCodec, get_activation_codec
+from noloco_p2p.codec.base import refused_value, within
+from noloco_p2p.flow.actions import Compute, Kind
+from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.trainer.inner_step import InnerStep
+from noloco_p2p.trainer.stage import Stage, dropout_seed
+
+CODABLE = LARGEST / (2 * BLOCK_CHANNELS)  # in magnitude: every codec carries it, also after a rotation
+
+
+class StageWork:
+    """Gradients add up in the parameters until `close`. A task that raises leaves those of the others as they were."""
+
+    def __init__(self, stage: Stage, spec: TrainerSpec) -> None:
+        self.stage = stage
+        self.loss_sum, self.loss_tokens = 0.0, 0  # of a head
+        pipeline = spec.pipeline
+        self._activations = get_activation_codec(pipeline.activations)
+        self._gradients = get_activation_codec(pipeline.gradients)
+        self._shape = (pipeline.microbatch, spec.data.sequence_length, stage.hidden_size)
+
+    @property
+    def forward_bytes(self) -> int:
+        return self._activations.num_bytes(self._shape)
+
+    @property
+    def backward_bytes(self) -> int:
+        return self._gradients.num_bytes(self._shape)
+
+    def run(self, task: Compute) -> memoryview | None:
+        """Gives the payload of the next frame. Raises ValueError for a result that is not finite."""
+        result = self.compute(self.decoded(task))
+        return None if result is None else self.encoded(task.kind, result)
+
+    def check(self, payload: memoryview, *, is_backward: bool) -> None:
+        """Raises CorruptPayload, or its child NotFinite, for a payload that cannot be decoded."""
+        (self._gradients if is_backward else self._activations).check(payload, shape=self._shape)
+
+    def decoded(self, task: Compute) -> Compute:
+        """The task with tensors in place of payloads, on the device of the stage. Raises CorruptPayload."""
+        of_received = self._gradients if task.kind is Kind.BACKWARD else self._activations
+        data, received = self._decoded(task.data, self._activations), self._decoded(task.received, of_received)
+        return replace(task, data=data, received=received)
+
+    def compute(self, task: Compute) -> Tensor | None:
+        """What the next frame carries, (sequences, tokens, hidden); None for a BACKWARD of the head.
+
+        Raises ValueError when that is not finite, or larger than a codec carries.
+        """
+        inputs, received = task.data, task.received
+        assert isinstance(inputs, Tensor)
+        seed = dropout_seed(f"{task.id.head}/{task.id.number}", self.stage.index)
+        if task.kind is Kind.FORWARD:
+            return _finite(self.stage.forward(inputs, seed=seed))
+        assert isinstance(received, Tensor)
+        with self._gradients_apart():
+            if task.kind is Kind.LOSS:
+                return self._loss(received, inputs)
+            passed = self._backward(inputs, received, seed)
+            return None if passed is None else _finite(passed)
+
+    def encoded(self, kind: Kind, values: Tensor) -> memoryview:
+        """The payload of what `compute` gave for a task of this kind."""
+        return (self._activations if kind is Kind.FORWARD else self._gradients).encode(values)
+
+    def close(self, inner: InnerStep, num_tokens: int, *, progress: float) -> None:
+        """An inner step with the gradients of the sum over tokens, divided by their number."""
+        for gradient in inner.gradients():
+            gradient.div_(num_tokens)
+        inner.update(progress=progress)
+
+    def _loss(self, received: Tensor, tokens: Tensor) -> Tensor:
+        summed = self.stage.loss_backward(received, tokens)
+        gradient = _finite(summed.gradient)
+        self.loss_sum += float(summed.loss)
+        self.loss_tokens += summed.num_tokens
+        return gradient
+
+    def _backward(self, inputs: Tensor, gradient: Tensor, seed: int) -> Tensor | None:
+        return self.stage.backward(inputs, gradient, seed=seed)
+
+    @contextmanager
+    def _gradients_apart(self) -> Iterator[None]:
+        """Adds the gradients of what is computed meanwhile to earlier ones, or drops them when it raises."""
+        params = list(self.stage.model.parameters())
+        earlier = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+        try:
+            yield
+        except BaseException:
+            for param, gradient in zip(params, earlier, strict=True):
+                param.grad = gradient
+            raise
+        for param, gradient in zip(params, earlier, strict=True):
+            if gradient is not None:
+                param.grad = gradient if param.grad is None else gradient.add_(param.grad)
+
+    def _decoded(self, data: object, codec: ActivationCodec) -> Tensor | None:
+        if data is None or isinstance(data, Tensor):
+            return None if data is None else data.to(self.stage.device)
+        assert isinstance(data, memoryview)
+        return codec.decode(data, shape=self._shape, dtype=torch.float32, device=self.stage.device)
+
+
+def _finite(values: Tensor) -> Tensor:
+    if not within(values, lowest=-CODABLE, highest=CODABLE):
+        raise refused_value(values.flatten(), name="a codec of the pipeline")
+    return values

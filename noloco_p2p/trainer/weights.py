@@ -1,0 +1,115 @@
+"""Weights for a model on the meta device, or for a part of one. They are drawn or read, parameter by parameter.
+
+Memory is taken for the parameters that the model has. No parameter is needed to draw or to read another one, so a part
+of a model gets the same bits as the whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn import Parameter
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from noloco_p2p.errors import ModelError
+from noloco_p2p.trainer.places import Place
+
+SEED_BYTES = 6  # 2 ** 48 seeds
+KEPT = "_is_hf_initialized"  # transformers' own mark: `_init_weights` leaves a parameter with it as it is
+CPU = torch.device("cpu")
+
+Places = list[tuple[nn.Module, str]]  # where one parameter stands: a tied one in several modules
+
+
+def draw(model: PreTrainedModel, *, seed: int) -> None:
+    """Draw each parameter from a seed of its own, on the CPU, by the model's own rule. The caller's random state stays
+    as it is."""
+    places = _places(model)
+    for name in places:
+        _put(places[name], torch.empty_like(model.get_parameter(name), device=CPU))
+    params = [model.get_parameter(name) for name in places]
+    for param in params:
+        setattr(param, KEPT, True)
+    with torch.random.fork_rng(devices=[]):
+        for name, param in zip(places, params, strict=True):
+            owner, _ = places[name][0]
+            torch.default_generator.manual_seed(seed_of(f"{seed}/{name}"))
+            setattr(param, KEPT, False)
+            model._init_weights(owner)
+            setattr(param, KEPT, True)
+    _fill_buffers(model)
+
+
+def load(model: PreTrainedModel, place: Place) -> None:
+    """Read each parameter, as fp32, from the safetensors of a place: from the files alone that hold one.
+
+    Raises ModelError for a parameter that is missing or has another shape, and what transformers raises for a name that
+    the hub does not have.
+    """
+    places = _places(model)
+    for path, names in _files(place, list(places)).items():
+        with safe_open(path, framework="pt") as file:
+            held = set(file.keys())
+            for name in names:
+                shape = list(model.get_parameter(name).shape)
+                if name not in held or file.get_slice(name).get_shape() != shape:
+                    raise ModelError(f"{path} has no tensor {name} of shape {shape}")
+                # A copy, as the tensor lies in the mapped file and would change with it.
+                _put(places[name], file.get_tensor(name).to(torch.float32, copy=True))
+    for param in model.parameters():
+        setattr(param, KEPT, True)
+    _fill_buffers(model)
+
+
+def seed_of(name: str) -> int:
+    """Derive a seed for torch's generator. It is the same on every machine."""
+    return int.from_bytes(blake3(name.encode()).digest(length=SEED_BYTES), "little")
+
+
+def _places(model: nn.Module) -> dict[str, Places]:
+    """Find each parameter by its name in `named_parameters()`."""
+    found: dict[int, tuple[str, Places]] = {}
+    for path, module in model.named_modules():
+        for key, param in module.named_parameters(recurse=False):
+            found.setdefault(id(param), (f"{path}.{key}", []))[1].append((module, key))
+    return dict(found.values())
+
+
+def _put(places: Places, values: Tensor) -> None:
+    param = Parameter(values)
+    for module, key in places:
+        module.register_parameter(key, param)
+
+
+def _fill_buffers(model: PreTrainedModel) -> None:
+    """Compute what no file holds: frequencies of positions, and scales. All parameters have the mark, and lose it."""
+    for module in model.modules():
+        own = list(module.named_buffers(recurse=False))
+        for key, buffer in own:
+            module._buffers[key] = torch.empty_like(buffer, device=CPU)
+        if own:
+            model._init_weights(module)
+    for param in model.parameters():
+        delattr(param, KEPT)
+
+
+def _files(place: Place, names: list[str]) -> dict[Path, list[str]]:
+    """Find which of `names` each file holds."""
+    try:
+        index = place.file(SAFE_WEIGHTS_INDEX_NAME)
+    except FileNotFoundError:  # a model in one file has no index
+        return {place.file(SAFE_WEIGHTS_NAME): names}
+    file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    by_file: defaultdict[str, list[str]] = defaultdict(list)
+    for name in names:
+        if name not in file_of:
+            raise ModelError(f"{index} names no file for the tensor {name}")
+        by_file[file_of[name]].append(name)
+    return {place.file(file): held for file, held in by_file.items()}

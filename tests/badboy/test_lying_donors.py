@@ -1,0 +1,364 @@
+"""One liar among the peers whose states are merged, forked, or taken by a newcomer and by who has fallen behind.
+
+The donors answer from memory; what asks them is the program itself: the commands, and a newcomer's first fetch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import struct
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from noloco_p2p.cli.app import run
+from noloco_p2p.codec import sketch
+from noloco_p2p.dial_guard import DialGuard
+from noloco_p2p.gossip.donor import StateServer, describe_state, state_file_bytes
+from noloco_p2p.gossip.fetch import fetch_from_swarm
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, StateManifest
+from noloco_p2p.gossip.layout import ModelLayout
+from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Transport
+from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.peer.state_admission import StateAdmission
+from noloco_p2p.spec import TrainSpec
+from noloco_p2p.telemetry.console import named
+from noloco_p2p.testing.identities import identity_of
+from noloco_p2p.testing.memory import MemoryNetwork, MemoryTransport
+from noloco_p2p.testing.specs import published, tiny_llama
+from noloco_p2p.ticket import Ticket
+from noloco_p2p.trainer import merge
+from noloco_p2p.trainer.model import build_model
+
+SPEC = tiny_llama("lies", train=TrainSpec(total_steps=40_000), outer=published(inner_steps=10))
+ROUND, PROGRESS = 2000, 0.5
+NUM_HONEST = 7
+SPREAD = 0.03  # of the norm: replicas of one moment, early in a short schedule
+FAR = 0.01  # the most that one liar may move a merge, as a share of its norm
+LIAR = identity_of("liar").peer_id
+
+
+@dataclass(frozen=True)
+class Lie:
+    """What the liar gives, made of the weights that it should give, and what is said of it."""
+
+    vectors: Callable[[Tensor], dict[str, Tensor]] = lambda weights: state_of(weights)
+    data: Callable[[int], bytes] | None = None  # instead of a state file, of so many bytes
+    round: int = ROUND
+    progress: float = PROGRESS
+    why: str = "away from the others"
+
+
+def state_of(weights: Tensor) -> dict[str, Tensor]:
+    return {"slow_weights": weights, "outer_momentum": torch.zeros_like(weights)}
+
+
+def renamed(num_bytes: int) -> bytes:
+    """A file of the size of a state, with another shape in its header."""
+    count = (num_bytes - 192) // 8
+    header = {"slow_weights": {"dtype": "F32", "shape": [count, 2], "data_offsets": [0, 8 * count]}}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (num_bytes - 8 - 8 * count - len(text))
+    return struct.pack("<Q", len(text)) + text + bytes(8 * count)
+
+
+LIES = {
+    "six-six-six": Lie(lambda weights: state_of(torch.full_like(weights, 666.0))),
+    "scaled": Lie(lambda weights: state_of(1000 * weights)),
+    "doubled": Lie(lambda weights: state_of(2 * weights)),
+    "sign-flipped": Lie(lambda weights: state_of(-weights)),
+    "zeros": Lie(lambda weights: state_of(torch.zeros_like(weights))),
+    "huge": Lie(lambda weights: state_of(torch.full_like(weights, 3e38))),
+    "noise": Lie(lambda weights: state_of(noise(666, weights) * float(weights.norm()))),
+    "nan": Lie(lambda weights: state_of(torch.full_like(weights, torch.nan)), why="not finite"),
+    "one-nan": Lie(
+        lambda weights: state_of(weights.where(torch.arange(len(weights)) != 7, torch.nan)), why="not finite"
+    ),
+    "infinite-momentum": Lie(
+        lambda weights: {"slow_weights": weights, "outer_momentum": torch.full_like(weights, torch.inf)},
+        why="not finite",
+    ),
+    "garbage": Lie(data=lambda num_bytes: b"\xff" * num_bytes, why="no safetensors file"),
+    "other-shape": Lie(data=renamed, why="of another model"),
+    "other-size": Lie(lambda weights: state_of(weights[:-1].clone()), why="of another model or size"),
+    "far-ahead": Lie(progress=0.99, why="99.0 % of the schedule"),
+    "nowhere": Lie(progress=float("nan"), why="nan % of the schedule"),
+    "many-rounds": Lie(round=10**6, why="round 1000000"),
+}
+WITHIN = {  # a lie that nobody can tell from an honest state moves the merge by no more than any state may
+    "half-scaled": Lie(lambda weights: state_of(1.5 * weights)),
+    "near-noise": Lie(lambda weights: state_of(weights + 0.5 * noise(666, weights) * float(weights.norm()))),
+    "as-near-as-honest": Lie(lambda weights: state_of(weights + 0.064 * noise(666, weights) * float(weights.norm()))),
+}
+
+
+@functools.cache
+def start() -> tuple[Tensor, ModelLayout]:
+    flat = FlatParameters(build_model(SPEC.model, sequence_length=SPEC.data.sequence_length))
+    return flat.read(0, flat.num_elements), flat.model_layout
+
+
+def noise(seed: int, weights: Tensor) -> Tensor:
+    """Of length 1."""
+    values = torch.randn(weights.shape, generator=torch.Generator().manual_seed(seed))
+    return values / values.norm()
+
+
+def honest(seed: int) -> Tensor:
+    weights, _ = start()
+    return weights + SPREAD * weights.norm() * noise(seed, weights)
+
+
+class Donor:
+    """A `Service` that gives a state, and says where it stands."""
+
+    def __init__(self, told: tuple[int, float], states: StateServer) -> None:
+        self.told = told
+        self.states = states
+
+    def admit(self, hello: Hello) -> None: ...
+
+    async def on_swap(self, stream: FrameStream) -> None: ...
+
+    async def on_status(self, swap_id: bytes) -> PeerStatus:
+        return PeerStatus(Hello("", SPEC.name, SPEC.digest()), "training", *self.told)
+
+    def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
+        return self.states.serve(want)
+
+
+class Crowd:
+    """Donors on a network in memory, and what the directory says of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.network = MemoryNetwork()
+        self.candidates: list[Candidate] = []
+        self.peer_id, self.identity = "reader", identity_of("reader")
+        self.guard = DialGuard()
+
+    def add(self, peer_id: str, lie: Lie, weights: Tensor, *, tells_sketch: bool) -> None:
+        """A liar's sketch is that of its lie: it knows how sketches are made."""
+        path = self.folder / f"{peer_id}.safetensors"
+        vectors = lie.vectors(weights)
+        save_file(vectors, path)
+        if lie.data:
+            path.write_bytes(lie.data(state_file_bytes(len(weights), SPEC.outer)))
+        states = StateServer(SPEC)
+        num_elements = len(vectors["slow_weights"])
+        states.saved = describe_state(
+            path, layout=start()[1].digest(), num_elements=num_elements, round_index=lie.round, progress=lie.progress
+        )
+        self.network.add(peer_id, Donor((lie.round, lie.progress), states))
+        told = Candidate(peer_id, peer_id, round=lie.round, progress=lie.progress)
+        self.candidates.append(replace(told, sketch=sketch_of(vectors["slow_weights"])) if tells_sketch else told)
+
+    def live(self) -> Sequence[Candidate]:
+        return self.candidates
+
+    async def wait_until_whole(self, timeout_s: float) -> bool:
+        return True
+
+    def transport(self) -> MemoryTransport:
+        return MemoryTransport(self.network, lambda: Hello("reader", SPEC.name, SPEC.digest()))
+
+
+def sketch_of(weights: Tensor) -> str:
+    mark = sketch.MARKS // 2
+    return sketch.pack(sketch.sketch(weights, run=SPEC.digest(), mark=mark), mark=mark, norm=sketch.norm(weights))
+
+
+def crowd_with(folder: Path, lie: Lie | None, *, num_honest: int = NUM_HONEST, tells_sketch: bool = False) -> Crowd:
+    crowd = Crowd(folder)
+    if lie:
+        crowd.add(LIAR, lie, honest(100), tells_sketch=tells_sketch)
+    for seed in range(num_honest):
+        crowd.add(identity_of(f"honest {seed}").peer_id, Lie(), honest(seed), tells_sketch=tells_sketch)
+    return crowd
+
+
+def use(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The commands meet this crowd; the ticket for them."""
+
+    @asynccontextmanager
+    async def reader(ticket: Ticket) -> AsyncIterator[Crowd]:
+        yield crowd
+
+    async def find_somebody(ticket: Ticket, directory: object) -> None: ...
+
+    monkeypatch.setattr(merge, "reader", reader)
+    monkeypatch.setattr(merge, "find_somebody", find_somebody)
+    monkeypatch.setattr(merge, "GrpcTransport", lambda hello, session, guard: crowd.transport())
+    monkeypatch.setattr(merge, "random", SimpleNamespace(shuffle=lambda peers: None))  # the liar is asked first
+    monkeypatch.setattr(merge, "Session", lambda identity, invitation: SimpleNamespace())
+    return Ticket(SPEC.name, SPEC.digest(), ("/ip4/127.0.0.1/tcp/9/p2p/" + crowd.identity.peer_id,)).encode()
+
+
+def exported(folder: Path) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    flat = FlatParameters(AutoModelForCausalLM.from_pretrained(folder))
+    return flat.read(0, flat.num_elements)
+
+
+@functools.cache
+def merge_without_the_liar() -> Tensor:
+    return torch.stack([honest(seed) for seed in range(NUM_HONEST)]).mean(0)
+
+
+def apart(one: Tensor, two: Tensor) -> float:
+    return float((one - two).norm() / two.norm())
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_merge_leaves_out_one_liar_of_eight_and_names_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ticket = use(crowd_with(tmp_path, LIES[name]), monkeypatch)
+    assert run(["export", "--merge", ticket, str(tmp_path / "model")]) == 0
+    out = capsys.readouterr().out
+    assert "the mean of 7 peers" in out
+    assert f"the state of {named(LIAR)} was left out: " in out
+    assert LIES[name].why in out
+    assert out.count("was left out") == 1, "no honest peer is blamed"
+    assert apart(exported(tmp_path / "model"), merge_without_the_liar()) < 1e-6
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_a_lie_near_the_honest_states_moves_a_merge_by_less_than_one_per_cent(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticket = use(crowd_with(tmp_path, WITHIN[name]), monkeypatch)
+    assert run(["export", "--merge", ticket, str(tmp_path / "model")]) == 0
+    assert apart(exported(tmp_path / "model"), merge_without_the_liar()) < FAR
+
+
+def test_a_state_that_counts_less_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ticket = use(crowd_with(tmp_path, WITHIN["half-scaled"]), monkeypatch)
+    assert run(["export", "--merge", ticket, str(tmp_path / "model")]) == 0
+    out = capsys.readouterr().out
+    assert "the mean of 8 peers" in out
+    assert f"these states are further from the others than they count, in shares of the norm: {named(LIAR)} (" in out
+
+
+def test_states_that_are_honest_are_averaged_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ticket = use(crowd_with(tmp_path, None, tells_sketch=True), monkeypatch)
+    assert run(["export", "--merge", ticket, str(tmp_path / "model")]) == 0
+    out = capsys.readouterr().out
+    assert "the mean of 7 peers" in out
+    assert "left out" not in out
+    assert "further from" not in out
+    assert apart(exported(tmp_path / "model"), merge_without_the_liar()) < 1e-6
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_fork_begins_with_the_state_of_an_honest_peer(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticket = use(crowd_with(tmp_path, LIES[name], num_honest=4), monkeypatch)
+    new = tmp_path / "new.toml"
+    assert run(["fork", ticket, str(new), "--state-dir", str(tmp_path / "state")]) == 0
+    (kept,) = (tmp_path / "state" / "starts").glob("*.safetensors")
+    weights = load_file(kept)["slow_weights"]
+    assert any(torch.equal(weights, honest(seed)) for seed in range(4))
+
+
+@pytest.mark.parametrize("command", [["export", "--merge"], ["fork"]], ids=["export", "fork"])
+@pytest.mark.parametrize("name", ["garbage", "nan", "other-shape"])
+def test_where_only_a_liar_is_there_the_command_ends_with_a_sentence(
+    name: str,
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ticket = use(crowd_with(tmp_path, LIES[name], num_honest=0), monkeypatch)
+    state_dir = ["--state-dir", str(tmp_path / "state")] if command == ["fork"] else []
+    assert run([*command, ticket, str(tmp_path / "made"), *state_dir]) == 4
+    said = capsys.readouterr()
+    assert "gave a state that can be used" in said.err
+    assert named(LIAR) in said.err
+    assert LIES[name].why in said.err
+    assert "Traceback" not in said.err + said.out
+    assert not (tmp_path / "made").exists()
+
+
+def test_of_two_states_that_differ_wildly_none_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ticket = use(crowd_with(tmp_path, LIES["six-six-six"], num_honest=1), monkeypatch)
+    assert run(["export", "--merge", ticket, str(tmp_path / "model")]) != 0
+    assert "nobody can tell which of them are wrong" in capsys.readouterr().err
+
+
+# a newcomer, and who has fallen behind
+
+
+class FirstComesFirst:
+    """The liar is asked first."""
+
+    def __init__(self, crowd: Crowd) -> None:
+        self.live = crowd.live
+
+    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
+        return None
+
+
+async def enter(crowd: Crowd, target: Path, *, newer_than: float) -> StateManifest | None:
+    weights, layout = start()
+    transport = cast(Transport, crowd.transport())
+    return await fetch_from_swarm(
+        transport,
+        cast(Directory, FirstComesFirst(crowd)),
+        list(crowd.live()),
+        layout=layout.digest(),
+        num_elements=len(weights),
+        num_bytes=state_file_bytes(len(weights), SPEC.outer),
+        target=target,
+        admission=StateAdmission(SPEC, transport, live=crowd.live),
+        newer_than=newer_than,
+    )
+
+
+@pytest.mark.parametrize("newer_than", [-1.0, 0.4], ids=["newcomer", "left behind"])
+@pytest.mark.parametrize("name", LIES)
+def test_a_newcomer_passes_over_a_liar_and_takes_the_state_of_the_next_donor(
+    name: str, newer_than: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    crowd = crowd_with(tmp_path, LIES[name], tells_sketch=True)
+    manifest = asyncio.run(enter(crowd, tmp_path / "fetched", newer_than=newer_than))
+    assert manifest is not None
+    assert (manifest.round, manifest.progress) == (ROUND, PROGRESS)
+    assert torch.equal(load_file(tmp_path / "fetched")["slow_weights"], honest(0))
+    assert f"no state from {LIAR}" in caplog.text
+
+
+def test_who_spoils_a_part_of_a_state_does_not_bring_the_next_donor_into_disrepute(tmp_path: Path) -> None:
+    """The liar gives a chunk and dies; the state that the next donor completes is thrown away, and comes again."""
+    crowd = crowd_with(tmp_path, LIES["nan"], num_honest=1)
+    service = cast(Donor, crowd.network.service(LIAR))
+    whole = service.on_fetch
+
+    async def dies(want: FetchWant) -> AsyncGenerator[FetchItem]:
+        async for item in whole(want):
+            yield item
+            if not isinstance(item, StateManifest):
+                return
+
+    service.on_fetch = dies
+    asyncio.run(enter(crowd, tmp_path / "fetched", newer_than=-1.0))
+    assert torch.equal(load_file(tmp_path / "fetched")["slow_weights"], honest(0))

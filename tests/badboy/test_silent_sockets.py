@@ -1,0 +1,136 @@
+"""Strangers who open connections and prove nothing: no newcomer is kept out, and little memory is held for them.
+
+127.0.1.x plays another network than 127.0.0.x: the front counts by /24.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
+
+import grpc
+import grpc.aio
+import pytest
+import uvloop
+
+from badboy.connections import Silent, elsewhere
+from badboy.victim import DIGEST, ROUND, Victim, victim
+from noloco_p2p.errors import PeerError, Unreachable
+from noloco_p2p.gossip.frames import Chunk, Hello, SectionName
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.net import options
+from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.session import SERVER_NAME, Session
+from noloco_p2p.testing.identities import identity_of
+from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S
+
+NUM_SILENT = 120
+NUM_NEWCOMERS = 20
+MOST_MIB = 16.0
+MIB = 1 << 20
+
+
+def run(main: Callable[[Victim], Coroutine[None, None, None]]) -> None:
+    async def watched() -> None:
+        async with victim() as there:
+            assert await is_served(there.candidate, "the first")  # what is made for it stays
+            watching = asyncio.create_task(there.watch())
+            try:
+                await main(there)
+            finally:
+                watching.cancel()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(watched(), PATIENCE_S))
+
+
+def transport(name: str) -> GrpcTransport:
+    session = Session(identity_of(name))
+    return GrpcTransport(lambda: Hello(session.identity.peer_id, "r", DIGEST), session=session)
+
+
+async def is_served(there: Candidate, name: str) -> bool:
+    """At the first try."""
+    try:
+        return (await transport(name).status(there, timeout_s=AT_ONCE_S)).round == ROUND
+    except PeerError:
+        return False
+
+
+def test_silent_sockets_of_another_network_keep_no_newcomer_out() -> None:
+    async def main(there: Victim) -> None:
+        silent = Silent(there.port, NUM_SILENT, ["127.0.1.1", "127.0.1.2"])
+        try:
+            await silent.all_open()
+            served = [await is_served(there.candidate, f"newcomer {index}") for index in range(NUM_NEWCOMERS)]
+        finally:
+            await silent.end()
+        assert served == [True] * NUM_NEWCOMERS
+        assert there.most_grown_mib < MOST_MIB
+
+    run(main)
+
+
+def test_peers_behind_one_address_with_an_attacker_get_in_between() -> None:
+    """Behind one NAT nobody can tell them apart. Their connections need milliseconds; silent ones are replaced."""
+
+    async def main(there: Victim) -> None:
+        silent = Silent(there.port, 30, ["127.0.0.1"])
+        try:
+            await silent.all_open()
+            while not await is_served(there.candidate, "neighbour"):  # `run` has the limit
+                pass
+        finally:
+            await silent.end()
+
+    run(main)
+
+
+def stranger(there: Candidate) -> grpc.aio.Channel:
+    """It knows the public key of the server and nothing else."""
+    credentials = Session(identity_of("stranger")).channel_credentials(there)
+    return grpc.aio.secure_channel(
+        there.address, credentials, options=[*options.CLIENT, ("grpc.ssl_target_name_override", SERVER_NAME)]
+    )
+
+
+async def shout(channel: grpc.aio.Channel, method: str) -> None:
+    """1 MiB that no proof stands before."""
+    call = channel.stream_stream(f"/noloco_p2p.wire.v1.Peer/{method}")()
+    with suppress(grpc.aio.AioRpcError, asyncio.CancelledError, grpc.aio.UsageError, asyncio.InvalidStateError):
+        await call.write(bytes(MIB))
+        await call.read()
+    call.cancel()
+
+
+@pytest.mark.parametrize("method", ["Greet", "Status", "Swap"])
+def test_large_messages_of_callers_without_proof_take_little_memory(method: str) -> None:
+    """60 connections of 15 networks, with 4 streams each, and 1 MiB on each stream."""
+
+    async def main(there: Victim) -> None:
+        async with AsyncExitStack() as stack:
+            channels: list[grpc.aio.Channel] = []
+            for index in range(15):
+                port = await stack.enter_async_context(elsewhere(there.port, f"127.0.{index + 1}.1"))
+                channels += [stranger(replace(there.candidate, address=f"127.0.0.1:{port}")) for _ in range(4)]
+            for channel in channels:
+                stack.push_async_callback(channel.close)
+            async with asyncio.timeout(PATIENCE_S):
+                await asyncio.gather(*(shout(channel, method) for channel in channels for _ in range(4)))
+        assert there.most_grown_mib < MOST_MIB
+
+    run(main)
+
+
+def test_who_brings_much_before_its_offer_is_accepted_is_cut_off() -> None:
+    async def main(there: Victim) -> None:
+        stream = await transport("pusher").open_swap(there.candidate, timeout_s=PATIENCE_S)
+        with suppress(Unreachable):  # it may be told at once, or when it listens
+            await stream.send(Chunk(SectionName(1), 0, memoryview(bytes(MIB)), bytes(16)))
+        with pytest.raises(Unreachable):
+            await stream.receive(AT_ONCE_S)
+        await stream.close()
+
+    run(main)

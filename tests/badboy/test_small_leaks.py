@@ -1,0 +1,39 @@
+"""The small findings of an audit, one test each."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from noloco_p2p import control
+from noloco_p2p.errors import SettingsError, SpecError
+from noloco_p2p.outer.checkpoint import Checkpoints
+from noloco_p2p.spec import MAX_LAYERS, RunSpec, TrainerSpec
+
+
+def test_a_model_without_end_is_refused_before_its_layers_are_counted() -> None:
+    with pytest.raises(SpecError, match=r"model\.num_layers"):
+        TrainerSpec.from_dict({"name": "run", "model": {"num_layers": MAX_LAYERS + 1}}, origin="a stranger")
+
+
+@pytest.mark.parametrize("data", [b"0", b"null", b"[]", b'"x"'])
+def test_a_spec_that_is_no_table_is_a_spec_error(data: bytes) -> None:
+    with pytest.raises(SpecError):
+        RunSpec.from_json(data, expected_digest="ab" * 32, origin="a stranger")
+
+
+def test_checkpoints_are_for_their_owner_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with Checkpoints(folder)._writing():
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_control_socket_of_another_user_is_not_talked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    control.socket_path(tmp_path).touch()
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 4711)
+    monkeypatch.setattr(Path, "lstat", lambda path: os.stat_result((0o140600, 0, 0, 0, 99_999, 0, 0, 0, 0, 0)))
+    with pytest.raises(SettingsError, match="another user"):
+        control.ask(tmp_path, "status")

@@ -1,0 +1,159 @@
+"""Records that name hosts of third parties: a peer does not become a tool against them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import uvloop
+
+from noloco_p2p.dial_guard import FAILURES_A_MINUTE
+from noloco_p2p.errors import PeerError
+from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.identity import Identity
+from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.session import Session
+from noloco_p2p.swarm.buckets import ROOT, run_key
+from noloco_p2p.swarm.clock import CLOCK
+from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
+from noloco_p2p.swarm.timing import Timing
+from noloco_p2p.testing.identities import identity_of
+from noloco_p2p.testing.patience import PATIENCE_S
+
+DIGEST = "ab" * 32
+NUM_LIARS = 60
+QUICK = Timing(heartbeat_s=2.0, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshen_s=1.0)
+
+
+class Bystander:
+    """Some host in no swarm."""
+
+    def __init__(self) -> None:
+        self.num_dials = 0
+        self._began_s = time.monotonic()
+
+    def most(self) -> float:
+        """Dials until now that a peer is allowed: 20 at once and 20 a minute."""
+        return FAILURES_A_MINUTE * (1 + (time.monotonic() - self._began_s) / 60)
+
+    async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_dials += 1
+        writer.close()
+
+
+def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(main(), PATIENCE_S))
+
+
+@asynccontextmanager
+async def bystander() -> AsyncIterator[tuple[Bystander, int]]:
+    there = Bystander()
+    server = await asyncio.start_server(there.take, "127.0.0.9", 0)
+    try:
+        yield there, server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+@asynccontextmanager
+async def directory(
+    folder: Path, name: str, *bootstraps: str, spec_digest: str | None = DIGEST
+) -> AsyncIterator[SwarmDirectory]:
+    path = folder / f"{name}.key"
+    found = await SwarmDirectory.start(
+        identity_path=path,
+        identity=Identity.load_or_create(path),
+        listen_host="127.0.0.1",
+        listen_port=0,
+        bootstraps=bootstraps,
+        spec_digest=spec_digest,
+        timing=QUICK,
+    )
+    try:
+        yield found
+    finally:
+        await found.stop()
+
+
+def transport() -> GrpcTransport:
+    session = Session(identity_of("caller"))
+    return GrpcTransport(lambda: Hello(session.identity.peer_id, "r", DIGEST), session=session)
+
+
+async def call(caller: GrpcTransport, liar: str, address: str) -> None:
+    """As a round does with whom the directory names."""
+    key = Session(identity_of("liar")).key
+    with suppress(PeerError):
+        await caller.status(Candidate(liar, address, session_key=key), timeout_s=PATIENCE_S)
+
+
+def test_calls_of_a_host_where_no_peer_is_are_few() -> None:
+    async def main() -> None:
+        caller = transport()
+        async with bystander() as (there, port):
+            for number in range(NUM_LIARS):
+                await call(caller, f"liar {number}", f"127.0.0.9:{port}")
+            assert 0 < there.num_dials <= there.most()
+
+    run(main)
+
+
+def test_what_grpc_takes_for_an_address_and_is_none_is_not_called(tmp_path: Path) -> None:
+    """It would read a socket's name, and ask a name server of the caller's choice."""
+
+    async def main() -> None:
+        there, path = Bystander(), str(tmp_path / "s")
+        server = await asyncio.start_unix_server(there.take, path)
+        async with bystander() as (other, port):
+            for address in (f"unix:{path}", f"unix://{path}", f"dns:///127.0.0.9:{port}", f"ipv4:127.0.0.9:{port}"):
+                await call(transport(), "liar", address)
+        server.close()
+        assert (there.num_dials, other.num_dials) == (0, 0)
+
+    run(main)
+
+
+def lies(port: int) -> list[tuple[str, bytes, float]]:
+    """Records that are signed and well formed. Each names many ports of somebody else's host."""
+    expires_at_s, told = CLOCK.now() + TTL_S, []
+    for number in range(NUM_LIARS):
+        liar = identity_of(f"liar {number}")
+        record = PeerRecord(
+            liar.peer_id,
+            "r",
+            DIGEST,
+            addresses=(f"127.0.0.9:{port}",),
+            multiaddrs=tuple(f"/ip4/127.0.0.9/tcp/{port}/p2p/{liar.peer_id}" for _ in range(2)),
+            sequence=1,
+            expires_at_s=expires_at_s,
+        )
+        told.append((liar.peer_id, encode_record(record, liar), expires_at_s))
+    return told
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - `run` has the limit
+        await asyncio.sleep(0.1)
+
+
+def test_the_addresses_in_records_of_liars_are_dialled_a_few_times(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with (
+            bystander() as (there, port),
+            directory(tmp_path, "liar", spec_digest=None) as evil,
+            directory(tmp_path, "victim", *evil.multiaddrs()) as victim,
+        ):
+            await until(lambda: bool(victim.neighbours()))
+            for liar, record, expires_at_s in lies(port):
+                await evil.node.store(ROOT.key(run_key(DIGEST)), liar, record, expires_at_s=expires_at_s)
+            await until(lambda: len(victim.live()) >= NUM_LIARS)
+            await until(lambda: len(victim._dialer._plan._attempts) >= NUM_LIARS)
+            assert 0 < there.num_dials <= 2 * there.most()  # a dial is a plain connection, and then one of libp2p
+
+    run(main)

@@ -1,0 +1,101 @@
+"""A peer's server in a process of its own, so that its memory is its own: `python -m badboy.victim` tells its port."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import psutil
+import uvloop
+
+from noloco_p2p.errors import PeerError
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, SwapState
+from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.net.session import Session
+from noloco_p2p.testing.identities import identity_of
+from noloco_p2p.testing.patience import PATIENCE_S
+
+TESTS = Path(__file__).resolve().parents[1]
+DIGEST = "0" * 64
+ROUND = 41
+
+
+class Quiet:
+    """A Service that answers questions, and never an offer."""
+
+    def admit(self, hello: Hello) -> None:
+        """Everybody."""
+
+    async def on_swap(self, stream: FrameStream) -> None:
+        with suppress(PeerError):
+            await stream.receive(PATIENCE_S)
+            await stream.receive(PATIENCE_S)
+
+    async def on_status(self, swap_id: bytes) -> PeerStatus:
+        return PeerStatus(Hello("victim", "r", DIGEST), "training", ROUND, 0.5, SwapState())
+
+    def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
+        raise NotImplementedError
+
+
+class Victim:
+    """As others see it, and what it costs."""
+
+    def __init__(self, candidate: Candidate, pid: int) -> None:
+        self.candidate = candidate
+        self.port = int(candidate.address.rpartition(":")[2])
+        self._process = psutil.Process(pid)
+        self._before_bytes = self._process.memory_info().rss
+        self.most_grown_mib = 0.0
+
+    async def watch(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            grown = self._process.memory_info().rss - self._before_bytes
+            self.most_grown_mib = max(self.most_grown_mib, grown / 2**20)
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def victim() -> AsyncIterator[Victim]:
+    process = _started()
+    assert process.stdin
+    assert process.stdout
+    try:
+        port, key = (await asyncio.to_thread(process.stdout.readline)).decode().split()
+        identity = identity_of("victim")
+        yield Victim(Candidate(identity.peer_id, f"127.0.0.1:{port}", session_key=bytes.fromhex(key)), process.pid)
+    finally:
+        process.stdin.close()  # it leaves then
+        await asyncio.to_thread(process.wait, PATIENCE_S)
+        process.stdout.close()
+
+
+def _started() -> subprocess.Popen[bytes]:
+    paths = os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", "")))
+    return subprocess.Popen(
+        [sys.executable, "-m", "badboy.victim"],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+
+
+async def _serve() -> None:
+    session = Session(identity_of("victim"))
+    server = GrpcServer(Quiet(), session=session)
+    await server.start("127.0.0.1", 0)
+    sys.stdout.write(f"{server.port} {session.key.hex()}\n")
+    sys.stdout.flush()
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(0.0)
+
+
+if __name__ == "__main__":
+    uvloop.run(_serve())

@@ -1,0 +1,294 @@
+"""Every decoder of bytes from the network, fuzzed: `python tests/fuzzed.py --minutes 5`, or `make fuzz MINUTES=5`.
+
+Each target reads anything at all, and damaged pieces of what honest peers send. Only the errors that a decoder
+documents may come out, no example may take long, and the process may not grow. The frames of `flow/` have no wire form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+import torch
+from google.protobuf.message import DecodeError
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from noloco_p2p import ticket as tickets
+from noloco_p2p.codec import CODECS, sketch
+from noloco_p2p.codec.activations import ACTIVATION_CODECS
+from noloco_p2p.codec.modulo import agree
+from noloco_p2p.errors import CorruptPayload, PeerError, SpecError, TicketError
+from noloco_p2p.gossip import frames
+from noloco_p2p.gossip.layout import ModelLayout
+from noloco_p2p.invitation import Invitation, invite
+from noloco_p2p.net import convert, framing
+from noloco_p2p.net.door import _parsed
+from noloco_p2p.net.handshake import Challenges, Greeting
+from noloco_p2p.net.probe import caller_host
+from noloco_p2p.net.server import _want
+from noloco_p2p.net.session import Session
+from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.swarm.pipe import ACK, DATA, END, FRAME, PING, Pipe
+from noloco_p2p.swarm.records import DOMAIN, PeerRecord, RecordError, _pack, decode_record, encode_record
+from noloco_p2p.swarm.relay import relays_of
+from noloco_p2p.swarm.told import believable
+from noloco_p2p.testing.identities import identity_of
+from noloco_p2p.testing.patience import AT_ONCE_S
+
+MOST_MIB = 256.0  # that the process may grow by while one target is fuzzed
+NUM_ELEMENTS = 1000
+SHAPE = (3, 40)
+ME = identity_of("fuzzer")
+SESSION = Session(ME)
+HELLO = frames.Hello(ME.peer_id, "run", "ab" * 32, layout="cd" * 32, features=("lanes",))
+BOUNDARY = frames.Boundary(7, 1.5, 60.0, 0.25, 50)
+FRAMES: list[frames.Frame] = [
+    frames.Offer(HELLO, b"i" * 16, BOUNDARY),
+    frames.Accept(HELLO, BOUNDARY),
+    frames.Refuse(frames.RefuseCode.BUSY, "not now", 1.0),
+    frames.Grid(frames.SectionName.SLOW_WEIGHTS, b"\x01\x02\x03"),
+    frames.Header(frames.SectionName.OUTER_GRADIENT, "int8", 100, 1, 101),
+    frames.Chunk(frames.SectionName.OUTER_MOMENTUM, 3, b"payload" * 9, frames.chunk_digest(b"payload" * 9)),
+    frames.End(frames.SectionName.SLOW_WEIGHTS, b"d" * 32),
+    frames.Ready(frames.Part.LATE),
+    frames.Abort(frames.AbortCode.CORRUPT, "no"),
+]
+RECORD = PeerRecord(
+    ME.peer_id,
+    "run",
+    "ab" * 32,
+    addresses=("192.0.2.7:29500",),
+    multiaddrs=(f"/ip4/192.0.2.7/tcp/29501/p2p/{ME.peer_id}",),
+    expires_at_s=2e9,
+    sketch=sketch.pack(torch.ones(sketch.SKETCH_SIZE), norm=1.0, mark=1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`decode` may raise `faults` and nothing else; `seeds` are what honest peers send."""
+
+    decode: Callable[[bytes], object]
+    faults: tuple[type[Exception], ...]
+    seeds: tuple[bytes, ...] = ()
+
+
+def damaged(seeds: tuple[bytes, ...]) -> st.SearchStrategy[bytes]:
+    """Anything, or a seed with some bytes replaced, cut out or put in, at some places."""
+    if not seeds:
+        return st.binary(max_size=4096)
+    piece = st.tuples(st.integers(0, max(map(len, seeds))), st.integers(0, 8), st.binary(max_size=8))
+
+    def apply(seed: bytes, pieces: list[tuple[int, int, bytes]]) -> bytes:
+        for at, num_gone, new in pieces:
+            seed = seed[:at] + new + seed[at + num_gone :]
+        return seed
+
+    return st.binary(max_size=4096) | st.builds(apply, st.sampled_from(seeds), st.lists(piece, max_size=5))
+
+
+def _parsed_as(message: type, read: Callable[..., object]) -> Callable[[bytes], object]:
+    """What gRPC hands on: a message that parses; others never arrive."""
+
+    def decode(data: bytes) -> object:
+        try:
+            parsed = message.FromString(data)
+        except DecodeError:
+            return None
+        return read(parsed)
+
+    return decode
+
+
+def _check_proof(data: bytes) -> str:
+    challenges = Challenges(SESSION)
+    return challenges.check(_parsed(data), "ipv4:192.0.2.7:1")
+
+
+def _prove(reply: pb.GreetReply) -> object:
+    return Greeting.to(ME.peer_id, SESSION.key).prove(reply, SESSION)
+
+
+def _signed_record(body: bytes) -> PeerRecord:
+    """Everybody can sign: the signature is no bound."""
+    return believable(decode_record(ME.sign(DOMAIN + body) + body), only_public=False)
+
+
+def _sealed_ticket(fields: bytes) -> object:
+    """The check sum is right, so that the fields are read."""
+    data = len(fields).to_bytes(tickets.LENGTH_BYTES, "big") + fields + tickets._checksum(fields)
+    return tickets.Ticket.decode(tickets.PREFIX + base64.b32encode(data).decode().rstrip("=").lower())
+
+
+def _spec(data: bytes) -> object:
+    return RunSpec.from_json(data, expected_digest="ab" * 32, origin="fuzz")
+
+
+def _tunnel(data: bytes) -> None:
+    """All that a path brings to a tunnel; what it hands on goes nowhere."""
+
+    async def main() -> None:
+        reader, near = asyncio.StreamReader(), asyncio.StreamReader()
+        near.feed_eof()
+        pipe = Pipe(near, _Nowhere())  # pyright: ignore[reportArgumentType]
+        reader.feed_data(data)
+        reader.feed_eof()
+        try:
+            await pipe._receive(reader)
+        finally:
+            pipe._filling.cancel()
+            await asyncio.wait({pipe._filling})
+
+    asyncio.run(main())
+
+
+class _Nowhere:
+    """A writer whose bytes nobody reads."""
+
+    def write(self, data: bytes) -> None: ...
+
+    async def drain(self) -> None: ...
+
+    def can_write_eof(self) -> bool:
+        return False
+
+
+def _frame_seeds() -> tuple[bytes, ...]:
+    return tuple(framing.encode(frame, sequence=sequence) for frame in FRAMES for sequence in (0, 5))
+
+
+def _record_body() -> bytes:
+    assert encode_record(RECORD, ME)
+    return _pack(RECORD)
+
+
+def _ticket_fields() -> tuple[bytes, bytes]:
+    invitation = invite(identity_of("founder"), expires_at_s=2e9, seed=bytes(32))
+    ticket = tickets.Ticket("run", "ab" * 32, RECORD.multiaddrs, invitation)
+    fields = tickets._open(tickets._unarmour(ticket.encode()))
+    return fields, invitation.encode()
+
+
+def _codec_targets() -> dict[str, Target]:
+    values = torch.linspace(-1.0, 1.0, NUM_ELEMENTS)
+    targets = {}
+    for name, codec in CODECS.items():
+
+        def decode(data: bytes, codec: object = codec) -> object:
+            codec.check(data, num_elements=NUM_ELEMENTS)  # pyright: ignore[reportAttributeAccessIssue]
+            return codec.decode(data, num_elements=NUM_ELEMENTS)  # pyright: ignore[reportAttributeAccessIssue]
+
+        targets[f"chunk {name}"] = Target(decode, (CorruptPayload,), (bytes(codec.encode(values)),))
+    for name, codec in ACTIVATION_CODECS.items():
+
+        def decode(data: bytes, codec: object = codec) -> object:
+            return codec.decode(data, shape=SHAPE, dtype=torch.float32)  # pyright: ignore[reportAttributeAccessIssue]
+
+        seed = bytes(codec.encode(torch.linspace(-1.0, 1.0, 120).view(SHAPE)))
+        targets[f"activations {name}"] = Target(decode, (CorruptPayload,), (seed,))
+    return targets
+
+
+def targets() -> dict[str, Target]:
+    fields, invitation = _ticket_fields()
+    layout = ModelLayout((("a", (2, 3)),), (("b", (2,), "cd" * 32),))
+    manifest = frames.StateManifest("cd" * 32, 10, 1, 0.5, 80, (bytes(16),))
+    status = frames.PeerStatus(HELLO, "training", 41, 0.5, frames.SwapState())
+    offsets = [FRAME.pack(kind, number) for kind, number in ((DATA, 5), (ACK, 0), (END, 0), (PING, 0))]
+    fetch = pb.FetchRequest(hello=convert.hello_to_wire(HELLO))
+    fetch.chunks.indices.extend([1, 2])
+    proof = pb.Proof(peer_id=ME.peer_id, nonce=bytes(16), challenge=bytes(40), signature=bytes(64))
+    reply = pb.GreetReply(challenge=bytes(40), signature=bytes(64))
+    wire = (CorruptPayload,)
+    return {
+        "frame": Target(framing.decode, wire, _frame_seeds()),
+        "hello": Target(
+            _parsed_as(pb.Hello, convert.hello_from_wire), wire, (convert.hello_to_wire(HELLO).SerializeToString(),)
+        ),
+        "status": Target(
+            _parsed_as(pb.StatusReply, convert.status_from_wire),
+            wire,
+            (convert.status_to_wire(status).SerializeToString(),),
+        ),
+        "fetch request": Target(_parsed_as(pb.FetchRequest, _want), wire, (fetch.SerializeToString(),)),
+        "manifest": Target(
+            _parsed_as(pb.Manifest, convert.manifest_from_wire),
+            wire,
+            (convert.manifest_to_wire(manifest, manifest.chunk_digests).SerializeToString(),),
+        ),
+        "place in a line": Target(_parsed_as(pb.QueuePlace, convert.place_from_wire), wire),
+        "proof": Target(_check_proof, (PeerError,), (proof.SerializeToString(),)),
+        "greeting": Target(_parsed_as(pb.GreetReply, _prove), (PeerError,), (reply.SerializeToString(),)),
+        "record": Target(decode_record, (RecordError,), (encode_record(RECORD, ME),)),
+        "signed record": Target(_signed_record, (RecordError,), (_record_body(),)),
+        "sketch": Target(lambda data: sketch.unpack(data.decode("latin-1")), (), (RECORD.sketch.encode(),)),
+        "ticket": Target(lambda data: tickets.Ticket.decode(data.decode("latin-1")), (TicketError,), (b"noloco1aa",)),
+        "sealed ticket": Target(_sealed_ticket, (TicketError,), (fields,)),
+        "invitation": Target(Invitation.decode, (TicketError,), (invitation,)),
+        "spec": Target(_spec, (SpecError,), (json.dumps({"name": "run"}).encode(),)),
+        "layout": Target(ModelLayout.from_json, (ValueError,), (layout.as_json(),)),
+        "grid": Target(lambda data: agree(bytes(3), data), wire, (bytes(3),)),
+        "tunnel": Target(_tunnel, (EOFError, CorruptPayload), (offsets[0] + b"bytes" + b"".join(offsets[1:]),)),
+        "address of a caller": Target(
+            lambda data: caller_host(data.decode("latin-1")), wire, (b"ipv4:192.0.2.7:1", b"ipv6:[::1]:1")
+        ),
+        "way by a relay": Target(
+            lambda data: relays_of(believable(_told(data), only_public=False).multiaddrs),
+            (),
+            (f"/ip4/192.0.2.7/tcp/1/p2p/{ME.peer_id}/p2p-circuit".encode(),),
+        ),
+    } | _codec_targets()
+
+
+def _told(data: bytes) -> PeerRecord:
+    return PeerRecord(ME.peer_id, "run", "ab" * 32, multiaddrs=(f"{data.decode('latin-1')}/p2p/{ME.peer_id}",))
+
+
+def fuzz(target: Target, *, num_examples: int) -> None:
+    """Raises whatever a decoder must not raise, with the bytes that make it do so."""
+    process = psutil.Process()
+    before_bytes = process.memory_info().rss
+
+    @settings(
+        max_examples=num_examples,
+        deadline=None,
+        database=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+    )
+    @given(damaged(target.seeds))
+    def one(data: bytes) -> None:
+        began_s = time.monotonic()
+        with suppress(*target.faults):
+            target.decode(data)
+        assert time.monotonic() - began_s < AT_ONCE_S
+
+    one()
+    grown_mib = (process.memory_info().rss - before_bytes) / 2**20
+    assert grown_mib < MOST_MIB, f"the process has grown by {grown_mib:.0f} MiB"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    until_s = time.monotonic() + 60.0 * parser.parse_args().minutes
+    found, num_rounds = targets(), 0
+    while time.monotonic() < until_s:
+        for target in found.values():
+            fuzz(target, num_examples=500)
+        num_rounds += 1
+    sys.stdout.write(f"{len(found)} decoders, {500 * num_rounds} examples each: no other error than documented\n")
+
+
+if __name__ == "__main__":
+    main()

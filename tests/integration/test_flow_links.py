@@ -1,0 +1,468 @@
+"""Streams between neighbours in a pipeline, over real gRPC and TLS on loopback: who dials, what ends them, what is
+bounded. The state machines are not here: the neighbours only note what they get."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+
+import pytest
+import uvloop
+
+from noloco_p2p.errors import CorruptPayload, Refused, Unreachable
+from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Frame, Lost, MicrobatchId, Ticket, Want
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, RefuseCode, chunk_digest, other_kind
+from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.net import flow_wire
+from noloco_p2p.net.caller import CallerWire, connect
+from noloco_p2p.net.connection import Dialer
+from noloco_p2p.net.flow import FLOW_METHOD, FlowLinks
+from noloco_p2p.net.flow_link import STUCK_S, PayloadSizes
+from noloco_p2p.net.flow_wire import PIECE_BYTES, BackwardAnnounced, FlowHello, ForwardAnnounced, Piece, WireFrame
+from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.net.session import Session
+from noloco_p2p.net.throttle import UNLIMITED
+from noloco_p2p.testing.identities import identity_of
+from noloco_p2p.testing.patience import PATIENCE_S
+
+SIZES = PayloadSizes(forward_bytes=3 * PIECE_BYTES + 5, backward_bytes=2 * PIECE_BYTES)
+NUM_STAGES = 3
+NAMES = sorted(("one", "two", "three"), key=lambda name: identity_of(name).peer_id)
+LOW, MIDDLE, HIGH = NAMES
+
+
+def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(main(), PATIENCE_S))
+
+
+def hello_of(name: str, *, run_name: str = "flow") -> Hello:
+    return Hello(identity_of(name).peer_id, run_name, "ab" * 32, layout=name)
+
+
+class Admitting:
+    """A Service that lets in whoever is of its run."""
+
+    def __init__(self, hello: Hello) -> None:
+        self._hello = hello
+
+    def admit(self, hello: Hello) -> None:
+        if refuse := other_kind(self._hello, hello):
+            raise Refused(refuse.sentence, code=refuse.code.name)
+
+    async def on_swap(self, stream: FrameStream) -> None:
+        raise AssertionError("not of this test")
+
+    async def on_status(self, swap_id: bytes) -> PeerStatus:
+        raise AssertionError("not of this test")
+
+    async def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
+        raise AssertionError("not of this test")
+        yield
+
+
+class Node:
+    """A peer: its server, its streams, and what came of them. `gate` holds back whatever arrives."""
+
+    def __init__(self, town: Town, name: str, stage: int, stuck_s: float) -> None:
+        self.name, self.stage, self.peer_id = name, stage, identity_of(name).peer_id
+        self.events: list[tuple[str, str]] = []  # opened or closed, and who
+        self.frames: list[Frame] = []
+        self.strikes: list[str] = []
+        self.banned: set[str] = set()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.session = Session(identity_of(name))
+        self.links = FlowLinks(
+            lambda: hello_of(name),
+            stage=stage,
+            num_stages=NUM_STAGES,
+            sizes=SIZES,
+            dialer=Dialer(self.session, why_banned=self.why_banned),
+            find=town.find,
+            why_banned=self.why_banned,
+            strike=lambda peer, why: self.strikes.append(why),
+            stuck_s=stuck_s,
+        )
+        self.links.neighbourhood = self
+        self.server = GrpcServer(Admitting(hello_of(name)), session=self.session, serve_flow=self.links.serve)
+
+    @property
+    def candidate(self) -> Candidate:
+        return Candidate(self.peer_id, f"127.0.0.1:{self.server.port}", session_key=self.session.key)
+
+    def why_banned(self, peer: str) -> str:
+        return "banned" if peer in self.banned else ""
+
+    def opened(self, peer: str, stage: int) -> None:
+        self.events.append(("opened", peer))
+
+    def closed(self, peer: str) -> None:
+        self.events.append(("closed", peer))
+
+    async def checked(self, peer: str, frame: Frame) -> Frame:
+        await self.gate.wait()
+        if isinstance(frame, Credit):
+            raise CorruptPayload("no honest peer sends it here")
+        return frame
+
+    def received(self, peer: str, frame: Frame) -> None:
+        self.frames.append(frame)
+
+    async def stop(self) -> None:
+        await self.links.stop()
+        await self.server.stop(0.0)
+
+
+class Town:
+    """Who can be found. A peer that cannot be dialled is found, and takes no calls."""
+
+    def __init__(self, *, stuck_s: float) -> None:
+        self.nodes: dict[str, Node] = {}
+        self.undialled: set[str] = set()
+        self._stuck_s = stuck_s
+
+    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
+        node = self.nodes.get(peer_id)
+        return node.candidate if node and node.name not in self.undialled else None
+
+    async def start(self, name: str, stage: int) -> Node:
+        node = Node(self, name, stage, self._stuck_s)
+        await node.server.start("127.0.0.1", 0)
+        self.nodes[node.peer_id] = node
+        return node
+
+
+@asynccontextmanager
+async def town(*stages: tuple[str, int], stuck_s: float = STUCK_S) -> AsyncGenerator[tuple[Town, list[Node]]]:
+    made = Town(stuck_s=stuck_s)
+    nodes = [await made.start(name, stage) for name, stage in stages]
+    try:
+        yield made, nodes
+    finally:
+        for node in list(made.nodes.values()):
+            await node.stop()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """`run` bounds it."""
+    holds = False
+    while not holds:
+        await asyncio.sleep(0.005)
+        holds = bool(condition())
+
+
+def id_of(number: int) -> MicrobatchId:
+    return MicrobatchId(identity_of("head").peer_id, number)
+
+
+def forward(number: int, remaining_s: float = 100.0) -> Forward:
+    return Forward(id_of(number), remaining_s, memoryview(os.urandom(SIZES.forward_bytes)))
+
+
+def backward(number: int) -> Backward:
+    return Backward(id_of(number), memoryview(os.urandom(SIZES.backward_bytes)))
+
+
+async def stranger(node: Node, name: str, hello: WireFrame, *frames: WireFrame) -> CallerWire:
+    """A proven caller that writes what it likes, once its hello is answered: before that, little may come in."""
+    dialer = Dialer(Session(identity_of(name)))
+    wire = await connect(dialer, node.candidate, FLOW_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
+    await wire.write(flow_wire.encode(hello))
+    if frames:
+        await wire.read()
+    for frame in frames:
+        await wire.write(flow_wire.encode(frame))
+    return wire
+
+
+async def answer_to(node: Node, name: str, hello: WireFrame) -> WireFrame:
+    wire = await stranger(node, name, hello)
+    answer = flow_wire.decode(await wire.read() or b"")
+    await wire.close()
+    return answer
+
+
+@pytest.mark.parametrize("caller_stage", [0, 1])
+def test_either_side_dials_and_payloads_go_both_ways(caller_stage: int) -> None:
+    async def main() -> None:
+        async with town((LOW, 0), (HIGH, 1)) as (made, nodes):
+            caller, other = nodes[caller_stage], nodes[1 - caller_stage]
+            made.undialled = {caller.name}  # as behind a router
+            sent, back = forward(1), backward(1)
+            caller.links.send(other.peer_id, sent)
+            await until(lambda: other.frames)
+            [arrived] = other.frames
+            assert isinstance(arrived, Forward)
+            assert arrived.payload == sent.payload
+            assert 0 < arrived.remaining_s < sent.remaining_s
+            other.links.send(caller.peer_id, back)  # over the same stream
+            await until(lambda: caller.frames)
+            assert caller.frames == [back]
+            caller.links.drop(other.peer_id, Unreachable("enough"))
+            await until(lambda: other.events[-1] == ("closed", caller.peer_id))
+            for node in nodes:
+                assert [event for event, _ in node.events] == ["opened", "closed"]
+                assert not node.strikes
+
+    run(main)
+
+
+def test_when_both_dial_at_once_one_stream_stands_and_no_frame_is_lost() -> None:
+    async def main() -> None:
+        async with town((LOW, 1), (HIGH, 2)) as (_, nodes):
+            for _ in range(5):
+                for node, other in (nodes, nodes[::-1]):
+                    node.links.send(other.peer_id, Lost(id_of(node.stage)))
+                await until(lambda: all(node.frames for node in nodes))
+                await asyncio.sleep(0.05)  # the call that does not stand ends meanwhile
+                assert [node.frames for node in nodes] == [[Lost(id_of(2))], [Lost(id_of(1))]]
+                assert [[event for event, _ in node.events] for node in nodes] == [["opened"], ["opened"]]
+                nodes[0].links.drop(nodes[1].peer_id, Unreachable("enough"))
+                await until(lambda: len(nodes[1].events) == 2)
+                for node in nodes:
+                    node.events.clear()
+                    node.frames.clear()
+
+    run(main)
+
+
+def test_a_peer_that_nobody_can_dial_is_told_as_closed() -> None:
+    async def main() -> None:
+        async with town((LOW, 0)) as (_, [node]):
+            gone = identity_of("gone").peer_id
+            node.links.send(gone, Lost(id_of(1)))
+            await until(lambda: node.events)
+            assert node.events == [("closed", gone)]
+            assert node.links.stages == {}
+
+    run(main)
+
+
+def test_urgent_frames_overtake_a_forward_and_time_in_the_queue_counts() -> None:
+    async def main() -> None:
+        async with town((LOW, 0), (HIGH, 1)) as (_, [node, other]):
+            node.links.open(other.peer_id)
+            await until(lambda: node.events)
+            began_s = asyncio.get_running_loop().time() - 7.0
+            first, second = forward(1), forward(2)
+            node.links.send(other.peer_id, first, since_s=began_s)
+            node.links.send(other.peer_id, second, since_s=began_s)
+            ticket = Ticket(id_of(4), 0.5, 3, signature=bytes(64))
+            node.links.send(other.peer_id, backward(3))
+            node.links.send(other.peer_id, Want(ticket, 50.0), since_s=began_s)
+            await until(lambda: len(other.frames) == 4)
+            want, *payloads = other.frames
+            assert isinstance(want, Want)
+            assert want.remaining_s <= 43
+            assert [frame.id.number for frame in payloads if isinstance(frame, Forward | Backward)] == [3, 1, 2]
+            assert all(frame.remaining_s <= 93 for frame in payloads if isinstance(frame, Forward))
+
+    run(main)
+
+
+def test_a_call_of_the_same_peer_takes_the_place_of_its_stream() -> None:
+    """As after a restart that this side has not noticed."""
+
+    async def main() -> None:
+        async with town((LOW, 1)) as (_, [node]):
+            hello = FlowHello(hello_of(HIGH), 0)
+            wires = [await stranger(node, HIGH, hello, Lost(id_of(1)))]
+            await until(lambda: node.frames)
+            wires.append(await stranger(node, HIGH, hello, Lost(id_of(2))))
+            await until(lambda: len(node.frames) == 2)
+            assert [event for event, _ in node.events] == ["opened", "closed", "opened"]
+            assert len(node.links.stages) == 1
+            for wire in wires:
+                await wire.close()
+
+    run(main)
+
+
+def test_a_peer_that_dies_in_the_middle_of_a_payload_leaves_nothing() -> None:
+    async def main() -> None:
+        async with town((LOW, 1)) as (_, [node]):
+            announced = ForwardAnnounced(id_of(1), 10.0, SIZES.forward_bytes)
+            wire = await stranger(node, HIGH, FlowHello(hello_of(HIGH), 0), announced, piece_of(bytes(PIECE_BYTES)))
+            await until(lambda: node.events)
+            await wire.close()
+            await until(lambda: len(node.events) == 2)
+            assert [event for event, _ in node.events] == ["opened", "closed"]
+            assert not node.frames
+            assert not node.strikes
+
+    run(main)
+
+
+def test_a_payload_that_stops_coming_ends_the_stream() -> None:
+    async def main() -> None:
+        async with town((LOW, 1), stuck_s=0.2) as (_, [node]):
+            wire = await stranger(node, HIGH, FlowHello(hello_of(HIGH), 0), Lost(id_of(1)))
+            await until(lambda: node.frames)
+            await asyncio.sleep(0.5)
+            assert [event for event, _ in node.events] == ["opened"]  # between payloads a neighbour may be silent
+            await wire.write(flow_wire.encode(ForwardAnnounced(id_of(1), 10.0, SIZES.forward_bytes)))
+            await until(lambda: len(node.events) == 2)
+            assert not node.strikes
+            await wire.close()
+
+    run(main)
+
+
+def piece_of(payload: bytes, *, is_backward: bool = False) -> Piece:
+    return Piece(is_backward, payload, chunk_digest(payload))
+
+
+ANNOUNCED = ForwardAnnounced(id_of(1), 10.0, SIZES.forward_bytes)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [ForwardAnnounced(id_of(1), 10.0, SIZES.forward_bytes + 1)],
+        [ForwardAnnounced(id_of(1), 10.0, 2**63)],
+        [BackwardAnnounced(id_of(1), SIZES.forward_bytes)],
+        [ANNOUNCED, ANNOUNCED],
+        [ANNOUNCED, piece_of(bytes(PIECE_BYTES - 1))],
+        [ANNOUNCED, piece_of(bytes(PIECE_BYTES + 1))],
+        [ANNOUNCED, piece_of(b"")],
+        [ANNOUNCED, piece_of(bytes(PIECE_BYTES), is_backward=True)],
+        [FlowHello(hello_of(HIGH), 0)],
+        [Credit(id_of(1), has_room=True)],  # what the driver refuses
+    ],
+    ids=["large", "huge", "of the other codec", "twice", "short", "long", "empty", "unannounced", "hello", "checked"],
+)
+def test_what_no_honest_peer_sends_is_a_strike_and_ends_the_stream(frames: Iterable[WireFrame]) -> None:
+    async def main() -> None:
+        async with town((LOW, 1)) as (_, [node]):
+            wire = await stranger(node, HIGH, FlowHello(hello_of(HIGH), 0), *frames)
+            await until(lambda: node.strikes)
+            await until(lambda: len(node.events) == 2)
+            assert [event for event, _ in node.events] == ["opened", "closed"]
+            assert len(node.strikes) == 1
+            assert not node.frames
+            await wire.close()
+
+    run(main)
+
+
+def test_a_damaged_payload_arrives_as_none() -> None:
+    async def main() -> None:
+        async with town((LOW, 1)) as (_, [node]):
+            announced = BackwardAnnounced(id_of(1), SIZES.backward_bytes)
+            good = piece_of(bytes(PIECE_BYTES), is_backward=True)
+            damaged = Piece(True, bytes(PIECE_BYTES), bytes(16))
+            hello = FlowHello(hello_of(HIGH), 2)
+            wire = await stranger(node, HIGH, hello, announced, damaged, good, announced, good, good)
+            await until(lambda: len(node.frames) == 2)
+            assert [frame.payload is None for frame in node.frames if isinstance(frame, Backward)] == [True, False]
+            assert not node.strikes
+            await wire.close()
+
+    run(main)
+
+
+def test_nothing_more_is_read_while_a_payload_is_checked() -> None:
+    """So a flood of forwards waits at its sender."""
+
+    async def main() -> None:
+        async with town((LOW, 0), (HIGH, 1)) as (_, [node, other]):
+            other.gate.clear()
+            num_sent = 0
+            wire = await stranger(other, MIDDLE, FlowHello(hello_of(MIDDLE), 0))
+            await wire.read()
+            payload = [bytes(PIECE_BYTES)] * 3 + [bytes(5)]
+            try:
+                async with asyncio.timeout(1.0):
+                    for number in range(1000):
+                        announced = ForwardAnnounced(id_of(number), 10.0, SIZES.forward_bytes)
+                        for frame in (announced, *map(piece_of, payload)):
+                            await wire.write(flow_wire.encode(frame))
+                        num_sent += 1
+            except TimeoutError:
+                pass
+            assert num_sent < 200, "what gRPC reads ahead"
+            node.links.send(other.peer_id, Lost(id_of(1)))  # others get through
+            await until(lambda: ("opened", node.peer_id) in other.events)
+            other.gate.set()
+            await until(lambda: Lost(id_of(1)) in other.frames)
+            await wire.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("hello", "code"),
+    [
+        (FlowHello(hello_of(HIGH, run_name="another"), 0), RefuseCode.OTHER_RUN),
+        (FlowHello(hello_of(HIGH), 1), RefuseCode.OTHER_MODEL),
+        (FlowHello(hello_of(HIGH), 3), RefuseCode.OTHER_MODEL),
+        (FlowHello(hello_of(MIDDLE), 0), RefuseCode.MALFORMED),
+        (Answer(id_of(1), is_taken=True), RefuseCode.MALFORMED),
+    ],
+    ids=["run", "own stage", "no stage", "name of another", "no hello"],
+)
+def test_who_is_no_neighbour_is_refused_in_words(hello: WireFrame, code: RefuseCode) -> None:
+    async def main() -> None:
+        async with town((LOW, 1)) as (_, [node]):
+            answer = await answer_to(node, HIGH, hello)
+            assert getattr(answer, "code", None) is code
+            assert not node.events
+
+    run(main)
+
+
+def test_a_peer_without_a_stage_refuses_in_words() -> None:
+    async def main() -> None:
+        session = Session(identity_of(LOW))
+        server = GrpcServer(Admitting(hello_of(LOW)), session=session)
+        await server.start("127.0.0.1", 0)
+        async with town((HIGH, 1)) as (_, [node]):
+            there = Candidate(session.identity.peer_id, f"127.0.0.1:{server.port}", session_key=session.key)
+            wire = await connect(Dialer(node.session), there, FLOW_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
+            await wire.write(flow_wire.encode(FlowHello(hello_of(HIGH), 1)))
+            answer = flow_wire.decode(await wire.read() or b"")
+            assert getattr(answer, "code", None) is RefuseCode.OTHER_MODEL
+            await wire.close()
+        await server.stop(0.0)
+
+    run(main)
+
+
+def test_a_peer_that_is_banned_later_loses_its_stream() -> None:
+    async def main() -> None:
+        async with town((LOW, 0), (HIGH, 1)) as (_, [node, other]):
+            node.links.open(other.peer_id)
+            await until(lambda: node.events and other.events)
+            node.links.look()
+            assert node.links.stages == {other.peer_id: 1}
+            node.banned.add(other.peer_id)
+            node.links.look()
+            assert node.links.stages == {}
+            await until(lambda: len(other.events) == 2)
+            node.links.open(other.peer_id)
+            await until(lambda: len(node.events) == 3)
+            assert node.events[-1] == ("closed", other.peer_id)
+
+    run(main)
+
+
+def test_a_peer_that_has_stopped_opens_and_takes_no_stream() -> None:
+    """Its neighbours would wait for the deadline of what it has taken."""
+
+    async def main() -> None:
+        async with town((LOW, 0), (HIGH, 1)) as (_, [node, other]):
+            node.links.open(other.peer_id)
+            await until(lambda: node.events and other.events)
+            await other.links.stop()
+            await until(lambda: len(node.events) == 2)
+            node.links.open(other.peer_id)
+            await until(lambda: len(node.events) == 3)
+            other.links.send(node.peer_id, Lost(id_of(1)))
+            await asyncio.sleep(0.05)
+            assert [event for event, _ in node.events] == ["opened", "closed", "closed"]
+            assert not node.frames
+
+    run(main)

@@ -1,0 +1,344 @@
+"""Stages in one process over real gRPC and TLS on loopback: what they learn is what one machine learns."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import pytest
+import torch
+from staged_reference import FP32, material_of, spec_of, trained_alone
+
+from noloco_p2p.errors import PeerError, Refused
+from noloco_p2p.flow.frames import Answer, Credit, MicrobatchId, Ticket, Want
+from noloco_p2p.flow.head import Head
+from noloco_p2p.flow.replica import Replica
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, chunk_digest, other_kind
+from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.net import flow_wire
+from noloco_p2p.net.caller import CallerWire, connect
+from noloco_p2p.net.connection import Dialer
+from noloco_p2p.net.flow import FLOW_METHOD, FlowLinks
+from noloco_p2p.net.flow_link import PayloadSizes
+from noloco_p2p.net.flow_wire import FlowHello, ForwardAnnounced, Piece, WireFrame
+from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.net.session import Session
+from noloco_p2p.net.throttle import UNLIMITED
+from noloco_p2p.net.tickets import Tickets
+from noloco_p2p.peer.flow_driver import MAX_DROPPED, FlowDriver
+from noloco_p2p.peer.network_thread import NetworkThread
+from noloco_p2p.peer.threaded_flow import ThreadedFlow
+from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.testing.identities import identity_of
+from noloco_p2p.testing.patience import PATIENCE_S
+from noloco_p2p.testing.rounds import wait_until
+from noloco_p2p.trainer.inner_step import InnerStep
+from noloco_p2p.trainer.pipeline import StageLoop
+from noloco_p2p.trainer.stage import build_stage
+from noloco_p2p.trainer.stage_work import StageWork
+
+
+class Admitting:
+    def __init__(self, hello: Hello) -> None:
+        self._hello = hello
+
+    def admit(self, hello: Hello) -> None:
+        if refuse := other_kind(self._hello, hello):
+            raise Refused(refuse.sentence, code=refuse.code.name)
+
+    async def on_swap(self, stream: FrameStream) -> None:
+        raise AssertionError("not of this test")
+
+    async def on_status(self, swap_id: bytes) -> PeerStatus:
+        raise AssertionError("not of this test")
+
+    async def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
+        raise AssertionError("not of this test")
+        yield
+
+
+class StagePeer:
+    """One replica of one stage: its server and streams on the network thread, and a thread that computes."""
+
+    def __init__(self, swarm: StageSwarm, stage: int, number: int, *, rooms: int) -> None:
+        spec, cut = swarm.spec, swarm.spec.pipeline.cut
+        assert cut != "auto"
+        self.spec = spec
+        self.stage = stage
+        self.strikes: list[str] = []
+        self.identity = identity_of(f"stage {stage} replica {number}")
+        self.session = Session(self.identity)
+        built = build_stage(spec.model, cut, index=stage, sequence_length=spec.data.sequence_length)
+        self.work = StageWork(built, spec)
+        train = spec.train.model_copy(update={"clip_norm": spec.train.clip_norm / spec.pipeline.stages**0.5})
+        self.inner = InnerStep(built.model, train)
+        self.losses: list[float] = []
+        self.leaving = threading.Event()
+        self._swarm, self._number, self._rooms = swarm, number, rooms
+        self.thread = threading.Thread(target=self._train, daemon=True)
+
+    async def start(self) -> None:
+        spec, swarm = self._swarm.spec, self._swarm
+        hello = Hello(self.peer_id, spec.name, spec.digest())
+        tokens = spec.pipeline.microbatch * (spec.data.sequence_length - 1)
+        self.links = FlowLinks(
+            lambda: hello,
+            stage=self.stage,
+            num_stages=spec.pipeline.stages,
+            sizes=PayloadSizes(self.work.forward_bytes, self.work.backward_bytes),
+            dialer=Dialer(self.session),
+            find=swarm.find,
+            strike=self.strike,
+        )
+        self.driver = FlowDriver(
+            self._machine(),
+            self.links,
+            self.work,
+            Tickets(self.identity, spec_digest=spec.digest(), max_tokens=tokens),
+            stage=self.stage,
+            num_stages=spec.pipeline.stages,
+            executor=swarm.executor,
+            strike=self.strike,
+            batches=self._batches() if self.stage == 0 else None,
+            microbatch_tokens=tokens,
+        )
+        self.server = GrpcServer(Admitting(hello), session=self.session, serve_flow=self.links.serve)
+        await self.server.start("127.0.0.1", 0)
+        self.loop = StageLoop(
+            ThreadedFlow(self.driver, asyncio.get_running_loop()),
+            self.work,
+            self.inner,
+            total_steps=spec.train.total_steps,
+        )
+
+    @property
+    def peer_id(self) -> str:
+        return self.identity.peer_id
+
+    @property
+    def candidate(self) -> Candidate:
+        return Candidate(self.peer_id, f"127.0.0.1:{self.server.port}", session_key=self.session.key)
+
+    def strike(self, peer: str, why: str) -> None:
+        self.strikes.append(why)
+
+    async def stop(self) -> None:
+        """Without a word to anybody."""
+        await self.links.stop()
+        await self.driver.stop()
+        await self.server.stop(0.0)
+
+    def _machine(self) -> Head | Replica:
+        spec = self._swarm.spec
+        batch_tokens = spec.train.batch_size * (spec.data.sequence_length - 1)
+        stages, rng = spec.pipeline.stages, random.Random(self.peer_id)
+        if self.stage == 0:
+            return Head(
+                peer_id=self.peer_id,
+                num_stages=stages,
+                max_in_flight=self._rooms,
+                batch_tokens=batch_tokens,
+                first_number=0,
+                rng=rng,
+            )
+        return Replica(stage=self.stage, num_stages=stages, num_rooms=self._rooms, batch_tokens=batch_tokens, rng=rng)
+
+    def _batches(self) -> Iterator[object]:
+        spec = self._swarm.spec
+        name = f"replica-{self._number}"
+        return iter(material_of(spec).batches(name, replica=self._number, batch_size=spec.pipeline.microbatch))
+
+    def _train(self) -> None:
+        self.loop.run(self.leaving)
+
+
+class StageSwarm:
+    """Everybody knows everybody. `rooms`: microbatches that a peer holds, or a head has in flight."""
+
+    def __init__(self, spec: TrainerSpec, *, num_replicas: int, rooms: int) -> None:
+        self.spec = spec
+        self.network = NetworkThread()
+        self.executor = ThreadPoolExecutor(2)
+        self.peers = [
+            StagePeer(self, stage, number, rooms=rooms)
+            for stage in range(spec.pipeline.stages)
+            for number in range(num_replicas)
+        ]
+
+    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
+        return next((peer.candidate for peer in self.peers if peer.peer_id == peer_id), None)
+
+    def of_stage(self, stage: int) -> list[StagePeer]:
+        return [peer for peer in self.peers if peer.stage == stage % self.spec.pipeline.stages]
+
+    async def start(self) -> None:
+        for peer in self.peers:
+            await peer.start()
+        for peer in self.peers:
+            downstream = [other.peer_id for other in self.of_stage(peer.stage + 1)]
+            ring = [other.peer_id for other in self.of_stage(-1)] if peer.stage == 0 else ()
+            peer.driver.start()
+            peer.driver.meet(downstream, ring)
+
+    async def stop(self) -> None:
+        for peer in self.peers:
+            await peer.stop()
+
+    def wait(self, peers: list[StagePeer]) -> None:
+        for peer in peers:
+            peer.thread.join(PATIENCE_S)
+            assert not peer.thread.is_alive()
+
+
+@contextmanager
+def swarm_of(spec: TrainerSpec, *, num_replicas: int, rooms: int) -> Iterator[StageSwarm]:
+    swarm = StageSwarm(spec, num_replicas=num_replicas, rooms=rooms)
+    try:
+        swarm.network.call(swarm.start(), PATIENCE_S)
+        for peer in swarm.peers:
+            peer.thread.start()
+        yield swarm
+    finally:
+        for peer in swarm.peers:
+            peer.leaving.set()
+        swarm.network.call(swarm.stop(), PATIENCE_S)
+        swarm.network.stop()
+        swarm.executor.shutdown()
+
+
+@pytest.mark.parametrize("inner_optimizer", ["adamw", "muon"])
+def test_one_path_with_one_microbatch_in_flight_is_a_single_machine(inner_optimizer: str) -> None:
+    changes = {**FP32, "train.inner_optimizer": inner_optimizer, "train.clip_norm": 0.3}
+    spec = spec_of(steps=20, **changes)
+    alone = trained_alone(spec)
+    start = dict(material_of(spec).model().named_parameters())
+    with swarm_of(spec, num_replicas=1, rooms=1) as swarm:
+        swarm.wait(swarm.peers)
+        for peer in swarm.peers:
+            assert peer.loop.steps == 20
+            assert not peer.strikes
+            for name, param in peer.work.stage.model.named_parameters():
+                assert torch.allclose(param, alone[name], atol=1e-5, rtol=0), name
+                assert not torch.allclose(param, start[name], atol=1e-3, rtol=0), "it has trained"
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_two_replicas_of_each_stage_learn_and_survive_one_that_dies(stage: int) -> None:
+    spec = spec_of(steps=10, **{"train.batch_size": 8})
+    with swarm_of(spec, num_replicas=2, rooms=2) as swarm:
+        heads, victim = swarm.of_stage(0), swarm.of_stage(stage)[0]
+        wait_until(lambda: all(head.loop.steps >= 3 for head in heads))
+        before = [head.work.loss_sum / head.work.loss_tokens for head in heads]
+        swarm.network.call(victim.stop(), PATIENCE_S)
+        victim.leaving.set()
+        swarm.wait([peer for peer in swarm.peers if peer is not victim])
+        after = [head.work.loss_sum / head.work.loss_tokens for head in heads]
+        assert [head.loop.steps for head in heads] == [10, 10]
+        assert all(late < early for early, late in zip(before, after, strict=True)), (before, after)
+        assert not [peer.strikes for peer in swarm.peers if peer.strikes]
+        for peer in swarm.peers:
+            assert peer is victim or peer.loop.progress == 1
+
+
+# neighbours that are no honest head
+
+
+async def stranger(peer: StagePeer) -> CallerWire:
+    """A proven caller that says it is a head, and writes what it likes."""
+    spec, head = peer.spec, identity_of("stranger")
+    dialer = Dialer(Session(head))
+    wire = await connect(dialer, peer.candidate, FLOW_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
+    await wire.write(flow_wire.encode(FlowHello(Hello(head.peer_id, spec.name, spec.digest()), 0)))
+    assert isinstance(await heard(wire), FlowHello)
+    return wire
+
+
+async def heard(wire: CallerWire) -> WireFrame:
+    async with asyncio.timeout(PATIENCE_S):
+        return flow_wire.decode(await wire.read() or b"")
+
+
+async def ended(wire: CallerWire) -> None:
+    """Reads until the other side has ended the stream."""
+    with suppress(PeerError):
+        while True:
+            await heard(wire)
+
+
+def ticket_of(peer: StagePeer, number: int) -> Ticket:
+    head = identity_of("stranger")
+    tickets = Tickets(head, spec_digest=peer.spec.digest(), max_tokens=15)
+    return tickets.signed(Ticket(MicrobatchId(head.peer_id, number), 0.0, 15))
+
+
+async def send_forward(wire: CallerWire, peer: StagePeer, number: int, value: float) -> None:
+    payload = torch.full((peer.work.forward_bytes // 4,), value).numpy().tobytes()
+    id = ticket_of(peer, number).id
+    await wire.write(flow_wire.encode(ForwardAnnounced(id, 60.0, len(payload))))
+    await wire.write(flow_wire.encode(Piece(False, payload, chunk_digest(payload))))
+
+
+async def ask_for_room(wire: CallerWire, peer: StagePeer, number: int) -> None:
+    await wire.write(flow_wire.encode(Want(ticket_of(peer, number), 60.0)))
+    assert await heard(wire) == Credit(ticket_of(peer, number).id, has_room=True)
+
+
+async def send_what_is_not_finite(peer: StagePeer) -> None:
+    wire = await stranger(peer)
+    await ask_for_room(wire, peer, 1)
+    await send_forward(wire, peer, 1, float("nan"))
+    assert await heard(wire) == Answer(ticket_of(peer, 1).id, is_taken=False)
+    assert len(peer.strikes) == 1
+    await ask_for_room(wire, peer, 2)  # three such strikes are a ban
+    await wire.close()
+
+
+async def repeat_a_forward(peer: StagePeer) -> None:
+    wire = await stranger(peer)
+    await ask_for_room(wire, peer, 1)
+    for _ in range(2):
+        await send_forward(wire, peer, 1, 0.5)
+        assert await heard(wire) == Answer(ticket_of(peer, 1).id, is_taken=True)
+    assert peer.driver.tasks.get(timeout=PATIENCE_S)
+    assert len(peer.driver.machine.tasks) == 0
+    assert peer.driver.tasks.empty(), "the forward is computed once"
+    assert not peer.strikes
+    await wire.close()
+
+
+async def flood_with_forwards(peer: StagePeer) -> None:
+    wire = await stranger(peer)
+    for number in range(MAX_DROPPED + 1):
+        await send_forward(wire, peer, number, 0.5)
+    await ended(wire)
+    assert len(peer.strikes) == 1
+    await wire.close()
+
+
+async def forge_a_ticket(peer: StagePeer) -> None:
+    wire = await stranger(peer)
+    forged = replace(ticket_of(peer, 1), mark=0.9)
+    await wire.write(flow_wire.encode(Want(forged, 60.0)))
+    await ended(wire)
+    assert len(peer.strikes) == 1
+    await wire.close()
+
+
+@pytest.mark.parametrize(
+    "attack", [send_what_is_not_finite, repeat_a_forward, flood_with_forwards, forge_a_ticket], ids=lambda f: f.__name__
+)
+def test_a_dishonest_head_changes_nothing(attack: Callable[[StagePeer], Coroutine[None, None, None]]) -> None:
+    swarm = StageSwarm(spec_of(steps=4, **FP32), num_replicas=1, rooms=2)
+    swarm.peers = [peer] = swarm.of_stage(1)
+    try:
+        swarm.network.call(swarm.start(), PATIENCE_S)
+        swarm.network.call(attack(peer), PATIENCE_S)
+    finally:
+        swarm.network.call(swarm.stop(), PATIENCE_S)
+        swarm.network.stop()
+        swarm.executor.shutdown()

@@ -1,0 +1,70 @@
+"""`noloco init --stages` writes the cut and prints what a peer of each stage needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config
+
+from noloco_p2p.cli.app import run
+from noloco_p2p.presets import PRESETS
+from noloco_p2p.spec import TrainerSpec
+
+TINY = """\
+wrote run.toml: 991,840 parameters (tied embeddings, vocabulary 384)
+stage     blocks  parameters   memory
+0 (head)       0        372k  5.9 MiB
+1              1        310k  4.7 MiB
+2              2        310k  4.7 MiB
+memory is for weights, gradients, moments and slow weights; activations and swaps come on top
+for each token, a stage sends 164 bytes (int8) to the next stage and 164 bytes (int8) back
+link, each way  tokens/s  smallest batch
+20 Mbit/s          7,622   19,829 tokens
+100 Mbit/s        38,110   92,999 tokens
+1,000 Mbit/s     381,098  916,170 tokens
+a link idles with less than the smallest batch per replica and step; this spec has 1,024 tokens
+a head needs the memory of stage 0 and data ('stdlib'); every other peer can hold stages 1 and up
+stages cannot be joined yet
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_cut_is_in_the_spec_and_the_needs_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["init", "run.toml", "--stages", "3"]) == 0
+    spec = TrainerSpec.load("run.toml")
+    assert (spec.pipeline.stages, spec.pipeline.cut, spec.model.parameter_seeds) == (3, (1, 1, 1), True)
+    assert capsys.readouterr().out == TINY
+    assert run(["join", "run.toml"]) == 3
+    assert capsys.readouterr().err.strip().endswith("stages cannot be joined yet: set pipeline.stages to 1")
+
+
+def test_a_model_by_name_is_cut_from_its_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Qwen3Config(
+        vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, tie_word_embeddings=True,
+    ).save_pretrained(tmp_path / "qwen")  # fmt: skip
+    assert run(["init", "run.toml", "--stages", "2", "--pretrained", "mine", "--model", "mine=qwen"]) == 0
+    spec = TrainerSpec.load("run.toml")
+    assert (spec.model.pretrained, spec.data.tokenizer) == ("mine", "mine")
+    assert spec.pipeline.cut == (2, 4)
+    out = capsys.readouterr().out
+    assert "wrote run.toml: the parameters of 'mine'\n" in out
+    assert "0 (head)     0-1" in out
+    assert "1            2-5" in out
+
+
+def test_too_many_stages_are_refused_and_nothing_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["init", "run.toml", "--stages", "4"]) == 3
+    assert "pipeline.stages 4 must be at most the 3 blocks of the model" in capsys.readouterr().err
+    assert not Path("run.toml").exists()
+
+
+def test_one_stage_is_a_run_as_ever() -> None:
+    assert run(["init", "run.toml", "--stages", "1"]) == 0
+    assert TrainerSpec.load("run.toml") == PRESETS["tiny"]

@@ -1,0 +1,460 @@
+"""Codecs for activations and gradients: golden bytes, sizes, error bounds, and what each side refuses."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+import torch
+from blake3 import blake3
+from codec_promises import bf16
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from noloco_p2p.codec.activations import (
+    ACTIVATION_CODEC_NAMES,
+    BLOCK_CHANNELS,
+    CPU_CHUNK_ELEMENTS,
+    LARGEST,
+    get_activation_codec,
+)
+from noloco_p2p.codec.hadamard import LARGEST_ORDER, NUM_SIGNS, SIGNS_KEY, hadamard, signs
+from noloco_p2p.errors import CorruptPayload, NotFinite
+
+CPU = torch.device("cpu")
+NAN, INF = float("nan"), float("inf")
+TINY = 2.0**-126
+LARGEST_CODED = 2.0**120  # int4 sums up to 128 values
+MAX_CODE = {"int8": 127, "int4": 7}
+GAUSSIAN_ERROR = {"fp32": 0.0, "bf16": 0.0018, "int8": 0.0070, "int4": 0.125}
+
+each_codec = pytest.mark.parametrize("name", ACTIVATION_CODEC_NAMES)
+each_block_codec = pytest.mark.parametrize("name", list(MAX_CODE))
+codec_names = st.sampled_from(ACTIVATION_CODEC_NAMES)
+hidden_sizes = st.integers(0, 400) | st.sampled_from([128, 256, 257, 576])
+
+# Two tokens of five channels, and three of 300: two whole blocks and one of 44. All are small multiples of a power of
+# two, so that sums are exact, and machines that add in another order get the same codes.
+VALUES = torch.tensor([[0.0, 1.0, -1.0, 0.5, 12.75], [3.0, -0.25, 0.015625, -2.75, 0.0]])
+RAMP = ((torch.arange(900, dtype=torch.float32) * 37 % 1000 - 450) / 8).view(3, 300)
+GOLDEN = {
+    "fp32": "000000000000803f000080bf0000003f00004c4100004040000080be0000803c000030c000000000",
+    "bf16": "0000803f80bf003f4c41404080be803c30c00000",
+    "int8": "ce3d000af6057fc23c7ff5018c00",
+    "int4": "8c3e5a6b495adc3d11667700",
+}
+GOLDEN_RAMP = {
+    "fp32": "46eacd7f23443d22a4e625831f681ab3",
+    "bf16": "ff7d044dd779cfae76e752e1ffdbdd44",
+    "int8": "504fad90f3a250d830f4b0b5e514578f",
+    "int4": "63f62b6ae10613ca70e704a7f7bea37d",
+}
+
+
+def round_trip(name: str, values: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    codec = get_activation_codec(name)
+    return codec.decode(codec.encode(values), shape=values.shape, dtype=dtype)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def width(name: str, channels: int) -> int:
+    """Codes of a block."""
+    if name == "int8":
+        return channels
+    return next(power for power in (2, 4, 8, 16, 32, 64, 128) if power >= channels)
+
+
+def blocks_of(hidden: int) -> list[tuple[int, int]]:
+    """(start, stop) of each block of a token."""
+    return [(start, min(start + 128, hidden)) for start in range(0, hidden, 128)]
+
+
+def bytes_by_hand(name: str, shape: Sequence[int]) -> int:
+    numbers, tokens = math.prod(shape), math.prod(shape[:-1])
+    if name in ("fp32", "bf16"):
+        return numbers * {"fp32": 4, "bf16": 2}[name]
+    widths = [width(name, stop - start) for start, stop in blocks_of(shape[-1])]
+    return tokens * (2 * len(widths) + sum(widths) // {"int8": 1, "int4": 2}[name])
+
+
+@cache
+def hadamard_by_hand(order: int) -> list[list[int]]:
+    return [[(-1) ** (i & j).bit_count() for j in range(order)] for i in range(order)]
+
+
+@cache
+def signs_by_hand(token: int) -> list[int]:
+    digest = blake3(SIGNS_KEY).digest(4096)
+    bits = [128 * (token % 256) + i for i in range(128)]
+    return [-1 if digest[bit // 8] >> (bit % 8) & 1 else 1 for bit in bits]
+
+
+def token_by_hand(name: str, payload: bytes, hidden: int, *, token: int) -> list[float]:
+    """Token number `token`, from the layout in docs/protocol.md, without the codec."""
+    if name == "fp32":
+        return list(struct.unpack(f"<{hidden}f", payload))
+    if name == "bf16":
+        return bf16(payload)
+    blocks = blocks_of(hidden)
+    scales, values, place = bf16(payload[: 2 * len(blocks)]), [], 2 * len(blocks)
+    for scale, (start, stop) in zip(scales, blocks, strict=True):
+        n = width(name, stop - start)
+        num_bytes = n if name == "int8" else n // 2
+        codes = list(struct.unpack(f"<{num_bytes}b", payload[place : place + num_bytes]))
+        if name == "int4":
+            low = [(code + 8) % 16 - 8 for code in codes]
+            codes = low + [(code - part) // 16 for code, part in zip(codes, low, strict=True)]
+            turned = [sum(c * h for c, h in zip(codes, row, strict=True)) for row in hadamard_by_hand(n)]
+            codes = [sign * code for sign, code in zip(signs_by_hand(token), turned, strict=False)]
+        values += [code * scale for code in codes[: stop - start]]
+        place += num_bytes
+    assert place == len(payload)
+    return values
+
+
+def block_bound(name: str, exact: Tensor, *, token: int) -> float:
+    """Largest error of a block (n,) fp64 of token number `token`: of an element for int8, as a norm for int4."""
+    n, max_code = width(name, len(exact)), MAX_CODE[name]
+    coded = exact
+    if name == "int4":
+        filled = torch.cat([exact, exact.new_zeros(n - len(exact))])
+        coded = (filled * torch.tensor(signs_by_hand(token)[:n])) @ torch.tensor(hadamard_by_hand(n)).double()
+    order = n if name == "int4" else 1
+    scale = max(float(coded.abs().max()) / max_code / order, TINY) * (1 + 2**-7)  # rounded up to bf16
+    return scale * order / 2 + 2**-13 * float(exact.norm())
+
+
+def check_bounds(name: str, values: Tensor, decoded: Tensor) -> None:
+    """Holds every block of every token of (tokens, hidden) to the bound of its codec."""
+    exact, error = values.double(), decoded.double() - values.double()
+    assert torch.isfinite(decoded).all()
+    if name == "fp32":
+        assert not error.any()
+    elif name == "bf16":
+        assert (error.abs() <= exact.abs() * 2**-8 + 2.0**-134).all()
+    else:
+        for start, stop in blocks_of(values.shape[-1]):
+            for token, (x, e) in enumerate(zip(exact[:, start:stop], error[:, start:stop], strict=True)):
+                size = e.abs().max() if name == "int8" else e.norm()
+                assert float(size) <= block_bound(name, x, token=token)
+
+
+def test_an_unknown_codec_is_refused_with_the_known_names() -> None:
+    assert [get_activation_codec(name).name for name in ACTIVATION_CODEC_NAMES] == ["fp32", "bf16", "int8", "int4"]
+    with pytest.raises(ValueError, match="unknown activation codec 'int3'; known are fp32, bf16, int8, int4"):
+        get_activation_codec("int3")
+
+
+@each_codec
+def test_two_tokens_have_their_golden_bytes(name: str) -> None:
+    codec = get_activation_codec(name)
+    payload = codec.encode(VALUES)
+    assert payload.tobytes() == bytes.fromhex(GOLDEN[name])
+    token_bytes = len(payload) // 2
+    tokens = [payload[i * token_bytes : (i + 1) * token_bytes].tobytes() for i in range(2)]
+    by_hand = [token_by_hand(name, coded, 5, token=token) for token, coded in enumerate(tokens)]
+    assert codec.decode(payload, shape=VALUES.shape, dtype=torch.float32).tolist() == by_hand
+
+
+@each_codec
+def test_many_blocks_have_their_golden_digest(name: str) -> None:
+    codec = get_activation_codec(name)
+    payload = codec.encode(RAMP)
+    assert blake3(payload).hexdigest()[:32] == GOLDEN_RAMP[name]
+    token_bytes = len(payload) // 3
+    tokens = [payload[i * token_bytes : (i + 1) * token_bytes].tobytes() for i in range(3)]
+    by_hand = [token_by_hand(name, coded, 300, token=token) for token, coded in enumerate(tokens)]
+    assert codec.decode(payload, shape=RAMP.shape, dtype=torch.float32).tolist() == by_hand
+
+
+@pytest.mark.parametrize(("name", "num_bytes"), [("fp32", 16384), ("bf16", 8192), ("int8", 4160), ("int4", 2112)])
+def test_bytes_of_a_token_of_4096_channels(name: str, num_bytes: int) -> None:
+    assert get_activation_codec(name).num_bytes((4096,)) == num_bytes
+    assert get_activation_codec(name).num_bytes((2, 3, 4096)) == 6 * num_bytes
+
+
+@settings(deadline=None, max_examples=100)
+@given(name=codec_names, leading=st.lists(st.integers(0, 3), max_size=3), hidden=hidden_sizes)
+def test_the_size_follows_from_the_shape(name: str, leading: list[int], hidden: int) -> None:
+    codec, shape = get_activation_codec(name), (*leading, hidden)
+    payload = codec.encode(torch.ones(shape))
+    assert payload.nbytes == codec.num_bytes(shape) == bytes_by_hand(name, shape)
+    decoded = codec.decode(payload, shape=shape, dtype=torch.float32)
+    assert decoded.shape == shape
+
+
+@settings(deadline=None, max_examples=200)
+@given(name=codec_names, hidden=hidden_sizes, seed=st.integers(0, 2**31), data=st.data())
+def test_errors_stay_within_the_bound(name: str, hidden: int, seed: int, data: st.DataObject) -> None:
+    """Values of all magnitudes, some of them equal to zero."""
+    exponents = data.draw(st.lists(st.integers(-140, 118), min_size=1, max_size=4))
+    values = normal(3, hidden, seed=seed).clamp(-2, 2).double()
+    values *= torch.tensor([2.0**e for e in exponents]).repeat(hidden)[:hidden]
+    values[0, ::3] = 0
+    values = values.float()
+    check_bounds(name, values, round_trip(name, values))
+
+
+@each_codec
+@pytest.mark.parametrize("hidden", [64, 4096, 1000])
+def test_bounds_hold_when_some_channels_are_1000_times_larger(name: str, hidden: int) -> None:
+    values = normal(16, hidden)
+    values[:, 7::100] *= 1000
+    check_bounds(name, values, round_trip(name, values))
+
+
+@each_block_codec
+def test_a_large_channel_costs_only_its_own_block(name: str) -> None:
+    values = normal(4, 512)
+    with_outlier = values.clone()
+    with_outlier[1, 200] = 1000.0
+    changed = round_trip(name, values) != round_trip(name, with_outlier)
+    assert changed[1, 128:256].any()
+    changed[1, 128:256] = False
+    assert not changed.any()
+
+
+def test_the_rotation_keeps_small_channels_beside_a_mean() -> None:
+    """Without signs, the mean of a block becomes one large number that hides the rest (a relative error of 0.9)."""
+    noise = normal(64, 1024)
+    decoded = round_trip("int4", noise + 2)
+    assert float((decoded - 2 - noise).norm() / noise.norm()) < 0.35
+
+
+@each_codec
+def test_relative_error_for_a_gaussian(name: str) -> None:
+    values = normal(64, 4096)
+    error = float((round_trip(name, values) - values).norm() / values.norm())
+    assert GAUSSIAN_ERROR[name] / 4 <= error <= GAUSSIAN_ERROR[name]
+
+
+@each_codec
+def test_tokens_are_coded_one_by_one(name: str) -> None:
+    """Tokens that begin at a multiple of NUM_SIGNS are coded as they would be alone, also over several chunks."""
+    codec, hidden = get_activation_codec(name), 300
+    values = normal(CPU_CHUNK_ELEMENTS // hidden + 5, hidden)
+    payload, token_bytes = codec.encode(values), codec.num_bytes((hidden,))
+    decoded = codec.decode(payload, shape=values.shape, dtype=torch.float32)
+    for start in range(0, len(values), NUM_SIGNS):
+        part = payload[start * token_bytes :]
+        assert part == codec.encode(values[start:])
+        alone = codec.decode(part, shape=values[start:].shape, dtype=torch.float32)
+        assert torch.equal(decoded[start:], alone)
+
+
+@each_codec
+def test_a_token_wider_than_a_chunk(name: str) -> None:
+    values = normal(2, CPU_CHUNK_ELEMENTS + 3)
+    error = float((round_trip(name, values) - values).norm() / values.norm())
+    assert error <= GAUSSIAN_ERROR[name]
+
+
+@each_codec
+def test_the_same_values_give_the_same_bytes_and_the_same_bytes_the_same_values(name: str) -> None:
+    codec, values = get_activation_codec(name), normal(3, 50, 700)
+    before, payload = values.clone(), codec.encode(values)
+    assert codec.encode(before) == payload
+    assert torch.equal(values, before)
+    decoded = [codec.decode(data, shape=values.shape, dtype=torch.bfloat16) for data in (payload, payload.tobytes())]
+    assert torch.equal(*decoded)
+
+
+@each_codec
+def test_autocast_changes_nothing(name: str) -> None:
+    """Stages encode and decode beside a forward pass in bf16."""
+    codec, values = get_activation_codec(name), normal(8, 256)
+    payload = codec.encode(values)
+    decoded = codec.decode(payload, shape=values.shape, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert codec.encode(values) == payload
+        assert torch.equal(codec.decode(payload, shape=values.shape, dtype=torch.float32), decoded)
+
+
+@each_codec
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_other_dtypes_are_coded_like_their_fp32_values_and_decoded_by_rounding(name: str, dtype: torch.dtype) -> None:
+    codec, values = get_activation_codec(name), normal(6, 200).to(dtype)
+    payload = codec.encode(values)
+    assert payload == codec.encode(values.float())
+    decoded = codec.decode(payload, shape=values.shape, dtype=dtype)
+    assert decoded.dtype == dtype
+    assert torch.equal(decoded, codec.decode(payload, shape=values.shape, dtype=torch.float32).to(dtype))
+
+
+@each_codec
+def test_any_strides_and_a_tensor_that_requires_grad(name: str) -> None:
+    values = normal(40, 3, 20).requires_grad_()
+    turned = values.permute(1, 2, 0)
+    payload = get_activation_codec(name).encode(turned)
+    assert payload == get_activation_codec(name).encode(turned.detach().contiguous())
+    assert not get_activation_codec(name).decode(payload, shape=(3, 20, 40), dtype=torch.float32).requires_grad
+
+
+@each_codec
+def test_payload_and_values_have_memory_of_their_own(name: str) -> None:
+    codec, values = get_activation_codec(name), torch.ones(2, 30)
+    payload = bytearray(codec.encode(values))
+    decoded = codec.decode(memoryview(payload), shape=(2, 30), dtype=torch.float32)
+    kept = decoded.clone()
+    payload[:] = bytes(len(payload))
+    assert torch.equal(decoded, kept)
+    coded = codec.encode(values)
+    before = coded.tobytes()
+    values.zero_()
+    assert coded == before
+
+
+@each_codec
+def test_a_token_of_zeros_stays_zero(name: str) -> None:
+    values = normal(3, 200)
+    values[1] = 0
+    assert not round_trip(name, values)[1].any()
+
+
+@each_codec
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("place", [(0, 0, 0), (1, 2, 150), (1, 0, 299)])
+def test_encode_names_the_element_that_is_not_finite(name: str, bad: float, place: tuple[int, int, int]) -> None:
+    values = normal(2, 3, 300)
+    values[place] = bad
+    index = int(torch.arange(1800).view(2, 3, 300)[place])
+    with pytest.raises(ValueError, match=re.escape(f"element {index} of 1800 is {bad}, which is not finite")):
+        get_activation_codec(name).encode(values)
+
+
+@each_codec
+@pytest.mark.parametrize("value", [3.4e38, 1e300])
+def test_encode_refuses_what_its_own_decoder_would_refuse(name: str, value: float) -> None:
+    values = torch.tensor([[1.0, value, 2.0]], dtype=torch.float64)
+    with pytest.raises(ValueError, match=f"element 1 of 3 is .*, which is too large for {name}"):
+        get_activation_codec(name).encode(values)
+
+
+@each_codec
+@pytest.mark.parametrize("hidden", [1, 128, 130])
+def test_large_finite_values_are_carried(name: str, hidden: int) -> None:
+    values = torch.full((2, hidden), LARGEST_CODED)
+    values[1] = -values[1]
+    check_bounds(name, values, round_trip(name, values))
+
+
+def test_fp16_saturates() -> None:
+    for name in ACTIVATION_CODEC_NAMES:
+        decoded = round_trip(name, torch.tensor([[1e6, -1e6]]), dtype=torch.float16)
+        assert decoded.abs().max() == torch.finfo(torch.float16).max
+        assert torch.isfinite(decoded).all()
+
+
+@each_codec
+@pytest.mark.parametrize("values", [torch.tensor(1.0), torch.ones(2, 3, dtype=torch.int32)], ids=["0-D", "integers"])
+def test_encode_refuses_what_is_no_tensor_of_activations(name: str, values: Tensor) -> None:
+    with pytest.raises(ValueError, match="activations"):
+        get_activation_codec(name).encode(values)
+
+
+@each_codec
+@pytest.mark.parametrize("shape", [(), (-1, 5), (3, -1)])
+def test_a_shape_that_no_activations_have(name: str, shape: tuple[int, ...]) -> None:
+    codec = get_activation_codec(name)
+    for call in (codec.num_bytes, lambda shape: codec.decode(b"", shape=shape, dtype=torch.float32)):
+        with pytest.raises(ValueError, match="shape"):
+            call(shape)
+
+
+@settings(deadline=None, max_examples=100)
+@given(name=codec_names, hidden=st.integers(0, 300), length=st.integers(0, 2500))
+def test_decode_refuses_every_other_length(name: str, hidden: int, length: int) -> None:
+    codec = get_activation_codec(name)
+    expected = codec.num_bytes((2, hidden))
+    length += length == expected
+    for call in (codec.check, lambda payload, shape: codec.decode(payload, shape=shape, dtype=torch.float32)):
+        with pytest.raises(CorruptPayload, match=f"must have {expected} bytes, they have {length}"):
+            call(bytes(length), shape=(2, hidden))
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    name=codec_names,
+    hidden=st.integers(0, 40) | st.sampled_from([128, 130]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    data=st.data(),
+)
+def test_arbitrary_bytes_are_decoded_or_refused(
+    name: str, hidden: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    codec = get_activation_codec(name)
+    size = codec.num_bytes((hidden,))
+    payload = data.draw(st.binary(min_size=size, max_size=size))
+    try:
+        decoded = codec.decode(payload, shape=(hidden,), dtype=dtype)
+    except NotFinite:
+        with pytest.raises(NotFinite):
+            codec.check(payload, shape=(hidden,))
+    else:
+        codec.check(payload, shape=(hidden,))
+        assert torch.isfinite(decoded).all()
+
+
+@each_block_codec
+def test_every_scale_gives_bounded_values_or_is_refused(name: str) -> None:
+    """Every seventh bf16 pattern, with the largest codes that a byte can hold."""
+    codec, n = get_activation_codec(name), BLOCK_CHANNELS
+    codes = bytes([0x80]) * n if name == "int8" else bytes([0x78]) * (n // 2)  # -128, or a low code of -8 and a high 7
+    num_good = 0
+    for bits in range(0, 65_536, 7):
+        payload = struct.pack("<H", bits) + codes
+        try:
+            decoded = codec.decode(payload, shape=(n,), dtype=torch.bfloat16)
+        except NotFinite:
+            continue
+        num_good += 1
+        assert float(decoded.abs().max()) <= LARGEST
+    largest = 0x7F7F - 128 * {"int8": 7, "int4": 10}[name]  # the bits of LARGEST / 2^7, and of LARGEST / 2^10
+    assert num_good == len([bits for bits in range(0, 65_536, 7) if 0x0080 <= bits <= largest])
+
+
+@each_block_codec
+@pytest.mark.parametrize("bits", [0x0000, 0x8000, 0x007F, 0xBF80, 0x7F80, 0x7FC0, 0x7F00])
+def test_a_scale_that_no_encoder_writes_is_refused_in_any_block(name: str, bits: int) -> None:
+    codec = get_activation_codec(name)
+    for block in range(3):
+        payload = bytearray(codec.encode(torch.ones(2, 300)))
+        struct.pack_into("<H", payload, len(payload) // 2 + 2 * block, bits)
+        with pytest.raises(NotFinite, match="scale"):
+            codec.check(bytes(payload), shape=(2, 300))
+
+
+def test_the_rotation_by_hand() -> None:
+    for order in (2, 4, 8, 16, 32, 64, LARGEST_ORDER):
+        assert hadamard(order, CPU).tolist() == hadamard_by_hand(order)
+        rows = signs(range(250, 260), order, CPU)
+        assert rows.shape == (10, 1, order)
+        assert rows[:, 0].tolist() == [signs_by_hand(token)[:order] for token in range(250, 260)]
+
+
+def test_errors_of_like_tokens_cancel_in_a_sum() -> None:
+    """Nearest rounding with the same signs for all tokens would repeat the error of one token in all of them."""
+    direction, tokens = normal(1, 1024), 1024
+    values = direction * (1 + 0.01 * normal(tokens, 1, seed=1))
+    error = round_trip("int4", values) - values
+    assert float(error.norm() / values.norm()) > 0.1
+    assert float(error.sum(dim=0).norm() / values.sum(dim=0).norm()) < 0.02
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@each_codec
+def test_a_gpu_codes_as_the_cpu_does(name: str) -> None:
+    codec, values, gpu = get_activation_codec(name), normal(64, 1000), torch.device("cuda")
+    payload = codec.encode(values.to(gpu))
+    check_bounds(name, values, codec.decode(payload, shape=values.shape, dtype=torch.float32))
+    decoded = codec.decode(payload, shape=values.shape, dtype=torch.float32, device=gpu)
+    assert decoded.device.type == "cuda"
+    assert torch.equal(decoded.cpu(), codec.decode(payload, shape=values.shape, dtype=torch.float32))

@@ -1,0 +1,370 @@
+"""An inner replica as a table: each row is a sequence of events, each with what its driver has to do then.
+
+The replica is of stage 1 of 4 unless a row says else, has 2 rooms, and neighbours x and y in the next stage. Peers a
+and b are upstream. A microbatch has 10 tokens, a batch 40.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from pipeline_table import (
+    BATCH_TOKENS,
+    MICROBATCH_TOKENS,
+    Bench,
+    InOrder,
+    events_without_a_row,
+    microbatch,
+    rows,
+    ticket,
+)
+
+from noloco_p2p.flow.actions import Send
+from noloco_p2p.flow.frames import Credit, Forward, Want
+from noloco_p2p.flow.limits import ASK_AGAIN_S, ASK_PATIENCE_S, MAX_SINKS, MAX_WANTS_PER_PEER, VOTE_S, num_rooms
+from noloco_p2p.flow.replica import Replica
+from noloco_p2p.flow.routing import Routing
+
+
+class ReplicaBench(Bench):
+    machine: Replica
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replica("1", "4")
+
+    def replica(self, stage: str, num_stages: str, rooms: str = "2") -> None:
+        self.machine = Replica(
+            stage=int(stage),
+            num_stages=int(num_stages),
+            num_rooms=int(rooms),
+            batch_tokens=BATCH_TOKENS,
+            rng=InOrder(0),
+        )
+        self.neighbours("x", "y")
+
+    def neighbours(self, *peers: str) -> str:
+        return self.words(self.machine.neighbours_changed(peers, self.now_s))
+
+    def evaluate(self, peer: str, id: str, remaining_s: str = "60") -> str:
+        return self._frame(peer, Want(ticket(id, 0.9, is_training=False), float(remaining_s), ("y", "z")))
+
+    def step_closed(self) -> str:
+        return self.words(self.machine.step_closed(self.now_s))
+
+    def count(self, num_microbatches: str) -> None:
+        self.machine.steps.count(int(num_microbatches) * MICROBATCH_TOKENS)
+
+    def num_tokens(self) -> str:
+        return str(self.machine.steps.num_tokens)
+
+    def is_over(self) -> str:
+        return "yes" if self.machine.is_over(self.now_s) else "no"
+
+
+FORWARD = "want a h.1 -> credit a h.1; forward a h.1 -> taken a h.1, compute forward h.1"
+ASKING = f"{FORWARD}; computed -> want x h.1"
+SENT = f"{ASKING}; credit x h.1 -> forward x h.1"
+TAKEN = f"{SENT}; taken x h.1 -> nothing"
+FULL = f"{TAKEN}; want a h.2 -> credit a h.2; forward a h.2; computed -> want x h.2"
+BEGINNINGS = {"FORWARD": FORWARD, "ASKING": ASKING, "SENT": SENT, "TAKEN": TAKEN, "FULL": FULL}
+
+TABLE = rows(
+    f"""
+
+# the way there and back
+
+a microbatch goes on, comes back and is counted
+    TAKEN; backward x h.1 -> compute backward h.1; is_idle -> no; computed -> backward a h.1; is_idle -> yes;
+    num_tokens -> 10
+a backward may overtake the answer to its forward
+    SENT; backward x h.1 -> compute backward h.1; taken x h.1 -> nothing; computed -> backward a h.1
+backwards are computed first
+    TAKEN; want a h.2; forward a h.2 -> taken a h.2, compute forward h.2; want b h.3 -> wait b h.3;
+    backward x h.1 -> nothing; computed -> want x h.2, compute backward h.1;
+    computed -> backward a h.1, credit b h.3
+backwards are computed before forwards that came earlier
+    replica 1 4 3; TAKEN; want a h.2; want a h.3; forward a h.2 -> taken a h.2, compute forward h.2;
+    forward a h.3 -> taken a h.3; backward x h.1 -> nothing; computed -> want x h.2, compute backward h.1;
+    computed -> backward a h.1, compute forward h.3
+the last stage returns to the head, unasked
+    replica 3 4; want a h.1; forward a h.1; computed -> forward h h.1; taken h h.1;
+    backward h h.1 -> compute backward h.1; computed -> backward a h.1
+the stage before the last draws among the sinks
+    replica 2 4; want a h.1; forward a h.1; computed -> want y h.1
+in a pipeline of two stages the head is on both sides
+    replica 1 2; want h h.1; forward h h.1; computed -> forward h h.1; taken h h.1;
+    backward h h.1 -> compute backward h.1; computed -> backward h h.1; is_idle -> yes
+
+# room
+
+without room a want is queued until there is
+    FULL; want b h.3 -> wait b h.3; backward x h.1 -> compute backward h.1; computed -> backward a h.1, credit b h.3
+room goes to heads in turn
+    FULL; want a h.3 -> wait a h.3; want b i.1 -> wait b i.1; backward x h.1; computed -> backward a h.1, credit b i.1
+a forward without a credit is refused
+    forward a h.1 -> drop a h.1
+a forward with the credit of another neighbour is refused
+    want a h.1; forward b h.1 -> drop b h.1; forward a h.1 -> taken a h.1, compute forward h.1
+a queued want is no credit
+    FULL; want b h.3; forward b h.3 -> drop b h.3
+a credit that is not needed is free again
+    FULL; lost a h.2 -> nothing; replica 1 4 1; want a h.1 -> credit a h.1; want b h.2 -> wait b h.2;
+    lost a h.1 -> credit b h.2
+a want that is not needed is forgotten
+    FULL; want b h.3; lost b h.3; backward x h.1; computed -> backward a h.1
+nobody else can release a credit
+    replica 1 4 1; want a h.1; want b h.2; lost b h.1 -> nothing; forward a h.1 -> taken a h.1, compute forward h.1
+a want expires with its microbatch
+    FULL; want b h.3 0 5 -> wait b h.3; at 6; tick; backward x h.1; computed -> backward a h.1
+a credit expires with its microbatch
+    replica 1 4 1; want a h.1 0 5 -> credit a h.1; want b h.2 -> wait b h.2; at 6; tick -> lost a h.1, credit b h.2;
+    forward a h.1 -> drop a h.1
+a microbatch waits with one upstream neighbour alone
+    FULL; want a h.3 -> wait a h.3; want b h.3 -> drop b h.3
+a damaged forward gives its room back
+    want a h.1; damaged_forward a h.1 -> drop a h.1; is_idle -> yes; want a h.1 -> credit a h.1
+
+# at most once
+
+a repeated want does nothing
+    want a h.1 -> credit a h.1; want a h.1 -> credit a h.1; forward a h.1; want a h.1 -> nothing
+a repeated forward does nothing
+    FORWARD; forward a h.1 -> taken a h.1; computed -> want x h.1; forward a h.1 -> taken a h.1
+a forward that comes again after its end is refused
+    TAKEN; backward x h.1; computed -> backward a h.1; want a h.1 -> drop a h.1; forward a h.1 -> drop a h.1
+a forward that comes again by another path is refused
+    FORWARD; want b h.1 -> drop b h.1; forward b h.1 -> drop b h.1
+a repeated backward does nothing
+    TAKEN; backward x h.1 -> compute backward h.1; backward x h.1 -> nothing; computed -> backward a h.1;
+    backward x h.1 -> nothing; num_tokens -> 10
+a backward from elsewhere does nothing
+    TAKEN; backward y h.1 -> nothing; backward x h.1 -> compute backward h.1
+a backward before its forward was sent does nothing
+    ASKING; backward x h.1 -> nothing; credit x h.1 -> forward x h.1
+a backward of what is not here does nothing
+    backward x h.1 -> nothing
+a task that is reported twice counts once
+    TAKEN; backward x h.1; computed -> backward a h.1; computed -> nothing; failed -> nothing; num_tokens -> 10
+
+# asking
+
+a neighbour without room: the next one is asked, and the first with room gets it
+    ASKING; wait x h.1 -> want y h.1; wait y h.1 -> nothing; credit x h.1 -> forward x h.1, lost y h.1
+a neighbour that refuses is not waited for
+    ASKING; drop x h.1 -> want y h.1; credit y h.1 -> forward y h.1
+all neighbours refuse: the room is needed for others
+    ASKING; drop x h.1 -> want y h.1; drop y h.1 -> lost a h.1; is_idle -> yes
+one refuses and one has no room yet
+    ASKING; wait x h.1 -> want y h.1; drop y h.1 -> nothing; credit x h.1 -> forward x h.1
+a neighbour that says nothing is not waited for
+    ASKING; at {ASK_PATIENCE_S}; tick -> want y h.1; credit x h.1 -> forward x h.1, lost y h.1
+all are asked again
+    ASKING; wait x h.1 -> want y h.1; wait y h.1; at 4; tick -> nothing; at {ASK_AGAIN_S}; tick -> want x h.1
+a second credit is given back
+    ASKING; wait x h.1 -> want y h.1; credit y h.1 -> forward y h.1, lost x h.1; credit x h.1 -> lost x h.1
+a repeated credit is not
+    SENT; credit x h.1 -> nothing
+a credit for what is not here is given back
+    credit x h.1 -> lost x h.1
+a credit of a neighbour that was not asked is given back
+    ASKING; credit y h.1 -> lost y h.1
+without neighbours a microbatch waits for one
+    neighbours; want a h.1; forward a h.1; computed -> nothing; at 2; neighbours y -> want y h.1
+a want to a former neighbour is taken back when all are asked again
+    ASKING; neighbours y; at {ASK_AGAIN_S}; tick -> lost x h.1, want y h.1
+two are under way at a time, in their order
+    replica 1 4 4; ASKING; want a h.2; forward a h.2; computed -> want x h.2; want a h.3; forward a h.3;
+    computed -> nothing; want a h.4; forward a h.4; computed -> nothing; credit x h.1 -> forward x h.1;
+    taken x h.1 -> want x h.3; credit x h.2; lost x h.2 -> lost a h.2, want x h.4
+TAKEN is the word of the receiver alone
+    SENT; taken y h.1 -> nothing; closed x -> want y h.1
+before TAKEN another replica is drawn
+    SENT; drop x h.1 -> want y h.1; taken x h.1 -> nothing; backward x h.1 -> nothing; credit y h.1 -> forward y h.1
+
+# death and loss
+
+a receiver dies before TAKEN: another one is drawn
+    SENT; closed x -> want y h.1; credit y h.1 -> forward y h.1
+a receiver dies after TAKEN: lost upstream
+    TAKEN; closed x -> lost a h.1; is_idle -> yes; num_tokens -> 0
+a neighbour that was asked dies
+    ASKING; closed x -> want y h.1
+a later stage has lost it
+    TAKEN; lost x h.1 -> lost a h.1; is_idle -> yes
+only the neighbour that has it can lose it
+    TAKEN; lost y h.1 -> nothing; backward x h.1 -> compute backward h.1
+a loss may overtake the answer to its forward
+    SENT; lost x h.1 -> lost a h.1
+the sender dies before it sends
+    replica 1 4 1; want a h.1; want a h.2; want b h.3 -> wait b h.3; closed a -> credit b h.3; forward b h.3
+the sender dies while its microbatch is here: all before give it up
+    ASKING; closed a -> lost x h.1; is_idle -> yes
+the sender dies while its microbatch is further on: the gradients are valid here
+    TAKEN; closed a -> nothing; backward x h.1 -> compute backward h.1; computed -> nothing; num_tokens -> 10
+the sender dies while the backward is computed
+    TAKEN; backward x h.1; closed a -> nothing; computed -> nothing; num_tokens -> 10; is_idle -> yes
+both neighbours die
+    TAKEN; closed a; closed x -> nothing; is_idle -> yes
+the head dies
+    replica 3 4; want a h.1; forward a h.1; computed -> forward h h.1; closed h -> lost a h.1
+the head has given it up
+    replica 3 4; want a h.1; forward a h.1; computed -> forward h h.1; drop h h.1 -> lost a h.1; is_idle -> yes
+a microbatch expires
+    TAKEN; at 61; tick -> lost a h.1; backward x h.1 -> nothing; is_idle -> yes
+a microbatch expires while it asks
+    ASKING; at 61; tick -> lost x h.1, lost a h.1
+a backward that is here does not expire
+    TAKEN; backward x h.1 -> compute backward h.1; at 61; tick -> nothing; computed -> backward a h.1
+a microbatch is lost while its forward is computed
+    FORWARD; closed a -> nothing; computed -> nothing; is_idle -> yes
+out of memory in a forward
+    FORWARD; failed -> lost a h.1; is_idle -> yes
+out of memory in a backward discards this microbatch alone
+    TAKEN; want b i.1; forward b i.1; backward x h.1; computed; failed -> lost a h.1; num_tokens -> 0;
+    credit x i.1 -> forward x i.1; backward x i.1 -> compute backward i.1; computed -> backward b i.1; num_tokens -> 10
+a damaged backward
+    TAKEN; damaged_backward x h.1 -> lost a h.1; is_idle -> yes
+
+# steps
+
+a rise of the median closes a step
+    count 4; want a h.1 0.1 -> credit a h.1, close 40 at 0.1; num_tokens -> 0
+no task runs while a step closes
+    count 4; want a h.1 0.1; forward a h.1 -> taken a h.1; step_closed -> compute forward h.1
+a replica at the boundary of a round goes on, and closes one step after it
+    hold; count 4; want a h.1 0.1 -> credit a h.1; forward a h.1 -> taken a h.1, compute forward h.1; computed;
+    count 1; release -> close 50 at 0.1; step_closed -> nothing
+a step closes when the task that runs is over
+    TAKEN; count 4; backward x h.1; want a h.2 0.1 -> credit a h.2; computed -> backward a h.1, close 50 at 0.1
+a rise by several steps closes one
+    count 4; want a h.1 0.3 -> credit a h.1, close 40 at 0.3; step_closed -> nothing
+less than half a batch waits for the next mark
+    count 1; want a h.1 0.1 -> credit a h.1; count 1; tick -> nothing; want a h.2 0.2 -> credit a h.2, close 20 at 0.2
+the median is over one vote a head
+    count 4; want a h.1 0; want a i.1 0 -> credit a i.1; want a h.2 0.2 -> wait a h.2; want a h.3 0.2 -> wait a h.3;
+    want a i.2 0.1 -> wait a i.2, close 40 at 0.1
+a head that is not heard from has no vote
+    count 4; want a h.1 0; want a i.1 0.1; at {VOTE_S - 1}; want a i.2 0.1; at {VOTE_S + 1};
+    tick -> lost a h.1, lost a i.1, credit a i.2, close 40 at 0.1
+a mark that was overtaken is no vote
+    count 4; want a h.2 0.1 -> credit a h.2, close 40 at 0.1; step_closed; count 4; want a h.1 0 -> credit a h.1;
+    want a h.3 0.1 -> wait a h.3
+a median that fell rises again
+    count 4; want a h.1 0.2 -> credit a h.1, close 40 at 0.2; step_closed; count 4; want a i.1 0 -> credit a i.1;
+    want a i.2 0.1 -> wait a i.2, close 40 at 0.2
+at four batches a head that is ahead waits, and no other
+    want a h.1 0; want b i.1 0.1; lost a h.1; lost b i.1; count 16; want b i.2 0.1 -> wait b i.2;
+    want a h.2 0 -> credit a h.2; tick -> nothing; want a h.3 0.1 -> credit b i.2, wait a h.3, close 160 at 0.1
+behind stage 1 nobody waits for marks
+    replica 2 4; want a h.1 0; want b i.1 0.1; lost a h.1; lost b i.1; count 16; want b i.2 0.1 -> credit b i.2
+the end of training closes what there is
+    count 1; want a h.1 0.9 -> credit a h.1; lost a h.1; mark a h.2 -> tell all but a 1, close 10 at 1; is_over -> no;
+    step_closed -> nothing; is_over -> yes
+a final mark is passed on once
+    mark a h.2 -> tell all but a 1; mark b h.2 -> nothing
+a mark that is not final is not passed on
+    mark a h.2 0.5 -> nothing
+after the end the others are served
+    mark a h.2; mark a i.2; want b j.1 0.9 -> credit b j.1; is_over -> no;
+    forward b j.1 -> taken b j.1, compute forward j.1; computed; closed b; is_over -> no;
+    at {VOTE_S + 1}; is_over -> yes
+
+# evaluation
+
+an evaluation has no backward, and its mark is no vote
+    count 4; evaluate a h.1 -> credit a h.1; forward a h.1 -> taken a h.1, compute forward h.1; computed -> want y h.1;
+    credit y h.1 -> forward y h.1; backward y h.1 -> nothing; taken y h.1 -> nothing; is_idle -> yes
+an evaluation waits for its path
+    evaluate a h.1; forward a h.1; computed -> want y h.1; wait y h.1 -> nothing; at 2; tick -> nothing;
+    credit y h.1 -> forward y h.1; drop y h.1 -> lost a h.1
+
+# leaving
+
+a replica that leaves finishes what it has
+    FULL; want b h.3 -> wait b h.3; leave -> drop b h.3; want b h.4 -> drop b h.4; is_idle -> no;
+    credit x h.2 -> forward x h.2; backward x h.1; computed; backward x h.2; computed -> backward a h.2; is_idle -> yes
+a replica that leaves keeps its promises
+    want a h.1 -> credit a h.1; leave -> nothing; forward a h.1 -> taken a h.1, compute forward h.1
+""",
+    BEGINNINGS,
+)
+
+
+@pytest.mark.parametrize("steps", TABLE.values(), ids=TABLE)
+def test_a_row(steps: list[str]) -> None:
+    bench = ReplicaBench()
+    for step in steps:
+        bench.step(step)
+
+
+def test_every_event_has_a_row() -> None:
+    assert not events_without_a_row(Replica, ReplicaBench, TABLE)
+
+
+def steps(text: str) -> ReplicaBench:
+    bench = ReplicaBench()
+    for step in text.split("; "):
+        bench.step(step)
+    return bench
+
+
+def test_each_hop_subtracts_the_time_that_it_held_a_microbatch() -> None:
+    bench = steps("want a h.1; at 5; forward a h.1 50; at 12")
+    assert bench.task
+    (want,) = bench.machine.computed(bench.task, "output", bench.now_s)
+    assert want == Send("x", Want(ticket("h.1", 0.0), 43.0, ("y", "z")))
+    bench.at("20")
+    (forward,) = bench.machine.received("x", Credit(microbatch("h.1"), has_room=True), bench.now_s)
+    assert forward == Send("x", Forward(microbatch("h.1"), 35.0, "output"))
+
+
+def test_the_backward_recomputes_from_the_input_as_it_was_received() -> None:
+    bench = steps(f"{TAKEN}; backward x h.1")
+    assert bench.task
+    assert (bench.task.data, bench.task.received) == ("input h.1", "gradient h.1")
+
+
+def test_wants_of_one_neighbour_are_bounded() -> None:
+    bench = steps("want a h.1; want a h.2")
+    for number in range(3, 3 + MAX_WANTS_PER_PEER):
+        bench.step(f"want a h.{number} -> wait a h.{number}")
+    bench.step("want a h.1000 -> drop a h.1000")
+    bench.step("want b h.1001 -> wait b h.1001")
+
+
+def test_a_want_with_too_many_sinks_is_refused() -> None:
+    bench = ReplicaBench()
+    frame = Want(ticket("h.1", 0.0), 60.0, tuple(f"z{i}" for i in range(MAX_SINKS + 1)))
+    assert bench._frame("a", frame) == "drop a h.1"
+
+
+def test_room_is_a_quarter_of_a_batch_or_what_memory_holds() -> None:
+    sizes = {"microbatch_bytes": 10, "microbatch_tokens": 512}
+    assert num_rooms(memory_bytes=1000, batch_tokens=40_960, **sizes) == 20
+    assert num_rooms(memory_bytes=75, batch_tokens=40_960, **sizes) == 7
+    assert num_rooms(memory_bytes=5, batch_tokens=512, **sizes) == 1
+
+
+def test_an_evaluation_takes_one_path() -> None:
+    routing, peers = Routing(random.Random(0)), ["x", "y", "z", "w"]
+    orders = {tuple(routing.order(peers, ticket(f"h.{i}", 0.0, is_training=False))) for i in range(10)}
+    assert len(orders) == 1
+    firsts = {routing.order(peers, ticket(f"h{i}.1", 0.0, is_training=False))[0] for i in range(50)}
+    assert firsts == set(peers)
+
+
+def test_random_routing_asks_each_neighbour_first_equally_often() -> None:
+    routing = Routing(random.Random(0))
+    firsts = [routing.order({"x", "y", "z"}, ticket("h.1", 0.0))[0] for _ in range(3000)]
+    assert all(abs(firsts.count(peer) - 1000) < 120 for peer in "xyz")
+
+
+def test_fast_routing_asks_in_proportion_to_the_measured_rate() -> None:
+    routing = Routing(random.Random(0), "fast")
+    for _ in range(30):
+        routing.measured("x", 1.0)
+        routing.measured("y", 3.0)
+    firsts = [routing.order({"x", "y"}, ticket("h.1", 0.0))[0] for _ in range(4000)]
+    assert abs(firsts.count("x") - 3000) < 150

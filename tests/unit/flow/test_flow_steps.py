@@ -1,0 +1,147 @@
+"""The median mark, the head's own batch, the turns of heads and the at-most-once window, each by itself."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from noloco_p2p.flow.frames import MicrobatchId, Ticket, Want
+from noloco_p2p.flow.limits import MAX_HEADS, SEEN_NUMBERS, VOTE_S
+from noloco_p2p.flow.seen import SeenForwards
+from noloco_p2p.flow.steps import BatchSteps, MedianSteps
+from noloco_p2p.flow.wants import Waiting, Wants
+
+
+def vote(steps: MedianSteps, head: str, number: int, mark: float, now_s: float = 0.0) -> None:
+    steps.vote(Ticket(MicrobatchId(head, number), mark, 10), now_s)
+
+
+def test_the_median_is_the_lower_one() -> None:
+    """Half of the heads cannot pull the others along."""
+    steps = MedianSteps(batch_tokens=40)
+    for head, mark in {"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}.items():
+        vote(steps, head, 1, mark)
+    assert steps.median(0.0) == 0.2
+    vote(steps, "e", 1, 0.5)
+    assert steps.median(0.0) == 0.3
+
+
+def test_a_head_votes_again_when_it_is_heard_again() -> None:
+    steps = MedianSteps(batch_tokens=40)
+    vote(steps, "a", 1, 0.1)
+    assert steps.median(VOTE_S) == 0.1
+    assert steps.median(VOTE_S + 1) is None
+    vote(steps, "a", 2, 0.1, VOTE_S + 2)
+    assert steps.median(VOTE_S + 3) == 0.1
+
+
+@given(
+    marks=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5), st.integers(0, 3)), max_size=60),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=100, deadline=None)
+def test_no_token_is_in_two_steps_and_none_is_lost(marks: list[tuple[str, int, int]], seed: int) -> None:
+    steps, rng, now_s = MedianSteps(batch_tokens=40), random.Random(seed), 0.0
+    mark_of = dict.fromkeys("abc", 0)
+    num_counted, closed = 0, []
+    for number, (head, num_microbatches, rise) in enumerate(marks):
+        now_s += rng.choice((0.1, 1.0, VOTE_S))
+        mark_of[head] = min(10, mark_of[head] + rise)
+        vote(steps, head, number, mark_of[head] / 10, now_s)
+        steps.count(10 * num_microbatches)
+        num_counted += 10 * num_microbatches
+        before = steps.progress
+        if num_tokens := steps.take_step(now_s):
+            closed.append(num_tokens)
+            assert num_tokens >= 20 or steps.progress == 1.0, "a step on less than half a batch"
+        assert steps.progress >= before
+        assert steps.take_step(now_s) == 0, "two steps for one rise"
+    assert sum(closed) + steps.num_tokens == num_counted
+
+
+def test_a_head_with_one_microbatch_in_flight_divides_by_its_batch() -> None:
+    steps = BatchSteps(batch_tokens=30)
+    for _ in range(2):
+        steps.count_loss(10)
+        steps.count_done(10)
+        assert steps.take_step() == 0
+    steps.count_loss(10)
+    assert steps.take_step() == 0, "the front has not got this gradient yet"
+    steps.count_done(10)
+    assert steps.take_step() == 30
+
+
+def test_votes_are_bounded() -> None:
+    steps = MedianSteps(batch_tokens=40)
+    for head in range(2 * MAX_HEADS):
+        vote(steps, f"h{head}", 1, 0.5)
+    assert len(steps) == MAX_HEADS
+
+
+@given(numbers=st.lists(st.integers(0, 3 * SEEN_NUMBERS), max_size=200))
+@settings(max_examples=100, deadline=None)
+def test_a_window_knows_what_it_has_seen_and_takes_the_old_for_seen(numbers: list[int]) -> None:
+    seen, taken = SeenForwards(), set()
+    for number in numbers:
+        id = MicrobatchId("h", number)
+        is_old = bool(taken) and number <= max(taken) - SEEN_NUMBERS
+        assert (id in seen) == (number in taken or is_old)
+        if id not in seen:
+            seen.add(id)
+            taken.add(number)
+
+
+def test_a_window_follows_a_head_that_starts_again_with_the_clock() -> None:
+    seen = SeenForwards()
+    seen.add(MicrobatchId("h", 5))
+    seen.add(MicrobatchId("h", 1 << 60))
+    assert MicrobatchId("h", 5) in seen, "it is too old"
+    assert MicrobatchId("h", (1 << 60) - 1) not in seen
+    assert MicrobatchId("i", 5) not in seen
+
+
+def test_windows_are_bounded() -> None:
+    seen = SeenForwards()
+    for head in range(2 * MAX_HEADS):
+        seen.add(MicrobatchId(f"h{head}", 0))
+        seen.add(MicrobatchId(f"h{head}", 10**9))
+    assert len(seen) == MAX_HEADS
+    assert all(bits < 1 << SEEN_NUMBERS for _, bits in seen._windows.values())
+
+
+def want(wants: Wants, *ids: str) -> None:
+    for id in ids:
+        head, _, number = id.partition(".")
+        ticket = Ticket(MicrobatchId(head, int(number)), 0.0, 10)
+        assert wants.add(Waiting(Want(ticket, 60.0), f"peer {id}", 60.0))
+
+
+def wanting(*ids: str) -> Wants:
+    wants = Wants()
+    want(wants, *ids)
+    return wants
+
+
+def served(wants: Wants, barred: set[str] | None = None) -> list[str]:
+    found = []
+    while waiting := wants.next(barred or set()):
+        head, number = waiting.want.ticket.id
+        found.append(f"{head}.{number}")
+    return found
+
+
+def test_heads_get_room_in_turn() -> None:
+    assert served(wanting("a.1", "a.2", "a.3", "b.1", "c.1", "b.2")) == ["a.1", "b.1", "c.1", "a.2", "b.2", "a.3"]
+    assert served(wanting("a.1", "a.2", "b.1"), {"a"}) == ["b.1"]
+
+
+def test_a_head_that_had_twice_its_fair_share_is_passed_over_while_others_wait() -> None:
+    wants = wanting(*(f"a.{i}" for i in range(9)), "b.1", "c.1")
+    assert served(wants)[-1] == "a.8"
+    want(wants, "b.2", "a.9", "b.3")  # it would be the turn of a after b.2
+    assert served(wants) == ["b.2", "b.3", "a.9"]
+    wants.new_step()
+    want(wants, "a.10", "b.4", "a.11")
+    assert served(wants) == ["a.10", "b.4", "a.11"]

@@ -1,0 +1,309 @@
+"""The callback for the Trainer of Lightning, in a real Trainer with peers in memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
+from noloco_p2p.gossip.outcome import Swapped
+from noloco_p2p.integrations.lightning import NoLoCoCallback
+from noloco_p2p.outer.noloco import NoLoCo
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.testing.patience import PATIENCE_S, PATIENT
+from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
+from noloco_p2p.testing.specs import FP32, published
+
+SPEC = RunSpec(name="lightning", outer=published(inner_steps=2, max_wait_s=0.0), total_steps=100)
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The 'train_dataloader' does not have many workers",  # tiny data needs none
+    "ignore:Checkpoint directory .* exists and is not empty",  # of a restart
+    "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning",  # within Lightning
+)
+
+
+class Regression(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        return self.loss(batch)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return (self.net(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return AdamW(self.parameters(), lr=0.05)
+
+
+class Alternating(Regression):
+    """Two optimizers by hand, each with the parameters of the other one frozen, as a GAN has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [AdamW(self.net[0].parameters(), lr=0.05), SGD(self.net[2].parameters(), lr=0.05)]
+
+
+class Scaled(Regression):
+    """A GradScaler for the CPU: Lightning itself uses one with CUDA alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.scaler = torch.amp.GradScaler("cpu")
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        assert not isinstance(optimizer, list)
+        self.scaler.scale(loss * (float("inf") if batch_idx == 1 else 1.0)).backward()
+        self.scaler.step(optimizer.optimizer)
+        self.scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+
+@pytest.fixture
+def swarm() -> Iterator[MemorySwarm]:
+    with MemorySwarm(SPEC) as swarm:
+        yield swarm
+
+
+def make_trainer(folder: Path, *callbacks: Callback, **settings: Any) -> Trainer:
+    settings = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, **settings}
+    return Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        devices=1,
+        callbacks=list(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+
+
+def batches(num: int) -> DataLoader[Any]:
+    inputs = torch.rand(4 * num, 4, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(inputs), batch_size=4)
+
+
+class AtBatch(Callback):
+    def __init__(self, batch_idx: int, action: Any) -> None:
+        self.batch_idx, self.action = batch_idx, action
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch_idx:
+            self.action()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def assert_same(ones: list[Tensor], others: list[Tensor]) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
+def test_accumulated_batches_are_one_inner_step(tmp_path: Path, swarm: MemorySwarm) -> None:
+    peer = swarm.peer("a", run_folder=tmp_path)
+    callback = NoLoCoCallback(peer)
+    make_trainer(tmp_path, callback, accumulate_grad_batches=3).fit(Regression(), batches(14))
+    assert (callback.outer.num_steps, callback.outer.round) == (5, 2)
+    assert peer.metrics.loss is not None
+    assert 0 < peer.metrics.loss < 20
+
+
+@pytest.mark.parametrize(("module", "num_steps"), [(Alternating, 5), (Scaled, 4)])
+def test_steps_in_manual_optimization(
+    tmp_path: Path, swarm: MemorySwarm, module: type[LightningModule], num_steps: int
+) -> None:
+    """Of several optimizers the last one counts, and not the step that a GradScaler skips."""
+    callback = NoLoCoCallback(swarm.peer("a", run_folder=tmp_path))
+    make_trainer(tmp_path, callback).fit(module(), batches(5))
+    assert callback.outer.num_steps == num_steps
+
+
+def test_the_loggers_have_the_values_of_noloco(
+    tmp_path: Path, swarm: MemorySwarm, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback = NoLoCoCallback(swarm.peer("a", run_folder=tmp_path))
+    with caplog.at_level(logging.INFO, logger="noloco_p2p"):
+        make_trainer(tmp_path, callback, logger=CSVLogger(tmp_path), log_every_n_steps=1).fit(Regression(), batches(5))
+    [file] = tmp_path.rglob("metrics.csv")
+    header, *rows = file.read_text().splitlines()
+    assert "noloco/round" in header
+    assert len(rows) == 2
+    assert "round 1 | alone: " in caplog.text
+
+
+def test_two_peers_swap(tmp_path: Path) -> None:
+    spec = SPEC.model_copy(update={"outer": published(inner_steps=2, max_wait_s=PATIENCE_S), "codec": FP32})
+    outcomes: list[Any] = []
+    with MemorySwarm(spec, deadlines=PATIENT) as swarm:
+        peer, other = (swarm.peer(name, run_folder=tmp_path / name) for name in "ab")
+        callback = NoLoCoCallback(peer, on_round=lambda result: outcomes.append(result.outcome))
+        thread = threading.Thread(target=train_without_trainer, args=[other])
+        thread.start()
+        try:
+            make_trainer(tmp_path, callback).fit(Regression(), batches(8))
+        finally:
+            other.leave_requested.set()
+            swarm.kill(peer)  # the other one waits for nobody
+            thread.join(PATIENCE_S)
+    assert any(isinstance(outcome, Swapped) for outcome in outcomes)
+
+
+def train_without_trainer(peer: MemoryPeer) -> None:
+    model = Regression()
+    optimizer = AdamW(model.parameters(), lr=0.05)
+    NoLoCo(model, optimizer, peer, save_every_rounds=0)
+    while not peer.leave_requested.is_set():
+        optimizer.zero_grad()
+        model.net(torch.rand(4, 4)).square().mean().backward()
+        optimizer.step()
+
+
+def keep_all(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(folder / "kept", filename="{epoch}", save_top_k=-1)
+
+
+def test_a_checkpoint_of_lightning_goes_on_with_the_same_bits(tmp_path: Path, swarm: MemorySwarm) -> None:
+    """It is taken within a round: slow weights, momentum and place come back beside what Lightning loads."""
+    whole, model = NoLoCoCallback(swarm.peer("a", run_folder=tmp_path / "a")), Regression()
+    settings = {"max_epochs": 2, "enable_checkpointing": True}
+    make_trainer(tmp_path, whole, keep_all(tmp_path), **settings).fit(model, batches(3))
+    swarm.kill(swarm.peers[0])
+    rest, again = NoLoCoCallback(swarm.peer("b", run_folder=tmp_path / "b")), Regression()
+    kept = tmp_path / "kept" / "epoch=0.ckpt"
+    torch.load(kept, weights_only=True)  # nothing of NoLoCo in it needs pickle
+    make_trainer(tmp_path, rest, keep_all(tmp_path), **settings).fit(again, batches(3), ckpt_path=kept)
+    assert (rest.outer.num_steps, rest.outer.round) == (whole.outer.num_steps, whole.outer.round) == (6, 3)
+    assert_same(weights(again), weights(model))
+    for name, value in whole.outer.state_dict().items():
+        other = rest.outer.state_dict()[name]
+        assert torch.equal(value, other) if isinstance(value, Tensor) else value == other
+
+
+def test_a_checkpoint_without_noloco_is_refused(tmp_path: Path, swarm: MemorySwarm) -> None:
+    kept = tmp_path / "kept.ckpt"
+    without = make_trainer(tmp_path)
+    without.fit(Regression(), batches(3))
+    without.save_checkpoint(kept)
+    callback = NoLoCoCallback(swarm.peer("a", run_folder=tmp_path / "a"))
+    with pytest.raises(CheckpointError, match=r"kept\.ckpt has no state of NoLoCo"):
+        make_trainer(tmp_path, callback, max_epochs=2).fit(Regression(), batches(3), ckpt_path=kept)
+    fresh = NoLoCoCallback(swarm.peer("b", run_folder=tmp_path / "b"), resume=False)
+    make_trainer(tmp_path, fresh, max_epochs=2).fit(Regression(), batches(3), ckpt_path=kept)
+    assert fresh.outer.num_steps == 3
+
+
+def test_without_a_checkpoint_of_lightning_the_peers_own_is_resumed(
+    tmp_path: Path, swarm: MemorySwarm, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = Regression(), Regression()
+    make_trainer(tmp_path, NoLoCoCallback(swarm.peer("a", run_folder=tmp_path))).fit(first, batches(3))
+    swarm.kill(swarm.peers[0])
+    callback = NoLoCoCallback(swarm.peer("b", run_folder=tmp_path))
+    begun: list[list[Tensor]] = []
+
+    class Looks(Callback):
+        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            begun.append(weights(pl_module))
+
+    make_trainer(tmp_path, callback, Looks()).fit(second, batches(2))
+    assert_same(begun[0], weights(first))
+    assert callback.outer.num_steps == 5
+    assert "own checkpoint of 3 steps" in caplog.text
+
+
+def test_a_request_to_leave_ends_the_training(tmp_path: Path, swarm: MemorySwarm) -> None:
+    peer = swarm.peer("a", run_folder=tmp_path)
+    trainer = make_trainer(tmp_path, AtBatch(2, peer.leave_requested.set), NoLoCoCallback(peer), min_epochs=4)
+    trainer.fit(Regression(), batches(6))
+    assert trainer.global_step == 3
+    assert peer.states.saved is not None  # newcomers get the last state
+    assert peer.states.saved.manifest.round == 1
+
+
+def test_a_pause_waits_for_the_step(tmp_path: Path, swarm: MemorySwarm) -> None:
+    peer = swarm.peer("a", run_folder=tmp_path)
+    callback = NoLoCoCallback(peer)
+    waits: list[int] = []
+
+    def resume() -> None:
+        waits.append(callback.outer.num_steps)
+        peer.pause_requested.clear()
+
+    peer.wait_while_paused = resume  # type: ignore[method-assign]
+    asks = AtBatch(2, peer.pause_requested.set)
+    make_trainer(tmp_path, asks, callback, accumulate_grad_batches=2).fit(Regression(), batches(8))
+    assert waits == [2]
+    assert callback.outer.num_steps == 4
+
+
+class Diverging(Regression):
+    moments: Any = None  # after the step that diverged
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        if self.trainer.global_step == 1:
+            for param in self.parameters():
+                assert param.grad is not None
+                param.grad.fill_(float("nan"))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        assert isinstance(optimizer, AdamW)
+        self.moments = [optimizer.state[param] for param in self.parameters()]
+
+
+def test_a_diverged_round_resets_the_moments(
+    tmp_path: Path, swarm: MemorySwarm, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer, model = swarm.peer("a", run_folder=tmp_path), Diverging()
+    before = weights(model)
+    make_trainer(tmp_path, NoLoCoCallback(peer)).fit(model, batches(2))
+    assert model.moments == [{}] * 4
+    assert peer.metrics.diverged == 1
+    assert_same(weights(model), before)
+
+
+def test_trainers_that_spread_the_model_are_refused(tmp_path: Path, swarm: MemorySwarm) -> None:
+    callback = NoLoCoCallback(swarm.peer("a", run_folder=tmp_path))
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
+    with pytest.raises(SettingsError, match=r"in one process on one device.*DDPStrategy"):
+        callback.setup(trainer, Regression(), "fit")
+    callback.setup(trainer, Regression(), "test")  # nothing is trained there
+
+
+def test_a_model_on_two_devices_is_refused(tmp_path: Path, swarm: MemorySwarm) -> None:
+    model = Regression()
+    model.net[2].to("meta")
+    callback = NoLoCoCallback(swarm.peer("a", run_folder=tmp_path))
+    with pytest.raises(ModelError, match="lie on cpu and meta"):
+        callback.on_train_start(make_trainer(tmp_path, callback), model)

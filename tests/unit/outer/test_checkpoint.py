@@ -1,0 +1,247 @@
+"""A checkpoint is whole or absent, whatever happens to the disk or to the writer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from noloco_p2p.errors import CheckpointError
+from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
+
+NUM_KILLS = 20
+
+# One process that imports torch once and forks a writer again and again; each is killed at another moment of a save.
+# All tensors of checkpoint n hold n, so a mixture of two would show.
+KILLER = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
+folder, num_kills = Path(sys.argv[1]), int(sys.argv[2])
+moments = random.Random(7)
+
+def write_for_ever(done):
+    checkpoints = Checkpoints(folder)
+    newest = checkpoints.newest()
+    number = newest.round + 1 if newest else 0
+    while True:
+        files = {stem: {"x": torch.full((50_000,), float(number))} for stem in ("outer", "optimizer")}
+        checkpoints.save(number, files=files, meta={"number": number})
+        os.write(done, number.to_bytes(8, "little"))
+        number += 1
+
+partial = 0
+for _ in range(num_kills):
+    read, write = os.pipe()
+    writer = os.fork()
+    if not writer:
+        try:
+            write_for_ever(write)
+        finally:
+            os._exit(1)
+    os.close(write)
+    done = [int.from_bytes(os.read(read, 8), "little")]
+    time.sleep(moments.uniform(0, 0.03))
+    os.kill(writer, signal.SIGKILL)
+    assert os.waitpid(writer, 0)[1] == signal.SIGKILL, "the writer failed by itself"
+    while word := os.read(read, 8):
+        done.append(int.from_bytes(word, "little"))
+    os.close(read)
+    partial += any(folder.glob(".partial-*"))
+    for path in folder.glob("0*"):
+        Checkpoint(path).verify()
+    newest = Checkpoints(folder).newest()
+    assert newest.round >= done[-1], (newest.round, done)
+    for stem in ("outer", "optimizer"):
+        assert newest.load(stem)["x"].unique().tolist() == [newest.meta["number"]]
+    assert not any(folder.glob(".partial-*"))
+print(partial, newest.round)
+"""
+
+
+def tensors(value: float = 1.0, size: int = 1000) -> dict[str, dict[str, Tensor]]:
+    return {"outer": {"slow_weights": torch.full((size,), value), "outer_momentum": torch.zeros(size)}}
+
+
+def folders(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "new" / "folder")
+    files = {
+        "outer": {"slow_weights": torch.randn(7), "outer_momentum": torch.randn(7)},
+        "model": {"a.b": torch.randn(3, 4).bfloat16(), "scalar": torch.tensor(3.0), "none": torch.zeros(0)},
+    }
+    path = checkpoints.save(41, files=files, meta={"progress": 0.25, "ports": [1, 2]})
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert (newest.path, newest.round, newest.meta) == (path, 41, {"progress": 0.25, "ports": [1, 2]})
+    assert newest.file("outer") == path / "outer.safetensors"
+    for stem, saved in files.items():
+        loaded = newest.load(stem)
+        assert loaded.keys() == saved.keys()
+        assert all(
+            torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype for name, tensor in saved.items()
+        )
+
+
+def test_an_empty_or_missing_folder_has_no_newest(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path).newest() is None
+    assert Checkpoints(tmp_path / "missing").newest() is None
+    assert not (tmp_path / "missing").exists()
+
+
+def test_the_last_ones_are_kept_even_when_rounds_repeat_or_go_back(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for round_number in (10, 20, 20, 5):
+        checkpoints.save(round_number, files=tensors(round_number), meta={})
+    assert folders(tmp_path) == ["00000002-round-20", "00000003-round-5"]
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert newest.load("outer")["slow_weights"][0] == 5
+
+
+def test_loaded_tensors_outlive_the_checkpoint_and_do_not_write_to_it(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    path = checkpoints.save(0, files=tensors(3.0), meta={})
+    loaded = Checkpoint(path).load("outer")
+    loaded["slow_weights"].add_(1)
+    Checkpoint(path).verify()
+    checkpoints.save(1, files=tensors(), meta={})
+    assert not path.exists()
+    assert loaded["slow_weights"].sum() == 4000
+
+
+def test_the_header_depends_on_names_and_shapes_only(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    headers = []
+    for value in (1.0, 2.0):
+        path = Checkpoint(checkpoints.save(int(value), files=tensors(value), meta={"v": value})).file("outer")
+        content = path.read_bytes()
+        headers.append(content[: 8 + int.from_bytes(content[:8], "little")])
+    assert headers[0] == headers[1]
+    assert "__metadata__" not in json.loads(headers[0][8:])
+
+
+def test_disjoint_views_of_one_vector_may_be_saved(tmp_path: Path) -> None:
+    vector = torch.arange(10.0)
+    path = Checkpoints(tmp_path).save(0, files={"x": {"a": vector[:4], "b": vector[4:]}}, meta={})
+    assert Checkpoint(path).load("x")["b"].tolist() == [4, 5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"a": torch.zeros(4, 4).T[1:]}, "a is not contiguous"),
+        ({"a": (shared := torch.zeros(10)), "b": shared}, "a and b share memory"),
+        ({"b": shared[:6], "a": shared[5:]}, "b and a share memory"),
+    ],
+)
+def test_tensors_that_safetensors_refuses_are_named(tmp_path: Path, saved: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        Checkpoints(tmp_path).save(0, files={"x": saved}, meta={})
+    assert folders(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["outer.safetensors", "meta.json", "manifest.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: str
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    good = checkpoints.save(1, files=tensors(), meta={"a": 1})
+    bad = checkpoints.save(2, files=tensors(), meta={"a": 1})
+    content = bytearray((bad / name).read_bytes())
+    if damage == "gone":
+        (bad / name).unlink()
+    elif damage == "cut":
+        (bad / name).write_bytes(content[:-2])
+    else:
+        content[len(content) // 2] ^= 16
+        (bad / name).write_bytes(content)
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert newest.path == good
+    assert caplog.records[-1].levelno == logging.WARNING
+    assert bad.name in caplog.text
+
+
+def test_a_folder_that_is_no_checkpoint_is_an_error_in_words(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"not a checkpoint: it has no manifest\.json"):
+        Checkpoint(tmp_path)
+    path = Checkpoints(tmp_path).save(0, files=tensors(), meta={})
+    with pytest.raises(CheckpointError, match=r"has no model\.safetensors; it has meta\.json, outer\.safetensors"):
+        Checkpoint(path).load("model")
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """Writes beyond it fail as on a full disk (EFBIG instead of ENOSPC)."""
+    _, hard = soft_and_hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, soft_and_hard)
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    good = checkpoints.save(1, files=tensors(), meta={})
+    with file_size_limit(100_000), pytest.raises(CheckpointError, match=r"round 2 cannot be written.*free disk space"):
+        checkpoints.save(2, files=tensors(size=100_000), meta={})
+    assert folders(tmp_path) == [good.name]
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert newest.round == 1
+    checkpoints.save(2, files=tensors(), meta={})
+    assert folders(tmp_path) == ["00000001-round-2"]
+
+
+def test_a_full_disk_while_writing_the_small_files_is_the_same(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    with file_size_limit(1000), pytest.raises(CheckpointError, match="cannot be written"):
+        checkpoints.save(0, files={}, meta={"long": "x" * 5000})
+    assert folders(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*file"):
+        Checkpoints(tmp_path / "file").save(0, files={}, meta={})
+
+
+def test_leftovers_are_removed_unless_their_writer_lives(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    leftover = tmp_path / ".partial-old"
+    leftover.mkdir()
+    (leftover / "meta.json").touch()
+    with checkpoints._writing():
+        Checkpoints(tmp_path)
+        assert leftover.exists()
+        with pytest.raises(CheckpointError, match="another process is writing"):
+            Checkpoints(tmp_path).save(0, files={}, meta={})
+    Checkpoints(tmp_path)
+    assert not leftover.exists()
+
+
+def test_a_writer_killed_at_any_moment_leaves_only_readable_checkpoints(tmp_path: Path) -> None:
+    """And what the writer called done is there."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLER, str(tmp_path), str(NUM_KILLS)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    num_partial, newest_round = map(int, done.stdout.split())
+    assert num_partial > 0, "no kill struck in the middle of a write: the test shows nothing"
+    assert newest_round >= NUM_KILLS - 1

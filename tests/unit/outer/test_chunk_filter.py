@@ -1,0 +1,162 @@
+"""What the outer step applies of a partner that lies: of a refused swap nothing, of a clipped one a bounded amount."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from blake3 import blake3
+from torch import Tensor, nn
+
+from noloco_p2p.gossip.frames import SectionName
+from noloco_p2p.gossip.outcome import Alone, Correction, LonelyCause, Swapped
+from noloco_p2p.outer.outer_state import OuterState
+from noloco_p2p.outer.update_filter import admitted
+from noloco_p2p.testing.specs import published
+from noloco_p2p.testing.swapped import EVEN, received
+
+SLOW, MOMENTUM, GRADIENT = SectionName
+Sections = dict[SectionName, Tensor]
+
+
+def make_state(seed: int = 1) -> OuterState:
+    """Two chunks, one tensor over both. It has trained: the outer gradient is 0.1 everywhere."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(600, 500), nn.Linear(500, 3))
+    state = OuterState(model, published())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.1)
+    return state
+
+
+def sections(state: OuterState) -> Sections:
+    gradient = torch.cat([chunk.clone() for chunk in state.outer_gradient()])
+    return {name: vector.clone() for name, vector in state.sections().items()} | {GRADIENT: gradient}
+
+
+def fingerprint(state: OuterState) -> str:
+    """All that a swap may change (I1)."""
+    fast = state.parameters.read(0, state.num_elements)
+    numbers = (*state.tensors().values(), fast)
+    return blake3(b"".join(vector.numpy().tobytes() for vector in numbers)).hexdigest()
+
+
+def take(state: OuterState, theirs: Mapping[SectionName, Tensor]) -> Swapped | Alone:
+    """One outer step as a peer takes it."""
+    outcome, verdict = admitted(Swapped(received(sections(state), theirs)), state)
+    state.step(None if isinstance(outcome, Alone) else outcome.received, scales=verdict.scales)
+    assert isinstance(outcome, Swapped | Alone)
+    return outcome
+
+
+def test_a_swap_of_honest_partners_is_the_exact_outer_step() -> None:
+    """Equal starts, and outer gradients of one length: no bit is other than without gates."""
+    here, there = make_state(), make_state()
+    theirs = sections(there)
+    theirs[GRADIENT] = (
+        theirs[GRADIENT] * torch.tensor([-1.0, 1.0]).repeat(len(theirs[GRADIENT]))[: len(theirs[GRADIENT])]
+    )
+    own = sections(here)
+    momentum = 0.7 * (own[GRADIENT] + (theirs[GRADIENT] * 0.5 - own[GRADIENT] * 0.5))
+    take(here, theirs)
+    assert torch.allclose(here.slow_weights, own[SLOW] + momentum, atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [11.0, -100.0, 1e30, 3e38])
+def test_a_gradient_of_ten_times_the_usual_length_refuses_the_swap_and_the_round_is_lonely(scale: float) -> None:
+    here, alone = make_state(), make_state()
+    theirs = sections(make_state(2))
+    theirs[GRADIENT] = (theirs[GRADIENT] * scale).clamp(-3e38, 3e38)
+    before = fingerprint(here)
+    outcome, _ = admitted(Swapped(received(sections(here), theirs)), here)
+    assert fingerprint(here) == before, "judging changes nothing"
+    assert isinstance(outcome, Alone)
+    assert outcome.cause is LonelyCause.REFUSED_STATE
+    assert "outer gradient" in outcome.reason
+    assert "..artner" in outcome.reason
+    take(here, theirs)
+    alone.step(None)
+    assert fingerprint(here) == fingerprint(alone), "bit for bit the lonely step"
+
+
+def test_half_a_swap_that_is_refused_late_leaves_all_as_it_was() -> None:
+    state = make_state()
+    theirs = sections(state)
+    theirs[GRADIENT] = theirs[GRADIENT] * 1000
+    pair = received(sections(state), theirs).sections[GRADIENT]
+    verdict = state.judge(pair, EVEN)
+    assert verdict.refusal
+    correction = Correction(pair, "partner", 0, EVEN)
+    before = fingerprint(state)
+    assert correction.gradient is pair
+    assert fingerprint(state) == before
+
+
+@pytest.mark.parametrize("section", [SLOW, MOMENTUM], ids=["weights", "momentum"])
+@pytest.mark.parametrize("size", [10.0, 1e10, 3e38])
+def test_however_far_the_partner_is_it_pulls_by_the_radius_at_most(section: SectionName, size: float) -> None:
+    here, honest = make_state(), make_state()
+    own = sections(here)
+    take(honest, own)
+    theirs = sections(here)
+    theirs[section] = torch.full_like(theirs[section], size)
+    take(here, theirs)
+    moved = float((here.slow_weights - honest.slow_weights).norm())
+    radius = float(own[GRADIENT].norm())  # no history yet: the own outer gradient
+    assert moved <= radius / 2 * 1.001
+    assert moved or size > 1e18, "its square overflows: then nothing of it is taken"
+    assert bool(torch.isfinite(here.slow_weights).all())
+
+
+def test_the_pull_is_bounded_for_each_tensor_by_itself() -> None:
+    """All of a lie in the few numbers of the last layer would else hide in the length of the whole vector."""
+    here, honest = make_state(), make_state()
+    own = sections(here)
+    take(honest, own)
+    theirs = sections(here)
+    theirs[SLOW][-3:] += 20.0
+    take(here, theirs)
+    moved = (here.slow_weights - honest.slow_weights)[-3:]
+    assert float(moved.norm()) <= float(own[GRADIENT][-3:].norm()) / 2 * 1.001
+    assert torch.equal(here.slow_weights[:-3], honest.slow_weights[:-3])
+
+
+def test_a_thousand_swaps_with_a_liar_leave_every_number_finite() -> None:
+    state = OuterState(nn.Linear(4, 3), published())
+    noise = torch.Generator().manual_seed(5)
+    for _ in range(1000):
+        with torch.no_grad():
+            for _, param in state.parameters.named:
+                param.add_(torch.randn(param.shape, generator=noise) * 0.01)
+        size = 10.0 ** float(torch.randint(-3, 38, (1,), generator=noise))
+        own = sections(state)
+        lies = {name: torch.randn(len(vector), generator=noise) * size for name, vector in own.items()}
+        lies[GRADIENT] = own[GRADIENT] * -9  # honest enough for its gate
+        take(state, {name: vector.clamp(-3e38, 3e38) for name, vector in lies.items()})
+        assert bool(torch.isfinite(state.slow_weights).all())
+    assert float(state.slow_weights.abs().max()) < 1000
+
+
+def test_what_is_restored_is_bit_for_bit_what_was_copied() -> None:
+    state = make_state()
+    before, copy = fingerprint(state), state.copy()
+    take(state, sections(make_state(2)))
+    assert fingerprint(state) != before
+    state.restore(copy)
+    assert fingerprint(state) == before
+
+
+def test_a_swap_that_was_undone_does_not_widen_the_gates() -> None:
+    tried, other = make_state(), make_state()
+    far = sections(tried)
+    far[SLOW] = far[SLOW] + 20.0
+    before = tried.copy()
+    take(tried, far)
+    tried.restore(before)
+    assert tried.spread is None, "of a partner whose swap does not count"
+    for state in (tried, other):
+        take(state, far)
+    assert fingerprint(tried) == fingerprint(other)

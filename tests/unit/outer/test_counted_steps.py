@@ -1,0 +1,263 @@
+"""NoLoCo counts the steps of torch optimizers: of one or several, accumulated, skipped, scaled, and after a restart."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
+from noloco_p2p.gossip.outcome import Alone
+from noloco_p2p.outer.noloco import NoLoCo, RoundResult
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
+from noloco_p2p.testing.specs import published
+
+SPEC = RunSpec(name="hooks", outer=published(inner_steps=2, max_wait_s=0.0), total_steps=100)
+
+
+@pytest.fixture
+def swarm() -> Iterator[MemorySwarm]:
+    with MemorySwarm(SPEC) as swarm:
+        yield swarm
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def backward(model: nn.Module, seed: int = 0) -> None:
+    inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+    model(inputs).square().mean().backward()
+
+
+def take_step(model: nn.Module, *optimizers: Optimizer, seed: int = 0) -> None:
+    backward(model, seed)
+    for optimizer in optimizers:
+        optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def test_the_steps_of_an_optimizer_are_inner_steps(tmp_path: Path, swarm: MemorySwarm) -> None:
+    results: list[RoundResult] = []
+    model = make_model()
+    optimizer = AdamW(model.parameters())
+    outer = NoLoCo(model, optimizer, swarm.peer("a", run_folder=tmp_path), on_round=results.append)
+    for _ in range(5):
+        take_step(model, optimizer)
+    assert (outer.num_steps, outer.round) == (5, 2)
+    assert [result.round for result in results] == [0, 1]
+    assert isinstance(results[0].outcome, Alone)
+
+
+def test_counted_steps_give_the_weights_that_called_steps_give(tmp_path: Path, swarm: MemorySwarm) -> None:
+    ends = []
+    for is_counted in (True, False):
+        model = make_model()
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        peer = swarm.peer(f"peer-{is_counted}", run_folder=tmp_path / str(is_counted))
+        outer = NoLoCo(model, optimizer if is_counted else None, peer, save_every_rounds=0)
+        for step in range(5):
+            take_step(model, optimizer, seed=step)
+            if not is_counted:
+                outer.step()
+        ends.append(weights(model))
+        swarm.kill(peer)
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_accumulated_batches_are_one_inner_step(tmp_path: Path, swarm: MemorySwarm) -> None:
+    model = make_model()
+    optimizer = AdamW(model.parameters())
+    outer = NoLoCo(model, optimizer, swarm.peer("a", run_folder=tmp_path))
+    for _ in range(3):
+        backward(model)
+    take_step(model, optimizer)
+    assert outer.num_steps == 1
+
+
+def test_of_several_optimizers_the_last_closes_the_step(tmp_path: Path, swarm: MemorySwarm) -> None:
+    model = make_model()
+    optimizers = [AdamW(model[0].parameters()), SGD(model[1].parameters(), lr=0.1)]
+    outer = NoLoCo(model, optimizers, swarm.peer("a", run_folder=tmp_path))
+    for _ in range(3):
+        take_step(model, *optimizers)
+    assert outer.num_steps == 3
+
+
+class TinyScaler:
+    """What torch.amp.GradScaler does with a fused optimizer; the real one needs a GPU."""
+
+    def step(self, optimizer: Any, *, overflows: bool) -> None:
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(float(overflows))
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+
+
+def test_a_step_that_a_scaler_skips_is_not_counted(tmp_path: Path, swarm: MemorySwarm) -> None:
+    model = make_model()
+    optimizer = AdamW(model.parameters(), fused=True)
+    outer = NoLoCo(model, optimizer, swarm.peer("a", run_folder=tmp_path))
+    backward(model)
+    for overflows in (True, False, True):
+        TinyScaler().step(optimizer, overflows=overflows)
+    assert outer.num_steps == 1
+
+
+def test_the_scaler_of_torch_skips_a_step(tmp_path: Path, swarm: MemorySwarm) -> None:
+    model = make_model()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    outer = NoLoCo(model, optimizer, swarm.peer("a", run_folder=tmp_path))
+    scaler = torch.amp.GradScaler("cpu")
+    for overflows in (True, False):
+        scaler.scale(model(torch.ones(1, 4)).sum() * (float("inf") if overflows else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert outer.num_steps == 1
+
+
+def test_a_diverged_round_resets_the_moments(
+    tmp_path: Path, swarm: MemorySwarm, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    NoLoCo(model, optimizer, swarm.peer("a", run_folder=tmp_path), save_every_rounds=0)
+    before = weights(model)
+    take_step(model, optimizer)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, float("nan"))
+    with caplog.at_level(logging.ERROR):
+        optimizer.step()
+    assert "not finite" in caplog.text
+    assert not any(optimizer.state.values())
+    for param, start in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param, start)
+    optimizer.zero_grad()
+    take_step(model, optimizer)
+    assert all(bool(torch.isfinite(param).all()) for param in model.parameters())
+
+
+def test_a_restart_goes_on_with_the_same_bits(tmp_path: Path, swarm: MemorySwarm) -> None:
+    """Weights, moments and the place in the round come back; the rest of the steps gives the weights of one go."""
+    ends = []
+    for stops in (False, True):
+        peer = swarm.peer(f"peer-{stops}", run_folder=tmp_path / str(stops))
+        model = make_model()
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        outer = NoLoCo(model, optimizer, peer, save_every_rounds=0)
+        for step in range(7):
+            if stops and step == 3:  # within a round
+                outer.save()
+                peer = restarted(swarm, peer, tmp_path / str(stops))
+                model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+                optimizer = AdamW(model.parameters(), lr=0.1)
+                outer = NoLoCo(model, optimizer, peer, save_every_rounds=0)
+                assert outer.num_steps == 3
+            take_step(model, optimizer, seed=step)
+        ends.append(weights(model))
+        swarm.kill(peer)
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)
+
+
+def restarted(swarm: MemorySwarm, peer: MemoryPeer, folder: Path) -> MemoryPeer:
+    swarm.kill(peer)
+    return swarm.peer(f"{peer.peer_id}-again", run_folder=folder)
+
+
+def test_a_checkpoint_of_the_callers_own_goes_on_with_the_same_bits(tmp_path: Path, swarm: MemorySwarm) -> None:
+    ends = []
+    for stops in (False, True):
+        peer = swarm.peer(f"peer-{stops}", run_folder=tmp_path / str(stops))
+        model = make_model()
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        outer = NoLoCo(model, optimizer, peer, save_every_rounds=0)
+        for step in range(7):
+            if stops and step == 3:
+                states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "outer": outer.state_dict()}
+                torch.save(states, tmp_path / "own.pt")
+                states = torch.load(tmp_path / "own.pt", weights_only=True)
+                peer = restarted(swarm, peer, tmp_path / "elsewhere")
+                model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+                optimizer = AdamW(model.parameters(), lr=0.1)
+                model.load_state_dict(states["model"])
+                optimizer.load_state_dict(states["optimizer"])
+                outer = NoLoCo(model, optimizer, peer, save_every_rounds=0, resume=states["outer"])
+                assert (outer.num_steps, outer.round) == (3, 1)
+            take_step(model, optimizer, seed=step)
+        ends.append(weights(model))
+        swarm.kill(peer)
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_state_dict_that_does_not_fit_is_refused(tmp_path: Path, swarm: MemorySwarm) -> None:
+    model, other = make_model(), nn.Linear(4, 3)
+    outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_rounds=0)
+    with pytest.raises(CheckpointError, match="another model"):
+        NoLoCo(other, None, swarm.peer("b"), save_every_rounds=0, resume=outer.state_dict())
+    with pytest.raises(CheckpointError, match="not that of a NoLoCo"):
+        outer.load_state_dict(model.state_dict())
+    outer.step()
+    with pytest.raises(SettingsError, match="before the first step"):
+        outer.load_state_dict(outer.state_dict())
+
+
+def test_a_call_of_step_beside_a_counted_optimizer_is_an_error(tmp_path: Path, swarm: MemorySwarm) -> None:
+    model = make_model()
+    outer = NoLoCo(model, AdamW(model.parameters()), swarm.peer("a", run_folder=tmp_path), save_every_rounds=0)
+    for call in (outer.step, outer.advance):
+        with pytest.raises(SettingsError, match="counts the steps"):
+            call()
+    outer.detach()
+    outer.detach()
+    outer.step()
+    assert outer.num_steps == 1
+
+
+def test_a_new_noloco_takes_the_optimizer_over(tmp_path: Path, swarm: MemorySwarm) -> None:
+    """As after freezing a layer, when another one has to be made."""
+    model, peer = make_model(), swarm.peer("a", run_folder=tmp_path)
+    optimizer = AdamW(model.parameters())
+    first, second = (NoLoCo(model, optimizer, peer, save_every_rounds=0) for _ in range(2))
+    steps = first.num_steps
+    take_step(model, optimizer)
+    assert second.num_steps == steps + 1
+
+
+def test_an_optimizer_of_foreign_parameters_is_refused(tmp_path: Path, swarm: MemorySwarm) -> None:
+    optimizer = AdamW([*make_model().parameters(), *make_model()[0].parameters()])
+    with pytest.raises(ModelError, match="6 parameters that are not the model's"):
+        NoLoCo(make_model(), optimizer, swarm.peer("a", run_folder=tmp_path))
+    with pytest.raises(ModelError, match="no optimizer in the list"):
+        NoLoCo(make_model(), [], swarm.peer("b", run_folder=tmp_path))
+
+
+def test_an_optimizer_whose_state_is_no_tensor_trains_all_the_same(
+    tmp_path: Path, swarm: MemorySwarm, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model()
+    optimizer = AdamW(model.parameters())
+    outer = NoLoCo(model, optimizer, swarm.peer("a", run_folder=tmp_path), save_every_rounds=1)
+    take_step(model, optimizer)
+    optimizer.state[next(model.parameters())]["note"] = "no tensor"
+    with caplog.at_level(logging.WARNING):
+        outer.save()
+        outer.save()
+    assert caplog.text.count("begins anew") == 1

@@ -1,0 +1,122 @@
+"""What happens to somebody who trains by the library alone: a restart, an end in the middle, mistakes."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from noloco_p2p.errors import ModelError, SettingsError
+from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.outer.checkpoint import Checkpoints
+from noloco_p2p.outer.noloco import NoLoCo
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.testing.patience import PATIENCE_S
+from noloco_p2p.testing.peers import MemorySwarm
+from noloco_p2p.testing.specs import published
+
+SPEC = RunSpec(name="own", outer=published(inner_steps=2, max_wait_s=0.0), total_steps=100)
+
+
+def make_model() -> nn.Linear:
+    return nn.Linear(4, 3)
+
+
+def train(model: nn.Module, outer: NoLoCo, *, num_steps: int) -> None:
+    for _ in range(num_steps):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(0.5)
+        outer.step()
+
+
+def test_a_restarted_peer_resumes_from_its_last_checkpoint(tmp_path: Path) -> None:
+    model, other = make_model(), make_model()
+    with MemorySwarm(SPEC) as swarm:
+        outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_rounds=3)
+        train(model, outer, num_steps=1)
+        outer._saver.wait()  # there is one writer
+        train(model, outer, num_steps=6)  # the round that was begun is not in the checkpoint
+        outer._saver.wait()
+    with MemorySwarm(SPEC) as swarm:
+        peer = swarm.peer("a", run_folder=tmp_path)
+        again = NoLoCo(other, None, peer, save_every_rounds=3)
+        assert again.resumed is not None
+        assert (again.round, again.num_steps, again.entered, peer.metrics.round) == (3, 6, False, 3)
+        assert peer.states.saved is not None  # newcomers can have it at once
+        assert peer.states.saved.manifest.round == 3
+    torch.testing.assert_close(other.weight, model.weight - 0.5)
+
+
+@pytest.mark.parametrize("total_steps", [480, 2_000])
+def test_a_script_that_trains_to_the_end_may_close(tmp_path: Path, total_steps: int) -> None:
+    """Sums of fractions end beside 1: no step may be left over, and no round open."""
+    spec = SPEC.model_copy(update={"total_steps": total_steps})
+    with MemorySwarm(spec) as swarm:
+        model, peer = make_model(), swarm.peer("a", run_folder=tmp_path)
+        outer, num_steps = NoLoCo(model, None, peer, save_every_rounds=0, end_at=1.0), 0
+        while outer.progress < 1:
+            train(model, outer, num_steps=1)
+            num_steps += 1
+        assert num_steps == total_steps
+        assert peer.driver.phase is Phase.CLOSED
+        outer.closing_round(wait_s=0.0)
+
+
+def test_one_peer_trains_one_model(tmp_path: Path) -> None:
+    with MemorySwarm(SPEC) as swarm:
+        peer = swarm.peer("a", run_folder=tmp_path)
+        models = [make_model(), make_model()]
+        first, second = (NoLoCo(model, None, peer, save_every_rounds=0) for model in models)
+        train(models[1], second, num_steps=3)
+        with pytest.raises(SettingsError, match="trains one model"):
+            first.step()
+
+
+@pytest.mark.parametrize("change", ["replace", "freeze"])
+def test_parameters_that_would_not_be_swapped_are_told(change: str, tmp_path: Path) -> None:
+    model = nn.Sequential(make_model(), make_model())
+    with MemorySwarm(SPEC) as swarm:
+        outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_rounds=0)
+        train(model, outer, num_steps=1)
+        if change == "replace":
+            model[0] = make_model()
+        else:
+            model[0].requires_grad_(False)
+        with pytest.raises(ModelError, match="make another one"):
+            train(model, outer, num_steps=2)
+
+
+def test_closing_rounds_write_nothing_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    with MemorySwarm(SPEC) as swarm, caplog.at_level(logging.WARNING):
+        outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_rounds=1)
+        train(model, outer, num_steps=1)
+        outer._saver.wait()
+        train(model, outer, num_steps=1)  # ends round 0, and opens and writes round 1
+        outer.closing_round(wait_s=0.1)
+        outer._saver.wait()
+    assert "left out" not in caplog.text
+
+
+ENDS_AT_ONCE = """
+import sys, torch
+from pathlib import Path
+from noloco_p2p.outer.checkpoint import Checkpoints
+from noloco_p2p.outer.saver import Saver
+tensors = {"weights": torch.ones(30_000_000)}
+Saver().begin(Checkpoints(Path(sys.argv[1])), 0, content=lambda: ({"state": tensors}, {}), done=lambda folder: None)
+"""
+
+
+def test_a_script_that_ends_waits_for_its_checkpoint(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert Checkpoints(tmp_path).newest() is not None

@@ -1,0 +1,94 @@
+"""A checkpoint in the background: of the moment it was asked for, and training does not wait for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from noloco_p2p.errors import CheckpointError
+from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.outer.noloco import NoLoCo
+from noloco_p2p.outer.saver import Saver
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.testing.patience import PATIENCE_S
+from noloco_p2p.testing.peers import MemorySwarm
+from noloco_p2p.testing.specs import published
+
+
+class SlowDisk(Checkpoints):
+    """Writes only when it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.go_on = threading.Event()
+
+    def save(self, round: int, **content: Any) -> Path:
+        assert self.go_on.wait(PATIENCE_S)
+        return super().save(round, **content)
+
+
+class FullDisk(Checkpoints):
+    def save(self, round: int, **content: Any) -> Path:
+        raise CheckpointError("the disk is full")
+
+
+def test_it_is_of_the_moment_and_a_second_one_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saver, disk, folders = Saver(), SlowDisk(tmp_path), []
+    values = torch.zeros(4)
+
+    def begin(round: int) -> bool:
+        content = {"x": {"values": values}}, {"round": round}
+        return saver.begin(disk, round, content=lambda: content, done=folders.append)
+
+    assert begin(3)
+    values.fill_(7.0)  # training goes on
+    assert not begin(4)
+    assert "checkpoint of round 4 is left out" in caplog.text
+    disk.go_on.set()
+    saver.wait()
+    assert not saver.is_busy
+    (folder,) = folders
+    assert Checkpoint(folder).load("x")["values"].tolist() == [0.0] * 4
+    assert begin(5)
+    saver.wait()
+    assert Checkpoint(folders[1]).load("x")["values"].tolist() == [7.0] * 4
+
+
+def test_a_full_disk_is_told_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saver = Saver()
+    with caplog.at_level(logging.ERROR):
+        assert saver.begin(FullDisk(tmp_path), 1, content=lambda: ({}, {}), done=lambda folder: None)
+        saver.wait()
+    assert "the disk is full" in caplog.text
+
+
+def test_the_state_that_is_served_is_the_one_that_was_written(tmp_path: Path) -> None:
+    """Rounds go on while the disk is busy; what newcomers then get tells the round it was taken in."""
+    spec = RunSpec(name="test", outer=published(inner_steps=2), total_steps=100)
+    with MemorySwarm(spec) as swarm:
+        peer = swarm.peer("a", run_folder=tmp_path)
+        model, disk = nn.Linear(3, 2), SlowDisk(tmp_path / "checkpoints")
+        outer = NoLoCo(model, None, peer, save_every_rounds=0, checkpoints=disk)
+        for _ in range(4):
+            model.bias.data.add_(0.1)
+            outer.step()
+        at_two = outer._state.slow_weights.clone()
+        assert outer.save_in_background()
+        for _ in range(4):
+            model.bias.data.add_(0.1)
+            outer.step()
+        assert outer.round == 4
+        disk.go_on.set()
+        path = outer.save()
+        newest, older = (Checkpoint(folder) for folder in (path, path.parent / "00000000-round-2"))
+        assert (newest.round, older.round) == (4, 2)
+        assert torch.equal(older.load("outer")["slow_weights"], at_two)
+        saved = peer.states.saved
+        assert saved is not None
+        assert (saved.manifest.round, saved.path.parent) == (4, path)

@@ -1,0 +1,130 @@
+"""Whole simulations of a tiny Llama in stages: what they compute, what faults do to them, and what links carry."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from staged_reference import FP32, material_of, spec_of, trained_alone
+
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.simulate.plan import Churn, Event, parse_links
+from noloco_p2p.simulate.stage_node import StageNode
+from noloco_p2p.simulate.stage_plan import StagedPlan
+from noloco_p2p.simulate.stage_result import StagedResult
+from noloco_p2p.simulate.staged import simulate_stages
+from noloco_p2p.spec import TrainerSpec
+
+SLOW = (parse_links(["1mbit-20ms"]),)
+
+
+def run(spec: TrainerSpec, plan: StagedPlan) -> tuple[StagedResult, list[StageNode]]:
+    made: list[StageNode] = []
+    return simulate_stages(material_of(spec), plan, on_made=made.extend), made
+
+
+@pytest.mark.parametrize("inner_optimizer", ["adamw", "muon"])
+def test_one_path_with_one_microbatch_in_flight_is_a_single_machine(inner_optimizer: str) -> None:
+    changes = {**FP32, "train.inner_optimizer": inner_optimizer, "outer.inner_steps": 100, "train.clip_norm": 0.3}
+    spec = spec_of(steps=20, **changes)
+    alone = trained_alone(spec)
+    result, nodes = run(spec, StagedPlan((1, 1, 1), window=1, links=SLOW))
+    start = dict(material_of(spec).model().named_parameters())
+    for node in nodes:
+        assert node.steps == 20
+        for name, param in node.model.named_parameters():
+            assert torch.allclose(param, alone[name], atol=1e-5, rtol=0), name
+            assert not torch.allclose(param, start[name], atol=1e-3, rtol=0), "it has trained"
+    assert [stage.lateness for stage in result.stages] == [0, 0, 0]
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_one_does_not() -> None:
+    churn = Churn((Event("crash", 0, 3.0, 1),), lose=0.2, absent=0.1)
+    plans = [StagedPlan((2, 2, 1), seed=seed, links=SLOW, churn=churn, lost_share=0.1) for seed in (1, 1, 2)]
+    first, again, other = (run(spec_of(), plan) for plan in plans)
+    assert first[0] == again[0]
+    for one, two in zip(first[1], again[1], strict=True):
+        assert torch.equal(one.fast_weights(), two.fast_weights())
+    assert first[0] != other[0]
+
+
+def test_a_clean_pipeline_learns_and_mixes() -> None:
+    result, nodes = run(spec_of(steps=12), StagedPlan((3, 3, 3), links=SLOW, step_s=0.1))
+    assert result.loss < result.curve[0][2]
+    assert result.merged_loss == pytest.approx(result.loss, abs=0.1)
+    assert result.num_lost == 0
+    assert [node.steps for node in nodes if node.stage == 0] == [12, 12, 12]
+    assert all(stage.swapped > 0 for stage in result.stages)
+    assert all(stage.counted == result.num_done for stage in result.stages)
+
+
+def test_gossip_pulls_the_replicas_of_a_stage_together() -> None:
+    spec = spec_of(steps=12)
+    mixed, _ = run(spec, StagedPlan((3, 3, 3), links=SLOW))
+    apart, _ = run(spec, StagedPlan((3, 3, 3), links=SLOW, gossips=False))
+    assert (apart.rule, mixed.rule) == ("local", "noloco")
+    for one, other in zip(mixed.stages, apart.stages, strict=True):
+        assert 0 < one.spread < other.spread / 2
+        assert other.swap_bytes == other.swapped == 0
+
+
+def test_a_lost_microbatch_counts_where_its_backward_has_been() -> None:
+    """Each node asserts that it divides by the tokens of the gradients that it has."""
+    result, nodes = run(spec_of(steps=12), StagedPlan((2, 2, 2), links=SLOW, lost_share=0.2))
+    share = result.num_lost / (result.num_lost + result.num_done)
+    assert 0.1 < share < 0.3
+    head, first, last = (stage.counted for stage in result.stages)
+    assert head == result.num_done
+    assert head <= first <= last
+    assert head < last
+    assert [node.steps for node in nodes if node.stage == 0] == [12, 12]
+
+
+def test_late_gradients_are_those_of_earlier_microbatches_with_the_weights_of_now() -> None:
+    """With one step, whose backwards come a step late, only the tail of the head has trained."""
+    spec = spec_of(**FP32, **{"train.total_steps": 1, "train.warmup_steps": 0})
+    _, nodes = run(spec, StagedPlan((1, 1, 1), window=1, late_steps=1))
+    start = dict(material_of(spec).model().named_parameters())
+    moved = {name for node in nodes for name, param in node.model.named_parameters() if not param.equal(start[name])}
+    assert moved == {"model.embed_tokens.weight", "model.norm.weight"}
+
+
+def test_fixed_paths_go_through_one_replica_of_each_stage() -> None:
+    _, nodes = run(spec_of(), StagedPlan((2, 2, 2), paths="fixed", links=SLOW))
+    for node in nodes:
+        assert all(name.endswith(node.name[-1]) for name in node.streams), node.streams
+    assert {node.num_counted for node in nodes} == {nodes[0].num_counted}
+
+
+def test_faster_stages_and_links_are_those_that_were_named() -> None:
+    links = (parse_links(["1mbit-20ms", "2mbit-20ms"]), parse_links(["cable"]))
+    plan = StagedPlan((2, 2, 2), speeds=((1.0,), (2.0, 4.0)), links=links)
+    assert [plan.speed(stage, 1) for stage in range(3)] == [1.0, 4.0, 4.0]
+    assert [plan.link(stage, 1).name for stage in range(3)] == ["2mbit-20ms", "cable", "cable"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_run_goes_on_when_a_replica_crashes(stage: int) -> None:
+    events = (Event("crash", 1, 1.5, stage), Event("join", 2, 2.5, stage), Event("leave", 0, 4.0, (stage + 1) % 3))
+    replicas = tuple(3 if index == stage else 2 for index in range(3))
+    result, nodes = run(spec_of(steps=12), StagedPlan(replicas, links=SLOW, step_s=0.1, churn=Churn(events)))
+    assert not next(node for node in nodes if (node.stage, node.number) == (stage, 1)).is_alive
+    assert [each.num_replicas for each in result.stages] == [
+        2 if index == stage else 1 if index == (stage + 1) % 3 else 2 for index in range(3)
+    ]
+    assert result.loss < result.curve[0][2]
+    assert all(node.steps >= 12 for node in nodes if node.stage == 0 and node.is_alive)
+
+
+def test_a_pipeline_without_heads_cannot_be_judged() -> None:
+    churn = Churn((Event("crash", 0, 1.0), Event("leave", 1, 2.0)))
+    with pytest.raises(SettingsError, match="every replica of stage 0 is gone"):
+        run(spec_of(), StagedPlan((2, 1, 1), links=SLOW, churn=churn))
+
+
+def test_links_bound_the_tokens_per_second() -> None:
+    plan = StagedPlan((2, 2, 2), links=(parse_links(["0.1mbit-1ms"]),), step_s=0.01, gossips=False)
+    result, _ = run(spec_of(**{"train.batch_size": 48}), plan)
+    per_replica = 0.1e6 / 8 / (2 * (16 + 2))  # int8: a byte a channel, and a scale of two bytes
+    assert result.predicted_tokens_per_s == pytest.approx(2 * per_replica)
+    assert 0.5 * result.predicted_tokens_per_s < result.tokens_per_s < result.predicted_tokens_per_s
+    assert all(0.5 < stage.up_busy < 1 for stage in result.stages)

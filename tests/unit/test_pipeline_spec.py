@@ -1,0 +1,72 @@
+"""Stages in a run spec: a run without them keeps its digest, and wrong ones are refused by their dotted name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from noloco_p2p.errors import SpecError
+from noloco_p2p.presets import PRESETS, render
+from noloco_p2p.spec import PipelineSpec, TrainerSpec
+
+WHOLE = TrainerSpec(name="mine")
+STAGED = WHOLE.with_changes(
+    {"model.parameter_seeds": True, "pipeline.stages": 3, "pipeline.cut": [1, 2, 1], "pipeline.gradients": "bf16"}
+)
+
+
+def test_a_spec_without_stages_keeps_its_digest() -> None:
+    """These digests name runs that are older than stages."""
+    assert WHOLE.digest() == "cdf2fff1ded282ee93ebe1cf88af3b34e1c8e685b98b7ed677820439c8f8eb82"
+    assert PRESETS["large"].digest() == "7054ac1d47afe03077b7e6268527ade302778fb7c0e3dc3e5c92a1e70f546799"
+    assert b"pipeline" not in WHOLE.canonical_json()
+    assert b"parameter_seeds" not in WHOLE.canonical_json()
+    assert WHOLE.with_changes({"pipeline.stages": 1, "pipeline.cut": "auto"}).digest() == WHOLE.digest()
+
+
+def test_every_field_of_stages_is_in_the_digest() -> None:
+    changes = {"stages": 2, "cut": [2, 1, 1], "microbatch": 2, "activations": "int4", "gradients": "int4"}
+    digests = {STAGED.digest(), STAGED.with_changes({"pipeline.routing": "fast"}).digest()}
+    for key, value in changes.items():
+        cut = {"pipeline.cut": [2, 2]} if key == "stages" else {}
+        digests.add(STAGED.with_changes({f"pipeline.{key}": value, **cut}).digest())
+    assert len(digests) == len(changes) + 2
+    assert WHOLE.with_changes({"model.parameter_seeds": True}).digest() != WHOLE.digest()
+    assert STAGED.digest() == "4360a385e33b66916af6fe833c0e6a7906912d9fcacd1ea39de72f9827fce7d6"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pipeline.stages": 0}, "pipeline.stages: "),
+        ({"pipeline.cut": "even"}, "pipeline.cut 'even' must list the number of blocks of each stage, all above 0"),
+        ({"pipeline.cut": [2, 0, 2]}, "pipeline.cut '[2, 0, 2]' must list"),
+        ({"pipeline.cut": [2, True, 1]}, "pipeline.cut '[2, True, 1]' must list"),
+        ({"pipeline.cut": []}, "pipeline.cut '[]' must list"),
+        ({"pipeline.cut": [2, 2]}, "pipeline.cut has 2 numbers of blocks, and stages is 3"),
+        ({"pipeline.cut": [2, 2, 2]}, "change: pipeline.cut has 6 blocks in all, and model.num_layers is 4"),
+        ({"pipeline.microbatch": 17}, "pipeline.microbatch 17 must be at most train.batch_size 16"),
+        ({"pipeline.activations": "modulo8"}, "pipeline.activations: "),
+        ({"pipeline.routing": "best"}, "pipeline.routing: "),
+        ({"model.parameter_seeds": False}, "model.parameter_seeds must be true in a run with stages"),
+        ({"model.lora.rank": 4}, "model.lora.rank must be 0 in a run with stages"),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecError) as error:
+        STAGED.with_changes(changes)
+    assert message in str(error.value)
+
+
+def test_a_cut_of_a_model_by_name_is_checked_when_the_model_is_known() -> None:
+    named = STAGED.with_changes({"model.pretrained": "mine", "pipeline.cut": [9, 9, 9]})
+    assert named.pipeline.cut == (9, 9, 9)
+
+
+def test_stages_survive_toml_and_the_network(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(render(STAGED), encoding="utf-8")
+    assert TrainerSpec.load(path) == STAGED
+    again = TrainerSpec.from_json(STAGED.canonical_json(), expected_digest=STAGED.digest(), origin="peer")
+    assert again.pipeline == PipelineSpec(stages=3, cut=(1, 2, 1), gradients="bf16")

@@ -1,0 +1,102 @@
+"""What is exported loads in plain transformers with no network, or nothing is there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from noloco_p2p.errors import CheckpointError, SettingsError
+from noloco_p2p.spec import DataSpec, ModelSpec
+from noloco_p2p.trainer.export import export_model
+from noloco_p2p.trainer.model import build_model, build_tokenizer
+
+SMALL = ModelSpec(hidden_size=32, num_layers=1, num_heads=4, mlp_size=48)
+
+STRANGER = """
+import sys
+def refuse(event, args):
+    if event in ("socket.connect", "socket.getaddrinfo"):
+        raise RuntimeError(f"network: {event} {args}")
+sys.addaudithook(refuse)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+ids = tokenizer("import o", return_tensors="pt").input_ids
+written = model.generate(ids, max_new_tokens=4, do_sample=False)
+print(ids.tolist(), written.shape[1], model.config.use_cache)
+"""
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_model_and_tokenizer_load_again(tmp_path: Path, tied: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    model = build_model(SMALL.model_copy(update={"tied_embeddings": tied, "seed": 3}), sequence_length=16)
+    folder = export_model(model, build_tokenizer(DataSpec()), tmp_path / "new" / "exported")
+    assert capfd.readouterr() == ("", "")
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.arange(3, 19).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, model.eval().forward(input_ids=ids).logits)
+    weights = dict(loaded.named_parameters(remove_duplicate=False))
+    assert (weights["lm_head.weight"] is weights["model.embed_tokens.weight"]) is tied
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "def f(x):\n    return 'é \x00\U0001f642'\n"
+    ids = tokenizer(text).input_ids
+    assert ids == [byte + 3 for byte in text.encode()], "as it was trained, and open at its end: a prompt goes on"
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.pad_token_id == 0
+    assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == tokenizer.eos_token_id == 1
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["exported"]
+
+
+def test_a_stranger_needs_no_network_to_use_it(tmp_path: Path) -> None:
+    folder = export_model(build_model(SMALL, sequence_length=16), build_tokenizer(DataSpec()), tmp_path / "exported")
+    done = subprocess.run([sys.executable, "-c", STRANGER, str(folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    ids = [byte + 3 for byte in b"import o"]
+    assert done.stdout.startswith(f"[{ids}] ")
+    assert done.stdout.endswith(" True\n")
+
+
+def test_the_model_in_training_is_left_as_it_was(tmp_path: Path) -> None:
+    model = build_model(SMALL, sequence_length=16)
+    export_model(model, build_tokenizer(DataSpec()), tmp_path / "exported")
+    assert model.training
+    assert model.config.use_cache is False
+
+
+def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "precious").touch()
+    model, tokenizer = build_model(SMALL, sequence_length=16), build_tokenizer(DataSpec())
+    with pytest.raises(SettingsError, match="not an empty folder; nothing is overwritten"):
+        export_model(model, tokenizer, tmp_path)
+    with pytest.raises(SettingsError, match="not an empty folder"):
+        export_model(model, tokenizer, tmp_path / "precious")
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_an_empty_folder_is_used(tmp_path: Path) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    export_model(build_model(SMALL, sequence_length=16), build_tokenizer(DataSpec()), folder)
+    assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
+    assert folder.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    model, tokenizer = build_model(SMALL, sequence_length=16), build_tokenizer(DataSpec())
+    with pytest.raises(CheckpointError, match="cannot be exported"):
+        export_model(model, tokenizer, tmp_path / "file" / "below")
+
+    def full(*_args: object, **_kwargs: object) -> tuple[str, ...]:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        export_model(model, tokenizer, tmp_path / "exported")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,145 @@
+"""One inner step with either optimizer, and its state through a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from noloco_p2p.errors import ModelError
+from noloco_p2p.optim.inner import make_inner_optimizers
+from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.outer.optimizer_state import flatten_optimizers, restore_optimizers
+from noloco_p2p.spec import DataSpec, ModelSpec, TrainerSpec, TrainSpec
+from noloco_p2p.trainer.evaluate import evaluate_loss
+from noloco_p2p.trainer.gauges import flops_per_token
+from noloco_p2p.trainer.inner_step import InnerStep
+from noloco_p2p.trainer.model import build_model, causal_lm_loss, hidden_matrices
+
+MODEL = ModelSpec(hidden_size=32, num_layers=1, num_heads=2, mlp_size=48)
+
+
+def make(inner_optimizer: str) -> InnerStep:
+    spec = TrainerSpec(name="t", model=MODEL, data=DataSpec(sequence_length=16)).with_changes(
+        {"train.inner_optimizer": inner_optimizer, "train.warmup_steps": 1, "train.total_steps": 50}
+    )
+    return InnerStep(build_model(spec.model, sequence_length=16), spec.train)
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randint(0, 384, (4, 16), generator=torch.Generator().manual_seed(step))
+
+
+def weights(inner: InnerStep) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(inner.trainable.values()).detach()
+
+
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_everything_else() -> None:
+    inner = make("muon")
+    names = {id(param): name for name, param in inner.trainable.items()}
+    muon, adamw = ([names[id(p)] for group in o.param_groups for p in group["params"]] for o in inner.optimizers)
+    assert isinstance(inner.optimizers[0], torch.optim.Muon)
+    assert len(muon) == 7, muon  # four of attention, three of the MLP
+    assert all(name.startswith("model.layers.0") for name in muon)
+    assert sorted([*muon, *adamw]) == sorted(inner.trainable)
+    assert any("embed" in name for name in adamw)
+
+
+def test_an_untied_head_is_no_matter_for_muon() -> None:
+    model = build_model(MODEL.model_copy(update={"tied_embeddings": False}), sequence_length=16)
+    chosen = {id(matrix) for matrix in hidden_matrices(model)}
+    assert len(chosen) == 7
+    head = model.get_output_embeddings()
+    assert head is not None
+    assert id(head.weight) not in chosen
+
+
+def test_a_model_without_a_matrix_is_refused() -> None:
+    with pytest.raises(ValueError, match="inner_optimizer = 'muon'"):
+        make_inner_optimizers(nn.LayerNorm(3).parameters(), TrainSpec(inner_optimizer="muon"), matrices=[])
+
+
+@pytest.mark.parametrize("inner_optimizer", ["adamw", "muon"])
+def test_it_learns_and_goes_on_bit_for_bit_through_a_checkpoint(tmp_path: Path, inner_optimizer: str) -> None:
+    whole = make(inner_optimizer)
+    first = float(whole(batch(0), progress=0.0))
+    for step in range(1, 4):
+        whole(batch(step % 2), progress=step / 50)
+    flat = flatten_optimizers(whole.optimizers, whole.trainable)
+    files = {"optimizer": flat, "model": {name: p.detach() for name, p in whole.trainable.items()}}
+    checkpoint = Checkpoint(Checkpoints(tmp_path).save(0, files=files, meta={}))
+    for step in range(4, 6):
+        whole(batch(step % 2), progress=step / 50)
+    assert float(whole.loss(batch(0)).detach()) < first
+    again = make(inner_optimizer)
+    again.model.load_state_dict(checkpoint.load("model"), strict=False)
+    restore_optimizers(again.optimizers, again.trainable, checkpoint.load("optimizer"))
+    for step in range(4, 6):
+        again(batch(step % 2), progress=step / 50)
+    assert torch.equal(weights(again), weights(whole))
+
+
+# a step is closed apart from what it is made of
+
+
+def test_a_step_may_be_made_of_several_batches_and_closed_later() -> None:
+    """The gradients of two halves, each a mean, add up to twice that of the whole; clipping makes them equal."""
+    whole, parts = make("adamw"), make("adamw")
+    for each in (whole, parts):
+        each.train = each.train.model_copy(update={"clip_norm": 1e-3})
+    whole(batch(0), progress=0.5)
+    before = weights(parts)
+    losses = [parts.backward(half) for half in batch(0).split(2)]
+    assert torch.equal(weights(parts), before), "nothing moves before the step is closed"
+    assert all(loss.grad_fn is None for loss in losses), "no graph is kept"
+    parts.update(progress=0.5)
+    torch.testing.assert_close(weights(parts), weights(whole))
+    assert not parts.gradients()
+
+
+def test_a_step_without_gradients_changes_nothing() -> None:
+    inner = make("muon")
+    inner(batch(0), progress=0.5)
+    before, state = weights(inner), {name: value.clone() for name, value in inner.state().items()}
+    inner.update(progress=0.6)
+    assert torch.equal(weights(inner), before)
+    assert all(torch.equal(value, state[name]) for name, value in inner.state().items())
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), RuntimeError("broken")])
+def test_a_batch_that_fails_leaves_the_gradients_of_earlier_ones(error: Exception) -> None:
+    """It fails after a part of it: what that part has left is dropped, and nothing else."""
+    inner, calls = make("adamw"), []
+
+    def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        calls.append(len(tokens))
+        if len(calls) > 2:
+            raise error
+        return causal_lm_loss(model, tokens)
+
+    inner.backward(batch(0))
+    kept = [gradient.clone() for gradient in inner.gradients()]
+    inner._loss, inner.micro_batch = loss, 1
+    with pytest.raises((ModelError, RuntimeError)):
+        inner.backward(batch(1))
+    assert len(calls) == 3
+    assert all(torch.equal(one, two) for one, two in zip(inner.gradients(), kept, strict=True))
+
+
+def test_any_module_trains_by_a_loss_of_its_own() -> None:
+    """No config, no `.loss`: a plain module through inner step, evaluation and gauges."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
+
+    def loss(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(module(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    train = TrainSpec(learning_rate=1e-2, warmup_steps=0, total_steps=50)
+    inner, tokens = InnerStep(model, train, loss=loss), torch.arange(32).view(2, 16)
+    losses = [float(inner(tokens, progress=step / 50)) for step in range(20)]
+    assert losses[-1] < losses[0] - 0.5
+    measured = evaluate_loss(model, [tokens], logits=lambda module, part: module(part))
+    assert measured == pytest.approx(float(loss(model, tokens).detach()), rel=1e-5)
+    assert flops_per_token(model, sequence_length=16) == 6 * (8 * 50 + 50)

@@ -1,0 +1,102 @@
+"""Adapters alone are trained and travel; what is exported is the whole model, or the adapters as peft reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from noloco_p2p.errors import ModelError
+from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.spec import DataSpec, LoraSpec, ModelSpec, TrainSpec
+from noloco_p2p.trainer.export import export_model
+from noloco_p2p.trainer.inner_step import InnerStep
+from noloco_p2p.trainer.model import build_model, build_tokenizer
+
+BASE = ModelSpec(hidden_size=32, num_layers=2, num_heads=4, mlp_size=48, seed=3)
+LORA = BASE.model_copy(update={"lora": LoraSpec(rank=4, alpha=8.0)})
+IDS = torch.arange(3, 19).unsqueeze(0)
+
+
+def build(spec: ModelSpec = LORA) -> PreTrainedModel:
+    return build_model(spec, sequence_length=16)
+
+
+def train(model: nn.Module, steps: int = 3) -> None:
+    inner = InnerStep(model, TrainSpec(learning_rate=1e-2, warmup_steps=0, total_steps=50))
+    for _ in range(steps):
+        inner(IDS.repeat(2, 1), progress=0.1)
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def test_only_adapters_are_trained_and_travel() -> None:
+    model = build()
+    flat = FlatParameters(model)
+    assert all("lora_" in name for name, _ in flat.named)
+    assert flat.num_elements == 2 * (4 * (32 + 32) * 4 + 3 * 4 * (32 + 48))
+    frozen = {name: param.clone() for name, param in model.named_parameters() if not param.requires_grad}
+    before = flat.read(0, flat.num_elements)
+    train(model)
+    assert not torch.equal(flat.read(0, flat.num_elements), before)
+    assert all(torch.equal(model.get_parameter(name), param) for name, param in frozen.items())
+
+
+def test_at_first_adapters_change_nothing_and_peers_start_equal() -> None:
+    one, two = FlatParameters(build()), FlatParameters(build())
+    assert torch.equal(one.read(0, one.num_elements), two.read(0, two.num_elements))
+    assert one.layout() == two.layout()
+    assert torch.equal(logits(build()), logits(build(BASE)))
+
+
+def test_another_base_is_another_model_and_its_tensor_is_named() -> None:
+    one = FlatParameters(build()).model_layout
+    two = FlatParameters(build(LORA.model_copy(update={"seed": 4}))).model_layout
+    assert one.digest() != two.digest()
+    assert one.first_difference(two).startswith("frozen tensor model.embed_tokens.weight [384, 32] has other values")
+    three = FlatParameters(build(LORA.model_copy(update={"lora": LoraSpec(rank=5)}))).model_layout
+    assert "q_proj.lora_A.default.weight [4, 32] here" in one.first_difference(three)
+
+
+def test_the_export_is_the_merged_model_and_training_goes_on(tmp_path: Path) -> None:
+    model = build()
+    train(model)
+    expected = logits(model)
+    model.train()
+    folder = export_model(model, build_tokenizer(DataSpec()), tmp_path / "exported")
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.allclose(logits(loaded), expected, atol=1e-5)
+    assert not torch.allclose(logits(build(BASE)), expected, atol=1e-3)
+    assert not [name for name, _ in loaded.named_parameters() if "lora" in name]
+    assert {param.requires_grad for name, param in model.named_parameters() if "lora_" in name} == {True}
+    train(model, steps=1)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers for it
+def test_adapters_alone_load_in_peft(tmp_path: Path) -> None:
+    model = build()
+    train(model)
+    folder = export_model(model, build_tokenizer(DataSpec()), tmp_path / "adapters", adapters_of=LORA)
+    assert (folder / "adapter_model.safetensors").stat().st_size < 40_000
+    assert torch.allclose(logits(PeftModel.from_pretrained(build(BASE), str(folder))), logits(model), atol=1e-5)
+
+
+def test_a_frozen_base_may_be_bf16_and_adapters_stay_fp32() -> None:
+    model = build(LORA.model_copy(update={"lora": LoraSpec(rank=4, base_dtype="bf16")}))
+    dtypes = {(param.requires_grad, param.dtype) for param in model.parameters()}
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+    train(model)
+
+
+def test_targets_that_no_module_has_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"model\.lora\.targets 'nothing'"):
+        build(LORA.model_copy(update={"lora": LoraSpec(rank=4, targets="nothing")}))
+    one = build(LORA.model_copy(update={"lora": LoraSpec(rank=4, targets="q_proj, v_proj")}))
+    assert {name.split(".")[-4] for name, _ in FlatParameters(one).named} == {"q_proj", "v_proj"}

@@ -1,0 +1,129 @@
+"""A model that does not match is refused with its first differing tensor, wherever the two meet; buffers are kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from noloco_p2p.errors import CheckpointError
+from noloco_p2p.gossip.layout import ModelLayout
+from noloco_p2p.outer.buffers import persistent_buffers
+from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.outer.noloco import NoLoCo
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.testing.peers import MemorySwarm
+from noloco_p2p.testing.processes import until
+from noloco_p2p.testing.specs import published
+
+SPEC = RunSpec(name="t", outer=published(inner_steps=2, max_wait_s=0.0), total_steps=50)
+
+
+class Net(nn.Module):
+    """A frozen layer, a tied pair, running statistics, and a buffer that is not kept."""
+
+    def __init__(self, width: int = 4, *, seed: int = 0, frozen_seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(frozen_seed)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        torch.manual_seed(seed)
+        self.first = nn.Linear(4, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.tied = nn.Linear(4, width)
+        self.tied.weight = self.first.weight
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.first(self.frozen(inputs)) + self.tied(inputs))
+
+
+def layout(**options: int) -> ModelLayout:
+    return FlatParameters(Net(**options)).model_layout
+
+
+def test_tied_parameters_are_there_once_frozen_ones_by_content_and_buffers_not_at_all() -> None:
+    found = layout()
+    assert [name for name, _ in found.trainable] == [
+        "first.weight",
+        "first.bias",
+        "norm.weight",
+        "norm.bias",
+        "tied.bias",
+    ]
+    assert [name for name, _, _ in found.frozen] == ["frozen.weight", "frozen.bias"]
+    assert layout(seed=1).digest() == found.digest()
+
+
+def test_the_first_differing_tensor_is_named() -> None:
+    assert layout().first_difference(layout()) == ""
+    assert layout().first_difference(layout(width=5)) == (
+        "trainable tensor first.weight [4, 4] here, first.weight [5, 4] there"
+    )
+    assert layout().first_difference(layout(frozen_seed=1)) == (
+        "frozen tensor frozen.weight [4, 4] has other values there: it is of another revision or another seed"
+    )
+    less = ModelLayout(layout().trainable[:-1], layout().frozen)
+    assert layout().first_difference(less) == "trainable tensor tied.bias [4] here, none there"
+
+
+TENSORS = st.lists(st.tuples(st.text(max_size=5), st.lists(st.integers(0, 9), max_size=3).map(tuple)), max_size=4)
+
+
+@settings(max_examples=30)
+@given(TENSORS.map(tuple), TENSORS.map(tuple))
+def test_layouts_survive_their_json_and_equal_digests_mean_no_difference(
+    one: tuple[tuple[str, tuple[int, ...]], ...], two: tuple[tuple[str, tuple[int, ...]], ...]
+) -> None:
+    ours, theirs = ModelLayout(one), ModelLayout(two)
+    assert ModelLayout.from_json(ours.as_json()) == ours
+    assert (ours.digest() == theirs.digest()) is (ours.first_difference(theirs) == "")
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"trainable": [["a"]], "frozen": []}', b'{"trainable": 5}'])
+def test_a_list_of_tensors_that_is_none_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        ModelLayout.from_json(data)
+
+
+def test_a_partner_with_another_model_is_refused_and_the_tensor_is_told() -> None:
+    with MemorySwarm(SPEC) as swarm:
+        one, two = swarm.peer("one"), swarm.peer("two")
+        outers = [NoLoCo(Net(width), None, peer, save_every_rounds=0) for width, peer in ((4, one), (5, two))]
+        for outer in outers:
+            outer.step()
+        faults = (one.driver, two.driver)
+        until(lambda: any("has another model" in r.last_fault for r in faults), what="a refusal")
+        told = next(runner.last_fault for runner in faults if "has another model" in runner.last_fault)
+        assert "trainable tensor first.weight [" in told
+        assert one.metrics.swaps == two.metrics.swaps == 0
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_the_tensor_is_named(tmp_path: Path) -> None:
+    with MemorySwarm(SPEC) as swarm:
+        outer = NoLoCo(Net(), None, swarm.peer("one", run_folder=tmp_path), save_every_rounds=0)
+        outer.save()
+        for other, message in ((Net(5), r"first\.weight \[5, 4\] here"), (Net(frozen_seed=2), r"frozen\.weight")):
+            with pytest.raises(CheckpointError, match=rf"is of another model: .*{message}"):
+                NoLoCo(other, None, swarm.peer(message, run_folder=tmp_path), save_every_rounds=0)
+
+
+def test_buffers_stay_each_peers_own_and_a_checkpoint_keeps_them(tmp_path: Path) -> None:
+    model = Net()
+    assert list(persistent_buffers(model)) == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    with MemorySwarm(SPEC) as swarm:
+        outer = NoLoCo(model, None, swarm.peer("one", run_folder=tmp_path), save_every_rounds=0)
+        model(torch.randn(16, 4))
+        statistics = model.norm.running_mean.clone()  # pyright: ignore[reportOptionalMemberAccess]
+        assert statistics.abs().sum() > 0
+        outer.step()
+        outer.step()  # the end of a round
+        assert torch.equal(persistent_buffers(model)["norm.running_mean"], statistics)
+        outer.save()
+        again = Net()
+        NoLoCo(again, None, swarm.peer("two", run_folder=tmp_path), save_every_rounds=0)
+    assert torch.equal(persistent_buffers(again)["norm.running_mean"], statistics)
+    assert int(persistent_buffers(again)["norm.num_batches_tracked"]) == 1

@@ -1,0 +1,242 @@
+"""One model over several processes, on the CPU: the same training as in one, and one vector for the outer step."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from noloco_p2p.cli.gpus import _free_port
+from noloco_p2p.errors import RankError
+from noloco_p2p.gossip.outcome import Outcome, Swapped
+from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.outer.noloco import NoLoCo
+from noloco_p2p.outer.outer_state import OuterState
+from noloco_p2p.settings import PeerSettings
+from noloco_p2p.spec import DataSpec, ModelSpec, TrainerSpec, TrainSpec
+from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S
+from noloco_p2p.testing.peers import MemorySwarm
+from noloco_p2p.testing.specs import published
+from noloco_p2p.trainer.compute import Compute
+from noloco_p2p.trainer.evaluate import evaluate_loss
+from noloco_p2p.trainer.follower import LeadingStep, follow
+from noloco_p2p.trainer.inner_step import InnerStep
+from noloco_p2p.trainer.model import build_model
+from noloco_p2p.trainer.ranks import Ranks, Verb, text_payload, told
+from noloco_p2p.trainer.sharded import ShardedParameters, shard
+
+SPEC = TrainerSpec(
+    name="ranks",
+    model=ModelSpec(vocab_size=99, hidden_size=20, num_layers=2, num_heads=2, mlp_size=30),  # no size that 3 divides
+    data=DataSpec(sequence_length=16),
+    train=TrainSpec(warmup_steps=1, total_steps=50, weight_decay=0.1),
+    outer=published(),
+)
+CPU = torch.device("cpu")
+WINDOW_ELEMENTS = 1000  # the model has several of them
+
+pytestmark = pytest.mark.slow
+
+
+def batch(step: int) -> Tensor:
+    """Five sequences: no number of ranks divides them."""
+    return torch.randint(0, 99, (5, 16), generator=torch.Generator().manual_seed(step))
+
+
+def train(inner: InnerStep, state: OuterState, steps: range) -> list[float]:
+    """Inner steps with an outer step after the second one, and an evaluation before it."""
+    losses = []
+    for step in steps:
+        losses.append(float(inner(batch(step), progress=step / 50, seed=step)))
+        if step == 1:
+            with inner.together():
+                losses.append(evaluate_loss(inner.model, [batch(90), batch(91)]))
+            list(state.outer_gradient())
+            state.step(None)
+    return losses
+
+
+def plain(steps: range, spec: TrainerSpec) -> tuple[list[float], dict[str, Tensor]]:
+    model = build_model(SPEC.model, sequence_length=16)
+    inner, state = InnerStep(model, spec.train), OuterState(model, spec.outer)
+    losses = train(inner, state, steps)
+    return losses, {**inner.state(), **state.parameters.named_values()}
+
+
+def one_rank(rank: int, size: int, port: int, act: Callable[[Ranks], None]) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with Ranks(rank, size, CPU) as ranks:
+        if rank:
+            follow(ranks, PeerSettings(micro_batch=1))
+        else:
+            act(ranks)
+
+
+def lead(ranks: Ranks, spec: TrainerSpec = SPEC) -> tuple[LeadingStep, OuterState]:
+    ranks.order(Verb.BUILD, payload=text_payload(spec.canonical_json()))
+    model = build_model(SPEC.model, sequence_length=16)
+    compute = Compute(micro_batch=1, num_ranks=ranks.size)
+    layout = FlatParameters(model).model_layout
+    shard(model, ranks, compute)
+    parameters = ShardedParameters(model, ranks, layout=layout, window_elements=WINDOW_ELEMENTS)
+    return LeadingStep(model, spec.train, compute, ranks), OuterState(parameters, spec.outer)
+
+
+def train_sharded(ranks: Ranks, spec: TrainerSpec, steps: range, resume: Path | None, to: Path) -> None:
+    inner, state = lead(ranks, spec)
+    names = set(state.parameters.named_values())
+    if resume:
+        kept = load_file(resume)
+        state.parameters.take({name: value for name, value in kept.items() if name in names})
+        inner.restore({key: value for key, value in kept.items() if key not in names and key != "losses"})
+    losses = torch.tensor(train(inner, state, steps))
+    save_file({"losses": losses, **inner.state(), **state.parameters.named_values()}, to)
+
+
+def run_ranks(size: int, act: Callable[[Ranks], None]) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["noloco_p2p.trainer.follower"])
+    port = _free_port()
+    processes = [context.Process(target=one_rank, args=(rank, size, port, act)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(PATIENCE_S)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0] * size
+
+
+def sharded(
+    size: int, steps: range, to: Path, resume: Path | None = None, spec: TrainerSpec = SPEC
+) -> dict[str, Tensor]:
+    run_ranks(size, partial(train_sharded, spec=spec, steps=steps, resume=resume, to=to))
+    return load_file(to)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "atol"),
+    [("adamw", 2e-5), ("muon", 1e-4)],  # Muon iterates in bf16; to take each part of a matrix for itself is 1e-3 off
+)
+def test_ranks_train_the_model_that_one_process_trains(tmp_path: Path, optimizer: str, atol: float) -> None:
+    """Micro-batches, clipping, evaluation, the outer step and the state of the optimizer included."""
+    spec = SPEC.with_changes({"train.inner_optimizer": optimizer})
+    found = sharded(3, range(4), tmp_path / "whole", spec=spec)
+    losses, expected = plain(range(4), spec)
+    assert found.pop("losses").tolist() == pytest.approx(losses, abs=1e-5)
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.allclose(found[name], values, atol=atol), name
+
+
+def test_what_ranks_have_saved_goes_on_with_the_same_bits_and_with_other_ranks(tmp_path: Path) -> None:
+    whole = sharded(2, range(5), tmp_path / "whole")
+    sharded(2, range(3), tmp_path / "half")
+    again = sharded(2, range(3, 5), tmp_path / "again", resume=tmp_path / "half")
+    others = sharded(3, range(3, 5), tmp_path / "others", resume=tmp_path / "half")
+    assert torch.equal(again["losses"], whole["losses"][-2:])
+    for name in whole.keys() - {"losses"}:
+        assert torch.equal(again[name], whole[name]), name
+        assert torch.allclose(others[name], whole[name], atol=2e-5), name
+
+
+def check_vector(ranks: Ranks) -> None:
+    _, state = lead(ranks)
+    flat, size = state.parameters, state.num_elements
+    whole = FlatParameters(build_model(SPEC.model, sequence_length=16))
+    assert flat.layout() == whole.layout(), "peers with other numbers of GPUs understand each other"
+    vector = whole.read(0, size)
+    assert torch.equal(state.slow_weights, vector)
+    for start, stop in ((0, size), (1, 2), (WINDOW_ELEMENTS - 1, 3 * WINDOW_ELEMENTS + 7), (size - 5, size)):
+        other = torch.randn(stop - start, generator=torch.Generator().manual_seed(start))
+        assert torch.equal(flat.read(start, stop), vector[start:stop])
+        assert torch.equal(flat.minus(start, other, out=torch.empty(size)), vector[start:stop] - other)
+        flat.flush()
+        flat.write(start, other)
+        flat.flush()
+        vector[start:stop] = other
+        flat.add(start, other)
+        flat.flush()
+        vector[start:stop] += other
+        assert torch.equal(flat.read(0, size), vector)
+        flat.flush()
+
+
+def test_any_piece_of_the_vector_is_that_of_the_whole_model() -> None:
+    run_ranks(3, check_vector)
+
+
+def swap_with_a_plain_peer(ranks: Ranks, folder: Path) -> None:
+    spec = SPEC.with_changes({"outer.inner_steps": 2, "outer.max_wait_s": 5.0})
+    with MemorySwarm(spec) as swarm:
+        inner, state = lead(ranks)
+        plain_inner = InnerStep(build_model(SPEC.model, sequence_length=16), SPEC.train)
+        steps = [inner, plain_inner]
+        outers = [
+            NoLoCo(step.model, None, swarm.peer(name, run_folder=folder), save_every_rounds=0, parameters=parameters)
+            for name, step, parameters in (("a", inner, state.parameters), ("b", plain_inner, None))
+        ]
+        outcomes: list[Outcome] = []
+        have_swapped = threading.Event()
+
+        def life(index: int) -> None:
+            for step in range(200):
+                steps[index](batch(10 * index + step), progress=0.1)
+                if result := outers[index].step():
+                    outcomes.append(result.outcome)
+                if have_swapped.is_set():
+                    break
+                if sum(isinstance(outcome, Swapped) for outcome in outcomes) >= 2:
+                    have_swapped.set()
+
+        other = threading.Thread(target=life, args=(1,))
+        other.start()
+        life(0)  # in this thread: what ranks do together is ordered by one
+        other.join(PATIENCE_S)
+        assert have_swapped.is_set(), outcomes
+        apart = outers[0]._state.slow_weights - outers[1]._state.slow_weights
+        assert 0 < float(apart.norm()) < 0.1 * float(outers[0]._state.slow_weights.norm())
+
+
+def test_it_swaps_with_a_peer_that_has_one_process(tmp_path: Path) -> None:
+    run_ranks(2, partial(swap_with_a_plain_peer, folder=tmp_path))
+
+
+def lose_one(ranks: Ranks) -> None:
+    inner, _ = lead(ranks)
+    began_s = time.monotonic()
+    ranks.order(Verb.RESTORE, payload=text_payload(b"no JSON"))  # which ends the others with an error of their own
+    with pytest.raises(RankError, match=r"resumes from the last checkpoint"), told():
+        inner(batch(0), progress=0.0)
+    assert time.monotonic() - began_s < AT_ONCE_S
+
+
+def leave_alone(rank: int, size: int, port: int, codes: Any) -> None:
+    try:
+        one_rank(rank, size, port, lose_one)
+        codes[rank] = 1
+    except ValueError:
+        codes[rank] = 2
+
+
+def test_a_rank_that_ends_ends_the_work_of_rank_0_with_an_error_in_words() -> None:
+    context = multiprocessing.get_context("forkserver")
+    codes, port = context.Array("i", 2), _free_port()
+    processes = [context.Process(target=leave_alone, args=(rank, 2, port, codes)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(PATIENCE_S)
+        process.kill()
+    assert codes[:] == [1, 2]

@@ -1,0 +1,105 @@
+"""The trainer stops anywhere and goes on as if it had not: the same losses and the same bits."""
+
+from __future__ import annotations
+
+import threading
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from noloco_p2p.outer.checkpoint import Checkpoint
+from noloco_p2p.peer.peer import Peer
+from noloco_p2p.settings import PeerSettings
+from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.telemetry.events import read_events
+from noloco_p2p.telemetry.progress import Progress
+from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
+from noloco_p2p.testing.processes import small_spec
+from noloco_p2p.trainer.inner_step import InnerStep
+from noloco_p2p.trainer.loop import Trainer
+
+NUM_STEPS = 11
+SPEC = small_spec("resume", outer__inner_steps=4, evaluate__every_rounds=1, train__total_steps=60)
+
+
+class TrainingPeer(MemoryPeer):
+    """What the trainer needs of a peer beyond what the outer step does."""
+
+    settings: PeerSettings
+    address = "memory"
+
+    def begin(self, settings: PeerSettings) -> Peer:
+        self.settings = settings
+        self.progress = Progress()
+        self.leave_requested, self.pause_requested = threading.Event(), threading.Event()
+        self.run_folder.mkdir(parents=True, exist_ok=True)
+        return cast("Peer", self)
+
+    def tell_long_swaps(self, tell: object) -> None: ...
+
+    def count_traffic(self) -> None: ...
+
+    def live_peers(self) -> int:
+        return 0
+
+    def restore_metrics(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self.metrics, name, value)
+
+
+def train(folder: Path, num_steps: int, spec: TrainerSpec = SPEC) -> Checkpoint:
+    """One life of a peer: from what is in `folder`, `num_steps` inner steps, to its last checkpoint."""
+    with MemorySwarm(spec) as swarm:
+        peer = swarm.peer("the same peer", run_folder=folder)
+        peer.__class__ = TrainingPeer
+        settings = PeerSettings(state_dir=folder, device="cpu", max_steps=num_steps, save_every_rounds=1)
+        trainer = Trainer(cast("TrainingPeer", peer).begin(settings), say=lambda line: None)
+        trainer.needs()
+        path = trainer.train()
+        assert path is not None
+        return Checkpoint(path)
+
+
+def losses(folder: Path) -> list[float]:
+    events = read_events(folder / "events.jsonl")
+    return [event["loss"] for event in events if event["event"] == "round"]
+
+
+@pytest.mark.parametrize("stops", [[4, 7], [1, 5, 5]], ids=["between two rounds", "within rounds"])
+def test_the_losses_after_a_stop_are_those_without_it(tmp_path: Path, stops: list[int]) -> None:
+    whole = train(tmp_path / "whole", NUM_STEPS)
+    last = [train(tmp_path / "parts", num_steps) for num_steps in stops][-1]
+    for stem in ("outer", "fast", "optimizer"):
+        expected, found = whole.load(stem), last.load(stem)
+        assert found.keys() == expected.keys()
+        for name, values in expected.items():
+            assert torch.equal(found[name], values), f"{stem}: {name}"
+    assert last.meta["data"] == whole.meta["data"]
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_the_last_k_checkpoints_are_kept(tmp_path: Path) -> None:
+    train(tmp_path, NUM_STEPS)
+    assert len(list((tmp_path / "checkpoints").glob("*-round-*"))) == PeerSettings().keep_checkpoints
+
+
+def test_weights_that_are_not_finite_cost_their_round_and_the_moments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, number = InnerStep.__call__, count()
+
+    def once_broken(self: InnerStep, batch: torch.Tensor, **options: Any) -> torch.Tensor:
+        if next(number) == 5:
+            with torch.no_grad():
+                next(iter(self.trainable.values())).fill_(torch.nan)
+        return take(self, batch, **options)
+
+    monkeypatch.setattr(InnerStep, "__call__", once_broken)
+    last = train(tmp_path, NUM_STEPS)
+    for stem in ("outer", "fast", "optimizer"):
+        assert all(bool(values.isfinite().all()) for values in last.load(stem).values()), stem
+    events = [event for event in read_events(tmp_path / "events.jsonl") if event["event"] == "round"]
+    assert [event["diverged"] for event in events] == [0, 1]

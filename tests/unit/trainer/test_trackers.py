@@ -1,0 +1,107 @@
+"""Trackers get the numbers of the one table by their names; one that fails is left out and training goes on."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.settings import PeerSettings
+from noloco_p2p.telemetry.metrics import NUMBERS, Metrics, numbers
+from noloco_p2p.trainer.trackers import Trackers, WeightsAndBiases
+
+METRICS = Metrics(step=40, loss=3.5, tokens_per_s=100.0, last_outcome="alone")
+
+
+def make(folder: Path, *names: str) -> Trackers:
+    return Trackers.of(names, folder=folder, run="run-1", peer_id="12D3KooWpeerid123", config={"a": {"b": 1}})
+
+
+def test_only_numbers_that_are_known_are_tracked_under_the_names_of_the_table() -> None:
+    found = numbers(METRICS.as_dict())
+    assert found["loss"] == 3.5
+    assert "validation_loss" not in found
+    assert "last_outcome" not in found
+    assert set(found) < set(NUMBERS)
+    assert {"gradient_norm", "mfu", "memory_bytes", "spread", "swap_hidden_s", "blocked_s", "alone_refused"} < set(
+        NUMBERS
+    )
+
+
+def test_tensorboard_has_the_curves_and_goes_on_after_a_restart(tmp_path: Path) -> None:
+    for step in (40, 80):
+        trackers = make(tmp_path, "tensorboard")
+        trackers.log({**METRICS.as_dict(), "step": step})
+        trackers.close()
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    assert set(read.Tags()["scalars"]) == set(numbers(METRICS.as_dict()))
+    assert [(point.step, point.value) for point in read.Scalars("loss")] == [(40, 3.5), (80, 3.5)]
+
+
+class Broken:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        self.calls += 1
+        raise OSError("no space left")
+
+    def close(self) -> None:
+        raise OSError("no space left")
+
+
+def test_a_tracker_that_fails_is_left_out_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    one, two = Broken(), Broken()
+    trackers = Trackers({"one": one, "two": two})
+    for _ in range(3):
+        trackers.log(METRICS.as_dict())
+    trackers.close()
+    assert (one.calls, two.calls) == (1, 1)
+    assert caplog.text.count("one takes no more numbers of this run: no space left") == 1
+
+
+def test_wandb_is_told_the_run_and_the_numbers(tmp_path: Path) -> None:
+    """A twin of the library: `init`, `Settings`, and a run with `log` and `finish`."""
+    begun: dict[str, Any] = {}
+    logged: list[tuple[dict[str, float], int]] = []
+    ended: list[bool] = []
+    run = SimpleNamespace(log=lambda values, step: logged.append((values, step)), finish=lambda: ended.append(True))
+    twin = SimpleNamespace(init=lambda **options: begun.update(options) or run, Settings=lambda **options: options)
+    tracker = WeightsAndBiases(twin, tmp_path, run="run-1", peer_id="12D3KooWpeerid123", config={"a": {"b": 1}})
+    trackers = Trackers({"wandb": tracker})
+    trackers.log(METRICS.as_dict())
+    trackers.close()
+    assert (begun["group"], begun["id"], begun["resume"]) == ("run-1", "run-1-ooWpeerid123", "allow")
+    assert begun["config"] == {"a": {"b": 1}}
+    assert logged == [(numbers(METRICS.as_dict()), 40)]
+    assert ended == [True]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed here")
+def test_an_extra_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"--tracker wandb needs .*pip install 'noloco_p2p\[wandb\]'"):
+        make(tmp_path, "wandb")
+
+
+def test_a_tracker_that_cannot_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**options: object) -> None:
+        raise RuntimeError("no API key configured")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=refuse, Settings=lambda **options: options))
+    with pytest.raises(SettingsError, match="--tracker wandb cannot start: no API key configured"):
+        make(tmp_path, "wandb")
+
+
+def test_settings_know_the_trackers() -> None:
+    both = ("tensorboard", "wandb")
+    assert PeerSettings.load({"trackers": both}).trackers == both
+    with pytest.raises(SettingsError, match="trackers"):
+        PeerSettings.load({"trackers": ("mlflow",)})
