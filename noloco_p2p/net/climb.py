@@ -2,7 +2,8 @@
 
 Lanes are doubled while that pays. A TCP stream that loss holds back carries as much beside others as alone, so that two
 carry nearly twice as much; a link that is full carries no more, whatever the number. Each direction is looked at by
-itself. What was learned is remembered for the next swap with the same peer.
+itself. The frames of a new lane wait for the backlog of the other lanes, so a trial that makes one direction faster and
+the other one slower is measured once more. What was learned is remembered for the next swap with the same peer.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Climb:
         self._lanes = 1
         self._window_begins_s = 0.0
         self._is_measuring = False
+        self._is_repeated = False
 
     def in_place(self, num_lanes: int, now_s: float) -> None:
         """So many lanes are open now; fewer than wanted when the other side has refused some."""
@@ -97,6 +99,7 @@ class Climb:
             self.is_settled = self.is_settled or self.before is None or num_lanes <= self.before.num_lanes
         self._lanes = num_lanes
         self._is_measuring = not self.is_settled
+        self._is_repeated = False
         self._begin_window(now_s + self._settle_s)
 
     def pause(self, direction: Direction) -> None:
@@ -114,13 +117,17 @@ class Climb:
         if not self._window_is_full(now_s):
             return False
         rates = {way: self._meters[way].num_bytes / self._meters[way].active_s for way in Direction if self._knows(way)}
+        if not self._is_repeated and self.before and _disagree(_gains(self.before.rates, rates)):
+            self._is_repeated = True
+            self._begin_window(now_s)
+            return False
         self._is_measuring = False
         self._judge(rates)
         return True
 
     def _judge(self, rates: dict[Direction, float]) -> None:
         self.has_measured = True
-        if self.before and not _pays(self.before.rates, rates):
+        if self.before and not _pay(_gains(self.before.rates, rates)):
             self.wanted, self.is_settled = self.before.num_lanes, True
             return
         self.before = Measured(self._lanes, rates)
@@ -151,9 +158,16 @@ class Climb:
             meter.restart()
 
 
-def _pays(before: Mapping[Direction, float], after: Mapping[Direction, float]) -> bool:
-    gains = [after[way] / before[way] for way in after.keys() & before.keys()]
+def _gains(before: Mapping[Direction, float], after: Mapping[Direction, float]) -> list[float]:
+    return [after[way] / before[way] for way in after.keys() & before.keys()]
+
+
+def _pay(gains: list[float]) -> bool:
     return bool(gains) and max(gains) >= GAIN and min(gains) >= 1 / GAIN
+
+
+def _disagree(gains: list[float]) -> bool:
+    return bool(gains) and max(gains) >= GAIN and min(gains) < 1 / GAIN
 
 
 @dataclass(slots=True)

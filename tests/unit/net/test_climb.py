@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_p2p.net.climb import QUIET_SWAPS, REMEMBERED_PEERS, Climb, Direction, LaneMemory, LanePolicy
+from noloco_p2p.net.climb import QUIET_SWAPS, REMEMBERED_PEERS, Climb, Direction, LaneMemory, LanePolicy, Measured
 
 POLICY = LanePolicy(max_lanes=8, window_s=1.5)
 FRAME_BYTES = 262_144
@@ -75,6 +75,23 @@ def test_lanes_are_doubled_while_that_pays(sent: Rate, received: Rate, history: 
 
 def test_a_trial_that_helps_one_direction_at_the_cost_of_the_other_does_not_pay() -> None:
     assert swap(fresh(), lambda lanes: 3.0 * lanes, lambda lanes: 12.0 / lanes, seconds=60.0) == [1, 2, 1]
+
+
+def test_a_direction_that_stalls_for_a_moment_does_not_end_a_trial() -> None:
+    """The frames of a new lane wait for the backlog of the others: one direction looks slow, once."""
+    climb = fresh()
+    climb.before = Measured(1, {Direction.SENT: 1e6, Direction.RECEIVED: 1e6})
+    climb.wanted = 2
+    climb.in_place(2, 0.0)
+    has_decided, number = False, 0
+    while not has_decided:
+        number += 1
+        now_s = 1.0 + 0.1 * number
+        ways = [Direction.RECEIVED] if now_s < 4.0 and number % 5 else list(Direction)
+        decisions = [climb.moved(way, FRAME_BYTES, now_s, lane=number % 2) for way in ways]
+        has_decided = any(decisions)
+        assert number < 1000
+    assert climb.wanted == 4
 
 
 def test_noise_is_not_taken_for_a_gain() -> None:
