@@ -146,7 +146,7 @@ def flooder(pipe: Connection, folder: str, doors: list[str]) -> None:
 
 
 class Flood:
-    """One attacker. Each kind of request may take a good third of the bytes, and at most so many requests a second."""
+    """One attacker. Each kind of request has its own limits, in bytes (a little over a third) and in requests."""
 
     def __init__(self, node: SwarmNode, bytes_a_s: float) -> None:
         self.target: str | None = None

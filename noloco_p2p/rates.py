@@ -1,40 +1,81 @@
-"""So many a minute and no more, counted for each of many keys: hosts, networks, peers."""
+"""Token buckets: an allowance that is full at first and refills with time, one or one for each of many keys."""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
-MAX_KEYS = 4096  # who is not remembered any more begins anew
+MAX_KEYS = 4096  # hosts, networks or peers; the bucket that was used the longest ago is forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Units per second in the long run, and units at once."""
+
+    per_s: float
+    burst: float
+
+
+@dataclass(slots=True)
+class TokenBucket:
+    """`left` may fall below zero, by one charge: some costs are known after the work only."""
+
+    rate: Rate
+    left: float
+    at_s: float
+
+    @classmethod
+    def full(cls, rate: Rate, now_s: float) -> TokenBucket:
+        return cls(rate, rate.burst, now_s)
+
+    def refill(self, now_s: float) -> float:
+        """The units that are left now."""
+        self.left = min(self.left + max(now_s - self.at_s, 0.0) * self.rate.per_s, self.rate.burst)
+        self.at_s = now_s
+        return self.left
+
+
+class Buckets:
+    """A token bucket for each of the `max_keys` keys that were used last. Pure: it is given the time."""
+
+    def __init__(self, rate: Rate, *, max_keys: int = MAX_KEYS) -> None:
+        self._rate = rate
+        self._max_keys = max_keys
+        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def of(self, key: str, now_s: float) -> TokenBucket:
+        """The bucket of this key, refilled."""
+        bucket = self._buckets.setdefault(key, TokenBucket.full(self._rate, now_s))
+        self._buckets.move_to_end(key)
+        if len(self._buckets) > self._max_keys:
+            self._buckets.popitem(last=False)
+        bucket.refill(now_s)
+        return bucket
 
 
 class Rates:
-    """A token bucket for each key: `at_once` at first, and `per_s` more a second up to that."""
+    """How often each of many keys may do something: `at_once` at first, and `per_s` in the long run."""
 
     def __init__(self, *, per_s: float, at_once: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._per_s, self._at_once = per_s, at_once
+        self._buckets = Buckets(Rate(per_s, at_once))
         self._clock = clock
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # key -> (tokens, when counted)
 
     def __len__(self) -> int:
-        return len(self._left)
+        return len(self._buckets)
 
     def take(self, key: str) -> bool:
-        """Whether it has one left, which is taken."""
-        tokens = self._now(key)
-        self._set(key, tokens - 1.0 if tokens >= 1.0 else tokens)
-        return tokens >= 1.0
+        """Whether this key has one left, which is taken."""
+        bucket = self._buckets.of(key, self._clock())
+        has_one = bucket.left >= 1.0
+        if has_one:
+            bucket.left -= 1.0
+        return has_one
 
     def give_back(self, key: str) -> None:
-        self._set(key, min(self._at_once, self._now(key) + 1.0))
-
-    def _now(self, key: str) -> float:
-        tokens, counted_s = self._left.get(key, (self._at_once, self._clock()))
-        return min(self._at_once, tokens + self._per_s * (self._clock() - counted_s))
-
-    def _set(self, key: str, tokens: float) -> None:
-        self._left.pop(key, None)
-        self._left[key] = (tokens, self._clock())
-        while len(self._left) > MAX_KEYS:
-            self._left.popitem(last=False)
+        bucket = self._buckets.of(key, self._clock())
+        bucket.left = min(bucket.rate.burst, bucket.left + 1.0)

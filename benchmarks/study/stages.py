@@ -9,9 +9,10 @@ The first prints a line a case. With --json the file is written after every case
 again. The second prints how far pipelines are from the best whole-model case with as many replicas, seed by seed.
 All cases of a seed start from the same weights, and head i of a pipeline reads the text of whole replica i.
 
-A link carries a microbatch in 0.68 s, as 100 Mbit/s carry 2,048 tokens of width 4096 in int8, and two peers are 50 ms
-apart. The busiest stage computes for half as long as its link carries. Microbatches are smaller here, and so is the
-rate of the links, so that transfers, delays and computing keep their proportions. A swap is one chunk here, or few.
+A slow link carries a microbatch in 0.68 s, as 100 Mbit/s carry 2,048 tokens of width 4096 in int8, and two peers are
+50 ms apart. The busiest stage computes for half as long as its link carries. A fast link is ten times as fast, with
+5 ms; the stages compute as fast as on a slow one. Microbatches are smaller here, and so is the rate of the links, so
+that transfers, delays and computing keep their proportions. A swap is one chunk here, or few.
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ from noloco_p2p.trainer.cut import link_bytes_per_token
 from noloco_p2p.trainer.model import build_on_meta
 from noloco_p2p.trainer.stage import measure
 
-HOP_S = 2048 * 4160 * 8 / 100e6  # of a microbatch: 0.68 s
-DELAY_MS = 50.0  # between two peers, one way
+HOP_S = 2048 * 4160 * 8 / 100e6  # of a microbatch on a slow link: 0.68 s
 BASE = {"model.parameter_seeds": True, **averaging(5), **MODULO, **CLOSED}
 MODELS: dict[str, dict[str, Any]] = {
     "toy": {"name": "toy-stages", "model.num_layers": 4},  # 0.22M parameters
@@ -57,6 +57,17 @@ LOST = 0.05
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """hop_s: the time in which it carries a microbatch. delay_ms: between two peers, one way."""
+
+    hop_s: float
+    delay_ms: float
+
+
+SLOW, FAST = Link(HOP_S, 50.0), Link(HOP_S / 10, 5.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
     """num_stages: 1 = whole models. lot: sequences of an inner step. steps: to measure speed alone, which needs few."""
 
@@ -69,6 +80,7 @@ class Case:
     plan: dict[str, Any] = field(default_factory=dict)
     rule: str = "noloco"
     steps: int = 0
+    link: Link = SLOW
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -120,6 +132,15 @@ STUDIES: dict[str, list[Case]] = {
             *((64, window, 32e-3) for window in (8, 16)),
         )
     ],
+    "fast": [  # links of 1 Gbit/s and 5 ms, where few microbatches in flight keep the stages busy
+        Case(
+            f"fast links, {lot} sequences, {window} in flight, {rate:g}",
+            *(3, 4, lot, rate, INT8),
+            {"lost_share": LOST, "window": window},
+            link=FAST,
+        )
+        for lot, window, rate in ((4, 1, 8e-3), (4, 4, 8e-3), (8, 2, 16e-3), (8, 4, 16e-3), (16, 4, 16e-3))
+    ],
     "ablations": [
         ablation("3 stages x 4"),
         *(ablation(f"{paths} paths, {rule}", paths=paths, rule=rule) for paths, rule in (("fixed", "noloco"),)),
@@ -156,8 +177,8 @@ def plan_of(case: Case, spec: TrainerSpec, seed: int) -> StagedPlan:
     # Of the rate that int8 needs, whatever the codec is, so that codecs meet the same links.
     int8 = spec.with_changes(INT8).pipeline
     hop_bytes = microbatch * link_bytes_per_token(int8, spec.model.hidden_size) / 2
-    rate = hop_bytes * 8 / 1e6 / HOP_S
-    link = LinkProfile("gate", down_mbit_s=rate, up_mbit_s=rate, delay_ms=DELAY_MS / 2, jitter_ms=0)
+    rate = hop_bytes * 8 / 1e6 / case.link.hop_s
+    link = LinkProfile("study", down_mbit_s=rate, up_mbit_s=rate, delay_ms=case.link.delay_ms / 2, jitter_ms=0)
     sizes = measure(
         build_on_meta(spec.model, sequence_length=spec.data.sequence_length), sequence_length=spec.data.sequence_length
     )

@@ -24,7 +24,8 @@ def init(
         bool, typer.Option("--private", help="Only who is invited may enter; writes the run key beside the spec.")
     ] = False,
     stages: Annotated[
-        int, typer.Option(min=1, help="Cut the model into so many stages, and print what a peer of each one needs.")
+        int,
+        typer.Option(min=1, help="Cut the model into this number of stages, and print what each one needs."),
     ] = 1,
     pretrained: Annotated[
         str | None, typer.Option(metavar="NAME", help="Model and tokenizer to start from.", show_default=False)

@@ -37,7 +37,6 @@ from noloco_p2p.gossip.frames import (
 from noloco_p2p.gossip.introductions import Introductions
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import Correction, Outcome, Traffic
-from noloco_p2p.gossip.owned_tasks import OwnedTasks
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.pairing import Pairing
 from noloco_p2p.gossip.payload_memory import PayloadMemory
@@ -60,6 +59,7 @@ from noloco_p2p.gossip.round_state import POLL_S, RoundState
 from noloco_p2p.gossip.seams import Directory, FrameStream, Transport
 from noloco_p2p.gossip.sections import SectionPlan
 from noloco_p2p.gossip.swap import Ledger, Swap
+from noloco_p2p.owned_tasks import OwnedTasks
 from noloco_p2p.telemetry.console import named
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class RoundDriver:
         self._rng = rng
         self._deadlines = deadlines
         self._clock = clock
-        self._tasks = OwnedTasks()
+        self._tasks = OwnedTasks("a task of the rounds")
         self._matchmaking: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._staged = Staged()  # the own outer gradient, for the swap of this round

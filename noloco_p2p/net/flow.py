@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from noloco_p2p.errors import CorruptPayload, DirectoryError, PeerError, Refused, TimedOut, Unreachable
 from noloco_p2p.flow.frames import Frame
@@ -26,6 +26,7 @@ from noloco_p2p.net.flow_link import MAX_QUEUED, STUCK_S, FlowLink, PayloadSizes
 from noloco_p2p.net.flow_wire import FlowHello
 from noloco_p2p.net.server import ServerWire
 from noloco_p2p.net.throttle import UNLIMITED, Limits
+from noloco_p2p.owned_tasks import OwnedTasks
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class FlowLinks:
         self._stuck_s = stuck_s
         self._links: dict[str, FlowLink] = {}
         self._dials: dict[str, Dial] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks("a stream of the pipeline")
         self._is_leaving = False
 
     @property
@@ -127,7 +128,7 @@ class FlowLinks:
     def open(self, peer: str) -> None:
         """Open a stream, if there is none. The driver is told how that ended."""
         if peer not in self._links and peer not in self._dials and not self._is_leaving:
-            self._dials[peer] = Dial(self._own(self._dial(peer)))
+            self._dials[peer] = Dial(self._tasks.start(self._dial(peer)))
 
     def drop(self, peer: str, fault: PeerError) -> None:
         """End the stream to a peer, if there is one."""
@@ -146,10 +147,9 @@ class FlowLinks:
         for link in self._links.values():
             link.stop(Unreachable("this peer leaves", peer=link.peer))
         self._links.clear()
-        running = [task for task in self._tasks if task not in {dial.task for dial in self._dials.values()}]
         for dial in self._dials.values():
             dial.task.cancel()
-        await asyncio.gather(*running, *(dial.task for dial in self._dials.values()), return_exceptions=True)
+        await self._tasks.stop(grace_s=1.0)
 
     # a call of this peer
 
@@ -280,7 +280,7 @@ class FlowLinks:
             self._drop(before, Unreachable("a new stream takes its place", peer=link.peer))
         dial = self._dials.pop(link.peer, None)
         self._links[link.peer] = link
-        self._own(self._carry(link))
+        self._tasks.start(self._carry(link))
         if dial:
             for frame, since_s in dial.frames:
                 link.send(frame, since_s)
@@ -300,14 +300,3 @@ class FlowLinks:
             log.debug("the stream to ..%s has ended: %s", short_id(link.peer), fault)
             del self._links[link.peer]
             self.neighbourhood.closed(link.peer)
-
-    def _own(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            log.error("a stream of the pipeline ended in an unexpected error", exc_info=error)

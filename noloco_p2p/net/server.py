@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
@@ -28,6 +28,7 @@ from noloco_p2p.net.probe import Prober
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+from noloco_p2p.owned_tasks import OwnedTasks
 
 log = logging.getLogger(__name__)
 
@@ -265,7 +266,7 @@ class _Servicer:
         self._limits = limits
         self.door = door
         self.prober = Prober()
-        self._swaps: set[asyncio.Task[None]] = set()
+        self._swaps = OwnedTasks("a swap that a peer offered")
         self._joinable: dict[bytes, ServerStream] = {}  # by swap id
         self._serve_flow = serve_flow
 
@@ -276,7 +277,7 @@ class _Servicer:
         async with self.door.visit(context) as caller:
             wire = ServerWire(request_iterator, context, caller.address, self._limits)
             stream = ServerStream(wire, self._joinable, visitor=caller)
-            swap = self._own(self._swap(stream))
+            swap = self._swaps.start(self._swap(stream))
             closed = asyncio.create_task(wire.closed())
             try:
                 # gRPC cancels this handler when the caller is gone; the swap is told so and ends by its own rules.
@@ -380,21 +381,8 @@ class _Servicer:
         check_name(caller.peer_id, hello)
         self._service.admit(hello)
 
-    def _own(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(coroutine)
-        self._swaps.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._swaps.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            log.error("a swap that a peer offered ended in an unexpected error", exc_info=error)
-
     async def stop(self) -> None:
-        for task in self._swaps:
-            task.cancel()
-        await asyncio.gather(*self._swaps, return_exceptions=True)
+        await self._swaps.stop(grace_s=0.0)
 
 
 def _want(request: pb.FetchRequest) -> frames.FetchWant:

@@ -425,7 +425,7 @@ class NoLoCo:
         if self._trainable is not None and _trainable(self._model) != self._trainable:
             raise ModelError(
                 "parameters of the model were replaced, frozen or unfrozen since this NoLoCo was made: "
-                "make another one, as it swaps those of then"
+                "make a new one, because this one would swap the old parameters"
             )
         self._catch_up()
         self._rounds.open(patience_s=patience_s, is_closing=is_closing)

@@ -23,9 +23,9 @@ from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.limits import TICK_S
 from noloco_p2p.flow.replica import Replica
 from noloco_p2p.flow.steps import FINAL_MARK
-from noloco_p2p.gossip.owned_tasks import OwnedTasks
 from noloco_p2p.net.flow import FlowLinks
 from noloco_p2p.net.tickets import Tickets
+from noloco_p2p.owned_tasks import OwnedTasks
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class FlowDriver:
         self._ahead: tuple[Compute, asyncio.Future[Compute]] | None = None  # what is decoded for the next task
         self._given_up: deque[object] = deque()
         self._microbatch: asyncio.Future[object] | None = None  # the next one
-        self._running = OwnedTasks()
+        self._running = OwnedTasks("a task of the pipeline")
         links.neighbourhood = self
 
     def start(self) -> None:

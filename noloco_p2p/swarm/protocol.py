@@ -29,7 +29,8 @@ from hivemind.proto import dht_pb2
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from noloco_p2p.errors import DirectoryError
-from noloco_p2p.swarm.allowance import Allowance, Rate
+from noloco_p2p.rates import Rate
+from noloco_p2p.swarm.allowance import Allowance
 from noloco_p2p.swarm.clock import CLOCK, Offset
 from noloco_p2p.swarm.daemon_client import ANSWER_FAULTS, DaemonClient, known_id
 from noloco_p2p.swarm.neighbourhood import claim, is_of_now, pack_records, place_of, placed, told_records

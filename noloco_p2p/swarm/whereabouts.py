@@ -17,8 +17,8 @@ from hivemind.dht.routing import RoutingTable
 from hivemind.p2p import PeerID
 
 from noloco_p2p.errors import DirectoryError
+from noloco_p2p.rates import Rate, TokenBucket
 from noloco_p2p.swarm.addresses import by_reach, tcp_target
-from noloco_p2p.swarm.allowance import Rate, TokenBucket
 from noloco_p2p.swarm.daemon_client import ANSWER_FAULTS, DaemonClient
 
 K = TypeVar("K")
@@ -41,7 +41,7 @@ class Whereabouts:
         self._table = table
         self._own_addresses = own_addresses
         self._wait_s = wait_s
-        self._dials = TokenBucket(DIALS, DIALS.burst, time.monotonic())
+        self._dials = TokenBucket.full(DIALS, time.monotonic())
         self._told_by: OrderedDict[PeerID, PeerID] = OrderedDict()
         self._addresses: OrderedDict[PeerID, tuple[float, bytes]] = OrderedDict()  # of neighbours, by their own word
         self._tried_s: OrderedDict[PeerID, float] = OrderedDict()

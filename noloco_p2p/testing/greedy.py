@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Executor
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
 
@@ -32,12 +32,21 @@ from noloco_p2p.gossip.frames import (
     SectionName,
     SwapState,
 )
-from noloco_p2p.gossip.outcome import Traffic
+from noloco_p2p.gossip.outcome import Alone, Traffic
 from noloco_p2p.gossip.payload_memory import PayloadMemory
 from noloco_p2p.gossip.pipeline import Staged
 from noloco_p2p.gossip.seams import Candidate, FrameStream, Transport
-from noloco_p2p.gossip.sections import SectionPlan
+from noloco_p2p.gossip.sections import SectionPlan, section_plans
 from noloco_p2p.gossip.swap import Swap
+from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.spec import RunSpec
+from noloco_p2p.testing.loopback import LoopbackSwarm
+from noloco_p2p.testing.patience import PATIENCE_S
+from noloco_p2p.testing.peers import MemoryPeer
+from noloco_p2p.testing.rounds import Vectors, one_round
+
+NAME = "the-greedy"
 
 
 class Liar(Protocol):
@@ -183,3 +192,77 @@ class GreedyPeer:
     async def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         raise Unreachable("a liar gives nothing away", peer=self._hello.peer_id)
         yield
+
+
+# among real peers
+
+
+class Noise:
+    """A `Liar`: random vectors, no times, and a place in the run that fits everybody."""
+
+    def __init__(self, lie: Vectors) -> None:
+        self._lie = lie
+
+    def boundary(self, partner: str) -> Boundary:
+        return Boundary(0, None, None, 0.0)
+
+    def vectors(self, partner: str) -> dict[SectionName, Tensor]:
+        return self._lie.state()
+
+    def gradient(self, partner: str) -> Tensor:
+        return self._lie.outer_gradient
+
+
+class GreedyNode:
+    """A `GreedyPeer` over gRPC beside the peers of `swarm`; each of its calls is a connection of its own.
+
+    is_listed: whether it has a live record in the directory.
+    """
+
+    def __init__(self, swarm: LoopbackSwarm, spec: RunSpec, *, is_listed: bool, pause_s: float = 0.02) -> None:
+        self._swarm = swarm
+        self._is_listed = is_listed
+        lie = Vectors.random(666)
+        hello = Hello(NAME, spec.name, spec.digest())
+        self._executor = ThreadPoolExecutor(1)
+        self.peer = GreedyPeer(
+            Noise(lie),
+            hello=hello,
+            transport=GrpcTransport(lambda: hello),
+            victims=lambda: [Candidate(peer.peer_id, swarm.addresses[peer.peer_id]) for peer in swarm.peers],
+            plans=lambda: section_plans(spec.codec, swap_momentum=True, num_elements=lie.slow_weights.numel()),
+            executor=self._executor,
+            pause_s=pause_s,
+        )
+
+    async def _start(self) -> tuple[GrpcServer, asyncio.Task[None]]:
+        server = GrpcServer(self.peer)
+        await server.start("127.0.0.1", 0)
+        if self._is_listed:
+            self._swarm.addresses[NAME] = f"127.0.0.1:{server.port}"
+        return server, asyncio.create_task(self.peer.run())
+
+    async def _stop(self, server: GrpcServer, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await server.stop(0.0)
+
+    def __enter__(self) -> GreedyPeer:
+        self._running = asyncio.run_coroutine_threadsafe(self._start(), self._swarm.loop).result(PATIENCE_S)
+        return self.peer
+
+    def __exit__(self, *exception: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._stop(*self._running), self._swarm.loop).result(PATIENCE_S)
+        self._executor.shutdown()
+
+
+def count_swaps(peers: list[MemoryPeer], num_rounds: int, *, wait_s: float) -> Iterator[tuple[int, int]]:
+    """After each round: (swaps of all `peers`, those of them with a `GreedyNode`)."""
+    swaps = bad = 0
+    vectors = [Vectors.random(seed) for seed in range(len(peers))]
+    for index in range(num_rounds):
+        for outcome in one_round(peers, vectors, wait_s=wait_s, round_index=index):
+            if not isinstance(outcome, Alone):
+                swaps += 1
+                bad += outcome.received.partner == NAME
+        yield swaps, bad

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import os
 import ssl
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from noloco_p2p.testing.patience import PATIENCE_S
 
@@ -41,13 +41,13 @@ async def leave(writers: list[asyncio.StreamWriter | None]) -> None:
     await asyncio.sleep(0)
 
 
-@asynccontextmanager
-async def dripping(port: int, *, after_bytes: int, pause_s: float = 1.0) -> AsyncIterator[int]:
-    """The port of a proxy that passes `after_bytes` from the caller as they come, and then one byte a `pause_s`."""
-    tasks: set[asyncio.Task[None]] = set()
-    writers: list[asyncio.StreamWriter | None] = []
+Copy = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[None, None, None]]
 
-    async def forth(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+
+def dripping(port: int, *, after_bytes: int, pause_s: float = 1.0) -> AbstractAsyncContextManager[int]:
+    """The port of a proxy that passes `after_bytes` from the caller as they come, and then one byte every `pause_s`."""
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         passed = 0
         while data := await reader.read(PIECE_BYTES if passed < after_bytes else 1):
             if passed >= after_bytes:
@@ -56,44 +56,29 @@ async def dripping(port: int, *, after_bytes: int, pause_s: float = 1.0) -> Asyn
             writer.write(data)
             await writer.drain()
 
-    async def back(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(PIECE_BYTES):
-            writer.write(data)
-            await writer.drain()
-
-    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", port)
-        writers.extend((writer, there_writer))
-        for coroutine in (forth(reader, there_writer), back(there_reader, writer)):
-            task = asyncio.create_task(_quietly(coroutine))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-
-    server = await asyncio.start_server(pass_on, "127.0.0.1", 0)
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        server.close()
-        for task in list(tasks):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await leave(writers)
+    return _proxy(port, forth=drip)
 
 
-async def _quietly(coroutine: Coroutine[None, None, None]) -> None:
-    with contextlib.suppress(OSError):
-        await coroutine
+def elsewhere(port: int, host: str) -> AbstractAsyncContextManager[int]:
+    """The port of a proxy that calls `port` from `host`, such as 127.0.1.1: for callers that cannot choose theirs."""
+    return _proxy(port, forth=_copy, local_addr=(host, 0))
 
 
 @asynccontextmanager
-async def elsewhere(port: int, host: str) -> AsyncIterator[int]:
-    """The port of a proxy that calls `port` from `host`, such as 127.0.1.1: for callers that cannot choose theirs."""
+async def _proxy(port: int, *, forth: Copy, local_addr: tuple[str, int] | None = None) -> AsyncIterator[int]:
     tasks: set[asyncio.Task[None]] = set()
 
+    async def carry(copy: Copy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            try:
+                await copy(reader, writer)
+            finally:
+                writer.close()
+
     async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(host, 0))
-        for source, sink in ((reader, there_writer), (there_reader, writer)):
-            task = asyncio.create_task(_quietly(_copied(source, sink)))
+        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", port, local_addr=local_addr)
+        for copying in (carry(forth, reader, there_writer), carry(_copy, there_reader, writer)):
+            task = asyncio.create_task(copying)
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
@@ -107,13 +92,10 @@ async def elsewhere(port: int, host: str) -> AsyncIterator[int]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _copied(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    try:
-        while data := await source.read(PIECE_BYTES):
-            sink.write(data)
-            await sink.drain()
-    finally:
-        sink.close()
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(PIECE_BYTES):
+        writer.write(data)
+        await writer.drain()
 
 
 class Silent:

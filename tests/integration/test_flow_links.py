@@ -10,11 +10,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 import uvloop
+from admitting import Admitting
 
-from noloco_p2p.errors import CorruptPayload, Refused, Unreachable
+from noloco_p2p.errors import CorruptPayload, Unreachable
 from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Frame, Lost, MicrobatchId, Ticket, Want
-from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, RefuseCode, chunk_digest, other_kind
-from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.gossip.frames import Hello, RefuseCode, chunk_digest
+from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import flow_wire
 from noloco_p2p.net.caller import CallerWire, connect
 from noloco_p2p.net.connection import Dialer
@@ -40,27 +41,6 @@ def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
 
 def hello_of(name: str, *, run_name: str = "flow") -> Hello:
     return Hello(identity_of(name).peer_id, run_name, "ab" * 32, layout=name)
-
-
-class Admitting:
-    """A Service that lets in whoever is of its run."""
-
-    def __init__(self, hello: Hello) -> None:
-        self._hello = hello
-
-    def admit(self, hello: Hello) -> None:
-        if refuse := other_kind(self._hello, hello):
-            raise Refused(refuse.sentence, code=refuse.code.name)
-
-    async def on_swap(self, stream: FrameStream) -> None:
-        raise AssertionError("not of this test")
-
-    async def on_status(self, swap_id: bytes) -> PeerStatus:
-        raise AssertionError("not of this test")
-
-    async def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
-        raise AssertionError("not of this test")
-        yield
 
 
 class Node:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import pytest
 import torch
+from admitting import Admitting
 from staged_reference import FP32, material_of, spec_of, trained_alone
 
-from noloco_p2p.errors import PeerError, Refused
+from noloco_p2p.errors import PeerError
 from noloco_p2p.flow.frames import Answer, Credit, MicrobatchId, Ticket, Want
 from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.replica import Replica
-from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, chunk_digest, other_kind
-from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.gossip.frames import Hello, chunk_digest
+from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import flow_wire
 from noloco_p2p.net.caller import CallerWire, connect
 from noloco_p2p.net.connection import Dialer
@@ -41,25 +42,6 @@ from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.pipeline import StageLoop
 from noloco_p2p.trainer.stage import build_stage
 from noloco_p2p.trainer.stage_work import StageWork
-
-
-class Admitting:
-    def __init__(self, hello: Hello) -> None:
-        self._hello = hello
-
-    def admit(self, hello: Hello) -> None:
-        if refuse := other_kind(self._hello, hello):
-            raise Refused(refuse.sentence, code=refuse.code.name)
-
-    async def on_swap(self, stream: FrameStream) -> None:
-        raise AssertionError("not of this test")
-
-    async def on_status(self, swap_id: bytes) -> PeerStatus:
-        raise AssertionError("not of this test")
-
-    async def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
-        raise AssertionError("not of this test")
-        yield
 
 
 class StagePeer:

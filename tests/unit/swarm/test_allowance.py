@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from noloco_p2p.swarm.allowance import MAX_PEERS, Allowance, Rate
+from noloco_p2p.rates import Rate
+from noloco_p2p.swarm.allowance import MAX_PEERS, Allowance
 
 OF_ONE, OF_ALL = Rate(per_s=2.0, burst=10.0), Rate(per_s=20.0, burst=100.0)
 

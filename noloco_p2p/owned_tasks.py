@@ -11,9 +11,13 @@ log = logging.getLogger(__name__)
 
 
 class OwnedTasks:
-    """Tasks that end with their owner; an unexpected error in one is logged, and ends nothing else."""
+    """Tasks that end with their owner; an unexpected error in one is logged, and ends nothing else.
 
-    def __init__(self) -> None:
+    what: the name of a task in that log record.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -23,7 +27,7 @@ class OwnedTasks:
         return task
 
     async def stop(self, *, grace_s: float) -> None:
-        """Cancels what has not ended by itself within `grace_s`."""
+        """Cancel the tasks that have not ended by themselves within `grace_s`, and wait for their end."""
         tasks = list(self._tasks)
         if tasks:
             await asyncio.wait(tasks, timeout=grace_s)
@@ -34,4 +38,4 @@ class OwnedTasks:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
-            log.error("a network task ended in an unexpected error", exc_info=error)
+            log.error("%s ended in an unexpected error", self._what, exc_info=error)
