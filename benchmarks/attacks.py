@@ -4,9 +4,10 @@
 
 Losses are validation losses, mean over the honest replicas at the end. "open" = no gate but the finite check. The noise
 is what another seed of the same honest swarm makes of the loss. With --greedy the liar is a ninth peer, which makes
-offers to everybody at once over several calls, and two and three such liars of sixteen are measured, too. The share is
-that of one liar, of the swaps of the honest replicas, in multiples of 1 / live. With --json the file is written after
-every case, and cases that it holds are not run again.
+offers to everybody at once over several calls, and two and three such liars of sixteen are measured, too; optimizer,
+outer step and codecs are those that `noloco init` writes, on the toy's model. The share is that of one liar, of the
+swaps of the honest replicas, in multiples of 1 / live. With --json the file is written after every case, and cases that
+it holds are not run again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, stdev
@@ -24,6 +26,7 @@ import torch
 from claims import machine
 
 from noloco_p2p.optim.gates import LIMITS, OPEN
+from noloco_p2p.presets import PRESETS
 from noloco_p2p.simulate.hostile import Attack, GreedyReplica
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
@@ -46,14 +49,16 @@ class Case:
     num_peers: int = 8
     num_liars: int = 1
     is_greedy: bool = False
+    settings: str = "toy"  # of optimizer, outer step and codecs: those of the toy, or those that `noloco init` writes
 
 
 def greedy_cases(seeds: list[int]) -> list[Case]:
+    honest, greedy = partial(Case, HONEST, settings="init"), partial(Case, is_greedy=True, settings="init")
     attacks = (Attack.FLIPPED_GRADIENT, Attack.NOISE, Attack.STALE, Attack.FLIPPED)
-    cases = [Case(HONEST, "on", seed) for seed in seeds]
-    cases += [Case(attack, "on", seed, 9, 1, is_greedy=True) for attack in attacks for seed in seeds]
-    cases.append(Case(HONEST, "on", seeds[0], 16))
-    return cases + [Case(Attack.FLIPPED_GRADIENT, "on", seeds[0], 16, num, is_greedy=True) for num in (2, 3)]
+    cases = [honest("on", seed) for seed in seeds]
+    cases += [greedy(attack, "on", seed, 9) for seed in seeds for attack in attacks]
+    cases.append(honest("on", seeds[0], 16))
+    return cases + [greedy(Attack.FLIPPED_GRADIENT, "on", seeds[0], 16, num) for num in (2, 3)]
 
 
 def cases(seeds: list[int], *, quick: bool) -> list[Case]:
@@ -64,6 +69,12 @@ def cases(seeds: list[int], *, quick: bool) -> list[Case]:
     return [*honest[:2], *attacks, *honest[2:], *bare]
 
 
+def settings_of_init() -> dict[str, Any]:
+    spec = PRESETS["tiny"]
+    sections = {"train": spec.train, "outer": spec.outer, "codec": spec.codec}
+    return {f"{name}.{field}": value for name, section in sections.items() for field, value in section}
+
+
 def run_case(case: Case, *, steps: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     changes = {
@@ -71,6 +82,8 @@ def run_case(case: Case, *, steps: int) -> dict[str, Any]:
         "train.warmup_steps": steps // 10,
         "outer.inner_steps": max(1, steps // NUM_ROUNDS),
     }
+    if case.settings == "init":
+        changes = settings_of_init() | changes
     spec = TrainerSpec.load(TOY).with_changes(changes, origin="attacks.py")
     liars = range(case.num_peers - case.num_liars, case.num_peers)
     plan = Plan(
@@ -159,7 +172,7 @@ def main() -> None:
     args = parser.parse_args()
     steps = 40 if args.quick else args.steps
     rows: list[dict[str, Any]] = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
-    keys = ("attack", "gates", "seed", "num_peers", "num_liars")
+    keys = ("attack", "gates", "seed", "num_peers", "num_liars", "settings")
     done = {tuple(row.get(key, getattr(Case, key, None)) for key in keys) for row in rows}
     seeds = [int(seed) for seed in args.seeds.split(",")]
     wanted = greedy_cases(seeds) if args.greedy else cases(seeds, quick=args.quick)
