@@ -238,6 +238,12 @@ class NoLoCo:
         self._check_step()
         return self._take_step()
 
+    def reach_boundary(self) -> None:
+        """End the round after fewer inner steps than it has: `poll` until it gives the result."""
+        self._check_is_callers()
+        self._check_step()
+        self._rounds.reach_boundary()
+
     def _check_is_callers(self) -> None:
         if self._hook:
             raise SettingsError(

@@ -194,6 +194,16 @@ class FlowDriver:
         machine = self.machine
         self._do(machine.step_closed(progress, now_s) if isinstance(machine, Head) else machine.step_closed(now_s))
 
+    def hold_steps(self) -> None:
+        self.machine.hold_steps()
+
+    def release_steps(self, progress: float) -> None:
+        """progress: after the outer step, which moves that of a head. Only an inner step of its own finishes a head."""
+        machine = self.machine
+        if isinstance(machine, Head) and progress < FINAL_MARK:
+            machine.progress = progress
+        self._do(machine.release_steps(self._now_s()))
+
     # actions
 
     def _do(self, actions: list[Action]) -> None:

@@ -46,6 +46,14 @@ class ThreadedFlow:
     def step_closed(self, progress: float) -> None:
         self._tell(self._driver.step_closed, progress)
 
+    def hold_steps(self) -> None:
+        """A round is at its boundary: no inner step is handed out until `release_steps`, and tasks go on."""
+        self._tell(self._driver.hold_steps)
+
+    def release_steps(self, progress: float) -> None:
+        """The outer step is taken. progress: where it brought this peer on the schedule."""
+        self._tell(self._driver.release_steps, progress)
+
     def _tell(self, function: Callable[[*As], None], *arguments: *As) -> None:
         """Call on the network thread, without waiting for it."""
         with contextlib.suppress(RuntimeError):  # the loop is closed

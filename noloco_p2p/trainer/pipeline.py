@@ -1,15 +1,19 @@
-"""The loop of a peer that holds one stage: it computes what its neighbours send, and closes inner steps.
+"""The loop of a peer that holds one stage: it computes what its neighbours send, and closes inner steps and rounds.
 
-This thread is the only one that touches weights. Rounds of swaps are not part of it yet.
+This thread is the only one that touches weights. The ring never stops for a swap: from the boundary of a round until
+its outer step, tasks go on with unchanged weights, and only the closing of an inner step waits.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from noloco_p2p.devices import empty_cache, is_out_of_memory
 from noloco_p2p.flow.actions import CloseStep, Compute
+from noloco_p2p.flow.steps import FINAL_MARK
+from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.peer.flow_driver import Handed
 from noloco_p2p.peer.threaded_flow import ThreadedFlow
 from noloco_p2p.trainer.inner_step import InnerStep
@@ -18,25 +22,33 @@ from noloco_p2p.trainer.stage_work import StageWork
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1  # how often it looks whether it is to leave, or all is over
+POLL_S = 0.02  # how often it asks, at a boundary, whether the round has ended
 
 
 class StageLoop:
-    """total_steps: inner steps of the schedule. A head advances by its own; an inner replica follows the heads."""
+    """outer: swaps with replicas of the same stage. That of a head advances by its own steps; that of an inner replica
+    follows its caller, and so the heads."""
 
-    def __init__(self, flow: ThreadedFlow, work: StageWork, inner: InnerStep, *, total_steps: int) -> None:
+    def __init__(self, flow: ThreadedFlow, work: StageWork, inner: InnerStep, outer: NoLoCo) -> None:
         self.steps = 0
-        self.progress = 0.0
         self._flow = flow
         self._work = work
         self._inner = inner
-        self._total_steps = total_steps
+        self._outer = outer
+        self._is_at_boundary = self._has_finished = False
+        self._polled_s = 0.0
 
     def run(self, leaving: threading.Event) -> None:
-        """Until no head trains any more, or `leaving` is set. Raises what the data of a head raises."""
+        """Until no head trains any more and the last round has ended, or `leaving` is set.
+
+        Raises what the data of a head raises.
+        """
         while not leaving.is_set():
-            if handed := self._flow.take(LOOK_S):
+            if self._is_at_boundary:
+                self._poll_round()
+            if handed := self._flow.take(POLL_S if self._is_at_boundary else LOOK_S):
                 self._perform(handed)
-            elif self._flow.is_over:
+            elif self._flow.is_over and not self._is_at_boundary:
                 return
 
     def _perform(self, handed: Handed) -> None:
@@ -60,7 +72,27 @@ class StageLoop:
             self._flow.computed(handed.task, result)
 
     def _close_step(self, step: CloseStep) -> None:
-        self._work.close(self._inner, step.num_tokens, progress=self.progress)
+        outer = self._outer
+        self._work.close(self._inner, step.num_tokens, progress=outer.progress)
         self.steps += 1
-        self.progress = self.steps / self._total_steps if step.progress is None else step.progress
-        self._flow.step_closed(self.progress)
+        if step.progress is not None:
+            outer.progress = step.progress
+        self._is_at_boundary = outer.advance()
+        self._has_finished = outer.progress >= FINAL_MARK
+        if self._has_finished and not self._is_at_boundary:
+            outer.reach_boundary()
+            self._is_at_boundary = True
+        if self._is_at_boundary:
+            self._flow.hold_steps()
+        self._flow.step_closed(outer.progress)
+
+    def _poll_round(self) -> None:
+        """Between two tasks: the outer step, once the round has ended."""
+        now_s = time.monotonic()
+        if now_s - self._polled_s < POLL_S:
+            return
+        self._polled_s = now_s
+        if self._outer.poll():
+            self._is_at_boundary = False
+            if not self._has_finished:
+                self._flow.release_steps(self._outer.progress)

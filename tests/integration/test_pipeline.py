@@ -5,24 +5,27 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from admitting import Admitting
 from staged_reference import FP32, material_of, spec_of, trained_alone
 
 from noloco_p2p.errors import PeerError
 from noloco_p2p.flow.frames import Answer, Credit, MicrobatchId, Ticket, Want
 from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.replica import Replica
+from noloco_p2p.gossip.exchange import ThreadedExchange
 from noloco_p2p.gossip.frames import Hello, chunk_digest
+from noloco_p2p.gossip.round_stack import RoundStack, build_round_stack
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import flow_wire
 from noloco_p2p.net.caller import CallerWire, connect
+from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.connection import Dialer
 from noloco_p2p.net.flow import FLOW_METHOD, FlowLinks
 from noloco_p2p.net.flow_link import PayloadSizes
@@ -31,12 +34,14 @@ from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import UNLIMITED
 from noloco_p2p.net.tickets import Tickets
+from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.peer.flow_driver import MAX_DROPPED, FlowDriver
 from noloco_p2p.peer.network_thread import NetworkThread
 from noloco_p2p.peer.threaded_flow import ThreadedFlow
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.testing.identities import identity_of
 from noloco_p2p.testing.patience import PATIENCE_S
+from noloco_p2p.testing.peers import MemoryPeer
 from noloco_p2p.testing.rounds import wait_until
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.pipeline import StageLoop
@@ -47,7 +52,7 @@ from noloco_p2p.trainer.stage_work import StageWork
 class StagePeer:
     """One replica of one stage: its server and streams on the network thread, and a thread that computes."""
 
-    def __init__(self, swarm: StageSwarm, stage: int, number: int, *, rooms: int) -> None:
+    def __init__(self, swarm: StageSwarm, stage: int, number: int, *, rooms: int, folder: Path) -> None:
         spec, cut = swarm.spec, swarm.spec.pipeline.cut
         assert cut != "auto"
         self.spec = spec
@@ -59,14 +64,15 @@ class StagePeer:
         self.work = StageWork(built, spec)
         train = spec.train.model_copy(update={"clip_norm": spec.train.clip_norm / spec.pipeline.stages**0.5})
         self.inner = InnerStep(built.model, train)
-        self.losses: list[float] = []
+        self.folder = folder
         self.leaving = threading.Event()
-        self._swarm, self._number, self._rooms = swarm, number, rooms
+        self.swarm, self._number, self._rooms = swarm, number, rooms
         self.thread = threading.Thread(target=self._train, daemon=True)
 
     async def start(self) -> None:
-        spec, swarm = self._swarm.spec, self._swarm
-        hello = Hello(self.peer_id, spec.name, spec.digest())
+        spec, swarm = self.swarm.spec, self.swarm
+        hello = Hello(self.peer_id, spec.name, spec.digest())  # of any stage: without a layout
+        stack = self._round_stack()
         tokens = spec.pipeline.microbatch * (spec.data.sequence_length - 1)
         self.links = FlowLinks(
             lambda: hello,
@@ -89,14 +95,52 @@ class StagePeer:
             batches=self._batches() if self.stage == 0 else None,
             microbatch_tokens=tokens,
         )
-        self.server = GrpcServer(Admitting(hello), session=self.session, serve_flow=self.links.serve)
+        self.server = GrpcServer(stack.service, session=self.session, serve_flow=self.links.serve)
         await self.server.start("127.0.0.1", 0)
         self.loop = StageLoop(
             ThreadedFlow(self.driver, asyncio.get_running_loop()),
             self.work,
             self.inner,
-            total_steps=spec.train.total_steps,
+            self.outer,
         )
+
+    def _round_stack(self) -> RoundStack:
+        """Rounds of swaps with the other replicas of this stage."""
+        spec, swarm, made = self.spec, self.swarm, list[MemoryPeer]()
+
+        def hello() -> Hello:
+            return Hello(self.peer_id, spec.name, spec.digest(), layout=made[0].layout if made else "")
+
+        stack = build_round_stack(
+            spec,
+            hello=hello,
+            transport=GrpcTransport(hello, session=self.session),
+            directory=StageMates(self),
+            executor=swarm.executor,
+            rng=random.Random(self.peer_id),
+        )
+        exchange = ThreadedExchange(spec, stack.driver, asyncio.get_running_loop())
+        self.rounds = stack.driver
+        self.peer = MemoryPeer(
+            self.peer_id,
+            spec=spec,
+            run_folder=self.folder,
+            driver=stack.driver,
+            exchange=exchange,
+            states=stack.states,
+            executor=swarm.executor,
+        )
+        made.append(self.peer)
+        self.outer = NoLoCo(
+            self.work.stage.model,
+            self.inner,
+            self.peer,
+            resume=False,
+            save_every_rounds=0,
+            end_at=1.0,
+            follows_caller=self.stage > 0,
+        )
+        return stack
 
     @property
     def peer_id(self) -> str:
@@ -113,10 +157,11 @@ class StagePeer:
         """Without a word to anybody."""
         await self.links.stop()
         await self.driver.stop()
+        await self.rounds.stop()
         await self.server.stop(0.0)
 
     def _machine(self) -> Head | Replica:
-        spec = self._swarm.spec
+        spec = self.swarm.spec
         batch_tokens = spec.train.batch_size * (spec.data.sequence_length - 1)
         stages, rng = spec.pipeline.stages, random.Random(self.peer_id)
         if self.stage == 0:
@@ -131,7 +176,7 @@ class StagePeer:
         return Replica(stage=self.stage, num_stages=stages, num_rooms=self._rooms, batch_tokens=batch_tokens, rng=rng)
 
     def _batches(self) -> Iterator[object]:
-        spec = self._swarm.spec
+        spec = self.swarm.spec
         name = f"replica-{self._number}"
         return iter(material_of(spec).batches(name, replica=self._number, batch_size=spec.pipeline.microbatch))
 
@@ -139,15 +184,35 @@ class StagePeer:
         self.loop.run(self.leaving)
 
 
+class StageMates:
+    """A directory that lists the other replicas of a peer's stage."""
+
+    def __init__(self, peer: StagePeer) -> None:
+        self._peer = peer
+
+    def live(self) -> Sequence[Candidate]:
+        swarm, own = self._peer.swarm, self._peer
+        return [other.candidate for other in swarm.of_stage(own.stage) if other is not own]
+
+    def num_live(self) -> int:
+        return len(self.live()) + 1
+
+    def knows(self, peer_id: str) -> bool:
+        return any(candidate.peer_id == peer_id for candidate in self.live())
+
+    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
+        return next((candidate for candidate in self.live() if candidate.peer_id == peer_id), None)
+
+
 class StageSwarm:
     """Everybody knows everybody. `rooms`: microbatches that a peer holds, or a head has in flight."""
 
-    def __init__(self, spec: TrainerSpec, *, num_replicas: int, rooms: int) -> None:
+    def __init__(self, spec: TrainerSpec, folder: Path, *, num_replicas: int, rooms: int) -> None:
         self.spec = spec
         self.network = NetworkThread()
         self.executor = ThreadPoolExecutor(2)
         self.peers = [
-            StagePeer(self, stage, number, rooms=rooms)
+            StagePeer(self, stage, number, rooms=rooms, folder=folder / f"{stage}-{number}")
             for stage in range(spec.pipeline.stages)
             for number in range(num_replicas)
         ]
@@ -178,8 +243,8 @@ class StageSwarm:
 
 
 @contextmanager
-def swarm_of(spec: TrainerSpec, *, num_replicas: int, rooms: int) -> Iterator[StageSwarm]:
-    swarm = StageSwarm(spec, num_replicas=num_replicas, rooms=rooms)
+def swarm_of(spec: TrainerSpec, folder: Path, *, num_replicas: int, rooms: int) -> Iterator[StageSwarm]:
+    swarm = StageSwarm(spec, folder, num_replicas=num_replicas, rooms=rooms)
     try:
         swarm.network.call(swarm.start(), PATIENCE_S)
         for peer in swarm.peers:
@@ -194,12 +259,12 @@ def swarm_of(spec: TrainerSpec, *, num_replicas: int, rooms: int) -> Iterator[St
 
 
 @pytest.mark.parametrize("inner_optimizer", ["adamw", "muon"])
-def test_one_path_with_one_microbatch_in_flight_is_a_single_machine(inner_optimizer: str) -> None:
+def test_one_path_with_one_microbatch_in_flight_is_a_single_machine(inner_optimizer: str, tmp_path: Path) -> None:
     changes = {**FP32, "train.inner_optimizer": inner_optimizer, "train.clip_norm": 0.3}
     spec = spec_of(steps=20, **changes)
     alone = trained_alone(spec)
     start = dict(material_of(spec).model().named_parameters())
-    with swarm_of(spec, num_replicas=1, rooms=1) as swarm:
+    with swarm_of(spec, tmp_path, num_replicas=1, rooms=1) as swarm:
         swarm.wait(swarm.peers)
         for peer in swarm.peers:
             assert peer.loop.steps == 20
@@ -210,9 +275,9 @@ def test_one_path_with_one_microbatch_in_flight_is_a_single_machine(inner_optimi
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_two_replicas_of_each_stage_learn_and_survive_one_that_dies(stage: int) -> None:
+def test_two_replicas_of_each_stage_learn_swap_and_survive_one_that_dies(stage: int, tmp_path: Path) -> None:
     spec = spec_of(steps=10, **{"train.batch_size": 8})
-    with swarm_of(spec, num_replicas=2, rooms=2) as swarm:
+    with swarm_of(spec, tmp_path, num_replicas=2, rooms=2) as swarm:
         heads, victim = swarm.of_stage(0), swarm.of_stage(stage)[0]
         wait_until(lambda: all(head.loop.steps >= 3 for head in heads))
         before = [head.work.loss_sum / head.work.loss_tokens for head in heads]
@@ -224,7 +289,8 @@ def test_two_replicas_of_each_stage_learn_and_survive_one_that_dies(stage: int) 
         assert all(late < early for early, late in zip(before, after, strict=True)), (before, after)
         assert not [peer.strikes for peer in swarm.peers if peer.strikes]
         for peer in swarm.peers:
-            assert peer is victim or peer.loop.progress == 1
+            assert peer is victim or peer.outer.progress == 1
+            assert peer.stage == stage or peer.peer.metrics.swaps >= 1, peer.peer.metrics.last_outcome
 
 
 # neighbours that are no honest head
@@ -314,8 +380,10 @@ async def forge_a_ticket(peer: StagePeer) -> None:
 @pytest.mark.parametrize(
     "attack", [send_what_is_not_finite, repeat_a_forward, flood_with_forwards, forge_a_ticket], ids=lambda f: f.__name__
 )
-def test_a_dishonest_head_changes_nothing(attack: Callable[[StagePeer], Coroutine[None, None, None]]) -> None:
-    swarm = StageSwarm(spec_of(steps=4, **FP32), num_replicas=1, rooms=2)
+def test_a_dishonest_head_changes_nothing(
+    attack: Callable[[StagePeer], Coroutine[None, None, None]], tmp_path: Path
+) -> None:
+    swarm = StageSwarm(spec_of(steps=4, **FP32), tmp_path, num_replicas=1, rooms=2)
     swarm.peers = [peer] = swarm.of_stage(1)
     try:
         swarm.network.call(swarm.start(), PATIENCE_S)
