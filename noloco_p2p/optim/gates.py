@@ -1,6 +1,6 @@
 """What of a partner's vectors is applied: decisions on norms, and the scaling that follows. Pure.
 
-A partner is a stranger. What it sends is whole and finite when it comes here, and may still be anything. Four gates
+A partner is a stranger. What it sends is whole and finite when it comes here, and may still be anything. Several gates
 stand between it and the weights; all measure against what this peer itself has done and seen.
 
 * finite     a norm that is not a number refuses the whole swap (a chunk that is not finite never gets here).
@@ -11,19 +11,23 @@ stand between it and the weights; all measure against what this peer itself has 
 * cosine     a partner whose outer gradient points against the own one is refused whole. It is estimated on at most
              16 chunks that this peer draws in secret, so that nobody knows which ones to keep clean. Honest gradients
              of one run agree, or have nothing to do with each other: the limit is well below 0.
+* distance   a partner whose slow weights are three times as far away as those of most of the last partners is refused
+             whole, where that is also further than the own outer gradient allows. Each partner counts once, so that one
+             liar, however often it is met, does not make far weights usual; when islands come together, far partners
+             are refused until as many of them were met as near ones.
 * offset     the half-differences of slow weights and outer momentum are clipped to a radius around oneself
              (ClippedGossip, arXiv 2202.01545), for each tensor by itself: twice the median of the last ones, and
              between half the own outer gradient there and twice it. Each side has a radius of its own.
 * loss       `outer/update_filter.py`: the loss on a private batch, before and after. Off unless a peer asks for it.
 
-No cosine is asked of slow weights: islands that come together again may lie either way.
+Slow weights have no cosine gate: islands that come together again may lie either way.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -32,6 +36,7 @@ import torch
 from torch import Tensor
 
 HISTORY_ROUNDS = 8
+LEAST_PARTNERS = 3  # of whom a majority can be told
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +46,14 @@ class GateLimits:
     clip_above: float = 2.0  # times the shorter outer gradient of a swap
     refuse_above: float = 10.0  # times the median of the own outer gradients
     least_cosine: float = -0.1  # of the two outer gradients of a swap
+    far_above: float = 3.0  # times the median distance of the last partners
     offset_radius: float = 2.0  # times the median of the last offsets
     offset_least: float = 0.5  # times the own outer gradient
     offset_most: float = 2.0
 
 
 LIMITS = GateLimits()
-OPEN = GateLimits(1e30, 1e30, -2.0, 1e30, 1e30, 1e30)  # for measurements: nothing is shortened, nothing refused
+OPEN = GateLimits(1e30, 1e30, -2.0, 1e30, 1e30, 1e30, 1e30)  # for measurements: nothing is shortened, nothing refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,10 @@ class GradientHistory:
     def note(self, own_norm: float) -> None:
         self._norms.append(own_norm)
 
+    def usual(self) -> float:
+        """The median of the last rounds; 0 before the first one."""
+        return median(self._norms) if self._norms else 0.0
+
     def refusal(self, own_norm: float, partner_norm: float, *, times_longer: float = 1.0) -> str:
         """Why a partner is refused, in words; "" = it is not.
 
@@ -92,6 +102,33 @@ def cosine_refusal(*, dot: float, own_norm: float, partner_norm: float, limits: 
     if dot >= limits.least_cosine * own_norm * partner_norm:
         return ""
     return f"its outer gradient points against the own one (cosine {dot / (own_norm * partner_norm):.2f})"
+
+
+class DistanceHistory:
+    """How far away the slow weights of the last `HISTORY_ROUNDS` different partners were, whatever became of them.
+
+    Distances are norms of half-differences.
+    """
+
+    def __init__(self, limits: GateLimits = LIMITS) -> None:
+        self._limits = limits
+        self._distances: OrderedDict[str, float] = OrderedDict()
+
+    def refusal(self, partner: str, distance: float, *, own_gradient: float) -> str:
+        """Note this distance. Why the partner is refused, in words; "" = it is not.
+
+        own_gradient: the norm of the own outer gradient, or the usual one where that is larger.
+        """
+        self._distances.pop(partner, None)
+        self._distances[partner] = distance
+        if len(self._distances) > HISTORY_ROUNDS:
+            self._distances.popitem(last=False)
+        if len(self._distances) < LEAST_PARTNERS:
+            return ""
+        usual = median(self._distances.values())
+        if distance <= max(self._limits.far_above * usual, self._limits.offset_most * own_gradient):
+            return ""
+        return f"its weights are {distance / max(usual, 1e-30):.3g} times as far away as those of most partners"
 
 
 class PieceNorms:

@@ -16,6 +16,7 @@ from noloco_p2p.gossip.outcome import Received
 from noloco_p2p.gossip.sections import SectionPair
 from noloco_p2p.optim.gates import (
     LIMITS,
+    DistanceHistory,
     GateLimits,
     GradientHistory,
     GradientScales,
@@ -29,7 +30,7 @@ from noloco_p2p.optim.gates import (
 from noloco_p2p.optim.halves import half_difference_
 
 UNSCALED = GradientScales(1.0, 1.0)
-COSINE_CHUNKS = 16  # of 1 MiB in fp32: milliseconds
+ESTIMATE_CHUNKS = 16  # of 1 MiB in fp32: milliseconds
 SECRET = random.SystemRandom()
 OFFSETS = (SectionName.SLOW_WEIGHTS, SectionName.OUTER_MOMENTUM)
 
@@ -62,8 +63,19 @@ class ChunkFilter:
         self.limits = limits
         self.pieces = Pieces(tensor_sizes, chunk_bounds(sum(tensor_sizes)))
         self.gradients = GradientHistory(limits)
+        self.distances = DistanceHistory(limits)
         self.offsets = {name: PieceNorms(self.pieces.num_pieces) for name in OFFSETS}
         self.own = PieceNorms(self.pieces.num_pieces)
+
+    def judge_weights(self, partner: str, weights: SectionPair, gradient: SectionPair | None) -> str:
+        """Why the slow weights of a partner refuse the whole swap; "" = they do not. They count as seen either way."""
+        own_gradient = max(self.gradients.usual(), math.sqrt(gradient.squares.own) if gradient else 0.0)
+        scratch, square, num_chunks = Scratch(), 0.0, len(weights.partner)
+        drawn = _drawn(num_chunks)
+        for index in drawn:
+            square += float(weights.half_difference(index, scratch=scratch).square().sum())
+        distance = math.sqrt(square * num_chunks / max(1, len(drawn)))
+        return self.distances.refusal(partner, distance, own_gradient=own_gradient)
 
     def judge(self, gradient: SectionPair | None, *, times_longer: float = 1.0) -> Verdict:
         """`times_longer`: see `GradientHistory.refusal`."""
@@ -78,8 +90,7 @@ class ChunkFilter:
 
     def _refusal_by_cosine(self, gradient: SectionPair) -> str:
         scratch, dot, own_square, partner_square = Scratch(), 0.0, 0.0, 0.0
-        num_chunks = len(gradient.partner)
-        for index in SECRET.sample(range(num_chunks), min(num_chunks, COSINE_CHUNKS)):
+        for index in _drawn(len(gradient.partner)):
             own, partner = gradient.decoded(index, scratch=scratch)
             dot += float(own @ partner)
             own_square += float(own @ own)
@@ -90,6 +101,11 @@ class ChunkFilter:
 
     def open_step(self, received: Received | None, scales: GradientScales) -> FilteredStep:
         return FilteredStep(self, received, scales)
+
+
+def _drawn(num_chunks: int) -> list[int]:
+    """Chunks on which a norm or a cosine is estimated; nobody else knows which."""
+    return SECRET.sample(range(num_chunks), min(num_chunks, ESTIMATE_CHUNKS))
 
 
 class FilteredStep:

@@ -119,6 +119,14 @@ class OuterState:
         return self._filter.judge(gradient, times_longer=agreed.partner_share / max(1e-6, 1 - agreed.partner_share))
 
     @torch.no_grad()
+    def judge_swap(self, received: Received) -> Verdict:
+        """As `judge`, of all that a swap brought; changes nothing but what the gates remember."""
+        gradient = received.sections.get(SectionName.OUTER_GRADIENT)
+        weights = received.sections.get(SectionName.SLOW_WEIGHTS)
+        refusal = self._filter.judge_weights(received.partner, weights, gradient) if weights else ""
+        return Verdict(refusal) if refusal else self.judge(gradient, received.agreed)
+
+    @torch.no_grad()
     def step(
         self, received: Received | None, *, scales: GradientScales = UNSCALED, is_closing: bool = False
     ) -> Clipped:

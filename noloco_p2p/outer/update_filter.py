@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, LonelyCause, Outcome, Received
 from noloco_p2p.outer.chunk_filter import UNSCALED, Clipped, Verdict
 from noloco_p2p.outer.outer_state import OuterState
@@ -99,7 +98,7 @@ def admitted(outcome: Outcome, state: OuterState) -> tuple[Outcome, Verdict]:
     if isinstance(outcome, Alone):
         return outcome, Verdict()
     received = outcome.received
-    verdict = state.judge(received.sections.get(SectionName.OUTER_GRADIENT), received.agreed)
+    verdict = state.judge_swap(received)
     if not verdict.refusal:
         return outcome, verdict
     return _refused(received, verdict.refusal), verdict
