@@ -22,7 +22,7 @@ from pair import Side, run_pair, start_loop
 
 from noloco_p2p.codec import get_codec, section_bytes
 from noloco_p2p.gossip.outcome import Alone, Correction
-from noloco_p2p.outer.outer_state import late_steps
+from noloco_p2p.outer.chunk_filter import ChunkFilter
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
 from noloco_p2p.testing.link_proxy import LinkProfile, LinkProxy
 
@@ -60,7 +60,8 @@ def apply(correction: Correction, peer: Side) -> float:
     """Seconds to add `beta h` to slow and fast weights, as NoLoCo does between two inner steps."""
     began_s, fast_weights = time.monotonic(), peer.slow_weights.clone()
     began_s = time.monotonic()
-    for start, late in late_steps(correction.gradient, beta=peer.spec.outer.beta):
+    gates = ChunkFilter([peer.slow_weights.numel()])
+    for start, late in gates.late_steps(correction.gradient, beta=peer.spec.outer.beta):
         for vector in (peer.slow_weights, fast_weights):
             vector[start : start + len(late)].add_(late)
     return time.monotonic() - began_s

@@ -52,7 +52,7 @@ from noloco_p2p.gossip.exchange import ThreadedExchange
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, Half
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.outer.outer_state import late_steps
+from noloco_p2p.outer.chunk_filter import ChunkFilter
 from noloco_p2p.spec import CodecSpec, OuterSpec, TrainerSpec
 
 RATE_MBIT_S, ROUND_TRIP_MS = 100.0, 50.0
@@ -342,7 +342,8 @@ class Peer:
     def _apply(self, correction: Correction) -> tuple[float, float]:
         """Seconds and seconds of CPU to add beta h to slow and fast weights, as training does it."""
         began_s, cpu_s = time.monotonic(), time.thread_time()
-        for start, late in late_steps(correction.gradient, beta=self._peer.spec.outer.beta):
+        gates = ChunkFilter([self._peer.slow_weights.numel()])
+        for start, late in gates.late_steps(correction.gradient, beta=self._peer.spec.outer.beta):
             for vector in (self._peer.slow_weights, self._fast):
                 vector[start : start + len(late)].add_(late)
         self._peer.exchange.corrected()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -17,6 +18,7 @@ FAILED_RETRY_S = 10.0  # a peer that could not be reached is asked again after t
 PASSING_RETRY_S = 0.05  # added, give or take half, to the wait after a refusal that passes by itself
 LONGEST_PASSING_RETRY_S = 0.4  # it is doubled from one such refusal to the next
 PASSING_TRIES = 10  # a peer that said "in a moment" so often in one round is not waited for any longer
+MAX_PARTNERS = 1024  # that are remembered
 PASSED_OVER_S = 10.0  # until it may be asked again
 
 
@@ -59,6 +61,7 @@ class Pairing:
         self._waiting: set[str] = set()  # of the last round: they may have waited for this one
         self._last_partner = ""
         self._shares = Shares()
+        self._partners: OrderedDict[str, None] = OrderedDict()  # those that this peer swapped with, the last at the end
         self._memory: dict[str, _Memory] = {}
         self._incompatible: dict[str, str] = {}
 
@@ -69,13 +72,18 @@ class Pairing:
         however long that one has no time.
         """
         self._target, self._is_patient = "", is_patient
-        self._shares.open_round((peer.peer_id for peer in live), num_live=num_live)
+        num_real = round(1 + (num_live - 1) * self._share_of_real(live))
+        self._shares.open_round((peer.peer_id for peer in live), num_live=num_real)
         self._waiting, self._turned_away = self._turned_away, set()
         self._memory = {peer: memory for peer, memory in self._memory.items() if memory.answer is _Answer.NONE}
 
     def began(self, peer_id: str) -> None:
         """A swap with this peer begins."""
         self._shares.swapped(peer_id)
+        self._partners.pop(peer_id, None)
+        self._partners[peer_id] = None
+        if len(self._partners) > MAX_PARTNERS:
+            self._partners.popitem(last=False)
 
     def has_had_its_share(self, peer_id: str) -> bool:
         """Whether offers of this peer are refused for now."""
@@ -149,6 +157,18 @@ class Pairing:
             if memory.answer is not _Answer.NONE or memory.retry_at_s > now_s
         }
         self._memory[peer_id] = _Memory(_Answer.NONE, now_s + FAILED_RETRY_S)
+
+    def _share_of_real(self, live: Sequence[Candidate]) -> float:
+        """Of the peers with a live record, those that were partners or may still be reached.
+
+        Records cost nothing. Without this, made-up ones would make the share of each honest peer too small to pair.
+        """
+        real = [peer for peer in live if peer.peer_id in self._partners or self._may_be_reached(peer)]
+        return len(real) / len(live) if live else 1.0
+
+    def _may_be_reached(self, candidate: Candidate) -> bool:
+        memory = self._memory.get(candidate.peer_id)
+        return candidate.can_be_called and (memory is None or memory.answer is not _Answer.NONE)
 
     def _eligible(self, live: Sequence[Candidate]) -> Sequence[Candidate]:
         training = [peer for peer in live if peer.state == "training" and peer.can_be_called]

@@ -5,9 +5,10 @@ stand between it and the weights; all measure against what this peer itself has 
 
 * finite     a norm that is not a number refuses the whole swap (a chunk that is not finite never gets here).
 * gradient   a partner whose outer gradient is ten times the median of the own last ones is refused whole.
-             Otherwise, of the two outer gradients the longer is scaled down to twice the shorter, before the
-             half-difference is made. Both sides know both coded vectors, so both use the same factors and their
-             half-differences stay opposite: nothing needs to be agreed on, and the mean of the pair is not moved.
+             Otherwise, of the two outer gradients the longer is scaled down to twice the shorter, and then in each
+             tensor to four times the shorter, before the half-difference is made. Both sides know both coded vectors,
+             so both use the same factors and their half-differences stay opposite: nothing needs to be agreed on, and
+             the mean of the pair is not moved.
 * cosine     a partner whose outer gradient points against the own one is refused whole. It is estimated on at most
              16 chunks that this peer draws in secret, so that nobody knows which ones to keep clean. Honest gradients
              of one run agree, or have nothing to do with each other: the limit is well below 0.
@@ -44,6 +45,7 @@ class GateLimits:
     """How much is let through. benchmarks/attacks.py measures what the defaults hold, and what they cost."""
 
     clip_above: float = 2.0  # times the shorter outer gradient of a swap
+    clip_piece_above: float = 4.0  # times the shorter one, of each piece of the two
     refuse_above: float = 10.0  # times the median of the own outer gradients
     least_cosine: float = -0.1  # of the two outer gradients of a swap
     far_above: float = 3.0  # times the median distance of the last partners
@@ -53,7 +55,8 @@ class GateLimits:
 
 
 LIMITS = GateLimits()
-OPEN = GateLimits(1e30, 1e30, -2.0, 1e30, 1e30, 1e30, 1e30)  # for measurements: nothing is shortened, nothing refused
+# For measurements: nothing is shortened, nothing refused.
+OPEN = GateLimits(1e30, 1e30, 1e30, -2.0, 1e30, 1e30, 1e30, 1e30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,18 @@ def offset_radius(*, usual: float, own_gradient: float, limits: GateLimits = LIM
     """
     most, least = limits.offset_most * own_gradient, limits.offset_least * own_gradient
     return min(max(limits.offset_radius * usual, least), most)
+
+
+def shorten_longer_(own: Tensor, partner: Tensor, *, limits: GateLimits = LIMITS) -> None:
+    """Of one piece of two outer gradients, in place: the longer becomes at most `clip_piece_above` times the shorter.
+
+    The partner does the same to the same two vectors.
+    """
+    norms = [float(torch.linalg.vector_norm(vector)) for vector in (own, partner)]
+    limit = limits.clip_piece_above * min(norms)
+    for vector, norm in zip((own, partner), norms, strict=True):
+        if norm > limit:
+            vector.mul_(limit / norm)
 
 
 def clip_offset_(offset: Tensor, radius: float) -> tuple[float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from noloco_p2p.optim.gates import (
     cosine_refusal,
     gradient_scales,
     offset_radius,
+    shorten_longer_,
 )
 from noloco_p2p.optim.halves import half_difference_
 
@@ -99,6 +100,30 @@ class ChunkFilter:
             dot=dot, own_norm=math.sqrt(own_square), partner_norm=math.sqrt(partner_square), limits=self.limits
         )
 
+    def half_gradient(self, pair: SectionPair, index: int, scales: GradientScales, *, scratch: Scratch) -> Tensor:
+        """The half-difference of a chunk of the two outer gradients after scaling, as a whole and piece by piece.
+
+        It is opposite to the partner's, which has all factors the other way round.
+        """
+        own, partner = pair.decoded(index, scratch=scratch)
+        for vector, scale in ((own, scales.own), (partner, scales.partner)):
+            if scale != 1.0:
+                vector.mul_(scale)
+        for _, place in self.pieces.in_chunk[index]:
+            shorten_longer_(own[place], partner[place], limits=self.limits)
+        return half_difference_(own, partner)
+
+    def late_steps(
+        self, gradient: SectionPair, *, beta: float, scales: GradientScales = UNSCALED
+    ) -> Iterator[tuple[int, Tensor]]:
+        """(place of its first element, `beta h`) of each chunk of a partner's gradient that came after the boundary.
+
+        fp32 on the CPU, each in the memory of the one before.
+        """
+        scratch = Scratch()
+        for index, (start, _) in enumerate(chunk_bounds(gradient.coding.plan.num_elements)):
+            yield start, self.half_gradient(gradient, index, scales, scratch=scratch).mul_(beta)
+
     def open_step(self, received: Received | None, scales: GradientScales) -> FilteredStep:
         return FilteredStep(self, received, scales)
 
@@ -142,7 +167,7 @@ class FilteredStep:
     def gradient(self, index: int) -> Tensor | None:
         """The half-difference of the outer gradients; valid until the next chunk is asked for."""
         pair = self._sections.get(SectionName.OUTER_GRADIENT)
-        return scaled_half_difference(pair, index, self._scales, scratch=self._scratch) if pair else None
+        return self._filter.half_gradient(pair, index, self._scales, scratch=self._scratch) if pair else None
 
     def offset(self, name: SectionName, index: int) -> Tensor | None:
         """The clipped half-difference of slow weights or momentum; valid until the next chunk is asked for."""
@@ -170,12 +195,3 @@ class FilteredStep:
         share = math.sqrt(self._cut_squares / self._squares) if self._squares else 0.0
         num_pieces = len(self._offsets) * self._filter.pieces.num_pieces
         return Clipped(self._num_clipped, num_pieces, share, self._num_lost)
-
-
-def scaled_half_difference(pair: SectionPair, index: int, scales: GradientScales, *, scratch: Scratch) -> Tensor:
-    """Of the two vectors after scaling; opposite to the partner's, which has the factors the other way round."""
-    own, partner = pair.decoded(index, scratch=scratch)
-    for vector, scale in ((own, scales.own), (partner, scales.partner)):
-        if scale != 1.0:
-            vector.mul_(scale)
-    return half_difference_(own, partner)

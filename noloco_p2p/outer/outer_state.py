@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from noloco_p2p.codec import CHUNK_ELEMENTS, Scratch, chunk_bounds
+from noloco_p2p.codec import CHUNK_ELEMENTS, chunk_bounds
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Correction, Received
 from noloco_p2p.gossip.sections import SectionPair
 from noloco_p2p.optim.gates import LIMITS, GateLimits, GradientScales
 from noloco_p2p.optim.mixing import CLOSING, Agreement, gradient_weight
 from noloco_p2p.optim.noloco import outer_step
-from noloco_p2p.outer.chunk_filter import UNSCALED, ChunkFilter, Clipped, Verdict, scaled_half_difference
+from noloco_p2p.outer.chunk_filter import UNSCALED, ChunkFilter, Clipped, Verdict
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.staging import Staging, pin
 from noloco_p2p.outer.state_checks import OUTER_MOMENTUM, SLOW_WEIGHTS, check_vectors
@@ -169,7 +169,7 @@ class OuterState:
         """The partner's gradient came after the boundary: `beta h` goes into slow, fast weights and momentum."""
         beta = self._outer.beta * gradient_weight(self._outer, correction.agreed)
         vectors = [*self.tensors().values()]
-        for start, late in late_steps(correction.gradient, beta=beta, scales=scales):
+        for start, late in self._filter.late_steps(correction.gradient, beta=beta, scales=scales):
             for vector in vectors:
                 vector[start : start + len(late)].add_(late)
             self.parameters.add(start, late)
@@ -178,18 +178,6 @@ class OuterState:
     def _gradient(self, index: int, memory: Tensor) -> Tensor:
         start, stop = self._bounds[index]
         return self.parameters.minus(start, self.slow_weights[start:stop], out=memory)
-
-
-def late_steps(
-    gradient: SectionPair, *, beta: float, scales: GradientScales = UNSCALED
-) -> Iterator[tuple[int, Tensor]]:
-    """(place of its first element, `beta h`) of each chunk of a partner's gradient that came after the boundary.
-
-    fp32 on the CPU, each in the memory of the one before.
-    """
-    scratch = Scratch()
-    for index, (start, _) in enumerate(chunk_bounds(gradient.coding.plan.num_elements)):
-        yield start, scaled_half_difference(gradient, index, scales, scratch=scratch).mul_(beta)
 
 
 def next_progress(progress: float, total_steps: int) -> float:

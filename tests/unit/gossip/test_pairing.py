@@ -279,6 +279,24 @@ def test_offers_of_a_peer_that_has_had_its_share_are_refused_until_rounds_have_p
     assert not pairing.has_had_its_share("peer0")
 
 
+@pytest.mark.parametrize("can_be_called", [False, True])
+def test_made_up_records_do_not_shrink_the_share_of_honest_peers(can_be_called: bool) -> None:
+    """Three honest partners in turn, and 45 records of a stranger: nobody is there, or has an address."""
+    pairing, honest = Pairing(random.Random(0)), candidates(3)
+    invented = [Candidate(f"invented{number}", "host:9", can_be_called=can_be_called) for number in range(45)]
+    num_refused = 0
+    for index in range(60):
+        now_s = 20.0 * index
+        pairing.open_round([*honest, *invented], num_live=49)
+        if can_be_called:
+            for peer in invented:
+                pairing.failed(peer.peer_id, now_s=now_s)
+        partner = honest[index % 3].peer_id
+        num_refused += pairing.has_had_its_share(partner)
+        pairing.began(partner)
+    assert num_refused <= 3, "before the first draws have failed"
+
+
 def test_who_has_had_more_than_its_share_is_drawn_only_when_there_is_nobody_else() -> None:
     pairing, live = Pairing(random.Random(0)), candidates(4)
     for _ in range(3):

@@ -9,7 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_p2p.optim.gates import GradientHistory, PieceNorms, Pieces, clip_offset_, gradient_scales, offset_radius
+from noloco_p2p.optim.gates import (
+    DistanceHistory,
+    GradientHistory,
+    PieceNorms,
+    Pieces,
+    clip_offset_,
+    gradient_scales,
+    offset_radius,
+    shorten_longer_,
+)
 
 norms = st.floats(1e-12, 1e12)
 
@@ -102,3 +111,44 @@ def test_every_element_is_in_exactly_one_piece(sizes: list[int], chunk: int) -> 
         for offset in range(place.start, place.stop)
     ]
     assert covered == list(range(total))
+
+
+@given(norms, norms)
+def test_partners_shorten_a_piece_alike(own: float, partner: float) -> None:
+    here, there = (
+        [torch.tensor([0.0, norm], dtype=torch.float64) for norm in both] for both in ((own, partner), (partner, own))
+    )
+    shorten_longer_(*here)
+    shorten_longer_(*there)
+    assert torch.equal(torch.stack(here), torch.stack(there[::-1]))
+    assert float(here[1].norm()) <= 4 * own * (1 + 1e-12)
+
+
+# distance
+
+
+def refusals(history: DistanceHistory, partners: list[tuple[str, float]], *, own_gradient: float = 1.0) -> list[bool]:
+    return [bool(history.refusal(partner, distance, own_gradient=own_gradient)) for partner, distance in partners]
+
+
+def test_one_far_partner_is_refused_however_often_it_is_met() -> None:
+    history = DistanceHistory()
+    near = [(f"near{number}", 1.0) for number in range(4)]
+    assert not any(refusals(history, near))
+    assert all(refusals(history, [("far", 10.0), ("far", 10.0), near[0], ("far", 10.0)])[index] for index in (0, 1, 3))
+    assert not any(refusals(history, near))
+
+
+def test_far_partners_are_let_in_when_as_many_were_met_as_near_ones() -> None:
+    """Two islands come together."""
+    history = DistanceHistory()
+    refusals(history, [(f"near{number}", 1.0) for number in range(3)])
+    assert refusals(history, [(f"far{number}", 10.0) for number in range(5)]) == [True, True, False, False, False]
+
+
+def test_with_two_partners_nobody_can_tell_who_is_far() -> None:
+    assert not any(refusals(DistanceHistory(), [("a", 1.0), ("b", 1000.0)] * 5))
+
+
+def test_what_training_itself_moves_is_never_far() -> None:
+    assert not any(refusals(DistanceHistory(), [(f"peer{number}", 0.0) for number in range(5)] + [("other", 1.9)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,6 +94,33 @@ def test_half_a_swap_that_is_refused_late_leaves_all_as_it_was() -> None:
     before = fingerprint(state)
     assert correction.gradient is pair
     assert fingerprint(state) == before
+
+
+def test_a_gradient_that_is_all_in_one_tensor_moves_it_little_more_than_training_does() -> None:
+    """As long as an honest gradient in all, and 1,000 times as long in the last bias."""
+    here, alone = make_state(), make_state()
+    theirs = sections(here)
+    length = theirs[GRADIENT].norm()
+    theirs[GRADIENT] = torch.zeros_like(theirs[GRADIENT])
+    theirs[GRADIENT][-3:] = length / 3**0.5
+    before = here.slow_weights[-3:].clone()
+    take(here, theirs)
+    alone.step(None)
+    own = float((alone.slow_weights[-3:] - before).norm())
+    assert float((here.slow_weights[-3:] - before).norm()) <= 2.6 * own
+
+
+def test_a_partner_far_away_is_refused_among_near_ones() -> None:
+    state = make_state()
+    for number in range(4):
+        outcome = replace(received(sections(state), sections(state)), partner=f"near{number}")
+        assert isinstance(admitted(Swapped(outcome), state)[0], Swapped)
+    theirs = sections(state)
+    theirs[SLOW] = theirs[SLOW] + 10 * theirs[GRADIENT]
+    outcome, _ = admitted(Swapped(received(sections(state), theirs)), state)
+    assert isinstance(outcome, Alone)
+    assert "far away" in outcome.reason
+    assert outcome.cause is LonelyCause.REFUSED_STATE
 
 
 @pytest.mark.parametrize("section", [SLOW, MOMENTUM], ids=["weights", "momentum"])
