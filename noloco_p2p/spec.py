@@ -27,7 +27,8 @@ CodecName = Literal["fp32", "bf16", "int8", "int4"]
 # modulo: for what partners have nearly in common
 StateCodecName = Literal[CodecName, "modulo8", "modulo4"]
 MAX_LAYERS = 4096  # to count what a model takes walks over its layers
-Positive = Annotated[int, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, le=10**12)]  # a stranger's spec must not overflow a number
+Size = Annotated[int, Field(gt=0, le=2**22)]  # of a tensor or a batch
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -71,12 +72,12 @@ class ModelSpec(Section):
     pretrained: str = ""
     revision: str = ""
     random_weights: bool = False  # of `pretrained` take the architecture alone
-    vocab_size: Positive = 384
-    hidden_size: Positive = 128
+    vocab_size: Size = 384
+    hidden_size: Size = 128
     num_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS)] = 4
-    num_heads: Positive = 4
-    num_kv_heads: Positive | None = None
-    mlp_size: Positive = 344
+    num_heads: Size = 4
+    num_kv_heads: Size | None = None
+    mlp_size: Size = 344
     tied_embeddings: bool = True
     seed: int = 0
     parameter_seeds: bool = False  # each parameter has a seed of its own, and needs no other to be drawn
@@ -159,7 +160,7 @@ class DataSpec(SourceSpec):
 
     tokenizer: str = "bytes"
     tokenizer_revision: str = ""
-    sequence_length: Positive = 256
+    sequence_length: Size = 256
     holdout: Annotated[float, Field(gt=0, lt=0.5)] = 0.02  # share of documents kept for validation
     mix: Annotated[tuple[MixSpec, ...], Field(max_length=64)] = ()
 
@@ -186,7 +187,7 @@ class TrainSpec(Section):
     """The inner optimization: AdamW or Muon, clipped, warm-up and cosine over the run's progress."""
 
     total_steps: Positive = 60_000
-    batch_size: Positive = 16  # sequences an inner step of one peer
+    batch_size: Size = 16  # sequences an inner step of one peer
     learning_rate: PositiveFloat = 1e-3
     min_learning_rate: Annotated[float, Field(ge=0, le=1)] = 0.1  # share of learning_rate left at the end
     warmup_steps: Annotated[int, Field(ge=0)] = 100
@@ -307,7 +308,7 @@ class EvaluateSpec(Section):
     """Perplexity on the same held-out sequences for every peer."""
 
     every_rounds: Positive = 10
-    num_sequences: Positive = 64
+    num_sequences: Size = 64
 
 
 class PipelineSpec(Section):
@@ -315,7 +316,7 @@ class PipelineSpec(Section):
 
     stages: Annotated[int, Field(ge=1, le=64)] = 1
     cut: tuple[int, ...] | Literal["auto"] = "auto"  # blocks of each stage; `noloco init` replaces "auto" by numbers
-    microbatch: Positive = 1  # sequences that travel together
+    microbatch: Size = 1  # sequences that travel together
     activations: CodecName = "int8"
     gradients: CodecName = "int8"  # of activations, on their way back
     routing: Literal["random", "fast"] = "random"

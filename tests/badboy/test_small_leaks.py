@@ -19,6 +19,15 @@ def test_a_model_without_end_is_refused_before_its_layers_are_counted() -> None:
         TrainerSpec.from_dict({"name": "run", "model": {"num_layers": MAX_LAYERS + 1}}, origin="a stranger")
 
 
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [("model", "hidden_size", 2**40), ("data", "sequence_length", 10**18), ("train", "batch_size", 10**18)],
+)
+def test_the_sizes_of_a_strangers_spec_are_bounded(section: str, field: str, value: int) -> None:
+    with pytest.raises(SpecError, match=rf"{section}\.{field}"):
+        TrainerSpec.from_dict({"name": "run", section: {field: value}}, origin="a stranger")
+
+
 @pytest.mark.parametrize("data", [b"0", b"null", b"[]", b'"x"'])
 def test_a_spec_that_is_no_table_is_a_spec_error(data: bytes) -> None:
     with pytest.raises(SpecError):
