@@ -24,7 +24,7 @@ link, each way  tokens/s  smallest batch
 100 Mbit/s        38,110   92,999 tokens
 1,000 Mbit/s     381,098  916,170 tokens
 a link idles with less than the smallest batch per replica and step; this spec has 1,024 tokens
-use links of at least 1 Gbit/s and at most 5 ms: on slower ones, stages learn less per token (docs/stages.md)
+use links of at least 1 Gbit/s and 5 ms: on slower ones, stages learn less per token (docs/stages.md)
 a head needs the memory of stage 0 and data ('stdlib'); every other peer can hold stages 1 and up
 stages cannot be joined yet
 """
