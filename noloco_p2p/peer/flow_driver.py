@@ -248,8 +248,8 @@ class FlowDriver:
             decoding = self._elsewhere(lambda: self._work.decoded(task))
         try:
             self.tasks.put(Handed(task, await decoding))
-        except PeerError as error:  # it was checked when it came
-            log.error("a payload that was checked cannot be decoded: %s", error)
+        except PeerError as error:
+            log.warning("a microbatch is lost: %s", error)
             self.failed(task)
         self._look_ahead()
 
@@ -260,7 +260,9 @@ class FlowDriver:
         task = self.machine.next_task
         if task is None or (self._ahead and (self._ahead[0].kind, self._ahead[0].id) == (task.kind, task.id)):
             return
-        self._ahead = (task, self._elsewhere(lambda: self._work.decoded(task)))
+        decoding = self._elsewhere(lambda: self._work.decoded(task))
+        decoding.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it may not be needed
+        self._ahead = (task, decoding)
 
     # data
 

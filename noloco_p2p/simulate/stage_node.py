@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.flow.actions import Action, Broadcast, CloseStep, Compute, GaveUp, Kind, Send
 from noloco_p2p.flow.frames import Backward, Forward, Frame, MicrobatchId
 from noloco_p2p.flow.head import Head
@@ -257,8 +258,8 @@ class StageNode(SimulatedPeer):
         if not self._pipeline.is_lost_in(task, self.stage):
             try:
                 result = self.work.run(task)
-            except ValueError:
-                result = FAILED  # not finite
+            except (ValueError, CorruptPayload):
+                result = FAILED  # not finite, or far from the usual size
         self._later(seconds, self._computed, task, result)
 
     def _computed(self, task: Compute, result: object) -> None:

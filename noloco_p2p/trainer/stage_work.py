@@ -18,6 +18,7 @@ from noloco_p2p.codec.base import refused_value, within
 from noloco_p2p.flow.actions import Compute, Kind
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer.inner_step import InnerStep
+from noloco_p2p.trainer.rms_gate import RmsGate
 from noloco_p2p.trainer.stage import Stage, dropout_seed
 
 CODABLE = LARGEST / (2 * BLOCK_CHANNELS)  # in magnitude: every codec carries it, also after a rotation
@@ -32,6 +33,7 @@ class StageWork:
         pipeline = spec.pipeline
         self._activations = get_activation_codec(pipeline.activations)
         self._gradients = get_activation_codec(pipeline.gradients)
+        self.activation_gate, self.gradient_gate = RmsGate("activations"), RmsGate("gradients")
         self._shape = (pipeline.microbatch, spec.data.sequence_length, stage.hidden_size)
 
     @property
@@ -52,9 +54,17 @@ class StageWork:
         (self._gradients if is_backward else self._activations).check(payload, shape=self._shape)
 
     def decoded(self, task: Compute) -> Compute:
-        """The task with tensors in place of payloads, on the device of the stage. Raises CorruptPayload."""
-        of_received = self._gradients if task.kind is Kind.BACKWARD else self._activations
+        """The task with tensors in place of payloads, on the device of the stage.
+
+        Raises CorruptPayload, also for what arrived for this task and is far larger or smaller than usual.
+        """
+        is_backward = task.kind is Kind.BACKWARD
+        of_received = self._gradients if is_backward else self._activations
         data, received = self._decoded(task.data, self._activations), self._decoded(task.received, of_received)
+        if received is not None:
+            (self.gradient_gate if is_backward else self.activation_gate).admit(received)
+        elif isinstance(task.data, memoryview) and data is not None:
+            self.activation_gate.admit(data)
         return replace(task, data=data, received=received)
 
     def compute(self, task: Compute) -> Tensor | None:

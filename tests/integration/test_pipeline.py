@@ -16,7 +16,7 @@ import torch
 from staged_reference import FP32, material_of, spec_of, trained_alone
 
 from noloco_p2p.errors import PeerError
-from noloco_p2p.flow.frames import Answer, Credit, MicrobatchId, Ticket, Want
+from noloco_p2p.flow.frames import Answer, Credit, Lost, MicrobatchId, Ticket, Want
 from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.replica import Replica
 from noloco_p2p.gossip.exchange import ThreadedExchange
@@ -45,6 +45,7 @@ from noloco_p2p.testing.peers import MemoryPeer
 from noloco_p2p.testing.rounds import wait_until
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.pipeline import StageLoop
+from noloco_p2p.trainer.rms_gate import LEAST_FRAMES
 from noloco_p2p.trainer.stage import build_stage
 from noloco_p2p.trainer.stage_work import StageWork
 
@@ -368,6 +369,19 @@ async def flood_with_forwards(peer: StagePeer) -> None:
     await wire.close()
 
 
+async def send_what_is_a_thousand_times_too_large(peer: StagePeer) -> None:
+    shape = (1, peer.spec.data.sequence_length, peer.spec.model.hidden_size)
+    for _ in range(LEAST_FRAMES):
+        peer.work.activation_gate.admit(torch.ones(shape))
+    wire = await stranger(peer)
+    await ask_for_room(wire, peer, 1)
+    await send_forward(wire, peer, 1, 1000.0)
+    assert await heard(wire) == Answer(ticket_of(peer, 1).id, is_taken=True)
+    assert await heard(wire) == Lost(ticket_of(peer, 1).id)
+    assert peer.driver.tasks.empty(), "nothing of it is computed"
+    await wire.close()
+
+
 async def forge_a_ticket(peer: StagePeer) -> None:
     wire = await stranger(peer)
     forged = replace(ticket_of(peer, 1), mark=0.9)
@@ -378,7 +392,15 @@ async def forge_a_ticket(peer: StagePeer) -> None:
 
 
 @pytest.mark.parametrize(
-    "attack", [send_what_is_not_finite, repeat_a_forward, flood_with_forwards, forge_a_ticket], ids=lambda f: f.__name__
+    "attack",
+    [
+        send_what_is_not_finite,
+        send_what_is_a_thousand_times_too_large,
+        repeat_a_forward,
+        flood_with_forwards,
+        forge_a_ticket,
+    ],
+    ids=lambda attack: attack.__name__,
 )
 def test_a_dishonest_head_changes_nothing(
     attack: Callable[[StagePeer], Coroutine[None, None, None]], tmp_path: Path

@@ -1,0 +1,34 @@
+"""A gate on what neighbours in a pipeline send: its root mean square must be near to what is usual at that boundary.
+
+A lying stage can still bias what it sends within the gate. The gate bounds what one frame can do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+from torch import Tensor
+
+from noloco_p2p.errors import CorruptPayload
+
+HISTORY_FRAMES = 64
+LEAST_FRAMES = 8  # before one is refused
+MOST_TIMES = 10.0  # the median, or a tenth of it
+
+
+class RmsGate:
+    """For one boundary and direction. All frames count for the median, so that it follows a real change."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._recent: deque[float] = deque(maxlen=HISTORY_FRAMES)
+
+    def admit(self, values: Tensor) -> None:
+        """Raises CorruptPayload for a frame that is more than ten times, or less than a tenth of, the usual size."""
+        rms = float(values.float().square().mean().sqrt())
+        usual = median(self._recent) if len(self._recent) >= LEAST_FRAMES else rms
+        self._recent.append(rms)
+        if not usual / MOST_TIMES <= rms <= usual * MOST_TIMES:
+            times = rms / usual if usual else float("inf")
+            raise CorruptPayload(f"the RMS of {self._name} is {times:.3g} times the usual one")
