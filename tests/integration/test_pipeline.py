@@ -277,7 +277,8 @@ def test_one_path_with_one_microbatch_in_flight_is_a_single_machine(inner_optimi
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_two_replicas_of_each_stage_learn_swap_and_survive_one_that_dies(stage: int, tmp_path: Path) -> None:
-    spec = spec_of(steps=10, **{"train.batch_size": 8})
+    # The directory lists the dead one to its end, so each boundary of its partner waits for it.
+    spec = spec_of(steps=10, **{"train.batch_size": 8, "outer.max_wait_s": 3.0})
     with swarm_of(spec, tmp_path, num_replicas=2, rooms=2) as swarm:
         heads, victim = swarm.of_stage(0), swarm.of_stage(stage)[0]
         wait_until(lambda: all(head.loop.steps >= 3 for head in heads))
