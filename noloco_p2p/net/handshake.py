@@ -102,11 +102,11 @@ class Challenges:
             raise _not_proven(f"the challenge is older than {CHALLENGE_S:g} s")
         if challenge in self._taken:
             raise _not_proven("the challenge was taken before: a proof serves for one call")
+        self._take(challenge, now_s)  # a proof that fails uses it up, too
         own = self._session
         words = _words(CALLER, proof.nonce, challenge, own.key, own.identity.peer_id + proof.peer_id)
         if not verify(proof.peer_id, words, proof.signature):
             raise _not_proven(f"the signature is not that of ..{short_id(text(proof.peer_id))}, made for this peer")
-        self._take(challenge, now_s)
         check_membership(own, proof.membership, proof.peer_id)
         return proof.peer_id
 
