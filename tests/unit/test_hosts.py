@@ -84,6 +84,19 @@ def test_a_host_where_nobody_is_found_is_dialled_a_few_times_a_minute_whoever_na
     assert sum(ways(guard, f"liar {number}", PUBLIC, 10) for number in range(50)) == FAILURES_A_MINUTE
 
 
+def test_in_the_first_minute_a_host_is_dialled_as_often_at_once_and_as_often_again() -> None:
+    clock = Clock()
+    guard = DialGuard(clock=clock)
+    minutes = list[int]()
+    for _ in range(3):
+        minutes.append(0)
+        for _ in range(600):
+            minutes[-1] += ways(guard, "liar", PUBLIC, 1)
+            clock.now_s += 0.1
+    assert FAILURES_A_MINUTE < minutes[0] <= 2 * FAILURES_A_MINUTE
+    assert all(most <= FAILURES_A_MINUTE for most in minutes[1:])
+
+
 def test_a_peer_that_was_reached_is_dialled_again_whatever_others_say_of_its_host() -> None:
     guard = DialGuard(clock=Clock())
     assert ways(guard, "honest", PUBLIC, 1) == 1
