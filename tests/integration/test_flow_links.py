@@ -158,9 +158,7 @@ async def stranger(node: Node, name: str, hello: WireFrame, *frames: WireFrame) 
     return wire
 
 
-async def answer_to(
-    node: Node, name: str, hello: WireFrame, kept: dict[str, CallerWire] | None = None
-) -> WireFrame:
+async def answer_to(node: Node, name: str, hello: WireFrame, kept: dict[str, CallerWire] | None = None) -> WireFrame:
     """kept: where the stream goes, by name, that is closed else."""
     wire = await stranger(node, name, hello)
     answer = flow_wire.decode(await wire.read() or b"")

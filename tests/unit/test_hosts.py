@@ -48,6 +48,29 @@ def test_private_hosts(host: str) -> None:
     assert not is_public(host)
 
 
+@pytest.mark.parametrize(
+    "host",
+    [
+        "fec0::1",  # site-local
+        "::7f00:1",  # IPv4-compatible: 127.0.0.1
+        "::ffff:0:192.168.0.1",  # IPv4-translated
+        "2002:c0a8:101::1",  # 6to4: 192.168.1.1
+        "64:ff9b::c0a8:101",  # NAT64: 192.168.1.1
+        "64:ff9b:1::c0a8:101",  # NAT64 of a network of its own
+        "100::1",  # discarded
+    ],
+)
+def test_private_hosts_in_other_words(host: str) -> None:
+    assert not is_public(host)
+
+
+@pytest.mark.parametrize(
+    "host", [PUBLIC, f"::ffff:{PUBLIC}", f"64:ff9b::{PUBLIC}", "2002:cb00:7207::1", "2606:4700::1111", "example.org"]
+)
+def test_public_hosts(host: str) -> None:
+    assert is_public(host)
+
+
 def test_rates_are_of_each_key_and_come_back_with_time() -> None:
     clock = Clock()
     rates = Rates(per_s=0.5, at_once=2, clock=clock)
