@@ -442,7 +442,10 @@ def _header(coding: Coding, indices: Sequence[int]) -> Header:
 
 
 def _show(frame: Frame | None) -> str:
-    """A frame in a log line, without its payload."""
+    """A frame in a log line, without what a stranger can make long."""
     if isinstance(frame, Chunk):
         return f"chunk {frame.index} of {frame.section.name.lower()} ({len(frame.payload)} bytes)"
-    return str(frame)
+    if isinstance(frame, Header):
+        return str(frame)
+    section = getattr(frame, "section", None)
+    return type(frame).__name__ + (f" of {section.name.lower()}" if section else "")

@@ -23,6 +23,7 @@ from noloco_p2p.gossip.frames import (
     FetchItem,
     FetchWant,
     Frame,
+    Grid,
     Header,
     Hello,
     Part,
@@ -181,8 +182,10 @@ CORRUPT: list[tuple[str, Fault, At, str]] = [
         "another-frame",
         Replace(Refuse(RefuseCode.BUSY, "not now")),
         At(Header),
-        "announced Refuse(code=<RefuseCode.BUSY",
+        "announced Refuse, expected",
     ),
+    ("long-frame", Replace(Grid(SectionName.OUTER_MOMENTUM, bytes(1 << 20))), At(Header), "announced Grid of outer_mom"),
+    ("long-codec", Announce(codec=1000 * "x"), At(Header), "codec='xxx"),
 ]
 
 
@@ -198,6 +201,7 @@ def test_what_is_damaged_is_refused_in_words_and_not_applied(
     assert [type(outcome) for outcome in outcomes] == [expected, expected]
     what = section.name.lower()
     assert sentence.format(what) in last_faults[1]
+    assert all(len(each) < 1000 for each in last_faults), "a partner does not choose how long a line is"
     assert "..a" in last_faults[1], "the partner is named"
     assert ("nothing applied" if expected is Alone else "early part kept") in last_faults[1]
     assert AbortCode.CORRUPT.name in last_faults[0], "the sender is told why"
