@@ -23,6 +23,8 @@ Each message says what happened, with whom, and what to do next.
 
 from __future__ import annotations
 
+MAX_SENTENCE = 500  # characters of what is told of another peer, which may have chosen some of the words
+
 
 class NolocoError(Exception):
     """Base of all errors that noloco_p2p raises for a user to read."""
@@ -54,7 +56,7 @@ class PeerError(NolocoError):
     advice = "training goes on; if it comes again with many peers, run `noloco doctor TICKET`"  # what to do about it
 
     def __init__(self, message: str, *, peer: str = "") -> None:
-        super().__init__(message)
+        super().__init__(message[:MAX_SENTENCE])
         self.peer = peer
 
 

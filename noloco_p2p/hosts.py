@@ -11,6 +11,10 @@ _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
+# Global unicast, all that IANA has given out. Outside of it are site-local, IPv4-compatible and translated addresses.
+_GLOBAL = ipaddress.IPv6Network("2000::/3")
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
 
 def ip_of(host: str) -> Address:
     """An IP address as text, in brackets or not; IPv4 inside of IPv6 is IPv4. Raises ValueError for anything else."""
@@ -39,7 +43,17 @@ def is_public(host: str) -> bool:
     except ValueError:
         labels = host.rstrip(".").lower().split(".")
         return len(labels) > 1 and labels[-1] not in LOCAL_DOMAINS
-    return address.is_global and not address.is_multicast
+    inner = _embedded(address)
+    if inner is not None:
+        return is_public(str(inner))
+    return address.is_global and not address.is_multicast and (address.version == 4 or address in _GLOBAL)
+
+
+def _embedded(address: Address) -> ipaddress.IPv4Address | None:
+    """The IPv4 address to which a router on the way hands on what is sent to this one: of 6to4, or of NAT64."""
+    if not isinstance(address, ipaddress.IPv6Address):
+        return None
+    return ipaddress.IPv4Address(address.packed[-4:]) if address in _NAT64 else address.sixtofour
 
 
 def is_host(text: str) -> bool:

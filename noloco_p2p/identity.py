@@ -24,6 +24,7 @@ PRIVATE_PREFIX = bytes((0x08, 0x01, 0x12, 0x40))  # field 1: type Ed25519 (1); f
 PUBLIC_PREFIX = bytes((0x08, 0x01, 0x12, 0x20))  # field 1: type Ed25519 (1); field 2: 32 bytes follow
 MULTIHASH_PREFIX = bytes((0x00, 0x24))  # identity "hash" of 36 bytes
 KEY_BYTES = 32
+MAX_ID_CHARS = 64  # an Ed25519 id has 52; to decode base58 takes a time that grows with the square of its length
 FILE_BYTES = len(PRIVATE_PREFIX) + 2 * KEY_BYTES
 
 
@@ -83,6 +84,8 @@ def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
 
 def public_key_of(peer_id: str) -> bytes:
     """The 32 bytes inside an Ed25519 peer id. Raises ValueError when it is none."""
+    if len(peer_id) > MAX_ID_CHARS:
+        raise ValueError(f"{len(peer_id)} characters are no Ed25519 peer id")
     raw = base58.b58decode(peer_id)
     prefix = MULTIHASH_PREFIX + PUBLIC_PREFIX
     # The decoder forgives blanks: a peer would have many names.

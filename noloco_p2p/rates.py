@@ -65,16 +65,21 @@ class Rates:
         self._buckets = Buckets(Rate(per_s, at_once))
         self._clock = clock
 
+    @classmethod
+    def a_minute(cls, most: float, *, clock: Callable[[], float] = time.monotonic) -> Rates:
+        """At most `most` in any minute: half of them at once, and the other half as time passes."""
+        return cls(per_s=most / 120, at_once=most / 2, clock=clock)
+
     def __len__(self) -> int:
         return len(self._buckets)
 
-    def take(self, key: str) -> bool:
-        """Whether this key has one left, which is taken."""
+    def take(self, key: str, cost: float = 1.0) -> bool:
+        """Whether this key has so many left, which are taken."""
         bucket = self._buckets.of(key, self._clock())
-        has_one = bucket.left >= 1.0
-        if has_one:
-            bucket.left -= 1.0
-        return has_one
+        has_enough = bucket.left >= cost
+        if has_enough:
+            bucket.left -= cost
+        return has_enough
 
     def give_back(self, key: str) -> None:
         bucket = self._buckets.of(key, self._clock())

@@ -378,8 +378,9 @@ class Swap:
                 raise Ended(frame, peer=self.partner)
             if not isinstance(frame, Ready):
                 return frame
+            if frame.part not in self._partner_ready or self._waits_for_boundary():
+                self._progress()
             self._partner_ready.add(frame.part)
-            self._progress()
             if until_ready:
                 return None
 
@@ -410,6 +411,13 @@ class Swap:
             while True:
                 await asyncio.sleep(self._deadlines.progress_s / ALIVE_PER_PROGRESS)
                 await self._send(Ready(Part.EARLY))
+
+    def _waits_for_boundary(self) -> bool:
+        """One side trains on, so that nothing has to move: the partner, which has sent nothing of its late part, or
+        this one, which has all of the partner's."""
+        if Part.EARLY not in self.ledger.committed:
+            return False
+        return self.partner_staged_s is None or (Part.LATE in self.ledger.verified and not self._staged.chunks)
 
     def _progress(self) -> None:
         """Something moved: start the progress timer anew."""
@@ -442,7 +450,10 @@ def _header(coding: Coding, indices: Sequence[int]) -> Header:
 
 
 def _show(frame: Frame | None) -> str:
-    """A frame in a log line, without its payload."""
+    """A frame in a log line, without what a stranger can make long."""
     if isinstance(frame, Chunk):
         return f"chunk {frame.index} of {frame.section.name.lower()} ({len(frame.payload)} bytes)"
-    return str(frame)
+    if isinstance(frame, Header):
+        return str(frame)
+    section = getattr(frame, "section", None)
+    return type(frame).__name__ + (f" of {section.name.lower()}" if section else "")

@@ -1,8 +1,8 @@
 """The server's door: who makes a call, whether the call may go on, and how many of them at once.
 
-Before a caller is proven it costs a connection for seconds, one of few of its network (`front.py`), and a signature for
-each greeting; those are counted by network, too. What a proven peer may have open is counted by its id. Sizes of
-messages are bounded by `front.py` and `options.py`, and how many are held by the lanes of an accepted swap.
+Before a caller is proven it costs a connection for seconds, one of few of its network (`front.py`), and two greetings
+and one refused call at most, for then the connection ends. What a proven peer may have open is counted by its id. Sizes
+of messages are bounded by `front.py` and `options.py`, and how many are held by the lanes of an accepted swap.
 """
 
 from __future__ import annotations
@@ -20,22 +20,18 @@ from google.protobuf.message import DecodeError
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused
 from noloco_p2p.gossip import frames
-from noloco_p2p.hosts import network_of
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert
 from noloco_p2p.net.connection import REFUSE_KEY, nobody_is_banned
 from noloco_p2p.net.front import Front
 from noloco_p2p.net.handshake import PROOF_KEY, Challenges
 from noloco_p2p.net.lanes import MAX_LANES
-from noloco_p2p.net.probe import caller_host
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
-from noloco_p2p.rates import Rates
 
 log = logging.getLogger(__name__)
 
 MAX_CALLS_PER_PEER = MAX_LANES + 4  # a swap; an offer, a question, a fetch and one more beside it
-GREETINGS_PER_S, GREETINGS_AT_ONCE = 20.0, 60.0  # of one network: a /24 of IPv4, a /48 of IPv6
 TELL_EVERY_S = 60.0
 
 
@@ -63,7 +59,6 @@ class Door:
         self._front = front
         self._why_banned = why_banned
         self._challenges = Challenges(session, clock=clock) if session else None
-        self._greetings = Greetings(clock)
         self._open = Counter[str]()
         self._fetches: dict[str, object] = {}
         self._turned_away = TurnedAway(clock)
@@ -74,7 +69,7 @@ class Door:
             if self._challenges is None:
                 raise Refused("nobody is greeted here", code=frames.RefuseCode.NOT_PROVEN.name)
             address = self._front.address(context.peer())
-            self._greetings.take(caller_host(address))
+            self._front.greeted(context.peer())
             return self._challenges.answer(request, address)
         except PeerError as error:
             await self._turn_away(context, address, error)
@@ -94,9 +89,9 @@ class Door:
                     code=frames.RefuseCode.BUSY.name,
                     retry_after_s=5.0,
                 )
+            self._front.proven(connection, caller)
         except PeerError as error:
             await self._turn_away(context, address, error)
-        self._front.proven(connection, caller)
         self._open[caller] += 1
         try:
             yield Caller(caller, address, lambda: self._front.accepted(connection))
@@ -133,25 +128,12 @@ class Door:
         )
 
     async def _turn_away(self, context: Any, address: str, error: PeerError) -> NoReturn:
-        """End the call with a refusal in words."""
+        """End the call with a refusal in words, and then its connection."""
         self._turned_away.note(address or context.peer(), error)
+        self._front.turned_away(context.peer())
         refuse = refuse_to_wire(error)
         metadata = ((REFUSE_KEY, refuse.SerializeToString()),)
         raise await context.abort(grpc.StatusCode.PERMISSION_DENIED, refuse.sentence, metadata)
-
-
-class Greetings:
-    """A few a second of each network that greets."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._rates = Rates(per_s=GREETINGS_PER_S, at_once=GREETINGS_AT_ONCE, clock=clock)
-
-    def take(self, host: str) -> None:
-        """Raises Refused when too many came from there."""
-        network = network_of(host)
-        if not self._rates.take(network):
-            sentence = f"over {GREETINGS_PER_S:g} greetings a second come from {network}"
-            raise Refused(sentence, code=frames.RefuseCode.BUSY.name, retry_after_s=1.0)
 
 
 class TurnedAway:

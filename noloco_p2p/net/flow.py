@@ -34,7 +34,7 @@ FLOW_METHOD = "/noloco_p2p.wire.v1.Peer/Flow"
 OPEN_S = 10.0  # to find, to connect and to be answered, and again for the call that crossed this one
 FIRST_WORDS_S = 5.0  # from a call to its FlowHello
 MAX_DIALLED = 32  # streams; the one that was unused for longest makes place for another
-MAX_ACCEPTED = 32
+MAX_ACCEPTED = 32  # the one that carried no payload for longest makes room, unless it did so within `stuck_s`
 
 
 class Neighbourhood(Protocol):
@@ -195,15 +195,16 @@ class FlowLinks:
     # a call of another peer
 
     async def serve(self, wire: ServerWire, caller: str, admit: Callable[[Hello], None]) -> None:
-        """Until the stream has ended. caller: proven, or "". admit: raises PeerError for who may not come in."""
+        """Until the stream has ended. caller: proven, or "". admit: raises PeerError for who may not come in, and is
+        called once there is a place."""
         try:
             async with asyncio.timeout(FIRST_WORDS_S):
                 first = flow_wire.decode(await wire.read() or b"")
             stage = self._stage_in(first)
             assert isinstance(first, FlowHello)
-            admit(replace(first.hello, layout=""))
             peer = caller or first.hello.peer_id
-            self._check_place(peer)
+            idle = self._place_for(peer)
+            admit(replace(first.hello, layout=""))
         except (PeerError, TimeoutError) as error:
             fault = error if isinstance(error, PeerError) else TimedOut("no FlowHello came")
             refuse = convert.refuse_from_wire(refuse_to_wire(fault))
@@ -211,6 +212,8 @@ class FlowLinks:
                 async with asyncio.timeout(FIRST_WORDS_S):
                     await wire.write(flow_wire.encode(refuse))
             return
+        if idle:
+            self._drop(idle, Unreachable("another stream takes its place", peer=idle.peer))
         link = self._link(peer, stage, wire, first_words=self._own_hello())
         self._add(link)
         try:
@@ -219,8 +222,9 @@ class FlowLinks:
             if not wire.is_closed:  # gRPC cancels the handler when the caller is gone
                 self._drop(link, Unreachable("the connection was lost", peer=peer))
 
-    def _check_place(self, peer: str) -> None:
-        """Raises Refused when the call of this peer stands, or there are too many others, or it leaves."""
+    def _place_for(self, peer: str) -> FlowLink | None:
+        """The stream that makes room, if one has to. Raises Refused when the own call stands, or all are busy, or this
+        peer leaves."""
         if self._is_leaving:
             raise Refused("this peer leaves", peer=peer, code=RefuseCode.NOT_TRAINING.name)
         is_ours_first = self._hello().peer_id > peer
@@ -228,10 +232,14 @@ class FlowLinks:
         has_just_called = link is not None and link.is_dialled and now_s - link.opened_s < OPEN_S
         if is_ours_first and (peer in self._dials or has_just_called):
             raise Refused("my own call to you stands", peer=peer, code=RefuseCode.CROSSED.name)
-        num_others = sum(not other.is_dialled for other in self._links.values() if other is not link)
-        if num_others >= MAX_ACCEPTED:
+        others = [other for other in self._links.values() if other is not link and not other.is_dialled]
+        if len(others) < MAX_ACCEPTED:
+            return None
+        idle = min(others, key=lambda other: other.worked_s)
+        if now_s - idle.worked_s < self._stuck_s:
             sentence = f"{MAX_ACCEPTED} neighbours have a stream here"
-            raise Refused(sentence, peer=peer, code=RefuseCode.BUSY.name, retry_after_s=60.0)
+            raise Refused(sentence, peer=peer, code=RefuseCode.BUSY.name, retry_after_s=self._stuck_s)
+        return idle
 
     # all streams
 
@@ -277,6 +285,7 @@ class FlowLinks:
 
     def _add(self, link: FlowLink) -> None:
         if before := self._links.get(link.peer):
+            link.worked_s = before.worked_s  # else who calls again and again would never make room
             self._drop(before, Unreachable("a new stream takes its place", peer=link.peer))
         dial = self._dials.pop(link.peer, None)
         self._links[link.peer] = link

@@ -105,6 +105,7 @@ class FlowLink:
         self.peer, self.stage, self.is_dialled = peer, stage, is_dialled
         self._clock = asyncio.get_running_loop().time
         self.opened_s = self.used_s = self._clock()
+        self.worked_s = self.opened_s  # when a payload went either way; who keeps a stream for nothing sends none
         self._wire = wire
         self._sizes = sizes
         self._checked, self._received = checked, received
@@ -125,6 +126,7 @@ class FlowLink:
     def send(self, frame: Frame, since_s: float) -> None:
         """since_s: when it was given for sending, on the clock of the event loop. Never waits, never raises."""
         self.used_s = self._clock()
+        self._note_work(frame)
         if isinstance(frame, Backward):
             self._backwards.add(frame, since_s)
         elif isinstance(frame, Forward):
@@ -136,6 +138,10 @@ class FlowLink:
         if len(self._control) >= PAUSE_QUEUED:
             self._few_queued.clear()
         self._something_to_send.set()
+
+    def _note_work(self, frame: Frame) -> None:
+        if isinstance(frame, Forward | Backward):
+            self.worked_s = self._clock()
 
     def stop(self, fault: PeerError) -> None:
         """From now on nothing is received, and `run` ends."""
@@ -206,6 +212,7 @@ class FlowLink:
                 frame = await self._checked(self.peer, frame)
                 if self.is_stopped:
                     return
+                self._note_work(frame)
                 self._received(self.peer, frame)
             await self._few_queued.wait()  # as long as `_write` lets it last
 

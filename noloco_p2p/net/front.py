@@ -3,7 +3,7 @@
 gRPC takes connections by itself, first come, first served, and reads 1 MiB at a time before anybody asks who calls.
 Here a connection costs a socket until its first byte has come. Until the door has proved its caller it is one of few
 of its network, and then, until the server has accepted something, one of few of its caller; the oldest makes room.
-Until something is accepted, so much may come in and no more.
+Until something is accepted, so much may come in and no more. A call that is turned away is the last of its connection.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.hosts import ip_of, is_wildcard, network_of
 from noloco_p2p.net.crowd import Crowd
+from noloco_p2p.net.handshake import not_proven
 from noloco_p2p.net.passage import BLOCK_BYTES, Passage, tune
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ UNPROVEN_S = 15.0  # the greeting takes three round trips or four
 WAITING_OF_ONE, WAITING_IN_ALL = 16, 64  # of one proven caller, whose offer or question is not answered yet
 UNACCEPTED_BYTES = 64 * 1024  # that a connection may bring until the server has accepted something
 ANSWERED_SHARE = 16  # and a byte more for so many that it was given: HTTP/2 acknowledges a long download
+GREETINGS_OF_ONE = 2  # connection, which is for one call
+LAST_WORDS_S = 2.0  # for a refusal to reach its caller, before the connection is closed
 BACKLOG = 1024
 TAKEN_AT_ONCE = 64  # connections, before other work of the loop has its turn
 RETRY_S = 0.3  # when this process has no descriptor left
@@ -39,7 +42,9 @@ class Guest:
         self.near = near
         self.address = address  # as gRPC names it, ipv4:HOST:PORT
         self.passage: Passage | None = None
-        self.is_accepted = False
+        self.num_greetings = 0
+        self.caller = ""  # peer id, once it is proven
+        self.is_accepted = self.is_turned_away = False
         self.deadline: asyncio.TimerHandle | None = None
 
     def may_take(self) -> int:
@@ -94,27 +99,57 @@ class Front:
     # what the server tells, by the name that gRPC has for the connection
 
     def address(self, peer: str) -> str:
-        """Where the caller really is, as gRPC names addresses. Raises CorruptPayload for who came past the front."""
-        guest = self._guests.get(self._numbers.get(peer, -1))
-        if guest is None:
-            raise CorruptPayload("this connection did not come in by the port of this peer")
+        """Where the caller really is, as gRPC names addresses. Raises CorruptPayload for who came past the front, and
+        Refused for who was turned away before."""
+        guest = self._guest(peer)
+        if guest.is_turned_away:
+            raise not_proven("a call on this connection was turned away")
         return guest.address
 
+    def greeted(self, peer: str) -> None:
+        """Raises Refused when it greets again and again."""
+        guest = self._guest(peer)
+        guest.num_greetings += 1
+        if guest.num_greetings > GREETINGS_OF_ONE:
+            raise not_proven(f"over {GREETINGS_OF_ONE} greetings came on one connection")
+
     def proven(self, peer: str, caller: str) -> None:
-        """Who calls is known now."""
-        number = self._numbers.get(peer, -1)
+        """Who calls is known now. Raises Refused when somebody else was proven on the same connection."""
+        guest, number = self._guest(peer), self._numbers[peer]
+        if guest.caller not in ("", caller):
+            raise not_proven("this connection is that of another peer")
+        guest.caller = caller
         if number in self._unproven:
             self._unproven.leave(number)
             self._wait(number, caller)
 
+    def turned_away(self, peer: str) -> None:
+        """A call was refused: nothing more is taken from its connection, which ends once the caller could read why."""
+        number = self._numbers.get(peer, -1)
+        guest = self._guests.get(number)
+        if guest is None or guest.is_turned_away or not self._asks:
+            return
+        assert guest.passage is not None
+        assert self._loop is not None
+        guest.is_turned_away = True
+        guest.passage.stop_taking()
+        self._end_deadline(number)
+        guest.deadline = self._loop.call_later(LAST_WORDS_S, self._drop, number)
+
     def accepted(self, peer: str) -> None:
         """An offer, a lane or an upload: now the call may bring as much as it likes, and is never dropped."""
         number = self._numbers.get(peer, -1)
-        if number in self._guests:
+        if number in self._guests and not self._guests[number].is_turned_away:
             self._unproven.leave(number)
             self._waiting.leave(number)
             self._guests[number].is_accepted = True
             self._end_deadline(number)
+
+    def _guest(self, peer: str) -> Guest:
+        guest = self._guests.get(self._numbers.get(peer, -1))
+        if guest is None:
+            raise CorruptPayload("this connection did not come in by the port of this peer")
+        return guest
 
     # connections
 

@@ -97,16 +97,16 @@ class Challenges:
         if len(challenge) != CHALLENGE_BYTES or not secrets.compare_digest(
             mark, self._mark(given, proof.nonce, address)
         ):
-            raise _not_proven("the challenge was not given here, on this connection")
+            raise not_proven("the challenge was not given here, on this connection")
         if now_s - int.from_bytes(given[:8], "big") / 1000 > CHALLENGE_S:
-            raise _not_proven(f"the challenge is older than {CHALLENGE_S:g} s")
+            raise not_proven(f"the challenge is older than {CHALLENGE_S:g} s")
         if challenge in self._taken:
-            raise _not_proven("the challenge was taken before: a proof serves for one call")
+            raise not_proven("the challenge was taken before: a proof serves for one call")
+        self._take(challenge, now_s)  # a proof that fails uses it up, too
         own = self._session
         words = _words(CALLER, proof.nonce, challenge, own.key, own.identity.peer_id + proof.peer_id)
         if not verify(proof.peer_id, words, proof.signature):
-            raise _not_proven(f"the signature is not that of ..{short_id(text(proof.peer_id))}, made for this peer")
-        self._take(challenge, now_s)
+            raise not_proven(f"the signature is not that of ..{short_id(text(proof.peer_id))}, made for this peer")
         check_membership(own, proof.membership, proof.peer_id)
         return proof.peer_id
 
@@ -133,5 +133,5 @@ def _words(role: bytes, nonce: bytes, challenge: bytes, session_key: bytes, ids:
     return role + nonce + challenge + session_key + ids.encode()
 
 
-def _not_proven(sentence: str) -> Refused:
+def not_proven(sentence: str) -> Refused:
     return Refused(f"who calls is not proven: {sentence}", code=RefuseCode.NOT_PROVEN.name, retry_after_s=1.0)

@@ -121,6 +121,10 @@ class Passage:
     def given_bytes(self) -> int:
         return self._out.passed_bytes
 
+    def stop_taking(self) -> None:
+        """From now on only the server is heard."""
+        self._in.stop()
+
     def close(self) -> None:
         if self._is_over:
             return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote
 
@@ -28,8 +28,8 @@ from noloco_p2p.rates import Rates
 
 MAX_PORTS = 4
 DIAL_S = 4.0
-PER_MINUTE_OF_ONE = 8  # peer
-PER_MINUTE = 24  # of all peers of one network
+PORTS_A_MINUTE_OF_ONE = 16  # peer; it has two
+PORTS_A_MINUTE = 48  # of all peers of one network
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class Probed:
 class Prober:
     """The answering side."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.tunnelled: Mapping[int, str] = {}  # ports of this machine from which calls of others come by a tunnel
         self.only_public = False  # as of `DialGuard`
-        self._of_one = Rates(per_s=PER_MINUTE_OF_ONE / 60, at_once=PER_MINUTE_OF_ONE)
-        self._of_network = Rates(per_s=PER_MINUTE / 60, at_once=PER_MINUTE)
+        self._of_one = Rates.a_minute(PORTS_A_MINUTE_OF_ONE, clock=clock)
+        self._of_network = Rates.a_minute(PORTS_A_MINUTE, clock=clock)
 
     async def probe(self, request: pb.ProbeRequest, caller: str, peer_id: str) -> pb.ProbeReply:
         """`caller`: the network address as gRPC names it. Raises Refused when asked too often, CorruptPayload."""
@@ -60,10 +60,11 @@ class Prober:
         host = caller_host(caller)
         if self.only_public and not is_public(host):
             raise CorruptPayload("who calls from a private network is not dialled in a public swarm")
-        if not self._of_one.take(peer_id) or not self._of_network.take(network_of(host)):
-            raise Refused("I dial back a few times a minute", code=frames.RefuseCode.BUSY.name, retry_after_s=60.0)
-        if len(request.ports) > MAX_PORTS or not all(0 < port < 65_536 for port in request.ports):
+        num_ports = len(request.ports)
+        if num_ports > MAX_PORTS or not all(0 < port < 65_536 for port in request.ports):
             raise CorruptPayload(f"at most {MAX_PORTS} ports of 1 to 65535 can be asked for")
+        if not self._of_one.take(peer_id, num_ports) or not self._of_network.take(network_of(host), num_ports):
+            raise Refused("I dial back a few times a minute", code=frames.RefuseCode.BUSY.name, retry_after_s=60.0)
         told_s = time.time()
         sentences = await asyncio.gather(*(_dial(host, port) for port in request.ports))
         ports = [

@@ -16,7 +16,7 @@ from noloco_p2p.errors import CorruptPayload, Unreachable
 from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Frame, Lost, MicrobatchId, Ticket, Want
 from noloco_p2p.gossip.frames import Hello, RefuseCode, chunk_digest
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.net import flow_wire
+from noloco_p2p.net import flow, flow_wire
 from noloco_p2p.net.caller import CallerWire, connect
 from noloco_p2p.net.connection import Dialer
 from noloco_p2p.net.flow import FLOW_METHOD, FlowLinks
@@ -158,10 +158,14 @@ async def stranger(node: Node, name: str, hello: WireFrame, *frames: WireFrame) 
     return wire
 
 
-async def answer_to(node: Node, name: str, hello: WireFrame) -> WireFrame:
+async def answer_to(node: Node, name: str, hello: WireFrame, kept: dict[str, CallerWire] | None = None) -> WireFrame:
+    """kept: where the stream goes, by name, that is closed else."""
     wire = await stranger(node, name, hello)
     answer = flow_wire.decode(await wire.read() or b"")
-    await wire.close()
+    if kept is None:
+        await wire.close()
+    else:
+        kept[name] = wire
     return answer
 
 
@@ -296,6 +300,7 @@ def piece_of(payload: bytes, *, is_backward: bool = False) -> Piece:
 
 
 ANNOUNCED = ForwardAnnounced(id_of(1), 10.0, SIZES.forward_bytes)
+LOST = Lost(id_of(1))
 
 
 @pytest.mark.parametrize(
@@ -390,6 +395,58 @@ def test_who_is_no_neighbour_is_refused_in_words(hello: WireFrame, code: RefuseC
             answer = await answer_to(node, HIGH, hello)
             assert getattr(answer, "code", None) is code
             assert not node.events
+
+    run(main)
+
+
+def num_accepted(node: Node) -> int:
+    """Connections that may bring as much as they like."""
+    return sum(guest.is_accepted for guest in node.server._front._guests.values())
+
+
+def test_streams_that_carry_nothing_make_room_for_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers hold all places. Control frames, and calls of the same peer again, keep none."""
+    monkeypatch.setattr(flow, "MAX_ACCEPTED", 4)
+    busy, dripping, *idle = (f"holder {number}" for number in range(4))
+
+    async def main() -> None:
+        async with town((LOW, 1), stuck_s=0.3) as (_, [node]):
+            wires = {name: await stranger(node, name, FlowHello(hello_of(name), 0), LOST) for name in (busy, dripping)}
+            for name in (*idle, idle[0]):
+                wires[name] = await stranger(node, name, FlowHello(hello_of(name), 0), LOST)
+            await until(lambda: len(node.frames) == 5)
+            await asyncio.sleep(0.5)
+            payload = [bytes(PIECE_BYTES)] * 3 + [bytes(5)]
+            for name, frames in {dripping: [LOST], busy: [ANNOUNCED, *map(piece_of, payload)]}.items():
+                for frame in frames:
+                    await wires[name].write(flow_wire.encode(frame))
+            await until(lambda: len(node.frames) == 7)
+            newcomers = [f"newcomer {number}" for number in range(3)]
+            for name in newcomers:
+                assert isinstance(await answer_to(node, name, FlowHello(hello_of(name), 0), wires), FlowHello)
+            assert set(node.links.stages) == {identity_of(name).peer_id for name in (busy, *newcomers)}
+            for wire in wires.values():
+                await wire.close()
+
+    run(main)
+
+
+def test_where_all_streams_are_in_use_a_newcomer_is_refused_and_brings_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flow, "MAX_ACCEPTED", 2)
+
+    async def main() -> None:
+        async with town((LOW, 1)) as (_, [node]):
+            wires = {
+                name: await stranger(node, name, FlowHello(hello_of(name), 0), LOST) for name in ("first", "second")
+            }
+            await until(lambda: len(node.frames) == 2)
+            answer = await answer_to(node, "third", FlowHello(hello_of("third"), 0), wires)
+            assert getattr(answer, "code", None) is RefuseCode.BUSY
+            assert num_accepted(node) == 2
+            for wire in wires.values():
+                await wire.close()
 
     run(main)
 

@@ -186,25 +186,21 @@ def test_a_hello_in_the_name_of_another_is_refused() -> None:
 
 def test_no_proof_and_a_proof_used_before_are_told_in_words() -> None:
     async def main() -> None:
-        async with (
-            answering() as (service, there),
-            Dialer(CALLER).dialled(there, timeout_s=PATIENCE_S) as connection,
-        ):
-            stub = PeerStub(connection.channel)
-            request = pb.StatusRequest(hello=pb.Hello(peer_id=CALLER.identity.peer_id))
-            for metadata, words in (
-                ((), "greet first"),
-                (connection.metadata, ""),
-                (connection.metadata, "a proof serves for one call"),
-                ((("noloco-proof-bin", b"\xff"),), "no message of this protocol"),
+        request = pb.StatusRequest(hello=pb.Hello(peer_id=CALLER.identity.peer_id))
+        async with answering() as (service, there):
+            for used, metadata, words in (
+                (False, (), "greet first"),
+                (True, None, "a proof serves for one call"),
+                (False, (("noloco-proof-bin", b"\xff"),), "no message of this protocol"),
             ):
-                try:
-                    reply = await stub.Status(request, metadata=metadata)
-                    assert (reply.round, words) == (41, "")
-                except grpc.aio.AioRpcError as error:
-                    fault = translate(error, there.peer_id)
+                async with Dialer(CALLER).dialled(there, timeout_s=PATIENCE_S) as connection:
+                    stub = PeerStub(connection.channel)
+                    if used:
+                        assert (await stub.Status(request, metadata=connection.metadata)).round == 41
+                    with pytest.raises(grpc.aio.AioRpcError) as refused:
+                        await stub.Status(request, metadata=connection.metadata if metadata is None else metadata)
+                    fault = translate(refused.value, there.peer_id)
                     assert isinstance(fault, Refused)
-                    assert words
                     assert words in str(fault)
             assert len(service.admitted) == 1
 

@@ -48,6 +48,29 @@ def test_private_hosts(host: str) -> None:
     assert not is_public(host)
 
 
+@pytest.mark.parametrize(
+    "host",
+    [
+        "fec0::1",  # site-local
+        "::7f00:1",  # IPv4-compatible: 127.0.0.1
+        "::ffff:0:192.168.0.1",  # IPv4-translated
+        "2002:c0a8:101::1",  # 6to4: 192.168.1.1
+        "64:ff9b::c0a8:101",  # NAT64: 192.168.1.1
+        "64:ff9b:1::c0a8:101",  # NAT64 of a network of its own
+        "100::1",  # discarded
+    ],
+)
+def test_private_hosts_in_other_words(host: str) -> None:
+    assert not is_public(host)
+
+
+@pytest.mark.parametrize(
+    "host", [PUBLIC, f"::ffff:{PUBLIC}", f"64:ff9b::{PUBLIC}", "2002:cb00:7207::1", "2606:4700::1111", "example.org"]
+)
+def test_public_hosts(host: str) -> None:
+    assert is_public(host)
+
+
 def test_rates_are_of_each_key_and_come_back_with_time() -> None:
     clock = Clock()
     rates = Rates(per_s=0.5, at_once=2, clock=clock)
@@ -82,6 +105,19 @@ def test_a_host_where_nobody_is_found_is_dialled_a_few_times_a_minute_whoever_na
     assert sum(ways(guard, f"liar {number}", PUBLIC, 10) for number in range(50)) == FAILURES_A_MINUTE
     clock.now_s += 60.0
     assert sum(ways(guard, f"liar {number}", PUBLIC, 10) for number in range(50)) == FAILURES_A_MINUTE
+
+
+def test_in_the_first_minute_a_host_is_dialled_as_often_at_once_and_as_often_again() -> None:
+    clock = Clock()
+    guard = DialGuard(clock=clock)
+    minutes = list[int]()
+    for _ in range(3):
+        minutes.append(0)
+        for _ in range(600):
+            minutes[-1] += ways(guard, "liar", PUBLIC, 1)
+            clock.now_s += 0.1
+    assert FAILURES_A_MINUTE < minutes[0] <= 2 * FAILURES_A_MINUTE
+    assert all(most <= FAILURES_A_MINUTE for most in minutes[1:])
 
 
 def test_a_peer_that_was_reached_is_dialled_again_whatever_others_say_of_its_host() -> None:

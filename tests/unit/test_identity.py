@@ -55,6 +55,14 @@ def test_no_text_makes_verify_raise(peer_id: str) -> None:
     assert not verify(peer_id, b"data", bytes(64))
 
 
+def test_a_long_id_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5,500 characters took 18 ms."""
+    decoded: list[str] = []
+    monkeypatch.setattr("base58.b58decode", decoded.append)
+    assert not verify("z" * 5500, b"data", bytes(64))
+    assert not decoded
+
+
 @given(st.binary(min_size=32, max_size=32))
 def test_the_public_key_is_in_the_id(public_key: bytes) -> None:
     assert public_key_of(peer_id_of(public_key)) == public_key

@@ -23,6 +23,7 @@ from noloco_p2p.gossip.frames import (
     FetchItem,
     FetchWant,
     Frame,
+    Grid,
     Header,
     Hello,
     Part,
@@ -64,6 +65,7 @@ SHORT = Deadlines(offer_s=1.0, status_s=1.0, progress_s=1.0, farewell_s=0.05)  #
 # before the last frames of its part, as each direction goes at its own speed.
 FRAMES = ("Offer", *("Header", "Chunk", "End") * 2, "Ready EARLY", "Header", "Chunk", "End", "Ready LATE")
 EARLY_READY, LATE_READY = 8, 12
+MOST_DRIPS = 60  # 12 times `SHORT.progress_s`
 
 
 EVERY_POSITION = pytest.mark.parametrize(
@@ -181,8 +183,15 @@ CORRUPT: list[tuple[str, Fault, At, str]] = [
         "another-frame",
         Replace(Refuse(RefuseCode.BUSY, "not now")),
         At(Header),
-        "announced Refuse(code=<RefuseCode.BUSY",
+        "announced Refuse, expected",
     ),
+    (
+        "long-frame",
+        Replace(Grid(SectionName.OUTER_MOMENTUM, bytes(1 << 20))),
+        At(Header),
+        "announced Grid of outer_mom",
+    ),
+    ("long-codec", Announce(codec=1000 * "x"), At(Header), "codec='xxx"),
 ]
 
 
@@ -198,6 +207,7 @@ def test_what_is_damaged_is_refused_in_words_and_not_applied(
     assert [type(outcome) for outcome in outcomes] == [expected, expected]
     what = section.name.lower()
     assert sentence.format(what) in last_faults[1]
+    assert all(len(each) < 1000 for each in last_faults), "a partner does not choose how long a line is"
     assert "..a" in last_faults[1], "the partner is named"
     assert ("nothing applied" if expected is Alone else "early part kept") in last_faults[1]
     assert AbortCode.CORRUPT.name in last_faults[0], "the sender is told why"
@@ -314,8 +324,8 @@ def test_a_partner_that_says_it_gave_up_is_believed() -> None:
 # a partner that cheats
 
 
-class HastyStranger:
-    """Accepts every offer and sends all frames of a swap at once, Ready first, whatever the other side has sent."""
+class Stranger:
+    """Accepts every offer, and then says what it likes."""
 
     def __init__(self, vectors: Vectors) -> None:
         self._vectors = {
@@ -326,13 +336,12 @@ class HastyStranger:
 
     async def on_swap(self, stream: FrameStream) -> None:
         await stream.receive(PATIENCE_S)
-        hello = Hello("stranger", SPEC.name, SPEC.digest())
-        frames = [Accept(hello, Boundary(0, None, None, 0.0)), Ready(Part.EARLY), Ready(Part.LATE)]
-        for frame in [*frames, *(frame for name in SectionName for frame in self._section(name))]:
-            await stream.send(frame)
+        await stream.send(Accept(Hello("stranger", SPEC.name, SPEC.digest()), Boundary(0, None, None, 0.0)))
         with contextlib.suppress(PeerError):
-            while True:
-                await stream.receive(PATIENCE_S)
+            await self._go_on(stream)
+
+    async def _go_on(self, stream: FrameStream) -> None:
+        raise NotImplementedError
 
     def _section(self, name: SectionName) -> list[Frame]:
         payload = get_codec("fp32").encode(self._vectors[name])
@@ -349,12 +358,46 @@ class HastyStranger:
         raise Unreachable("never")
 
 
+class Hasty(Stranger):
+    """Sends all frames of a swap at once, Ready first, whatever the other side has sent."""
+
+    async def _go_on(self, stream: FrameStream) -> None:
+        frames = [
+            Ready(Part.EARLY),
+            Ready(Part.LATE),
+            *(frame for name in SectionName for frame in self._section(name)),
+        ]
+        for frame in frames:
+            await stream.send(frame)
+        while True:
+            await stream.receive(PATIENCE_S)
+
+
+class Dripping(Stranger):
+    """Sends so many of its frames, and from then on Ready again and again."""
+
+    def __init__(self, vectors: Vectors, num_frames: int) -> None:
+        super().__init__(vectors)
+        self.num_drips = 0
+        self._num_frames = num_frames
+
+    async def _go_on(self, stream: FrameStream) -> None:
+        early = [frame for name in tuple(SectionName)[:2] for frame in self._section(name)]
+        frames = [*early, Ready(Part.EARLY), *self._section(SectionName.OUTER_GRADIENT)]
+        for frame in frames[: self._num_frames]:
+            await stream.send(frame)
+        while self.num_drips < MOST_DRIPS:
+            await asyncio.sleep(SHORT.progress_s / 5)
+            await stream.send(Ready(Part.EARLY))
+            self.num_drips += 1
+
+
 def test_nothing_is_committed_before_it_was_sent_whatever_the_partner_claims() -> None:
     """Else the outer step would look for a coded gradient that does not exist yet, and training would end."""
     own, theirs = Vectors.random(1), Vectors.random(2)
     with MemorySwarm(SPEC) as swarm:
         a = swarm.peer("a")
-        swarm.network.add("stranger", HastyStranger(theirs))
+        swarm.network.add("stranger", Hasty(theirs))
         open_round(a, own)
         wait_until(lambda: a.driver.phase is Phase.EARLY and a.driver.traffic.bytes_received == 1200)
         assert a.driver.phase is Phase.EARLY
@@ -362,3 +405,31 @@ def test_nothing_is_committed_before_it_was_sent_whatever_the_partner_claims() -
         assert isinstance(outcome, Swapped)
         gradient = outcome.received.sections[SectionName.OUTER_GRADIENT]
         assert torch.equal(gradient.half_difference(0), theirs.outer_gradient * 0.5 - own.outer_gradient * 0.5)
+
+
+@pytest.mark.parametrize("num_frames", [0, 2, 8], ids=["nothing", "in-the-early-part", "after-the-late-header"])
+def test_a_partner_that_drips_ready_and_sends_no_chunk_is_given_up_by_progress(num_frames: int) -> None:
+    stranger = Dripping(Vectors.random(2), num_frames)
+    with MemorySwarm(SPEC, deadlines=SHORT) as swarm:
+        a = swarm.peer("a")
+        swarm.network.add("stranger", stranger)
+        open_round(a, Vectors.random(1))
+        wait_until(lambda: bool(a.driver.last_fault) or stranger.num_drips == MOST_DRIPS)
+        assert "nothing moved" in a.driver.last_fault
+    assert stranger.num_drips < MOST_DRIPS
+
+
+@pytest.mark.parametrize("first", [(), (0,), (1,)], ids=["both-train", "one-trains", "the-other-trains"])
+def test_who_waits_for_a_partner_that_trains_gives_it_up_only_when_it_falls_silent(first: tuple[int, ...]) -> None:
+    vectors = [Vectors.random(1), Vectors.random(2)]
+    with MemorySwarm(SPEC, deadlines=SHORT) as swarm:
+        peers = [swarm.peer("a"), swarm.peer("b")]
+        for peer, own in zip(peers, vectors, strict=True):
+            open_round(peer, own)
+        wait_until(lambda: all(peer.driver.phase is Phase.EARLY for peer in peers))
+        for index in first:
+            peers[index].exchange.stage(vectors[index].gradient_chunks)
+        time.sleep(2.5 * SHORT.progress_s)
+        for index in {0, 1} - set(first):
+            peers[index].exchange.stage(vectors[index].gradient_chunks)
+        assert [type(peer.exchange.collect(PATIENCE_S)) for peer in peers] == [Swapped, Swapped]

@@ -1,4 +1,4 @@
-"""How many may come, how long the server waits for their words, and how often it speaks of those it turns away."""
+"""How long the server waits for their words, and how often it speaks of those it turns away."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import pytest
 
 from noloco_p2p.errors import Refused
 from noloco_p2p.hosts import network_of
-from noloco_p2p.net.door import GREETINGS_AT_ONCE, GREETINGS_PER_S, Greetings, TurnedAway
+from noloco_p2p.net.door import TurnedAway
 from noloco_p2p.net.server import _Asked
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
-from noloco_p2p.rates import MAX_KEYS
 from noloco_p2p.testing.patience import PATIENCE_S
 
 
@@ -26,36 +25,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-def taken(greetings: Greetings, host: str, tries: int) -> int:
-    count = 0
-    for _ in range(tries):
-        try:
-            greetings.take(host)
-        except Refused:
-            continue
-        count += 1
-    return count
-
-
-def test_greetings_are_counted_by_network() -> None:
-    clock = Clock()
-    greetings = Greetings(clock)
-    assert taken(greetings, "192.0.2.7", 500) == GREETINGS_AT_ONCE
-    assert taken(greetings, "192.0.2.8", 10) == 0, "a neighbour in the same network"
-    assert taken(greetings, "198.51.100.7", 10) == 10
-    clock.now_s += 2.0
-    assert taken(greetings, "192.0.2.8", 500) == 2 * GREETINGS_PER_S
-    clock.now_s += 1e6
-    assert taken(greetings, "192.0.2.8", 500) == GREETINGS_AT_ONCE
-
-
-def test_a_flood_from_everywhere_is_not_remembered_without_end() -> None:
-    greetings = Greetings(Clock())
-    for index in range(2 * MAX_KEYS):
-        greetings.take(f"10.{index >> 8}.{index & 255}.1")
-    assert len(greetings._rates) == MAX_KEYS
 
 
 @pytest.mark.parametrize(

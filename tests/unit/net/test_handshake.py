@@ -46,6 +46,18 @@ def test_none_of_a_thousand_replays_is_accepted() -> None:
             challenges.check(proof, ADDRESS)
 
 
+def test_a_challenge_serves_for_one_try() -> None:
+    """Else one greeting pays for any number of signatures that have to be checked."""
+    challenges = Challenges(ANSWERER)
+    proof = proof_for(challenges)
+    wrong = pb.Proof.FromString(proof.SerializeToString())
+    wrong.signature = bytes(64)
+    with pytest.raises(Refused, match="the signature is not"):
+        challenges.check(wrong, ADDRESS)
+    with pytest.raises(Refused, match="taken before"):
+        challenges.check(proof, ADDRESS)
+
+
 def test_a_proof_ages_by_the_clock_of_who_asked_for_it() -> None:
     clock = Clock()
     challenges = Challenges(ANSWERER, clock=clock)

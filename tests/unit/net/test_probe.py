@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -102,13 +102,44 @@ def test_strangers_get_nothing() -> None:
 def test_nobody_is_dialled_again_and_again() -> None:
     async def main() -> None:
         async with peer() as candidate:
-            for _ in range(probe.PER_MINUTE_OF_ONE):
+            for _ in range(probe.PORTS_A_MINUTE_OF_ONE // 2):
                 await probe.ask(candidate, HELLO, [9], timeout_s=PATIENCE_S)
             with pytest.raises(Refused, match="a few times a minute"):
                 await probe.ask(candidate, HELLO, [9], timeout_s=PATIENCE_S)
             await probe.ask(candidate, HELLO, [], timeout_s=PATIENCE_S)  # the time is told to everybody
 
     asyncio.run(main())
+
+
+def dials(monkeypatch: pytest.MonkeyPatch, num_peers: int) -> list[float]:
+    """When a host of this network was dialled, for minutes in which peers of it ask ten times a second."""
+    now_s, dialled_s = 1000.0, list[float]()
+
+    async def dial(host: str, port: int) -> str:
+        dialled_s.append(now_s)
+        return ""
+
+    monkeypatch.setattr(probe, "_dial", dial)
+    prober = probe.Prober(clock=lambda: now_s)
+
+    async def main() -> None:
+        nonlocal now_s
+        for step in range(2000):
+            now_s += 0.1
+            with suppress(Refused):
+                await prober.probe(pb.ProbeRequest(ports=[1, 2, 3, 4]), "ipv4:192.0.2.7:5", str(step % num_peers))
+
+    asyncio.run(main())
+    return dialled_s
+
+
+@pytest.mark.parametrize(("num_peers", "most"), [(1, 16), (50, 48)])
+def test_in_no_minute_are_more_ports_dialled_than_promised(
+    monkeypatch: pytest.MonkeyPatch, num_peers: int, most: int
+) -> None:
+    dialled_s = dials(monkeypatch, num_peers)
+    busiest = max(sum(begin <= each < begin + 60.0 for each in dialled_s) for begin in dialled_s)
+    assert most / 2 < busiest <= most
 
 
 @pytest.mark.parametrize("ports", [[1, 2, 3, 4, 5], [0], [70_000]])

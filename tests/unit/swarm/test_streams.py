@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from noloco_p2p.errors import DirectoryError
+from noloco_p2p.swarm import relay as relays
 from noloco_p2p.swarm.relay import DIALS_A_MINUTE_OF_ONE, NO, Relay
 from noloco_p2p.swarm.streams import MAX_STREAMS, MAX_STREAMS_OF_ONE, Streams
 
@@ -85,3 +86,40 @@ def test_a_burst_of_questions_is_not_dialled_back_more_often_than_a_slow_one() -
         assert all(writer.said == NO for writer in writers)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("num_peers", "most"), [(1, 16), (50, 48)])
+def test_in_no_minute_are_more_ports_dialled_back_than_promised(
+    monkeypatch: pytest.MonkeyPatch, num_peers: int, most: int
+) -> None:
+    """Peers of one network ask ten times a second."""
+    now_s, dialled_s = 1000.0, list[float]()
+
+    class Node:
+        async def remote_address(self, peer: str) -> str:
+            return "/ip4/192.0.2.7/tcp/4711"
+
+    class Writer:
+        def write(self, data: bytes) -> None: ...
+
+        async def drain(self) -> None: ...
+
+    async def knock(multiaddr: str) -> str:
+        dialled_s.append(now_s)
+        return ""
+
+    async def main() -> None:
+        nonlocal now_s
+        relay = Relay(cast(Any, Node()))
+        for rates in (relay._dials, relay._dials_of_one):
+            rates._clock = lambda: now_s
+        for step in range(2000):
+            now_s += 0.1
+            reader = asyncio.StreamReader()
+            reader.feed_data(b"1 2 3 4\n")
+            await relay._on_dial(str(step % num_peers), reader, cast(Any, Writer()))
+
+    monkeypatch.setattr(relays, "knock", knock)
+    asyncio.run(main())
+    busiest = max(sum(begin <= each < begin + 60.0 for each in dialled_s) for begin in dialled_s)
+    assert most / 2 < busiest <= most

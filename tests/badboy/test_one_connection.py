@@ -1,0 +1,160 @@
+"""What a stranger gets for one connection: two greetings, one refused call, one name. Then it needs another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack, suppress
+
+import grpc
+import grpc.aio
+import pytest
+import uvloop
+
+from badboy.victim import DIGEST, ROUND, Victim, victim
+from noloco_p2p.errors import PeerError, Refused, Unreachable
+from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.net import options
+from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.connection import translate
+from noloco_p2p.net.handshake import Greeting, Metadata
+from noloco_p2p.net.session import SERVER_NAME, Session
+from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
+from noloco_p2p.testing.identities import identity_of
+from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S
+
+NUM_NEWCOMERS = 20
+MANY_GREETINGS = 200
+
+
+def run(main: Callable[[Victim], Coroutine[None, None, None]]) -> None:
+    async def attacked() -> None:
+        async with victim() as there:
+            await main(there)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(attacked(), PATIENCE_S))
+
+
+def connection(there: Candidate) -> grpc.aio.Channel:
+    credentials = Session(identity_of("stranger")).channel_credentials(there)
+    return grpc.aio.secure_channel(
+        there.address, credentials, options=[*options.CLIENT, ("grpc.ssl_target_name_override", SERVER_NAME)]
+    )
+
+
+async def proof(stub: PeerStub, there: Candidate, name: str) -> Metadata:
+    greeting = Greeting.to(there.peer_id, there.session_key)
+    return greeting.prove(await stub.Greet(greeting.request(), timeout=AT_ONCE_S), Session(identity_of(name)))
+
+
+async def status(stub: PeerStub, name: str, metadata: Metadata = ()) -> pb.StatusReply:
+    request = pb.StatusRequest(hello=pb.Hello(peer_id=identity_of(name).peer_id, run_name="r", spec_digest=DIGEST))
+    return await stub.Status(request, metadata=metadata, timeout=AT_ONCE_S)
+
+
+async def fault_of(call: Coroutine[None, None, object]) -> PeerError:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    return translate(raised.value, "victim")
+
+
+class Greeter:
+    """Greets without end; where its connection is ended it opens another."""
+
+    def __init__(self, there: Candidate) -> None:
+        self.num_greetings = 0
+        self._there = there
+
+    async def greet(self) -> None:
+        while True:
+            channel = connection(self._there)
+            stub = PeerStub(channel)
+            with suppress(grpc.aio.AioRpcError):
+                while True:
+                    self.num_greetings += 1
+                    await self._once(stub)
+            await channel.close()
+
+    async def _once(self, stub: PeerStub) -> None:
+        try:
+            await stub.Greet(pb.GreetRequest(nonce=bytes(16)), timeout=AT_ONCE_S)
+        except grpc.aio.AioRpcError as error:
+            if "one connection" in str(error.details()):
+                raise
+
+
+async def is_served(there: Candidate, name: str) -> bool:
+    """At the first try."""
+    session = Session(identity_of(name))
+    transport = GrpcTransport(lambda: Hello(session.identity.peer_id, "r", DIGEST), session=session)
+    try:
+        return (await transport.status(there, timeout_s=AT_ONCE_S)).round == ROUND
+    except PeerError:
+        return False
+
+
+def test_who_greets_in_a_loop_keeps_nobody_of_its_network_out() -> None:
+    """Nor, as all of these come from this machine, who calls by another relay."""
+
+    async def main(there: Victim) -> None:
+        greeters = [Greeter(there.candidate) for _ in range(2)]
+        tasks = [asyncio.create_task(greeter.greet()) for greeter in greeters]
+        try:
+            while sum(greeter.num_greetings for greeter in greeters) < MANY_GREETINGS:  # noqa: ASYNC110 - both count
+                await asyncio.sleep(0.01)
+            served = [await is_served(there.candidate, f"newcomer {index}") for index in range(NUM_NEWCOMERS)]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert served == [True] * NUM_NEWCOMERS
+
+    run(main)
+
+
+def test_a_connection_greets_twice_and_no_more() -> None:
+    async def main(there: Victim) -> None:
+        async with connection(there.candidate) as channel:
+            stub = PeerStub(channel)
+            for _ in range(2):
+                await proof(stub, there.candidate, "stranger")
+            fault = await fault_of(proof(stub, there.candidate, "stranger"))
+            assert isinstance(fault, Refused)
+            assert "over 2 greetings" in str(fault)
+
+    run(main)
+
+
+def test_a_call_that_is_refused_is_the_last_of_its_connection() -> None:
+    """Also where the next one would have a proof."""
+
+    async def main(there: Victim) -> None:
+        async with AsyncExitStack() as stack:
+            channels = [await stack.enter_async_context(connection(there.candidate)) for _ in range(2)]
+            for stub, is_proven in zip(map(PeerStub, channels), (False, True), strict=True):
+                metadata = await proof(stub, there.candidate, "stranger")
+                refused = await fault_of(status(stub, "stranger"))
+                assert isinstance(refused, Refused)
+                assert "greet first" in str(refused)
+                again = await fault_of(status(stub, "stranger", metadata if is_proven else ()))
+                assert isinstance(again, Unreachable), again
+            assert await is_served(there.candidate, "newcomer")
+
+    run(main)
+
+
+def test_one_connection_has_one_name() -> None:
+    """Else 30 names are served on one connection, which is counted for the first alone."""
+
+    async def main(there: Victim) -> None:
+        async with connection(there.candidate) as channel:
+            stub = PeerStub(channel)
+            assert (await status(stub, "one", await proof(stub, there.candidate, "one"))).round == ROUND
+            fault = await fault_of(status(stub, "other", await proof(stub, there.candidate, "other")))
+            assert isinstance(fault, Refused)
+            assert "another peer" in str(fault)
+
+    run(main)
