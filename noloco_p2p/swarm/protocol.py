@@ -28,6 +28,7 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.rates import Rate
 from noloco_p2p.swarm.allowance import Allowance
@@ -67,7 +68,13 @@ class BoundedProtocol(DHTProtocol):
     """What a node answers, and what it believes of answers. Make it with `start()`."""
 
     def __init__(
-        self, client: DaemonClient, node_id: DHTID, *, is_client: bool, own_addresses: Callable[[], Sequence[str]]
+        self,
+        client: DaemonClient,
+        node_id: DHTID,
+        *,
+        is_client: bool,
+        own_addresses: Callable[[], Sequence[str]],
+        guard: DialGuard,
     ) -> None:
         super().__init__(_initialized_with_create=True)
         self.p2p, self.node_id, self.client_mode = client, node_id, is_client
@@ -79,7 +86,9 @@ class BoundedProtocol(DHTProtocol):
         self._validator, self.authorizer = RecordValidator(), None
         self.record_validator = self._validator
         self.node_info = _message("NodeInfo", **({} if is_client else {"node_id": node_id.to_bytes()}))
-        self.whereabouts = Whereabouts(client, self.routing_table, own_addresses=own_addresses, wait_s=WAIT_TIMEOUT_S)
+        self.whereabouts = Whereabouts(
+            client, self.routing_table, own_addresses=own_addresses, guard=guard, wait_s=WAIT_TIMEOUT_S
+        )
         self._client = client
         self._allowance = Allowance(of_one=OF_ONE, of_all=OF_ALL)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -254,7 +263,9 @@ class BoundedNode(DHTNode):
     strangers fill, and hivemind's sharing of requests keeps an entry for every key ever asked for.
     """
 
-    def __init__(self, client: DaemonClient, *, is_client: bool, own_addresses: Callable[[], Sequence[str]]) -> None:
+    def __init__(
+        self, client: DaemonClient, *, is_client: bool, own_addresses: Callable[[], Sequence[str]], guard: DialGuard
+    ) -> None:
         super().__init__(_initialized_with_create=True)
         self.peer_id = PeerID(client.own_id)
         self.node_id = place_of(str(self.peer_id))
@@ -263,7 +274,9 @@ class BoundedNode(DHTNode):
         self.blacklist = Blacklist(BLACKLIST_S, BACKOFF)
         self.cache_locally = self.cache_on_store = self.reuse_get_requests = False
         self.cache_nearest = self.cache_refresh_before_expiry = 0
-        self.bounded = BoundedProtocol(client, self.node_id, is_client=is_client, own_addresses=own_addresses)
+        self.bounded = BoundedProtocol(
+            client, self.node_id, is_client=is_client, own_addresses=own_addresses, guard=guard
+        )
         self.protocol = self.bounded
 
     def end(self) -> None:
