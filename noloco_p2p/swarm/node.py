@@ -66,7 +66,7 @@ class SwarmNode:
         self._listening: list[str] = []  # multiaddrs without peer id, as the daemon tells them
         self._watchdog: asyncio.Task[None] | None = None
         self._handlers: dict[str, StreamHandler] = {}
-        self._streams = Streams()
+        self.streams = Streams()
 
     @classmethod
     async def start(
@@ -155,7 +155,7 @@ class SwarmNode:
     async def handle_streams(self, protocol: str, handler: StreamHandler) -> None:
         """`handler` gets (peer id, reader, writer) of each stream that others open, after a restart too."""
         self._handlers[protocol] = handler
-        handling = self._running_p2p().handle_streams(protocol, self._streams.bounded(handler))
+        handling = self._running_p2p().handle_streams(protocol, self.streams.bounded(handler))
         await _guard(handling, ATTACH_S, "asking p2pd for streams")
 
     async def store(
