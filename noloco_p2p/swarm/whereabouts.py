@@ -8,6 +8,7 @@ of a record is. This file imports hivemind: only `protocol.py` imports it.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -31,6 +32,7 @@ LOCATE = "noloco_p2p.locate/1"  # a peer id, or nothing -> addresses, a line eac
 MAX_ADDRESSES, MAX_ADDRESS_CHARS = 8, 200
 MAX_PEERS = 1024  # that are remembered, of each kind
 GOOD_FOR_S = 300.0
+SILENT_FOR_S = 30.0  # a neighbour that did not say where it is; who asks meanwhile is told nothing, at once
 DIALS = Rate(per_s=2.0, burst=64.0)  # of peers that others told of
 
 
@@ -63,10 +65,9 @@ class Whereabouts:
         wanted = PeerID(data)
         if wanted not in self._table.peer_id_to_uid:
             raise DirectoryError("this node does not know that peer")
-        when_s, addresses = self._addresses.get(wanted, (0.0, b""))
-        if addresses and time.monotonic() - when_s < GOOD_FOR_S:
-            return addresses
-        return self._ask_itself(wanted)
+        when_s, addresses = self._addresses.get(wanted, (-math.inf, b""))
+        is_known = time.monotonic() - when_s < (GOOD_FOR_S if addresses else SILENT_FOR_S)
+        return addresses if is_known else self._ask_itself(wanted)
 
     def heard(self, peers: Iterable[PeerID], teller: PeerID) -> None:
         """Another node tells of these."""
@@ -97,7 +98,9 @@ class Whereabouts:
             self._guard.reached(peer_id, host_in(ways[0]))
 
     async def _ask_itself(self, peer: PeerID) -> bytes:
-        addresses = pack(unpack(await self._ask(peer, b"")))
+        addresses = b""
+        with suppress(*ANSWER_FAULTS):
+            addresses = pack(unpack(await self._ask(peer, b"")))
         _put(self._addresses, peer, (time.monotonic(), addresses))
         return addresses
 

@@ -33,6 +33,8 @@ class Client:
 
     async def ask(self, peer: PeerID, protocol: str, question: bytes) -> bytes:
         self.asked.append((peer, question))
+        if not self.answer:
+            raise TimeoutError
         return self.answer
 
     async def connect(self, peer_id: str, addresses: list[str]) -> None:
@@ -71,6 +73,16 @@ def test_a_node_tells_where_it_is_and_where_its_neighbours_say_that_they_are() -
     for _ in range(3):
         assert asyncio.run(told(whereabouts.tell(NEAR.to_bytes(), TELLER))) == THERE.encode()
     assert client.asked == [(NEAR, b"")], "a neighbour is asked once"
+
+
+def test_a_neighbour_that_is_silent_is_not_asked_for_everybody_who_asks() -> None:
+    client = Client()
+    whereabouts, table = made(client)
+    claim(table, place_of(str(NEAR)), NEAR)
+    assert asyncio.run(told(whereabouts.tell(NEAR.to_bytes(), TELLER))) == b""
+    for _ in range(3):
+        assert whereabouts.tell(NEAR.to_bytes(), TELLER) == b"", "nobody has to wait for that"
+    assert client.asked == [(NEAR, b"")]
 
 
 def test_a_node_that_was_told_of_is_dialled_once_and_a_neighbour_never() -> None:
