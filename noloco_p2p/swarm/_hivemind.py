@@ -17,6 +17,7 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.swarm.clock import CLOCK
 
 if TYPE_CHECKING:
+    from noloco_p2p.dial_guard import DialGuard
     from noloco_p2p.swarm.daemon_client import DaemonClient
     from noloco_p2p.swarm.protocol import BoundedNode
 
@@ -70,11 +71,13 @@ async def attach(control_socket: str) -> DaemonClient:
     return await DaemonClient.attach(control_socket)
 
 
-async def start_dht(p2p: DaemonClient, *, is_client: bool, own_addresses: Callable[[], Sequence[str]]) -> BoundedNode:
+async def start_dht(
+    p2p: DaemonClient, *, is_client: bool, own_addresses: Callable[[], Sequence[str]], guard: DialGuard
+) -> BoundedNode:
     """A DHT node on an attached client, without peers. `own_addresses`: where it can be dialled, without peer id."""
     from noloco_p2p.swarm.protocol import BoundedNode
 
-    node = BoundedNode(p2p, is_client=is_client, own_addresses=own_addresses)
+    node = BoundedNode(p2p, is_client=is_client, own_addresses=own_addresses, guard=guard)
     if not is_client:
         await node.bounded.serve()
     return node

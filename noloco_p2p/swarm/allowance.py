@@ -1,28 +1,58 @@
 """How much others may ask of this node: a rate for each peer, and one for all of them together. Pure.
 
-Peer ids cost nothing, so many of them could use up what there is for all. Half of that is kept for peers that this
-node knows: a flood of strangers does not keep it from answering its neighbours.
+Peer ids cost nothing, so many of them can use up what there is for all. A node that has answered a question of this
+one has a small allowance of its own besides, which no other peer can use up. Who only asks is never given one; and as
+long as those who have one go on answering, others have to wait for a free place.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from noloco_p2p.rates import Buckets, Rate, TokenBucket
 
-KEPT_FOR_THE_KNOWN = 0.5  # of what there is for all
 MAX_PEERS = 1024  # that are counted
+MAX_KNOWN = 64  # nodes with an allowance of their own
+KNOWN_FOR_S = 300.0  # after its last answer a node keeps its place, if others want one
 
 
 class Allowance:
-    """Ask `admits` before the work, and `charge` what it cost. `now_s` is of any clock that does not go back."""
+    """Ask `admits` before the work, and `charge` what it cost. `now_s` is of any clock that does not go back.
 
-    def __init__(self, *, of_one: Rate, of_all: Rate) -> None:
+    `of_known`: what each of MAX_KNOWN nodes has for itself when there is nothing left of `of_all`.
+    """
+
+    def __init__(self, *, of_one: Rate, of_all: Rate, of_known: Rate) -> None:
         self._all = TokenBucket.full(of_all, 0.0)
         self._peers = Buckets(of_one, max_keys=MAX_PEERS)
+        self._of_known = of_known
+        self._known: OrderedDict[str, tuple[float, TokenBucket]] = (
+            OrderedDict()
+        )  # when it last answered, the longest first
 
-    def admits(self, peer_id: str, *, is_known: bool, now_s: float) -> bool:
-        kept = 0.0 if is_known else KEPT_FOR_THE_KNOWN * self._all.rate.burst
-        return self._all.refill(now_s) > kept and self._peers.of(peer_id, now_s).left > 0.0
+    def answered(self, peer_id: str, *, now_s: float) -> None:
+        """A node has answered a question of this one."""
+        if peer_id not in self._known and len(self._known) >= MAX_KNOWN:
+            oldest, (at_s, _) = next(iter(self._known.items()))
+            if now_s - at_s < KNOWN_FOR_S:
+                return
+            del self._known[oldest]
+        _, own = self._known.get(peer_id, (now_s, TokenBucket.full(self._of_known, now_s)))
+        self._known[peer_id] = now_s, own
+        self._known.move_to_end(peer_id)
+
+    def admits(self, peer_id: str, *, now_s: float) -> bool:
+        pays = self._payer(peer_id, now_s)
+        return pays.left > 0.0 and self._peers.of(peer_id, now_s).left > 0.0
 
     def charge(self, peer_id: str, units: float, *, now_s: float) -> None:
-        self._all.left -= units
+        self._payer(peer_id, now_s).left -= units
         self._peers.of(peer_id, now_s).left -= units
+
+    def _payer(self, peer_id: str, now_s: float) -> TokenBucket:
+        """What is there for all, and when that is used up, the peer's own allowance where it has one; refilled."""
+        payer = self._all
+        if self._all.refill(now_s) <= 0.0 and peer_id in self._known:
+            payer = self._known[peer_id][1]
+            payer.refill(now_s)
+        return payer

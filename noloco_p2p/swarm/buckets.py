@@ -5,7 +5,9 @@
 The depth follows from the size of the swarm, and nobody decides it for others: each peer estimates the size from the
 buckets that it reads, and goes deeper above SPLIT_ABOVE records in a bucket, back below MERGE_BELOW. In between lie
 the estimates of peers that do not agree yet; who is near a limit is announced at the next depth too, so that peers on
-both sides of it see everybody. Peers that settled apart (islands that merged) find each other by looking aside.
+both sides of it see everybody. Peers that settled apart (islands that merged) find each other by looking aside. Who
+goes where others seem to be does not leave its old place, the base, before it finds its peers of there again: whoever
+answers for the nodes of another depth may have invented what is there.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ PRIOR_READS = 4  # as many count for what was known before the depth changed
 LINGER_S = 120.0  # after a change of depth a peer can be found at the old one, too: two TTL
 FAR_DEPTHS = 2  # a neighbour's depth so far from the own one is a hint: a limit between both does not explain it
 EVIDENCE = 5  # records in a bucket of another depth that are worth believing
+LOOKS_THAT_AGREE = 3  # buckets of another depth, each with that evidence
 NUM_DRAWN = 2  # buckets of which a partner is drawn
 
 
@@ -101,6 +104,9 @@ class Census:
         self.depth = 0
         self._rng = rng
         self._counts: deque[float] = deque([0.0], maxlen=WINDOW_READS)  # live records of each bucket that was read
+        self.base: int | None = None  # the depth before a look aside, which is announced and read at, too
+        self.witness: str | None = None  # a peer at the base
+        self._num_along = 0
         self._before = (0, -math.inf)  # the last depth, and until when this peer is announced there
         self._asides: list[int] = []  # other depths, still to be looked at
         self._hint: int | None = None
@@ -109,6 +115,11 @@ class Census:
     def size(self) -> float:
         """Peers of the run, this one included; exact at depth 0."""
         return self._occupancy() * 2.0**self.depth
+
+    @property
+    def read_at(self) -> tuple[int, ...]:
+        """The depths at which this peer reads."""
+        return (self.depth,) if self.base is None else (self.depth, self.base)
 
     def depths(self, now_s: float) -> tuple[int, ...]:
         """Where this peer is to be announced: the depth at which it reads, then others at which it may be sought."""
@@ -120,6 +131,8 @@ class Census:
             depths[self.depth - 1] = None
         if now_s < lingering[1]:
             depths[lingering[0]] = None
+        if self.base is not None:
+            depths[self.base] = None
         return tuple(depths)
 
     def note(self, num_live: float, *, homes: Iterable[int] = (), now_s: float) -> None:
@@ -131,7 +144,20 @@ class Census:
         self._hint = max(afar, key=lambda home: afar[home]) if afar else None
         occupancy = self._occupancy()
         if occupancy > SPLIT_ABOVE or (occupancy < MERGE_BELOW and self.depth > 0):
-            self._move(self.size, now_s)
+            self._move(self._size_below() if occupancy < MERGE_BELOW else self.size, now_s)
+
+    def note_base(self, others: Sequence[str]) -> None:
+        """A bucket at the base was read, in which these peers are. One of them is sought at the depth of now."""
+        self.witness = self._rng.choice(others) if others else None
+        if not others:
+            self.base = None
+
+    def note_witness(self, is_there: bool) -> None:
+        """The bucket was read in which the witness is, if it has come along. Many in a row prove that most have."""
+        self.witness = None
+        self._num_along = self._num_along + 1 if is_there else 0
+        if self._num_along >= WINDOW_READS:
+            self.base = None
 
     def aside(self) -> int:
         """Another depth to look at now: one that a neighbour reads at, or the next of all others in random order."""
@@ -143,16 +169,25 @@ class Census:
         depth = self._asides.pop()
         return depth if depth != self.depth else self.aside()
 
-    def note_aside(self, depth: int, num_apart: float, *, now_s: float) -> None:
-        """A bucket of another depth was read, with so many live peers that are not announced at the depth of now."""
-        total = self.size + num_apart * 2.0**depth
-        if num_apart >= EVIDENCE and depth != self.depth and best_depth(total) != self.depth:
+    def note_aside(self, depth: int, nums_apart: Sequence[float], *, now_s: float) -> None:
+        """Buckets of another depth were read, as many as `is_enough` wants, each with so many live peers that are not
+        announced at the depth of now."""
+        total = self.size + sum(nums_apart) / len(nums_apart) * 2.0**depth
+        agree = min(nums_apart) >= EVIDENCE and is_enough(depth, nums_apart)
+        if agree and depth != self.depth and best_depth(total) != self.depth:
+            base = self.depth if self.base is None else self.base
             self._move(total, now_s)
+            self.base, self._num_along = base if base != self.depth else None, 0
+
+    def _size_below(self) -> float:
+        """Of a swarm that is smaller than thought: where others were not found, what it was before one looked aside."""
+        return self.size if self.base is None else min(self.size, MEAN_OCCUPANCY * 2.0**self.base)
 
     def _move(self, size: float, now_s: float) -> None:
         depth = best_depth(size)
         if depth == self.depth:
             return
+        self.base, self.witness = None if depth == self.base else self.base, None
         self._before = (self.depth, now_s + LINGER_S)
         self.depth = depth
         self._counts.clear()
@@ -161,6 +196,12 @@ class Census:
 
     def _occupancy(self) -> float:
         return sum(self._counts) / len(self._counts)
+
+
+def is_enough(depth: int, nums_apart: Sequence[float]) -> bool:
+    """Whether no more buckets of this depth need to be looked at: one has no evidence, or enough of them agree."""
+    most = min(LOOKS_THAT_AGREE, 1 << depth)
+    return bool(nums_apart) and (nums_apart[-1] < EVIDENCE or len(nums_apart) >= most)
 
 
 class Draw:

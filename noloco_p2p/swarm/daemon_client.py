@@ -34,7 +34,7 @@ T = TypeVar("T")
 Handler = Callable[[bytes, PeerID], bytes | Awaitable[bytes]]
 
 TURN_S = 0.002  # of reading, before other callbacks of the loop get their turn
-MAX_ANSWERING = 64  # requests whose answer has to wait for something
+MAX_ANSWERING, MAX_ANSWERING_OF_ONE = 64, 4  # requests whose answer has to wait for something; of one peer
 MAX_UNSENT = 256  # messages to p2pd
 MESSAGE_BYTES = 1024  # of a message to p2pd, beside the answer
 
@@ -58,7 +58,7 @@ class BoundedControl(ControlClient):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._pending_messages = asyncio.Queue(MAX_UNSENT)
-        self._answering: set[asyncio.Task[None]] = set()
+        self._answering: dict[asyncio.Task[None], bytes] = {}  # and who asks
 
     async def _read_from_persistent_conn(self, reader: asyncio.StreamReader) -> None:
         began_s = time.monotonic()
@@ -101,13 +101,14 @@ class BoundedControl(ControlClient):
             return await self._reply(call_id, error=str(error).encode())
         if isinstance(answer, bytes):
             return await self._reply(call_id, response=answer)
-        if len(self._answering) >= MAX_ANSWERING:
+        num_of_one = sum(asker == request.peer for asker in self._answering.values())
+        if len(self._answering) >= MAX_ANSWERING or num_of_one >= MAX_ANSWERING_OF_ONE:
             if inspect.iscoroutine(answer):
                 answer.close()
             return await self._reply(call_id, error=b"too many requests at once")
         task = asyncio.create_task(self._answer_later(call_id, answer), name="answer to a peer")
-        self._answering.add(task)
-        task.add_done_callback(self._answering.discard)
+        self._answering[task] = request.peer
+        task.add_done_callback(self._answering.pop)
 
     async def _answer_later(self, call_id: bytes, answer: Awaitable[bytes]) -> None:
         try:

@@ -144,8 +144,8 @@ class SwarmDirectory:
         _by_peer(bootstraps)  # a mistyped address is told before seconds of import
         is_monitor = spec_digest is not None and describe is None
         listen_on = ListenOn(listen_host, listen_port, announce_host, announce_port)
-        node = await SwarmNode.start(identity_path, identity.peer_id, listen_on, is_client=is_monitor)
         guard = DialGuard(only_public=is_public(announce_host or routable_host(listen_host)) or any_public(bootstraps))
+        node = await SwarmNode.start(identity_path, identity.peer_id, listen_on, is_client=is_monitor, guard=guard)
         relay = Relay(node, only_public=guard.only_public) if relays and not is_monitor else None
         if relay:
             try:

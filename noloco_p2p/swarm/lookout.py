@@ -24,6 +24,7 @@ from noloco_p2p.swarm.buckets import (
     Draw,
     bucket_of,
     buckets_at,
+    is_enough,
     random_bucket,
     within_limit,
 )
@@ -74,6 +75,7 @@ class Lookout:
     ) -> None:
         self.somebody = asyncio.Event()
         self._node = node
+        self._own_peer_id = own_peer_id
         self._address_book = address_book
         self._key = key
         self._spec_digest = spec_digest
@@ -135,9 +137,13 @@ class Lookout:
 
     async def refresh(self) -> None:
         """Read a bucket now (all for a monitor)."""
-        depth = self._census.depth
-        buckets = buckets_at(depth) if self._is_monitor else [self._draw.next(depth)]
+        depth, base = self._census.depth, self._census.base
+        witness = self._census.witness
+        drawn = bucket_of(witness, depth) if witness else self._draw.next(depth)
+        buckets = buckets_at(depth) if self._is_monitor else [drawn]
         self._rng.shuffle(buckets)
+        if base is not None:
+            buckets += buckets_at(base) if self._is_monitor else [random_bucket(base, self._rng)]
         for start in range(0, len(buckets), READS_AT_ONCE):
             for bucket, records, share in await self._read(buckets[start : start + READS_AT_ONCE]):
                 self._count(bucket, records, share)
@@ -147,18 +153,23 @@ class Lookout:
 
     async def look_aside(self, depth: int | None = None) -> None:
         """Are there peers that settled at another depth? At the one that is looked at next, or at `depth`."""
-        bucket_there = random_bucket(self._census.aside() if depth is None else depth, self._rng)
-        for bucket, records, share in await self._read([bucket_there]):
+        depth, nums_apart = self._census.aside() if depth is None else depth, list[float]()
+        while not is_enough(depth, nums_apart):
+            reads = await self._read([random_bucket(depth, self._rng)])
+            if not reads:
+                return
+            _, records, share = reads[0]
             live = [record for record in records if record.state != "leaving"]
             apart = [record for record in live if self._census.depth not in (record.depths or (0,))]
-            self._census.note_aside(bucket.depth, len(apart) / share, now_s=time.monotonic())
+            nums_apart.append(len(apart) / share)
+        self._census.note_aside(depth, nums_apart, now_s=time.monotonic())
 
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
         """One particular peer: its bucket is read when it is not known. None when it cannot be found."""
         if known := next((candidate for candidate in self.live() if candidate.peer_id == peer_id), None):
             return known
         try:
-            await self._read([bucket_of(peer_id, self._census.depth)], timeout_s=timeout_s)
+            await self._read([bucket_of(peer_id, depth) for depth in self._census.read_at], timeout_s=timeout_s)
         except DirectoryError:
             return None
         return next(iter(self._view.live(now_s=time.monotonic(), among={peer_id})), None)
@@ -217,12 +228,17 @@ class Lookout:
         return await asyncio.gather(*(self._node.get(key, timeout_s=timeout_s) for key in keys))
 
     def _count(self, bucket: Bucket, records: Sequence[PeerRecord], share: float) -> None:
-        """A bucket at the depth of now was read, or `share` of it."""
+        """A bucket at the depth of now or at the base was read, or `share` of it."""
         live = [record for record in records if record.state != "leaving"]
-        self._draw.took(bucket, [record.peer_id for record in live])
+        peer_ids, witness = [record.peer_id for record in live], self._census.witness
+        self._draw.took(bucket, peer_ids)
         if bucket.depth == self._census.depth:
+            if witness and bucket.holds(witness):
+                self._census.note_witness(witness in peer_ids)
             homes = [record.depths[0] if record.depths else 0 for record in live]
             self._census.note(len(live) / share, homes=homes, now_s=time.monotonic())
+        elif bucket.depth == self._census.base:
+            self._census.note_base([peer_id for peer_id in peer_ids if peer_id != self._own_peer_id])
 
     def _readable(self, bucket: Bucket, entries: dict[str, tuple[bytes, float]]) -> list[PeerRecord]:
         """The checks of the validator once more, on what was read, and the rest of the fields."""

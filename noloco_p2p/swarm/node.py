@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import short_id
 from noloco_p2p.swarm import _hivemind
@@ -45,31 +46,43 @@ CANCEL_AGAIN_S = 0.2
 
 
 class SwarmNode:
-    """One node of the DHT. Make it with `start()`; `stop()` leaves no process, socket or task of ours behind."""
+    """One node of the DHT. Make it with `start()`; `stop()` leaves no process, socket or task of ours behind.
 
-    def __init__(self, identity_path: Path, peer_id: str, listen_on: ListenOn, *, is_client: bool) -> None:
+    `guard`: for dials of nodes that other nodes tell of.
+    """
+
+    def __init__(
+        self, identity_path: Path, peer_id: str, listen_on: ListenOn, *, is_client: bool, guard: DialGuard
+    ) -> None:
         self.peer_id = peer_id
         self.on_restart: Callable[[], None] = lambda: None
         self._identity_path = identity_path
         self._listen_on = listen_on
         self._is_client = is_client
+        self._guard = guard
         self._daemon: Daemon | None = None
         self._p2p: DaemonClient | None = None
         self._dht: BoundedNode | None = None
         self._listening: list[str] = []  # multiaddrs without peer id, as the daemon tells them
         self._watchdog: asyncio.Task[None] | None = None
         self._handlers: dict[str, StreamHandler] = {}
-        self._streams = Streams()
+        self.streams = Streams()
 
     @classmethod
     async def start(
-        cls, identity_path: Path, peer_id: str, listen_on: ListenOn, *, is_client: bool = False
+        cls,
+        identity_path: Path,
+        peer_id: str,
+        listen_on: ListenOn,
+        *,
+        is_client: bool = False,
+        guard: DialGuard | None = None,
     ) -> SwarmNode:
         """Start alone; `dial()` finds peers. Raises DirectoryError: port taken, another identity, no daemon."""
         await asyncio.to_thread(_hivemind.load)
         if listen_on.announce_host and not listen_on.port:  # the daemon must be told the port it announces
             listen_on = replace(listen_on, port=probe_port(listen_on.host, 0))
-        node = cls(identity_path, peer_id, listen_on, is_client=is_client)
+        node = cls(identity_path, peer_id, listen_on, is_client=is_client, guard=guard or DialGuard())
         try:
             await node._bring_up()
         except BaseException:
@@ -142,7 +155,7 @@ class SwarmNode:
     async def handle_streams(self, protocol: str, handler: StreamHandler) -> None:
         """`handler` gets (peer id, reader, writer) of each stream that others open, after a restart too."""
         self._handlers[protocol] = handler
-        handling = self._running_p2p().handle_streams(protocol, self._streams.bounded(handler))
+        handling = self._running_p2p().handle_streams(protocol, self.streams.bounded(handler))
         await _guard(handling, ATTACH_S, "asking p2pd for streams")
 
     async def store(
@@ -187,7 +200,9 @@ class SwarmNode:
         self._listening = [str(address).removesuffix(suffix) for address in addresses]
         if listen_on.port == 0:
             self._listen_on = replace(listen_on, port=_port_of(self._listening))
-        starting = _hivemind.start_dht(self._p2p, is_client=self._is_client, own_addresses=self._addresses)
+        starting = _hivemind.start_dht(
+            self._p2p, is_client=self._is_client, own_addresses=self._addresses, guard=self._guard
+        )
         self._dht = await _guard(starting, ATTACH_S, "starting the DHT")
         for protocol, handler in self._handlers.items():
             await self.handle_streams(protocol, handler)

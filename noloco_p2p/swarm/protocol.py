@@ -28,6 +28,7 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.rates import Rate
 from noloco_p2p.swarm.allowance import Allowance
@@ -53,7 +54,7 @@ BLACKLIST_S, BACKOFF = 5.0, 2.0
 
 # Units are about 50 us of this thread, or 8 KiB of an answer. A peer of a large swarm asks another one less than once
 # a second; a bucket of 32 records costs 4.
-OF_ONE, OF_ALL = Rate(per_s=50.0, burst=500.0), Rate(per_s=300.0, burst=1500.0)
+OF_ONE, OF_ALL, OF_KNOWN = Rate(50.0, burst=500.0), Rate(150.0, burst=750.0), Rate(2.0, burst=100.0)
 UNIT_BYTES, STORE_UNITS = 8 * 1024, 4.0
 MAX_PINGS = 8  # at once, to see whether a neighbour makes room for a newcomer
 CHECKED_AT_ONCE = 16  # signatures, before the loop gets its turn
@@ -67,7 +68,13 @@ class BoundedProtocol(DHTProtocol):
     """What a node answers, and what it believes of answers. Make it with `start()`."""
 
     def __init__(
-        self, client: DaemonClient, node_id: DHTID, *, is_client: bool, own_addresses: Callable[[], Sequence[str]]
+        self,
+        client: DaemonClient,
+        node_id: DHTID,
+        *,
+        is_client: bool,
+        own_addresses: Callable[[], Sequence[str]],
+        guard: DialGuard,
     ) -> None:
         super().__init__(_initialized_with_create=True)
         self.p2p, self.node_id, self.client_mode = client, node_id, is_client
@@ -79,9 +86,11 @@ class BoundedProtocol(DHTProtocol):
         self._validator, self.authorizer = RecordValidator(), None
         self.record_validator = self._validator
         self.node_info = _message("NodeInfo", **({} if is_client else {"node_id": node_id.to_bytes()}))
-        self.whereabouts = Whereabouts(client, self.routing_table, own_addresses=own_addresses, wait_s=WAIT_TIMEOUT_S)
+        self.whereabouts = Whereabouts(
+            client, self.routing_table, own_addresses=own_addresses, guard=guard, wait_s=WAIT_TIMEOUT_S
+        )
         self._client = client
-        self._allowance = Allowance(of_one=OF_ONE, of_all=OF_ALL)
+        self._allowance = Allowance(of_one=OF_ONE, of_all=OF_ALL, of_known=OF_KNOWN)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def serve(self) -> None:
@@ -109,8 +118,7 @@ class BoundedProtocol(DHTProtocol):
         peer_id, now_s = str(peer), time.monotonic()
         if len(data) > MAX_REQUEST_BYTES:
             raise Refused(f"a request of {len(data)} bytes; the limit is {MAX_REQUEST_BYTES}")
-        is_known = peer in self.routing_table.peer_id_to_uid
-        if not self._allowance.admits(peer_id, is_known=is_known, now_s=now_s):
+        if not self._allowance.admits(peer_id, now_s=now_s):
             raise Refused("too many requests; ask again later")
         self._allowance.charge(peer_id, 1.0, now_s=now_s)
         answer = work(data, peer)
@@ -207,6 +215,7 @@ class BoundedProtocol(DHTProtocol):
             place = self.routing_table.peer_id_to_uid.get(peer)
             await self.update_routing_table(place, peer, responded=False)
             return None
+        self._allowance.answered(str(peer), now_s=time.monotonic())
         for _, near in found.values():
             self.whereabouts.heard(near.values(), peer)
         if place is not None:
@@ -254,7 +263,9 @@ class BoundedNode(DHTNode):
     strangers fill, and hivemind's sharing of requests keeps an entry for every key ever asked for.
     """
 
-    def __init__(self, client: DaemonClient, *, is_client: bool, own_addresses: Callable[[], Sequence[str]]) -> None:
+    def __init__(
+        self, client: DaemonClient, *, is_client: bool, own_addresses: Callable[[], Sequence[str]], guard: DialGuard
+    ) -> None:
         super().__init__(_initialized_with_create=True)
         self.peer_id = PeerID(client.own_id)
         self.node_id = place_of(str(self.peer_id))
@@ -263,7 +274,9 @@ class BoundedNode(DHTNode):
         self.blacklist = Blacklist(BLACKLIST_S, BACKOFF)
         self.cache_locally = self.cache_on_store = self.reuse_get_requests = False
         self.cache_nearest = self.cache_refresh_before_expiry = 0
-        self.bounded = BoundedProtocol(client, self.node_id, is_client=is_client, own_addresses=own_addresses)
+        self.bounded = BoundedProtocol(
+            client, self.node_id, is_client=is_client, own_addresses=own_addresses, guard=guard
+        )
         self.protocol = self.bounded
 
     def end(self) -> None:

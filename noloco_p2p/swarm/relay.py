@@ -19,7 +19,7 @@ from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.hosts import is_public, network_of
 from noloco_p2p.identity import short_id
-from noloco_p2p.rates import Rates
+from noloco_p2p.rates import Rate, Rates, TokenBucket
 from noloco_p2p.swarm.address_book import CIRCUIT
 from noloco_p2p.swarm.addresses import guarded, host_in, listen_multiaddr, split_peer_id, tcp_target
 from noloco_p2p.swarm.node import SwarmNode, end_tasks, knock
@@ -34,6 +34,8 @@ BEAT_S = 5.0  # of one who keeps a place
 SILENT_S = 15.0
 ANSWER_S = 10.0
 MAX_PLACES = 32
+MAX_STREAMS_OF_A_PLACE = 2  # the second is that of a peer that is back, while the first is not known to be broken
+BEATS = Rate(per_s=1.0, burst=5.0)  # of one stream; the first two come together
 MAX_CALLS = 32
 MAX_CALLS_OF_ONE = 9  # a swap has up to eight lanes
 MAX_CALL_BYTES = 4 << 30  # each way; a tunnel goes on over another call
@@ -70,13 +72,16 @@ class Relay:
         await self._node.handle_streams(DIAL, self._on_dial)
 
     async def _on_place(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if peer not in self._places and len(self._places) >= MAX_PLACES:
+        is_full = peer not in self._places and len(self._places) >= MAX_PLACES
+        if is_full or self._places[peer] >= MAX_STREAMS_OF_A_PLACE:
             writer.write(NO)
             return
         self._places[peer] += 1
         try:
             writer.write(YES)
-            while True:
+            beats = TokenBucket.full(BEATS, time.monotonic())
+            while beats.refill(time.monotonic()) >= 1.0:
+                beats.left -= 1.0
                 async with asyncio.timeout(SILENT_S):
                     if not await reader.read(64):
                         return
@@ -203,6 +208,7 @@ class Places:
         return [f"{multiaddr}{CIRCUIT}/p2p/{self._node.peer_id}" for multiaddr in self._held.values()]
 
     async def run(self) -> None:
+        self._node.streams.relays = self.relays
         try:
             while True:
                 self._keeping = {relay: task for relay, task in self._keeping.items() if not task.done()}

@@ -18,7 +18,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from noloco_p2p.swarm.clock import CLOCK
 
-MAX_RECORDS_OF_ONE = 8  # keys under which one peer is announced: two depths and the last one, in two views
+MAX_RECORDS_OF_ONE = 8  # keys under which one peer is announced: two depths, the last one and the base, in two views
 MAX_RECORDS_PER_KEY = 256  # a bucket is split above 48
 MAX_RECORDS = 10_000
 SWEEP_EVERY_S = 1.0

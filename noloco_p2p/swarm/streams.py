@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from noloco_p2p.errors import NolocoError
 from noloco_p2p.identity import short_id
@@ -16,20 +16,23 @@ StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awai
 
 MAX_STREAMS = 256  # each is a descriptor
 MAX_STREAMS_OF_ONE = 64  # a relay brings the calls of many
+KEPT_FOR_RELAYS = 64  # of all: for the relays that hold a place for this peer
 FAULTS = (OSError, EOFError, RuntimeError, ValueError, NolocoError)  # TimeoutError is an OSError
 
 
 class Streams:
-    """Of one node, whatever their protocol."""
+    """Of one node, whatever their protocol. `relays`: the peers that hold a place for this one now."""
 
     def __init__(self) -> None:
+        self.relays: Callable[[], Collection[str]] = tuple
         self._open: Counter[str] = Counter()
 
     def bounded(self, handler: StreamHandler) -> StreamHandler:
         """The same handler; it is not called for streams too many, and raises nothing for what a stranger sends."""
 
         async def on_stream(peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            if self._open[peer] >= MAX_STREAMS_OF_ONE or self._open.total() >= MAX_STREAMS:
+            most = MAX_STREAMS if peer in self.relays() else MAX_STREAMS - KEPT_FOR_RELAYS
+            if self._open[peer] >= MAX_STREAMS_OF_ONE or self._open.total() >= most:
                 return
             self._open[peer] += 1
             try:

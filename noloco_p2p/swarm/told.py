@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 from noloco_p2p.hosts import is_host, is_port, is_public
@@ -29,6 +30,12 @@ def believable(record: PeerRecord, *, only_public: bool) -> PeerRecord:
     )
 
 
+def of_one_host(addresses: Iterable[str], *, only_public: bool) -> list[str]:
+    """The same for addresses that another node tells, without peer id: those of the first host that is left."""
+    left = [each for each in addresses if _may_be(tcp_host(each), only_public)]
+    return [each for each in left if tcp_host(each) == tcp_host(left[0])]
+
+
 def grpc_host(address: str) -> str:
     """The host of HOST:PORT; empty when it is not that."""
     host, separator, port = address.rpartition(":")
@@ -37,9 +44,12 @@ def grpc_host(address: str) -> str:
 
 def dialled_host(multiaddr: str) -> str:
     """The host that is dialled for it, of a way by a relay that of the relay; empty when it is no TCP address."""
-    if not _WAY.fullmatch(multiaddr):
-        return ""
-    target = tcp_target(multiaddr.partition("/p2p/")[0])
+    return tcp_host(multiaddr.partition("/p2p/")[0]) if _WAY.fullmatch(multiaddr) else ""
+
+
+def tcp_host(address: str) -> str:
+    """The host of a multiaddr without peer id; empty when it is no TCP address."""
+    target = tcp_target(address)
     return target[0] if target and is_host(target[0]) and is_port(str(target[1])) else ""
 
 

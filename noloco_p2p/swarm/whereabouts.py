@@ -1,12 +1,14 @@
 """Where the nodes are that others tell of: asked of who told of them, as p2pd's own DHT would have been asked.
 
 A node knows where it can be dialled; its neighbours ask it, and tell others. What is told is dialled by libp2p, which
-takes nobody for a peer but the holder of its key. This file imports hivemind: only `protocol.py` imports it.
+takes nobody for a peer but the holder of its key; before that, the word of a stranger is filtered and counted as that
+of a record is. This file imports hivemind: only `protocol.py` imports it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -16,10 +18,12 @@ from typing import TypeVar
 from hivemind.dht.routing import RoutingTable
 from hivemind.p2p import PeerID
 
-from noloco_p2p.errors import DirectoryError
+from noloco_p2p.dial_guard import DialGuard
+from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.rates import Rate, TokenBucket
-from noloco_p2p.swarm.addresses import by_reach, tcp_target
+from noloco_p2p.swarm.addresses import by_reach, guarded, host_in, tcp_target
 from noloco_p2p.swarm.daemon_client import ANSWER_FAULTS, DaemonClient
+from noloco_p2p.swarm.told import of_one_host
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -28,6 +32,7 @@ LOCATE = "noloco_p2p.locate/1"  # a peer id, or nothing -> addresses, a line eac
 MAX_ADDRESSES, MAX_ADDRESS_CHARS = 8, 200
 MAX_PEERS = 1024  # that are remembered, of each kind
 GOOD_FOR_S = 300.0
+SILENT_FOR_S = 30.0  # a neighbour that did not say where it is; who asks meanwhile is told nothing, at once
 DIALS = Rate(per_s=2.0, burst=64.0)  # of peers that others told of
 
 
@@ -35,11 +40,18 @@ class Whereabouts:
     """`table`: of the own node. `own_addresses`: where it can be dialled, without peer id. `wait_s`: for one answer."""
 
     def __init__(
-        self, client: DaemonClient, table: RoutingTable, *, own_addresses: Callable[[], Sequence[str]], wait_s: float
+        self,
+        client: DaemonClient,
+        table: RoutingTable,
+        *,
+        own_addresses: Callable[[], Sequence[str]],
+        guard: DialGuard,
+        wait_s: float,
     ) -> None:
         self._client = client
         self._table = table
         self._own_addresses = own_addresses
+        self._guard = guard
         self._wait_s = wait_s
         self._dials = TokenBucket.full(DIALS, time.monotonic())
         self._told_by: OrderedDict[PeerID, PeerID] = OrderedDict()
@@ -53,10 +65,9 @@ class Whereabouts:
         wanted = PeerID(data)
         if wanted not in self._table.peer_id_to_uid:
             raise DirectoryError("this node does not know that peer")
-        when_s, addresses = self._addresses.get(wanted, (0.0, b""))
-        if addresses and time.monotonic() - when_s < GOOD_FOR_S:
-            return addresses
-        return self._ask_itself(wanted)
+        when_s, addresses = self._addresses.get(wanted, (-math.inf, b""))
+        is_known = time.monotonic() - when_s < (GOOD_FOR_S if addresses else SILENT_FOR_S)
+        return addresses if is_known else self._ask_itself(wanted)
 
     def heard(self, peers: Iterable[PeerID], teller: PeerID) -> None:
         """Another node tells of these."""
@@ -75,12 +86,21 @@ class Whereabouts:
             return
         self._dials.left -= 1.0
         _put(self._tried_s, peer, now_s)
-        with suppress(*ANSWER_FAULTS):  # the call that follows tells
-            if addresses := unpack(await self._ask(teller, peer.to_bytes())):
-                await asyncio.wait_for(self._client.connect(str(peer), addresses), self._wait_s)
+        with suppress(*ANSWER_FAULTS, Unreachable):  # the call that follows tells
+            await self._dial(str(peer), unpack(await self._ask(teller, peer.to_bytes())))
+
+    async def _dial(self, peer_id: str, told: Sequence[str]) -> None:
+        """Raises Unreachable where the guard does not let it dial, and ANSWER_FAULTS."""
+        believed = of_one_host(told, only_public=self._guard.only_public)
+        ways = [await guarded(self._guard, peer_id, address) for address in believed]
+        if ways:
+            await asyncio.wait_for(self._client.connect(peer_id, ways), self._wait_s)
+            self._guard.reached(peer_id, host_in(ways[0]))
 
     async def _ask_itself(self, peer: PeerID) -> bytes:
-        addresses = pack(unpack(await self._ask(peer, b"")))
+        addresses = b""
+        with suppress(*ANSWER_FAULTS):
+            addresses = pack(unpack(await self._ask(peer, b"")))
         _put(self._addresses, peer, (time.monotonic(), addresses))
         return addresses
 

@@ -11,7 +11,17 @@ import random
 from collections import defaultdict
 from dataclasses import dataclass
 
-from noloco_p2p.swarm.buckets import LINGER_S, MAX_DEPTH, Bucket, Census, Draw, best_depth, bucket_of, random_bucket
+from noloco_p2p.swarm.buckets import (
+    LINGER_S,
+    MAX_DEPTH,
+    Bucket,
+    Census,
+    Draw,
+    best_depth,
+    bucket_of,
+    is_enough,
+    random_bucket,
+)
 from noloco_p2p.swarm.records import TTL_S
 
 HEARTBEAT_S, VIEW_S, BUCKET_VIEW_S, QUICK_S, QUICK_FOR_S, FRESHEN_S = TTL_S / 4, 5.0, 10.0, 1.0, 30.0, 30.0
@@ -105,10 +115,11 @@ class BucketSwarm:
         self.now_s = until_s
 
     def visible_share(self, member: Member) -> float:
-        """Of the other members, those that this one can come to draw: announced at the depth at which it reads."""
-        depth, others = member.census.depth, [peer for peer in self.members if peer != member.peer_id]
-        seen = sum(peer in self._found(member, bucket_of(peer, depth)) for peer in others)
-        return seen / len(others)
+        """Of the other members, those that this one can come to draw: announced at a depth at which it reads."""
+        depths = member.census.read_at
+        others = [peer for peer in self.members if peer != member.peer_id]
+        seen = [any(peer in self._found(member, bucket_of(peer, depth)) for depth in depths) for peer in others]
+        return sum(seen) / len(others)
 
     def _found(self, member: Member, bucket: Bucket) -> dict[str, Stored]:
         records = self._stored.get((self._group.get(member.peer_id, 0), bucket), {})
@@ -126,11 +137,21 @@ class BucketSwarm:
         return QUICK_S if is_young else BUCKET_VIEW_S if member.census.depth else VIEW_S
 
     def _read_own_depth(self, member: Member) -> None:
-        bucket = member.draw.next(member.census.depth)
+        depth, witness = member.census.depth, member.census.witness
+        bucket = bucket_of(witness, depth) if witness else member.draw.next(depth)
         found = self._read(member, bucket)
+        if witness:
+            member.census.note_witness(witness in found)
         homes = [record.depths[0] for record in found.values()]
         member.census.note(len(found), homes=homes, now_s=self.now_s)
         member.draw.took(bucket, found)
+        if member.census.base is not None:
+            self._read_base(member, random_bucket(member.census.base, self._rng))
+
+    def _read_base(self, member: Member, bucket: Bucket) -> None:
+        found = self._read(member, bucket)
+        member.draw.took(bucket, found)
+        member.census.note_base([peer for peer in found if peer != member.peer_id])
 
     def _survey(self, member: Member) -> None:
         before = member.census.depth
@@ -142,9 +163,11 @@ class BucketSwarm:
                 return
 
     def _look_aside(self, member: Member, depth: int) -> None:
-        found = self._read(member, random_bucket(depth, self._rng))
-        apart = sum(member.census.depth not in record.depths for record in found.values())
-        member.census.note_aside(depth, apart, now_s=self.now_s)
+        nums_apart = list[float]()
+        while not is_enough(depth, nums_apart):
+            found = self._read(member, random_bucket(depth, self._rng))
+            nums_apart.append(sum(member.census.depth not in record.depths for record in found.values()))
+        member.census.note_aside(depth, nums_apart, now_s=self.now_s)
 
     def _freshen(self, member: Member) -> float:
         self._look_aside(member, member.census.aside())

@@ -141,6 +141,35 @@ def test_a_flood_of_questions_is_refused_and_neighbours_are_answered(tmp_path: P
     run(main)
 
 
+def test_strangers_that_call_themselves_nodes_leave_a_neighbour_its_answers(tmp_path: Path) -> None:
+    """One request that names a place is enough for each of them to be in the victim's routing table."""
+
+    async def main() -> None:
+        async with node(tmp_path, "victim") as victim, node(tmp_path, "neighbour", victim) as neighbour:
+            await victim._dht.protocol.call_find(PeerID.from_base58(neighbour.peer_id), [KEY])
+            answer = victim._p2p._client.control.unary_handlers["DHTProtocol.rpc_ping"]
+            strangers = [PeerID(b"\x00\x24\x08\x01\x12\x20" + bytes(30) + bytes([each, 0])) for each in range(200)]
+            outcomes: Counter[str] = Counter()
+
+            def flood() -> None:
+                for number, stranger in enumerate(strangers):
+                    own = message("NodeInfo", node_id=DHTID.generate(str(number)).to_bytes())
+                    try:
+                        answer(message("PingRequest", peer=own).SerializeToString(), stranger)
+                        outcomes["answered"] += 1
+                    except DirectoryError:
+                        outcomes["refused"] += 1
+
+            for _ in range(20):
+                flood()
+            assert min(outcomes["answered"], outcomes["refused"]) > 0
+            for _ in range(50):
+                flood()
+                await ask(neighbour, victim, "Ping", message("PingRequest"))
+
+    run(main)
+
+
 def test_one_owner_has_few_records_whatever_runs_it_names(tmp_path: Path) -> None:
     async def main() -> None:
         async with victim_and_attacker(tmp_path) as (victim, attacker):

@@ -7,8 +7,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import pytest
 import uvloop
+from hivemind.dht.routing import DHTID
+from hivemind.p2p import PeerID
 
 from noloco_p2p.dial_guard import FAILURES_A_MINUTE
 from noloco_p2p.errors import PeerError
@@ -22,6 +26,7 @@ from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
 from noloco_p2p.swarm.timing import Timing
+from noloco_p2p.swarm.whereabouts import MAX_ADDRESSES
 from noloco_p2p.testing.identities import identity_of
 from noloco_p2p.testing.patience import PATIENCE_S
 
@@ -155,5 +160,35 @@ def test_the_addresses_in_records_of_liars_are_dialled_a_few_times(tmp_path: Pat
             await until(lambda: len(victim.live()) >= NUM_LIARS)
             await until(lambda: len(victim._dialer._plan._attempts) >= NUM_LIARS)
             assert 0 < there.num_dials <= 2 * there.most()  # a dial is a plain connection, and then one of libp2p
+
+    run(main)
+
+
+def test_the_addresses_of_nodes_that_a_liar_invents_are_dialled_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tells of new nodes with each answer, and of the same host for all of them."""
+
+    async def main() -> None:
+        async with (
+            bystander() as (there, port),
+            directory(tmp_path, "liar", spec_digest=None) as evil,
+            directory(tmp_path, "victim", *evil.multiaddrs()) as victim,
+        ):
+            await until(lambda: bool(victim.neighbours()))
+            lie, named = "\n".join([f"/ip4/127.0.0.9/tcp/{port}"] * MAX_ADDRESSES).encode(), list[str]()
+            protocol: Any = victim.node._dht.bounded  # pyright: ignore[reportOptionalMemberAccess]
+
+            async def told(teller: object, question: bytes) -> bytes:
+                named.append(question.hex())
+                return lie
+
+            monkeypatch.setattr(protocol.whereabouts, "_ask", told)
+            for number in range(NUM_LIARS):
+                invented = PeerID.from_base58(identity_of(f"invented {number}").peer_id)
+                protocol.whereabouts.heard([invented], PeerID.from_base58(evil.peer_id))
+                await protocol.call_find(invented, [DHTID.generate(str(number))])
+            assert len(named) == NUM_LIARS
+            assert 0 < there.num_dials <= there.most()
 
     run(main)

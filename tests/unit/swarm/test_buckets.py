@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping
 from statistics import median
+from types import MappingProxyType
 
 import pytest
 from hypothesis import given
@@ -14,10 +16,12 @@ from noloco_p2p.swarm.buckets import (
     ALSO_SHALLOWER_BELOW,
     EVIDENCE,
     LINGER_S,
+    LOOKS_THAT_AGREE,
     MAX_BUCKET_BYTES,
     MAX_DEPTH,
     ROOT,
     SPLIT_ABOVE,
+    WINDOW_READS,
     Bucket,
     Census,
     Draw,
@@ -29,7 +33,7 @@ from noloco_p2p.swarm.buckets import (
     spread_of_draws,
     within_limit,
 )
-from noloco_p2p.testing.bucket_swarm import BucketSwarm
+from noloco_p2p.testing.bucket_swarm import BucketSwarm, Member, Stored
 
 DIGEST = "ab" * 32
 
@@ -132,8 +136,35 @@ def test_one_odd_bucket_changes_nothing() -> None:
 def test_a_few_records_elsewhere_are_no_evidence() -> None:
     census = Census(random.Random(0))
     census.note(4, now_s=0.0)
-    census.note_aside(12, EVIDENCE - 1, now_s=0.0)
+    census.note_aside(12, [EVIDENCE - 1], now_s=0.0)
     assert census.depth == 0
+    census.note_aside(12, [40.0, 40.0], now_s=0.0)
+    assert census.depth == 0, "too few looks"
+    census.note_aside(12, [40.0, 40.0, 0.0], now_s=0.0)
+    assert census.depth == 0, "they do not agree"
+
+
+def test_who_goes_elsewhere_stays_at_its_base_until_it_finds_its_peers_there() -> None:
+    census = Census(random.Random(0))
+    census.note(4, now_s=0.0)
+    census.note_aside(16, [EVIDENCE] * LOOKS_THAT_AGREE, now_s=0.0)
+    assert (census.depth, census.base) == (13, 0)
+    for is_there in [True] * (WINDOW_READS - 1) + [False] + [True] * WINDOW_READS:
+        assert 0 in census.depths(LINGER_S + 1)
+        census.note_base(["other"])
+        assert census.witness == "other"
+        census.note_witness(is_there)
+    assert 0 not in census.depths(LINGER_S + 1)
+
+
+def test_where_nobody_is_found_after_all_the_way_back_is_short() -> None:
+    census, reads = Census(random.Random(0)), 0
+    census.note_aside(16, [EVIDENCE] * LOOKS_THAT_AGREE, now_s=0.0)
+    while census.depth > 0:
+        census.note(0, now_s=0.0)
+        reads += 1
+    assert reads <= WINDOW_READS, "it was 51"
+    assert census.base is None
 
 
 def test_a_neighbour_that_reads_elsewhere_says_where_to_look() -> None:
@@ -198,6 +229,37 @@ def test_islands_that_settled_at_different_depths_find_each_other() -> None:
     members = list(swarm.members.values())
     assert median(swarm.visible_share(member) for member in members) > 0.98
     assert min(swarm.visible_share(member) for member in members[:20]) > 0.9
+
+
+class LiedTo(BucketSwarm):
+    """A liar answers for all buckets of some depths, with as many inventions, and leaves honest peers out."""
+
+    lies: Mapping[int, int] = MappingProxyType({})
+
+    def _read(self, member: Member, bucket: Bucket) -> dict[str, Stored]:
+        honest = super()._read(member, bucket)
+        invented = Stored((bucket.depth,), float("inf"))
+        number = self.lies.get(bucket.depth)
+        return {f"invented-{each}": invented for each in range(number)} if number else honest
+
+
+@pytest.mark.parametrize(("seed", "lies"), [(1, {8: 20}), (2, dict.fromkeys(range(1, 9), 40)), (3, {4: 5, 16: 40})])
+def test_a_liar_at_other_depths_hides_no_peer_from_another(seed: int, lies: dict[int, int]) -> None:
+    swarm = LiedTo(seed=seed)
+    swarm.join(10)
+    swarm.run(20)
+    swarm.lies = lies
+    swarm.join(10, within_s=30)
+    swarm.run(40)
+    for _ in range(60):
+        swarm.run(10)
+        members = list(swarm.members.values())
+        assert min(swarm.visible_share(member) for member in members) == 1.0
+        drawn = [member.draw.peers() & {*swarm.members} - {member.peer_id} for member in members]
+        assert min(map(len, drawn)) >= len(members) // 2
+    swarm.lies = {}
+    swarm.run(LINGER_S)
+    assert {member.census.depth for member in swarm.members.values()} == {0}
 
 
 def test_the_depth_of_a_bucket_is_bounded() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 from uuid import uuid4
@@ -13,7 +14,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 from hivemind.proto import p2pd_pb2
 
 from noloco_p2p.swarm.daemon import MAX_MESSAGE_BYTES
-from noloco_p2p.swarm.daemon_client import MAX_ANSWERING, MAX_UNSENT, TURN_S, BoundedControl
+from noloco_p2p.swarm.daemon_client import MAX_ANSWERING, MAX_ANSWERING_OF_ONE, MAX_UNSENT, TURN_S, BoundedControl
 from noloco_p2p.testing.identities import identity_of
 from noloco_p2p.testing.patience import PATIENCE_S
 
@@ -33,8 +34,8 @@ class Control(BoundedControl):
         size = len(data)
         self.reader.feed_data((bytes([size]) if size < 0x80 else bytes([size & 0x7F | 0x80, size >> 7])) + data)
 
-    def feed_request(self, data: bytes = b"x") -> None:
-        request = vars(p2pd_pb2)["CallUnaryRequest"](peer=PEER.to_bytes(), proto="test", data=data)
+    def feed_request(self, data: bytes = b"x", peer: PeerID = PEER) -> None:
+        request = vars(p2pd_pb2)["CallUnaryRequest"](peer=peer.to_bytes(), proto="test", data=data)
         self.feed(callId=uuid4().bytes, requestHandling=request)
 
     async def read_all(self) -> None:
@@ -87,12 +88,15 @@ def test_answers_that_have_to_wait_are_few_at_a_time() -> None:
             return data
 
         control.unary_handlers["test"] = answer
-        for _ in range(MAX_ANSWERING + 10):
+        for _ in range(MAX_ANSWERING_OF_ONE + 10):
             control.feed_request()
+        for number in range(MAX_ANSWERING):
+            control.feed_request(peer=PeerID.from_base58(identity_of(f"peer {number}").peer_id))
         await control.read_all()
+        assert Counter(control._answering.values())[PEER.to_bytes()] == MAX_ANSWERING_OF_ONE
         assert len(control._answering) == MAX_ANSWERING
         refused = [control.sent.get_nowait().unaryResponse.error for _ in range(control.sent.qsize())]
-        assert refused == [b"too many requests at once"] * 10
+        assert refused == [b"too many requests at once"] * (10 + MAX_ANSWERING_OF_ONE)
 
     run(main)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.swarm import daemon, dht, node
 from noloco_p2p.swarm.daemon import ListenOn, probe_port
@@ -42,7 +43,7 @@ def test_the_watchdog_tries_again_whatever_was_short(monkeypatch: pytest.MonkeyP
             if faults:
                 raise faults.pop(0)
 
-    asyncio.run(Short(Path("key"), "peer", ListenOn("127.0.0.1"), is_client=False)._restart())
+    asyncio.run(Short(Path("key"), "peer", ListenOn("127.0.0.1"), is_client=False, guard=DialGuard())._restart())
     assert not faults
 
 

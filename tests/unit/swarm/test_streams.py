@@ -9,10 +9,23 @@ import pytest
 
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.swarm import relay as relays
-from noloco_p2p.swarm.relay import DIALS_A_MINUTE_OF_ONE, NO, Relay
-from noloco_p2p.swarm.streams import MAX_STREAMS, MAX_STREAMS_OF_ONE, Streams
+from noloco_p2p.swarm.node import end_tasks
+from noloco_p2p.swarm.relay import BEATS, DIALS_A_MINUTE_OF_ONE, MAX_STREAMS_OF_A_PLACE, NO, YES, Relay
+from noloco_p2p.swarm.streams import KEPT_FOR_RELAYS, MAX_STREAMS, MAX_STREAMS_OF_ONE, Streams
+from noloco_p2p.testing.patience import PATIENCE_S
 
 NOBODY: Any = None
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.said = b""
+
+    def write(self, data: bytes) -> None:
+        self.said += data
+
+    async def drain(self) -> None:
+        await asyncio.sleep(0)
 
 
 def test_one_peer_holds_so_many_streams_and_all_together_so_many() -> None:
@@ -35,7 +48,10 @@ def test_one_peer_holds_so_many_streams_and_all_together_so_many() -> None:
         assert len(begun) == MAX_STREAMS_OF_ONE
         for number in range(MAX_STREAMS):
             await open_streams(f"one of many {number}", 1)
-        assert len(begun) == MAX_STREAMS
+        assert len(begun) == MAX_STREAMS - KEPT_FOR_RELAYS
+        streams.relays = lambda: {"relay"}
+        await open_streams("relay", KEPT_FOR_RELAYS + 5)
+        assert len(begun) == MAX_STREAMS, "its own relays still reach this peer"
         may_end.set()
         await asyncio.gather(*opened)
         await open_streams("greedy", 1)
@@ -66,12 +82,6 @@ def test_a_burst_of_questions_is_not_dialled_back_more_often_than_a_slow_one() -
             self.num_asked += 1
             await asyncio.sleep(0)
             return ""
-
-    class Writer:
-        said = b""
-
-        def write(self, data: bytes) -> None:
-            self.said += data
 
     async def ask(relay: Relay, writer: Writer) -> None:
         reader = asyncio.StreamReader()
@@ -123,3 +133,29 @@ def test_in_no_minute_are_more_ports_dialled_back_than_promised(
     asyncio.run(main())
     busiest = max(sum(begin <= each < begin + 60.0 for each in dialled_s) for begin in dialled_s)
     assert most / 2 < busiest <= most
+
+
+def test_one_peer_has_few_streams_for_its_place() -> None:
+    async def main() -> None:
+        relay, writers = Relay(NOBODY), [Writer() for _ in range(MAX_STREAMS_OF_ONE)]
+        keeping = [
+            asyncio.create_task(relay._on_place("peer", asyncio.StreamReader(), cast(Any, writer)))
+            for writer in writers
+        ]
+        await asyncio.sleep(0)
+        assert [writer.said for writer in writers].count(YES) == MAX_STREAMS_OF_A_PLACE
+        assert [writer.said for writer in writers].count(NO) == MAX_STREAMS_OF_ONE - MAX_STREAMS_OF_A_PLACE
+        await end_tasks(keeping)
+        assert not relay._places
+
+    asyncio.run(main())
+
+
+def test_a_place_is_lost_when_its_peer_beats_without_a_pause() -> None:
+    async def main() -> None:
+        reader, writer = asyncio.StreamReader(), Writer()
+        reader.feed_data(b"." * (1 << 20))
+        await asyncio.wait_for(Relay(NOBODY)._on_place("peer", reader, cast(Any, writer)), PATIENCE_S)
+        assert BEATS.burst <= writer.said.count(b".") < 4 * BEATS.burst
+
+    asyncio.run(main())

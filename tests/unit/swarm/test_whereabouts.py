@@ -10,6 +10,7 @@ import pytest
 from hivemind.dht.routing import RoutingTable
 from hivemind.p2p import PeerID
 
+from noloco_p2p.dial_guard import FAILURES_A_MINUTE, DialGuard
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.swarm.neighbourhood import claim, place_of
 from noloco_p2p.swarm.whereabouts import DIALS, MAX_ADDRESSES, MAX_PEERS, Whereabouts, pack, unpack
@@ -24,22 +25,38 @@ class Client:
 
     peer_id = ME
 
-    def __init__(self, answer: bytes = b"") -> None:
+    def __init__(self, answer: bytes = b"", fault: Exception | None = None) -> None:
         self.answer = answer
+        self.fault = fault  # of dialling
         self.asked: list[tuple[PeerID, bytes]] = []
         self.dialled: list[tuple[str, list[str]]] = []
 
     async def ask(self, peer: PeerID, protocol: str, question: bytes) -> bytes:
         self.asked.append((peer, question))
+        if not self.answer:
+            raise TimeoutError
         return self.answer
 
     async def connect(self, peer_id: str, addresses: list[str]) -> None:
         self.dialled.append((peer_id, addresses))
+        if self.fault:
+            raise self.fault
 
 
-def made(client: Client) -> tuple[Whereabouts, RoutingTable]:
+def made(client: Client, guard: DialGuard | None = None) -> tuple[Whereabouts, RoutingTable]:
     table = RoutingTable(place_of(str(ME)), bucket_size=20, depth_modulo=5)
-    return Whereabouts(cast(Any, client), table, own_addresses=lambda: ["/ip4/192.0.2.1/tcp/1"], wait_s=1.0), table
+    own, guard = ["/ip4/192.0.2.1/tcp/1"], guard or DialGuard()
+    return Whereabouts(cast(Any, client), table, own_addresses=lambda: own, guard=guard, wait_s=1.0), table
+
+
+def invented(number: int) -> list[PeerID]:
+    return [PeerID(b"\x00\x24\x08\x01\x12\x20" + each.to_bytes(32, "big")) for each in range(number)]
+
+
+async def call(whereabouts: Whereabouts, peers: list[PeerID]) -> None:
+    whereabouts.heard(peers, TELLER)
+    for peer in peers:
+        await whereabouts.make_way_to(peer)
 
 
 async def told(answer: bytes | Awaitable[bytes]) -> bytes:
@@ -56,6 +73,16 @@ def test_a_node_tells_where_it_is_and_where_its_neighbours_say_that_they_are() -
     for _ in range(3):
         assert asyncio.run(told(whereabouts.tell(NEAR.to_bytes(), TELLER))) == THERE.encode()
     assert client.asked == [(NEAR, b"")], "a neighbour is asked once"
+
+
+def test_a_neighbour_that_is_silent_is_not_asked_for_everybody_who_asks() -> None:
+    client = Client()
+    whereabouts, table = made(client)
+    claim(table, place_of(str(NEAR)), NEAR)
+    assert asyncio.run(told(whereabouts.tell(NEAR.to_bytes(), TELLER))) == b""
+    for _ in range(3):
+        assert whereabouts.tell(NEAR.to_bytes(), TELLER) == b"", "nobody has to wait for that"
+    assert client.asked == [(NEAR, b"")]
 
 
 def test_a_node_that_was_told_of_is_dialled_once_and_a_neighbour_never() -> None:
@@ -78,16 +105,36 @@ def test_a_node_that_was_told_of_is_dialled_once_and_a_neighbour_never() -> None
 def test_inventions_are_dialled_at_a_rate_and_forgotten() -> None:
     client = Client(THERE.encode())
     whereabouts, _ = made(client)
-    peers = [PeerID(b"\x00\x24\x08\x01\x12\x20" + number.to_bytes(32, "big")) for number in range(2 * MAX_PEERS)]
+    peers = invented(2 * MAX_PEERS)
     whereabouts.heard(peers, TELLER)
     assert len(whereabouts._told_by) == MAX_PEERS
-
-    async def call_all() -> None:
-        for peer in peers:
-            await whereabouts.make_way_to(peer)
-
-    asyncio.run(call_all())
+    asyncio.run(call(whereabouts, peers))
     assert DIALS.burst <= len(client.dialled) < 2 * DIALS.burst
+
+
+def test_a_liar_makes_nobody_dial_one_host_again_and_again() -> None:
+    """It names the same eight ports of a victim for each of 60 nodes that it has invented."""
+    lie = "\n".join(f"/ip4/192.0.2.7/tcp/{port}" for port in range(1, 9)).encode()
+    client = Client(lie, fault=ConnectionRefusedError())
+    whereabouts, _ = made(client)
+    asyncio.run(call(whereabouts, invented(60)))
+    assert 0 < sum(len(addresses) for _, addresses in client.dialled) <= FAILURES_A_MINUTE
+
+
+def test_a_node_is_dialled_at_one_host_which_is_public_where_this_one_is() -> None:
+    there = ["/ip4/10.0.0.1/tcp/80", "/ip4/127.0.0.1/tcp/80", "/ip4/198.41.0.4/tcp/1", "/ip4/198.41.0.5/tcp/2"]
+    for only_public, dialled in ((True, there[2]), (False, there[0])):
+        client = Client("\n".join(there).encode())
+        whereabouts, _ = made(client, DialGuard(only_public=only_public))
+        asyncio.run(call(whereabouts, [NEAR]))
+        assert client.dialled == [(str(NEAR), [dialled])]
+
+
+def test_nodes_that_were_reached_use_up_no_dials_of_their_host() -> None:
+    client = Client(THERE.encode())
+    whereabouts, _ = made(client)
+    asyncio.run(call(whereabouts, invented(2 * FAILURES_A_MINUTE)))
+    assert len(client.dialled) == 2 * FAILURES_A_MINUTE
 
 
 @pytest.mark.parametrize(
