@@ -26,9 +26,8 @@ class Allowance:
         self._all = TokenBucket.full(of_all, 0.0)
         self._peers = Buckets(of_one, max_keys=MAX_PEERS)
         self._of_known = of_known
-        self._known: OrderedDict[str, tuple[float, TokenBucket]] = (
-            OrderedDict()
-        )  # when it last answered, the longest first
+        # When each node last answered, the longest ago first, and its own allowance.
+        self._known: OrderedDict[str, tuple[float, TokenBucket]] = OrderedDict()
 
     def answered(self, peer_id: str, *, now_s: float) -> None:
         """A node has answered a question of this one."""
