@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
+import torch
 from torch import Tensor
 
 from noloco_p2p.errors import CorruptPayload
@@ -26,7 +27,7 @@ class RmsGate:
 
     def admit(self, values: Tensor) -> None:
         """Raises CorruptPayload for a frame that is more than ten times, or less than a tenth of, the usual size."""
-        rms = float(values.float().square().mean().sqrt())
+        rms = float(torch.linalg.vector_norm(values, dtype=torch.float32)) / values.numel() ** 0.5
         usual = median(self._recent) if len(self._recent) >= LEAST_FRAMES else rms
         self._recent.append(rms)
         if not usual / MOST_TIMES <= rms <= usual * MOST_TIMES:
