@@ -23,7 +23,7 @@ Each message says what happened, with whom, and what to do next.
 
 from __future__ import annotations
 
-MAX_SENTENCE = 500  # characters of what is told of another peer, which may have chosen some of the words
+MAX_SENTENCE = 500  # characters of a message about another peer, which may have chosen some of its words
 
 
 class NolocoError(Exception):

@@ -74,7 +74,7 @@ class Rates:
         return len(self._buckets)
 
     def take(self, key: str, cost: float = 1.0) -> bool:
-        """Whether this key has so many left, which are taken."""
+        """Take `cost` units from this key's bucket. False = it has fewer, and nothing is taken."""
         bucket = self._buckets.of(key, self._clock())
         has_enough = bucket.left >= cost
         if has_enough:

@@ -1,8 +1,8 @@
 """How many swaps each other peer has had of this one, against its fair share. Pure.
 
 Without a bound, a peer that offers to everybody all the time would be the partner in most rounds. So this peer keeps
-an account of each peer, by the id that its key has proved: a swap costs one, whoever made the offer, and each own round
-gives back 1.5 / (live - 1). Offers of a peer whose account is below one are refused. This peer itself draws every peer
+an account for each proven peer id. A swap costs one, regardless of who offered it, and each own round adds
+1.5 / (live - 1). Offers of a peer whose account is below one are refused. This peer itself draws every peer
 with the same chance, but one whose account is below zero only when there is nobody else: a peer that is always free
 would otherwise be found more often than the others.
 """

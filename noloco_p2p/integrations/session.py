@@ -69,7 +69,7 @@ class Session:
         log.info("asked to leave" if self._peer.leave_requested.is_set() else "resumed")
 
     def end(self) -> None:
-        """After the last step: no partner waits for this peer, and newcomers and a restart get the state of now."""
+        """Leave the round after the last step, and save the current state for newcomers and a restart."""
         self._withdraw()
         self._save()
         self.outer.detach()

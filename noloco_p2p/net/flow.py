@@ -126,7 +126,7 @@ class FlowLinks:
             self.send(peer, frame)
 
     def open(self, peer: str) -> None:
-        """Open a stream, if there is none. The driver is told how that ended."""
+        """Open a stream if there is none, and tell the driver the result."""
         if peer not in self._links and peer not in self._dials and not self._is_leaving:
             self._dials[peer] = Dial(self._tasks.start(self._dial(peer)))
 

@@ -21,7 +21,7 @@ from noloco_p2p.net.flow_wire import PIECE_BYTES, BackwardAnnounced, FlowHello, 
 from noloco_p2p.net.lanes import Wire
 
 STUCK_S = 30.0  # for a message to be taken, or for the next one while a payload is incomplete: 1 MiB at 0.3 Mbit/s
-MAX_QUEUED = 1024  # frames without payload: a neighbour that takes none of so many is stuck
+MAX_QUEUED = 1024  # frames without payload; a neighbour that lets the queue fill up is stuck
 PAUSE_QUEUED = 256  # from here on nothing is read, as what is read is answered
 
 

@@ -27,7 +27,7 @@ UNPROVEN_OF_ONE, UNPROVEN_IN_ALL = 16, 64  # of one network: a /24 of IPv4, a /4
 UNPROVEN_S = 15.0  # the greeting takes three round trips or four
 WAITING_OF_ONE, WAITING_IN_ALL = 16, 64  # of one proven caller, whose offer or question is not answered yet
 UNACCEPTED_BYTES = 64 * 1024  # that a connection may bring until the server has accepted something
-ANSWERED_SHARE = 16  # and a byte more for so many that it was given: HTTP/2 acknowledges a long download
+ANSWERED_SHARE = 16  # one more byte may come in for each 16 bytes sent, because HTTP/2 acknowledges a long download
 GREETINGS_OF_ONE = 2  # connection, which is for one call
 LAST_WORDS_S = 2.0  # for a refusal to reach its caller, before the connection is closed
 BACKLOG = 1024
@@ -84,7 +84,7 @@ class Front:
         self._loop.add_reader(self._listener, self._take)
 
     def shut(self) -> None:
-        """Nobody comes in any more; whoever is here stays."""
+        """Stop listening. Open connections stay open."""
         if self._listener is not None:
             if self._loop is not None:
                 self._loop.remove_reader(self._listener)

@@ -40,7 +40,7 @@ STUCK_S = 3600.0  # without one loss in the whole pipeline
 def simulate_stages(
     material: Material, plan: StagedPlan, *, on_made: Callable[[list[StageNode]], None] | None = None
 ) -> StagedResult:
-    """`on_made` gets the nodes before they run, for whoever wants to look at them afterwards."""
+    """`on_made` gets the nodes before they run, so that the caller can inspect them afterwards."""
 
     async def run() -> StagedResult:
         return await StagedSwarm(material, plan).run(on_made)
@@ -225,7 +225,7 @@ class StagedSwarm:
         drawn.update(node.rng.sample(others, min(len(others), max(0, number - len(drawn)))))
 
     def _sinks(self, head: StageNode) -> list[str]:
-        """The replicas of the last stage that have a stream to this head, whoever has opened it."""
+        """The replicas of the last stage that have a stream to this head, opened by either side."""
         if self.plan.paths == "fixed":
             return sorted(head.ring)
         return sorted(

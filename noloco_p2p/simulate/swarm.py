@@ -28,7 +28,7 @@ LISTED_S = 60.0  # after a crash: the life of a record
 
 
 def simulate_swarm(material: Material, plan: Plan, *, on_made: Callable[[list[Replica]], None] | None = None) -> Result:
-    """`on_made` gets the replicas before they run, for whoever wants to look at them afterwards."""
+    """`on_made` gets the replicas before they run, so that the caller can inspect them afterwards."""
     return run_virtual(_Swarm(material, plan).run(on_made))
 
 
