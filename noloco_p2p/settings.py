@@ -19,6 +19,7 @@ DEFAULT_PORT = 31337
 LAST_PORT = 65535
 MULTIADDR = re.compile(r"/[!-~]+/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}")
 RATE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgKMG])bit(?:/s)?|([kMG])B/s)")
+MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?([MGTmgt])(i)?B")
 RATE_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 MIN_RATE_BYTES_PER_S = 250_000  # 2 Mbit/s: below, two swaps and two newcomers cannot each get a chunk in 15 s
 ENVIRONMENT_PREFIX = "NOLOCO_"
@@ -65,6 +66,8 @@ class PeerSettings(BaseModel):
     max_download: str = ""
     run_key: Path | None = None  # of a private run: this peer invites itself and others
     max_loss_rise: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # nats a token; None = no check
+    max_memory: str = ""  # that this peer may use, such as "8GB"; "" = that of the machine
+    stage: Annotated[int, Field(ge=0)] | None = None  # of a run with stages; None = one that is drawn by need
     metrics: str = ""  # HOST:PORT of /metrics for Prometheus; empty = none
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -123,6 +126,13 @@ class PeerSettings(BaseModel):
             parse_rate(rate)
         return rate
 
+    @field_validator("max_memory")
+    @classmethod
+    def _memory_is_known(cls, memory: str) -> str:
+        if memory:
+            parse_memory(memory)
+        return memory
+
     @field_validator("state_dir")
     @classmethod
     def _absolute(cls, state_dir: Path) -> Path:
@@ -160,6 +170,11 @@ class PeerSettings(BaseModel):
     def download_bytes_per_s(self) -> float | None:
         """The same for what they receive."""
         return parse_rate(self.max_download) if self.max_download else None
+
+    @property
+    def max_memory_bytes(self) -> int | None:
+        """Bytes of `max_memory`; None = not limited."""
+        return parse_memory(self.max_memory) if self.max_memory else None
 
     @property
     def listen_host(self) -> str:
@@ -206,6 +221,16 @@ def parse_rate(rate: str) -> float:
     if bytes_per_s < MIN_RATE_BYTES_PER_S:
         raise ValueError(f"{rate!r} must be at least 2mbit (250kB/s): a slower peer holds its partners up")
     return bytes_per_s
+
+
+def parse_memory(memory: str) -> int:
+    """8GB, 512MB or 7.5GiB -> bytes. Raises ValueError."""
+    match = MEMORY.fullmatch(memory.strip())
+    if not match:
+        raise ValueError(f"{memory!r} must be an amount of memory such as 512MB, 8GB or 7.5GiB")
+    number, unit, binary = match.groups()
+    power = "MGT".index(unit.upper()) + 2
+    return int(float(number) * (1024 if binary else 1000) ** power)
 
 
 def parse_bindings(pairs: list[str]) -> dict[str, str]:

@@ -86,6 +86,18 @@ def join(
     metrics: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Serve /metrics for Prometheus.", show_default=False)
     ] = None,
+    stage: Annotated[
+        int | None,
+        typer.Option(
+            help="Hold this stage of a run with stages; 0 reads the data.", show_default="one that is needed", min=0
+        ),
+    ] = None,
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Main memory that this peer may use, for example 8GB.", show_default="all of it"
+        ),
+    ] = None,
     run_key: Annotated[
         Path | None,
         typer.Option(help="The key of a private run, of `noloco init --private`.", show_default=False),
@@ -121,6 +133,8 @@ def join(
             "trackers": tuple(tracker) if tracker else None,
             "bootstrap": tuple(entry.resolve(address) for address in bootstrap) if bootstrap else None,
             "metrics": metrics,
+            "stage": stage,
+            "max_memory": max_memory,
             "run_key": run_key.absolute() if run_key else None,
         }
     )
@@ -157,6 +171,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, place: Pl
     from noloco_p2p.trainer.compute import choose_device
     from noloco_p2p.trainer.loop import Trainer
     from noloco_p2p.trainer.ranks import Ranks, told
+    from noloco_p2p.trainer.stage_trainer import StageTrainer
 
     here = choose_device(settings.device, place.gpu if place else None)
     with (
@@ -170,7 +185,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, place: Pl
             _say(f"metrics at http://{peer.metrics_address}/metrics")
         for warning in [*spec.outer.warnings(), *unused_data(spec, settings), *unknown_name(settings)]:
             log.warning(warning)
-        trainer = Trainer(peer, say=_say, ranks=ranks)
+        trainer = StageTrainer(peer, say=_say) if spec.pipeline.stages > 1 else Trainer(peer, say=_say, ranks=ranks)
         for warning in trainer.inner_step.compute.warnings(here, spec):
             log.warning(warning)
         needs = trainer.needs()
@@ -193,7 +208,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, place: Pl
         if trainer.finished and not peer.leave_requested.is_set():
             peer.announce("done")
             _say("the run is done; this peer serves its state to late joiners until Ctrl-C or `noloco leave`")
-            peer.leave_requested.wait()
+            trainer.serve()
         if peer.fault:
             raise peer.fault
         _say("leaving")
@@ -241,7 +256,8 @@ def _check(run: str, settings: PeerSettings) -> Ticket | None:
     from noloco_p2p.trainer.cut import check_stages
 
     check_stages(entered, settings)
-    check_bindings(entered.data, settings.data)
+    if entered.pipeline.stages == 1 or settings.stage == 0:
+        check_bindings(entered.data, settings.data)
     return None
 
 

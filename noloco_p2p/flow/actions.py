@@ -70,6 +70,7 @@ class GaveUp:
 
     id: MicrobatchId
     microbatch: object
+    is_training: bool = True
 
 
 Action = Send | Broadcast | Compute | CloseStep | GaveUp

@@ -51,6 +51,7 @@ class InFlight:
     sent_s: float  # or was not sent yet then
     deadline_s: float
     phase: Phase = Phase.FORWARD
+    step: int = 0  # in which its forward was computed
     is_lost_upstream: bool = False  # no gradient will come for the front
     returned_by: str = ""  # the replica of the last stage
     received: object = None  # returned activations, then the gradient for the front
@@ -133,6 +134,8 @@ class Head:
         self.tasks = Tasks()
         self.progress = progress
         self.num_done = self.num_lost = 0
+        self.num_late = 0  # of those done: their forward was in an earlier step
+        self._num_steps = 0
         self._peer_id = peer_id
         self._draws_sinks = num_stages == 2
         self._next_number = first_number
@@ -219,7 +222,8 @@ class Head:
             return self._settle([], now_s)
         actions: list[Action] = []
         if task.kind is Kind.FORWARD:
-            flying.phase, flying.sent_s, flying.deadline_s = Phase.AWAY, now_s, now_s + self.deadlines.seconds
+            flying.phase, flying.step = Phase.AWAY, self._num_steps
+            flying.sent_s, flying.deadline_s = now_s, now_s + self.deadlines.seconds
             actions = self.departures.begin(
                 flying.ticket, result, sinks=self._sinks, deadline_s=flying.deadline_s, now_s=now_s
             )
@@ -239,6 +243,7 @@ class Head:
         """progress: of this head after its step, which the next microbatches carry. At 1 it has finished."""
         assert isinstance(self.tasks.running, CloseStep)
         self.tasks.end()
+        self._num_steps += 1
         self.progress = progress
         actions: list[Action] = []
         if progress >= FINAL_MARK:
@@ -277,6 +282,11 @@ class Head:
             if self._is_unsent(id):
                 actions += self._lose(id, now_s)
         return self._settle(actions, now_s)
+
+    def rejoin(self, now_s: float) -> list[Action]:
+        """Launch again, after `leave`."""
+        self._is_leaving = False
+        return self._settle([], now_s)
 
     def _is_unsent(self, id: MicrobatchId) -> bool:
         return self.in_flight[id].phase is Phase.FORWARD or self.departures.place(id) is Place.ASKING
@@ -320,6 +330,7 @@ class Head:
         self.num_done += 1
         self.window.ended_well()
         if flying.ticket.is_training:  # an evaluation takes less, and would shorten the deadlines
+            self.num_late += flying.step < self._num_steps
             self.deadlines.measured(now_s - flying.sent_s)
             self.steps.count_done(flying.ticket.num_tokens)
         return self._release(flying.ticket.id)
@@ -343,7 +354,7 @@ class Head:
             return actions
         if flying.phase is Phase.LOSS:
             actions.append(Send(flying.returned_by, Lost(id)))  # the path frees its rooms
-        return [*actions, GaveUp(id, flying.microbatch)]
+        return [*actions, GaveUp(id, flying.microbatch, flying.ticket.is_training)]
 
     def _release(self, id: MicrobatchId) -> list[Action]:
         del self.in_flight[id]

@@ -56,6 +56,7 @@ class Stashed:
     upstream: str  # "" once its stream has closed
     deadline_s: float
     phase: Phase = Phase.RESERVED
+    step: int = 0  # in which its forward was computed
     data: object = None
     gradient: object = None
 
@@ -80,7 +81,9 @@ class Replica:
         self.wants = Wants()
         self.seen = SeenForwards()
         self.tasks = Tasks()
-        self.num_lost = 0  # microbatches that ended here without a backward
+        self.num_done = self.num_late = 0  # with a backward; late: their forward was in an earlier step
+        self.num_lost = 0  # those that ended here without a backward
+        self._num_steps = 0
         self._num_rooms = num_rooms
         self._is_first = stage == 1
         self._draws_sinks = stage == num_stages - 2
@@ -154,11 +157,13 @@ class Replica:
             return self._settle([], now_s)
         if task.kind is Kind.BACKWARD:
             self.steps.count(held.ticket.num_tokens)
+            self.num_done += 1
+            self.num_late += held.step < self._num_steps
             actions = self._release(task.id)
             if held.upstream:
                 actions.append(Send(held.upstream, Backward(task.id, result)))
             return self._settle(actions, now_s)
-        held.phase = Phase.AWAY
+        held.phase, held.step = Phase.AWAY, self._num_steps
         if not held.ticket.is_training:
             held.data = None
         actions = self.departures.begin(held.ticket, result, sinks=held.sinks, deadline_s=held.deadline_s, now_s=now_s)
@@ -173,6 +178,7 @@ class Replica:
     def step_closed(self, now_s: float) -> list[Action]:
         assert isinstance(self.tasks.running, CloseStep)
         self.tasks.end()
+        self._num_steps += 1
         return self._settle([], now_s)
 
     def hold_steps(self) -> None:
@@ -198,6 +204,11 @@ class Replica:
         self._is_leaving = True
         refused = self.wants.take_all()
         return self._settle([_drop(waiting.peer, waiting.want.ticket.id) for waiting in refused], now_s)
+
+    def rejoin(self, now_s: float) -> list[Action]:
+        """Take part again, after `leave`."""
+        self._is_leaving = False
+        return self._settle([], now_s)
 
     # frames
 

@@ -24,6 +24,8 @@ class Candidate:
     session_key: bytes = b""  # by which its gRPC server is known, from its signed record
     sketch: str = ""  # of its slow weights, packed, from its record
     can_be_called: bool = True  # False: it takes no calls from here, and makes offers itself
+    stage: int = 0  # of a run with stages: the one that it holds
+    capacity: float = 0.0  # tokens/s that it can compute there; 0 = not measured yet
 
 
 class FrameStream(Protocol):

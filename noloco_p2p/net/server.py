@@ -41,7 +41,8 @@ MANIFEST_DIGESTS_PER_REPLY = 16_384
 
 
 class GrpcServer:
-    """`port` is the real port once `start` has returned. serve_flow: of a peer with a stage, `FlowLinks.serve`."""
+    """`port` is the real port once `start` has returned. serve_flow: of a peer with a stage, `FlowLinks.serve`; None
+    until it holds one."""
 
     def __init__(
         self,
@@ -76,6 +77,14 @@ class GrpcServer:
             ) from None
         await self._server.start()
         self._front.open(behind)
+
+    @property
+    def serve_flow(self) -> ServeFlow | None:
+        return self._servicer.serve_flow
+
+    @serve_flow.setter
+    def serve_flow(self, serve_flow: ServeFlow | None) -> None:
+        self._servicer.serve_flow = serve_flow
 
     def tell_tunnels(self, tunnelled: Mapping[int, str]) -> None:
         """Ports of this machine from which calls come by a tunnel -> the relay they come from; may change any time."""
@@ -268,7 +277,7 @@ class _Servicer:
         self.prober = Prober()
         self._swaps = OwnedTasks("a swap that a peer offered")
         self._joinable: dict[bytes, ServerStream] = {}  # by swap id
-        self._serve_flow = serve_flow
+        self.serve_flow = serve_flow
 
     async def Greet(self, request: pb.GreetRequest, context: Any) -> pb.GreetReply:  # noqa: N802
         return await self.door.greet(request, context)
@@ -328,7 +337,7 @@ class _Servicer:
 
     async def Flow(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802
         async with self.door.visit(context) as caller:
-            if not self._serve_flow:
+            if not self.serve_flow:
                 no_stage = Refused("this peer holds no stage of a pipeline", code=frames.RefuseCode.OTHER_MODEL.name)
                 await context.write(pb.FlowFrame(refuse=refuse_to_wire(no_stage)).SerializeToString())
                 return
@@ -338,7 +347,7 @@ class _Servicer:
                 caller.accepted()
 
             wire = ServerWire(request_iterator, context, caller.address, self._limits)
-            await self._serve_flow(wire, caller.peer_id, admit)
+            await self.serve_flow(wire, caller.peer_id, admit)
 
     async def Fetch(self, request: pb.FetchRequest, caller: Caller) -> AsyncGenerator[pb.FetchReply]:  # noqa: N802
         try:

@@ -56,6 +56,7 @@ class Account:
         self.state = "training"
         self.has_entered = False
         self.metrics_address = ""  # HOST:PORT of /metrics, when it is served
+        self.waits_for_stages: tuple[int, ...] = ()  # that nobody holds now
         self._run = run
         self._identity = identity
         self._session = session
@@ -172,6 +173,13 @@ class Account:
             session_key=self._session.key_text,
             started_at_ms=self._session.started_at_ms,
             mark=listing.mark(self._identity.peer_id) if listing else "",
+            stage=outside.stage or 0,
+            capacity=_short(metrics.capacity),
+            queue=metrics.queue,
+            microbatches=metrics.microbatches,
+            lost_microbatches=metrics.lost_microbatches,
+            late_microbatches=metrics.late_microbatches,
+            sends_to=self._net.stage_flow.sends_to if self._net.stage_flow else (),
         )
 
     def status(self) -> dict[str, Any]:
@@ -191,6 +199,8 @@ class Account:
             "running_since_s": round(now_s - self._started_at_s, 1),
             "doing": self._progress.now(),
             "swap": asdict(swap) if swap else None,
+            "stage": net.outside.stage,
+            "waits_for_stages": self.waits_for_stages,
             "address": net.outside.address,
             "reach": {"state": reach.state, "sentence": reach.sentence},
             "ticket": self.ticket(),

@@ -54,7 +54,7 @@ async def find_spec(
     await find_somebody(ticket, directory, timeout_s=ENTER_TIMEOUT_S)
     until_s = time.monotonic() + ENTER_TIMEOUT_S
     while True:  # a relay for those who are here may be found in a moment
-        donors = [candidate for candidate in outside.live() if candidate.can_be_called]
+        donors = [candidate for candidate in outside.live() if candidate.can_be_called]  # of whatever stage
         try:
             return await fetch_spec(transport, donors, expected_digest=ticket.spec_digest)
         except Unreachable:
@@ -97,6 +97,12 @@ class Entering:
         self._leaving = leaving
         self._catch_up_again_s = 0.0
         self._ask_again_s = 0.0
+
+    def look_around(self) -> None:
+        """Wait until a live peer is heard of, where there should be one. Raises Left, and Unreachable: a ticket, and
+        nobody is there."""
+        with self._progress.task("looking for live peers"):
+            self._thread.call(self._look_around(), ANSWER_S, leaving=self._leaving)
 
     def enter(self, layout: ModelLayout, *, target: Path) -> StateManifest | None:
         """Fetch the state of a live peer into `target`; None when nobody has one.
@@ -163,11 +169,10 @@ class Entering:
         Records are up to a heartbeat old, which can be more short rounds than partners may be apart: a peer that was
         refused for its place asks some others for theirs; not often, as anybody can refuse, and training waits.
         """
-        live = self._directory.live()
+        live = self._outside.mates()
         if time.monotonic() >= self._ask_again_s and self._is_told_stale():
             self._ask_again_s = time.monotonic() + CATCH_UP_AGAIN_S
-            asking = ask_for_places(self._transport, self._outside.live())
-            live = self._thread.call(asking, ANSWER_S, leaving=self._leaving)
+            live = self._thread.call(self._ask_for_places(), ANSWER_S, leaving=self._leaving)
         places = [each.progress for each in live if each.state in ("training", "done")]
         if not is_left_behind(progress, places, round_progress=round_progress):
             return []
@@ -176,6 +181,9 @@ class Entering:
         ahead = [each for each in reached if can_give(each) and each.progress >= middle]
         random.shuffle(ahead)
         return ahead
+
+    async def _ask_for_places(self) -> Sequence[Candidate]:
+        return await ask_for_places(self._transport, self._outside.live())
 
     async def _reached(self, live: Sequence[Candidate]) -> Sequence[Candidate]:
         """The same peers, with ways to those that cannot be dialled."""

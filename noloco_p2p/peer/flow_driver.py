@@ -91,6 +91,7 @@ class FlowDriver:
         self._num_dropped = Counter[str]()
         self._ahead: tuple[Compute, asyncio.Future[Compute]] | None = None  # what is decoded for the next task
         self._given_up: deque[object] = deque()
+        self._to_evaluate: deque[object] = deque()
         self._microbatch: asyncio.Future[object] | None = None  # the next one
         self._running = OwnedTasks("a task of the pipeline")
         links.neighbourhood = self
@@ -109,6 +110,15 @@ class FlowDriver:
     def leave(self) -> None:
         """Launch and accept nothing; what is held is finished."""
         self._do(self.machine.leave(self._now_s()))
+
+    def rejoin(self) -> None:
+        """Take part again, after `leave`."""
+        self._do(self.machine.rejoin(self._now_s()))
+
+    def evaluate(self, microbatches: Collection[object]) -> None:
+        """Of a head: send these around the ring before others, without gradients. None = the last ones are given up."""
+        self._to_evaluate = deque(microbatches)
+        self._do([])
 
     async def stop(self) -> None:
         """The streams are ended by their owner, before."""
@@ -224,8 +234,8 @@ class FlowDriver:
                     self._running.start(self._hand_out(action))
                 case CloseStep():
                     self.tasks.put(Handed(action, action))
-                case GaveUp(_, microbatch):
-                    self._given_up.append(microbatch)
+                case GaveUp(_, microbatch, is_training):
+                    (self._given_up if is_training else self._to_evaluate).append(microbatch)
 
     def _send(self, to: str, frame: Frame) -> None:
         if isinstance(frame, Forward | Backward):
@@ -268,7 +278,13 @@ class FlowDriver:
 
     def _launch(self) -> None:
         machine = self.machine
-        if not isinstance(machine, Head) or not machine.can_launch(self._now_s()):
+        if not isinstance(machine, Head):
+            return
+        if self._to_evaluate and machine.can_launch(self._now_s(), is_training=False):
+            microbatch, now_s = self._to_evaluate.popleft(), self._now_s()
+            _, actions = machine.launch(microbatch, self._microbatch_tokens, now_s, is_training=False)
+            self._perform(actions)
+        if self._to_evaluate or not machine.can_launch(self._now_s()):
             return
         microbatch = self._given_up.popleft() if self._given_up else self._next_microbatch()
         if microbatch is not None:

@@ -14,12 +14,13 @@ from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.peer.entering import Entering
 from noloco_p2p.peer.outside import Outside
+from noloco_p2p.peer.stage_flow import StageFlow
 from noloco_p2p.swarm.dht import SwarmDirectory
 
 
 @dataclass(slots=True)
 class Network:
-    """All of them, once they have started. watching: the task of `watch`."""
+    """All of them, once they have started. watching: the task of `watch`. stage_flow: once this peer holds a stage."""
 
     directory: SwarmDirectory
     transport: GrpcTransport
@@ -32,3 +33,4 @@ class Network:
     outside: Outside
     entering: Entering
     watching: asyncio.Task[None]
+    stage_flow: StageFlow | None = None

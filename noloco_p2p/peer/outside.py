@@ -50,6 +50,7 @@ class Outside:
         self._entrances: dict[str, str] = {}
         for door in entrances:  # of each its first, which is its best
             self._entrances.setdefault(split_peer_id(door)[1], door)
+        self.stage: int | None = None  # that this peer holds, in a run with stages
         self._ask = ask
         self._server: GrpcServer | None = None
         self._num_calls: Callable[[], int] = lambda: 0
@@ -63,7 +64,7 @@ class Outside:
             guard=directory.guard,
         )
         self._dial_backs = DialBacks(live=self._to_ask, ask=self._ask_one)
-        self._places = Places(directory.node, doors=self._relays, wanted=self._is_closed, guard=directory.guard)
+        self._places = Places(directory.node, doors=self._relays, wanted=self.is_closed, guard=directory.guard)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, server: GrpcServer, *, num_calls: Callable[[], int]) -> None:
@@ -89,15 +90,25 @@ class Outside:
         await self._dial_backs.wait(FIRST_DIAL_BACK_S)
 
     def live(self) -> Sequence[Candidate]:
-        """The seam `gossip.seams.Directory`: live peers, with the address of a tunnel where there is no other.
+        """The seam `gossip.seams.Directory`: live peers, with the address of a tunnel where there is no other. Once
+        this peer holds a stage, those of its stage alone.
 
         On the network thread alone.
         """
-        return self._tunnels.live()
+        return [peer for peer in self._tunnels.live() if self.stage in (None, peer.stage)]
+
+    def everyone(self) -> Sequence[Candidate]:
+        """Live peers of all stages, as their records say. Never waits; for any thread."""
+        return self._directory.live()
+
+    def mates(self) -> Sequence[Candidate]:
+        """The same, of the stage of this peer alone once it holds one."""
+        return [peer for peer in self.everyone() if self.stage in (None, peer.stage)]
 
     def num_live(self) -> int:
-        """Of the same seam: peers that are alive, with this one."""
-        return self._directory.headcount().others + 1
+        """Of the same seam: peers that are alive, with this one, and of its stage alone once it holds one."""
+        num_known = max(1, len(self.everyone()))
+        return 1 + round(self._directory.headcount().others * len(self.mates()) / num_known)
 
     def knows(self, peer_id: str) -> bool:
         """Of the same seam: whether a live record of this peer was read."""
@@ -178,12 +189,13 @@ class Outside:
             return True
         return is_abroad(self._entrances.values(), [candidate.address for candidate in self._directory.live()])
 
-    def _is_closed(self) -> bool:
+    def is_closed(self) -> bool:
+        """Whether no other peer can dial this one, as far as they have told."""
         return self._server is not None and self.verdict().state in (OUTBOUND_ONLY, RELAYED)
 
     def _needs_tunnels(self) -> bool:
         """Who can be called by nobody calls its kind by tunnels; so does a newcomer who finds nobody else."""
-        return self._is_closed() or not any(candidate.can_be_called for candidate in self._directory.live())
+        return self.is_closed() or not any(candidate.can_be_called for candidate in self._directory.live())
 
     def _relays(self) -> Mapping[str, Sequence[str]]:
         """Nodes that may pass calls on: live peers that are reached by others, and those that were entered through."""

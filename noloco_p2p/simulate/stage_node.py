@@ -28,6 +28,7 @@ from noloco_p2p.simulate.peer import SimulatedPeer, now_s
 from noloco_p2p.simulate.shared_link import SharedLink, Urgency, transfer
 from noloco_p2p.simulate.stage_work import TaskFlops
 from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.trainer.stage import train_of_stage
 from noloco_p2p.trainer.stage_work import StageWork
 
 FAILED = object()  # the result of a task whose microbatch is lost there
@@ -74,11 +75,11 @@ class StageNode(SimulatedPeer):
         gossips: bool,
         deadlines: Deadlines,
     ) -> None:
-        stage, clip_norm = work.stage.index, spec.train.clip_norm / spec.pipeline.stages**0.5
+        stage = work.stage.index
         super().__init__(
             spec,
             work.stage.model,
-            spec.train.model_copy(update={"clip_norm": clip_norm}),
+            train_of_stage(spec),
             peer_id=name,
             network=network,
             absent=absent,

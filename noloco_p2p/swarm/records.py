@@ -71,6 +71,13 @@ class PeerRecord:
     session_key: str = ""  # by which its gRPC server is known, base64; a new one at every start
     started_at_ms: int = 0  # Unix, by its own clock: tells two starts of one key apart
     mark: str = ""  # of a private run: that an invited peer wrote it
+    stage: int = 0  # in a run with stages; 0 = the head
+    capacity: float = 0.0  # tokens/s that its stage can compute
+    queue: int = 0  # microbatches that it holds now
+    microbatches: int = 0  # whose gradients it has counted
+    lost_microbatches: int = 0
+    late_microbatches: int = 0  # counted in a later inner step than their forward pass
+    sends_to: tuple[str, ...] = ()  # ends of the ids of those that it sends microbatches to
 
 
 KEYS = {
@@ -97,6 +104,11 @@ KEYS = {
     "depths": "at",
     "session_key": "key",
     "started_at_ms": "up",
+    "capacity": "cap",
+    "microbatches": "mb",
+    "lost_microbatches": "mblost",
+    "late_microbatches": "mblate",
+    "sends_to": "to",
 }
 
 
@@ -131,7 +143,7 @@ def decode_record(data: bytes) -> PeerRecord:
     """Check and unpack. Raises RecordError for anything that `encode_record` could not have made."""
     values = open_envelope(data)
     known = {f.name: values[KEYS.get(f.name, f.name)] for f in fields(PeerRecord) if KEYS.get(f.name, f.name) in values}
-    for name in ("addresses", "multiaddrs"):
+    for name in ("addresses", "multiaddrs", "sends_to"):
         known[name] = _texts(name, known.get(name, []))
     for name in ("lonely", "depths"):
         known[name] = _counts(name, known.get(name, []))

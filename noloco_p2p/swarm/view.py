@@ -78,4 +78,6 @@ def _candidate(record: PeerRecord) -> Candidate:
         session_key=key,
         sketch=record.sketch,
         can_be_called=bool(address) and record.reachability not in (OUTBOUND_ONLY, RELAYED),
+        stage=record.stage,
+        capacity=record.capacity,
     )

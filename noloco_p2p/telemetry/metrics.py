@@ -114,6 +114,19 @@ class Metrics:
     modulo_chunks: int = _metric("counter", "chunks", "received in modulo coding, those sent again too", 0)
     plain_chunks: int = _metric("counter", "chunks", "of modulo sections, received as int8: no bound was known", 0)
     broken_chunks: int = _metric("counter", "chunks", "received in modulo coding, bound broken, sent again as int8", 0)
+    microbatches: int = _metric(
+        "counter", "microbatches", "in a run with stages: whose gradients this peer has counted", 0
+    )
+    lost_microbatches: int = _metric(
+        "counter", "microbatches", "in a run with stages: begun here, and lost before their gradients were counted", 0
+    )
+    late_microbatches: int = _metric(
+        "counter", "microbatches", "in a run with stages: counted in a later inner step than their forward pass", 0
+    )
+    queue: int = _metric("gauge", "microbatches", "in a run with stages: that this peer holds now", 0)
+    capacity: float = _metric(
+        "gauge", "tokens/s", "in a run with stages: what this peer computes when nothing is waited for", 0.0
+    )
     last_partner: str = _metric("text", "peer id", "partner of the last committed swap or half", "")
     last_outcome: str = _metric("text", "text", "what the last round got, in one phrase", "")
 

@@ -110,14 +110,18 @@ def filling_tokens(pipeline: PipelineSpec, hidden_size: int, *, sequence_length:
 
 
 def check_stages(spec: TrainerSpec, settings: PeerSettings) -> None:
-    """Raises SettingsError for what a run with stages cannot do yet, and SpecError for a run with stages."""
+    """Raises SettingsError and SpecError for what a run with stages cannot do yet."""
     if spec.pipeline.stages == 1:
+        if settings.stage is not None:
+            raise SettingsError(f"--stage {settings.stage}: the run {spec.name} has no stages")
         return
+    cut_of(spec)
+    if spec.model.start:
+        raise SpecError("model.start must be empty in a run with stages: a fork cannot be cut yet")
     if settings.gpus > 1:
         raise SettingsError("--gpus cannot be used in a run with stages yet")
     if settings.max_loss_rise is not None:
         raise SettingsError("--max-loss-rise cannot be used in a run with stages yet")
-    raise SpecError("stages cannot be joined yet: set pipeline.stages to 1")
 
 
 def _deal(number: int, num_parts: int) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,17 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from noloco_p2p.data.faults import Fault, Faults
 from noloco_p2p.data.prefetch import Prefetcher
-from noloco_p2p.data.stream import TokenStream, validation_batches
-from noloco_p2p.errors import CheckpointError, DataError, ModelError
-from noloco_p2p.gossip.outcome import Alone, LonelyCause
-from noloco_p2p.optim.mixing import closing_rounds, closing_wait_s
+from noloco_p2p.errors import DataError, ModelError
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
-from noloco_p2p.outer.noloco import NoLoCo, RoundResult
+from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.outer.update_filter import LossCheck
 from noloco_p2p.peer.peer import Peer
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.telemetry.console import closing_line, round_line
-from noloco_p2p.telemetry.console import loss as show_loss
-from noloco_p2p.telemetry.events import EventLog
+from noloco_p2p.trainer.base import TrainerBase
 from noloco_p2p.trainer.compute import Compute, choose_device, switch_on
-from noloco_p2p.trainer.cut import check_stages
-from noloco_p2p.trainer.evaluate import evaluate_loss, perplexity
+from noloco_p2p.trainer.evaluate import evaluate_loss
 from noloco_p2p.trainer.follower import LeadingStep
 from noloco_p2p.trainer.gauges import Gauges
 from noloco_p2p.trainer.inner_step import InnerStep
@@ -39,7 +31,6 @@ from noloco_p2p.trainer.needs import Needs, check_memory, estimate, probe_step_s
 from noloco_p2p.trainer.ranks import Ranks, Verb, text_payload
 from noloco_p2p.trainer.sharded import ShardedParameters, shard
 from noloco_p2p.trainer.start import load_start
-from noloco_p2p.trainer.trackers import Trackers
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +38,7 @@ SEED_BYTES = 6  # 2 ** 48 seeds
 REFRESH_S = 1.0  # between two looks at the loss within a round: each waits for the accelerator once
 
 
-class Trainer:
+class Trainer(TrainerBase):
     """One training peer: model, data, optimizer, outer step and checkpoints, built from the run spec.
 
     Resumes from the newest checkpoint on this machine, else from the state of a live peer, else from the initial
@@ -57,10 +48,6 @@ class Trainer:
 
     def __init__(self, peer: Peer, *, say: Callable[[str], None], ranks: Ranks | None = None) -> None:
         spec, settings = TrainerSpec.of(peer.spec), peer.settings
-        check_stages(spec, settings)
-        self.peer = peer
-        self.spec = spec
-        self.say = say
         self.device = ranks.device if ranks else choose_device(settings.device)
         if settings.threads:
             torch.set_num_threads(settings.threads)
@@ -68,33 +55,21 @@ class Trainer:
         size = {"sequence_length": spec.data.sequence_length, "folders": settings.models}
         num_parameters, frozen_bytes = count_parameters(spec.model, **size)
         check_memory(
-            spec, num_parameters=num_parameters, frozen_bytes=frozen_bytes, compute=compute, device=self.device
+            spec,
+            settings,
+            num_parameters=num_parameters,
+            frozen_bytes=frozen_bytes,
+            compute=compute,
+            device=self.device,
         )
-        self.events = EventLog(peer.run_folder / "events.jsonl")
+        super().__init__(peer, spec, say=say)
         tokenizer = build_tokenizer(spec.data, folders=settings.models)
-        stream = TokenStream(
-            spec.data,
-            tokenizer=tokenizer,
-            bindings=settings.data,
-            peer_id=peer.peer_id,
-            batch_size=spec.train.batch_size,
-            progress=peer.progress,
-            faults=Faults(self._data_fault),
-        )
-        self.batches = Prefetcher(stream, pin_memory=self.device.type == "cuda")
-        self.validation = validation_batches(
-            spec.data,
-            tokenizer=tokenizer,
-            bindings=settings.data,
-            num_sequences=spec.evaluate.num_sequences,
-            batch_size=spec.train.batch_size,
-            progress=peer.progress,
-            faults=Faults(self._data_fault),
+        self.batches, self.validation = self._open_data(
+            tokenizer, batch_size=spec.train.batch_size, pin_memory=self.device.type == "cuda"
         )
         with peer.progress.task("building the model"):
             self.model = build_model(spec.model, **size)
         check_vocabulary(self.model, tokenizer)
-        peer.tell_long_swaps(lambda swap: self.events.write("swap", **asdict(swap)))
         self._losses: list[Tensor] = []
         has_start = load_start(self.model, spec.model.start, state_dir=settings.state_dir)
         self.inner_step, parameters = self._place_model(ranks, compute)
@@ -124,16 +99,8 @@ class Trainer:
             sequence_length=spec.data.sequence_length,
             num_devices=ranks.size if ranks else 1,
         )
-        self.trackers = Trackers.of(
-            settings.trackers,
-            folder=peer.run_folder,
-            run=spec.run_id,
-            peer_id=peer.peer_id,
-            config=spec.model_dump(mode="json"),
-        )
-        self._timed_from_s, self._timed_steps = time.monotonic(), 0
         self._aside_s = 0.0  # of this round, in which no step was taken
-        self._refreshed_s = self._timed_from_s
+        self._refreshed_s = time.monotonic()
 
     def _place_model(self, ranks: Ranks | None, compute: Compute) -> tuple[InnerStep, FlatParameters]:
         """Bring the model to the device, or split it over those of all ranks."""
@@ -201,7 +168,7 @@ class Trainer:
             elif self.peer.metrics.loss is None or time.monotonic() - self._refreshed_s >= REFRESH_S:
                 self._refresh_metrics()
             if self.peer.pause_requested.is_set():
-                self._pause()
+                self._wait_while_paused()
             if self.peer.leave_requested.is_set() or metrics.step == last_step:
                 break
         self.batches.close()
@@ -209,76 +176,34 @@ class Trainer:
             self._close()
         if not self.peer.leave_requested.is_set():  # who asked to leave waits: no evaluation before the checkpoint
             self._evaluate()
-        folder = self._save()
-        self.trackers.close()
-        self.events.write("finished" if self.finished else "stopped", **metrics.as_dict())
-        if folder:
-            self.say(f"step {metrics.step} | checkpoint {folder}")
-        return folder
+        return self._finish()
 
-    @property
-    def finished(self) -> bool:
-        """The schedule is done and the last round with it."""
-        return self.outer.progress >= 1 and self.outer.is_between_rounds
+    def serve(self) -> None:
+        """The run is done: give its state to those who come, until this peer is asked to leave."""
+        self.peer.leave_requested.wait()
 
     def _next_batch(self) -> Tensor | None:
         """None when somebody asked to leave while the data was waited for."""
         return self.batches.get(until=self.peer.leave_requested.is_set)
 
-    def _data_fault(self, fault: Fault) -> None:
-        """Called by the thread that reads."""
-        self.peer.metrics.data_faults += 1
-        self.events.write("data_fault", **asdict(fault))
+    def _data(self) -> Prefetcher:
+        return self.batches
 
-    def _pause(self) -> None:
-        """Until it is resumed or asked to leave. What the machine holds is on disk, too, should it be switched off."""
-        result = self.outer.withdraw()
-        if result:
-            self._round_done(result)
-        self._save()
-        self.say("paused; `noloco resume` goes on, `noloco leave` ends it")
-        self.events.write("paused", step=self.peer.metrics.step)
-        began_s = time.monotonic()
-        self.peer.wait_while_paused()
-        self._timed_from_s += time.monotonic() - began_s
-        self.say("resumed" if not self.peer.leave_requested.is_set() else "asked to leave")
-        self.events.write("resumed", step=self.peer.metrics.step)
-
-    def _close(self) -> None:
-        """Training is done: mix alone, until this peer is near the mean of all, or nobody is left to mix with."""
-        others = self.peer.live_peers()
-        num_rounds = closing_rounds(self.spec.outer, others + 1) if others else 0
-        wait_s = closing_wait_s(self.spec.outer, self.peer.exchange.pace.seconds_per_round())
-        metrics = self.peer.metrics
-        for number in range(1, num_rounds + 1):
-            if self.peer.leave_requested.is_set():
-                return
-            result = self.outer.closing_round(wait_s=wait_s)
-            self.peer.count_traffic()
-            self.events.write("closed", **metrics.as_dict(), number=number, of=num_rounds)
-            self.say(closing_line(metrics, number=number, num_rounds=num_rounds))
-            if isinstance(result.outcome, Alone) and result.outcome.cause is LonelyCause.NOBODY:
-                return
-
-    # once a round
-
-    def _round_done(self, result: RoundResult) -> None:
-        metrics = self.peer.metrics
-        if self._losses:  # a pause may end a round before its first step
-            metrics.loss = float(torch.stack(self._losses).mean())  # waits for the accelerator, once a round
-        self._time_steps()
-        self.gauges.take(metrics, gradient_norm=self.inner_step.gradient_norm, waited_s=self.batches.waited_s)
-        self.peer.count_traffic()
-        self.trackers.log(metrics.as_dict())
-        self.events.write("round", **metrics.as_dict(), live_peers=self.peer.live_peers())
-        self.say(round_line(metrics, num_live=self.peer.live_peers()))
+    def _round_loss(self) -> float | None:
+        """Waits for the accelerator, once a round."""
+        if not self._losses:  # a pause may end a round before its first step
+            return self.peer.metrics.loss
+        loss = float(torch.stack(self._losses).mean())
         self._losses.clear()
-        if result.round % self.spec.evaluate.every_rounds == self.spec.evaluate.every_rounds - 1:
-            self._evaluate()
-        every = self.peer.settings.save_every_rounds
-        if metrics.rounds_here == 1 or result.round % every == every - 1:  # the first one early: newcomers need a donor
-            step = metrics.step
-            self.outer.save_in_background(self._meta(), done=lambda folder: self._saved(folder, step))
+        return loss
+
+    def _take_gauges(self) -> None:
+        metrics = self.peer.metrics
+        self.gauges.take(metrics, gradient_norm=self.inner_step.gradient_norm, waited_s=self.batches.waited_s)
+
+    def _time_steps(self) -> None:
+        super()._time_steps()
+        self._aside_s, self._refreshed_s = 0.0, self._timed_from_s
 
     def _refresh_metrics(self) -> None:
         """Loss and speed of the round so far, for `noloco status`: a round may take minutes."""
@@ -286,65 +211,27 @@ class Trainer:
         self._note_speed(aside_s=self._aside_s)  # a round may begin with an evaluation that is longer than its steps
         self._refreshed_s = time.monotonic()
 
-    def _time_steps(self) -> None:
-        """How fast the steps since the last call were; all that was done since then counts as their time."""
-        self._note_speed()
-        self._timed_from_s, self._timed_steps, self._aside_s = time.monotonic(), 0, 0.0
-        self._refreshed_s = self._timed_from_s
-
-    def _note_speed(self, *, aside_s: float = 0.0) -> None:
-        metrics = self.peer.metrics
-        metrics.inner_steps_per_s = self._timed_steps / (time.monotonic() - self._timed_from_s - aside_s)
-        metrics.tokens_per_s = metrics.inner_steps_per_s * self.spec.train.batch_size * self.spec.data.sequence_length
-
     def _private_loss(self) -> float:
         with self.inner_step.together():
             return evaluate_loss(self.model, [self._batch])
 
     def _evaluate(self) -> None:
         """Perplexity on the held-out sequences, the same for every peer."""
-        metrics, began_s = self.peer.metrics, time.monotonic()
+        began_s = time.monotonic()
         with self.inner_step.together():
             loss = evaluate_loss(self.model, self.validation, progress=self.peer.progress)
         self._aside_s += time.monotonic() - began_s
-        metrics.validation_loss = loss
-        self.trackers.log(metrics.as_dict())
-        self.events.write("evaluated", step=metrics.step, round=metrics.round, validation_loss=loss)
-        self.say(f"round {metrics.round} | validation loss {show_loss(loss)}, perplexity {perplexity(loss):.4g}")
+        self._evaluated(loss)
 
     # stop and go on
 
-    def _save(self) -> Path | None:
-        """Write the last checkpoint; a full disk is told (None)."""
-        meta = self._meta()
-        try:
-            with self.peer.progress.task("writing a checkpoint"):
-                folder = self.outer.save(meta)
-        except CheckpointError as error:
-            log.error("%s", error)
-            return None
-        self._saved(folder, meta["metrics"]["step"])
-        return folder
-
-    def _saved(self, folder: Path, step: int) -> None:
-        self.events.write("saved", step=step, folder=str(folder))
-
     def _meta(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the states of model and optimizers."""
-        return {
-            "spec": self.spec.model_dump(mode="json"),
-            "peer_id": self.peer.peer_id,
-            "data": self.batches.state_dict(),
-            "metrics": self.peer.metrics.as_dict(),
-            "losses": [float(loss) for loss in self._losses],  # of the round so far
-        }
+        """With the losses of the round so far."""
+        return {**super()._meta(), "losses": [float(loss) for loss in self._losses]}
 
     def _resume(self, checkpoint: Checkpoint) -> None:
-        meta = checkpoint.meta
-        self.batches.load_state_dict(meta["data"])
-        self.peer.restore_metrics(meta["metrics"])
-        self._losses += [torch.tensor(loss, device=self.device) for loss in meta.get("losses", [])]
-        self.say(f"resumed from step {self.peer.metrics.step}, round {self.outer.round} ({checkpoint.path})")
+        super()._resume(checkpoint)
+        self._losses += [torch.tensor(loss, device=self.device) for loss in checkpoint.meta.get("losses", [])]
 
 
 def draw(next_batch: Callable[[], Tensor | None]) -> Tensor | None:

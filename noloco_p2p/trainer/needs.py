@@ -17,6 +17,7 @@ from noloco_p2p.devices import free_and_total_bytes, free_memory, has_own_memory
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.gossip.frames import Part
 from noloco_p2p.gossip.sections import part_bytes, section_plans
+from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec, TrainerSpec
 from noloco_p2p.telemetry.console import count, mib
 from noloco_p2p.trainer.compute import Compute
@@ -101,7 +102,13 @@ def estimate(
 
 
 def check_memory(
-    spec: TrainerSpec, *, num_parameters: int, frozen_bytes: int, compute: Compute, device: torch.device
+    spec: TrainerSpec,
+    settings: PeerSettings,
+    *,
+    num_parameters: int,
+    frozen_bytes: int,
+    compute: Compute,
+    device: torch.device,
 ) -> None:
     """Raises SettingsError, with numbers, when this machine has less memory in all than the run takes at the least.
 
@@ -112,11 +119,16 @@ def check_memory(
     model_bytes = frozen_bytes + (WEIGHT_BYTES + moments - offloaded) * num_parameters
     host_bytes = offloaded * num_parameters + _outer_bytes(spec, num_parameters)
     on_host = host_bytes if has_own_memory(device) else model_bytes + host_bytes
-    _must_fit(on_host, total_memory(), spec, num_parameters, what="main memory and swap space")
+    _must_fit(on_host, memory_limit(settings), spec, num_parameters, what="main memory and swap space")
     if device.type == "cpu":
         return
     _, total = free_and_total_bytes(device)
     _must_fit(model_bytes // compute.num_ranks, total, spec, num_parameters, what=f"memory on {device}")
+
+
+def memory_limit(settings: PeerSettings) -> int:
+    """Bytes of main memory and swap space that this peer may use: those of the machine, or `max_memory`."""
+    return min(total_memory(), settings.max_memory_bytes or total_memory())
 
 
 def training_bytes(spec: TrainerSpec, *, num_parameters: int, num_matrix_parameters: int) -> int:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from noloco_p2p.devices import empty_cache, is_out_of_memory
-from noloco_p2p.flow.actions import CloseStep, Compute
+from noloco_p2p.flow.actions import CloseStep, Compute, Kind
 from noloco_p2p.flow.steps import FINAL_MARK
-from noloco_p2p.outer.noloco import NoLoCo
+from noloco_p2p.outer.noloco import NoLoCo, RoundResult
 from noloco_p2p.peer.flow_driver import Handed
 from noloco_p2p.peer.threaded_flow import ThreadedFlow
 from noloco_p2p.trainer.inner_step import InnerStep
@@ -21,41 +22,64 @@ from noloco_p2p.trainer.stage_work import StageWork
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.1  # how often it looks whether it is to leave, or all is over
+LOOK_S = 0.1  # how long it waits for a task at most
 POLL_S = 0.02  # how often it asks, at a boundary, whether the round has ended
+SMOOTHING = 0.1  # weight of a new measurement of how long a task takes
 
 
 class StageLoop:
     """outer: swaps with replicas of the same stage. That of a head advances by its own steps; that of an inner replica
-    follows its caller, and so the heads."""
+    follows its caller, and so the heads. on_round: called with what each round brought."""
 
-    def __init__(self, flow: ThreadedFlow, work: StageWork, inner: InnerStep, outer: NoLoCo) -> None:
+    def __init__(
+        self,
+        flow: ThreadedFlow,
+        work: StageWork,
+        inner: InnerStep,
+        outer: NoLoCo,
+        *,
+        on_round: Callable[[RoundResult], None] = lambda result: None,
+    ) -> None:
         self.steps = 0
+        self.is_at_boundary = False
+        self._task_s: dict[Kind, float] = {}  # how long a task of each kind takes
         self._flow = flow
         self._work = work
         self._inner = inner
         self._outer = outer
-        self._is_at_boundary = self._has_finished = False
+        self._on_round = on_round
+        self._has_finished = outer.progress >= FINAL_MARK
         self._polled_s = 0.0
+
+    @property
+    def microbatch_s(self) -> float | None:
+        """How long this stage computes for one microbatch; None until it has computed one."""
+        return sum(self._task_s.values()) if Kind.BACKWARD in self._task_s else None
 
     def run(self, leaving: threading.Event) -> None:
         """Until no head trains any more and the last round has ended, or `leaving` is set.
 
         Raises what the data of a head raises.
         """
-        while not leaving.is_set():
-            if self._is_at_boundary:
-                self._poll_round()
-            if handed := self._flow.take(POLL_S if self._is_at_boundary else LOOK_S):
-                self._perform(handed)
-            elif self._flow.is_over and not self._is_at_boundary:
-                return
+        while not leaving.is_set() and self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """Compute the next task, or wait for one for a moment. False = no head trains any more, and the last round has
+        ended; a peer that goes on serves those that evaluate. Raises what the data of a head raises."""
+        if self.is_at_boundary:
+            self._poll_round()
+        if handed := self._flow.take(POLL_S if self.is_at_boundary else LOOK_S):
+            self._perform(handed)
+            return True
+        return self.is_at_boundary or not self._flow.is_over
 
     def _perform(self, handed: Handed) -> None:
         if isinstance(handed.task, CloseStep):
             self._close_step(handed.task)
             return
         assert isinstance(handed.inputs, Compute)
+        began_s = time.monotonic()
         try:
             result = self._work.compute(handed.inputs)
         except ValueError as error:
@@ -70,19 +94,28 @@ class StageLoop:
             self._flow.failed(handed.task)
         else:
             self._flow.computed(handed.task, result)
+            self._measured(handed.task.kind, time.monotonic() - began_s)
+
+    def _measured(self, kind: Kind, seconds: float) -> None:
+        before = self._task_s.get(kind, seconds)
+        self._task_s[kind] = before + SMOOTHING * (seconds - before)
 
     def _close_step(self, step: CloseStep) -> None:
         outer = self._outer
+        if self._has_finished:  # a head came late, and this stage is at rest
+            self._inner.forget()
+            self._flow.step_closed(outer.progress)
+            return
         self._work.close(self._inner, step.num_tokens, progress=outer.progress)
         self.steps += 1
         if step.progress is not None:
             outer.progress = step.progress
-        self._is_at_boundary = outer.advance()
+        self.is_at_boundary = outer.advance()
         self._has_finished = outer.progress >= FINAL_MARK
-        if self._has_finished and not self._is_at_boundary:
+        if self._has_finished and not self.is_at_boundary:
             outer.reach_boundary()
-            self._is_at_boundary = True
-        if self._is_at_boundary:
+            self.is_at_boundary = True
+        if self.is_at_boundary:
             self._flow.hold_steps()
         self._flow.step_closed(outer.progress)
 
@@ -92,7 +125,12 @@ class StageLoop:
         if now_s - self._polled_s < POLL_S:
             return
         self._polled_s = now_s
-        if self._outer.poll():
-            self._is_at_boundary = False
-            if not self._has_finished:
-                self._flow.release_steps(self._outer.progress)
+        if result := self._outer.poll():
+            self.end_round()
+            self._on_round(result)
+
+    def end_round(self) -> None:
+        """The outer step is taken, or the round was given up: inner steps go on."""
+        self.is_at_boundary = False
+        if not self._has_finished:
+            self._flow.release_steps(self._outer.progress)

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from noloco_p2p.errors import ModelError
-from noloco_p2p.spec import ModelSpec
+from noloco_p2p.spec import ModelSpec, TrainerSpec, TrainSpec
 from noloco_p2p.trainer.compute import Compute, switch_on
 from noloco_p2p.trainer.cut import Part, Sizes, block_range
 from noloco_p2p.trainer.model import build_on_meta, give_weights, hidden_matrices
@@ -159,6 +159,12 @@ def build_stage(
     keep_part(model, cut, index)
     give_weights(model, spec, folders=folders)
     return Stage(model, index=index, compute=compute)
+
+
+def train_of_stage(spec: TrainerSpec) -> TrainSpec:
+    """What the inner step of one stage follows: together, the clipped gradients of all stages are as long as those of
+    the whole model may be."""
+    return spec.train.model_copy(update={"clip_norm": spec.train.clip_norm / spec.pipeline.stages**0.5})
 
 
 def keep_part(model: PreTrainedModel, cut: Sequence[int], index: int) -> None:

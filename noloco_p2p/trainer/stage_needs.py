@@ -40,7 +40,7 @@ class StageNeeds:
 
     def lines(self) -> list[str]:
         """These lines are for people."""
-        return [*self._stages(), *self._links(), self._heads(), "stages cannot be joined yet"]
+        return [*self._stages(), *self._links(), self._heads()]
 
     def _stages(self) -> list[str]:
         cut = cut_of(self.spec)

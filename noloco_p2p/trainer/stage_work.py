@@ -6,6 +6,7 @@ threads may call them meanwhile. `run` does all for one task, for a caller with 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from noloco_p2p.codec.activations import BLOCK_CHANNELS, LARGEST, ActivationCode
 from noloco_p2p.codec.base import refused_value, within
 from noloco_p2p.flow.actions import Compute, Kind
 from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.trainer.evaluate import evaluating
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.rms_gate import RmsGate
 from noloco_p2p.trainer.stage import Stage, dropout_seed
@@ -30,6 +32,7 @@ class StageWork:
     def __init__(self, stage: Stage, spec: TrainerSpec) -> None:
         self.stage = stage
         self.loss_sum, self.loss_tokens = 0.0, 0  # of a head
+        self.evaluated_sum, self.evaluated_tokens = 0.0, 0
         pipeline = spec.pipeline
         self._activations = get_activation_codec(pipeline.activations)
         self._gradients = get_activation_codec(pipeline.gradients)
@@ -48,6 +51,22 @@ class StageWork:
         """Gives the payload of the next frame. Raises ValueError for a result that is not finite."""
         result = self.compute(self.decoded(task))
         return None if result is None else self.encoded(task.kind, result)
+
+    def probe(self) -> float:
+        """Seconds of one microbatch here, the better of two. Its gradients are the caller's to forget."""
+        stage, shape = self.stage, self._shape
+        hidden = torch.randn(shape, device=stage.device)
+        tokens = torch.zeros(shape[:2], dtype=torch.long, device=stage.device)
+        inputs = tokens if stage.is_head else hidden
+        seconds: list[float] = []
+        for _ in range(2):
+            began_s = time.monotonic()
+            forward = stage.forward(inputs, seed=0)
+            gradient = stage.loss_backward(hidden, tokens).gradient if stage.is_head else torch.zeros_like(forward)
+            stage.backward(inputs, gradient, seed=0)
+            float(next(stage.model.parameters()).flatten()[0])  # waits for an accelerator
+            seconds.append(time.monotonic() - began_s)
+        return min(seconds)
 
     def check(self, payload: memoryview, *, is_backward: bool) -> None:
         """Raises CorruptPayload, or its child NotFinite, for a payload that cannot be decoded."""
@@ -68,13 +87,16 @@ class StageWork:
         return replace(task, data=data, received=received)
 
     def compute(self, task: Compute) -> Tensor | None:
-        """What the next frame carries, (sequences, tokens, hidden); None for a BACKWARD of the head.
+        """What the next frame carries, (sequences, tokens, hidden); None for a BACKWARD of the head, and for a LOSS
+        that is only evaluated.
 
         Raises ValueError when that is not finite, or larger than a codec carries.
         """
         inputs, received = task.data, task.received
         assert isinstance(inputs, Tensor)
         seed = dropout_seed(f"{task.id.head}/{task.id.number}", self.stage.index)
+        if not task.is_training:
+            return self._evaluated(task.kind, inputs, received)
         if task.kind is Kind.FORWARD:
             return _finite(self.stage.forward(inputs, seed=seed))
         assert isinstance(received, Tensor)
@@ -93,6 +115,15 @@ class StageWork:
         for gradient in inner.gradients():
             gradient.div_(num_tokens)
         inner.update(progress=progress)
+
+    def _evaluated(self, kind: Kind, inputs: Tensor, received: object) -> Tensor | None:
+        with evaluating(self.stage.model):
+            if kind is Kind.FORWARD:
+                return _finite(self.stage.forward(inputs))
+            assert isinstance(received, Tensor)
+            self.evaluated_sum += float(self.stage.loss(received, inputs))
+            self.evaluated_tokens += inputs[:, 1:].numel()
+            return None
 
     def _loss(self, received: Tensor, tokens: Tensor) -> Tensor:
         summed = self.stage.loss_backward(received, tokens)

@@ -13,6 +13,7 @@ from noloco_p2p import devices
 from noloco_p2p.devices import free_and_total_bytes, has_fast_bf16, is_out_of_memory, peak_bytes, synchronize
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.outer.staging import Staging
+from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer import needs
 from noloco_p2p.trainer.compute import Compute, choose_device
@@ -172,7 +173,12 @@ def test_a_sequence_is_measured_on_mps_without_a_counter_of_its_peak(mac: None) 
 def test_a_model_must_fit_into_the_gpu_and_with_all_else_into_a_mac(monkeypatch: pytest.MonkeyPatch, mac: None) -> None:
     def check(num_parameters: int) -> None:
         check_memory(
-            TrainerSpec(name="r"), num_parameters=num_parameters, frozen_bytes=0, compute=Compute(), device=MPS
+            TrainerSpec(name="r"),
+            PeerSettings(),
+            num_parameters=num_parameters,
+            frozen_bytes=0,
+            compute=Compute(),
+            device=MPS,
         )
 
     monkeypatch.setattr(needs, "total_memory", lambda: 100 * GIB)

@@ -10,6 +10,7 @@ import torch
 from noloco_p2p.devices import free_memory, total_memory
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.presets import PRESETS
+from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer import needs
 from noloco_p2p.trainer.compute import Compute
@@ -21,7 +22,9 @@ TINY = PRESETS["tiny"].model
 
 
 def check(spec: TrainerSpec, num_parameters: int, *, frozen_bytes: int = 0) -> None:
-    check_memory(spec, num_parameters=num_parameters, frozen_bytes=frozen_bytes, compute=Compute(), device=CPU)
+    check_memory(
+        spec, PeerSettings(), num_parameters=num_parameters, frozen_bytes=frozen_bytes, compute=Compute(), device=CPU
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 4])

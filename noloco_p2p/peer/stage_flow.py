@@ -1,0 +1,184 @@
+"""The pipeline of a peer that holds a stage: its streams, the driver of its state machine, and whom it sends to.
+
+A replica sends to a few replicas of the next stage, and draws one of them anew from time to time. A head keeps streams
+to replicas of the last stage, on which its microbatches return, and each of those keeps streams to some heads: of few
+neighbours on both sides, the two sets might not meet. Lives on the network thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from noloco_p2p.flow.head import Head
+from noloco_p2p.flow.limits import MAX_SINKS
+from noloco_p2p.flow.replica import Replica
+from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.identity import Identity, short_id
+from noloco_p2p.net.connection import Dialer
+from noloco_p2p.net.flow import Find, FlowLinks
+from noloco_p2p.net.flow_link import PayloadSizes
+from noloco_p2p.net.server import ServeFlow
+from noloco_p2p.net.throttle import Limits
+from noloco_p2p.net.tickets import Tickets
+from noloco_p2p.owned_tasks import OwnedTasks
+from noloco_p2p.peer.flow_driver import FlowDriver, Work
+from noloco_p2p.peer.threaded_flow import ThreadedFlow
+
+NUM_NEIGHBOURS = 4  # of the next stage, that a replica sends to
+NUM_HEADS = 2  # to which a replica of the last stage keeps a stream
+LOOK_S = 2.0  # how often it looks who is there
+REDRAW_S = 60.0  # how often one neighbour is drawn anew
+SENDING = ("training", "done")  # states of peers that take part; one that is done still serves the others
+CODING_THREADS = 2  # one decodes the next payload while the other one encodes the last
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """What a peer brings into the pipeline. microbatch_tokens: in the loss of each. batches: of a head."""
+
+    stage: int
+    num_stages: int
+    machine: Head | Replica
+    work: Work
+    sizes: PayloadSizes
+    microbatch_tokens: int
+    batches: Iterator[object] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the pipeline needs of the rest of the peer. live: peers of all stages, with ways to them. is_closed: whether
+    nobody can dial this peer, so that it has to dial all of its neighbours."""
+
+    identity: Identity
+    spec_digest: str
+    hello: Callable[[], Hello]
+    dialer: Dialer
+    find: Find
+    limits: Limits
+    live: Callable[[], Sequence[Candidate]]
+    is_closed: Callable[[], bool]
+    why_banned: Callable[[str], str]
+    strike: Callable[[str, str], None]
+
+
+class Neighbours:
+    """Whom a peer sends to: a few random ones of those that live, kept while they do."""
+
+    def __init__(self, rng: random.Random, most: int) -> None:
+        self.chosen: tuple[str, ...] = ()
+        self._rng = rng
+        self._most = most
+
+    def update(self, live: Collection[str]) -> None:
+        kept = [peer for peer in self.chosen if peer in live]
+        others = sorted(set(live) - set(kept))
+        num_new = max(0, min(self._most - len(kept), len(others)))
+        self.chosen = (*kept, *self._rng.sample(others, num_new))
+
+    def drop_one(self) -> None:
+        """Its place is drawn anew by the next `update`, and it may be drawn again."""
+        if self.chosen:
+            left_out = self._rng.choice(self.chosen)
+            self.chosen = tuple(peer for peer in self.chosen if peer != left_out)
+
+
+class StageFlow:
+    def __init__(self, plan: StagePlan, around: Surroundings) -> None:
+        self._plan = plan
+        self._around = around
+        self._executor = ThreadPoolExecutor(CODING_THREADS, thread_name_prefix="noloco-activations")
+        rng = random.SystemRandom()
+        self._downstream, self._upstream = Neighbours(rng, NUM_NEIGHBOURS), Neighbours(rng, NUM_NEIGHBOURS)
+        self._heads, self._sinks = Neighbours(rng, NUM_HEADS), Neighbours(rng, MAX_SINKS)
+        self._redraw_at_s = asyncio.get_running_loop().time() + REDRAW_S
+        self._links = FlowLinks(
+            around.hello,
+            stage=plan.stage,
+            num_stages=plan.num_stages,
+            sizes=plan.sizes,
+            dialer=around.dialer,
+            find=around.find,
+            limits=around.limits,
+            why_banned=around.why_banned,
+            strike=around.strike,
+        )
+        max_tokens = plan.microbatch_tokens
+        self.driver = FlowDriver(
+            plan.machine,
+            self._links,
+            plan.work,
+            Tickets(around.identity, spec_digest=around.spec_digest, max_tokens=max_tokens),
+            stage=plan.stage,
+            num_stages=plan.num_stages,
+            executor=self._executor,
+            strike=around.strike,
+            batches=plan.batches,
+            microbatch_tokens=max_tokens,
+        )
+        self.threaded = ThreadedFlow(self.driver, asyncio.get_running_loop())
+        self._tasks = OwnedTasks("the neighbours of a stage")
+
+    @property
+    def serve(self) -> ServeFlow:
+        """It takes the streams that others open."""
+        return self._links.serve
+
+    @property
+    def sends_to(self) -> tuple[str, ...]:
+        """Ends of the ids of the replicas that microbatches go to next."""
+        return tuple(short_id(peer) for peer in self._downstream.chosen)
+
+    def start(self) -> None:
+        self.driver.start()
+        self._tasks.start(self._look_after_neighbours())
+
+    async def stop(self) -> None:
+        await self._tasks.stop(grace_s=0.0)
+        await self._links.stop()
+        await self.driver.stop()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _look_after_neighbours(self) -> None:
+        before = None
+        while True:
+            now_s = asyncio.get_running_loop().time()
+            if now_s >= self._redraw_at_s:
+                self._redraw_at_s = now_s + REDRAW_S
+                self._downstream.drop_one()
+            neighbours = self._draw()
+            if neighbours != before:
+                before = neighbours
+                self.driver.meet(*neighbours)
+            await asyncio.sleep(LOOK_S)
+
+    def _draw(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Whom it sends to, and to whom it keeps a stream where the path closes."""
+        stage, last = self._plan.stage, self._plan.num_stages - 1
+        kept: set[str] = set()
+        self._downstream.update(self._at((stage + 1) % (last + 1)))
+        if stage == 0:
+            self._sinks.update(self._at(last))
+            kept.update(self._sinks.chosen)
+        if stage == last:
+            self._heads.update(self._at(0))
+            kept.update(self._heads.chosen)
+        if self._around.is_closed():
+            self._upstream.update(self._at((stage - 1) % (last + 1)))
+            kept.update(self._upstream.chosen)
+        return frozenset(self._downstream.chosen), frozenset(kept)
+
+    def _at(self, stage: int) -> set[str]:
+        """Live peers of that stage that take part. One that nobody can dial has to dial itself; it is sent to while it
+        has a stream here."""
+        streams = self._links.stages
+        return {
+            peer.peer_id
+            for peer in self._around.live()
+            if peer.stage == stage and peer.state in SENDING and (peer.can_be_called or peer.peer_id in streams)
+        }

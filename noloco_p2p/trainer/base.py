@@ -1,0 +1,226 @@
+"""What every trainer does beside its inner steps: it reads data, reports rounds, saves, pauses, and closes the run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from noloco_p2p.data.faults import Fault, Faults
+from noloco_p2p.data.prefetch import Prefetcher
+from noloco_p2p.data.stream import TokenStream, validation_batches
+from noloco_p2p.errors import CheckpointError
+from noloco_p2p.gossip.outcome import Alone, LonelyCause
+from noloco_p2p.optim.mixing import closing_rounds, closing_wait_s
+from noloco_p2p.outer.checkpoint import Checkpoint
+from noloco_p2p.outer.noloco import NoLoCo, RoundResult
+from noloco_p2p.peer.peer import Peer
+from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.telemetry.console import closing_line, round_line
+from noloco_p2p.telemetry.console import loss as show_loss
+from noloco_p2p.telemetry.events import EventLog
+from noloco_p2p.trainer.evaluate import perplexity
+from noloco_p2p.trainer.trackers import Trackers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+
+class TrainerBase:
+    """peer: it has the spec of the run. spec: what the inner steps follow. say: prints a line for a person.
+
+    Whoever inherits makes `outer`, counts `_timed_steps`, and says what the loss of a round is.
+    """
+
+    outer: NoLoCo
+
+    def __init__(self, peer: Peer, spec: TrainerSpec, *, say: Callable[[str], None]) -> None:
+        self.peer = peer
+        self.spec = spec
+        self.say = say
+        self.events = EventLog(peer.run_folder / "events.jsonl")
+        self.trackers = Trackers.of(
+            peer.settings.trackers,
+            folder=peer.run_folder,
+            run=spec.run_id,
+            peer_id=peer.peer_id,
+            config=spec.model_dump(mode="json"),
+        )
+        peer.tell_long_swaps(lambda swap: self.events.write("swap", **asdict(swap)))
+        self._timed_from_s, self._timed_steps = time.monotonic(), 0
+
+    # data
+
+    def _open_data(
+        self, tokenizer: PreTrainedTokenizerBase, *, batch_size: int, pin_memory: bool
+    ) -> tuple[Prefetcher, list[Tensor]]:
+        """The batches of this peer, and the held-out ones. Raises DataError."""
+        spec, settings, faults = self.spec, self.peer.settings, Faults(self._data_fault)
+        stream = TokenStream(
+            spec.data,
+            tokenizer=tokenizer,
+            bindings=settings.data,
+            peer_id=self.peer.peer_id,
+            batch_size=batch_size,
+            progress=self.peer.progress,
+            faults=faults,
+        )
+        validation = validation_batches(
+            spec.data,
+            tokenizer=tokenizer,
+            bindings=settings.data,
+            num_sequences=spec.evaluate.num_sequences,
+            batch_size=batch_size,
+            progress=self.peer.progress,
+            faults=faults,
+        )
+        return Prefetcher(stream, pin_memory=pin_memory), validation
+
+    def _data_fault(self, fault: Fault) -> None:
+        """Called by the thread that reads."""
+        self.peer.metrics.data_faults += 1
+        self.events.write("data_fault", **asdict(fault))
+
+    # of each trainer
+
+    def _data(self) -> Prefetcher | None:
+        """Of which a checkpoint keeps the place; None = this peer reads no data."""
+        raise NotImplementedError
+
+    def _round_loss(self) -> float | None:
+        """The mean loss of the round that ended, in nats per token, and forget it; None where there is none."""
+        raise NotImplementedError
+
+    def _take_gauges(self) -> None:
+        """Bring the gauges of the machine up to date."""
+
+    def _evaluate(self) -> None:
+        """Find the loss on the held-out sequences."""
+        raise NotImplementedError
+
+    def _line_begins(self) -> str:
+        """What stands before the line of a round."""
+        return ""
+
+    # once a round
+
+    def _round_done(self, result: RoundResult) -> None:
+        metrics = self.peer.metrics
+        metrics.loss = self._round_loss()
+        self._time_steps()
+        self._take_gauges()
+        self.peer.count_traffic()
+        self.trackers.log(metrics.as_dict())
+        self.events.write("round", **metrics.as_dict(), live_peers=self.peer.live_peers())
+        self.say(self._line_begins() + round_line(metrics, num_live=self.peer.live_peers()))
+        if result.round % self.spec.evaluate.every_rounds == self.spec.evaluate.every_rounds - 1:
+            self._evaluate()
+        every = self.peer.settings.save_every_rounds
+        if metrics.rounds_here == 1 or result.round % every == every - 1:  # the first one early: newcomers need a donor
+            step = metrics.step
+            self.outer.save_in_background(self._meta(), done=lambda folder: self._saved(folder, step))
+
+    def _evaluated(self, loss: float) -> None:
+        metrics = self.peer.metrics
+        metrics.validation_loss = loss
+        self.trackers.log(metrics.as_dict())
+        self.events.write("evaluated", step=metrics.step, round=metrics.round, validation_loss=loss)
+        self.say(f"round {metrics.round} | validation loss {show_loss(loss)}, perplexity {perplexity(loss):.4g}")
+
+    def _time_steps(self) -> None:
+        """How fast the steps since the last call were; all that was done since then counts as their time."""
+        self._note_speed()
+        self._timed_from_s, self._timed_steps = time.monotonic(), 0
+
+    def _note_speed(self, *, aside_s: float = 0.0) -> None:
+        metrics = self.peer.metrics
+        metrics.inner_steps_per_s = self._timed_steps / (time.monotonic() - self._timed_from_s - aside_s)
+        metrics.tokens_per_s = metrics.inner_steps_per_s * self.spec.train.batch_size * self.spec.data.sequence_length
+
+    # the end
+
+    @property
+    def finished(self) -> bool:
+        """The schedule is done and the last round with it."""
+        return self.outer.progress >= 1 and self.outer.is_between_rounds
+
+    def _close(self) -> None:
+        """Training is done: mix alone, until this peer is near the mean of all, or nobody is left to mix with."""
+        others = self.peer.num_mates()
+        num_rounds = closing_rounds(self.spec.outer, others + 1) if others else 0
+        wait_s = closing_wait_s(self.spec.outer, self.peer.exchange.pace.seconds_per_round())
+        metrics = self.peer.metrics
+        for number in range(1, num_rounds + 1):
+            if self.peer.leave_requested.is_set():
+                return
+            result = self.outer.closing_round(wait_s=wait_s)
+            self.peer.count_traffic()
+            self.events.write("closed", **metrics.as_dict(), number=number, of=num_rounds)
+            self.say(self._line_begins() + closing_line(metrics, number=number, num_rounds=num_rounds))
+            if isinstance(result.outcome, Alone) and result.outcome.cause is LonelyCause.NOBODY:
+                return
+
+    def _wait_while_paused(self) -> None:
+        """Until it is resumed or asked to leave. What the machine holds is on disk, too, should it be switched off."""
+        result = self.outer.withdraw()
+        if result:
+            self._round_done(result)
+        self._save()
+        self.say("paused; `noloco resume` goes on, `noloco leave` ends it")
+        self.events.write("paused", step=self.peer.metrics.step)
+        began_s = time.monotonic()
+        self.peer.wait_while_paused()
+        self._timed_from_s += time.monotonic() - began_s
+        self.say("resumed" if not self.peer.leave_requested.is_set() else "asked to leave")
+        self.events.write("resumed", step=self.peer.metrics.step)
+
+    def _finish(self) -> Path | None:
+        """Write the last checkpoint, and say how it ended."""
+        folder = self._save()
+        self.trackers.close()
+        metrics = self.peer.metrics
+        self.events.write("finished" if self.finished else "stopped", **metrics.as_dict())
+        if folder:
+            self.say(f"step {metrics.step} | checkpoint {folder}")
+        return folder
+
+    # checkpoints
+
+    def _save(self) -> Path | None:
+        """Write the last checkpoint; a full disk is told (None)."""
+        meta = self._meta()
+        try:
+            with self.peer.progress.task("writing a checkpoint"):
+                folder = self.outer.save(meta)
+        except CheckpointError as error:
+            log.error("%s", error)
+            return None
+        self._saved(folder, meta["metrics"]["step"])
+        return folder
+
+    def _saved(self, folder: Path, step: int) -> None:
+        self.events.write("saved", step=step, folder=str(folder))
+
+    def _meta(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the states of model and optimizers."""
+        data = self._data()
+        return {
+            "spec": self.spec.model_dump(mode="json"),
+            "peer_id": self.peer.peer_id,
+            "data": data.state_dict() if data else None,
+            "metrics": self.peer.metrics.as_dict(),
+        }
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        meta = checkpoint.meta
+        if (data := self._data()) and meta["data"]:
+            data.load_state_dict(meta["data"])
+        self.peer.restore_metrics(meta["metrics"])
+        self.say(f"resumed from step {self.peer.metrics.step}, round {self.outer.round} ({checkpoint.path})")

@@ -1,0 +1,42 @@
+"""Which stage a newcomer takes: drawn by need, so that many who come at once do not all take the same one. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from statistics import fmean
+
+from noloco_p2p.gossip.seams import Candidate
+
+SERVING = ("training", "done")  # states of peers that compute for others
+
+
+def capacities(members: Sequence[Candidate], num_stages: int) -> list[float]:
+    """What the live peers of each stage can compute together, in tokens/s. One that has not measured itself counts as
+    an average one, and where none has, each counts as 1."""
+    serving = [peer for peer in members if peer.state in SERVING]
+    measured = [peer.capacity for peer in serving if peer.capacity > 0]
+    usual = fmean(measured) if measured else 1.0
+    found = [0.0] * num_stages
+    for peer in serving:
+        if peer.stage < num_stages:
+            found[peer.stage] += peer.capacity or usual
+    return found
+
+
+def missing_stages(members: Sequence[Candidate], *, own: int | None, num_stages: int) -> list[int]:
+    """Stages that nobody holds; `own` is held by this peer."""
+    held = {peer.stage for peer in members if peer.state in SERVING}
+    return [stage for stage in range(num_stages) if stage not in held and stage != own]
+
+
+def draw_stage(members: Sequence[Candidate], fitting: Collection[int], *, num_stages: int, rng: random.Random) -> int:
+    """One of the stages in `fitting`. A stage with half the capacity is four times as likely, and an empty one counts
+    as one with half an average peer."""
+    assert fitting, "no stage fits"
+    found = capacities(members, num_stages)
+    num_peers = sum(peer.state in SERVING for peer in members)
+    least = sum(found) / num_peers / 2 if num_peers else 1.0
+    stages = sorted(fitting)
+    weights = [1 / max(found[stage], least) ** 2 for stage in stages]
+    return rng.choices(stages, weights)[0]

@@ -1,0 +1,408 @@
+"""The trainer of a peer that holds one stage of a model: the pipeline beside rounds of swaps within the stage."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from noloco_p2p.data.prefetch import Prefetcher
+from noloco_p2p.data.sources import check_bindings
+from noloco_p2p.devices import free_memory
+from noloco_p2p.errors import DataError, Left, SettingsError
+from noloco_p2p.flow.head import Head
+from noloco_p2p.flow.limits import num_rooms
+from noloco_p2p.flow.replica import Replica
+from noloco_p2p.net.flow_link import PayloadSizes
+from noloco_p2p.outer.checkpoint import Checkpoints
+from noloco_p2p.outer.noloco import NoLoCo
+from noloco_p2p.peer.peer import Peer
+from noloco_p2p.peer.stage_flow import StagePlan
+from noloco_p2p.peer.threaded_flow import FlowCounts
+from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.telemetry.console import count, mib
+from noloco_p2p.trainer.base import TrainerBase
+from noloco_p2p.trainer.compute import Compute, choose_device
+from noloco_p2p.trainer.cut import check_stages, cut_of
+from noloco_p2p.trainer.gauges import Gauges
+from noloco_p2p.trainer.inner_step import InnerStep
+from noloco_p2p.trainer.model import build_on_meta, build_tokenizer, check_vocabulary
+from noloco_p2p.trainer.needs import Needs, estimate, memory_limit, training_bytes
+from noloco_p2p.trainer.pipeline import StageLoop
+from noloco_p2p.trainer.stage import Stage, build_stage, measure, train_of_stage
+from noloco_p2p.trainer.stage_choice import draw_stage, missing_stages
+from noloco_p2p.trainer.stage_work import StageWork
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0  # how often it looks at what goes on beside its tasks
+LEAVE_S = 15.0  # for what is held to be finished, before it leaves or pauses
+LAST_EVALUATION_S = 120.0
+ROOM_SHARE = 0.25  # of the free main memory, for microbatches that are held
+
+
+class StageTrainer(TrainerBase):
+    """One peer of a run with stages. It holds the stage that the settings name, else that of its newest checkpoint,
+    else one that is drawn by need among those that fit into its memory.
+
+    A stage that once trained never begins again from its first weights: without a peer that has it, or a checkpoint, a
+    newcomer waits. Raises what `Trainer` raises, and Left.
+    """
+
+    def __init__(self, peer: Peer, *, say: Callable[[str], None]) -> None:
+        spec, settings = TrainerSpec.of(peer.spec), peer.settings
+        check_stages(spec, settings)
+        super().__init__(peer, spec, say=say)
+        self.device = choose_device(settings.device)
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        peer.look_around()
+        self.stage = self._choose()
+        peer.hold_stage(self.stage)
+        compute = Compute.of(settings, num_ranks=1)
+        with peer.progress.task(f"building stage {self.stage}"):
+            built = self._build(compute)
+        self.work = StageWork(built, spec)
+        self.batches: Prefetcher | None = None
+        self.validation: list[Tensor] = []
+        if built.is_head:
+            self._read_data(built)
+        self.inner_step = InnerStep(built.model, train_of_stage(spec), compute)
+        checkpoints = Checkpoints(stage_folder(peer.run_folder, self.stage), keep=settings.keep_checkpoints)
+        if checkpoints.newest() is None:
+            self._wait_for_state()
+        self.outer = NoLoCo(
+            built.model,
+            self.inner_step,
+            peer,
+            save_every_rounds=0,
+            checkpoints=checkpoints,
+            end_at=1.0,
+            follows_caller=not built.is_head,
+        )
+        if self.outer.resumed:
+            self._resume(self.outer.resumed)
+        length = spec.data.sequence_length
+        self.gauges = Gauges(built.model, self.device, sequence_length=length)
+        self._microbatch_tokens = spec.pipeline.microbatch * length
+        self._begun = peer.metrics.microbatches, peer.metrics.lost_microbatches, peer.metrics.late_microbatches
+        self._num_done = 0  # microbatches, when speed was measured last
+        self._loss_before = 0.0, 0
+        self._evaluates_until_s: float | None = None
+        self._looked_s = 0.0
+        self._missing: list[int] = []
+
+    # what it holds
+
+    def _choose(self) -> int:
+        spec, settings = self.spec, self.peer.settings
+        num_stages = spec.pipeline.stages
+        fitting = self._fitting()
+        if settings.stage is not None:
+            if settings.stage >= num_stages:
+                raise SettingsError(f"--stage {settings.stage}: the run {spec.name} has stages 0 to {num_stages - 1}")
+            if settings.stage in fitting:
+                return settings.stage
+            raise SettingsError(f"--stage {settings.stage}: {fitting.reasons[settings.stage]}")
+        kept = [stage for stage in range(num_stages) if stage_folder(self.peer.run_folder, stage).is_dir()]
+        if kept:
+            return max(kept, key=lambda stage: stage_folder(self.peer.run_folder, stage).stat().st_mtime)
+        if not fitting:
+            raise SettingsError("no stage fits here: " + "; ".join(fitting.reasons.values()))
+        return draw_stage(self.peer.members(), fitting, num_stages=num_stages, rng=random.SystemRandom())
+
+    def _fitting(self) -> Fitting:
+        spec, settings = self.spec, self.peer.settings
+        length = spec.data.sequence_length
+        model = build_on_meta(spec.model, sequence_length=length, folders=settings.models)
+        sizes, limit = measure(model, sequence_length=length), memory_limit(settings)
+        fitting = Fitting()
+        for stage in range(spec.pipeline.stages):
+            part = sizes.stage(cut_of(spec), stage)
+            needed = training_bytes(
+                spec, num_parameters=part.num_parameters, num_matrix_parameters=part.num_matrix_parameters
+            )
+            if needed > limit:
+                fitting.reasons[stage] = f"stage {stage} takes at least {mib(needed)} of memory, not {mib(limit)}"
+            elif stage == 0 and (why := self._why_no_head()):
+                fitting.reasons[stage] = why
+            else:
+                fitting.append(stage)
+        return fitting
+
+    def _why_no_head(self) -> str:
+        try:
+            check_bindings(self.spec.data, self.peer.settings.data)
+        except DataError as error:
+            return f"stage 0 reads the data, and {error}"
+        return ""
+
+    def _build(self, compute: Compute) -> Stage:
+        spec, settings = self.spec, self.peer.settings
+        stage = build_stage(
+            spec.model,
+            cut_of(spec),
+            index=self.stage,
+            sequence_length=spec.data.sequence_length,
+            folders=settings.models,
+            compute=compute,
+        )
+        torch.nn.Module.to(stage.model, self.device)  # the type of transformers' own `to` is of no use
+        return stage
+
+    def _read_data(self, built: Stage) -> None:
+        """Of a head: microbatches, and whole ones of the held-out sequences."""
+        microbatch = self.spec.pipeline.microbatch
+        tokenizer = build_tokenizer(self.spec.data, folders=self.peer.settings.models)
+        check_vocabulary(built.model, tokenizer)
+        is_pinned = self.device.type == "cuda"
+        self.batches, validation = self._open_data(tokenizer, batch_size=microbatch, pin_memory=is_pinned)
+        self.validation = [batch for batch in validation if len(batch) == microbatch]
+
+    def _wait_for_state(self) -> None:
+        """Until a peer of this stage is there, when the run has begun: only its peers know what the stage has learned.
+
+        Raises Left.
+        """
+        peer, told = self.peer, False
+        while not peer.mates() and any(other.progress > 0 for other in peer.members()):
+            if not told:
+                told = True
+                self.say(
+                    f"stage {self.stage} has trained before, and nobody holds it now: this peer waits for one that has "
+                    "its checkpoint"
+                )
+            if peer.leave_requested.wait(LOOK_S):
+                raise Left("asked to leave before it began to train")
+
+    # what the run needs of this machine
+
+    def needs(self) -> Needs:
+        """Memory, disk and traffic of swaps on this machine; computes a few microbatches to measure."""
+        settings, spec = self.peer.settings, self.spec
+        microbatches = -(-spec.train.batch_size // spec.pipeline.microbatch)
+        num_parameters = sum(param.numel() for param in self.inner_step.trainable.values())
+        microbatch_s = self.work.probe()
+        self.inner_step.forget()
+        self.peer.metrics.capacity = self._microbatch_tokens / microbatch_s
+        self.say(
+            f"stage {self.stage} of {spec.pipeline.stages}{' (head)' if self.stage == 0 else ''}: "
+            f"computes {count(self.peer.metrics.capacity)} tokens/s here"
+        )
+        return estimate(
+            spec,
+            num_parameters=num_parameters,
+            step_s=microbatch_s * microbatches,
+            folder=settings.state_dir,
+            compute=self.inner_step.compute,
+            device=self.device,
+            keep_checkpoints=settings.keep_checkpoints,
+        )
+
+    # training
+
+    def train(self) -> Path | None:
+        """Run until the schedule of all heads is done, `max_steps` are taken, or somebody asked to leave.
+
+        Returns the checkpoint that was then written, or None when it could not be.
+        """
+        peer, metrics = self.peer, self.peer.metrics
+        max_steps = peer.settings.max_steps
+        last_step = None if max_steps is None else metrics.step + max_steps
+        rounds_before = metrics.rounds_here
+        place = {"peer_id": peer.peer_id, "address": peer.address, "stage": self.stage}
+        self.events.write("started", **place, resumed_at=metrics.step)
+        self._begin()
+        self._evaluate()
+        self.work.stage.model.train()
+        self._timed_from_s, self._timed_steps = time.monotonic(), 0
+        while self._loop.turn() and not peer.leave_requested.is_set() and metrics.step != last_step:
+            self._look()
+            if peer.pause_requested.is_set():
+                self._pause()
+        if not self.finished:
+            self._settle()
+        elif metrics.rounds_here > rounds_before and not peer.leave_requested.is_set():
+            self._close()
+            self._last_evaluation()
+        if self.batches:
+            self.batches.close()
+        return self._finish()
+
+    def serve(self) -> None:
+        """The run is done: compute what others still send, until this peer is asked to leave."""
+        while not self.peer.leave_requested.is_set():
+            self._loop.turn()
+
+    def _begin(self) -> None:
+        spec, work = self.spec, self.work
+        self._flow = self.peer.start_flow(
+            StagePlan(
+                self.stage,
+                spec.pipeline.stages,
+                self._machine(),
+                work,
+                PayloadSizes(work.forward_bytes, work.backward_bytes),
+                microbatch_tokens=spec.pipeline.microbatch * (spec.data.sequence_length - 1),
+                batches=self.batches,
+            )
+        )
+        self._loop = StageLoop(self._flow, work, self.inner_step, self.outer, on_round=self._round_done)
+
+    def _machine(self) -> Head | Replica:
+        spec, rng = self.spec, random.SystemRandom()
+        tokens = spec.data.sequence_length - 1
+        rooms = num_rooms(
+            memory_bytes=int(ROOM_SHARE * free_memory()),
+            microbatch_bytes=2 * self.work.forward_bytes + self.work.backward_bytes,
+            batch_tokens=spec.train.batch_size * tokens,
+            microbatch_tokens=spec.pipeline.microbatch * tokens,
+        )
+        stages, rule, batch_tokens = spec.pipeline.stages, spec.pipeline.routing, spec.train.batch_size * tokens
+        if self.stage == 0:
+            return Head(
+                peer_id=self.peer.peer_id,
+                num_stages=stages,
+                max_in_flight=rooms,
+                batch_tokens=batch_tokens,
+                first_number=int(1000 * time.time()),
+                rng=rng,
+                rule=rule,
+                progress=self.outer.progress,
+            )
+        return Replica(
+            stage=self.stage,
+            num_stages=stages,
+            num_rooms=rooms,
+            batch_tokens=batch_tokens,
+            rng=rng,
+            rule=rule,
+            progress=self.outer.progress,
+        )
+
+    def _look(self) -> None:
+        """Beside the tasks, about once a second: what is counted, which stages are missing, whether an evaluation has
+        ended."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        self._count(self._flow.counts)
+        if self._loop.microbatch_s:
+            self.peer.metrics.capacity = self._microbatch_tokens / self._loop.microbatch_s
+        if self.work.loss_tokens > self._loss_before[1]:
+            self.peer.metrics.loss = self._loss_since()
+        missing = missing_stages(self.peer.members(), own=self.stage, num_stages=self.spec.pipeline.stages)
+        if missing != self._missing:
+            self._tell_missing(missing)
+        self._look_at_evaluation()
+
+    def _tell_missing(self, missing: list[int]) -> None:
+        self._missing = missing
+        self.peer.wait_for_stages(missing)
+        names = f"stage{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        self.say(f"waiting for {names}, which nobody holds" if missing else "every stage is held by somebody")
+
+    def _count(self, counts: FlowCounts) -> None:
+        metrics, (done, lost, late) = self.peer.metrics, self._begun
+        metrics.microbatches, metrics.lost_microbatches = done + counts.done, lost + counts.lost
+        metrics.late_microbatches, metrics.queue = late + counts.late, counts.held
+
+    # rounds
+
+    def _line_begins(self) -> str:
+        return f"stage {self.stage} | "
+
+    def _data(self) -> Prefetcher | None:
+        return self.batches
+
+    def _round_loss(self) -> float | None:
+        loss = self._loss_since()
+        self._loss_before = self.work.loss_sum, self.work.loss_tokens
+        return loss
+
+    def _loss_since(self) -> float | None:
+        """Of a head: the mean since the round began, or the last one known."""
+        sum_before, tokens_before = self._loss_before
+        tokens = self.work.loss_tokens - tokens_before
+        return (self.work.loss_sum - sum_before) / tokens if tokens else self.peer.metrics.loss
+
+    def _take_gauges(self) -> None:
+        waited_s = self.batches.waited_s if self.batches else 0.0
+        self.gauges.take(self.peer.metrics, gradient_norm=self.inner_step.gradient_norm, waited_s=waited_s)
+        self._count(self._flow.counts)
+
+    def _note_speed(self, *, aside_s: float = 0.0) -> None:
+        metrics, num_done, elapsed_s = self.peer.metrics, self._flow.counts.done, time.monotonic() - self._timed_from_s
+        metrics.inner_steps_per_s = (self._loop.steps - self._timed_steps) / elapsed_s
+        metrics.tokens_per_s = (num_done - self._num_done) * self._microbatch_tokens / elapsed_s
+
+    def _time_steps(self) -> None:
+        super()._time_steps()
+        self._timed_steps, self._num_done = self._loop.steps, self._flow.counts.done
+
+    # evaluation
+
+    def _evaluate(self) -> None:
+        """Of a head: send the held-out sequences around the ring; training goes on meanwhile."""
+        if not self.validation or self._evaluates_until_s is not None:
+            return
+        self.work.evaluated_sum, self.work.evaluated_tokens = 0.0, 0
+        self._evaluates_until_s = time.monotonic() + LAST_EVALUATION_S
+        self._flow.evaluate(self.validation)
+
+    def _look_at_evaluation(self) -> None:
+        if self._evaluates_until_s is None:
+            return
+        wanted = sum(batch[:, 1:].numel() for batch in self.validation)
+        if self.work.evaluated_tokens >= wanted:
+            self._evaluates_until_s = None
+            self._evaluated(self.work.evaluated_sum / self.work.evaluated_tokens)
+
+    def _last_evaluation(self) -> None:
+        """With the weights of the end; given up where the other stages are gone."""
+        self._evaluates_until_s = None
+        self._evaluate()
+        while self._evaluates_until_s is not None and not self.peer.leave_requested.is_set():
+            if time.monotonic() > self._evaluates_until_s:
+                log.warning("the last evaluation was given up, as other stages do not answer")
+                return
+            self._loop.turn()
+            self._look_at_evaluation()
+
+    # leaving
+
+    def _pause(self) -> None:
+        self._settle()
+        self._wait_while_paused()
+        self._flow.rejoin()
+
+    def _settle(self) -> None:
+        """Accept nothing more, and finish what is held, as far as it ends soon. Gradients of an unfinished step are
+        dropped."""
+        self._flow.leave()
+        until_s = time.monotonic() + LEAVE_S
+        while time.monotonic() < until_s and not (self._flow.is_idle and not self._loop.is_at_boundary):
+            self._loop.turn()
+        if self._loop.is_at_boundary:
+            self.outer.withdraw()
+            self._loop.end_round()
+        self.inner_step.forget()
+
+
+class Fitting(list[int]):
+    """Stages that this machine can hold. reasons: why it cannot hold the others, in a sentence each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: dict[int, str] = {}
+
+
+def stage_folder(run_folder: Path, stage: int) -> Path:
+    """Where a peer keeps its checkpoints of one stage."""
+    return run_folder / f"stage-{stage}"
