@@ -180,6 +180,10 @@ class NoLoCo:
     def progress(self, progress: float) -> None:
         self._rounds.progress = progress
 
+    def hold_progress(self) -> None:
+        """From now on `progress` is the caller's to set: steps and swaps do not move it."""
+        self._rounds.follows_caller = True
+
     @property
     def round(self) -> int:
         """Outer steps of this replica, and of those it descends from."""

@@ -112,6 +112,8 @@ class StageLoop:
             outer.progress = step.progress
         self.is_at_boundary = outer.advance()
         self._has_finished = outer.progress >= FINAL_MARK
+        if self._has_finished:
+            outer.hold_progress()  # a partner that is behind would bring a head back, which has said that it is done
         if self._has_finished and not self.is_at_boundary:
             outer.reach_boundary()
             self.is_at_boundary = True
