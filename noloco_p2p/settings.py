@@ -68,6 +68,7 @@ class PeerSettings(BaseModel):
     max_loss_rise: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # nats a token; None = no check
     max_memory: str = ""  # that this peer may use, such as "8GB"; "" = that of the machine
     stage: Annotated[int, Field(ge=0)] | None = None  # of a run with stages; None = one that is drawn by need
+    revive_from: Path | None = None  # checkpoint or export that an empty stage goes on from
     metrics: str = ""  # HOST:PORT of /metrics for Prometheus; empty = none
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 

@@ -92,6 +92,14 @@ def join(
             help="Hold this stage of a run with stages; 0 reads the data.", show_default="one that is needed", min=0
         ),
     ] = None,
+    revive_from: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CHECKPOINT|EXPORT",
+            help="With --stage: go on from these weights if nobody holds that stage any more.",
+            show_default=False,
+        ),
+    ] = None,
     max_memory: Annotated[
         str | None,
         typer.Option(
@@ -134,6 +142,7 @@ def join(
             "bootstrap": tuple(entry.resolve(address) for address in bootstrap) if bootstrap else None,
             "metrics": metrics,
             "stage": stage,
+            "revive_from": revive_from.absolute() if revive_from else None,
             "max_memory": max_memory,
             "run_key": run_key.absolute() if run_key else None,
         }
@@ -203,6 +212,9 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, place: Pl
         _leave_on_signals(peer)
         spare_what_is_loaded()
         checkpoint = trainer.train()
+        while isinstance(trainer, StageTrainer) and trainer.switches_to is not None:
+            trainer = StageTrainer(peer, say=_say, stage=trainer.switches_to)
+            checkpoint = trainer.train()
         if ranks:
             ranks.stop()
         if trainer.finished and not peer.leave_requested.is_set():

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 FLOW_METHOD = "/noloco_p2p.wire.v1.Peer/Flow"
 OPEN_S = 10.0  # to find, to connect and to be answered, and again for the call that crossed this one
 FIRST_WORDS_S = 5.0  # from a call to its FlowHello
+PROVEN_S = 3600.0  # the age at which the caller of a stream ends it, to prove itself anew
+LATEST_S = 1.1 * PROVEN_S  # and at which the other side does: an invitation may have ended
 MAX_DIALLED = 32  # streams; the one that was unused for longest makes place for another
 MAX_ACCEPTED = 32  # the one that carried no payload for longest makes room, unless it did so within `stuck_s`
 
@@ -136,10 +138,15 @@ class FlowLinks:
             self._drop(link, fault)
 
     def look(self) -> None:
-        """Due every second or so: ends the streams of peers that were banned since."""
+        """Due every second or so: ends the streams of peers that were banned since, and one that is old. Its caller
+        opens another one, and proves itself anew."""
+        now_s = asyncio.get_running_loop().time()
         for link in list(self._links.values()):
             if why := self._why_banned(link.peer):
                 self._drop(link, Refused(f"it is {why}", peer=link.peer, code=RefuseCode.BANNED.name))
+        oldest = min(self._links.values(), key=lambda link: link.opened_s, default=None)
+        if oldest and now_s - oldest.opened_s > (PROVEN_S if oldest.is_dialled else LATEST_S):
+            self._drop(oldest, Unreachable("its proof is too old", peer=oldest.peer))
 
     async def stop(self) -> None:
         """End all streams without a word; none is opened or taken from now on."""

@@ -232,6 +232,10 @@ class Peer:
         """Take part in the pipeline: other peers find this one in the directory, and send it microbatches."""
         return self._call(self._start_flow(plan), START_TIMEOUT_S)
 
+    def stop_flow(self) -> None:
+        """Take part no longer: before this peer holds another stage."""
+        self._call(self._stop_flow(), START_TIMEOUT_S)
+
     def wait_for_stages(self, stages: Sequence[int]) -> None:
         """Show what this peer waits for: stages that nobody holds; none = it waits no longer."""
         self._account.waits_for_stages = tuple(stages)
@@ -435,6 +439,12 @@ class Peer:
         net.stage_flow, net.server.serve_flow = flow, flow.serve
         flow.start()
         return flow.threaded
+
+    async def _stop_flow(self) -> None:
+        net = self._net
+        flow, net.stage_flow, net.server.serve_flow = net.stage_flow, None, None
+        if flow:
+            await flow.stop()
 
     def _make_entering(
         self, directory: SwarmDirectory, transport: GrpcTransport, outside: Outside, driver: RoundDriver

@@ -115,6 +115,8 @@ def check_stages(spec: TrainerSpec, settings: PeerSettings) -> None:
         if settings.stage is not None:
             raise SettingsError(f"--stage {settings.stage}: the run {spec.name} has no stages")
         return
+    if settings.revive_from and settings.stage is None:
+        raise SettingsError("--revive-from goes with --stage: name the stage that it holds")
     cut_of(spec)
     if spec.model.start:
         raise SpecError("model.start must be empty in a run with stages: a fork cannot be cut yet")

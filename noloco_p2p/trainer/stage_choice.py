@@ -1,4 +1,8 @@
-"""Which stage a newcomer takes: drawn by need, so that many who come at once do not all take the same one. Pure."""
+"""Which stage a peer takes, and when it switches. Pure.
+
+A newcomer draws by need, so that many who come at once do not all take the same stage. A peer switches only where that
+helps the whole run a lot, as it costs a fetch of the other stage's state.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,12 @@ import random
 from collections.abc import Collection, Sequence
 from statistics import fmean
 
+from blake3 import blake3
+
 from noloco_p2p.gossip.seams import Candidate
+
+WORTH = 1.25  # after a switch, both stages have to have so much more than the poorer one had
+LEFT_BEHIND = 2  # replicas that a switch leaves in its stage, at least
 
 SERVING = ("training", "done")  # states of peers that compute for others
 
@@ -40,3 +49,26 @@ def draw_stage(members: Sequence[Candidate], fitting: Collection[int], *, num_st
     stages = sorted(fitting)
     weights = [1 / max(found[stage], least) ** 2 for stage in stages]
     return rng.choices(stages, weights)[0]
+
+
+def needier_stage(
+    members: Sequence[Candidate], own: Candidate, fitting: Collection[int], *, num_stages: int, epoch: int
+) -> int | None:
+    """The stage to which `own` should switch; None = it should stay.
+
+    members: the other peers. epoch: a number that all peers share and that changes after a while. In each epoch one
+    peer of a stage may switch, so that two that see the same need do not both leave.
+    """
+    mates = [peer.peer_id for peer in members if peer.stage == own.stage and peer.state in SERVING]
+    if len(mates) < LEFT_BEHIND:
+        return None
+    if min([own.peer_id, *mates], key=lambda peer: blake3(f"{epoch} {peer}".encode()).digest()) != own.peer_id:
+        return None
+    now = capacities([*members, own], num_stages)
+    target = now.index(min(now))
+    then = list(now)
+    then[own.stage] -= own.capacity
+    then[target] += own.capacity
+    # The least of all stages would not do: where two stages are equally poor, no single switch raises it.
+    is_worth_it = min(then[own.stage], then[target]) >= WORTH * now[target]
+    return target if target in fitting and target != own.stage and is_worth_it else None

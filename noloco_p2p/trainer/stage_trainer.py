@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from noloco_p2p.errors import DataError, Left, SettingsError
 from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.limits import num_rooms
 from noloco_p2p.flow.replica import Replica
+from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.flow_link import PayloadSizes
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.noloco import NoLoCo
@@ -34,8 +36,9 @@ from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.model import build_on_meta, build_tokenizer, check_vocabulary
 from noloco_p2p.trainer.needs import Needs, estimate, memory_limit, training_bytes
 from noloco_p2p.trainer.pipeline import StageLoop
+from noloco_p2p.trainer.revive import revive
 from noloco_p2p.trainer.stage import Stage, build_stage, measure, train_of_stage
-from noloco_p2p.trainer.stage_choice import draw_stage, missing_stages
+from noloco_p2p.trainer.stage_choice import draw_stage, missing_stages, needier_stage
 from noloco_p2p.trainer.stage_work import StageWork
 
 log = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0  # how often it looks at what goes on beside its tasks
 LEAVE_S = 15.0  # for what is held to be finished, before it leaves or pauses
 LAST_EVALUATION_S = 120.0
+SWITCH_EPOCH_S = 120.0  # in which one peer of a stage, drawn anew each time, may switch to another stage
 ROOM_SHARE = 0.25  # of the free main memory, for microbatches that are held
 
 
@@ -54,7 +58,7 @@ class StageTrainer(TrainerBase):
     newcomer waits. Raises what `Trainer` raises, and Left.
     """
 
-    def __init__(self, peer: Peer, *, say: Callable[[str], None]) -> None:
+    def __init__(self, peer: Peer, *, say: Callable[[str], None], stage: int | None = None) -> None:
         spec, settings = TrainerSpec.of(peer.spec), peer.settings
         check_stages(spec, settings)
         super().__init__(peer, spec, say=say)
@@ -62,20 +66,21 @@ class StageTrainer(TrainerBase):
         if settings.threads:
             torch.set_num_threads(settings.threads)
         peer.look_around()
-        self.stage = self._choose()
+        self._fitting = self._find_fitting()
+        self.stage = self._choose() if stage is None else stage
+        self.switches_to: int | None = None  # another stage, which needs this peer more
         peer.hold_stage(self.stage)
         compute = Compute.of(settings, num_ranks=1)
+        checkpoints = Checkpoints(stage_folder(peer.run_folder, self.stage), keep=settings.keep_checkpoints)
+        revives = checkpoints.newest() is None and self._wait_for_state()
         with peer.progress.task(f"building stage {self.stage}"):
-            built = self._build(compute)
+            built = self._build(compute, revives=revives)
         self.work = StageWork(built, spec)
         self.batches: Prefetcher | None = None
         self.validation: list[Tensor] = []
         if built.is_head:
             self._read_data(built)
         self.inner_step = InnerStep(built.model, train_of_stage(spec), compute)
-        checkpoints = Checkpoints(stage_folder(peer.run_folder, self.stage), keep=settings.keep_checkpoints)
-        if checkpoints.newest() is None:
-            self._wait_for_state()
         self.outer = NoLoCo(
             built.model,
             self.inner_step,
@@ -87,6 +92,8 @@ class StageTrainer(TrainerBase):
         )
         if self.outer.resumed:
             self._resume(self.outer.resumed)
+        elif revives:
+            self.outer.progress = median(other.progress for other in peer.members())
         length = spec.data.sequence_length
         self.gauges = Gauges(built.model, self.device, sequence_length=length)
         self._microbatch_tokens = spec.pipeline.microbatch * length
@@ -96,13 +103,14 @@ class StageTrainer(TrainerBase):
         self._evaluates_until_s: float | None = None
         self._looked_s = 0.0
         self._missing: list[int] = []
+        self._switch: tuple[int | None, float] = None, 0.0  # the stage that needs this peer more, and when to switch
 
     # what it holds
 
     def _choose(self) -> int:
         spec, settings = self.spec, self.peer.settings
         num_stages = spec.pipeline.stages
-        fitting = self._fitting()
+        fitting = self._fitting
         if settings.stage is not None:
             if settings.stage >= num_stages:
                 raise SettingsError(f"--stage {settings.stage}: the run {spec.name} has stages 0 to {num_stages - 1}")
@@ -116,7 +124,7 @@ class StageTrainer(TrainerBase):
             raise SettingsError("no stage fits here: " + "; ".join(fitting.reasons.values()))
         return draw_stage(self.peer.members(), fitting, num_stages=num_stages, rng=random.SystemRandom())
 
-    def _fitting(self) -> Fitting:
+    def _find_fitting(self) -> Fitting:
         spec, settings = self.spec, self.peer.settings
         length = spec.data.sequence_length
         model = build_on_meta(spec.model, sequence_length=length, folders=settings.models)
@@ -142,7 +150,7 @@ class StageTrainer(TrainerBase):
             return f"stage 0 reads the data, and {error}"
         return ""
 
-    def _build(self, compute: Compute) -> Stage:
+    def _build(self, compute: Compute, *, revives: bool) -> Stage:
         spec, settings = self.spec, self.peer.settings
         stage = build_stage(
             spec.model,
@@ -152,6 +160,9 @@ class StageTrainer(TrainerBase):
             folders=settings.models,
             compute=compute,
         )
+        if revives and settings.revive_from:
+            revive(stage.model, settings.revive_from)
+            self.say(f"stage {self.stage} goes on from {settings.revive_from}")
         torch.nn.Module.to(stage.model, self.device)  # the type of transformers' own `to` is of no use
         return stage
 
@@ -164,21 +175,24 @@ class StageTrainer(TrainerBase):
         self.batches, validation = self._open_data(tokenizer, batch_size=microbatch, pin_memory=is_pinned)
         self.validation = [batch for batch in validation if len(batch) == microbatch]
 
-    def _wait_for_state(self) -> None:
+    def _wait_for_state(self) -> bool:
         """Until a peer of this stage is there, when the run has begun: only its peers know what the stage has learned.
 
-        Raises Left.
+        True = nobody is there, and the weights are in `settings.revive_from`. Raises Left.
         """
         peer, told = self.peer, False
         while not peer.mates() and any(other.progress > 0 for other in peer.members()):
+            if peer.settings.revive_from:
+                return True
             if not told:
                 told = True
                 self.say(
                     f"stage {self.stage} has trained before, and nobody holds it now: this peer waits for one that has "
-                    "its checkpoint"
+                    "its checkpoint (the operator of the run can give one with --revive-from)"
                 )
             if peer.leave_requested.wait(LOOK_S):
                 raise Left("asked to leave before it began to train")
+        return False
 
     # what the run needs of this machine
 
@@ -221,7 +235,7 @@ class StageTrainer(TrainerBase):
         self._evaluate()
         self.work.stage.model.train()
         self._timed_from_s, self._timed_steps = time.monotonic(), 0
-        while self._loop.turn() and not peer.leave_requested.is_set() and metrics.step != last_step:
+        while self._loop.turn() and not self._is_leaving and metrics.step != last_step:
             self._look()
             if peer.pause_requested.is_set():
                 self._pause()
@@ -232,7 +246,14 @@ class StageTrainer(TrainerBase):
             self._last_evaluation()
         if self.batches:
             self.batches.close()
+        if self.switches_to is not None:
+            self.peer.announce("paused")  # nobody sends to it until it has entered the other stage
+            self.peer.stop_flow()
         return self._finish()
+
+    @property
+    def _is_leaving(self) -> bool:
+        return self.peer.leave_requested.is_set() or self.switches_to is not None
 
     def serve(self) -> None:
         """The run is done: compute what others still send, until this peer is asked to leave."""
@@ -301,6 +322,22 @@ class StageTrainer(TrainerBase):
         if missing != self._missing:
             self._tell_missing(missing)
         self._look_at_evaluation()
+        self._look_for_need(missing)
+
+    def _look_for_need(self, missing: Sequence[int]) -> None:
+        """Switch to a stage that needs this peer more, if it still does after a random wait."""
+        peer, now_s = self.peer, time.monotonic()
+        own = Candidate(peer.peer_id, "", stage=self.stage, capacity=peer.metrics.capacity)
+        target = None
+        if peer.settings.stage is None and peer.metrics.capacity and not missing:
+            epoch = int(time.time() / SWITCH_EPOCH_S)
+            num_stages = self.spec.pipeline.stages
+            target = needier_stage(peer.members(), own, self._fitting, num_stages=num_stages, epoch=epoch)
+        if target is None or target != self._switch[0]:
+            self._switch = target, now_s + random.uniform(0.2, 0.6) * SWITCH_EPOCH_S
+        elif now_s >= self._switch[1]:
+            self.say(f"stage {target} needs this peer more than stage {self.stage}: it switches")
+            self.switches_to = target
 
     def _tell_missing(self, missing: list[int]) -> None:
         self._missing = missing

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,7 +22,6 @@ from noloco_p2p.trainer.cut import (
     filling_tokens,
     link_tokens_per_s,
 )
-from noloco_p2p.trainer.loop import Trainer
 from noloco_p2p.trainer.needs import training_bytes
 
 BLOCK = Part(num_parameters=100, num_matrix_parameters=90, flops=800.0)
@@ -106,7 +103,7 @@ def test_memory_counts_one_moment_of_what_muon_takes() -> None:
     assert training_bytes(muon, num_parameters=100, num_matrix_parameters=90) == 100 * (8 + 8) + 90 * 4 + 10 * 8
 
 
-def test_a_run_with_stages_cannot_be_joined_yet() -> None:
+def test_what_a_run_with_stages_cannot_do_is_refused() -> None:
     staged = TrainerSpec(
         name="r",
         model=ModelSpec(parameter_seeds=True),
@@ -119,8 +116,10 @@ def test_a_run_with_stages_cannot_be_joined_yet() -> None:
         check_stages(staged, PeerSettings(gpus=2))
     with pytest.raises(SettingsError, match="--max-loss-rise cannot be used in a run with stages yet"):
         check_stages(staged, PeerSettings(max_loss_rise=0.1))
-    with pytest.raises(SpecError, match="stages cannot be joined yet"):
-        check_stages(staged, PeerSettings())
-    peer: Any = SimpleNamespace(spec=staged, settings=PeerSettings())
-    with pytest.raises(SpecError, match="stages cannot be joined yet"):
-        Trainer(peer, say=print)
+    check_stages(staged, PeerSettings(stage=1))
+    with pytest.raises(SettingsError, match="--stage 1: the run r has no stages"):
+        check_stages(TrainerSpec(name="r"), PeerSettings(stage=1))
+    with pytest.raises(SpecError, match=r"pipeline\.cut is 'auto'"):
+        check_stages(staged.with_changes({"pipeline.cut": "auto"}), PeerSettings())
+    with pytest.raises(SpecError, match=r"model\.start must be empty in a run with stages"):
+        check_stages(staged.with_changes({"model.start": "blake3:" + "0" * 64}), PeerSettings())

@@ -1,0 +1,35 @@
+"""The weights of a stage that nobody holds any more, from a checkpoint or an export that its operator has kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+
+from noloco_p2p.errors import CheckpointError, ModelError
+from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.outer.saved_state import check_layout
+from noloco_p2p.outer.state_checks import SLOW_WEIGHTS
+from noloco_p2p.trainer.places import Place
+from noloco_p2p.trainer.weights import load
+
+
+def revive(model: PreTrainedModel, folder: Path) -> None:
+    """Give a stage the weights that are in `folder`: a checkpoint of this stage, or an exported model.
+
+    Raises CheckpointError when it holds neither, or those of another model.
+    """
+    if (folder / "config.json").is_file():
+        try:
+            load(model, Place(str(folder), "", folder))
+        except (ModelError, SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{folder} is no export of this model: {error}") from None
+        return
+    checkpoint = Checkpoint(folder) if (folder / "manifest.json").is_file() else Checkpoints(folder).newest()
+    if checkpoint is None:
+        raise CheckpointError(f"{folder} holds neither a checkpoint of this stage nor an exported model")
+    parameters = FlatParameters(model)
+    check_layout(checkpoint.meta["outer"], parameters.model_layout, origin=str(checkpoint.path))
+    parameters.write(0, checkpoint.load("outer")[SLOW_WEIGHTS])

@@ -1,0 +1,165 @@
+"""A model in stages on real peers as real processes: it learns, and no peer stalls or exits because of another one.
+
+One swarm for all tests of this file, in the order of the story: two heads, two peers of stage 1, and one of stage 2.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from noloco_p2p.control import ask
+from noloco_p2p.outer.checkpoint import Checkpoints
+from noloco_p2p.testing.processes import PeerProcess, small_spec, until, write_spec
+
+SPEC = small_spec(
+    "stages",
+    model__num_layers=3,
+    model__parameter_seeds=True,
+    pipeline__stages=3,
+    pipeline__cut=[1, 1, 1],
+    train__total_steps=1_000_000,
+    outer__inner_steps=10,
+)
+OFTEN = ("--save-every-rounds", "1")
+
+
+@dataclass
+class Swarm:
+    folder: Path
+    stack: ExitStack
+    heads: list[PeerProcess] = field(default_factory=list[PeerProcess])
+    middle: list[PeerProcess] = field(default_factory=list[PeerProcess])
+    last: list[PeerProcess] = field(default_factory=list[PeerProcess])
+
+    def join(self, target: str | Path, name: str, *flags: str) -> PeerProcess:
+        return self.stack.enter_context(PeerProcess(target, self.folder / name, *OFTEN, *flags))
+
+    @property
+    def everybody(self) -> list[PeerProcess]:
+        return [*self.heads, *self.middle, *self.last]
+
+    def steps(self) -> list[int]:
+        return [status(peer)["step"] for peer in self.everybody]
+
+    def assert_all_go_on(self) -> None:
+        """Every peer closes further inner steps, and none has ended."""
+        before = self.steps()
+        until(
+            lambda: all(now >= then + 3 for now, then in zip(self.steps(), before, strict=True)),
+            what=lambda: f"steps of all peers after {before}: {self.steps()}",
+        )
+        assert all(peer.process.poll() is None for peer in self.everybody)
+        assert not [peer.text for peer in self.everybody if "Traceback" in peer.text]
+
+
+def status(peer: PeerProcess) -> dict[str, Any]:
+    answer = until(lambda: ask(peer.folder, "status", timeout_s=10.0), what="a status")
+    assert answer
+    return answer
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
+    folder = tmp_path_factory.mktemp("stages")
+    with ExitStack() as stack:
+        swarm = Swarm(folder, stack)
+        first = swarm.join(write_spec(SPEC, folder), "head-0", "--stage", "0")
+        ticket = first.ticket
+        first.wait_for("waiting for stages 1, 2, which nobody holds")
+        swarm.heads = [first, swarm.join(ticket, "head-1", "--stage", "0")]
+        swarm.middle = [swarm.join(ticket, f"middle-{number}", "--stage", "1") for number in range(2)]
+        swarm.last = [swarm.join(ticket, "last", "--stage", "2")]
+        yield swarm
+
+
+def test_the_stages_learn_and_swap_each_within_itself(swarm: Swarm) -> None:
+    swarm.heads[0].swap_with(swarm.heads[1])
+    swarm.middle[0].swap_with(swarm.middle[1])
+    head = swarm.heads[0]
+    head.round_where(lambda event: event["loss"] < head.events("round")[0]["loss"] - 0.5)
+    inner = swarm.middle[0].events("round")[-1]
+    assert inner["loss"] is None
+    assert inner["microbatches"] > 0
+    assert inner["capacity"] > 0
+    assert swarm.heads[0].event("evaluated")["validation_loss"] > 0, "the held-out sequences went around the ring"
+    assert [status(peer)["stage"] for peer in swarm.everybody] == [0, 0, 1, 1, 2]
+    swarm.assert_all_go_on()
+
+
+def test_a_killed_replica_of_a_stage_with_two_stops_nobody(swarm: Swarm) -> None:
+    victim = swarm.middle.pop()
+    victim.send(signal.SIGKILL)
+    victim.wait()
+    swarm.assert_all_go_on()
+
+
+def test_a_frozen_next_stage_costs_no_more_than_deadlines(swarm: Swarm) -> None:
+    """Its kernel still answers for it. The heads give up what it holds, and go on when it is back."""
+    frozen = swarm.middle[0]
+    until(lambda: swarm.heads[0].events("saved"), what="a checkpoint")
+    frozen.send(signal.SIGSTOP)
+    lost = status(swarm.heads[0])["lost_microbatches"]
+    until(lambda: status(swarm.heads[0])["lost_microbatches"] > lost, what="a microbatch that is given up")
+    frozen.send(signal.SIGCONT)
+    swarm.assert_all_go_on()
+
+
+def test_an_empty_stage_holds_the_others_until_its_checkpoint_comes_back(swarm: Swarm) -> None:
+    victim = swarm.last.pop()
+    until(lambda: victim.events("saved"), what="a checkpoint")
+    ticket = swarm.heads[0].ticket
+    victim.send(signal.SIGKILL)
+    victim.wait()
+    swarm.heads[0].wait_for("waiting for stage 2, which nobody holds")
+    assert status(swarm.heads[0])["waits_for_stages"] == [2]
+    kept = Checkpoints(victim.folder / "runs" / SPEC.run_id / "stage-2").newest()
+    assert kept
+    newcomer = swarm.join(ticket, "newcomer", "--stage", "2")
+    newcomer.wait_for("stage 2 has trained before, and nobody holds it now")
+    back = swarm.join(ticket, "last")  # without --stage it goes on with the stage that it held
+    back.wait_for("resumed from step")
+    assert status(back)["stage"] == 2
+    swarm.last = [back, newcomer]
+    newcomer.event("started")
+    swarm.assert_all_go_on()
+    assert newcomer.event("round")["progress"] >= kept.meta["outer"]["progress"]
+    back.send(signal.SIGTERM)
+    assert back.wait() == 0
+    swarm.last = [newcomer]
+    swarm.assert_all_go_on()
+
+
+def test_the_operator_revives_a_stage_that_nobody_comes_back_with(swarm: Swarm) -> None:
+    lost = swarm.last.pop()
+    until(lambda: lost.events("saved"), what="a checkpoint")
+    lost.send(signal.SIGKILL)
+    lost.wait()
+    folder = lost.folder / "runs" / SPEC.run_id / "stage-2"
+    swarm.heads[0].wait_for("waiting for stage 2, which nobody holds")
+    revived = swarm.join(swarm.heads[0].ticket, "revived", "--stage", "2", "--revive-from", str(folder))
+    revived.wait_for(f"stage 2 goes on from {folder}")
+    swarm.last = [revived]
+    swarm.assert_all_go_on()
+
+
+def test_a_pause_holds_a_stage_and_a_stage_that_does_not_exist_is_refused(swarm: Swarm) -> None:
+    head = swarm.heads[1]
+    assert ask(head.folder, "pause", timeout_s=30.0)
+    head.event("paused")
+    swarm.heads[0].round_where(lambda event: True, after=len(swarm.heads[0].events("round")))
+    assert ask(head.folder, "resume", timeout_s=30.0)
+    head.event("resumed")
+    swarm.assert_all_go_on()
+    with PeerProcess(swarm.heads[0].ticket, swarm.folder / "wrong", "--stage", "3") as wrong:
+        assert wrong.wait() == 2
+        assert "--stage 3: the run stages has stages 0 to 2" in wrong.text
+    with PeerProcess(swarm.heads[0].ticket, swarm.folder / "small", "--max-memory", "1MB") as small:
+        assert small.wait() == 2
+        assert "no stage fits here: stage 0 takes at least" in small.text

@@ -1,0 +1,35 @@
+"""Whom a peer of a pipeline sends to."""
+
+from __future__ import annotations
+
+import random
+
+from noloco_p2p.peer.stage_flow import Neighbours
+
+
+def test_a_few_of_those_who_live_are_kept_while_they_do() -> None:
+    neighbours = Neighbours(random.Random(0), most=3)
+    neighbours.update({"a", "b"})
+    assert sorted(neighbours.chosen) == ["a", "b"]
+    neighbours.update({"a", "b", "c", "d", "e"})
+    first = neighbours.chosen
+    assert len(first) == 3
+    assert {"a", "b"} < set(first)
+    neighbours.update({"a", "b", "c", "d", "e"})
+    assert neighbours.chosen == first
+    neighbours.update({"b", "d", "e"})
+    assert sorted(neighbours.chosen) == ["b", "d", "e"]
+    neighbours.update(set())
+    assert neighbours.chosen == ()
+
+
+def test_one_place_is_drawn_anew_so_that_each_peer_is_met_in_time() -> None:
+    everybody = {f"peer-{number}" for number in range(12)}
+    neighbours, met = Neighbours(random.Random(0), most=4), set[str]()
+    for _ in range(100):
+        neighbours.update(everybody)
+        assert len(neighbours.chosen) == 4
+        met.update(neighbours.chosen)
+        neighbours.drop_one()
+        assert len(neighbours.chosen) == 3
+    assert met == everybody
