@@ -117,8 +117,7 @@ def test_an_empty_stage_holds_the_others_until_its_checkpoint_comes_back(swarm: 
     ticket = swarm.heads[0].ticket
     victim.send(signal.SIGKILL)
     victim.wait()
-    swarm.heads[0].wait_for("waiting for stage 2, which nobody holds")
-    assert status(swarm.heads[0])["waits_for_stages"] == [2]
+    until(lambda: status(swarm.heads[0])["waits_for_stages"] == [2], what="a head that waits")
     kept = Checkpoints(victim.folder / "runs" / SPEC.run_id / "stage-2").newest()
     assert kept
     newcomer = swarm.join(ticket, "newcomer", "--stage", "2")
@@ -142,7 +141,7 @@ def test_the_operator_revives_a_stage_that_nobody_comes_back_with(swarm: Swarm) 
     lost.send(signal.SIGKILL)
     lost.wait()
     folder = lost.folder / "runs" / SPEC.run_id / "stage-2"
-    swarm.heads[0].wait_for("waiting for stage 2, which nobody holds")
+    until(lambda: status(swarm.heads[0])["waits_for_stages"] == [2], what="a head that waits")
     revived = swarm.join(swarm.heads[0].ticket, "revived", "--stage", "2", "--revive-from", str(folder))
     revived.wait_for(f"stage 2 goes on from {folder}")
     swarm.last = [revived]

@@ -73,6 +73,9 @@ class Outer:
     def reach_boundary(self) -> None:
         self.num_early += 1
 
+    def hold_progress(self) -> None:
+        assert self.progress >= 1
+
     def poll(self) -> object:
         self._polls = (self._polls + 1) % 5
         return None if self._polls else object()

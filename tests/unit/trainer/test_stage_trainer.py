@@ -1,0 +1,180 @@
+"""The trainer of one stage: which stage it takes, what it waits for, and that it goes on with the same bits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from staged_reference import spec_of
+
+from noloco_p2p.errors import CheckpointError, Left, SettingsError
+from noloco_p2p.flow.actions import Compute, Kind
+from noloco_p2p.flow.frames import MicrobatchId
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.outer.checkpoint import Checkpoint
+from noloco_p2p.peer.peer import Peer
+from noloco_p2p.settings import PeerSettings
+from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.telemetry.progress import Progress
+from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
+from noloco_p2p.trainer import stage_trainer
+from noloco_p2p.trainer.export import export_model
+from noloco_p2p.trainer.model import build_model, build_tokenizer
+from noloco_p2p.trainer.stage_trainer import StageTrainer, stage_folder
+
+SPEC = spec_of(steps=100)
+
+
+class StagedPeer(MemoryPeer):
+    """What the trainer of a stage needs of a peer, among those that are in `others`."""
+
+    settings: PeerSettings
+    others: Sequence[Candidate] = ()
+    address = "memory"
+    stage: int | None = None
+
+    def begin(self, settings: PeerSettings, others: Sequence[Candidate]) -> Peer:
+        self.settings, self.others = settings, others
+        self.progress = Progress()
+        self.leave_requested, self.pause_requested = threading.Event(), threading.Event()
+        self.run_folder.mkdir(parents=True, exist_ok=True)
+        return cast("Peer", self)
+
+    def members(self) -> Sequence[Candidate]:
+        return self.others
+
+    def mates(self) -> Sequence[Candidate]:
+        return [other for other in self.others if other.stage == self.stage]
+
+    def hold_stage(self, stage: int) -> None:
+        self.stage = stage
+
+    def look_around(self) -> None: ...
+
+    def tell_long_swaps(self, tell: object) -> None: ...
+
+    def restore_metrics(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self.metrics, name, value)
+
+
+def trainer_of(
+    swarm: MemorySwarm,
+    folder: Path,
+    *,
+    others: Sequence[Candidate] = (),
+    said: list[str] | None = None,
+    leaves: bool = False,
+    **settings: Any,
+) -> StageTrainer:
+    peer = swarm.peer(f"peer {len(swarm.peers)}", run_folder=folder)
+    peer.__class__ = StagedPeer
+    ready = cast("StagedPeer", peer).begin(PeerSettings(state_dir=folder, device="cpu", **settings), others)
+    if leaves:
+        ready.leave_requested.set()
+    return StageTrainer(ready, say=(said if said is not None else []).append)
+
+
+def train_some(trainer: StageTrainer, number: int) -> None:
+    """Inner steps of one microbatch each; what other stages would send is drawn by chance."""
+    shape = (1, SPEC.data.sequence_length, SPEC.model.hidden_size)
+    hidden = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+    for _ in range(number):
+        id, data = MicrobatchId("head", 1), hidden
+        if trainer.batches:
+            data = next(trainer.batches)
+            trainer.work.compute(Compute(Kind.LOSS, id, data, hidden))
+        trainer.work.compute(Compute(Kind.BACKWARD, id, data, hidden / 100))
+        trainer.work.close(trainer.inner_step, 15, progress=trainer.outer.progress)
+        if trainer.outer.advance():
+            while trainer.outer.poll() is None:
+                pass
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_goes_on_from_its_checkpoint_bit_for_bit(stage: int, tmp_path: Path) -> None:
+    with MemorySwarm(SPEC) as swarm:
+        first = trainer_of(swarm, tmp_path, stage=stage)
+        train_some(first, 3)  # in the middle of the second round
+        assert first._save()
+    said: list[str] = []
+    with MemorySwarm(SPEC) as swarm:
+        second = trainer_of(swarm, tmp_path, said=said)
+    assert second.stage == stage, "without --stage it goes on with the one that it held"
+    assert any(line.startswith("resumed from step 3") for line in said)
+    for name, param in first.inner_step.trainable.items():
+        assert torch.equal(second.inner_step.trainable[name], param), name
+    moments = first.inner_step.state()
+    assert moments
+    assert moments.keys() == second.inner_step.state().keys()
+    for name, moment in moments.items():
+        assert torch.equal(second.inner_step.state()[name], moment), name
+    assert (second.outer.progress, second.outer.round) == (first.outer.progress, first.outer.round)
+    assert second._meta()["data"] == first._meta()["data"]
+
+
+def other(stage: int, progress: float) -> Candidate:
+    return Candidate(f"other-{stage}", "", stage=stage, progress=progress)
+
+
+def test_a_newcomer_does_not_begin_a_stage_that_has_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_trainer, "LOOK_S", 0.01)
+    said: list[str] = []
+    with MemorySwarm(SPEC) as swarm:
+        with pytest.raises(Left):
+            trainer_of(swarm, tmp_path, others=[other(0, 0.2), other(1, 0.2)], said=said, leaves=True, stage=2)
+        assert len(said) == 1
+        assert "stage 2 has trained before, and nobody holds it now" in said[0]
+        fresh = trainer_of(swarm, tmp_path, others=[other(0, 0.0), other(1, 0.0)], stage=2)
+        assert fresh.outer.progress == 0.0
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "export"])
+def test_the_operator_revives_a_stage(kind: str, tmp_path: Path) -> None:
+    others = [other(0, 0.25), other(1, 0.5), other(1, 0.5)]
+    with MemorySwarm(SPEC) as swarm:
+        old = trainer_of(swarm, tmp_path / "old", stage=2)
+        train_some(old, 3)
+        old._save()
+        source = stage_folder(tmp_path / "old", 2)
+        if kind == "export":
+            source = tmp_path / "export"
+            model = build_model(SPEC.model, sequence_length=SPEC.data.sequence_length)
+            kept = dict(old.work.stage.model.named_parameters())
+            model.load_state_dict({**model.state_dict(), **kept})
+            export_model(model, build_tokenizer(SPEC.data), source)
+        revived = trainer_of(swarm, tmp_path / "new", others=others, stage=2, revive_from=source)
+        assert revived.outer.progress == 0.5
+        # A checkpoint within a round keeps its slow weights, from which others mix.
+        slow = Checkpoint(next(stage_folder(tmp_path / "old", 2).glob("*-round-*"))).load("outer")["slow_weights"]
+        found = torch.cat([param.detach().flatten() for param in revived.work.stage.model.parameters()])
+        fast = torch.cat([param.detach().flatten() for param in old.work.stage.model.parameters()])
+        assert torch.equal(found, slow if kind == "checkpoint" else fast)
+
+
+def test_what_cannot_revive_a_stage_is_refused(tmp_path: Path) -> None:
+    with MemorySwarm(SPEC) as swarm:
+        head = trainer_of(swarm, tmp_path / "head", stage=0)
+        head._save()
+        for source, why in (
+            (stage_folder(tmp_path / "head", 0), "is of another model"),
+            (tmp_path, "holds neither a checkpoint of this stage nor an exported model"),
+        ):
+            with pytest.raises(CheckpointError, match=why):
+                trainer_of(swarm, tmp_path / "new", others=[other(0, 0.5)], stage=2, revive_from=source)
+
+
+def test_a_peer_takes_only_what_fits_and_reads_data_only_where_it_has_them(tmp_path: Path) -> None:
+    bound: TrainerSpec = SPEC.with_changes({"data.source": "books"})
+    with MemorySwarm(bound) as swarm:
+        assert trainer_of(swarm, tmp_path / "any").stage in (1, 2)
+        with pytest.raises(SettingsError, match="--stage 0: stage 0 reads the data, and the run trains on data named"):
+            trainer_of(swarm, tmp_path / "head", stage=0)
+        with pytest.raises(SettingsError, match="no stage fits here: stage 0 takes at least"):
+            trainer_of(swarm, tmp_path / "small", max_memory="0.01MB")
+        with pytest.raises(SettingsError, match="--stage 3: the run staged has stages 0 to 2"):
+            trainer_of(swarm, tmp_path / "none", stage=3)
