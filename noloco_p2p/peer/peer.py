@@ -34,7 +34,6 @@ from noloco_p2p.identity import Identity
 from noloco_p2p.invitation import Invitation
 from noloco_p2p.net import probe
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.connection import Dialer
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import Limits
@@ -46,8 +45,7 @@ from noloco_p2p.peer.network import Network
 from noloco_p2p.peer.network_thread import STOP_TIMEOUT_S, NetworkThread
 from noloco_p2p.peer.outside import Outside
 from noloco_p2p.peer.ports import Ports
-from noloco_p2p.peer.stage_flow import StageFlow, StagePlan, Surroundings
-from noloco_p2p.peer.threaded_flow import ThreadedFlow
+from noloco_p2p.peer.stages import Stages
 from noloco_p2p.peer.verbs import verbs
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec
@@ -94,6 +92,7 @@ class Peer:
         self.spec: Spec
         self.exchange: ThreadedExchange
         self.membership: Membership
+        self.stages: Stages
         self._target = target
         # Name and digest of the run: known before the spec is, when it comes from the swarm.
         self._run = (
@@ -110,7 +109,6 @@ class Peer:
         self._network: Network | None = None
         self._directory: SwarmDirectory | None = None
         self._outside: Outside | None = None
-        self._limits: Limits
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-codec")
 
     @classmethod
@@ -206,39 +204,6 @@ class Peer:
     def live_peers(self) -> int:
         """How many other peers are alive, as far as this one has heard: an estimate in a swarm of more than 48."""
         return self._net.directory.headcount().others
-
-    def members(self) -> Sequence[Candidate]:
-        """Other live peers, of all stages of a run that has some, as their records say."""
-        return self._net.outside.everyone()
-
-    def mates(self) -> Sequence[Candidate]:
-        """Those of them that this peer swaps with: of its own stage, once it holds one."""
-        return self._net.outside.mates()
-
-    def num_mates(self) -> int:
-        """How many they are: an estimate in a swarm of more than 48."""
-        return self._net.outside.num_live() - 1
-
-    def look_around(self) -> None:
-        """Wait until a live peer is heard of, where there should be one. Raises Left, and Unreachable: a ticket, and
-        nobody is there."""
-        self._net.entering.look_around()
-
-    def hold_stage(self, stage: int) -> None:
-        """Before a NoLoCo is made: this peer swaps with peers of that stage alone, and fetches their state."""
-        self._net.outside.stage = stage
-
-    def start_flow(self, plan: StagePlan) -> ThreadedFlow:
-        """Take part in the pipeline: other peers find this one in the directory, and send it microbatches."""
-        return self._call(self._start_flow(plan), START_TIMEOUT_S)
-
-    def stop_flow(self) -> None:
-        """Take part no longer: before this peer holds another stage."""
-        self._call(self._stop_flow(), START_TIMEOUT_S)
-
-    def wait_for_stages(self, stages: Sequence[int]) -> None:
-        """Show what this peer waits for: stages that nobody holds; none = it waits no longer."""
-        self._account.waits_for_stages = tuple(stages)
 
     def wait_for_peers(self, num_peers: int, *, timeout_s: float) -> bool:
         """Wait for `num_peers` others, as `live_peers` counts them. False when time is over or it is asked to leave."""
@@ -355,7 +320,7 @@ class Peer:
         ports = Ports(self.settings)
         ports.check()
         self._directory = directory = await ports.try_both(ports.libp2p, self._start_directory)
-        self._limits = limits = Limits.of(
+        limits = Limits.of(
             upload_bytes_per_s=self.settings.upload_bytes_per_s,
             download_bytes_per_s=self.settings.download_bytes_per_s,
         )
@@ -415,36 +380,19 @@ class Peer:
             call=self._call,
             announce=self.announce,
         )
+        self.stages = Stages(
+            self._account,
+            self._identity,
+            self._session,
+            bans=self.bans,
+            limits=limits,
+            network=lambda: self._net,
+            call=self._call,
+        )
         await outside.start(server, num_calls=lambda: service.num_calls)
         ports.remember(grpc=server.port, libp2p=directory.port)
         keep(self.spec, self._invitation, self.run_folder)
         await self._account.serve_metrics()
-
-    async def _start_flow(self, plan: StagePlan) -> ThreadedFlow:
-        net, outside = self._net, self._net.outside
-        limits = self._limits
-        around = Surroundings(
-            self._identity,
-            self._run[1],
-            hello=self._account.hello,
-            dialer=Dialer(self._session, limits, why_banned=self.bans.why, guard=net.directory.guard),
-            find=outside.find,
-            limits=limits,
-            live=lambda: outside.reached(outside.everyone()),
-            is_closed=outside.is_closed,
-            why_banned=self.bans.why,
-            strike=self.bans.strike,
-        )
-        flow = StageFlow(plan, around)
-        net.stage_flow, net.server.serve_flow = flow, flow.serve
-        flow.start()
-        return flow.threaded
-
-    async def _stop_flow(self) -> None:
-        net = self._net
-        flow, net.stage_flow, net.server.serve_flow = net.stage_flow, None, None
-        if flow:
-            await flow.stop()
 
     def _make_entering(
         self, directory: SwarmDirectory, transport: GrpcTransport, outside: Outside, driver: RoundDriver

@@ -105,6 +105,10 @@ class TrainerBase:
         """Find the loss on the held-out sequences."""
         raise NotImplementedError
 
+    def _num_mates(self) -> int:
+        """Other live peers that this one swaps with."""
+        return self.peer.live_peers()
+
     def _line_begins(self) -> str:
         """What stands before the line of a round."""
         return ""
@@ -153,7 +157,7 @@ class TrainerBase:
 
     def _close(self) -> None:
         """Training is done: mix alone, until this peer is near the mean of all, or nobody is left to mix with."""
-        others = self.peer.num_mates()
+        others = self._num_mates()
         num_rounds = closing_rounds(self.spec.outer, others + 1) if others else 0
         wait_s = closing_wait_s(self.spec.outer, self.peer.exchange.pace.seconds_per_round())
         metrics = self.peer.metrics

@@ -65,11 +65,11 @@ class StageTrainer(TrainerBase):
         self.device = choose_device(settings.device)
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        peer.look_around()
+        peer.stages.look_around()
         self._fitting = self._find_fitting()
         self.stage = self._choose() if stage is None else stage
         self.switches_to: int | None = None  # another stage, which needs this peer more
-        peer.hold_stage(self.stage)
+        peer.stages.hold(self.stage)
         compute = Compute.of(settings, num_ranks=1)
         checkpoints = Checkpoints(stage_folder(peer.run_folder, self.stage), keep=settings.keep_checkpoints)
         revives = checkpoints.newest() is None and self._wait_for_state()
@@ -93,7 +93,7 @@ class StageTrainer(TrainerBase):
         if self.outer.resumed:
             self._resume(self.outer.resumed)
         elif revives:
-            self.outer.progress = median(other.progress for other in peer.members())
+            self.outer.progress = median(other.progress for other in peer.stages.members())
         length = spec.data.sequence_length
         self.gauges = Gauges(built.model, self.device, sequence_length=length)
         self._microbatch_tokens = spec.pipeline.microbatch * length
@@ -122,7 +122,7 @@ class StageTrainer(TrainerBase):
             return max(kept, key=lambda stage: stage_folder(self.peer.run_folder, stage).stat().st_mtime)
         if not fitting:
             raise SettingsError("no stage fits here: " + "; ".join(fitting.reasons.values()))
-        return draw_stage(self.peer.members(), fitting, num_stages=num_stages, rng=random.SystemRandom())
+        return draw_stage(self.peer.stages.members(), fitting, num_stages=num_stages, rng=random.SystemRandom())
 
     def _find_fitting(self) -> Fitting:
         spec, settings = self.spec, self.peer.settings
@@ -181,7 +181,7 @@ class StageTrainer(TrainerBase):
         True = nobody is there, and the weights are in `settings.revive_from`. Raises Left.
         """
         peer, told = self.peer, False
-        while not peer.mates() and any(other.progress > 0 for other in peer.members()):
+        while not peer.stages.mates() and any(other.progress > 0 for other in peer.stages.members()):
             if peer.settings.revive_from:
                 return True
             if not told:
@@ -248,7 +248,7 @@ class StageTrainer(TrainerBase):
             self.batches.close()
         if self.switches_to is not None:
             self.peer.announce("paused")  # nobody sends to it until it has entered the other stage
-            self.peer.stop_flow()
+            self.peer.stages.stop_flow()
         return self._finish()
 
     @property
@@ -262,7 +262,7 @@ class StageTrainer(TrainerBase):
 
     def _begin(self) -> None:
         spec, work = self.spec, self.work
-        self._flow = self.peer.start_flow(
+        self._flow = self.peer.stages.start_flow(
             StagePlan(
                 self.stage,
                 spec.pipeline.stages,
@@ -318,7 +318,7 @@ class StageTrainer(TrainerBase):
             self.peer.metrics.capacity = self._microbatch_tokens / self._loop.microbatch_s
         if self.work.loss_tokens > self._loss_before[1]:
             self.peer.metrics.loss = self._loss_since()
-        missing = missing_stages(self.peer.members(), own=self.stage, num_stages=self.spec.pipeline.stages)
+        missing = missing_stages(self.peer.stages.members(), own=self.stage, num_stages=self.spec.pipeline.stages)
         if missing != self._missing:
             self._tell_missing(missing)
         self._look_at_evaluation()
@@ -332,7 +332,7 @@ class StageTrainer(TrainerBase):
         if peer.settings.stage is None and peer.metrics.capacity and not missing:
             epoch = int(time.time() / SWITCH_EPOCH_S)
             num_stages = self.spec.pipeline.stages
-            target = needier_stage(peer.members(), own, self._fitting, num_stages=num_stages, epoch=epoch)
+            target = needier_stage(peer.stages.members(), own, self._fitting, num_stages=num_stages, epoch=epoch)
         if target is None or target != self._switch[0]:
             self._switch = target, now_s + random.uniform(0.2, 0.6) * SWITCH_EPOCH_S
         elif now_s >= self._switch[1]:
@@ -341,7 +341,7 @@ class StageTrainer(TrainerBase):
 
     def _tell_missing(self, missing: list[int]) -> None:
         self._missing = missing
-        self.peer.wait_for_stages(missing)
+        self.peer.stages.wait_for(missing)
         names = f"stage{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         self.say(f"waiting for {names}, which nobody holds" if missing else "every stage is held by somebody")
 
@@ -351,6 +351,9 @@ class StageTrainer(TrainerBase):
         metrics.late_microbatches, metrics.queue = late + counts.late, counts.held
 
     # rounds
+
+    def _num_mates(self) -> int:
+        return self.peer.stages.num_mates()
 
     def _line_begins(self) -> str:
         return f"stage {self.stage} | "

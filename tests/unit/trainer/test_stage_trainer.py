@@ -40,6 +40,7 @@ class StagedPeer(MemoryPeer):
     def begin(self, settings: PeerSettings, others: Sequence[Candidate]) -> Peer:
         self.settings, self.others = settings, others
         self.progress = Progress()
+        self.stages = self
         self.leave_requested, self.pause_requested = threading.Event(), threading.Event()
         self.run_folder.mkdir(parents=True, exist_ok=True)
         return cast("Peer", self)
@@ -50,7 +51,7 @@ class StagedPeer(MemoryPeer):
     def mates(self) -> Sequence[Candidate]:
         return [other for other in self.others if other.stage == self.stage]
 
-    def hold_stage(self, stage: int) -> None:
+    def hold(self, stage: int) -> None:
         self.stage = stage
 
     def look_around(self) -> None: ...

@@ -1,0 +1,101 @@
+"""What the trainer of a stage asks of the network: who holds which stage, and a part in the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from noloco_p2p.bans import BanList
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.identity import Identity
+from noloco_p2p.net.connection import Dialer
+from noloco_p2p.net.session import Session
+from noloco_p2p.net.throttle import Limits
+from noloco_p2p.peer.account import Account
+from noloco_p2p.peer.membership import START_TIMEOUT_S
+from noloco_p2p.peer.network import Network
+from noloco_p2p.peer.stage_flow import StageFlow, StagePlan, Surroundings
+from noloco_p2p.peer.threaded_flow import ThreadedFlow
+
+
+class Stages:
+    """For the main thread. network: the running one; raises SettingsError once the peer is closed. call: runs a
+    coroutine on its thread."""
+
+    def __init__(
+        self,
+        account: Account,
+        identity: Identity,
+        session: Session,
+        *,
+        bans: BanList,
+        limits: Limits,
+        network: Callable[[], Network],
+        call: Callable[[Coroutine[Any, Any, Any], float], Any],
+    ) -> None:
+        self._account = account
+        self._identity = identity
+        self._session = session
+        self._bans = bans
+        self._limits = limits
+        self._network = network
+        self._call = call
+
+    def look_around(self) -> None:
+        """Wait until a live peer is heard of, where there should be one. Raises Left, and Unreachable: a ticket, and
+        nobody is there."""
+        self._network().entering.look_around()
+
+    def members(self) -> Sequence[Candidate]:
+        """Other live peers, of all stages, as their records say."""
+        return self._network().outside.everyone()
+
+    def mates(self) -> Sequence[Candidate]:
+        """Those of them that hold the stage of this peer; it swaps with them."""
+        return self._network().outside.mates()
+
+    def num_mates(self) -> int:
+        """How many they are: an estimate in a swarm of more than 48."""
+        return self._network().outside.num_live() - 1
+
+    def hold(self, stage: int) -> None:
+        """Before a NoLoCo is made: this peer swaps with peers of that stage alone, and fetches their state."""
+        self._network().outside.stage = stage
+
+    def wait_for(self, stages: Sequence[int]) -> None:
+        """Show what this peer waits for: stages that nobody holds; none = it waits no longer."""
+        self._account.waits_for_stages = tuple(stages)
+
+    def start_flow(self, plan: StagePlan) -> ThreadedFlow:
+        """Take part in the pipeline: other peers find this one in the directory, and send it microbatches."""
+        return self._call(self._start_flow(plan), START_TIMEOUT_S)
+
+    def stop_flow(self) -> None:
+        """Take part no longer: before this peer holds another stage."""
+        self._call(self._stop_flow(), START_TIMEOUT_S)
+
+    async def _start_flow(self, plan: StagePlan) -> ThreadedFlow:
+        net, limits = self._network(), self._limits
+        outside = net.outside
+        around = Surroundings(
+            self._identity,
+            self._account.hello().spec_digest,
+            hello=self._account.hello,
+            dialer=Dialer(self._session, limits, why_banned=self._bans.why, guard=net.directory.guard),
+            find=outside.find,
+            limits=limits,
+            live=lambda: outside.reached(outside.everyone()),
+            is_closed=outside.is_closed,
+            why_banned=self._bans.why,
+            strike=self._bans.strike,
+        )
+        flow = StageFlow(plan, around)
+        net.stage_flow, net.server.serve_flow = flow, flow.serve
+        flow.start()
+        return flow.threaded
+
+    async def _stop_flow(self) -> None:
+        net = self._network()
+        flow, net.stage_flow, net.server.serve_flow = net.stage_flow, None, None
+        if flow:
+            await flow.stop()
