@@ -157,8 +157,8 @@ def test_a_pause_holds_a_stage_and_a_stage_that_does_not_exist_is_refused(swarm:
     head.event("resumed")
     swarm.assert_all_go_on()
     with PeerProcess(swarm.heads[0].ticket, swarm.folder / "wrong", "--stage", "3") as wrong:
-        assert wrong.wait() == 2
+        assert wrong.wait() == 3
         assert "--stage 3: the run stages has stages 0 to 2" in wrong.text
     with PeerProcess(swarm.heads[0].ticket, swarm.folder / "small", "--max-memory", "1MB") as small:
-        assert small.wait() == 2
+        assert small.wait() == 3
         assert "no stage fits here: stage 0 takes at least" in small.text
