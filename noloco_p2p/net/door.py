@@ -96,6 +96,7 @@ class Door:
         try:
             yield Caller(caller, address, lambda: self._front.accepted(connection))
         finally:
+            self._front.ended(connection)
             self._open[caller] -= 1
             if not self._open[caller]:
                 del self._open[caller]
