@@ -5,8 +5,8 @@
 Losses are validation losses, mean over the honest replicas at the end. "open" = no gate but the finite check. The noise
 is what another seed of the same honest swarm makes of the loss. With --greedy the liar is a ninth peer, which makes
 offers to everybody at once over several calls, and two and three such liars of sixteen are measured, too; optimizer,
-outer step and codecs are those that `noloco init` writes, on the toy's model. An adaptive liar knows the vectors and the
-gates of its partner, and sends the most harmful that still pass. The share is that of one liar, of the swaps of the
+outer step and codecs are those that `noloco init` writes, on the toy's model. An adaptive liar knows the vectors and
+the gates of its partner, and sends the most harmful that still pass. The share is that of one liar, of the swaps of the
 honest replicas, in multiples of 1 / live. With --json the file is written after every case, and cases that it holds are
 not run again.
 """
