@@ -134,16 +134,15 @@ def test_a_peer_that_is_connected_is_not_taken_to_be_where_it_says(tmp_path: Pat
             directory(tmp_path, "liar", spec_digest=None) as evil,
             directory(tmp_path, "victim", *evil.multiaddrs()) as victim,
         ):
-            await until(lambda: bool(victim.neighbours()))
             lie, guard = f"/ip4/127.0.0.9/tcp/{port}", victim.guard
+            await until(lambda: (evil.peer_id, "127.0.0.1") in guard._reached)
             _, stream = await open_told(victim.node, guard, evil.peer_id, lie, PLACE)
             stream.close()
             protocol: Any = victim.node._dht.bounded  # pyright: ignore[reportOptionalMemberAccess]
             await protocol.whereabouts._dial(evil.peer_id, [lie])
             await victim._dialer._dial_one(evil.peer_id, [lie])
             assert there.num_dials <= 1, "a plain socket"
-            assert (evil.peer_id, "127.0.0.1") in guard._reached
-            assert (evil.peer_id, "127.0.0.9") not in guard._reached
+            assert len(guard._reached) == 1
 
     run(main)
 
