@@ -5,9 +5,10 @@
 Losses are validation losses, mean over the honest replicas at the end. "open" = no gate but the finite check. The noise
 is what another seed of the same honest swarm makes of the loss. With --greedy the liar is a ninth peer, which makes
 offers to everybody at once over several calls, and two and three such liars of sixteen are measured, too; optimizer,
-outer step and codecs are those that `noloco init` writes, on the toy's model. The share is that of one liar, of the
-swaps of the honest replicas, in multiples of 1 / live. With --json the file is written after every case, and cases that
-it holds are not run again.
+outer step and codecs are those that `noloco init` writes, on the toy's model. An adaptive liar knows the vectors and
+the gates of its partner, and sends the most harmful that still pass. The share is that of one liar, of the swaps of the
+honest replicas, in multiples of 1 / live. With --json the file is written after every case, and cases that it holds are
+not run again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from claims import machine
 
 from noloco_p2p.optim.gates import LIMITS, OPEN
 from noloco_p2p.presets import PRESETS
-from noloco_p2p.simulate.hostile import Attack, GreedyReplica
+from noloco_p2p.simulate.hostile import ADAPTIVE, Attack, GreedyReplica
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.replica import Replica
@@ -54,7 +55,7 @@ class Case:
 
 def greedy_cases(seeds: list[int]) -> list[Case]:
     honest, greedy = partial(Case, HONEST, settings="init"), partial(Case, is_greedy=True, settings="init")
-    attacks = (Attack.FLIPPED_GRADIENT, Attack.NOISE, Attack.STALE, Attack.FLIPPED)
+    attacks = (Attack.FLIPPED_GRADIENT, Attack.NOISE, Attack.STALE, Attack.FLIPPED, *ADAPTIVE)
     cases = [honest("on", seed) for seed in seeds]
     cases += [greedy(attack, "on", seed, 9) for seed in seeds for attack in attacks]
     cases.append(honest("on", seeds[0], 16))

@@ -32,6 +32,7 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 log = logging.getLogger(__name__)
 
 MAX_CALLS_PER_PEER = MAX_LANES + 4  # a swap; an offer, a question, a fetch and one more beside it
+MAX_FETCHES_PER_PEER = 2  # of chunks: the one that counts, and one before it
 TELL_EVERY_S = 60.0
 
 
@@ -60,7 +61,7 @@ class Door:
         self._why_banned = why_banned
         self._challenges = Challenges(session, clock=clock) if session else None
         self._open = Counter[str]()
-        self._fetches: dict[str, object] = {}
+        self._fetches: dict[str, list[object]] = {}  # by caller, the newest last
         self._turned_away = TurnedAway(clock)
 
     async def greet(self, request: pb.GreetRequest, context: Any) -> pb.GreetReply:
@@ -96,6 +97,7 @@ class Door:
         try:
             yield Caller(caller, address, lambda: self._front.accepted(connection))
         finally:
+            self._front.ended(connection)
             self._open[caller] -= 1
             if not self._open[caller]:
                 del self._open[caller]
@@ -103,17 +105,23 @@ class Door:
     @contextlib.contextmanager
     def fetching(self, caller: str) -> Iterator[Callable[[], None]]:
         """For the time of one fetch of chunks. What it gives raises Refused once the same peer has begun another: the
-        newer one counts, as the older may hang in a connection that is dead."""
-        mine = self._fetches[caller] = object()
+        newer one counts, as the older may hang in a connection that is dead. Raises Refused for a third one: each has a
+        place in the line until it hears that it does not count."""
+        busy = Refused("you fetch here in another call", code=frames.RefuseCode.BUSY.name, retry_after_s=5.0)
+        mine, fetches = object(), self._fetches.setdefault(caller, [])
+        if caller and len(fetches) >= MAX_FETCHES_PER_PEER:
+            raise busy
+        fetches.append(mine)
 
         def check() -> None:
-            if caller and self._fetches.get(caller) is not mine:
-                raise Refused("you fetch here in another call", code=frames.RefuseCode.BUSY.name, retry_after_s=5.0)
+            if caller and fetches[-1] is not mine:
+                raise busy
 
         try:
             yield check
         finally:
-            if self._fetches.get(caller) is mine:
+            fetches.remove(mine)
+            if not fetches:
                 del self._fetches[caller]
 
     def _proven(self, context: Any, address: str) -> str:

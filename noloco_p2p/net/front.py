@@ -2,7 +2,8 @@
 
 gRPC takes connections by itself, first come, first served, and reads 1 MiB at a time before anybody asks who calls.
 Here a connection costs a socket until its first byte has come. Until the door has proved its caller it is one of few
-of its network, and then, until the server has accepted something, one of few of its caller; the oldest makes room.
+of its network, and then, but for the time of what the server has accepted, one of few of its caller; the oldest makes
+room.
 Until something is accepted, so much may come in and no more. A call that is turned away is the last of its connection.
 """
 
@@ -42,7 +43,7 @@ class Guest:
         self.near = near
         self.address = address  # as gRPC names it, ipv4:HOST:PORT
         self.passage: Passage | None = None
-        self.num_greetings = 0
+        self.num_greetings = self.num_calls = 0
         self.caller = ""  # peer id, once it is proven
         self.is_accepted = self.is_turned_away = False
         self.deadline: asyncio.TimerHandle | None = None
@@ -119,6 +120,7 @@ class Front:
         if guest.caller not in ("", caller):
             raise not_proven("this connection is that of another peer")
         guest.caller = caller
+        guest.num_calls += 1
         if number in self._unproven:
             self._unproven.leave(number)
             self._wait(number, caller)
@@ -144,6 +146,16 @@ class Front:
             self._waiting.leave(number)
             self._guests[number].is_accepted = True
             self._end_deadline(number)
+
+    def ended(self, peer: str) -> None:
+        """A call of a proven caller is over: its connection is one of few again, as if nothing had been accepted."""
+        number = self._numbers.get(peer, -1)
+        guest = self._guests.get(number)
+        if guest is None or not self._asks:
+            return
+        guest.num_calls -= 1
+        if not guest.num_calls and not guest.is_turned_away and number not in self._waiting:
+            self._wait(number, guest.caller)
 
     def _guest(self, peer: str) -> Guest:
         guest = self._guests.get(self._numbers.get(peer, -1))

@@ -52,7 +52,7 @@ class OuterState:
         self.spread: float | None = None  # distance to the last partner over 2^0.5, as a share of the own norm
         self._outer = outer
         self._bounds = chunk_bounds(self.num_elements)
-        self._filter = ChunkFilter([param.numel() for _, param in self.parameters.named], limits)
+        self.gating = ChunkFilter([param.numel() for _, param in self.parameters.named], limits)
         for start, stop in self._bounds:
             self.slow_weights[start:stop] = self.parameters.read(start, stop)
         self.parameters.flush()
@@ -92,7 +92,7 @@ class OuterState:
         for start, stop in self._bounds:
             fast_weights[start:stop] = self.parameters.read(start, stop)
         self.parameters.flush()
-        return Kept(vectors, fast_weights, deepcopy(self._filter), self.spread)
+        return Kept(vectors, fast_weights, deepcopy(self.gating), self.spread)
 
     @torch.no_grad()
     def restore(self, kept: Kept) -> None:
@@ -102,7 +102,7 @@ class OuterState:
         for start, stop in self._bounds:
             self.parameters.write(start, kept.fast_weights[start:stop])
         self.parameters.flush()
-        self._filter, self.spread = kept.gating, kept.spread
+        self.gating, self.spread = kept.gating, kept.spread
 
     def outer_gradient(self) -> Iterator[Tensor]:
         """fast - slow, chunk by chunk, where the model lies; each in the memory of the one before."""
@@ -116,14 +116,14 @@ class OuterState:
 
         gradient: None = it has not come. agreed: of the swap.
         """
-        return self._filter.judge(gradient, times_longer=agreed.partner_share / max(1e-6, 1 - agreed.partner_share))
+        return self.gating.judge(gradient, times_longer=agreed.partner_share / max(1e-6, 1 - agreed.partner_share))
 
     @torch.no_grad()
     def judge_swap(self, received: Received) -> Verdict:
         """As `judge`, of all that a swap brought; changes nothing but what the gates remember."""
         gradient = received.sections.get(SectionName.OUTER_GRADIENT)
         weights = received.sections.get(SectionName.SLOW_WEIGHTS)
-        refusal = self._filter.judge_weights(received.partner, weights, gradient) if weights else ""
+        refusal = self.gating.judge_weights(received.partner, weights, gradient) if weights else ""
         return Verdict(refusal) if refusal else self.judge(gradient, received.agreed)
 
     @torch.no_grad()
@@ -140,7 +140,7 @@ class OuterState:
         outer = CLOSING if is_closing else self._outer
         weight = received.agreed.weight if received else 1.0
         gradient_share = gradient_weight(outer, received.agreed) if received else 1.0
-        gated = self._filter.open_step(received, scales)
+        gated = self.gating.open_step(received, scales)
         self._staging.begin()
         gradients_here = self._staging.chunks(self._gradient, [stop - start for start, stop in self._bounds])
         apart, length, sampled = 0.0, 0.0, max(1, len(self._bounds) // SPREAD_CHUNKS)
@@ -169,7 +169,7 @@ class OuterState:
         """The partner's gradient came after the boundary: `beta h` goes into slow, fast weights and momentum."""
         beta = self._outer.beta * gradient_weight(self._outer, correction.agreed)
         vectors = [*self.tensors().values()]
-        for start, late in self._filter.late_steps(correction.gradient, beta=beta, scales=scales):
+        for start, late in self.gating.late_steps(correction.gradient, beta=beta, scales=scales):
             for vector in vectors:
                 vector[start : start + len(late)].add_(late)
             self.parameters.add(start, late)

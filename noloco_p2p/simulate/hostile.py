@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -33,8 +33,13 @@ class Attack(StrEnum):
     NOISE = "noise"  # Gaussian, as long as the true vectors
     STALE = "stale"  # those of its first round, for ever
     NAN = "nan"
+    # What just passes the gates of the partner (`adaptive.py`), and pulls it
+    ADAPTIVE_BACK = "adaptive-back"  # towards the weights before any training
+    ADAPTIVE_UPHILL = "adaptive-uphill"  # against its last outer gradient
+    ADAPTIVE_DRIFT = "adaptive-drift"  # in one direction, for ever and the same for everybody
 
 
+ADAPTIVE = (Attack.ADAPTIVE_BACK, Attack.ADAPTIVE_UPHILL, Attack.ADAPTIVE_DRIFT)
 SCALE = {
     Attack.SCALED: (100.0, 100.0),
     Attack.SCALED_STATE: (100.0, 1.0),
@@ -71,7 +76,7 @@ class Alteration:
                 return noise.mul_(vector.norm() / noise.norm())
             case Attack.STALE:
                 return self._first.setdefault(name, vector.clone())
-            case Attack.NAN:
+            case Attack.NAN | Attack.ADAPTIVE_BACK | Attack.ADAPTIVE_UPHILL | Attack.ADAPTIVE_DRIFT:
                 return vector
             case _:
                 return vector * SCALE[self._attack][part]
@@ -80,7 +85,7 @@ class Alteration:
 class HostileReplica(Replica):
     """Trains alone, and gives its partners what `attack` makes of its vectors."""
 
-    def attack_with(self, attack: Attack, *, seed: int) -> None:
+    def attack_with(self, attack: Attack, *, seed: int, swarm: Mapping[str, Replica]) -> None:
         self._exchange = Lying(self._exchange, Alteration(attack, seed=seed))
 
 
@@ -105,7 +110,7 @@ class Lying(Around):
 class GreedyReplica(Replica):
     """A `HostileReplica` that makes offers to everybody at once, for as long as it trains, and accepts every offer."""
 
-    def attack_with(self, attack: Attack, *, seed: int) -> None:
+    def attack_with(self, attack: Attack, *, seed: int, swarm: Mapping[str, Replica]) -> None:
         self._hidden = Hidden(self._exchange, Alteration(attack, seed=seed))
         self.greedy = GreedyPeer(
             self,

@@ -91,6 +91,10 @@ class SimulatedPeer:
         return self._rounds.progress
 
     @property
+    def is_at_boundary(self) -> bool:
+        return self._rounds.is_at_boundary
+
+    @property
     def refused(self) -> int:
         """Rounds and late parts in which a gate refused what a partner sent."""
         return self._metrics.refused_gradients

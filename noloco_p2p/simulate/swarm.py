@@ -15,8 +15,9 @@ from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.optim.mixing import closing_rounds
 from noloco_p2p.optim.rules import NOLOCO
 from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.simulate.adaptive import AdaptiveReplica
 from noloco_p2p.simulate.clock import run_virtual
-from noloco_p2p.simulate.hostile import Attack, GreedyReplica, HostileReplica, streams_of
+from noloco_p2p.simulate.hostile import ADAPTIVE, Attack, GreedyReplica, HostileReplica, streams_of
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.network import Link, LinkNetwork
 from noloco_p2p.simulate.plan import Event, Plan
@@ -55,6 +56,7 @@ class _Swarm:
         frames_a_swap = 1 + len(plans) * (3 + num_chunks(num_elements)) + 2
         self.network = LinkNetwork(lose=plan.churn.lose, frames_a_swap=frames_a_swap, seed=plan.seed)
         self.replicas: dict[int, Replica] = {}
+        self.by_name: dict[str, Replica] = {}
         self.runs: dict[int, asyncio.Task[None]] = {}
         self.crashed: set[int] = set()
         self.attacks = {number: Attack(name) for number, name in plan.attackers}
@@ -83,7 +85,9 @@ class _Swarm:
         self.network.links[name] = Link.of(plan.link(number), seed=number)
         attack = self.attacks.get(number)
         hostile = GreedyReplica if plan.are_greedy else HostileReplica
-        replica = self.replicas[number] = (hostile if attack else Replica)(
+        if attack in ADAPTIVE:
+            hostile = AdaptiveReplica
+        replica = self.replicas[number] = self.by_name[name] = (hostile if attack else Replica)(
             number,
             peer_id=name,
             material=self.material,
@@ -96,7 +100,7 @@ class _Swarm:
             wrap=streams_of(attack) if attack else unchanged,
         )
         if attack and isinstance(replica, HostileReplica | GreedyReplica):
-            replica.attack_with(attack, seed=plan.seed)
+            replica.attack_with(attack, seed=plan.seed, swarm=self.by_name)
         self.runs[number] = asyncio.create_task(self._life(replica))
         return replica
 

@@ -27,6 +27,7 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
 from noloco_p2p.errors import DirectoryError
+from noloco_p2p.swarm.addresses import host_in
 from noloco_p2p.swarm.daemon import MAX_MESSAGE_BYTES
 from noloco_p2p.swarm.streams import StreamHandler
 
@@ -206,6 +207,13 @@ class DaemonClient(P2P):
         """(peer id, multiaddr) of every connection."""
         peers = await _asked(self.list_peers())
         return [(str(peer.peer_id), str(address)) for peer in peers for address in peer.addrs]
+
+    async def hosts_of(self, peer_id: str) -> set[str]:
+        """Where a peer is, by its connections; "" stands for a way by a relay, and an empty set for no connection.
+
+        Where there is one, libp2p dials none of the addresses that `connect` gets.
+        """
+        return {host_in(address) for peer, address in await self.remote_addresses() if peer == peer_id}
 
     async def handle_streams(self, protocol: str, handler: StreamHandler) -> None:
         """From now on `handler` gets (peer id, reader, writer) of each stream of this protocol; it is closed for it."""

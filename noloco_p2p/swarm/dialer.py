@@ -101,13 +101,20 @@ class Dialer:
             return False
         logger.info("entered the DHT through %s", short_id(peer_id))
         self._plan.reached(peer_id, now_s=time.monotonic())
-        for address in ways:
-            self._guard.reached(peer_id, host_in(address))
+        for host in {host_in(address) for address in ways} & await self._hosts_of(peer_id):
+            self._guard.reached(peer_id, host)
         CLOCK.heard(offset.seconds)
         if not self._clock_is_right:
             self._offsets[peer_id] = offset
         self._address_book.remember(peer_id, multiaddrs)
         return True
+
+    async def _hosts_of(self, peer_id: str) -> set[str]:
+        """Where it was found. It may have been connected before, and then nothing was dialled but a plain socket."""
+        try:
+            return await self._node.hosts_of(peer_id)
+        except DirectoryError:
+            return set()
 
     async def _ways(self, peer_id: str, multiaddrs: Sequence[str]) -> list[str]:
         """Without peer id. What the user gave is dialled as it is, what others tell only as the guard allows it.

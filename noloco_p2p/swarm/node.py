@@ -152,6 +152,10 @@ class SwarmNode:
         found = await _guard(self._running_p2p().remote_addresses(), ATTACH_S, "asking p2pd for its peers")
         return next((address for peer, address in found if peer == peer_id and tcp_target(address)), "")
 
+    async def hosts_of(self, peer_id: str) -> set[str]:
+        """As `DaemonClient.hosts_of`. Raises DirectoryError."""
+        return await _guard(self._running_p2p().hosts_of(peer_id), ATTACH_S, "asking p2pd for its peers")
+
     async def handle_streams(self, protocol: str, handler: StreamHandler) -> None:
         """`handler` gets (peer id, reader, writer) of each stream that others open, after a restart too."""
         self._handlers[protocol] = handler

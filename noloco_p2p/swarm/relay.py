@@ -147,6 +147,22 @@ async def ask_to_dial(node: SwarmNode, peer: str, ports: Sequence[int]) -> DialB
         raise DirectoryError(f"{short_id(peer)} does not dial back: {error}") from None
 
 
+async def open_told(
+    node: SwarmNode, guard: DialGuard, relay: str, address: str, protocol: str
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Raw bytes to a relay that is said to be at `address`. Raises DirectoryError, Unreachable.
+
+    Nothing is dialled where there is a connection, and nothing is known then of the address.
+    """
+    if await node.hosts_of(relay):
+        return await node.open_stream(relay, (), protocol)
+    way = await guarded(guard, relay, address)
+    reader, writer = await node.open_stream(relay, [way], protocol)
+    if host_in(way) in await node.hosts_of(relay):
+        guard.reached(relay, host_in(way))
+    return reader, writer
+
+
 async def splice(
     near: tuple[asyncio.StreamReader, asyncio.StreamWriter],
     far: tuple[asyncio.StreamReader, asyncio.StreamWriter],
@@ -231,9 +247,7 @@ class Places:
 
     async def _keep(self, relay: str, multiaddr: str) -> None:
         try:
-            address = await guarded(self._guard, relay, split_peer_id(multiaddr)[0])
-            reader, writer = await self._node.open_stream(relay, [address], PLACE)
-            self._guard.reached(relay, host_in(address))
+            reader, writer = await open_told(self._node, self._guard, relay, split_peer_id(multiaddr)[0], PLACE)
             try:
                 writer.write(b".")
                 async with asyncio.timeout(ANSWER_S):

@@ -6,12 +6,14 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
+from typing import TypeVar
 
 from noloco_p2p.errors import NolocoError
 from noloco_p2p.identity import short_id
 
 logger = logging.getLogger(__name__)
 
+K = TypeVar("K")
 StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 MAX_STREAMS = 256  # each is a descriptor
@@ -45,7 +47,7 @@ class Streams:
         return on_stream
 
 
-def count_down(counter: Counter[str], key: str) -> None:
+def count_down(counter: Counter[K], key: K) -> None:
     counter[key] -= 1
     if counter[key] <= 0:
         del counter[key]

@@ -20,10 +20,9 @@ from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import CorruptPayload, DirectoryError, Unreachable
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import short_id
-from noloco_p2p.swarm.addresses import guarded, host_in
 from noloco_p2p.swarm.node import SwarmNode, end_tasks
 from noloco_p2p.swarm.pipe import Pipe
-from noloco_p2p.swarm.relay import ANSWER_S, BROKEN, CALL, TUNNEL, YES, relays_of
+from noloco_p2p.swarm.relay import ANSWER_S, BROKEN, CALL, TUNNEL, YES, open_told, relays_of
 
 logger = logging.getLogger(__name__)
 
@@ -172,9 +171,7 @@ class Tunnels:
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, int]:
         """A way to the peer that knows the connection. Raises what a broken stream does, TimeoutError."""
         async with asyncio.timeout(ANSWER_S):
-            address = await guarded(self._guard, relay, address)
-            reader, writer = await self._node.open_stream(relay, [address], CALL)
-            self._guard.reached(relay, host_in(address))
+            reader, writer = await open_told(self._node, self._guard, relay, address, CALL)
             try:
                 writer.write(peer_id.encode() + b"\n")
                 if await reader.readline() != YES:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -23,6 +23,7 @@ from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.rates import Rate, TokenBucket
 from noloco_p2p.swarm.addresses import by_reach, guarded, host_in, tcp_target
 from noloco_p2p.swarm.daemon_client import ANSWER_FAULTS, DaemonClient
+from noloco_p2p.swarm.streams import count_down
 from noloco_p2p.swarm.told import of_one_host
 
 K = TypeVar("K")
@@ -32,6 +33,7 @@ LOCATE = "noloco_p2p.locate/1"  # a peer id, or nothing -> addresses, a line eac
 MAX_ADDRESSES, MAX_ADDRESS_CHARS = 8, 200
 MAX_PEERS = 1024  # that are remembered, of each kind
 GOOD_FOR_S = 300.0
+MAX_WAITING = 4  # answers that wait for one neighbour; one that is silent holds no more of those that may wait at all
 SILENT_FOR_S = 30.0  # a neighbour that did not say where it is; who asks meanwhile is told nothing, at once
 DIALS = Rate(per_s=2.0, burst=64.0)  # of peers that others told of
 
@@ -57,6 +59,7 @@ class Whereabouts:
         self._told_by: OrderedDict[PeerID, PeerID] = OrderedDict()
         self._addresses: OrderedDict[PeerID, tuple[float, bytes]] = OrderedDict()  # of neighbours, by their own word
         self._tried_s: OrderedDict[PeerID, float] = OrderedDict()
+        self._waiting: Counter[PeerID] = Counter()
 
     def tell(self, data: bytes, asker: PeerID) -> bytes | Awaitable[bytes]:
         """Where a neighbour can be dialled; without a peer id, where this node can. Raises DirectoryError."""
@@ -91,16 +94,26 @@ class Whereabouts:
 
     async def _dial(self, peer_id: str, told: Sequence[str]) -> None:
         """Raises Unreachable where the guard does not let it dial, and ANSWER_FAULTS."""
+        if await self._client.hosts_of(peer_id):
+            return  # there is a connection, and no need to believe anything
         believed = of_one_host(told, only_public=self._guard.only_public)
         ways = [await guarded(self._guard, peer_id, address) for address in believed]
         if ways:
             await asyncio.wait_for(self._client.connect(peer_id, ways), self._wait_s)
-            self._guard.reached(peer_id, host_in(ways[0]))
+            if (host := host_in(ways[0])) in await self._client.hosts_of(peer_id):
+                self._guard.reached(peer_id, host)
 
     async def _ask_itself(self, peer: PeerID) -> bytes:
+        """Raises DirectoryError when as many wait for this neighbour as may."""
+        if self._waiting[peer] >= MAX_WAITING:
+            raise DirectoryError("others wait for that peer; ask again later")
+        self._waiting[peer] += 1
         addresses = b""
-        with suppress(*ANSWER_FAULTS):
-            addresses = pack(unpack(await self._ask(peer, b"")))
+        try:
+            with suppress(*ANSWER_FAULTS):
+                addresses = pack(unpack(await self._ask(peer, b"")))
+        finally:
+            count_down(self._waiting, peer)
         _put(self._addresses, peer, (time.monotonic(), addresses))
         return addresses
 

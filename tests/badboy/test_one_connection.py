@@ -18,6 +18,7 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import options
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.connection import translate
+from noloco_p2p.net.front import WAITING_OF_ONE
 from noloco_p2p.net.handshake import Greeting, Metadata
 from noloco_p2p.net.session import SERVER_NAME, Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
@@ -27,6 +28,7 @@ from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S
 
 NUM_NEWCOMERS = 20
 MANY_GREETINGS = 200
+NUM_LEFT = 80
 
 
 def run(main: Callable[[Victim], Coroutine[None, None, None]]) -> None:
@@ -53,6 +55,15 @@ async def proof(stub: PeerStub, there: Candidate, name: str) -> Metadata:
 async def status(stub: PeerStub, name: str, metadata: Metadata = ()) -> pb.StatusReply:
     request = pb.StatusRequest(hello=pb.Hello(peer_id=identity_of(name).peer_id, run_name="r", spec_digest=DIGEST))
     return await stub.Status(request, metadata=metadata, timeout=AT_ONCE_S)
+
+
+async def ask_for_a_state(stub: PeerStub, name: str, metadata: Metadata) -> grpc.aio.UnaryStreamCall:
+    """A call that has a place in the line."""
+    hello = pb.Hello(peer_id=identity_of(name).peer_id, run_name="r", spec_digest=DIGEST)
+    request = pb.FetchRequest(hello=hello, chunks=pb.ChunksRequest(manifest_digest=bytes(32), indices=[0]))
+    call = stub.Fetch(request, metadata=metadata, timeout=PATIENCE_S)
+    assert (await call.read()).HasField("place")
+    return call
 
 
 async def fault_of(call: Coroutine[None, None, object]) -> PeerError:
@@ -156,5 +167,39 @@ def test_one_connection_has_one_name() -> None:
             fault = await fault_of(status(stub, "other", await proof(stub, there.candidate, "other")))
             assert isinstance(fault, Refused)
             assert "another peer" in str(fault)
+
+    run(main)
+
+
+def test_connections_whose_calls_are_over_are_few() -> None:
+    """A call that was accepted frees its connection of all limits while it runs, and no longer: else one caller fills
+    the 512 connections of the server within seconds, and keeps everybody out."""
+
+    async def main(there: Victim) -> None:
+        most = 0
+        async with AsyncExitStack() as stack:
+            for _ in range(NUM_LEFT):
+                stub = PeerStub(await stack.enter_async_context(connection(there.candidate)))
+                call = await ask_for_a_state(stub, "stranger", await proof(stub, there.candidate, "stranger"))
+                call.cancel()
+                most = max(most, there.num_connections())
+            assert await is_served(there.candidate, "newcomer")
+        assert most < 2 * WAITING_OF_ONE  # the server hears of an end a moment later
+
+    run(main)
+
+
+def test_a_connection_with_a_running_call_does_not_make_room() -> None:
+    async def main(there: Victim) -> None:
+        async with AsyncExitStack() as stack:
+            stub = PeerStub(await stack.enter_async_context(connection(there.candidate)))
+            metadata = [await proof(stub, there.candidate, "stranger") for _ in range(2)]
+            running = await ask_for_a_state(stub, "stranger", metadata[0])
+            await status(stub, "stranger", metadata[1])
+            for _ in range(2 * WAITING_OF_ONE):
+                other = PeerStub(await stack.enter_async_context(connection(there.candidate)))
+                await status(other, "stranger", await proof(other, there.candidate, "stranger"))
+            assert await is_served(there.candidate, "newcomer")
+            assert not running.done()
 
     run(main)

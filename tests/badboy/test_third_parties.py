@@ -25,6 +25,7 @@ from noloco_p2p.swarm.buckets import ROOT, run_key
 from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
+from noloco_p2p.swarm.relay import PLACE, open_told
 from noloco_p2p.swarm.timing import Timing
 from noloco_p2p.swarm.whereabouts import MAX_ADDRESSES
 from noloco_p2p.testing.identities import identity_of
@@ -120,6 +121,28 @@ def test_what_grpc_takes_for_an_address_and_is_none_is_not_called(tmp_path: Path
                 await call(transport(), "liar", address)
         server.close()
         assert (there.num_dials, other.num_dials) == (0, 0)
+
+    run(main)
+
+
+def test_a_peer_that_is_connected_is_not_taken_to_be_where_it_says(tmp_path: Path) -> None:
+    """libp2p dials nothing where there is a connection, and says yes to any address."""
+
+    async def main() -> None:
+        async with (
+            bystander() as (there, port),
+            directory(tmp_path, "liar", spec_digest=None) as evil,
+            directory(tmp_path, "victim", *evil.multiaddrs()) as victim,
+        ):
+            lie, guard = f"/ip4/127.0.0.9/tcp/{port}", victim.guard
+            await until(lambda: (evil.peer_id, "127.0.0.1") in guard._reached)
+            _, stream = await open_told(victim.node, guard, evil.peer_id, lie, PLACE)
+            stream.close()
+            protocol: Any = victim.node._dht.bounded  # pyright: ignore[reportOptionalMemberAccess]
+            await protocol.whereabouts._dial(evil.peer_id, [lie])
+            await victim._dialer._dial_one(evil.peer_id, [lie])
+            assert there.num_dials <= 1, "a plain socket"
+            assert len(guard._reached) == 1
 
     run(main)
 

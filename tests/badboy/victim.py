@@ -14,7 +14,7 @@ import psutil
 import uvloop
 
 from noloco_p2p.errors import PeerError
-from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, SwapState
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, QueuePlace, SwapState
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
@@ -27,7 +27,7 @@ ROUND = 41
 
 
 class Quiet:
-    """A Service that answers questions, and never an offer."""
+    """A Service that answers questions, never an offer, and lets every newcomer wait for a state."""
 
     def admit(self, hello: Hello) -> None:
         """Everybody."""
@@ -40,8 +40,9 @@ class Quiet:
     async def on_status(self, swap_id: bytes) -> PeerStatus:
         return PeerStatus(Hello("victim", "r", DIGEST), "training", ROUND, 0.5, SwapState())
 
-    def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
-        raise NotImplementedError
+    async def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
+        yield QueuePlace(1, None)
+        await asyncio.sleep(PATIENCE_S)
 
 
 class Victim:
@@ -53,6 +54,11 @@ class Victim:
         self._process = psutil.Process(pid)
         self._before_bytes = self._process.memory_info().rss
         self.most_grown_mib = 0.0
+
+    def num_connections(self) -> int:
+        """That its callers have."""
+        there = self._process.net_connections("tcp")
+        return sum(each.laddr.port == self.port and each.status == psutil.CONN_ESTABLISHED for each in there)
 
     async def watch(self) -> None:
         """Until it is cancelled."""

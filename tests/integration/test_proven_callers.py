@@ -53,6 +53,7 @@ class Answering:
     def __init__(self) -> None:
         self.admitted: list[str] = []
         self.frames: list[Frame | PeerError] = []
+        self.pause_s = 0.01  # from one item for a newcomer to the next
 
     def admit(self, hello: Hello) -> None:
         self.admitted.append(hello.peer_id)
@@ -73,7 +74,7 @@ class Answering:
     async def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         while isinstance(want, WantChunks):
             yield QueuePlace(1, 1.0)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(self.pause_s)
         yield SpecJson(SPEC.canonical_json())
 
 
@@ -223,6 +224,25 @@ def test_the_newest_fetch_of_a_peer_is_the_one_that_counts() -> None:
             for items in (newer, friend):
                 for _ in range(5):
                     assert isinstance(await anext(items), QueuePlace)
+                await items.aclose()
+
+    run(main)
+
+
+def test_a_third_fetch_of_a_peer_has_no_place_in_the_line() -> None:
+    """The older ones hear only with their next item that they do not count, which is seconds later."""
+    want = WantChunks(bytes(32), (0,))
+
+    async def main() -> None:
+        async with answering() as (service, there):
+            service.pause_s = PATIENCE_S
+            fetches = [transport().fetch(there, want, timeout_s=PATIENCE_S) for _ in range(12)]
+            for items in fetches[:2]:
+                assert isinstance(await anext(items), QueuePlace)
+            for items in fetches[2:]:
+                with pytest.raises(Refused, match="in another call"):
+                    await anext(items)
+            for items in fetches:
                 await items.aclose()
 
     run(main)

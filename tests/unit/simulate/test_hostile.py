@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_p2p.simulate.hostile import Attack
+from noloco_p2p.simulate.hostile import ADAPTIVE, Attack
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.result import Result
@@ -38,5 +38,7 @@ def test_the_honest_replica_is_never_broken(attack: Attack, material: Material) 
         assert (result.refused, result.alone) == (3, 3)
     elif attack is Attack.NAN:
         assert (result.swapped, result.alone) == (0, 3)
+    elif attack in ADAPTIVE:  # it leaves before the last late part
+        assert result.swapped + result.half >= 2, "most of what it sends passes the gates"
     else:
         assert result.swapped == 3

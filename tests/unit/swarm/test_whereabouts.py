@@ -12,9 +12,11 @@ from hivemind.p2p import PeerID
 
 from noloco_p2p.dial_guard import FAILURES_A_MINUTE, DialGuard
 from noloco_p2p.errors import DirectoryError
+from noloco_p2p.swarm.addresses import host_in
 from noloco_p2p.swarm.neighbourhood import claim, place_of
-from noloco_p2p.swarm.whereabouts import DIALS, MAX_ADDRESSES, MAX_PEERS, Whereabouts, pack, unpack
+from noloco_p2p.swarm.whereabouts import DIALS, MAX_ADDRESSES, MAX_PEERS, MAX_WAITING, Whereabouts, pack, unpack
 from noloco_p2p.testing.identities import identity_of
+from noloco_p2p.testing.patience import PATIENCE_S
 
 ME, NEAR, TELLER = (PeerID.from_base58(identity_of(name).peer_id) for name in ("me", "near", "teller"))
 THERE = "/ip4/192.0.2.7/tcp/4001"
@@ -30,6 +32,7 @@ class Client:
         self.fault = fault  # of dialling
         self.asked: list[tuple[PeerID, bytes]] = []
         self.dialled: list[tuple[str, list[str]]] = []
+        self.hosts: dict[str, set[str]] = {}  # of connections
 
     async def ask(self, peer: PeerID, protocol: str, question: bytes) -> bytes:
         self.asked.append((peer, question))
@@ -41,6 +44,21 @@ class Client:
         self.dialled.append((peer_id, addresses))
         if self.fault:
             raise self.fault
+        self.hosts[peer_id] = {host_in(addresses[0])}
+
+    async def hosts_of(self, peer_id: str) -> set[str]:
+        return self.hosts.get(peer_id, set())
+
+
+class SilentClient(Client):
+    """Asks somebody who never answers."""
+
+    num_asked = 0
+
+    async def ask(self, peer: PeerID, protocol: str, question: bytes) -> bytes:
+        self.num_asked += 1
+        await asyncio.sleep(PATIENCE_S)
+        return b""
 
 
 def made(client: Client, guard: DialGuard | None = None) -> tuple[Whereabouts, RoutingTable]:
@@ -83,6 +101,22 @@ def test_a_neighbour_that_is_silent_is_not_asked_for_everybody_who_asks() -> Non
     for _ in range(3):
         assert whereabouts.tell(NEAR.to_bytes(), TELLER) == b"", "nobody has to wait for that"
     assert client.asked == [(NEAR, b"")]
+
+
+def test_few_wait_for_one_neighbour_that_is_silent() -> None:
+    """Else 16 identities with four questions each take all the 64 answers that may wait."""
+
+    async def main() -> None:
+        client = SilentClient()
+        whereabouts, table = made(client)
+        claim(table, place_of(str(NEAR)), NEAR)
+        questions = [told(whereabouts.tell(NEAR.to_bytes(), TELLER)) for _ in range(64)]
+        answers = await asyncio.gather(*questions, return_exceptions=True)
+        assert answers.count(b"") == client.num_asked == MAX_WAITING
+        assert all(isinstance(answer, DirectoryError) for answer in answers if answer != b"")
+        assert not whereabouts._waiting
+
+    asyncio.run(main())
 
 
 def test_a_node_that_was_told_of_is_dialled_once_and_a_neighbour_never() -> None:
@@ -128,6 +162,16 @@ def test_a_node_is_dialled_at_one_host_which_is_public_where_this_one_is() -> No
         whereabouts, _ = made(client, DialGuard(only_public=only_public))
         asyncio.run(call(whereabouts, [NEAR]))
         assert client.dialled == [(str(NEAR), [dialled])]
+
+
+def test_a_node_that_is_connected_is_not_taken_to_be_where_a_liar_says() -> None:
+    """libp2p would dial nothing and say yes, and from then on dials of that host would not be counted."""
+    client, guard = Client(THERE.encode()), DialGuard()
+    client.hosts[str(NEAR)] = {"192.0.2.9"}
+    whereabouts, _ = made(client, guard)
+    asyncio.run(call(whereabouts, [NEAR]))
+    assert not client.dialled
+    assert not guard._reached
 
 
 def test_nodes_that_were_reached_use_up_no_dials_of_their_host() -> None:
