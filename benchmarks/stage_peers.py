@@ -154,9 +154,7 @@ class BenchPeer:
         self.identity = Identity.load_or_create(Path(self._folder.name) / "key")
         self.session = Session(self.identity)
         assert spec.pipeline.cut != "auto"
-        stage = build_stage(
-            spec.model, spec.pipeline.cut, index=place.stage, sequence_length=spec.data.sequence_length
-        )
+        stage = build_stage(spec.model, spec.pipeline.cut, index=place.stage, sequence_length=spec.data.sequence_length)
         self.work = PassingWork(stage, bench)
         self.inner = InnerStep(stage.model, spec.train)
         self.mates = Told()
