@@ -198,9 +198,15 @@ def measure_carried(quick: bool) -> list[Claim]:
 
 def churn_spec(num_stages: int, steps: int) -> TrainerSpec:
     changes = {
-        **{"model.num_layers": num_stages, "train.total_steps": steps, "train.batch_size": BATCH},
-        **{"train.warmup_steps": 1, "outer.inner_steps": 5, "outer.swap_momentum": False},
-        **{"codec.slow_weights": "modulo8", "codec.outer_momentum": "modulo8", "codec.outer_gradient": "int4"},
+        "model.num_layers": num_stages,
+        "train.total_steps": steps,
+        "train.batch_size": BATCH,
+        "train.warmup_steps": 1,
+        "outer.inner_steps": 5,
+        "outer.swap_momentum": False,
+        "codec.slow_weights": "modulo8",
+        "codec.outer_momentum": "modulo8",
+        "codec.outer_gradient": "int4",
     }
     return staged(TrainerSpec.load(TOY).with_changes(changes, origin="flow"), num_stages)
 
