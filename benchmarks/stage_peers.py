@@ -124,10 +124,11 @@ class PassingWork(StageWork):
 
     def compute(self, task: Compute) -> Tensor | None:
         self._note(task)
-        is_head = self.stage.index == 0
-        if task.kind is Kind.BACKWARD:
-            return None if is_head else task.received
-        return self._constant if is_head else task.data
+        if self.stage.index == 0:
+            return None if task.kind is Kind.BACKWARD else self._constant
+        passed = task.received if task.kind is Kind.BACKWARD else task.data
+        assert isinstance(passed, Tensor)
+        return passed
 
     def close(self, inner: InnerStep, num_tokens: int, *, progress: float) -> None:
         self._num_steps += 1
