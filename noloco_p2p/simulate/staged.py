@@ -95,10 +95,10 @@ class StagedSwarm:
         events = [asyncio.create_task(self._at(event)) for event in churn.events]
         await self._until_heads_finish()
         speed = Speed.of(self)
-        await self._until_replicas_finish()
-        for event in events:
+        for event in events:  # from here on nobody comes or goes
             event.cancel()
         await asyncio.gather(*events, return_exceptions=True)
+        await self._until_replicas_finish()
         for node in self.nodes.values():
             node.freeze()
         if self.plan.gossips:
@@ -255,6 +255,8 @@ class StagedSwarm:
         donor = self.rng.choice(donors)
         rate = min(self.plan.link(stage, number).down_mbit_s, self.plan.link(stage, donor.number).up_mbit_s)
         await asyncio.sleep(state_file_bytes(donor.state.num_elements, self.spec.outer) / (rate * 1e6 / 8))
+        if donor.progress >= 1:
+            return  # training is over, and a head without a step to close would never finish
         self.neighbours(self._start(stage, number, donor), is_new_round=False)
 
     # the end

@@ -115,6 +115,17 @@ def test_the_run_goes_on_when_a_replica_crashes(stage: int) -> None:
     assert all(node.steps >= 12 for node in nodes if node.stage == 0 and node.is_alive)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_newcomer_that_comes_too_late_takes_no_part(stage: int) -> None:
+    replicas = tuple(3 if index == stage else 2 for index in range(3))
+    plain, _ = run(spec_of(), StagedPlan((2, 2, 2), links=SLOW, step_s=0.1))
+    for share in (0.95, 1.0, 1.05):
+        events = (Event("join", 2, share * plain.virtual_s, stage),)
+        result, _ = run(spec_of(), StagedPlan(replicas, links=SLOW, step_s=0.1, churn=Churn(events)))
+        assert all(2 <= each.num_replicas <= 3 for each in result.stages)
+        assert result.virtual_s < 2 * plain.virtual_s
+
+
 def test_a_pipeline_without_heads_cannot_be_judged() -> None:
     churn = Churn((Event("crash", 0, 1.0), Event("leave", 1, 2.0)))
     with pytest.raises(SettingsError, match="every replica of stage 0 is gone"):
