@@ -30,6 +30,8 @@ from noloco_p2p.trainer.stage_needs import StageNeeds
 PATIENCE_S = 1200.0
 CHANGES: dict[str, Any] = {
     "name": "too-large",
+    "data.source": "stdlib",
+    "data.tokenizer": "bytes",
     "data.sequence_length": 64,
     "train.batch_size": 4,
     "train.total_steps": 1000,

@@ -57,9 +57,10 @@ def init(
         file.write_text(render(spec), encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"{file}: cannot be written: {error}") from None
-    how = f"{file} --run-key {key_file}" if private else file
-    start = "" if needs else f"; start the run with: noloco join {how}"  # stages cannot be joined yet
-    print(f"wrote {file}: {describe_size(spec)}{start}")
+    how = f"{file} --run-key {key_file}" if private else f"{file}"
+    if needs:
+        how += " --stage 0"
+    print(f"wrote {file}: {describe_size(spec)}; start the run with: noloco join {how}")
     for line in needs:
         print(line)
     if private:

@@ -76,7 +76,11 @@ class StageNeeds:
 
     def _heads(self) -> str:
         sources = " or ".join(repr(part.source) for part, _ in self.spec.data.parts())
-        return f"a head needs the memory of stage 0 and data ({sources}); every other peer can hold stages 1 and up"
+        return (
+            f"a head needs the memory of stage 0 and data ({sources}); every other peer can hold stages 1 and up. "
+            f"Training begins when each of the {self.spec.pipeline.stages} stages has a peer: one machine can begin with "
+            "a process for each, and with a --state-dir for each"
+        )
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

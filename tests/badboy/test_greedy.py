@@ -16,7 +16,7 @@ from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.specs import FP32, published
 
 SPEC = RunSpec(name="greedy", codec=FP32, outer=published(inner_steps=1, max_wait_s=PATIENCE_S))
-NUM_HONEST, WAIT_S = 8, 2.0
+NUM_HONEST, WAIT_S = 8, 6.0
 
 
 @pytest.mark.parametrize(("is_listed", "num_rounds"), [(True, 18), (False, 6)])

@@ -134,6 +134,9 @@ class Bench:
     def leave(self) -> str:
         return self.words(self.machine.leave(self.now_s))
 
+    def rejoin(self) -> str:
+        return self.words(self.machine.rejoin(self.now_s))
+
     def is_idle(self) -> str:
         return "yes" if self.machine.is_idle else "no"
 

@@ -214,6 +214,8 @@ a head that leaves finishes what is on its way
     forward v h.1 -> taken v h.1, compute loss h.1; computed; backward x h.1; computed; is_idle -> yes
 a head that leaves gives up what has no room
     ASKING; leave -> lost x h.1, give up h.1; is_idle -> yes
+a head that comes back launches again
+    ASKING; leave -> lost x h.1, give up h.1; can_launch -> no; at 2; rejoin -> nothing; can_launch -> yes
 """,
     BEGINNINGS,
 )

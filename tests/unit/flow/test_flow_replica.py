@@ -285,6 +285,8 @@ an evaluation waits for its path
 a replica that leaves finishes what it has
     FULL; want b h.3 -> wait b h.3; leave -> drop b h.3; want b h.4 -> drop b h.4; is_idle -> no;
     credit x h.2 -> forward x h.2; backward x h.1; computed; backward x h.2; computed -> backward a h.2; is_idle -> yes
+a replica that comes back takes what is new
+    leave -> nothing; want a h.1 -> drop a h.1; rejoin -> nothing; want a h.2 -> credit a h.2
 a replica that leaves keeps its promises
     want a h.1 -> credit a h.1; leave -> nothing; forward a h.1 -> taken a h.1, compute forward h.1
 """,

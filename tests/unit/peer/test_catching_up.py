@@ -37,6 +37,8 @@ class Others:
     def live(self) -> list[Candidate]:
         return [*self.candidates, replace(self.candidates[0], peer_id="outbound", can_be_called=False)]
 
+    mates = live
+
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """As `swarm.tunnel` does it: where a way is missing, a task is made."""
         asyncio.get_running_loop()
