@@ -30,6 +30,7 @@ SIGNATURE_BYTES = 64
 EXPIRY_SLACK_S = 1e-3  # between what a record says and what the DHT was told
 DOMAIN = b"noloco_p2p record 1\x00"
 STATES = frozenset({"training", "paused", "leaving", "done"})
+SERVING = frozenset({"training", "done"})  # who computes for the other stages of a run
 
 
 class RecordError(DirectoryError, ValueError):
@@ -72,6 +73,7 @@ class PeerRecord:
     started_at_ms: int = 0  # Unix, by its own clock: tells two starts of one key apart
     mark: str = ""  # of a private run: that an invited peer wrote it
     stage: int = 0  # in a run with stages; 0 = the head
+    stages: int = 0  # of the run; 0 = every peer holds the whole model
     capacity: float = 0.0  # tokens/s that its stage can compute
     queue: int = 0  # microbatches that it holds now
     microbatches: int = 0  # whose gradients it has counted

@@ -7,8 +7,7 @@ from collections.abc import Collection, Sequence
 from statistics import fmean
 
 from noloco_p2p.gossip.seams import Candidate
-
-SERVING = ("training", "done")  # states of peers that compute for others
+from noloco_p2p.swarm.records import SERVING
 
 
 def capacities(members: Sequence[Candidate], num_stages: int) -> list[float]:

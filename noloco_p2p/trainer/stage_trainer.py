@@ -25,7 +25,7 @@ from noloco_p2p.peer.peer import Peer
 from noloco_p2p.peer.stage_flow import StagePlan
 from noloco_p2p.peer.threaded_flow import FlowCounts
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.telemetry.console import count, mib
+from noloco_p2p.telemetry.console import count, mib, numbered_stages
 from noloco_p2p.trainer.base import TrainerBase
 from noloco_p2p.trainer.compute import Compute, choose_device
 from noloco_p2p.trainer.cut import check_stages, cut_of
@@ -305,8 +305,7 @@ class StageTrainer(TrainerBase):
     def _tell_missing(self, missing: list[int]) -> None:
         self._missing = missing
         self.peer.wait_for_stages(missing)
-        names = f"stage{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        self.say(f"waiting for {names}, which nobody holds" if missing else "every stage is held by somebody")
+        self.say(f"waiting for {numbered_stages(missing)}, which nobody holds" if missing else "every stage is held by somebody")
 
     def _count(self, counts: FlowCounts) -> None:
         metrics, (done, lost, late) = self.peer.metrics, self._begun
