@@ -47,9 +47,9 @@ class Watcher:
     def take(self, records: list[tuple[PeerRecord, float]], *, directory_age_s: float, now_s: float) -> None:
         self.now_s, self.directory_age_s = now_s, directory_age_s
         self.roster.take(records, now_s=now_s)
-        records = [member.record for member in self.living()]
-        for stage in {record.stage for record in records} | self.sketches.keys():
-            self.sketches[stage].take(record for record in records if record.stage == stage)
+        living = [member.record for member in self.living()]
+        for stage in {record.stage for record in living} | self.sketches.keys():
+            self.sketches[stage].take(record for record in living if record.stage == stage)
         measured = {stage: sketches.measure() for stage, sketches in self.sketches.items()}
         self.spreads = {stage: spread for stage, spread in measured.items() if spread}
 
