@@ -61,7 +61,7 @@ def notices(
     silent = sum(state is Health.SILENT for state in health.values())
     if silent:
         found.append(Notice("warn", f"{_peers(silent)} missed two announcements and may be gone."))
-    found += _lonely(roster)
+    found += _lonely(roster, "nobody else held their stage" if stages else CAUSES[LonelyCause.NOBODY])
     far = [peer for spread in spreads if spread.num_peers >= 4 for peer in _astray(spread)]
     found += [Notice("warn", f"{named(peer)} is far from the other replicas.") for peer in far[:3]]
     unreached = [r for r in alive if r.reachability != "direct" and r.swaps + r.alone >= UNREACHED_ROUNDS]
@@ -87,13 +87,15 @@ def _lost(roster: Roster, health: dict[str, Health], now_s: float) -> list[Notic
     return [Notice("warn", said)]
 
 
-def _lonely(roster: Roster) -> list[Notice]:
+def _lonely(roster: Roster, nobody: str) -> list[Notice]:
+    """`nobody`: the words for the cause of that name."""
     lately = roster.lately()
     rounds = lately["swaps"] + lately["halves"] + lately["alone"]
     if rounds < ENOUGH_ROUNDS or lately["alone"] < LONELY_SHARE * rounds:
         return []
     cause = max(LonelyCause, key=lambda cause: lately[cause])
-    why = f", mostly as {CAUSES[cause]}" if lately[cause] else ""
+    words = nobody if cause is LonelyCause.NOBODY else CAUSES[cause]
+    why = f", mostly as {words}" if lately[cause] else ""
     share = f"{100 * lately['alone'] / rounds:.0f} %"
     return [Notice("warn", f"{share} of the rounds of the last {duration(WINDOW_S)} were alone{why}.")]
 
