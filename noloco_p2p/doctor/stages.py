@@ -32,7 +32,8 @@ def _stage(needs: StageNeeds, fitting: Fitting, stage: int, settings: PeerSettin
     if why := fitting.reasons.get(stage):
         level, other = ("warning", "hold another stage, or ") if fitting else ("failed", "")
         is_too_large = needs.memory(stage) > memory_limit(settings)
-        return Check(name, level, why, f"{other}{'use a machine with more memory' if is_too_large else 'give the data'}")
+        fix = "use a machine with more memory" if is_too_large else "give the data"
+        return Check(name, level, why, f"{other}{fix}")
     reads = "; this machine can be a head, as it can read the data" if stage == 0 else ""
     told = (
         f"{count(needs.part(stage).num_parameters)} parameters: {mib(needs.memory(stage))} of memory, and activations "

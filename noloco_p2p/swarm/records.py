@@ -106,10 +106,13 @@ KEYS = {
     "depths": "at",
     "session_key": "key",
     "started_at_ms": "up",
+    "stage": "st",
+    "stages": "of",
     "capacity": "cap",
+    "queue": "q",
     "microbatches": "mb",
-    "lost_microbatches": "mblost",
-    "late_microbatches": "mblate",
+    "lost_microbatches": "mbx",
+    "late_microbatches": "mbl",
     "sends_to": "to",
 }
 
@@ -120,7 +123,10 @@ def tellable(value: float | None) -> float | None:
 
 
 def encode_record(record: PeerRecord, identity: Identity) -> bytes:
-    """Sign and pack. Least useful addresses are dropped until it fits; raises RecordError when even that fails."""
+    """Sign and pack. Until it fits, the least useful addresses are dropped, then `sends_to`, and at last the sketch.
+
+    Raises RecordError when even that fails.
+    """
     if record.peer_id != identity.peer_id:
         raise RecordError(f"a record of {record.peer_id} cannot be signed by {identity.peer_id}")
     record = replace(record, addresses=record.addresses[:MAX_ADDRESSES], multiaddrs=record.multiaddrs[:MAX_ADDRESSES])
@@ -131,6 +137,8 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
             record = replace(record, multiaddrs=record.multiaddrs[:-1])
         elif len(record.addresses) > 1:
             record = replace(record, addresses=record.addresses[:-1])
+        elif record.sends_to:
+            record = replace(record, sends_to=())  # it is only drawn
         elif record.sketch:
             record = replace(record, sketch="")  # to be reached is worth more than to be measured
         else:
