@@ -150,8 +150,7 @@ function showCharts() {
   const bounds = few ? [] : [line("lowest", "--faint"), line("mean", "--blue", { width: 2 }), line("highest", "--faint")];
   if (!few) tables.unshift([t, h.loss_lowest, h.loss, h.loss_highest]);
   if (tables.length) charts.loss.set([...bounds, ...own], uPlot.join(tables));
-  const kind = state.head.stages.length ? "heads" : "peers";
-  text("n-loss", few ? `one line for each of ${names.length} ${kind}` : `lowest, mean and highest of ${state.peers.size} peers${names.length ? `, and ${names.length} that match` : "; search for peers to see their lines"}`);
+  text("n-loss", few ? `one line for each ${state.head.stages.length ? "head" : `of ${names.length} peers`}` : `lowest, mean and highest of ${state.peers.size} peers${names.length ? `, and ${names.length} that match` : "; search for peers to see their lines"}`);
 }
 
 function showHead() {
@@ -198,7 +197,7 @@ function showStages() {
   const stages = state.head.stages, staged = stages.length > 0;
   document.body.classList.toggle("staged", staged);
   text("h-speed", `Tokens per second, all ${staged ? "heads" : "peers"}`);
-  text("h-spread", `Spread of the replicas${staged ? " of the widest stage" : ""}, % of their norm`);
+  text("h-spread", `Spread ${staged ? "in the widest stage" : "of the replicas"}, % of their norm`);
   $("stages").replaceChildren(...stages.map((stage) => {
     const row = document.createElement("tr");
     row.className = stage.peers ? "" : "empty";
