@@ -164,13 +164,16 @@ def view(swarm: dict[str, Any], choice: Choice, *, width: int, height: int) -> G
     lines += [Text(notice["text"], style=LEVELS[notice["level"]]) for notice in told]
     more = "and {} more: --filter, --sort, or a larger window"
     stages = swarm["stages"][: height // STAGES_SHARE]
-    used = sum(len(textwrap.wrap(line.plain, width)) for line in [*lines, Text(more)]) + _height(stages)
+    used = sum(len(textwrap.wrap(line.plain, width)) for line in [*lines, Text(more)])
+    used += len(stages) + 2 if stages else 0  # their header, and how many are left out
     room = max(1, height - used - 3)  # blank, header, and the line that a terminal keeps for the cursor
     shown = peers[:room]
     parts: list[Any] = [*lines, Text("")]
     if stages:
-        parts += [stage_table(stages, width=width), Text("")]
-    parts.append(table(shown, width=width, sort=choice.sort))
+        hidden = len(swarm["stages"]) - len(stages)
+        rest = f"and {hidden} more with more capacity" if hidden else ""
+        parts += [stage_table(stages, width=width), Text(rest, style="dim")]
+    parts.append(table(shown, columns_of(swarm), width=width, sort=choice.sort))
     if len(shown) < len(peers):
         parts.append(Text(more.format(len(peers) - len(shown)), style="dim"))
     elif choice.words:
@@ -178,14 +181,9 @@ def view(swarm: dict[str, Any], choice: Choice, *, width: int, height: int) -> G
     return Group(*parts)
 
 
-def _height(stages: Sequence[Stage]) -> int:
-    """Lines that their table takes, with its header and the blank after it."""
-    return len(stages) + 2 if stages else 0
-
-
-def table(peers: Sequence[Peer], *, width: int, sort: str = "state") -> Table:
-    columns, cells = fitting(peers, columns_of(peers), width=width)
-    return _drawn(columns, cells, [STYLES[peer["health"]] for peer in peers], sort=sort)
+def table(peers: Sequence[Peer], columns: Sequence[Column], *, width: int, sort: str) -> Table:
+    left, cells = fitting(peers, columns, width=width)
+    return _drawn(left, cells, [STYLES[peer["health"]] for peer in peers], sort=sort)
 
 
 def stage_table(stages: Sequence[Stage], *, width: int) -> Table:
@@ -208,11 +206,9 @@ def _drawn(
     return drawn
 
 
-def columns_of(peers: Sequence[Peer]) -> tuple[Column, ...]:
+def columns_of(swarm: dict[str, Any]) -> tuple[Column, ...]:
     """What is shown of peers: their stages, too, in a run that has some."""
-    if all(peer["stage"] is None for peer in peers):
-        return COLUMNS
-    return (*COLUMNS[:1], STAGE_OF_PEER, *COLUMNS[1:])
+    return (*COLUMNS[:1], STAGE_OF_PEER, *COLUMNS[1:]) if swarm["stages"] else COLUMNS
 
 
 def fitting(
@@ -234,7 +230,7 @@ def plain(swarm: dict[str, Any], choice: Choice | None = None) -> list[str]:
         *(headline(swarm), rounds_line(swarm)),
         *(notice["text"] for notice in swarm["notices"]),
         *(_aligned(stages, STAGE_COLUMNS) if stages else []),
-        *_aligned(peers, columns_of(peers)),
+        *_aligned(peers, columns_of(swarm)),
     ]
 
 

@@ -135,6 +135,7 @@ def test_many_stages_leave_room_for_peers() -> None:
     lines = drawn(view(swarm(replace(HEAD, stages=MAX_STAGES)), Choice(), width=80, height=24), width=80)
     assert len(lines) < 24
     assert any("..aaaaaa" in line for line in lines)
+    assert any(line.strip() == "and 56 more with more capacity" for line in lines)
 
 
 def test_a_token_that_passes_all_stages_is_counted_once() -> None:
