@@ -34,7 +34,7 @@ class Watcher:
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
         self.roster = Roster()
-        self.sketches: defaultdict[int, Sketches] = defaultdict(Sketches)  # by stage: others are no replicas
+        self.sketches: dict[int, Sketches] = {}  # by stage: peers of different ones are no replicas
         self.spreads: dict[int, Spread] = {}
         self.directory_age_s = 0.0
         self.headcount: Headcount | None = None
@@ -47,9 +47,12 @@ class Watcher:
     def take(self, records: list[tuple[PeerRecord, float]], *, directory_age_s: float, now_s: float) -> None:
         self.now_s, self.directory_age_s = now_s, directory_age_s
         self.roster.take(records, now_s=now_s)
-        living = [member.record for member in self.living()]
-        for stage in {record.stage for record in living} | self.sketches.keys():
-            self.sketches[stage].take(record for record in living if record.stage == stage)
+        by_stage: defaultdict[int, list[PeerRecord]] = defaultdict(list)
+        for member in self.living():
+            by_stage[member.record.stage].append(member.record)
+        self.sketches = {stage: self.sketches.get(stage) or Sketches() for stage in by_stage}
+        for stage, sketches in self.sketches.items():
+            sketches.take(by_stage[stage])
         measured = {stage: sketches.measure() for stage, sketches in self.sketches.items()}
         self.spreads = {stage: spread for stage, spread in measured.items() if spread}
 
