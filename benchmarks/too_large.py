@@ -3,9 +3,9 @@
     python benchmarks/too_large.py [--limit-gb 2.4] [--json FILE]
 
 All peers are real processes on loopback, and the kernel gives none of them more than the limit (RLIMIT_DATA: what a
-process allocates, program files not counted). The model is the preset `small` (125M parameters) in two stages of two
-replicas. First a peer without stages is started under the same limit, with and without telling it (--max-memory). Then
-each of the four takes three inner steps and one swap. It takes some five minutes.
+process allocates, program files not counted). The model is the preset `small` with a vocabulary of bytes, in two stages
+of two replicas. First a peer without stages is started under the same limit, with and without telling it
+(--max-memory). Then each of the four takes three inner steps and one swap. It takes some five minutes.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ CHANGES: dict[str, Any] = {
     "name": "too-large",
     "data.source": "stdlib",
     "data.tokenizer": "bytes",
+    "model.vocab_size": 384,
     "data.sequence_length": 64,
     "train.batch_size": 4,
     "train.total_steps": 1000,

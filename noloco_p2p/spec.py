@@ -26,6 +26,7 @@ MAX_SPEC_BYTES = 64 * 1024  # a spec that comes from the network is refused abov
 CodecName = Literal["fp32", "bf16", "int8", "int4"]
 # modulo: for what partners have nearly in common
 StateCodecName = Literal[CodecName, "modulo8", "modulo4"]
+MAX_STAGES = 64
 MAX_LAYERS = 4096  # to count what a model takes walks over its layers
 Positive = Annotated[int, Field(gt=0, le=10**12)]  # a stranger's spec must not overflow a number
 Size = Annotated[int, Field(gt=0, le=2**22)]  # of a tensor or a batch
@@ -314,7 +315,7 @@ class EvaluateSpec(Section):
 class PipelineSpec(Section):
     """A model that is larger than a peer: each peer holds one of `stages` runs of blocks; with 1 it holds all."""
 
-    stages: Annotated[int, Field(ge=1, le=64)] = 1
+    stages: Annotated[int, Field(ge=1, le=MAX_STAGES)] = 1
     cut: tuple[int, ...] | Literal["auto"] = "auto"  # blocks of each stage; `noloco init` replaces "auto" by numbers
     microbatch: Size = 1  # sequences that travel together
     activations: CodecName = "int8"

@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from noloco_p2p.atomic_file import write_atomically
 from noloco_p2p.errors import SettingsError
+
+if TYPE_CHECKING:
+    from noloco_p2p.spec import TrainerSpec
+    from noloco_p2p.ticket import Ticket
 
 FILE_TIMEOUT_S = 120.0  # a bootstrap or a first peer that starts at the same moment needs that long at most
 POLL_S = 0.2
@@ -26,6 +31,25 @@ def resolve(text: str, *, timeout_s: float = FILE_TIMEOUT_S) -> str:
             )
         time.sleep(POLL_S)
     return line
+
+
+def opened(run: str) -> TrainerSpec | Ticket:
+    """What SPEC.toml|TICKET means. Raises SpecError and TicketError."""
+    from noloco_p2p.spec import TrainerSpec
+    from noloco_p2p.ticket import Ticket, is_ticket
+
+    return Ticket.decode(run) if is_ticket(run) else TrainerSpec.load(Path(run))
+
+
+def ticket_in(run: str) -> str:
+    """`@FILE` -> the ticket in it, as a spec is named without the @; anything else as it is. Raises TicketError."""
+    from noloco_p2p.ticket import Ticket
+
+    if not run.startswith("@"):
+        return run
+    ticket = resolve(run)
+    Ticket.decode(ticket)
+    return ticket
 
 
 def check_writable(path: Path | None, *, flag: str) -> None:

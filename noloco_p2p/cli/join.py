@@ -150,7 +150,7 @@ def join(
     place = gpus_of_peer.place()
     if place and place.rank:
         return _follow(place, settings)
-    run = _ticket_in(run) if run.startswith("@") else run
+    run = entry.ticket_in(run)
     ticket = _check(run, settings)
     entry.check_writable(ticket_file, flag="--ticket-file")
     if settings.gpus > 1 and place is None:
@@ -243,23 +243,13 @@ def _follow(place: Place, settings: PeerSettings) -> None:
         raise typer.Exit(gpus_of_peer.FAILED) from None
 
 
-def _ticket_in(at_file: str) -> str:
-    """What `@FILE` holds must be a ticket: a spec is named without the @."""
-    from noloco_p2p.ticket import Ticket
-
-    ticket = entry.resolve(at_file)
-    Ticket.decode(ticket)
-    return ticket
-
-
 def _check(run: str, settings: PeerSettings) -> Ticket | None:
     """What is mistyped, missing or taken is told before seconds of imports. The ticket, if `run` is one."""
     from noloco_p2p.control import FolderLock
     from noloco_p2p.peer.ports import Ports
-    from noloco_p2p.spec import TrainerSpec
-    from noloco_p2p.ticket import Ticket, is_ticket
+    from noloco_p2p.ticket import Ticket
 
-    entered = Ticket.decode(run) if is_ticket(run) else TrainerSpec.load(Path(run))
+    entered = entry.opened(run)
     FolderLock(settings.state_dir).check()
     Ports(settings).check()
     if isinstance(entered, Ticket):

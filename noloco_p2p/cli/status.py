@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from noloco_p2p.cli.options import Json, StateDir, print_json
-from noloco_p2p.telemetry.console import count, duration, loss, mib, named
+from noloco_p2p.telemetry.console import count, duration, loss, mib, named, numbered_stages
 from noloco_p2p.telemetry.progress import line as progress_line
 
 
@@ -43,6 +43,7 @@ def lines(reply: dict[str, Any]) -> list[str]:
         f"run       {reply['run']}, {100 * reply['progress']:.1f} % of the schedule",
         f"state     {reply['state']} for {duration(reply['state_since_s'])}, "
         f"running for {duration(reply['running_since_s'])}",
+        *stage_lines(reply),
         *([f"now       {progress_line(reply['doing'])}"] if reply["doing"] else []),
         f"swarm     {others}; this one announces {reply['address']}",
         f"reach     {reply['reach']['state']}: {reply['reach']['sentence']}",
@@ -58,6 +59,21 @@ def lines(reply: dict[str, Any]) -> list[str]:
         *settings_lines(reply["settings"]),
         f"ticket    {reply['ticket']}",
     ]
+
+
+def stage_lines(reply: dict[str, Any]) -> list[str]:
+    """None of a peer that holds a whole model."""
+    if reply["stage"] is None:
+        return []
+    of_all = f" of {reply['stages']}" if reply["stages"] else ""
+    shown = [
+        f"stage     {reply['stage']}{of_all}{' (head)' if reply['stage'] == 0 else ''}, can compute "
+        f"{count(reply['capacity'])} tokens/s; microbatches: {reply['microbatches']} done, "
+        f"{reply['late_microbatches']} of them late, {reply['lost_microbatches']} lost, {reply['queue']} held now"
+    ]
+    if reply["waits_for_stages"]:
+        shown.append(f"          waiting for {numbered_stages(reply['waits_for_stages'])}, which nobody holds")
+    return shown
 
 
 def swap_line(swap: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from noloco_p2p._version import __version__
 from noloco_p2p.control import ask
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.doctor.check import Check
+from noloco_p2p.doctor.stages import stages
 from noloco_p2p.errors import DirectoryError, NolocoError, PeerError
 from noloco_p2p.gossip.fetch import FETCH_TIMEOUT_S, fetch_manifest, fetch_spec
 from noloco_p2p.gossip.frames import Hello, StateChunk, StateManifest, WantChunks
@@ -22,12 +23,13 @@ from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.session import Session
 from noloco_p2p.peer.ports import Ports
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.spec import Spec
+from noloco_p2p.spec import Spec, TrainerSpec
 from noloco_p2p.swarm.clock import MAX_OFFSET_S
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.reader import find_somebody, reader
 from noloco_p2p.telemetry.console import count, mib, named
 from noloco_p2p.ticket import Ticket
+from noloco_p2p.trainer.model import count_parameters
 from noloco_p2p.trainer.needs import estimate
 
 ASKED_PEERS = 3
@@ -57,10 +59,10 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
             _versions(directory),
         ]
         checks += await _dialled_back(peers, hello, session, settings, directory.guard)
-        manifest, donor, check = await _download(peers, transport)
+        manifest, bytes_per_s, check = await _download(peers, transport)
         checks.append(check)
-        if manifest and donor:
-            checks.append(await _model(transport, peers, ticket, manifest, settings))
+        if manifest:
+            checks += await _model(transport, peers, ticket, manifest, settings, bytes_per_s)
         return checks
 
 
@@ -70,12 +72,15 @@ async def _model(
     ticket: Ticket,
     manifest: StateManifest,
     settings: PeerSettings,
-) -> Check:
+    bytes_per_s: float,
+) -> list[Check]:
     try:
         spec = await fetch_spec(transport, peers, expected_digest=ticket.spec_digest)
     except NolocoError as error:
-        return Check("the model", "skipped", f"no peer gave the spec: {error}")
-    return needs(spec, manifest.num_elements, settings)
+        return [Check("the model", "skipped", f"no peer gave the spec: {error}")]
+    if isinstance(spec, TrainerSpec) and spec.pipeline.stages > 1:
+        return stages(spec, settings, download_bytes_per_s=bytes_per_s)
+    return [needs(spec, manifest.num_elements, settings)]
 
 
 def _versions(directory: SwarmDirectory) -> Check:
@@ -154,10 +159,8 @@ async def _listening(settings: PeerSettings) -> AsyncIterator[list[int]]:
             server.close()
 
 
-async def _download(
-    peers: Sequence[Candidate], transport: GrpcTransport
-) -> tuple[StateManifest | None, Candidate | None, Check]:
-    """A few chunks of the state of the first peer that gives some, thrown away."""
+async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tuple[StateManifest | None, float, Check]:
+    """A few chunks of the state of the first peer that gives some, thrown away: its manifest, and bytes a second."""
     faults = []
     for peer in peers[:ASKED_PEERS]:
         try:
@@ -169,9 +172,9 @@ async def _download(
         told = f"{mib(speed)}/s from {named(peer.peer_id)} (download; a state of {mib(manifest.num_bytes)})"
         if speed < SLOW_LINK_BYTES_PER_S:
             fix = "a swap moves the coded model both ways every round: take a smaller model, or more inner steps"
-            return manifest, peer, Check("bandwidth", "warning", told, fix)
-        return manifest, peer, Check("bandwidth", "ok", told)
-    return None, None, Check("bandwidth", "skipped", "no peer gave a piece of its state: " + "; ".join(faults))
+            return manifest, speed, Check("bandwidth", "warning", told, fix)
+        return manifest, speed, Check("bandwidth", "ok", told)
+    return None, 0.0, Check("bandwidth", "skipped", "no peer gave a piece of its state: " + "; ".join(faults))
 
 
 async def _speed(transport: GrpcTransport, peer: Candidate, manifest: StateManifest) -> float:
@@ -184,6 +187,14 @@ async def _speed(transport: GrpcTransport, peer: Candidate, manifest: StateManif
             if time.monotonic() - began_s > DOWNLOAD_S:
                 break
     return num_bytes / max(time.monotonic() - began_s, 1e-6)
+
+
+def model(spec: TrainerSpec, settings: PeerSettings) -> list[Check]:
+    """What a run would need here, from its spec alone. Raises ModelError."""
+    if spec.pipeline.stages > 1:
+        return stages(spec, settings)
+    num_parameters, _ = count_parameters(spec.model, sequence_length=spec.data.sequence_length, folders=settings.models)
+    return [needs(spec, num_parameters, settings)]
 
 
 def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.monitor.notices import notices
 from noloco_p2p.monitor.roster import Health, Member, Roster, lonely
 from noloco_p2p.monitor.spread import Sketches, Spread
+from noloco_p2p.monitor.stages import stage_rows
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.lookout import Headcount
 from noloco_p2p.swarm.reader import WHOLE_S, find_somebody, reader
@@ -33,8 +34,8 @@ class Watcher:
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
         self.roster = Roster()
-        self.sketches = Sketches()
-        self.spread: Spread | None = None
+        self.sketches: dict[int, Sketches] = {}  # by stage: peers of different ones are no replicas
+        self.spreads: dict[int, Spread] = {}
         self.directory_age_s = 0.0
         self.headcount: Headcount | None = None
         self.now_s = time.time()
@@ -46,8 +47,14 @@ class Watcher:
     def take(self, records: list[tuple[PeerRecord, float]], *, directory_age_s: float, now_s: float) -> None:
         self.now_s, self.directory_age_s = now_s, directory_age_s
         self.roster.take(records, now_s=now_s)
-        self.sketches.take(member.record for member in self.living())
-        self.spread = self.sketches.measure()
+        by_stage: defaultdict[int, list[PeerRecord]] = defaultdict(list)
+        for member in self.living():
+            by_stage[member.record.stage].append(member.record)
+        self.sketches = {stage: self.sketches.get(stage) or Sketches() for stage in by_stage}
+        for stage, sketches in self.sketches.items():
+            sketches.take(by_stage[stage])
+        measured = {stage: sketches.measure() for stage, sketches in self.sketches.items()}
+        self.spreads = {stage: spread for stage, spread in measured.items() if spread}
 
     def living(self) -> list[Member]:
         """Members that are alive or silent."""
@@ -57,9 +64,11 @@ class Watcher:
     def summary(self) -> dict[str, Any]:
         """All that is known as JSON values, the peers in the order of their ids."""
         members = sorted(self.roster.members.items())
+        stages = stage_rows([member.record for member in self.living()], self.spreads)
         told = notices(
             self.roster,
-            spread=self.spread,
+            spreads=tuple(self.spreads.values()),
+            stages=stages,
             directory_age_s=self.directory_age_s,
             now_s=self.now_s,
             num_estimated=self.estimate(),
@@ -72,6 +81,7 @@ class Watcher:
             "directory_age_s": round(self.directory_age_s, 1),
             "estimate": self.estimate(),
             "totals": self.totals(),
+            "stages": stages,
             "notices": [{"level": notice.level, "text": notice.text} for notice in told],
             "peers": [self.describe(member) for _, member in members],
         }
@@ -81,23 +91,28 @@ class Watcher:
         return self.headcount.others if self.headcount and self.headcount.is_estimate else None
 
     def totals(self) -> dict[str, Any]:
-        """Of the whole swarm. Speed, loss and progress are of living peers that train; counts are of all."""
+        """Of the whole swarm. Speed, loss and progress are of living peers that train; counts are of all.
+
+        In a run with stages the speed is that of the heads, as each token passes all stages, and the spread that of the
+        stage whose peers are furthest apart.
+        """
         health = Counter(member.health(self.now_s) for member in self.roster.members.values())
         records = [member.record for member in self.roster.members.values()]
         living = [member.record for member in self.living()]
         training = [record for record in living if record.state == "training"]
+        spread = max(self.spreads.values(), key=lambda spread: spread.of_all, default=None)
         losses = sorted(record.loss for record in living if record.loss is not None)
         return {
             **{str(kind): health[kind] for kind in Health},
-            "tokens_per_s": sum(record.tokens_per_s for record in training),
+            "tokens_per_s": sum(record.tokens_per_s for record in training if record.stage == 0),
             "progress": max((record.progress for record in living), default=None),
             "round": max((record.round for record in living), default=None),
             "loss": sum(losses) / len(losses) if losses else None,
             "loss_lowest": losses[0] if losses else None,
             "loss_highest": losses[-1] if losses else None,
-            "spread": self.spread.of_all if self.spread else None,
-            "spread_peers": self.spread.num_peers if self.spread else 0,
-            "spread_progress": self.spread.progress if self.spread else None,
+            "spread": spread.of_all if spread else None,
+            "spread_peers": spread.num_peers if spread else 0,
+            "spread_progress": spread.progress if spread else None,
             **{
                 name: sum(getattr(record, name) for record in records)
                 for name in ("swaps", "halves", "alone", "late", "bytes_sent", "bytes_received")
@@ -108,8 +123,17 @@ class Watcher:
             "lately": self.roster.lately(),
         }
 
+    def has_common_marks(self) -> bool:
+        """Whether most peers that publish a sketch can be compared, in each stage where two do."""
+        return all(
+            stage in self.spreads and self.spreads[stage].num_peers >= MOST * sketches.num_peers
+            for stage, sketches in self.sketches.items()
+            if sketches.num_peers > 1
+        )
+
     def describe(self, member: Member) -> dict[str, Any]:
-        distance = self.spread.of_each.get(member.record.peer_id) if self.spread else None
+        spread = self.spreads.get(member.record.stage)
+        distance = spread.of_each.get(member.record.peer_id) if spread else None
         health = member.health(self.now_s)
         return {**describe(member.record, member.age_s(self.now_s)), "health": str(health), "distance": distance}
 
@@ -126,9 +150,7 @@ async def snapshot(ticket: Ticket) -> dict[str, Any]:
         watcher = Watcher(ticket)
         watcher.look(directory)
         until_s = time.monotonic() + COMMON_MARK_S
-        while watcher.sketches.num_peers > 1 and time.monotonic() < until_s:
-            if watcher.spread and watcher.spread.num_peers >= MOST * watcher.sketches.num_peers:
-                break
+        while not watcher.has_common_marks() and time.monotonic() < until_s:
             await asyncio.sleep(LOOK_AGAIN_S)
             watcher.look(directory)
         return watcher.summary()
@@ -156,6 +178,13 @@ def describe(record: PeerRecord, age_s: float) -> dict[str, Any]:
         "bytes_received": record.bytes_received,
         "reachability": record.reachability,
         "addresses": list(record.addresses),
+        "stage": record.stage if record.stages else None,
+        "capacity": record.capacity,
+        "queue": record.queue,
+        "microbatches": record.microbatches,
+        "lost_microbatches": record.lost_microbatches,
+        "late_microbatches": record.late_microbatches,
+        "sends_to": list(record.sends_to),
         "software": record.software,
         "age_s": round(age_s, 1),
     }

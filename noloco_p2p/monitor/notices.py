@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.monitor.roster import WINDOW_S, Health, Roster
 from noloco_p2p.monitor.spread import Spread
-from noloco_p2p.telemetry.console import duration, named
+from noloco_p2p.monitor.stages import Stage
+from noloco_p2p.swarm.records import PeerRecord
+from noloco_p2p.telemetry.console import duration, named, numbered_stages
 
 STALE_AFTER_S = 20.0  # of the directory: it is read every 5 s
 LONELY_SHARE = 0.25
@@ -36,12 +39,14 @@ class Notice:
 def notices(
     roster: Roster,
     *,
-    spread: Spread | None,
+    spreads: Sequence[Spread],
+    stages: Sequence[Stage],
     directory_age_s: float,
     now_s: float,
     num_estimated: int | None = None,
 ) -> list[Notice]:
-    """The worst first; none when all is well. `num_estimated`: peers of a swarm that was not read whole."""
+    """The worst first; none when all is well. `spreads`: of each stage. `num_estimated`: peers of a swarm that was not
+    read whole."""
     found: list[Notice] = []
     health = {peer: member.health(now_s) for peer, member in roster.members.items()}
     alive = [roster.members[peer].record for peer, state in health.items() if state in (Health.ALIVE, Health.SILENT)]
@@ -51,14 +56,14 @@ def notices(
         )
     if not alive:
         found.append(Notice("bad", "No peer is alive."))
+    found += _empty(stages, alive)
     found += _lost(roster, health, now_s)
     silent = sum(state is Health.SILENT for state in health.values())
     if silent:
         found.append(Notice("warn", f"{_peers(silent)} missed two announcements and may be gone."))
-    found += _lonely(roster)
-    if spread and spread.num_peers >= 4:
-        far = [peer for peer, own in spread.of_each.items() if own > ASTRAY * _median(list(spread.of_each.values()))]
-        found += [Notice("warn", f"{named(peer)} is far from the other replicas.") for peer in far[:3]]
+    found += _lonely(roster, "nobody else held their stage" if stages else CAUSES[LonelyCause.NOBODY])
+    far = [peer for spread in spreads if spread.num_peers >= 4 for peer in _astray(spread)]
+    found += [Notice("warn", f"{named(peer)} is far from the other replicas.") for peer in far[:3]]
     unreached = [r for r in alive if r.reachability != "direct" and r.swaps + r.alone >= UNREACHED_ROUNDS]
     if unreached and len(alive) > 1:
         found.append(Notice("info", f"{_peers(len(unreached))} never reached by another peer: behind a firewall?"))
@@ -82,15 +87,29 @@ def _lost(roster: Roster, health: dict[str, Health], now_s: float) -> list[Notic
     return [Notice("warn", said)]
 
 
-def _lonely(roster: Roster) -> list[Notice]:
+def _lonely(roster: Roster, nobody: str) -> list[Notice]:
+    """`nobody`: the words for the cause of that name."""
     lately = roster.lately()
     rounds = lately["swaps"] + lately["halves"] + lately["alone"]
     if rounds < ENOUGH_ROUNDS or lately["alone"] < LONELY_SHARE * rounds:
         return []
     cause = max(LonelyCause, key=lambda cause: lately[cause])
-    why = f", mostly as {CAUSES[cause]}" if lately[cause] else ""
+    words = nobody if cause is LonelyCause.NOBODY else CAUSES[cause]
+    why = f", mostly as {words}" if lately[cause] else ""
     share = f"{100 * lately['alone'] / rounds:.0f} %"
     return [Notice("warn", f"{share} of the rounds of the last {duration(WINDOW_S)} were alone{why}.")]
+
+
+def _empty(stages: Sequence[Stage], alive: Sequence[PeerRecord]) -> list[Notice]:
+    empty = sorted(row["stage"] for row in stages if not row["peers"])
+    if not empty or all(record.state != "training" for record in alive):
+        return []
+    return [Notice("bad", f"Nobody computes {numbered_stages(empty)}, so no microbatch gets through.")]
+
+
+def _astray(spread: Spread) -> list[str]:
+    usual = _median(list(spread.of_each.values()))
+    return [peer for peer, own in spread.of_each.items() if own > ASTRAY * usual]
 
 
 def _median(values: list[float]) -> float:

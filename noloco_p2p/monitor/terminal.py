@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.monitor.roster import Health
+from noloco_p2p.monitor.stages import Stage
 from noloco_p2p.telemetry.console import count, duration, loss, mib, named
 
 if TYPE_CHECKING:
@@ -20,17 +21,21 @@ Peer = dict[str, Any]
 STYLES = {"alive": "", "silent": "yellow", "leaving": "cyan", "left": "dim", "gone": "dim"}
 LEVELS = {"bad": "bold red", "warn": "yellow", "info": "dim"}
 MAX_NOTICES = 4
+STAGES_SHARE = 3  # stages take a third of the height at most
 GAP = 2  # between two columns
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`show` is the cell, `key` sorts (None comes last); on a narrow terminal columns go, the highest `rank` first."""
+    """`show` is the cell, `key` sorts (None comes last); on a narrow terminal columns go, the highest `rank` first.
+
+    Of a peer, or of a stage: those have their order already.
+    """
 
     name: str
     rank: int
-    show: Callable[[Peer], str]
-    key: Callable[[Peer], Any]
+    show: Callable[[dict[str, Any]], str]
+    key: Callable[[Peer], Any] = lambda peer: None
     is_text: bool = False
 
 
@@ -70,7 +75,19 @@ COLUMNS = (
     Column("heard", 0, lambda p: f"{duration(p['age_s'])} ago", lambda p: p["age_s"]),
     Column("alone as", 11, _why, lambda p: p["alone"], is_text=True),
 )
-BY_NAME = {column.name: column for column in COLUMNS}
+STAGE_OF_PEER = Column("stage", 1, lambda p: "-" if p["stage"] is None else str(p["stage"]), lambda p: p["stage"])
+BY_NAME = {column.name: column for column in (*COLUMNS, STAGE_OF_PEER)}
+STAGE_COLUMNS = (
+    Column("stage", 0, lambda s: f"{s['stage']}{' (head)' if s['stage'] == 0 else ''}", is_text=True),
+    Column("peers", 0, lambda s: str(s["peers"] or "empty")),
+    Column("capacity", 0, lambda s: count(s["capacity"])),
+    Column("tokens/s", 1, lambda s: count(s["tokens_per_s"])),
+    Column("queue", 2, lambda s: str(s["queue"])),
+    Column("microbatches", 4, lambda s: str(s["microbatches"])),
+    Column("late", 3, lambda s: _part(s["late_share"])),
+    Column("lost", 3, lambda s: _part(s["lost_share"])),
+    Column("spread", 5, lambda s: percent(s["spread"])),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +124,10 @@ def percent(share: float | None) -> str:
     return "<0.01 %" if share < 1e-4 else f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
 
 
+def _part(share: float | None) -> str:
+    return "0 %" if share == 0 else percent(share)
+
+
 def headline(swarm: dict[str, Any]) -> str:
     """`run tiny: 3 alive, 1 gone | 12.3k tokens/s | loss 1.498 | spread 0.39 % | 34 % done`."""
     totals = swarm["totals"]
@@ -133,7 +154,7 @@ def rounds_line(swarm: dict[str, Any]) -> str:
 
 
 def view(swarm: dict[str, Any], choice: Choice, *, width: int, height: int) -> Group:
-    """A page that fits `width` x `height`: headline, notices, as many peers as there is room for."""
+    """A page that fits `width` x `height`: headline, notices, stages, as many peers as there is room for."""
     from rich.console import Group
     from rich.text import Text
 
@@ -142,10 +163,17 @@ def view(swarm: dict[str, Any], choice: Choice, *, width: int, height: int) -> G
     told = swarm["notices"][:MAX_NOTICES] or [{"level": "info", "text": "All is well."}]
     lines += [Text(notice["text"], style=LEVELS[notice["level"]]) for notice in told]
     more = "and {} more: --filter, --sort, or a larger window"
+    stages = swarm["stages"][: height // STAGES_SHARE]
     used = sum(len(textwrap.wrap(line.plain, width)) for line in [*lines, Text(more)])
+    used += len(stages) + 2 if stages else 0  # their header, and how many are left out
     room = max(1, height - used - 3)  # blank, header, and the line that a terminal keeps for the cursor
     shown = peers[:room]
-    parts: list[Any] = [*lines, Text(""), table(shown, width=width, sort=choice.sort)]
+    parts: list[Any] = [*lines, Text("")]
+    if stages:
+        hidden = len(swarm["stages"]) - len(stages)
+        rest = f"and {hidden} more with more capacity" if hidden else ""
+        parts += [stage_table(stages, width=width), Text(rest, style="dim")]
+    parts.append(table(shown, columns_of(swarm), width=width, sort=choice.sort))
     if len(shown) < len(peers):
         parts.append(Text(more.format(len(peers) - len(shown)), style="dim"))
     elif choice.words:
@@ -153,35 +181,61 @@ def view(swarm: dict[str, Any], choice: Choice, *, width: int, height: int) -> G
     return Group(*parts)
 
 
-def table(peers: Sequence[Peer], *, width: int, sort: str = "state") -> Table:
+def table(peers: Sequence[Peer], columns: Sequence[Column], *, width: int, sort: str) -> Table:
+    left, cells = fitting(peers, columns, width=width)
+    return _drawn(left, cells, [STYLES[peer["health"]] for peer in peers], sort=sort)
+
+
+def stage_table(stages: Sequence[Stage], *, width: int) -> Table:
+    columns, cells = fitting(stages, STAGE_COLUMNS, width=width)
+    return _drawn(columns, cells, ["" if stage["peers"] else LEVELS["bad"] for stage in stages])
+
+
+def _drawn(
+    columns: Sequence[Column], cells: Sequence[tuple[str, ...]], styles: Sequence[str], *, sort: str = ""
+) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    columns, cells = fitting(peers, width=width)
     drawn = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
     for column in columns:
         name = Text(column.name, style="underline" if column.name == sort else "")
         drawn.add_column(name, justify="left" if column.is_text else "right", no_wrap=True, overflow="ellipsis")
-    for peer, row in zip(peers, cells, strict=True):
-        drawn.add_row(*(Text(cell) for cell in row), style=STYLES[peer["health"]])
+    for row, style in zip(cells, styles, strict=True):
+        drawn.add_row(*(Text(cell) for cell in row), style=style)
     return drawn
 
 
-def fitting(peers: Sequence[Peer], *, width: int | None) -> tuple[list[Column], list[tuple[str, ...]]]:
-    """The columns that fit, in their order, and the rows; `width` None = all."""
-    shown = {column.name: [column.show(peer) for peer in peers] for column in COLUMNS}
+def columns_of(swarm: dict[str, Any]) -> tuple[Column, ...]:
+    """What is shown of peers: their stages, too, in a run that has some."""
+    return (*COLUMNS[:1], STAGE_OF_PEER, *COLUMNS[1:]) if swarm["stages"] else COLUMNS
+
+
+def fitting(
+    rows: Sequence[dict[str, Any]], columns: Sequence[Column], *, width: int | None
+) -> tuple[list[Column], list[tuple[str, ...]]]:
+    """The columns that fit, in their order, and the cells of the rows; `width` None = all."""
+    shown = {column.name: [column.show(row) for row in rows] for column in columns}
     widths = {name: max(map(len, [name, *cells])) for name, cells in shown.items()}
-    columns = list(COLUMNS)
-    while width is not None and len(columns) > 1 and sum(widths[c.name] + GAP for c in columns) - GAP > width:
-        columns.remove(max(columns, key=lambda column: column.rank))
-    return columns, list(zip(*(shown[column.name] for column in columns), strict=True))
+    left = list(columns)
+    while width is not None and len(left) > 1 and sum(widths[c.name] + GAP for c in left) - GAP > width:
+        left.remove(max(left, key=lambda column: column.rank))
+    return left, list(zip(*(shown[column.name] for column in left), strict=True))
 
 
 def plain(swarm: dict[str, Any], choice: Choice | None = None) -> list[str]:
-    """Headline, notices, and one line a peer with aligned columns: for logs and pipes."""
-    peers = (choice or Choice()).of(swarm["peers"])
-    columns, rows = fitting(peers, width=None)
-    cells = [tuple(column.name for column in columns), *rows]
+    """Headline, notices, and one line a stage and a peer with aligned columns: for logs and pipes."""
+    peers, stages = (choice or Choice()).of(swarm["peers"]), swarm["stages"]
+    return [
+        *(headline(swarm), rounds_line(swarm)),
+        *(notice["text"] for notice in swarm["notices"]),
+        *(_aligned(stages, STAGE_COLUMNS) if stages else []),
+        *_aligned(peers, columns_of(swarm)),
+    ]
+
+
+def _aligned(rows: Sequence[dict[str, Any]], columns: Sequence[Column]) -> list[str]:
+    """A header, and a line for each row."""
+    cells = [tuple(column.name for column in columns), *fitting(rows, columns, width=None)[1]]
     widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return [headline(swarm), rounds_line(swarm), *(notice["text"] for notice in swarm["notices"]), *lines]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -54,6 +54,7 @@ HEADERS = {
 ROW = (  # what the page knows of a peer, in this order; made_at_s instead of an age, so that only news travel
     *("peer_id", "state", "health", "round", "loss", "validation_loss", "tokens_per_s", "last_partner"),
     *("swaps", "halves", "alone", "bytes_sent", "bytes_received", "distance", "reachability", "software", "made_at_s"),
+    *("stage", "sends_to"),
 )
 
 

@@ -174,6 +174,7 @@ class Account:
             started_at_ms=self._session.started_at_ms,
             mark=listing.mark(self._identity.peer_id) if listing else "",
             stage=outside.stage or 0,
+            stages=self._num_stages,
             capacity=_short(metrics.capacity),
             queue=metrics.queue,
             microbatches=metrics.microbatches,
@@ -200,6 +201,7 @@ class Account:
             "doing": self._progress.now(),
             "swap": asdict(swap) if swap else None,
             "stage": net.outside.stage,
+            "stages": self._num_stages,
             "waits_for_stages": self.waits_for_stages,
             "address": net.outside.address,
             "reach": {"state": reach.state, "sentence": reach.sentence},
@@ -223,6 +225,11 @@ class Account:
         self.count_traffic()
         live_peers = self._net.directory.headcount().others
         return peer_page(self._metrics, peer_id=self._identity.peer_id, run=self._run[0], live_peers=live_peers)
+
+    @property
+    def _num_stages(self) -> int:
+        """Of the run; 0 = every peer holds the whole model, or this peer takes no part in a pipeline yet."""
+        return self._net.stage_flow.num_stages if self._net.stage_flow else 0
 
     @property
     def _net(self) -> Network:

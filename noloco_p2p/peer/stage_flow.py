@@ -28,12 +28,12 @@ from noloco_p2p.net.tickets import Tickets
 from noloco_p2p.owned_tasks import OwnedTasks
 from noloco_p2p.peer.flow_driver import FlowDriver, Work
 from noloco_p2p.peer.threaded_flow import ThreadedFlow
+from noloco_p2p.swarm.records import SERVING
 
 NUM_NEIGHBOURS = 4  # of the next stage, that a replica sends to
 NUM_HEADS = 2  # to which a replica of the last stage keeps a stream
 LOOK_S = 2.0  # how often it looks who is there
 REDRAW_S = 60.0  # how often one neighbour is drawn anew
-SENDING = ("training", "done")  # states of peers that take part; one that is done still serves the others
 CODING_THREADS = 2  # one decodes the next payload while the other one encodes the last
 
 
@@ -130,6 +130,10 @@ class StageFlow:
         return self._links.serve
 
     @property
+    def num_stages(self) -> int:
+        return self._plan.num_stages
+
+    @property
     def sends_to(self) -> tuple[str, ...]:
         """Ends of the ids of the replicas that microbatches go to next."""
         return tuple(short_id(peer) for peer in self._downstream.chosen)
@@ -180,5 +184,5 @@ class StageFlow:
         return {
             peer.peer_id
             for peer in self._around.live()
-            if peer.stage == stage and peer.state in SENDING and (peer.can_be_called or peer.peer_id in streams)
+            if peer.stage == stage and peer.state in SERVING and (peer.can_be_called or peer.peer_id in streams)
         }

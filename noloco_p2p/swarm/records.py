@@ -30,6 +30,7 @@ SIGNATURE_BYTES = 64
 EXPIRY_SLACK_S = 1e-3  # between what a record says and what the DHT was told
 DOMAIN = b"noloco_p2p record 1\x00"
 STATES = frozenset({"training", "paused", "leaving", "done"})
+SERVING = frozenset({"training", "done"})  # who computes for the other stages of a run
 
 
 class RecordError(DirectoryError, ValueError):
@@ -72,6 +73,7 @@ class PeerRecord:
     started_at_ms: int = 0  # Unix, by its own clock: tells two starts of one key apart
     mark: str = ""  # of a private run: that an invited peer wrote it
     stage: int = 0  # in a run with stages; 0 = the head
+    stages: int = 0  # of the run; 0 = every peer holds the whole model
     capacity: float = 0.0  # tokens/s that its stage can compute
     queue: int = 0  # microbatches that it holds now
     microbatches: int = 0  # whose gradients it has counted
@@ -104,10 +106,13 @@ KEYS = {
     "depths": "at",
     "session_key": "key",
     "started_at_ms": "up",
+    "stage": "st",
+    "stages": "of",
     "capacity": "cap",
+    "queue": "q",
     "microbatches": "mb",
-    "lost_microbatches": "mblost",
-    "late_microbatches": "mblate",
+    "lost_microbatches": "mbx",
+    "late_microbatches": "mbl",
     "sends_to": "to",
 }
 
@@ -118,7 +123,10 @@ def tellable(value: float | None) -> float | None:
 
 
 def encode_record(record: PeerRecord, identity: Identity) -> bytes:
-    """Sign and pack. Least useful addresses are dropped until it fits; raises RecordError when even that fails."""
+    """Sign and pack. Until it fits, the least useful addresses are dropped, then `sends_to`, and at last the sketch.
+
+    Raises RecordError when even that fails.
+    """
     if record.peer_id != identity.peer_id:
         raise RecordError(f"a record of {record.peer_id} cannot be signed by {identity.peer_id}")
     record = replace(record, addresses=record.addresses[:MAX_ADDRESSES], multiaddrs=record.multiaddrs[:MAX_ADDRESSES])
@@ -129,6 +137,8 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
             record = replace(record, multiaddrs=record.multiaddrs[:-1])
         elif len(record.addresses) > 1:
             record = replace(record, addresses=record.addresses[:-1])
+        elif record.sends_to:
+            record = replace(record, sends_to=())  # it is only drawn
         elif record.sketch:
             record = replace(record, sketch="")  # to be reached is worth more than to be measured
         else:

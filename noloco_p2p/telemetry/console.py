@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from noloco_p2p.telemetry.metrics import Metrics
 
 
@@ -62,3 +64,8 @@ def closing_line(metrics: Metrics, *, number: int, num_rounds: int) -> str:
 def named(peer_id: str) -> str:
     """A peer for people: the last of its id, as the first characters are the same for everybody."""
     return f"..{peer_id[-6:]}"
+
+
+def numbered_stages(stages: Sequence[int]) -> str:
+    """[2] -> 'stage 2', [1, 2] -> 'stages 1, 2'."""
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"

@@ -47,7 +47,7 @@ SWARM_ALONE = Family(
 SWARM = tuple(
     Family(f"{SWARM_PREFIX}_{name}", "gauge", unit, meaning)
     for name, unit, meaning in (
-        ("tokens_per_s", "tokens/s", "all living peers that train"),
+        ("tokens_per_s", "tokens/s", "all living peers that train; the heads alone in a run with stages"),
         ("loss", "nats/token", "training loss, mean over living peers"),
         ("loss_lowest", "nats/token", "of one living peer"),
         ("loss_highest", "nats/token", "of one living peer"),
@@ -56,7 +56,7 @@ SWARM = tuple(
         (
             "spread",
             "fraction",
-            "root mean square distance of replicas from their mean, over its norm, at one mark",
+            "root mean square distance of replicas from their mean, over its norm, at one mark; of the widest stage",
         ),
         ("spread_peers", "peers", "living peers with a sketch of that mark, from which the spread is estimated"),
         (

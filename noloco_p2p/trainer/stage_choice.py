@@ -13,11 +13,10 @@ from statistics import fmean
 from blake3 import blake3
 
 from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.swarm.records import SERVING
 
 WORTH = 1.25  # after a switch, both stages have to have so much more than the poorer one had
 LEFT_BEHIND = 2  # replicas that a switch leaves in its stage, at least
-
-SERVING = ("training", "done")  # states of peers that compute for others
 
 
 def capacities(members: Sequence[Candidate], num_stages: int) -> list[float]:

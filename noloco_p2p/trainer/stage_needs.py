@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import count, mib
 from noloco_p2p.trainer.cut import (
+    Part,
     Sizes,
     auto_cut,
     block_range,
@@ -34,9 +35,24 @@ class StageNeeds:
         staged = spec.with_changes(
             {"pipeline.stages": num_stages, "pipeline.cut": "auto", "model.parameter_seeds": True}, origin="--stages"
         )
-        length = spec.data.sequence_length
-        sizes = measure(build_on_meta(spec.model, sequence_length=length, folders=folders), sequence_length=length)
+        sizes = _measured(spec, folders)
         return cls(staged.with_changes({"pipeline.cut": auto_cut(sizes, num_stages)}, origin="--stages"), sizes)
+
+    @classmethod
+    def as_cut(cls, spec: TrainerSpec, *, folders: Mapping[str, str] | None = None) -> StageNeeds:
+        """The same of a spec that has its cut. Raises SpecError and ModelError."""
+        cut_of(spec)
+        return cls(spec, _measured(spec, folders))
+
+    def part(self, stage: int) -> Part:
+        return self.sizes.stage(cut_of(self.spec), stage)
+
+    def memory(self, stage: int) -> int:
+        """Bytes that a peer of that stage keeps between two steps; activations and swaps come on top."""
+        part = self.part(stage)
+        return training_bytes(
+            self.spec, num_parameters=part.num_parameters, num_matrix_parameters=part.num_matrix_parameters
+        )
 
     def lines(self) -> list[str]:
         """These lines are for people."""
@@ -46,13 +62,10 @@ class StageNeeds:
         cut = cut_of(self.spec)
         rows = [("stage", "blocks", "parameters", "memory")]
         for index in range(len(cut)):
-            own, blocks = self.sizes.stage(cut, index), block_range(cut, index)
-            memory = training_bytes(
-                self.spec, num_parameters=own.num_parameters, num_matrix_parameters=own.num_matrix_parameters
-            )
+            blocks = block_range(cut, index)
             name = f"{index} (head)" if index == 0 else str(index)
             places = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else str(blocks[0])
-            rows.append((name, places, count(own.num_parameters), mib(memory)))
+            rows.append((name, places, count(self.part(index).num_parameters), mib(self.memory(index))))
         about = "memory is for weights, gradients, moments and slow weights; activations and swaps come on top"
         return [*_table(rows), about]
 
@@ -76,11 +89,17 @@ class StageNeeds:
 
     def _heads(self) -> str:
         sources = " or ".join(repr(part.source) for part, _ in self.spec.data.parts())
+        num_stages = self.spec.pipeline.stages
         return (
             f"a head needs the memory of stage 0 and data ({sources}); every other peer can hold stages 1 and up. "
-            f"Training begins when each of the {self.spec.pipeline.stages} stages has a peer: one machine can begin with "
-            "a process for each, and with a --state-dir for each"
+            f"Training begins when each of the {num_stages} stages has a peer: one machine can begin with a process "
+            "for each, and with a --state-dir for each"
         )
+
+
+def _measured(spec: TrainerSpec, folders: Mapping[str, str] | None) -> Sizes:
+    length = spec.data.sequence_length
+    return measure(build_on_meta(spec.model, sequence_length=length, folders=folders), sequence_length=length)
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.data.prefetch import Prefetcher
-from noloco_p2p.data.sources import check_bindings
 from noloco_p2p.devices import free_memory
-from noloco_p2p.errors import DataError, Left, SettingsError
+from noloco_p2p.errors import Left, SettingsError
 from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.limits import num_rooms
 from noloco_p2p.flow.replica import Replica
@@ -27,18 +26,20 @@ from noloco_p2p.peer.peer import Peer
 from noloco_p2p.peer.stage_flow import StagePlan
 from noloco_p2p.peer.threaded_flow import FlowCounts
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.telemetry.console import count, mib
+from noloco_p2p.telemetry.console import count, numbered_stages
 from noloco_p2p.trainer.base import TrainerBase
 from noloco_p2p.trainer.compute import Compute, choose_device
 from noloco_p2p.trainer.cut import check_stages, cut_of
 from noloco_p2p.trainer.gauges import Gauges
 from noloco_p2p.trainer.inner_step import InnerStep
-from noloco_p2p.trainer.model import build_on_meta, build_tokenizer, check_vocabulary
-from noloco_p2p.trainer.needs import Needs, estimate, memory_limit, training_bytes
+from noloco_p2p.trainer.model import build_tokenizer, check_vocabulary
+from noloco_p2p.trainer.needs import Needs, estimate
 from noloco_p2p.trainer.pipeline import StageLoop
 from noloco_p2p.trainer.revive import revive
-from noloco_p2p.trainer.stage import Stage, build_stage, measure, train_of_stage
+from noloco_p2p.trainer.stage import Stage, build_stage, train_of_stage
 from noloco_p2p.trainer.stage_choice import draw_stage, missing_stages, needier_stage
+from noloco_p2p.trainer.stage_fitting import Fitting
+from noloco_p2p.trainer.stage_needs import StageNeeds
 from noloco_p2p.trainer.stage_work import StageWork
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class StageTrainer(TrainerBase):
         if settings.threads:
             torch.set_num_threads(settings.threads)
         peer.stages.look_around()
-        self._fitting = self._find_fitting()
+        self._fitting = Fitting.of(StageNeeds.as_cut(spec, folders=settings.models), settings)
         self.stage = self._choose() if stage is None else stage
         self.switches_to: int | None = None  # another stage, which needs this peer more
         peer.stages.hold(self.stage)
@@ -123,32 +124,6 @@ class StageTrainer(TrainerBase):
         if not fitting:
             raise SettingsError("no stage fits here: " + "; ".join(fitting.reasons.values()))
         return draw_stage(self.peer.stages.members(), fitting, num_stages=num_stages, rng=random.SystemRandom())
-
-    def _find_fitting(self) -> Fitting:
-        spec, settings = self.spec, self.peer.settings
-        length = spec.data.sequence_length
-        model = build_on_meta(spec.model, sequence_length=length, folders=settings.models)
-        sizes, limit = measure(model, sequence_length=length), memory_limit(settings)
-        fitting = Fitting()
-        for stage in range(spec.pipeline.stages):
-            part = sizes.stage(cut_of(spec), stage)
-            needed = training_bytes(
-                spec, num_parameters=part.num_parameters, num_matrix_parameters=part.num_matrix_parameters
-            )
-            if needed > limit:
-                fitting.reasons[stage] = f"stage {stage} takes at least {mib(needed)} of memory, not {mib(limit)}"
-            elif stage == 0 and (why := self._why_no_head()):
-                fitting.reasons[stage] = why
-            else:
-                fitting.append(stage)
-        return fitting
-
-    def _why_no_head(self) -> str:
-        try:
-            check_bindings(self.spec.data, self.peer.settings.data)
-        except DataError as error:
-            return f"stage 0 reads the data, and {error}"
-        return ""
 
     def _build(self, compute: Compute, *, revives: bool) -> Stage:
         spec, settings = self.spec, self.peer.settings
@@ -342,8 +317,8 @@ class StageTrainer(TrainerBase):
     def _tell_missing(self, missing: list[int]) -> None:
         self._missing = missing
         self.peer.stages.wait_for(missing)
-        names = f"stage{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        self.say(f"waiting for {names}, which nobody holds" if missing else "every stage is held by somebody")
+        waits = f"waiting for {numbered_stages(missing)}, which nobody holds"
+        self.say(waits if missing else "every stage is held by somebody")
 
     def _count(self, counts: FlowCounts) -> None:
         metrics, (done, lost, late) = self.peer.metrics, self._begun
@@ -433,14 +408,6 @@ class StageTrainer(TrainerBase):
             self.outer.withdraw()
             self._loop.end_round()
         self.inner_step.forget()
-
-
-class Fitting(list[int]):
-    """Stages that this machine can hold. reasons: why it cannot hold the others, in a sentence each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reasons: dict[int, str] = {}
 
 
 def stage_folder(run_folder: Path, stage: int) -> Path:

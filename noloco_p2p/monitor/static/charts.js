@@ -55,22 +55,37 @@ class Chart {
   }
 }
 
-// Peers on a circle in the order of their ids; a chord for each pair that met, which fades in two minutes.
-class Graph {
+// A canvas that is drawn anew when its size changes; `paint(pen, width, height, ...what)` is of the kind of drawing.
+class Drawing {
   constructor(id) {
     this.canvas = document.getElementById(id);
-    this.last = [[], [], 0];
-    new ResizeObserver(() => this.draw(...this.last)).observe(this.canvas);
+    new ResizeObserver(() => this.last && this.draw(...this.last)).observe(this.canvas);
   }
 
-  // peers: [{id, health}]; meetings: [[at_s, peer, partner]]
-  draw(peers, meetings, now) {
-    this.last = [peers, meetings, now];
+  draw(...what) {
+    this.last = what;
     const scale = devicePixelRatio || 1, width = this.canvas.clientWidth, height = this.canvas.clientHeight;
     this.canvas.width = width * scale;
     this.canvas.height = height * scale;
     const pen = this.canvas.getContext("2d");
     pen.scale(scale, scale);
+    pen.font = "11px ui-monospace, monospace";
+    this.fill = { alive: colour("--green"), silent: colour("--amber"), leaving: colour("--blue"), other: colour("--faint") };
+    this.paint(pen, width, height, ...what);
+  }
+
+  dot(pen, peer, x, y, size) {
+    pen.fillStyle = this.fill[peer.health] || this.fill.other;
+    pen.beginPath();
+    pen.arc(x, y, size, 0, 7);
+    pen.fill();
+  }
+}
+
+// Peers on a circle in the order of their ids; a chord for each pair that met, which fades in two minutes.
+class Graph extends Drawing {
+  // peers: [{id, health}]; meetings: [[at_s, peer, partner]]
+  paint(pen, width, height, peers, meetings, now) {
     const radius = Math.max(20, Math.min(width, height) / 2 - (peers.length <= 24 ? 26 : 8));
     const place = new Map(peers.map((peer, index) => {
       const angle = 2 * Math.PI * index / peers.length - Math.PI / 2;
@@ -88,16 +103,10 @@ class Graph {
       pen.stroke();
     }
     pen.globalAlpha = 1;
-    const size = peers.length > 200 ? 1.2 : peers.length > 24 ? 3 : 6;
-    const fill = { alive: colour("--green"), silent: colour("--amber"), leaving: colour("--blue") };
-    const grey = colour("--faint"), ink = colour("--soft");
-    pen.font = "11px ui-monospace, monospace";
+    const size = peers.length > 200 ? 1.2 : peers.length > 24 ? 3 : 6, ink = colour("--soft");
     for (const peer of peers) {
       const [x, y, angle] = place.get(peer.id);
-      pen.fillStyle = fill[peer.health] || grey;
-      pen.beginPath();
-      pen.arc(x, y, size, 0, 7);
-      pen.fill();
+      this.dot(pen, peer, x, y, size);
       if (peers.length <= 24) {
         pen.fillStyle = ink;
         pen.textAlign = Math.cos(angle) < -0.1 ? "right" : Math.cos(angle) > 0.1 ? "left" : "center";
@@ -105,5 +114,45 @@ class Graph {
       }
     }
     this.canvas.setAttribute("aria-label", `Swap graph: ${peers.length} peers, their last ${meetings.length} swaps`);
+  }
+}
+
+// A column of peers for each stage, and the heads once more at the right, as there a path ends; a line from each peer
+// to those of the next column that it sends to.
+class Paths extends Drawing {
+  // peers: [{id, health, stage, sends_to (ends of ids)}]
+  paint(pen, width, height, peers, numStages) {
+    const top = 34, living = peers.filter((peer) => peer.health === "alive" || peer.health === "silent");
+    const stages = Array.from({ length: numStages }, (_, stage) => living.filter((peer) => peer.stage === stage));
+    const columns = numStages ? [...stages, stages[0]] : [];
+    const most = Math.max(1, ...stages.map((stage) => stage.length));
+    const x = (column) => 40 + (width - 80) * column / numStages;
+    const y = (column, index) => top + (height - top - 20) * (index + 0.5) / columns[column].length;
+    pen.strokeStyle = colour("--blue");
+    pen.lineWidth = most > 24 ? 0.6 : 1.5;
+    pen.globalAlpha = most > 24 ? 0.4 : 0.7;
+    for (let column = 0; column < numStages; column += 1) {
+      const ends = new Map(columns[column + 1].map((peer, index) => [peer.id.slice(-6), index]));
+      columns[column].forEach((peer, index) => peer.sends_to.filter((end) => ends.has(end)).forEach((end) => {
+        pen.beginPath();
+        pen.moveTo(x(column), y(column, index));
+        pen.lineTo(x(column + 1), y(column + 1, ends.get(end)));
+        pen.stroke();
+      }));
+    }
+    pen.globalAlpha = 1;
+    pen.textAlign = "center";
+    columns.forEach((column, place) => {
+      const stage = place % numStages, ink = colour("--soft");
+      pen.fillStyle = column.length ? ink : colour("--red");
+      pen.fillText(stage ? `stage ${stage}` : "head", x(place), 12);
+      if (!column.length) pen.fillText("empty", x(place), height / 2);
+      column.forEach((peer, index) => {
+        this.dot(pen, peer, x(place), y(place, index), most > 24 ? 2 : 6);
+        pen.fillStyle = ink;
+        if (most <= 6) pen.fillText(peer.id.slice(-6), x(place), y(place, index) + 18);
+      });
+    });
+    this.canvas.setAttribute("aria-label", `Paths: ${living.length} peers in ${numStages} stages`);
   }
 }

@@ -12,6 +12,7 @@ const bytes = (n) => { for (const unit of ["B", "KiB", "MiB", "GiB"]) { if (n < 
 const loss = (n) => n === null ? "–" : n.toFixed(3);
 const share = (n) => n === null ? "–" : n < 1e-4 ? "< 0.01 %" : n < 0.1 ? `${+(100 * n).toPrecision(2)} %` : `${Math.round(100 * n)} %`;
 const span = (s) => s < 60 ? `${Math.round(s)} s` : s < 3600 ? `${Math.floor(s / 60)} min` : s < 86400 ? `${Math.floor(s / 3600)} h ${Math.floor(s % 3600 / 60)} min` : `${Math.floor(s / 86400)} d`;
+const part = (n) => n === 0 ? "0 %" : share(n);
 const short = (id) => id ? id.slice(-6) : "–";
 
 const state = { peers: new Map(), meetings: [], head: null, history: null, curves: new Map(), offset: 0, sort: "state", down: false, words: "", page: 0 };
@@ -19,6 +20,7 @@ const now = () => Date.now() / 1000 + state.offset;
 const ORDER = ["alive", "silent", "leaving", "left", "gone"];
 const COLUMNS = [
   { name: "peer", show: (p) => short(p.peer_id), key: (p) => p.peer_id, text: true },
+  { name: "stage", show: (p) => p.stage ?? "–", key: (p) => p.stage, staged: true },
   { name: "state", show: (p) => p.health === "alive" ? p.state : p.health, key: (p) => ORDER.indexOf(p.health) + p.state + p.peer_id, text: true },
   { name: "round", show: (p) => p.round, key: (p) => p.round },
   { name: "loss", show: (p) => loss(p.loss), key: (p) => p.loss },
@@ -35,7 +37,13 @@ const COLUMNS = [
   { name: "heard", show: (p) => `${span(Math.max(0, now() - p.made_at_s))} ago`, key: (p) => -p.made_at_s },
 ];
 
-let charts, graph;
+const STAGE_CELLS = [
+  (s) => s.stage === 0 ? "0 (head)" : s.stage, (s) => s.peers || "empty", (s) => count(s.capacity), (s) => count(s.tokens_per_s),
+  (s) => s.queue, (s) => s.microbatches, (s) => part(s.late_share), (s) => part(s.lost_share), (s) => share(s.spread),
+];
+const classes = (column) => ["text", "wide", "staged"].filter((name) => column[name]).join(" ");
+
+let charts, graph, paths;
 
 function listen() {
   const source = new EventSource("api/events");
@@ -68,6 +76,7 @@ function take(news) {
   text("link", `${new Date(1000 * news.time_s).toLocaleTimeString()}, live`);
   addPoint(news);
   showHead();
+  showStages();
   showGraph();
   showTable();
   document.body.dataset.updates = Number(document.body.dataset.updates || 0) + 1;
@@ -90,8 +99,9 @@ async function loadHistory() {
 }
 
 function shownCurves() {
-  const few = state.peers.size <= MANY_PEERS;
-  return few ? [...state.peers.keys()].sort() : state.words ? chosen().slice(0, MANY_PEERS).map((peer) => peer.peer_id) : [];
+  const shown = state.peers.size <= MANY_PEERS ? [...state.peers.values()] : state.words ? chosen() : [];
+  const heads = shown.filter((peer) => !peer.stage).map((peer) => peer.peer_id);  // the others have no loss
+  return state.peers.size <= MANY_PEERS ? heads.sort() : heads.slice(0, MANY_PEERS);
 }
 
 function addPoint(news) {
@@ -140,7 +150,7 @@ function showCharts() {
   const bounds = few ? [] : [line("lowest", "--faint"), line("mean", "--blue", { width: 2 }), line("highest", "--faint")];
   if (!few) tables.unshift([t, h.loss_lowest, h.loss, h.loss_highest]);
   if (tables.length) charts.loss.set([...bounds, ...own], uPlot.join(tables));
-  text("n-loss", few ? `one line for each of ${names.length} peers` : `lowest, mean and highest of ${state.peers.size} peers${names.length ? `, and ${names.length} that match` : "; search for peers to see their lines"}`);
+  text("n-loss", few ? `one line for each ${state.head.stages.length ? "head" : `of ${names.length} peers`}` : `lowest, mean and highest of ${state.peers.size} peers${names.length ? `, and ${names.length} that match` : "; search for peers to see their lines"}`);
 }
 
 function showHead() {
@@ -183,10 +193,28 @@ function left(progress) {
   return grown > 0 && seconds > 60 ? `about ${span((1 - progress) * seconds / grown)} left` : "";
 }
 
+function showStages() {
+  const stages = state.head.stages, staged = stages.length > 0;
+  document.body.classList.toggle("staged", staged);
+  text("h-speed", `Tokens per second, all ${staged ? "heads" : "peers"}`);
+  text("h-spread", `Spread ${staged ? "in the widest stage" : "of the replicas"}, % of their norm`);
+  $("stages").replaceChildren(...stages.map((stage) => {
+    const row = document.createElement("tr");
+    row.className = stage.peers ? "" : "empty";
+    STAGE_CELLS.forEach((show, place) => {
+      const cell = row.insertCell();
+      cell.className = place ? "" : "text";
+      cell.textContent = String(show(stage));
+    });
+    return row;
+  }));
+}
+
 function showGraph() {
-  const peers = [...state.peers.values()].map((peer) => ({ id: peer.peer_id, health: peer.health }));
+  const peers = [...state.peers.values()].map((peer) => ({ id: peer.peer_id, ...peer }));
   peers.sort((a, b) => a.id < b.id ? -1 : 1);
   graph.draw(peers, state.meetings, now());
+  if (state.head.stages.length) paths.draw(peers, state.head.stages.length);
 }
 
 function chosen() {
@@ -206,7 +234,7 @@ function showTable() {
   while (body.rows.length > visible.length) body.deleteRow(-1);
   while (body.rows.length < visible.length) {
     const row = body.insertRow();
-    for (const column of COLUMNS) row.insertCell().className = [column.text ? "text" : "", column.wide ? "wide" : ""].join(" ").trim();
+    for (const column of COLUMNS) row.insertCell().className = classes(column);
   }
   visible.forEach((peer, index) => {
     const row = body.rows[index];
@@ -228,7 +256,7 @@ function makeHead() {
   for (const column of COLUMNS) {
     const cell = document.createElement("th"), button = document.createElement("button");
     cell.scope = "col";
-    cell.className = [column.text ? "text" : "", column.wide ? "wide" : ""].join(" ").trim();
+    cell.className = classes(column);
     button.type = "button";
     button.textContent = column.name;
     button.onclick = () => { state.down = state.sort === column.name && !state.down; state.sort = column.name; markHead(); showTable(); };
@@ -249,6 +277,7 @@ function markHead() {
 const number = (n) => n === 0 ? "0" : Math.abs(n) >= 1000 ? count(n) : String(+n.toPrecision(3));
 charts = Object.fromEntries(["loss", "speed", "spread", "rounds", "bytes"].map((name) => [name, new Chart(`c-${name}`, number)]));
 graph = new Graph("graph");
+paths = new Paths("paths");
 makeHead();
 let searching;
 $("search").oninput = (event) => {

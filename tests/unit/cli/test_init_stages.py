@@ -12,7 +12,7 @@ from noloco_p2p.presets import PRESETS
 from noloco_p2p.spec import TrainerSpec
 
 TINY = """\
-wrote run.toml: 991,840 parameters (tied embeddings, vocabulary 384)
+wrote run.toml: 991,840 parameters (tied embeddings, vocabulary 384); start the run with: noloco join run.toml --stage 0
 stage     blocks  parameters   memory
 0 (head)       0        372k  5.9 MiB
 1              1        310k  4.7 MiB
@@ -25,8 +25,9 @@ link, each way  tokens/s  smallest batch
 1,000 Mbit/s     381,098  916,170 tokens
 a link idles with less than the smallest batch per replica and step; this spec has 1,024 tokens
 use links of at least 1 Gbit/s and 5 ms: on slower ones, stages learn less per token (docs/stages.md)
-a head needs the memory of stage 0 and data ('stdlib'); every other peer can hold stages 1 and up
-stages cannot be joined yet
+a head needs the memory of stage 0 and data ('stdlib'); every other peer can hold stages 1 and up. Training \
+begins when each of the 3 stages has a peer: one machine can begin with a process for each, and with a --state-dir \
+for each
 """
 
 
@@ -41,8 +42,8 @@ def test_the_cut_is_in_the_spec_and_the_needs_are_printed(capsys: pytest.Capture
     spec = TrainerSpec.load("run.toml")
     assert (spec.pipeline.stages, spec.pipeline.cut, spec.model.parameter_seeds) == (3, (1, 1, 1), True)
     assert capsys.readouterr().out == TINY
-    assert run(["join", "run.toml"]) == 3
-    assert capsys.readouterr().err.strip().endswith("stages cannot be joined yet: set pipeline.stages to 1")
+    assert run(["join", "run.toml", "--gpus", "2"]) == 3
+    assert capsys.readouterr().err.strip().endswith("--gpus cannot be used in a run with stages yet")
 
 
 def test_a_model_by_name_is_cut_from_its_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +56,7 @@ def test_a_model_by_name_is_cut_from_its_config_alone(tmp_path: Path, capsys: py
     assert (spec.model.pretrained, spec.data.tokenizer) == ("mine", "mine")
     assert spec.pipeline.cut == (2, 4)
     out = capsys.readouterr().out
-    assert "wrote run.toml: the parameters of 'mine'\n" in out
+    assert "wrote run.toml: the parameters of 'mine'; start the run with: noloco join run.toml --stage 0\n" in out
     assert "0 (head)     0-1" in out
     assert "1            2-5" in out
 

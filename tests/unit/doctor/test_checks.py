@@ -13,14 +13,17 @@ import torch
 
 from noloco_p2p.doctor import machine
 from noloco_p2p.doctor.check import Check, is_healthy, report
-from noloco_p2p.doctor.swarm import _model, clock, needs, reachability
+from noloco_p2p.doctor.stages import stages
+from noloco_p2p.doctor.swarm import _model, clock, model, needs, reachability
 from noloco_p2p.doctor.versions import versions
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.probe import Probed
+from noloco_p2p.presets import PRESETS
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.ticket import Ticket
+from noloco_p2p.trainer.stage_needs import StageNeeds
 
 PEER = Candidate("12D3KooWaaaaaa", "192.0.2.1:1")
 
@@ -93,9 +96,48 @@ def test_a_model_that_is_too_large_is_a_failure(tmp_path: Path) -> None:
     assert needs(TrainerSpec(name="r"), 10**13, settings(tmp_path)).level == "failed"
 
 
+def test_the_spec_alone_says_what_its_model_needs(tmp_path: Path) -> None:
+    [check] = model(PRESETS["tiny"], settings(tmp_path))
+    assert check.found.startswith("992k parameters:")
+
+
+def test_each_stage_is_examined_and_what_the_link_carries(tmp_path: Path) -> None:
+    spec = StageNeeds.of(PRESETS["tiny"], 3).spec
+    checks = model(spec, settings(tmp_path))
+    assert [(check.name, check.level) for check in checks] == [
+        *((f"stage {stage}", "ok") for stage in range(3)),
+        ("link", "ok"),
+    ]
+    assert "5.9 MiB of memory" in checks[0].found
+    assert "can be a head" in checks[0].found
+    assert "can be a head" not in checks[1].found
+    assert checks[-1].found == "100 Mbit/s each way (not measured) carry 38.1k tokens/s"
+    assert stages(spec, settings(tmp_path), download_bytes_per_s=2.5e6)[-1].found.startswith("20 Mbit/s each way (meas")
+    capped = stages(spec, settings(tmp_path, max_upload="10mbit"), download_bytes_per_s=2.5e6)
+    assert capped[-1].found == "10 Mbit/s each way (--max-upload) carry 3.81k tokens/s"
+
+
+def test_a_stage_that_does_not_fit_is_a_failure_only_where_none_does(tmp_path: Path) -> None:
+    spec = StageNeeds.of(PRESETS["tiny"], 3).spec
+    small = model(spec, settings(tmp_path, max_memory="5.5MiB"))
+    assert [check.level for check in small] == ["warning", "ok", "ok", "ok"]
+    assert small[0].fix == "hold another stage, or use a machine with more memory"
+    none = model(spec, settings(tmp_path, max_memory="1MB"))
+    assert [check.level for check in none] == ["failed"] * 3 + ["ok"]
+    unbound = model(spec.with_changes({"data.source": "mine"}), settings(tmp_path))
+    assert (unbound[0].level, "--data mine=GLOB" in unbound[0].found) == ("warning", True)
+    assert unbound[0].fix == "hold another stage, or give the data"
+
+
+def test_a_spec_that_was_not_cut_is_a_failure_with_a_way_out(tmp_path: Path) -> None:
+    changes = {"pipeline.stages": 3, "model.parameter_seeds": True}
+    [check] = model(PRESETS["tiny"].with_changes(changes), settings(tmp_path))
+    assert (check.level, "noloco init --stages" in check.fix) == ("failed", True)
+
+
 def test_a_spec_that_nobody_gives_takes_no_other_finding_away(tmp_path: Path) -> None:
     nobody, ticket = cast(Any, None), Ticket("run", "0" * 64)
-    check = asyncio.run(_model(nobody, [], ticket, nobody, settings(tmp_path)))
+    [check] = asyncio.run(_model(nobody, [], ticket, nobody, settings(tmp_path), 1e6))
     assert (check.name, check.level) == ("the model", "skipped")
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.monitor.notices import notices
 from noloco_p2p.monitor.roster import FORGET_AFTER_S, MAX_PEERS, WINDOW_S, Health, Roster
 from noloco_p2p.monitor.spread import Spread
+from noloco_p2p.monitor.stages import Stage, stage_rows
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 
 A = PeerRecord("12D3KooWaaaaaa", "r", "0" * 64, sequence=1, reachability="direct")
@@ -22,9 +24,14 @@ def roster(*records: PeerRecord, age_s: float = 0.0) -> Roster:
 
 
 def told(
-    made: Roster, *, after_s: float = 0.0, spread: Spread | None = None, directory_age_s: float = 1.0
+    made: Roster,
+    *,
+    after_s: float = 0.0,
+    spreads: Sequence[Spread] = (),
+    stages: Sequence[Stage] = (),
+    directory_age_s: float = 1.0,
 ) -> list[str]:
-    found = notices(made, spread=spread, directory_age_s=directory_age_s, now_s=NOW_S + after_s)
+    found = notices(made, spreads=spreads, stages=stages, directory_age_s=directory_age_s, now_s=NOW_S + after_s)
     return [f"{notice.level}: {notice.text}" for notice in found]
 
 
@@ -85,6 +92,25 @@ def test_lonely_rounds_are_told_with_their_main_cause() -> None:
     ]
 
 
+def test_stages_that_nobody_computes_are_told_while_somebody_trains() -> None:
+    head, inner = replace(A, stages=4), replace(B, stages=4, stage=2)
+    for state, lines in (
+        ("training", ["bad: Nobody computes stages 1, 3, so no microbatch gets through."]),
+        ("done", []),
+    ):
+        records = [replace(head, state=state), replace(inner, state="done")]
+        assert told(roster(*records), stages=stage_rows(records, {})) == lines
+    paused = [head, replace(inner, state="paused")]
+    assert "stages 1, 2, 3," in told(roster(*paused), stages=stage_rows(paused, {}))[0]
+
+
+def test_who_is_alone_in_its_stage_has_others_around() -> None:
+    made = roster(replace(A, stages=2))
+    made.take([(replace(A, stages=2, sequence=2, alone=10, lonely=(10,)), 0.0)], now_s=NOW_S + 10.0)
+    lines = told(made, after_s=10.0, stages=stage_rows([replace(A, stages=2)], {}))
+    assert lines[-1].endswith("were alone, mostly as nobody else held their stage.")
+
+
 def test_all_is_well() -> None:
     assert told(roster(A, B)) == []
 
@@ -101,7 +127,7 @@ def test_what_is_wrong_is_told_the_worst_first() -> None:
 
 def test_one_replica_that_went_astray_is_named() -> None:
     spread = Spread(0.02, {"a": 0.004, "b": 0.0041, "c": 0.0039, "..stray!": 0.05}, progress=0.5)
-    assert told(roster(A, B), spread=spread) == ["warn: ..stray! is far from the other replicas."]
+    assert told(roster(A, B), spreads=[spread]) == ["warn: ..stray! is far from the other replicas."]
 
 
 def test_a_flood_of_peers_is_bounded() -> None:

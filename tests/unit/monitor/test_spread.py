@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.codec.sketch import AT_REST, MARKS, norm, pack, sketch
+from noloco_p2p.monitor.collect import Watcher
 from noloco_p2p.monitor.spread import KEPT, NEAR, Sketches, Spread
 from noloco_p2p.swarm.records import PeerRecord
+from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.judge import spread
 
 NUM_ELEMENTS = 70_000
@@ -156,3 +158,28 @@ def test_who_publishes_none_or_nonsense_is_left_out() -> None:
     assert measure([*own, *bad]) == measure(own)
     assert measure(own[:1]) is None
     assert measure([]) is None
+
+
+def test_only_peers_of_one_stage_are_compared() -> None:
+    """The parts of a model have nothing in common, though their sketches have one length."""
+    close, far = replicas(2, apart=0.004, seed=1), replicas(3, apart=0.3, seed=2)
+    seen = [replace(own, sequence=1, stages=3) for own in records(close)]
+    seen += [
+        replace(own, peer_id=f"inner-{index}", sequence=1, stages=3, stage=1) for index, own in enumerate(records(far))
+    ]
+    seen.append(replace(seen[0], peer_id="only one", stage=2))
+    watcher = Watcher(Ticket("r", "0" * 64, ()))
+    watcher.take([(own, 1.0) for own in seen], directory_age_s=0.5, now_s=1_800_000_000.0)
+    assert {stage: spread.num_peers for stage, spread in watcher.spreads.items()} == {0: 2, 1: 3}
+    assert watcher.has_common_marks()
+    assert watcher.spreads[0].of_all == pytest.approx(true_spread(close), rel=0.4)
+    summary = watcher.summary()
+    assert summary["totals"]["spread"] == watcher.spreads[1].of_all, "that of the stage whose peers are furthest apart"
+    assert {row["stage"]: row["spread"] is None for row in summary["stages"]} == {0: False, 1: False, 2: True}
+    distances = {peer["peer_id"]: peer["distance"] for peer in summary["peers"]}
+    assert distances["only one"] is None
+    assert distances["peer-0"] == watcher.spreads[0].of_each["peer-0"]
+    later = replace(seen[0], sequence=2, sketch=record("peer-0", close[0], MARK + NEAR).sketch)
+    alone = Watcher(Ticket("r", "0" * 64, ()))
+    alone.take([(later, 1.0), (seen[1], 1.0)], directory_age_s=0.5, now_s=1_800_000_000.0)
+    assert not alone.has_common_marks()

@@ -12,7 +12,10 @@ from rich.console import Console
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.monitor.collect import Watcher, describe
+from noloco_p2p.monitor.spread import Spread
+from noloco_p2p.monitor.stages import stage_rows
 from noloco_p2p.monitor.terminal import COLUMNS, Choice, headline, percent, plain, rounds_line, view
+from noloco_p2p.spec import MAX_STAGES
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.ticket import Ticket
 
@@ -33,6 +36,10 @@ A = PeerRecord(
     last_partner="12D3KooWbbbbbb",
 )
 B = replace(A, peer_id="12D3KooWbbbbbb", state="leaving", tokens_per_s=9e9, loss=None, last_partner="", round=30)
+HEAD = replace(A, stages=3, capacity=9000.0, microbatches=100, late_microbatches=10, queue=2)
+INNER = replace(
+    A, peer_id="12D3KooWiiiiii", stages=3, stage=1, capacity=4000.0, microbatches=50, lost_microbatches=2, loss=None
+)
 TICKET = Ticket("r", "0" * 64, ())
 
 
@@ -72,6 +79,67 @@ def test_plain_lines_are_aligned_one_a_peer() -> None:
     assert lines[header + 1].split()[:4] == ["..aaaaaa", "training", "7", "2.500"]
     assert lines[header].index("state") == lines[header + 1].index("training") == lines[header + 2].index("leaving")
     assert len(lines) == header + 3
+
+
+def test_stages_are_rows_and_the_one_with_the_least_capacity_comes_first() -> None:
+    other = replace(INNER, peer_id="12D3KooWjjjjjj", capacity=4500.0, microbatches=150, tokens_per_s=500.0)
+    rows = stage_rows([HEAD, INNER, other], {1: Spread(0.02, {}, 0.5)})
+    assert [(row["stage"], row["peers"], row["capacity"]) for row in rows] == [
+        (2, 0, 0),
+        (1, 2, 8500.0),
+        (0, 1, 9000.0),
+    ]
+    empty, inner, head = rows
+    assert (empty["microbatches"], empty["late_share"], empty["lost_share"], empty["spread"]) == (0, None, None, None)
+    assert (inner["microbatches"], inner["lost_share"], inner["late_share"]) == (200, 0.02, 0.0)
+    assert (inner["tokens_per_s"], inner["spread"]) == (2000.0, 0.02)
+    assert (head["queue"], head["late_share"]) == (2, 0.1)
+
+
+def test_most_peers_say_how_many_stages_there_are() -> None:
+    liar = replace(INNER, peer_id="12D3KooWllllll", stages=MAX_STAGES, stage=60)
+    early = replace(INNER, peer_id="12D3KooWeeeeee", stages=0)
+    assert len(stage_rows([HEAD, INNER, liar], {})) == 3
+    assert len(stage_rows([HEAD, early], {})) == 3, "one that has not begun says 0"
+    assert (
+        stage_rows([A, B, replace(liar, stages=10**15)], {}) == stage_rows([A, A, liar], {}) == stage_rows([], {}) == []
+    )
+
+
+def test_a_run_of_whole_models_shows_no_stages() -> None:
+    seen = swarm(A, B)
+    assert (seen["stages"], {peer["stage"] for peer in seen["peers"]}) == ([], {None})
+    assert not any(
+        "stage" in line for line in [*plain(seen), *drawn(view(seen, Choice(), width=200, height=24), width=200)]
+    )
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_stages_are_shown_with_the_stage_of_each_peer(width: int) -> None:
+    seen = swarm(HEAD, INNER)
+    for lines in (plain(seen), drawn(view(seen, Choice(), width=width, height=24), width=width)):
+        first = next(index for index, line in enumerate(lines) if line.startswith("stage "))
+        assert lines[first].split()[:3] == ["stage", "peers", "capacity"]
+        assert [line.split()[0] for line in lines[first + 1 : first + 4]] == ["2", "1", "0"]
+        assert lines[first + 1].split()[1] == "empty"
+        assert any("Nobody computes stage 2" in line for line in lines)
+    whole = plain(seen)
+    row = next(line.split() for line in whole if line.startswith("1 "))
+    assert row == ["1", "1", "4k", "1.5k", "0", "50", "0", "%", "4", "%", "-"]
+    header = next(index for index, line in enumerate(whole) if line.startswith("peer"))
+    assert [line.split()[:2] for line in whole[header:]] == [["peer", "stage"], ["..aaaaaa", "0"], ["..iiiiii", "1"]]
+    assert [peer["stage"] for peer in Choice("stage", descending=True).of(seen["peers"])] == [1, 0]
+
+
+def test_many_stages_leave_room_for_peers() -> None:
+    lines = drawn(view(swarm(replace(HEAD, stages=MAX_STAGES)), Choice(), width=80, height=24), width=80)
+    assert len(lines) < 24
+    assert any("..aaaaaa" in line for line in lines)
+    assert any(line.strip() == "and 56 more with more capacity" for line in lines)
+
+
+def test_a_token_that_passes_all_stages_is_counted_once() -> None:
+    assert swarm(HEAD, INNER)["totals"]["tokens_per_s"] == HEAD.tokens_per_s
 
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,6 +127,26 @@ def test_a_reader_gets_the_whole_and_then_only_what_changed() -> None:
         assert made.feed.num_readers == 0
 
     on_site(check, num_peers=60)
+
+
+def test_the_page_is_told_the_stages_and_who_sends_to_whom() -> None:
+    async def check(made: Site) -> None:
+        head, inner, *_ = made.crowd.peers
+        made.crowd.peers[:] = [
+            replace(head, stages=3, capacity=10.0, sends_to=(inner.peer_id[-6:],)),
+            replace(inner, stages=3, stage=1),
+        ]
+        made.feed.watcher.roster.members.clear()
+        await made.look(after_s=2.0)
+        _, whole = event(made.feed.whole())
+        assert [(row["stage"], row["peers"]) for row in whole["stages"]] == [(1, 1), (2, 0), (0, 1)]
+        shown = [dict(zip(whole["columns"], row, strict=True)) for row in whole["peers"]]
+        assert [(peer["stage"], peer["sends_to"]) for peer in shown] == [(0, [inner.peer_id[-6:]]), (1, [])]
+        assert whole["notices"][0]["text"].startswith("Nobody computes stage 2")
+        status = json.loads((await made.get("api/status"))[1])
+        assert status["stages"] == whole["stages"]
+
+    on_site(check)
 
 
 def test_a_killed_peer_is_an_update_once_its_record_has_expired() -> None:

@@ -54,6 +54,25 @@ RECORD = PeerRecord(
     bytes_sent=2**40,
     bytes_received=2**40,
 )
+SKETCH = pack(torch.randn(SKETCH_SIZE, generator=torch.Generator().manual_seed(1)), mark=1, norm=8.0)
+FULL = replace(
+    RECORD,
+    addresses=("203.0.113.55:40000",),
+    multiaddrs=tuple(f"/ip4/203.0.113.{n}/tcp/40001/p2p/{ME.peer_id}" for n in range(100, 104)),
+    lonely=(10_000, 10_000, 10_000, 10_000, 10_000, 10_000),
+    halves=10_000,
+    late=10_000,
+    progress=0.123456789,
+    inner_steps_per_s=12.3456,
+    tokens_per_s=12345.6,
+    loss=2.34567,
+    validation_loss=2.34567,
+    blocked_s=12.345,
+    reachability="outbound-only",
+    session_key="A" * 44,
+    started_at_ms=1_800_000_000_000,
+    sketch=SKETCH,
+)
 counts = st.integers(0, 2**53)
 numbers = st.floats(-LARGEST, LARGEST)
 records = st.builds(
@@ -116,6 +135,9 @@ def test_another_peer_cannot_sign() -> None:
         ({"state": "asleep"}, "unknown state"),
         ({"round": "1"}, "round"),
         ({"round": True}, "round"),
+        ({"st": -1}, "stage"),
+        ({"cap": "fast"}, "capacity"),
+        ({"to": "xjL4p5"}, "short list"),
         ({"round": -1}, "round"),
         ({"round": 2**53 + 1}, "round"),
         ({"tok/s": 1.7e308}, "tokens_per_s"),
@@ -177,30 +199,34 @@ def test_empty_fields_do_not_travel() -> None:
 
 def test_a_full_record_with_a_sketch_fits_with_three_addresses_of_each_kind() -> None:
     """Only host names of over a hundred letters push the sketch out, and never an address."""
-    sketch = pack(torch.randn(SKETCH_SIZE, generator=torch.Generator().manual_seed(1)), mark=1, norm=8.0)
-    full = replace(
-        RECORD,
-        addresses=("203.0.113.55:40000",),
-        multiaddrs=tuple(f"/ip4/203.0.113.{n}/tcp/40001/p2p/{ME.peer_id}" for n in range(100, 104)),
-        lonely=(10_000, 10_000, 10_000, 10_000, 10_000, 10_000),
-        halves=10_000,
-        late=10_000,
-        progress=0.123456789,
-        inner_steps_per_s=12.3456,
-        tokens_per_s=12345.6,
-        loss=2.34567,
-        validation_loss=2.34567,
-        blocked_s=12.345,
-        reachability="outbound-only",
-        session_key="A" * 44,
-        started_at_ms=1_800_000_000_000,
-        sketch=sketch,
-    )
-    three = replace(full, addresses=tuple(f"203.0.113.{n}:40000" for n in (55, 56)), multiaddrs=full.multiaddrs[:3])
+    three = replace(FULL, addresses=tuple(f"203.0.113.{n}:40000" for n in (55, 56)), multiaddrs=FULL.multiaddrs[:3])
     assert decode_record(encode_record(three, ME)) == three
-    long = replace(full, addresses=(f"{'a' * 240}.example:40000",))
+    long = replace(FULL, addresses=(f"{'a' * 240}.example:40000",))
     fitted = decode_record(encode_record(long, ME))
     assert (fitted.sketch, fitted.addresses) == ("", long.addresses)
+
+
+STAGED = replace(
+    RECORD,
+    stage=7,
+    stages=8,
+    capacity=12345.6,
+    queue=12,
+    microbatches=123_456_789,
+    lost_microbatches=12_345,
+    late_microbatches=1_234_567,
+    sends_to=("xjL4p5", "qixA5H", "wQ4VAp", "bmqX7u"),
+)
+
+
+def test_a_record_of_a_stage_fits_with_its_sketch() -> None:
+    """An inner stage has no losses. Of a full record, whom it sends to goes before the sketch, and after addresses."""
+    usual = replace(STAGED, sketch=SKETCH, session_key="A" * 44, started_at_ms=1_800_000_000_000, loss=None)
+    assert decode_record(encode_record(usual, ME)) == usual
+    staged = {field.name for field in fields(PeerRecord) if getattr(STAGED, field.name) != getattr(RECORD, field.name)}
+    full = replace(FULL, **{name: getattr(STAGED, name) for name in staged})
+    fitted = decode_record(encode_record(full, ME))
+    assert fitted == replace(full, multiaddrs=full.multiaddrs[:1], sends_to=())
 
 
 def test_a_record_of_an_older_peer_still_parses() -> None:

@@ -1,0 +1,47 @@
+"""The stages of a run whose model is cut: what the peers of each stage do together, as their records say. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from noloco_p2p.monitor.spread import Spread
+from noloco_p2p.spec import MAX_STAGES
+from noloco_p2p.swarm.records import SERVING, PeerRecord
+
+Stage = dict[str, Any]
+COUNTED = ("queue", "microbatches", "lost_microbatches", "late_microbatches")
+
+
+def stage_rows(living: Sequence[PeerRecord], spreads: Mapping[int, Spread]) -> list[Stage]:
+    """One object for each stage, the one with the least capacity first. There are none where peers hold whole models.
+
+    living: records of peers that are alive or silent. A stage is empty where none of them serves it.
+    """
+    rows = [
+        _row(stage, [record for record in living if record.stage == stage and record.state in SERVING], spreads)
+        for stage in range(_num_stages(living))
+    ]
+    return sorted(rows, key=lambda row: (row["capacity"], row["stage"]))
+
+
+def _num_stages(records: Sequence[PeerRecord]) -> int:
+    """As most peers say, so that a single one cannot invent stages. A peer says 0 before it enters the pipeline."""
+    told = Counter(record.stages for record in records if record.stages <= MAX_STAGES)
+    return max(told, key=lambda number: (told[number], number), default=0)
+
+
+def _row(stage: int, records: Sequence[PeerRecord], spreads: Mapping[int, Spread]) -> Stage:
+    sums = {name: sum(getattr(record, name) for record in records) for name in COUNTED}
+    done = sums["microbatches"]
+    return {
+        "stage": stage,
+        "peers": len(records),
+        "capacity": sum(record.capacity for record in records),
+        "tokens_per_s": sum(record.tokens_per_s for record in records if record.state == "training"),
+        **sums,
+        "lost_share": sums["lost_microbatches"] / done if done else None,
+        "late_share": sums["late_microbatches"] / done if done else None,
+        "spread": spreads[stage].of_all if stage in spreads else None,
+    }

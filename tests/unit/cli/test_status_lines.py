@@ -1,0 +1,38 @@
+"""What `noloco status` says of the stage that a peer holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from noloco_p2p.cli.status import stage_lines
+
+REPLY: dict[str, Any] = {
+    "stage": 1,
+    "stages": 4,
+    "waits_for_stages": [],
+    "capacity": 4321.0,
+    "microbatches": 200,
+    "late_microbatches": 10,
+    "lost_microbatches": 3,
+    "queue": 2,
+}
+
+
+def test_a_peer_of_a_stage_tells_it_with_its_microbatches() -> None:
+    [line] = stage_lines(REPLY)
+    assert line == (
+        "stage     1 of 4, can compute 4.32k tokens/s; microbatches: 200 done, 10 of them late, 3 lost, 2 held now"
+    )
+    assert stage_lines({**REPLY, "stage": 0})[0].startswith("stage     0 of 4 (head), ")
+    assert stage_lines({**REPLY, "stage": 0, "stages": 0})[0].startswith("stage     0 (head), "), "before it begins"
+
+
+def test_it_says_what_it_waits_for() -> None:
+    assert stage_lines({**REPLY, "waits_for_stages": [2]})[1].strip() == "waiting for stage 2, which nobody holds"
+    assert (
+        stage_lines({**REPLY, "waits_for_stages": [0, 3]})[1].strip() == "waiting for stages 0, 3, which nobody holds"
+    )
+
+
+def test_a_peer_with_a_whole_model_has_no_stage() -> None:
+    assert stage_lines({**REPLY, "stage": None}) == []
