@@ -23,6 +23,7 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.flow_link import PayloadSizes
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.noloco import NoLoCo
+from noloco_p2p.peer.kept import stage_folder
 from noloco_p2p.peer.peer import Peer
 from noloco_p2p.peer.stage_flow import StagePlan
 from noloco_p2p.peer.threaded_flow import FlowCounts
@@ -441,8 +442,3 @@ class Fitting(list[int]):
     def __init__(self) -> None:
         super().__init__()
         self.reasons: dict[int, str] = {}
-
-
-def stage_folder(run_folder: Path, stage: int) -> Path:
-    """Where a peer keeps its checkpoints of one stage."""
-    return run_folder / f"stage-{stage}"

@@ -64,7 +64,7 @@ class StageWork:
             forward = stage.forward(inputs, seed=0)
             gradient = stage.loss_backward(hidden, tokens).gradient if stage.is_head else torch.zeros_like(forward)
             stage.backward(inputs, gradient, seed=0)
-            float(next(stage.model.parameters()).flatten()[0])  # waits for an accelerator
+            float(next(stage.model.parameters()).detach().flatten()[0])  # waits for an accelerator
             seconds.append(time.monotonic() - began_s)
         return min(seconds)
 
