@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 from noloco_p2p.control import ask
 from noloco_p2p.errors import NolocoError, SettingsError
+from noloco_p2p.flow.limits import IN_FLIGHT_SHARE
 from noloco_p2p.peer.kept import folder_of
 from noloco_p2p.presets import PRESETS, render
 from noloco_p2p.spec import TrainerSpec
@@ -33,7 +34,13 @@ from noloco_p2p.telemetry.console import count, loss, mib, named
 from noloco_p2p.telemetry.events import read_events
 from noloco_p2p.telemetry.progress import Draw, Progress
 
-PRELOADED = ["noloco_p2p.trainer.loop", "noloco_p2p.trainer.judge", "noloco_p2p.trainer.export"]
+PRELOADED = [
+    "noloco_p2p.trainer.loop",
+    "noloco_p2p.trainer.stage_trainer",
+    "noloco_p2p.trainer.stage_needs",
+    "noloco_p2p.trainer.judge",
+    "noloco_p2p.trainer.export",
+]
 TICKET_TIMEOUT_S = 300.0  # the first peer reads the corpus and measures itself before it has a ticket
 LEAVE_TIMEOUT_S = 120.0  # each writes its last checkpoint
 POLL_S = 0.5
@@ -49,6 +56,8 @@ MANY_STEPS = 10_000  # of a spec that is checked and measured before the number 
 UPKEEP = 1.35  # time of a step beside swaps, evaluation and the network thread, over that of a step alone
 START_AND_END_S = 12.0  # peers find each other; closing rounds, leaving, merging; and the steps below
 START_AND_END_STEPS = 30  # evaluations at the start and at the end, and the measurements of each peer
+MICROBATCH = 2  # sequences; of one, the streams would cost as much as the computing; of four, stages would wait
+PIPELINE_UPKEEP = 2.4  # as UPKEEP, of a step of a pipeline: also for codecs, and the streams between stages
 
 WHY_SOLO = {
     "nobody": "no other peer trained",
@@ -74,6 +83,29 @@ class DemoPlan:
     port_base: int = 0  # peer i listens on port_base + 2 i; 0 = free ports
     changes: Mapping[str, Any] = field(default_factory=dict)  # dotted fields of the spec
     chaos_seed: int | None = None  # peers are killed and come back, when and which by this seed
+    num_stages: int = 1
+
+    def check(self) -> None:
+        """A mistake is an error before anything starts. Raises SettingsError and SpecError."""
+        spec, stages = self.spec(self.num_steps or MANY_STEPS), self.num_stages
+        if spec.pipeline.stages != stages:
+            raise SettingsError(f"--set pipeline.stages={spec.pipeline.stages}: name their number with --stages")
+        if not spec.model.pretrained and spec.model.num_layers < stages:
+            raise SettingsError(
+                f"--stages {stages}: the model has {spec.model.num_layers} blocks, and each stage needs one; "
+                f"--set model.num_layers={stages} gives it more"
+            )
+        if self.num_peers < stages:
+            raise SettingsError(f"--peers {self.num_peers}: {stages} stages need a peer each, at least")
+        if stages > 1 and self.chaos_seed is not None and self.num_peers < 2 * stages:
+            raise SettingsError(
+                f"--chaos with --peers {self.num_peers}: {stages} stages need {2 * stages} peers, two each; what a "
+                "stage has learned is gone with its only peer"
+            )
+
+    def stage(self, index: int) -> int | None:
+        """That peer `index` holds, where there are stages."""
+        return index % self.num_stages if self.num_stages > 1 else None
 
     def spec(self, num_steps: int) -> TrainerSpec:
         """The preset `tiny` with a schedule of `num_steps`, and rounds so short that there are a dozen of them."""
@@ -86,15 +118,29 @@ class DemoPlan:
             "outer.min_inner_steps": min(tiny.outer.min_inner_steps, longest),
             "outer.max_inner_steps": longest,
         }
+        if self.num_stages > 1:
+            changes |= {
+                "model.parameter_seeds": True,
+                "pipeline.stages": self.num_stages,
+                "pipeline.microbatch": MICROBATCH,
+            }
         return tiny.with_changes(changes, origin="--steps").with_changes(dict(self.changes), origin="--set")
 
 
-def steps_that_fit(seconds: float, *, step_s: float, num_peers: int, num_cores: int) -> int:
-    """How many inner steps each peer can take in that time, starting and ending included; rounded to tens.
+def step_s_of_all(plan: DemoPlan, spec: TrainerSpec, *, step_s: float, num_cores: int) -> float:
+    """Seconds in which each peer takes an inner step, or each head of a pipeline.
 
-    step_s: of an inner step with one thread while every core computes one.
+    step_s: of an inner step with one thread while every core computes one; of a pipeline, in all stages together.
     """
-    each_s = step_s * UPKEEP * max(1.0, num_peers / num_cores)
+    if plan.num_stages == 1:
+        return step_s * UPKEEP * max(1.0, plan.num_peers / num_cores)
+    num_heads = -(-plan.num_peers // plan.num_stages)
+    in_flight = max(1, int(IN_FLIGHT_SHARE * spec.train.batch_size / spec.pipeline.microbatch))
+    return step_s * PIPELINE_UPKEEP * max(num_heads / num_cores, 1 / min(in_flight, plan.num_stages))
+
+
+def steps_that_fit(seconds: float, *, each_s: float) -> int:
+    """How many inner steps each peer can take in that time, starting and ending included; rounded to tens."""
     fitting = (seconds - START_AND_END_S) / each_s - START_AND_END_STEPS
     return max(FEWEST_STEPS, int(fitting) // 10 * 10)
 
@@ -120,6 +166,33 @@ def measure_step_s(spec: TrainerSpec) -> float:
         step(batch, progress=0.0)
         durations_s.append(time.monotonic() - began_s)
     return sorted(durations_s)[len(durations_s) // 4]
+
+
+def measure_pipeline_s(spec: TrainerSpec) -> float:
+    """As `measure_step_s`, of the batch of one head: in all stages together, one after the other."""
+    import torch
+
+    from noloco_p2p.trainer.cut import cut_of
+    from noloco_p2p.trainer.stage import build_stage
+    from noloco_p2p.trainer.stage_work import StageWork
+
+    torch.set_num_threads(1)
+    length, cut = spec.data.sequence_length, cut_of(spec)
+    works = [
+        StageWork(build_stage(spec.model, cut, index=stage, sequence_length=length), spec) for stage in range(len(cut))
+    ]
+    durations_s: list[float] = []
+    while sum(durations_s) < MEASURED_S or len(durations_s) < MEASURED_STEPS:
+        durations_s.append(sum(work.probe() for work in works))
+    return sorted(durations_s)[len(durations_s) // 4] * spec.train.batch_size / spec.pipeline.microbatch
+
+
+def cut_model(spec: TrainerSpec) -> tuple[int, ...]:
+    """The blocks of each stage, for a process that has torch already. Raises SpecError."""
+    from noloco_p2p.trainer.cut import cut_of
+    from noloco_p2p.trainer.stage_needs import StageNeeds
+
+    return cut_of(StageNeeds.of(spec, spec.pipeline.stages).spec)
 
 
 def run_peer(main: Callable[[list[str]], int], arguments: list[str], log: Path) -> None:
@@ -150,6 +223,7 @@ class DemoPeer:
 
     def __init__(self, index: int, *, plan: DemoPlan, main: Callable[[list[str]], int]) -> None:
         self.index = index
+        self.stage = plan.stage(index)
         self.kills = 0
         self.status: dict[str, Any] | None = None
         self.folder = plan.folder / f"peer-{index}"
@@ -166,6 +240,8 @@ class DemoPeer:
         """Also again, after a kill: it goes on from its last checkpoint."""
         arguments = ["join", target, "--listen", f"127.0.0.1:{self._port}", "--state-dir", str(self.folder)]
         arguments += ["--threads", "1", "--device", "cpu", "--ticket-file", str(self.ticket_file)]
+        if self.stage is not None:
+            arguments += ["--stage", str(self.stage)]
         if self._plan.chaos_seed is not None:
             arguments += ["--save-every-rounds", CHAOS_SAVES_EVERY]
         process = _fork_server().Process(target=run_peer, args=(self._main, arguments, self.log))
@@ -220,12 +296,14 @@ class DemoPeer:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the demo shows now. `done` of `total` inner steps of the slowest peer; 0 of 0 before they begin.
+    """What the demo shows now. `done` of `total` inner steps of the slowest peer, or head of a pipeline; 0 of 0 before
+    they begin. columns: the names of what is in `rows`.
 
     left_s: until training is done; None while that cannot be said.
     """
 
-    stage: str
+    doing: str
+    columns: tuple[str, ...] = ()
     rows: list[tuple[str, ...]] = field(default_factory=list)
     done: int = 0
     total: int = 0
@@ -243,7 +321,7 @@ class Demo:
         self.peers: list[DemoPeer] = []
         self.num_steps = plan.num_steps or 0
         self.step_s: float | None = None  # measured, where `minutes` says how many steps there are
-        plan.spec(plan.num_steps or MANY_STEPS)  # a mistake in a change is an error before anything starts
+        plan.check()
         self._main = main
         self._spec: TrainerSpec | None = None
         self._num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -259,9 +337,10 @@ class Demo:
         """Raises NolocoError when the first peer does not come up."""
         self._make_folder()
         yield from self._load()
+        cut = self._cut()
         if self.plan.num_steps is None:
-            yield from self._measure()
-        self._spec = self.plan.spec(self.num_steps)
+            yield from self._measure(cut)
+        self._spec = self.plan.spec(self.num_steps).with_changes(cut)
         spec_file = self.plan.folder / "demo.toml"
         spec_file.write_text(render(self._spec), encoding="utf-8")
         first = self._start_peer(0, str(spec_file))
@@ -276,7 +355,7 @@ class Demo:
                 chaos.step(time.monotonic())
             yield self._look()
             time.sleep(POLL_S)
-        yield replace(self._look(), stage="all peers are done")
+        yield replace(self._look(), doing="all peers are done")
 
     def _start_peer(self, index: int, target: str) -> DemoPeer:
         """`stop` knows it before there is a process."""
@@ -305,20 +384,28 @@ class Demo:
             loading.join(POLL_S)
         first.join()
 
-    def _measure(self) -> Iterator[View]:
-        """How long a step takes while all cores that the peers will use are busy, and so how many steps there are."""
+    def _cut(self) -> dict[str, Any]:
+        """What the cut changes in the spec. Raises SpecError when there are more stages than blocks."""
         spec = self.plan.spec(MANY_STEPS)
+        if spec.pipeline.stages == 1 or spec.pipeline.cut != "auto":
+            return {}
+        with _workers(1, what="cut") as workers:
+            return {"pipeline.cut": workers.submit(cut_model, spec).result()}
+
+    def _measure(self, cut: dict[str, Any]) -> Iterator[View]:
+        """How long a step takes while all cores that the peers will use are busy, and so how many steps there are."""
+        spec = self.plan.spec(MANY_STEPS).with_changes(cut)
+        measure = measure_step_s if spec.pipeline.stages == 1 else measure_pipeline_s
         at_once = min(self.plan.num_peers, self._num_cores)
         with _workers(at_once, what="measurement") as workers:
-            futures = [workers.submit(measure_step_s, spec) for _ in range(at_once)]
+            futures = [workers.submit(measure, spec) for _ in range(at_once)]
             while not all(future.done() for future in futures):
                 yield View("measuring how fast this machine trains")
                 time.sleep(POLL_S)
             self.step_s = max(future.result() for future in futures)
         left_s = 60 * self.plan.minutes - (time.monotonic() - self._began_s)
-        self.num_steps = steps_that_fit(
-            left_s, step_s=self.step_s, num_peers=self.plan.num_peers, num_cores=self._num_cores
-        )
+        each_s = step_s_of_all(self.plan, spec, step_s=self.step_s, num_cores=self._num_cores)
+        self.num_steps = steps_that_fit(left_s, each_s=each_s)
 
     def _wait_for_ticket(self, first: DemoPeer) -> Iterator[View]:
         until_s = time.monotonic() + TICKET_TIMEOUT_S
@@ -335,15 +422,18 @@ class Demo:
                 peer.ask()
         names = {peer.status["peer_id"]: f"peer {peer.index}" for peer in self.peers if peer.status}
         rows = [_row(peer, names) for peer in self.peers]
-        steps = [self.num_steps if peer.is_done() else _step(peer) for peer in self.peers]
+        drivers = [peer for peer in self.peers if not peer.stage]  # inner stages follow the heads
+        steps = [self.num_steps if peer.is_done() else _step(peer) for peer in drivers]
         done, now_s = min(min(steps), self.num_steps), time.monotonic()
-        if self._trains_since is None and len(steps) == self.plan.num_peers and done:
+        if self._trains_since is None and len(self.peers) == self.plan.num_peers and done:
             self._trains_since = now_s, done
         left_s = None
         if self._trains_since and self._trains_since[1] < done < self.num_steps:
             since_s, before = self._trains_since
             left_s = (self.num_steps - done) * (now_s - since_s) / (done - before)
-        return View("training" if any(steps) else "starting the peers", rows, done, self.num_steps, left_s)
+        doing = "training" if any(steps) else "starting the peers"
+        columns = (COLUMNS[0], *_where(None if self.plan.num_stages == 1 else "stage"), *COLUMNS[1:])
+        return View(doing, columns, rows, done, self.num_steps, left_s)
 
     def stop(self) -> None:
         """Ask everybody to leave, and wait until all have gone. Safe to call twice."""
@@ -365,7 +455,11 @@ class Demo:
             raise NolocoError(
                 f"no peer has come to its end; the first one's log ends with: {self.peers[0].last_line()}"
             )
-        folders = [folder_of(peer.folder, self.spec.run_id) / "checkpoints" for peer in left]
+        run_id = self.spec.run_id
+        folders = [
+            [folder_of(peer.folder, run_id) for peer in left if (peer.stage or 0) == stage]
+            for stage in range(self.plan.num_stages)
+        ]
         export_dir = self.plan.folder / "export"
         with Progress(draw).task("merging the models and evaluating the result"), _workers(1, what="merge") as workers:
             judged = workers.submit(judge_and_export, self.spec, folders, export_dir).result()
@@ -379,8 +473,9 @@ class Demo:
         }
 
 
-def judge_and_export(spec: TrainerSpec, folders: Sequence[Path], export_dir: Path) -> dict[str, float]:
-    """Of the mean of these checkpoints, for a process that has torch already."""
+def judge_and_export(spec: TrainerSpec, folders: Sequence[Sequence[Path]], export_dir: Path) -> dict[str, float]:
+    """Of the mean of the newest checkpoints in these folders of the run, those of each stage, for a process that has
+    torch already."""
     from noloco_p2p.trainer.export import export_model
     from noloco_p2p.trainer.judge import judge
     from noloco_p2p.trainer.model import build_tokenizer
@@ -473,31 +568,39 @@ class Chaos:
 
 def report_lines(report: dict[str, Any]) -> list[str]:
     """The report for people."""
-    header = ("peer", "id", "rounds", "swaps", "half", "solo", "validation loss", "sent", "received")
-    rows = [
-        (
-            f"peer {index}",
-            named(peer["peer_id"]) if peer["peer_id"] else "-",
-            str(peer["rounds"]),
-            str(peer["swaps"]),
-            str(peer["halves"]),
-            str(peer["alone"]),
-            f"{loss(peer['loss_start'])} -> {loss(peer['loss_end'])}",
-            mib(peer["bytes_sent"]),
-            mib(peer["bytes_received"]),
-        )
-        for index, peer in enumerate(report["peers"])
-    ]
+    peers = report["peers"]
+    mean = "mean" if peers[0]["stage"] is None else "mean of each stage,"
     return [
-        *aligned([header, *rows]),
-        *_reason_lines(report["peers"]),
+        *aligned(_report_rows(peers)),
+        *_reason_lines(peers),
         "",
-        f"merged model (mean of {report['merged_peers']} peers): validation loss {loss(report['merged_loss'])}",
+        f"merged model ({mean} of {report['merged_peers']} peers): validation loss {loss(report['merged_loss'])}",
         f"spread of the weights: {100 * report['spread']:.2f} % of their norm",
         f"exported for transformers: {report['export_dir']}",
         f"wall time: {report['wall_s']:.0f} s",
-        *_kill_lines(report["peers"]),
+        *_kill_lines(peers),
     ]
+
+
+def _report_rows(peers: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    header = ("id", "rounds", "swaps", "half", "solo", "validation loss", "sent", "received")
+    rows: list[tuple[str, ...]] = [("peer", *_where(None if peers[0]["stage"] is None else "stage"), *header)]
+    for index, peer in enumerate(peers):
+        change = f"{loss(peer['loss_start'])} -> {loss(peer['loss_end'])}"
+        row = (
+            named(peer["peer_id"]) if peer["peer_id"] else "-",
+            *(str(peer[key]) for key in ("rounds", "swaps", "halves", "alone")),
+            "-" if peer["stage"] else change,
+            mib(peer["bytes_sent"]),
+            mib(peer["bytes_received"]),
+        )
+        rows.append((f"peer {index}", *_where(peer["stage"]), *row))
+    return rows
+
+
+def _where(stage: int | str | None) -> tuple[str, ...]:
+    """The column of the stage; none where there are no stages."""
+    return () if stage is None else (str(stage),)
 
 
 def _reason_lines(peers: list[dict[str, Any]]) -> list[str]:
@@ -531,9 +634,9 @@ def _step(peer: DemoPeer) -> int:
 
 def _row(peer: DemoPeer, names: dict[str, str]) -> tuple[str, ...]:
     status = peer.status or {}
-    first = (f"peer {peer.index}", _state(peer))
+    first = (f"peer {peer.index}", *_where(peer.stage), _state(peer))
     if not status.get("step"):
-        return (*first, *["-"] * (len(COLUMNS) - len(first)))
+        return (*first, *["-"] * (len(COLUMNS) - 2))
     partner = status["last_partner"]
     return (
         *first,
@@ -566,6 +669,7 @@ def _result(peer: DemoPeer) -> dict[str, Any]:
     started = [event["peer_id"] for event in events if event["event"] == "started"]
     return {
         "peer_id": started[0] if started else "",
+        "stage": peer.stage,
         "rounds": last.get("rounds_here", 0),
         "swaps": last.get("swaps", 0),
         "halves": last.get("halves", 0),

@@ -20,13 +20,19 @@ from noloco_p2p.errors import SettingsError
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from noloco_p2p.demo import Demo, View
+    from noloco_p2p.demo import Demo, DemoPlan, View
 
 PLAIN_EVERY_S = 30.0
 
 
 def demo(
-    peers: Annotated[int, typer.Option(help="Number of peers, each a process.", min=1, max=64)] = 4,
+    peers: Annotated[
+        int | None,
+        typer.Option(help="Number of peers, each a process.", min=1, max=64, show_default="4, or two for each stage"),
+    ] = None,
+    stages: Annotated[
+        int, typer.Option(help="Cut the model into this number of stages; each peer holds one.", min=1, max=32)
+    ] = 1,
     steps: Annotated[
         int | None, typer.Option(help="Inner steps of each peer.", min=20, show_default="as --minutes allow")
     ] = None,
@@ -65,7 +71,8 @@ def demo(
     folder = keep or Path(tempfile.mkdtemp(prefix="noloco-demo-"))
     plan = DemoPlan(
         folder.absolute(),
-        num_peers=peers,
+        num_peers=peers or (2 * stages if stages > 1 else 4),
+        num_stages=stages,
         num_steps=steps,
         minutes=minutes,
         port_base=port_base,
@@ -73,8 +80,7 @@ def demo(
         chaos_seed=chaos,
     )
     swarm = Demo(plan, run)
-    noun = "peer" if peers == 1 else "peers"
-    print(f"{peers} {noun} on this machine; logs: {folder}/peer-*/log.txt", flush=True)
+    print(f"{_who(plan)} on this machine; logs: {folder}/peer-*/log.txt", flush=True)
     if keep is None:
         print("(logs and checkpoints are deleted at the end; --keep DIR keeps them)", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the demo, and the demo its peers
@@ -130,29 +136,35 @@ def _watch(swarm: Demo) -> None:
             show(view)
 
 
+def _who(plan: DemoPlan) -> str:
+    peers = f"{plan.num_peers} peer{'' if plan.num_peers == 1 else 's'}"
+    return peers if plan.num_stages == 1 else f"{peers}, each with one of {plan.num_stages} stages of a model,"
+
+
 def _plan_line(swarm: Demo) -> str:
-    steps = f"each peer takes {swarm.num_steps} inner steps"
+    who = "peer" if swarm.plan.num_stages == 1 else "peer of stage 0, the head,"
+    steps = f"each {who} takes {swarm.num_steps} inner steps"
     if swarm.step_s is None:
         return steps
     return f"an inner step takes {swarm.step_s:.2g} s on this machine: {steps} in about {swarm.plan.minutes:g} minutes"
 
 
 class _Lines:
-    """The first look at each stage, then one every PLAIN_EVERY_S."""
+    """The first look at whatever is done, then one every PLAIN_EVERY_S."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
         self._next_s = 0.0
-        self._stage = ""
+        self._doing = ""
 
     def show(self, view: View) -> None:
-        from noloco_p2p.demo import COLUMNS, aligned
+        from noloco_p2p.demo import aligned
 
         now_s = time.monotonic()
-        if view.stage == self._stage and now_s < self._next_s:
+        if view.doing == self._doing and now_s < self._next_s:
             return
-        self._stage, self._next_s = view.stage, now_s + PLAIN_EVERY_S
-        lines = aligned([COLUMNS, *view.rows]) if view.rows else []
+        self._doing, self._next_s = view.doing, now_s + PLAIN_EVERY_S
+        lines = aligned([view.columns, *view.rows]) if view.rows else []
         print(f"after {now_s - self._began_s:.0f} s: {_told(view)}", *lines, sep="\n  ", flush=True)
 
 
@@ -161,9 +173,9 @@ def _told(view: View) -> str:
     from noloco_p2p.telemetry.console import duration
 
     if not view.total:
-        return view.stage
+        return view.doing
     left = "" if view.left_s is None else f", {duration(view.left_s)} left"
-    return f"{view.stage}: step {view.done} of {view.total}{left}"
+    return f"{view.doing}: step {view.done} of {view.total}{left}"
 
 
 def _drawn(view: View) -> Group:
@@ -171,15 +183,13 @@ def _drawn(view: View) -> Group:
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
-    from noloco_p2p.demo import COLUMNS
-
     bar = Table.grid(padding=(0, 1))
     # Without a total it pulses: something goes on, and nobody knows how long.
     bar.add_row(ProgressBar(total=view.total or None, completed=view.done, width=30, pulse=not view.done), _told(view))
     if not view.rows:
         return Group(bar)
     table = Table(box=None, pad_edge=False)
-    for column in COLUMNS:
+    for column in view.columns:
         table.add_column(column, justify="left" if column in ("peer", "state", "last swap with") else "right")
     for row in view.rows:
         table.add_row(*row)

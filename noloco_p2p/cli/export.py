@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from noloco_p2p.cli.options import Model
 from noloco_p2p.errors import SettingsError
+
+if TYPE_CHECKING:
+    from noloco_p2p.spec import TrainerSpec
+    from noloco_p2p.telemetry.progress import Progress
+    from noloco_p2p.ticket import Ticket
+    from noloco_p2p.trainer.merge import LiveRun, TakenState
 
 
 def export(
@@ -35,28 +41,80 @@ def export(
     if sample and not merge:
         raise SettingsError("--sample goes with --merge")
     folders = PeerSettings.load({"models": parse_folders(model) if model else None}).models
-    import uvloop
-
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
-    from noloco_p2p.trainer.export import check_export_folder, export_model
-    from noloco_p2p.trainer.merge import from_checkpoint, mean_of_swarm
-    from noloco_p2p.trainer.model import build_tokenizer
+    from noloco_p2p.trainer.export import check_export_folder
+    from noloco_p2p.trainer.merge import from_checkpoint
 
     check_export_folder(folder)
     progress = Progress(drawing(print))
     if merge:
-        state = uvloop.run(mean_of_swarm(Ticket.decode(source), sample=sample, progress=progress, folders=folders))
-    else:
-        with progress.task("reading the checkpoint"):
-            state = from_checkpoint(Path(source), folders=folders)
-    if adapters and not state.spec.model.lora.rank:
-        raise SettingsError(f"--adapters: the run {state.spec.name} trains all weights (model.lora.rank is 0)")
+        import uvloop
+
+        uvloop.run(_merge(Ticket.decode(source), folder, folders, adapters=adapters, sample=sample, progress=progress))
+        return
+    with progress.task("reading the checkpoint"):
+        state = from_checkpoint(Path(source), folders=folders)
+    _write(state, folder, folders, adapters=adapters, progress=progress)
+    print(f"wrote {folder}: the checkpoint of run {state.spec.name}")
+
+
+async def _merge(
+    ticket: Ticket, folder: Path, folders: dict[str, str], *, adapters: bool, sample: int | None, progress: Progress
+) -> None:
+    from noloco_p2p.trainer.merge import live_run
+
+    async with live_run(ticket, progress=progress, folders=folders) as live:
+        _check_adapters(live.spec, adapters=adapters)
+        if live.spec.pipeline.stages > 1:
+            await _merge_stages(live, folder, sample=sample)
+            return
+        state = await live.mean(None, sample=sample)
+    _write(state, folder, folders, adapters=adapters, progress=progress)
+    print(f"wrote {folder}: {_mean(state)} of run {state.spec.name}")
+    _tell(state)
+
+
+async def _merge_stages(live: LiveRun, folder: Path, *, sample: int | None) -> None:
+    """One stage is in memory at a time."""
+    import asyncio
+
+    from noloco_p2p.trainer.export import StageShards, new_folder
+
+    live.check_stages()
+    with new_folder(folder) as partial:
+        shards = StageShards(partial, live.spec)
+        for stage in range(live.spec.pipeline.stages):
+            state = await live.mean(stage, sample=sample)
+            with live.progress.task(f"writing stage {stage}"):
+                await asyncio.to_thread(shards.write, stage, state.by_name())
+            print(f"stage {stage}: {_mean(state)}")
+            _tell(state)
+            del state
+        shards.finish(folders=live.folders)
+    print(f"wrote {folder}: the merged stages of run {live.spec.name}")
+
+
+def _write(state: TakenState, folder: Path, folders: dict[str, str], *, adapters: bool, progress: Progress) -> None:
+    from noloco_p2p.trainer.export import export_model
+    from noloco_p2p.trainer.model import build_tokenizer
+
+    _check_adapters(state.spec, adapters=adapters)
     with progress.task("writing the model"):
         tokenizer = build_tokenizer(state.spec.data, folders=folders)
         export_model(state.fill_model(), tokenizer, folder, adapters_of=state.spec.model if adapters else None)
-    of = f"the mean of {state.num_peers} peers" if merge else "the checkpoint"
-    print(f"wrote {folder}: {of} of run {state.spec.name}")
+
+
+def _check_adapters(spec: TrainerSpec, *, adapters: bool) -> None:
+    if adapters and not spec.model.lora.rank:
+        raise SettingsError(f"--adapters: the run {spec.name} trains all weights (model.lora.rank is 0)")
+
+
+def _mean(state: TakenState) -> str:
+    return f"the mean of {state.num_peers} peer{'' if state.num_peers == 1 else 's'}"
+
+
+def _tell(state: TakenState) -> None:
     for notice in state.notices():
         print(notice)
     if state.num_silent:

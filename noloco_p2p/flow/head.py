@@ -185,7 +185,7 @@ class Head:
         assert self.can_launch(now_s, is_training=is_training)
         id = MicrobatchId(self._peer_id, self._next_number)
         self._next_number += 1
-        ticket = Ticket(id, self.progress, num_tokens, is_training)
+        ticket = Ticket(id, min(self.progress, FINAL_MARK), num_tokens, is_training)
         self.in_flight[id] = InFlight(ticket, microbatch, now_s, now_s + self.deadlines.seconds)
         self.tasks.add(Kind.FORWARD, id)
         return id, self._settle([], now_s)

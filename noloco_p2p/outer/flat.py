@@ -97,6 +97,14 @@ class FlatParameters:
         """The parameters by name, whole; not to be written to."""
         return {name: param.detach() for name, param in self.named}
 
+    def by_name(self, vector: Tensor) -> dict[str, Tensor]:
+        """Parts of a flat vector, not copied, with the names and shapes of the parameters."""
+        stops = [*self._offsets[1:], self.num_elements]
+        return {
+            name: vector[start:stop].view(param.shape)
+            for (name, param), start, stop in zip(self.named, self._offsets, stops, strict=True)
+        }
+
     def take(self, values: Mapping[str, Tensor]) -> None:
         """The inverse of `named_values`; on any device."""
         for offset, (name, _) in zip(self._offsets, self.named, strict=True):

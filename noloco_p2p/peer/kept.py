@@ -27,6 +27,11 @@ def folder_of(state_dir: Path, run_id: str) -> Path:
     return state_dir / "runs" / run_id
 
 
+def stage_folder(run_folder: Path, stage: int) -> Path:
+    """Where a peer keeps its checkpoints of one stage."""
+    return run_folder / f"stage-{stage}"
+
+
 def check_checkpoint_folder(folder: Path) -> None:
     """For who names one: asked before seconds of imports. Raises CheckpointError."""
     if not folder.is_dir():

@@ -212,13 +212,10 @@ def _path_loss(swarm: StagedSwarm, weights: Sequence[Sequence[Tensor]]) -> float
 def _loss(swarm: StagedSwarm, weights: Sequence[Tensor]) -> float:
     """Validation loss of one flat vector a stage, put together to a whole model."""
     model = swarm.material.model()
-    params = dict(model.named_parameters())
+    parts: dict[str, Tensor] = {}
     for stage, vector in enumerate(weights):
-        own: FlatParameters = swarm.stages[stage][0].state.parameters
-        start = 0
-        for name, param in own.named:
-            params[name].data.copy_(vector[start : start + param.numel()].view_as(param))
-            start += param.numel()
+        parts |= swarm.stages[stage][0].state.parameters.by_name(vector)
+    FlatParameters(model).take(parts)
     return swarm.material.loss(model)
 
 

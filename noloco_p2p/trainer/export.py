@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from noloco_p2p.errors import CheckpointError, SettingsError
-from noloco_p2p.spec import ModelSpec
+from noloco_p2p.spec import ModelSpec, TrainerSpec
 from noloco_p2p.trainer.byte_tokenizer import for_export
 from noloco_p2p.trainer.lora import has_adapters, merged_weights, save_adapters
-from noloco_p2p.trainer.model import configured_for_export, quiet
+from noloco_p2p.trainer.model import build_on_meta, build_tokenizer, configured_for_export, quiet, save_config
 
 
 def export_model(
@@ -28,12 +34,55 @@ def export_model(
     All of the folder appears at once, or nothing does. Raises SettingsError when `folder` exists and is not empty,
     CheckpointError when it cannot be written.
     """
+    with new_folder(folder) as partial:
+        _write(model, tokenizer, partial, adapters_of)
+    return folder
+
+
+class StageShards:
+    """A model in `folder` whose stages come one after the other. Each has a file of its own, and is then forgotten."""
+
+    def __init__(self, folder: Path, spec: TrainerSpec) -> None:
+        self._folder = folder
+        self._spec = spec
+        self._file_of: dict[str, str] = {}
+        self._num_bytes = 0
+
+    def write(self, stage: int, tensors: Mapping[str, Tensor]) -> None:
+        """tensors: by their names in the whole model; a tied one is there once."""
+        name = f"model-{stage + 1:05d}-of-{self._spec.pipeline.stages:05d}.safetensors"
+        save_file(dict(tensors), self._folder / name, metadata={"format": "pt"})
+        self._file_of |= dict.fromkeys(tensors, name)
+        self._num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+
+    def finish(self, *, folders: Mapping[str, str] | None = None) -> None:
+        """Write what belongs to all stages. folders: of models, by name."""
+        spec = self._spec
+        model = build_on_meta(spec.model, sequence_length=spec.data.sequence_length, folders=folders)
+        tokenizer = build_tokenizer(spec.data, folders=folders)
+        index = {"metadata": {"total_size": self._num_bytes}, "weight_map": dict(sorted(self._file_of.items()))}
+        (self._folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        with quiet(), configured_for_export(model, tokenizer):
+            save_config(model, self._folder)
+            for_export(tokenizer).save_pretrained(self._folder)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder that becomes `folder` at the end, or goes when something fails.
+
+    Raises SettingsError when `folder` exists and is not empty, CheckpointError when it cannot be written.
+    """
     check_export_folder(folder)
     partial: Path | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
-        _write(model, tokenizer, partial, adapters_of)
+        yield partial
+        for path in partial.iterdir():
+            path.chmod(0o644)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         partial.chmod(0o755)
         partial.rename(folder)  # replaces an empty folder, never a full one
     except (OSError, SafetensorError) as error:
@@ -41,7 +90,6 @@ def export_model(
     finally:
         if partial is not None and partial.exists():
             shutil.rmtree(partial, ignore_errors=True)
-    return folder
 
 
 def check_export_folder(folder: Path) -> None:
@@ -61,7 +109,3 @@ def _write(
         else:
             model.save_pretrained(folder)
         for_export(tokenizer).save_pretrained(folder)
-    for path in folder.iterdir():
-        path.chmod(0o644)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.trainer.evaluate import evaluate_loss
 from noloco_p2p.trainer.merge import TakenState, from_checkpoint
-from noloco_p2p.trainer.model import build_tokenizer
+from noloco_p2p.trainer.model import build_model, build_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,25 +36,34 @@ class Verdict:
 
 def judge(
     spec: TrainerSpec,
-    folders: Sequence[Path],
+    folders: Sequence[Sequence[Path]],
     *,
     bindings: dict[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Verdict:
-    """`folders`: the checkpoint folder of each peer. Raises CheckpointError when none holds a checkpoint."""
-    weights: dict[Path, Tensor] = {}
-    model: PreTrainedModel | None = None
-    with (progress or Progress()).task("merging", unit="checkpoints") as report:
-        for index, folder in enumerate(folders):
-            report(index, len(folders))
-            try:
-                state = from_checkpoint(folder)
-            except CheckpointError:
-                continue  # a peer that was killed before its first checkpoint
-            weights[folder], model = state.slow_weights, state.model
-    if model is None:
-        raise CheckpointError("no peer has written a checkpoint")
-    return _judge(model, weights, spec, each=False, bindings=bindings or {}, models={}, progress=progress)
+    """Judge the mean of each stage, put together. `folders`: of each stage what its peers keep of the run; a run
+    without stages has one.
+
+    Raises CheckpointError when a stage has no checkpoint.
+    """
+    progress = progress or Progress()
+    parts: dict[str, Tensor] = {}
+    distances: list[float] = []
+    norms: list[float] = []
+    with progress.task("merging", unit="stages") as report:
+        for number, of_stage in enumerate(folders):
+            report(number, len(folders))
+            states = _read(of_stage, stage=number if spec.pipeline.stages > 1 else None)
+            replicas = [state.slow_weights for state in states]
+            mean = _mean(replicas)
+            parts |= FlatParameters(states[0].model).by_name(mean)
+            norms.append(float(mean.norm()))
+            distances.append(spread(replicas, mean) * norms[-1])
+    model = build_model(spec.model, sequence_length=spec.data.sequence_length)
+    FlatParameters(model).take(parts)
+    batches = _held_out(spec, bindings=bindings or {}, models={}, progress=progress)
+    loss = evaluate_loss(model, batches, progress=progress)
+    return Verdict(spec, model, {}, loss, _share(math.hypot(*distances), math.hypot(*norms)), sum(map(len, batches)))
 
 
 def judge_each(
@@ -75,38 +85,15 @@ def judge_each(
             ours, theirs = state.spec.run_id, states[0].spec.run_id
             raise CheckpointError(f"{folder} is of run {ours}, the first one of {theirs}: not one swarm")
         weights[folder] = state.slow_weights
-    model = states[0].model
+    spec, model = states[0].spec, states[0].model
     torch.nn.Module.to(model, device)
-    return _judge(model, weights, states[0].spec, each=True, bindings=bindings, models=models, progress=progress)
-
-
-def _judge(
-    model: PreTrainedModel,
-    weights: Mapping[Path, Tensor],
-    spec: TrainerSpec,
-    *,
-    each: bool,
-    bindings: Mapping[str, str],
-    models: Mapping[str, str],
-    progress: Progress | None,
-) -> Verdict:
-    batches = validation_batches(
-        spec.data,
-        tokenizer=build_tokenizer(spec.data, folders=models),
-        bindings=bindings,
-        num_sequences=spec.evaluate.num_sequences,
-        batch_size=spec.train.batch_size,
-        progress=progress,
-    )
+    batches = _held_out(spec, bindings=bindings, models=models, progress=progress)
     flat, losses = FlatParameters(model), dict[Path, float]()
-    for folder, slow_weights in weights.items() if each else ():
+    for folder, slow_weights in weights.items():
         flat.write(0, slow_weights)
         losses[folder] = evaluate_loss(model, batches, progress=progress)
     replicas = list(weights.values())
-    mean = replicas[0].clone()
-    for replica in replicas[1:]:  # stacked they would be held twice
-        mean += replica
-    mean /= len(replicas)
+    mean = _mean(replicas)
     flat.write(0, mean)
     merged_loss = evaluate_loss(model, batches, progress=progress)
     return Verdict(spec, model, losses, merged_loss, spread(replicas, mean), sum(map(len, batches)))
@@ -115,4 +102,41 @@ def _judge(
 def spread(replicas: Sequence[Tensor], mean: Tensor) -> float:
     """sqrt(mean_i |phi_i - mean|^2) / |mean|."""
     squares = [float((replica - mean).square().sum()) for replica in replicas]
-    return (sum(squares) / len(squares)) ** 0.5 / max(float(mean.norm()), 1e-12)
+    return _share((sum(squares) / len(squares)) ** 0.5, float(mean.norm()))
+
+
+def _share(distance: float, norm: float) -> float:
+    return distance / max(norm, 1e-12)
+
+
+def _read(folders: Sequence[Path], *, stage: int | None) -> list[TakenState]:
+    """The state of each peer that has one. Raises CheckpointError when there is none."""
+    states: list[TakenState] = []
+    for folder in folders:
+        try:
+            states.append(from_checkpoint(folder, stage=stage))
+        except CheckpointError:
+            continue  # a peer that was killed before its first checkpoint
+    if not states:
+        raise CheckpointError(f"no peer {'' if stage is None else f'of stage {stage} '}has written a checkpoint")
+    return states
+
+
+def _mean(replicas: Sequence[Tensor]) -> Tensor:
+    mean = replicas[0].clone()
+    for replica in replicas[1:]:  # stacked they would be held twice
+        mean += replica
+    return mean.div_(len(replicas))
+
+
+def _held_out(
+    spec: TrainerSpec, *, bindings: Mapping[str, str], models: Mapping[str, str], progress: Progress | None
+) -> list[Tensor]:
+    return validation_batches(
+        spec.data,
+        tokenizer=build_tokenizer(spec.data, folders=models),
+        bindings=bindings,
+        num_sequences=spec.evaluate.num_sequences,
+        batch_size=spec.train.batch_size,
+        progress=progress,
+    )

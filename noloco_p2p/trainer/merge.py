@@ -1,5 +1,7 @@
 """States taken out of a run: a checkpoint's, a live peer's, or the mean over the swarm, as one flat vector.
 
+In a run with stages, each stage has a state of its own, and those of all stages together are a whole model.
+
 Peers are strangers: every state passes `peer/state_admission.py`, and those of several peers are compared with each
 other (`outer/robust_mean.py`). They lie on the disk meanwhile; in memory is a chunk of each, and the mean.
 """
@@ -10,7 +12,7 @@ import asyncio
 import random
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from noloco_p2p.errors import CheckpointError, Unreachable
+from noloco_p2p.errors import CheckpointError, SpecError, Unreachable
 from noloco_p2p.gossip.donor import state_file_bytes
 from noloco_p2p.gossip.fetch import fetch_spec, fetch_state
 from noloco_p2p.gossip.frames import Hello
@@ -31,14 +33,16 @@ from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.robust_mean import leave_out_far, robust_mean
 from noloco_p2p.outer.saved_state import check_layout
 from noloco_p2p.outer.state_checks import SLOW_WEIGHTS, check_vectors, read_state, vectors_of
-from noloco_p2p.peer.kept import check_checkpoint_folder
+from noloco_p2p.peer.kept import check_checkpoint_folder, stage_folder
 from noloco_p2p.peer.state_admission import StateAdmission
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.swarm.reader import WHOLE_S, find_somebody, reader
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import Ticket
+from noloco_p2p.trainer.cut import cut_of
 from noloco_p2p.trainer.model import build_model
+from noloco_p2p.trainer.stage import build_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +53,8 @@ COMPARED = 5  # states of which a fork takes the one in the middle: two of them 
 
 @dataclass(frozen=True, slots=True)
 class TakenState:
-    """Slow weights (flat, fp32) of one or the mean of several peers, and the model that they belong to.
+    """Slow weights (flat, fp32) of one or the mean of several peers, and the model that they belong to: of a stage, its
+    part, without memory for weights.
 
     left_out: peer -> why its state does not count. shortened: peer -> how far its state is from the others, as a share
     of the norm; it counts as one that is nearer.
@@ -62,6 +67,10 @@ class TakenState:
     num_silent: int = 0  # live peers that were asked and gave none: nothing saved yet, or gone
     left_out: Mapping[str, str] = field(default_factory=dict[str, str])
     shortened: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Parts of the slow weights, not copied, with the names and shapes of the parameters."""
+        return FlatParameters(self.model).by_name(self.slow_weights)
 
     def fill_model(self) -> PreTrainedModel:
         FlatParameters(self.model).write(0, self.slow_weights)
@@ -76,26 +85,24 @@ class TakenState:
         return notices
 
 
-def from_checkpoint(folder: Path, *, folders: Mapping[str, str] | None = None) -> TakenState:
+def from_checkpoint(folder: Path, *, stage: int | None = None, folders: Mapping[str, str] | None = None) -> TakenState:
     """`folder`: a checkpoint, a folder of checkpoints, or the folder of a run; of several the newest is taken.
 
-    `folders`: of models, by name. Raises CheckpointError, also when the checkpoint is of another model than its spec
-    gives here.
+    `stage`: the one that the checkpoint must hold. `folders`: of models, by name. Raises CheckpointError, also when the
+    checkpoint is of another model than its spec gives here, or of a stage while a whole model is wanted.
     """
-    check_checkpoint_folder(folder)
-    if (folder / "manifest.json").exists():
-        checkpoint = Checkpoint(folder)
-    else:
-        inner = folder / "checkpoints"
-        checkpoint = Checkpoints(inner if inner.is_dir() else folder).newest()
-    if checkpoint is None:
-        raise CheckpointError(f"{folder}: holds no checkpoint that can be read")
+    checkpoint = _newest(folder, stage)
     if "spec" not in checkpoint.meta:
         raise CheckpointError(
             f"{checkpoint.path}: does not say of which run it is; it was not written by `noloco join`"
         )
     spec = TrainerSpec.from_dict(checkpoint.meta["spec"], origin=str(checkpoint.path))
-    model = build_model(spec.model, sequence_length=spec.data.sequence_length, folders=folders)
+    if stage is None and spec.pipeline.stages > 1:
+        raise CheckpointError(
+            f"{checkpoint.path}: holds one of the {spec.pipeline.stages} stages of the run {spec.name}, which alone is "
+            "no model; `noloco export TICKET DIR --merge` writes the whole model while peers of every stage are live"
+        )
+    model = _build(spec, stage, folders)
     check_layout(checkpoint.meta["outer"], FlatParameters(model).model_layout, origin=str(checkpoint.path))
     tensors = checkpoint.load("outer")
     try:
@@ -105,30 +112,115 @@ def from_checkpoint(folder: Path, *, folders: Mapping[str, str] | None = None) -
     return TakenState(spec, model, tensors[SLOW_WEIGHTS], 1)
 
 
-async def mean_of_swarm(
-    ticket: Ticket,
-    *,
-    sample: int | None,
-    progress: Progress | None = None,
-    folders: Mapping[str, str] | None = None,
-) -> TakenState:
-    """The mean over all live peers, or over `sample` of them drawn at random, without those that lie.
+def _newest(folder: Path, stage: int | None) -> Checkpoint:
+    check_checkpoint_folder(folder)
+    if (folder / "manifest.json").exists():
+        return Checkpoint(folder)
+    kept = folder.glob("stage-*") if stage is None else [stage_folder(folder, stage)]
+    for place in (folder / "checkpoints", *kept, folder):
+        if checkpoint := Checkpoints(place).newest():
+            return checkpoint
+    raise CheckpointError(f"{folder}: holds no checkpoint that can be read")
 
-    Raises Unreachable when nobody gives a state, CheckpointError when nobody can tell which states are wrong.
-    """
-    async with _fetched(ticket, sample=sample, progress=progress or Progress(), folders=folders) as fetched:
-        mean = await asyncio.to_thread(robust_mean, fetched.states)
-        return fetched.take(mean.weights, len(mean.admitted), far=mean.left_out, shortened=mean.shortened)
+
+def _build(spec: TrainerSpec, stage: int | None, folders: Mapping[str, str] | None) -> PreTrainedModel:
+    length = spec.data.sequence_length
+    if stage is None:
+        return build_model(spec.model, sequence_length=length, folders=folders)
+    return build_part(spec.model, cut_of(spec), index=stage, sequence_length=length, folders=folders)
+
+
+class LiveRun:
+    """A run that is seen from outside, while peers train it. folders: of models, by name."""
+
+    def __init__(
+        self,
+        spec: TrainerSpec,
+        transport: Transport,
+        *,
+        live: Callable[[], Sequence[Candidate]],
+        progress: Progress,
+        folders: Mapping[str, str] | None,
+    ) -> None:
+        self.spec = spec
+        self.progress = progress
+        self.folders = folders
+        self._transport = transport
+        self._live = live
+
+    def check_stages(self) -> None:
+        """Before any is fetched. Raises Unreachable for a stage that nobody holds."""
+        held = {peer.stage for peer in self._live() if peer.can_be_called}
+        for stage in range(self.spec.pipeline.stages):
+            if stage not in held:
+                raise Unreachable(_nobody(self.spec, stage))
+
+    async def mean(self, stage: int | None, *, sample: int | None) -> TakenState:
+        """The mean over all live peers, or over `sample` of them drawn at random, without those that lie. stage: of a
+        run with stages, whose peers alone count.
+
+        Raises Unreachable when nobody gives a state, CheckpointError when nobody can tell which states are wrong.
+        """
+        async with self._fetched(stage, sample=sample) as fetched:
+            mean = await asyncio.to_thread(robust_mean, fetched.states)
+            return fetched.take(mean.weights, len(mean.admitted), far=mean.left_out, shortened=mean.shortened)
+
+    async def state_in_the_middle(self) -> TakenState:
+        """The state of one live peer: of COMPARED, the one nearest to their coordinate-wise median. Raises as above,
+        and SpecError for a run with stages."""
+        if self.spec.pipeline.stages > 1:
+            raise SpecError(f"the run {self.spec.name} has stages, and cannot be forked yet")
+        async with self._fetched(None, sample=COMPARED) as fetched:
+            distances, far = await asyncio.to_thread(leave_out_far, fetched.states)
+            nearest = min(distances.of_each, key=distances.of_each.__getitem__)
+            return fetched.take(fetched.states[nearest].clone(), 1, far=far)
+
+    @asynccontextmanager
+    async def _fetched(self, stage: int | None, *, sample: int | None) -> AsyncIterator[_Fetched]:
+        """The states of `sample` live peers, or of all. Raises Unreachable when there is none."""
+
+        def live() -> list[Candidate]:
+            return [peer for peer in self._live() if stage is None or peer.stage == stage]
+
+        spec, transport = self.spec, self._transport
+        with tempfile.TemporaryDirectory(prefix="noloco-states-") as folder:
+            peers = [peer for peer in live() if peer.can_be_called]
+            random.shuffle(peers)
+            admission = StateAdmission(spec, transport, live=live)
+            fetched = _Fetched(spec, _build(spec, stage, self.folders), stage=stage, refused=admission.refused)
+            try:
+                await _fetch(fetched, transport, peers, admission, Path(folder), sample=sample, progress=self.progress)
+            except OSError as error:
+                raise CheckpointError(f"the states of peers cannot be written to {folder}: {error}") from None
+            if not fetched.states:
+                raise Unreachable(fetched.why_none(len(peers)))
+            yield fetched
+
+
+@asynccontextmanager
+async def live_run(
+    ticket: Ticket, *, progress: Progress | None = None, folders: Mapping[str, str] | None = None
+) -> AsyncIterator[LiveRun]:
+    """Find the live peers of the run that `ticket` names. Raises Unreachable when there is none."""
+    progress = progress or Progress()
+    async with reader(ticket) as directory:
+        with progress.task("looking for live peers"):
+            await find_somebody(ticket, directory)
+            await directory.wait_until_whole(WHOLE_S)
+        session = Session(directory.identity, ticket.invitation)
+        hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
+        transport = GrpcTransport(lambda: hello, session=session, guard=directory.guard)
+        peers = [peer for peer in directory.live() if peer.can_be_called]
+        spec = TrainerSpec.of(await fetch_spec(transport, peers, expected_digest=ticket.spec_digest))
+        yield LiveRun(spec, transport, live=directory.live, progress=progress, folders=folders)
 
 
 async def state_from_swarm(
     ticket: Ticket, *, progress: Progress | None = None, folders: Mapping[str, str] | None = None
 ) -> TakenState:
-    """The state of one live peer: of COMPARED, the one nearest to their coordinate-wise median. Raises as above."""
-    async with _fetched(ticket, sample=COMPARED, progress=progress or Progress(), folders=folders) as fetched:
-        distances, far = await asyncio.to_thread(leave_out_far, fetched.states)
-        nearest = min(distances.of_each, key=distances.of_each.__getitem__)
-        return fetched.take(fetched.states[nearest].clone(), 1, far=far)
+    """The state of one live peer. Raises what `live_run` and `LiveRun.state_in_the_middle` raise."""
+    async with live_run(ticket, progress=progress, folders=folders) as live:
+        return await live.state_in_the_middle()
 
 
 @dataclass(slots=True)
@@ -138,6 +230,7 @@ class _Fetched:
     spec: TrainerSpec
     model: PreTrainedModel
     _: KW_ONLY
+    stage: int | None
     states: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     refused: Mapping[str, str]
     num_asked: int = 0
@@ -165,41 +258,25 @@ class _Fetched:
             shortened=shortened or {},
         )
 
+    def why_none(self, num_peers: int) -> str:
+        if not num_peers:
+            return _nobody(self.spec, self.stage)
+        refused = "; ".join(f"{named(peer)}: {why}" for peer, why in self.refused.items())
+        return f"none of {num_peers} live peers of {_part(self.spec, self.stage)} gave a state that can be used" + (
+            f" ({refused})" if refused else "; try again in a minute"
+        )
+
+
+def _part(spec: TrainerSpec, stage: int | None) -> str:
+    return spec.name if stage is None else f"stage {stage} of {spec.name}"
+
+
+def _nobody(spec: TrainerSpec, stage: int | None) -> str:
+    return f"nobody who can be called holds {_part(spec, stage)} now; try again in a minute"
+
 
 def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
-
-
-@asynccontextmanager
-async def _fetched(
-    ticket: Ticket, *, sample: int | None, progress: Progress, folders: Mapping[str, str] | None
-) -> AsyncIterator[_Fetched]:
-    """The states of `sample` live peers, or of all. Raises Unreachable when there is none."""
-    with tempfile.TemporaryDirectory(prefix="noloco-states-") as folder:
-        async with reader(ticket) as directory:
-            with progress.task("looking for live peers"):
-                await find_somebody(ticket, directory)
-                await directory.wait_until_whole(WHOLE_S)
-            session = Session(directory.identity, ticket.invitation)
-            hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
-            transport = GrpcTransport(lambda: hello, session=session, guard=directory.guard)
-            peers = [peer for peer in directory.live() if peer.can_be_called]
-            spec = TrainerSpec.of(await fetch_spec(transport, peers, expected_digest=ticket.spec_digest))
-            model = build_model(spec.model, sequence_length=spec.data.sequence_length, folders=folders)
-            admission = StateAdmission(spec, transport, live=directory.live)
-            fetched = _Fetched(spec, model, refused=admission.refused)
-            random.shuffle(peers)
-            try:
-                await _fetch(fetched, transport, peers, admission, Path(folder), sample=sample, progress=progress)
-            except OSError as error:
-                raise CheckpointError(f"the states of peers cannot be written to {folder}: {error}") from None
-        if not fetched.states:
-            refused = "; ".join(f"{named(peer)}: {why}" for peer, why in fetched.refused.items())
-            raise Unreachable(
-                f"none of {len(peers)} live peers of {ticket.run_name} gave a state that can be used"
-                + (f" ({refused})" if refused else "; try again in a minute")
-            )
-        yield fetched
 
 
 async def _fetch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -197,6 +198,15 @@ def configured_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
         yield
     finally:
         model.config.use_cache = use_cache
+
+
+def save_config(model: PreTrainedModel, folder: Path) -> None:
+    """Write what `save_pretrained` writes beside the weights, which are written elsewhere, in fp32."""
+    model.config.dtype = "float32"
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
 
 
 @contextmanager

@@ -72,6 +72,10 @@ class StageLoop:
         if handed := self._flow.take(POLL_S if self.is_at_boundary else LOOK_S):
             self._perform(handed)
             return True
+        if self._flow.is_over and self.steps and not self._has_finished and not self.is_at_boundary:
+            # The heads took their last step, and nothing was counted here since the one before: no task tells it.
+            self._outer.progress = FINAL_MARK
+            self._advance()
         return self.is_at_boundary or not self._flow.is_over
 
     def _perform(self, handed: Handed) -> None:
@@ -110,6 +114,11 @@ class StageLoop:
         self.steps += 1
         if step.progress is not None:
             outer.progress = step.progress
+        self._advance()
+        self._flow.step_closed(outer.progress)
+
+    def _advance(self) -> None:
+        outer = self._outer
         self.is_at_boundary = outer.advance()
         self._has_finished = outer.progress >= FINAL_MARK
         if self._has_finished:
@@ -119,7 +128,6 @@ class StageLoop:
             self.is_at_boundary = True
         if self.is_at_boundary:
             self._flow.hold_steps()
-        self._flow.step_closed(outer.progress)
 
     def _poll_round(self) -> None:
         """Between two tasks: the outer step, once the round has ended."""

@@ -155,10 +155,23 @@ def build_stage(
 
     cut: blocks of each stage. Raises ModelError.
     """
-    model = build_on_meta(spec, sequence_length=sequence_length, folders=folders)
-    keep_part(model, cut, index)
+    model = build_part(spec, cut, index=index, sequence_length=sequence_length, folders=folders)
     give_weights(model, spec, folders=folders)
     return Stage(model, index=index, compute=compute)
+
+
+def build_part(
+    spec: ModelSpec,
+    cut: Sequence[int],
+    *,
+    index: int,
+    sequence_length: int,
+    folders: Mapping[str, str] | None = None,
+) -> PreTrainedModel:
+    """Build the model of stage `index` without memory for its weights. Raises ModelError."""
+    model = build_on_meta(spec, sequence_length=sequence_length, folders=folders)
+    keep_part(model, cut, index)
+    return model
 
 
 def train_of_stage(spec: TrainerSpec) -> TrainSpec:

@@ -22,6 +22,7 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.flow_link import PayloadSizes
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.noloco import NoLoCo
+from noloco_p2p.peer.kept import stage_folder
 from noloco_p2p.peer.peer import Peer
 from noloco_p2p.peer.stage_flow import StagePlan
 from noloco_p2p.peer.threaded_flow import FlowCounts
@@ -408,8 +409,3 @@ class StageTrainer(TrainerBase):
             self.outer.withdraw()
             self._loop.end_round()
         self.inner_step.forget()
-
-
-def stage_folder(run_folder: Path, stage: int) -> Path:
-    """Where a peer keeps its checkpoints of one stage."""
-    return run_folder / f"stage-{stage}"

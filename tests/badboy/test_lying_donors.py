@@ -9,35 +9,30 @@ import asyncio
 import functools
 import json
 import struct
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
+from donors import Crowd, Donor, use
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from noloco_p2p.cli.app import run
 from noloco_p2p.codec import sketch
-from noloco_p2p.dial_guard import DialGuard
-from noloco_p2p.gossip.donor import StateServer, describe_state, state_file_bytes
+from noloco_p2p.gossip.donor import describe_state, state_file_bytes
 from noloco_p2p.gossip.fetch import fetch_from_swarm
-from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, StateManifest
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Transport
+from noloco_p2p.gossip.seams import Candidate, Directory, Transport
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.peer.state_admission import StateAdmission
 from noloco_p2p.spec import TrainSpec
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.testing.identities import identity_of
-from noloco_p2p.testing.memory import MemoryNetwork, MemoryTransport
 from noloco_p2p.testing.specs import published, tiny_llama
-from noloco_p2p.ticket import Ticket
-from noloco_p2p.trainer import merge
 from noloco_p2p.trainer.model import build_model
 
 SPEC = tiny_llama("lies", train=TrainSpec(total_steps=40_000), outer=published(inner_steps=10))
@@ -119,58 +114,19 @@ def honest(seed: int) -> Tensor:
     return weights + SPREAD * weights.norm() * noise(seed, weights)
 
 
-class Donor:
-    """A `Service` that gives a state, and says where it stands."""
-
-    def __init__(self, told: tuple[int, float], states: StateServer) -> None:
-        self.told = told
-        self.states = states
-
-    def admit(self, hello: Hello) -> None: ...
-
-    async def on_swap(self, stream: FrameStream) -> None: ...
-
-    async def on_status(self, swap_id: bytes) -> PeerStatus:
-        return PeerStatus(Hello("", SPEC.name, SPEC.digest()), "training", *self.told)
-
-    def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
-        return self.states.serve(want)
-
-
-class Crowd:
-    """Donors on a network in memory, and what the directory says of them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.network = MemoryNetwork()
-        self.candidates: list[Candidate] = []
-        self.peer_id, self.identity = "reader", identity_of("reader")
-        self.guard = DialGuard()
-
-    def add(self, peer_id: str, lie: Lie, weights: Tensor, *, tells_sketch: bool) -> None:
-        """A liar's sketch is that of its lie: it knows how sketches are made."""
-        path = self.folder / f"{peer_id}.safetensors"
-        vectors = lie.vectors(weights)
-        save_file(vectors, path)
-        if lie.data:
-            path.write_bytes(lie.data(state_file_bytes(len(weights), SPEC.outer)))
-        states = StateServer(SPEC)
-        num_elements = len(vectors["slow_weights"])
-        states.saved = describe_state(
-            path, layout=start()[1].digest(), num_elements=num_elements, round_index=lie.round, progress=lie.progress
-        )
-        self.network.add(peer_id, Donor((lie.round, lie.progress), states))
-        told = Candidate(peer_id, peer_id, round=lie.round, progress=lie.progress)
-        self.candidates.append(replace(told, sketch=sketch_of(vectors["slow_weights"])) if tells_sketch else told)
-
-    def live(self) -> Sequence[Candidate]:
-        return self.candidates
-
-    async def wait_until_whole(self, timeout_s: float) -> bool:
-        return True
-
-    def transport(self) -> MemoryTransport:
-        return MemoryTransport(self.network, lambda: Hello("reader", SPEC.name, SPEC.digest()))
+def add(crowd: Crowd, folder: Path, peer_id: str, lie: Lie, weights: Tensor, *, tells_sketch: bool) -> None:
+    """A liar's sketch is that of its lie: it knows how sketches are made."""
+    path = folder / f"{peer_id}.safetensors"
+    vectors = lie.vectors(weights)
+    save_file(vectors, path)
+    if lie.data:
+        path.write_bytes(lie.data(state_file_bytes(len(weights), SPEC.outer)))
+    num_elements = len(vectors["slow_weights"])
+    saved = describe_state(
+        path, layout=start()[1].digest(), num_elements=num_elements, round_index=lie.round, progress=lie.progress
+    )
+    told = Candidate(peer_id, peer_id, round=lie.round, progress=lie.progress)
+    crowd.add(replace(told, sketch=sketch_of(vectors["slow_weights"])) if tells_sketch else told, saved)
 
 
 def sketch_of(weights: Tensor) -> str:
@@ -179,29 +135,12 @@ def sketch_of(weights: Tensor) -> str:
 
 
 def crowd_with(folder: Path, lie: Lie | None, *, num_honest: int = NUM_HONEST, tells_sketch: bool = False) -> Crowd:
-    crowd = Crowd(folder)
+    crowd = Crowd(SPEC)
     if lie:
-        crowd.add(LIAR, lie, honest(100), tells_sketch=tells_sketch)
+        add(crowd, folder, LIAR, lie, honest(100), tells_sketch=tells_sketch)
     for seed in range(num_honest):
-        crowd.add(identity_of(f"honest {seed}").peer_id, Lie(), honest(seed), tells_sketch=tells_sketch)
+        add(crowd, folder, identity_of(f"honest {seed}").peer_id, Lie(), honest(seed), tells_sketch=tells_sketch)
     return crowd
-
-
-def use(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The commands meet this crowd; the ticket for them."""
-
-    @asynccontextmanager
-    async def reader(ticket: Ticket) -> AsyncIterator[Crowd]:
-        yield crowd
-
-    async def find_somebody(ticket: Ticket, directory: object) -> None: ...
-
-    monkeypatch.setattr(merge, "reader", reader)
-    monkeypatch.setattr(merge, "find_somebody", find_somebody)
-    monkeypatch.setattr(merge, "GrpcTransport", lambda hello, session, guard: crowd.transport())
-    monkeypatch.setattr(merge, "random", SimpleNamespace(shuffle=lambda peers: None))  # the liar is asked first
-    monkeypatch.setattr(merge, "Session", lambda identity, invitation: SimpleNamespace())
-    return Ticket(SPEC.name, SPEC.digest(), ("/ip4/127.0.0.1/tcp/9/p2p/" + crowd.identity.peer_id,)).encode()
 
 
 def exported(folder: Path) -> Tensor:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from transformers import AutoModelForCausalLM
 
 from noloco_p2p.telemetry.events import read_events
 from noloco_p2p.testing.patience import SLOW_TEST_S
 from noloco_p2p.testing.processes import Command, until
 
 REPORT_KEYS = {"peers", "merged_loss", "spread", "export_dir", "wall_s"}
-PEER_KEYS = {"peer_id", "rounds", "swaps", "alone", "loss_start", "loss_end", "bytes_sent", "bytes_received"}
+PEER_KEYS = {"peer_id", "stage", "rounds", "swaps", "alone", "loss_start", "loss_end", "bytes_sent", "bytes_received"}
 
 pytestmark = pytest.mark.slow
 
@@ -67,6 +68,28 @@ def test_a_killed_peer_is_named_and_the_others_come_to_their_end(folder: Path, t
     assert first["loss_end"] < first["loss_start"]
     assert report["merged_loss"] < first["loss_start"]
     assert (Path(report["export_dir"]) / "model.safetensors").exists()
+
+
+def test_stages_train_to_their_end_and_make_one_model(folder: Path, tmp_path: Path) -> None:
+    small = ("--set", "data.sequence_length=32", "--set", "evaluate.num_sequences=16")
+    flags = ("--stages", "3", "--steps", "20", *small, "--keep", folder, "--json", tmp_path / "report.json")
+    with Command("demo", *flags, log=tmp_path / "log.txt") as demo:
+        assert demo.wait(SLOW_TEST_S) == 0
+    assert "Traceback" not in demo.text
+    assert "6 peers, each with one of 3 stages of a model, on this machine" in demo.text
+    logs = "".join((folder / f"peer-{index}" / "log.txt").read_text() for index in range(6))
+    assert "banned" not in logs
+    report = json.loads((tmp_path / "report.json").read_text())
+    peers = report["peers"]
+    assert [peer["stage"] for peer in peers] == [0, 1, 2, 0, 1, 2]
+    assert all(peer["swaps"] for peer in peers), "with the other peer of its stage"
+    for peer in peers:
+        assert (peer["loss_end"] is None) == (peer["loss_start"] is None) == (peer["stage"] > 0)
+    assert peers[0]["loss_end"] < peers[0]["loss_start"] - 1
+    assert report["merged_peers"] == 6
+    assert report["merged_loss"] == pytest.approx(peers[0]["loss_end"], abs=0.2)
+    model = AutoModelForCausalLM.from_pretrained(report["export_dir"])
+    assert len(model.model.layers) == 3
 
 
 def test_ctrl_c_ends_all_peers(folder: Path, tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from noloco_p2p.demo import FEWEST_STEPS, DemoPlan, _half_reasons, report_lines, steps_that_fit
-from noloco_p2p.errors import SpecError
+from noloco_p2p.demo import FEWEST_STEPS, DemoPlan, _half_reasons, report_lines, step_s_of_all, steps_that_fit
+from noloco_p2p.errors import SettingsError, SpecError
 
 ALONE = "alone: ..abc123 refused: I have a partner for round 3"
 LATE = "its outer gradient is not here yet"
@@ -25,9 +26,46 @@ LATE = "its outer gradient is not here yet"
     ],
 )
 def test_steps_fit_into_the_time(seconds: float, step_s: float, peers: int, cores: int, least: int, most: int) -> None:
-    steps = steps_that_fit(seconds, step_s=step_s, num_peers=peers, num_cores=cores)
+    plan = DemoPlan(Path("unused"), num_peers=peers)
+    each_s = step_s_of_all(plan, plan.spec(480), step_s=step_s, num_cores=cores)
+    steps = steps_that_fit(seconds, each_s=each_s)
     assert least <= steps <= most
     assert steps % 10 == 0
+
+
+def test_a_step_of_a_pipeline_costs_the_computing_of_all_stages_for_each_head() -> None:
+    plan = DemoPlan(Path("unused"), num_peers=6, num_stages=3)
+
+    def seconds(num_peers: int, num_cores: int) -> float:
+        spec = plan.spec(480)
+        return step_s_of_all(replace(plan, num_peers=num_peers), spec, step_s=1.0, num_cores=num_cores)
+
+    assert seconds(6, 1) == 2 * seconds(6, 2), "two heads share a core, or have one each"
+    assert seconds(12, 2) == 2 * seconds(6, 2)
+    assert seconds(7, 1) == 1.5 * seconds(6, 1), "the seventh peer is a third head"
+    assert seconds(6, 64) == seconds(6, 2), "one microbatch of a head is in flight: more cores are of no use"
+
+
+def test_peers_take_stages_in_turn() -> None:
+    plan = DemoPlan(Path("unused"), num_peers=6, num_stages=3)
+    assert [plan.stage(index) for index in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [DemoPlan(Path("unused")).stage(index) for index in range(2)] == [None, None]
+    spec = plan.spec(480)
+    assert (spec.pipeline.stages, spec.pipeline.cut, spec.model.parameter_seeds) == (3, "auto", True)
+
+
+@pytest.mark.parametrize(
+    ("plan", "error"),
+    [
+        ({"num_peers": 2, "num_stages": 3}, "--peers 2: 3 stages need a peer each, at least"),
+        ({"num_peers": 5, "num_stages": 3, "chaos_seed": 1}, "3 stages need 6 peers, two each"),
+        ({"changes": {"pipeline.stages": 3, "model.parameter_seeds": True}}, "name their number with --stages"),
+        ({"num_peers": 8, "num_stages": 4}, "the model has 3 blocks"),
+    ],
+)
+def test_a_plan_that_cannot_work_is_refused(plan: dict[str, Any], error: str) -> None:
+    with pytest.raises(SettingsError, match=error):
+        DemoPlan(Path("unused"), **plan).check()
 
 
 @pytest.mark.parametrize("num_steps", [20, 60, 110, 480, 4000])
@@ -51,23 +89,38 @@ def test_reasons_for_half_rounds_are_counted() -> None:
     assert _half_reasons([*events, {"event": "started"}]) == {LATE: 2}
 
 
+PEER: dict[str, Any] = {
+    "peer_id": "12D3KooWxyzabc",
+    "stage": None,
+    "rounds": 9,
+    "swaps": 6,
+    "halves": 1,
+    "alone": 2,
+    "half_reasons": {LATE: 1},
+    "solo_reasons": {"no other peer trained": 2},
+    "loss_start": 5.8,
+    "loss_end": 1.3,
+    "bytes_sent": 1,
+    "bytes_received": 1,
+    "kills": 0,
+}
+REST = {"merged_peers": 2, "merged_loss": 1.3, "spread": 0.001, "export_dir": "export", "wall_s": 100.0}
+
+
 def test_the_report_gives_the_reasons() -> None:
-    peer: dict[str, Any] = {
-        "peer_id": "12D3KooWxyzabc",
-        "rounds": 9,
-        "swaps": 6,
-        "halves": 1,
-        "alone": 2,
-        "half_reasons": {LATE: 1},
-        "solo_reasons": {"no other peer trained": 2},
-        "loss_start": 5.8,
-        "loss_end": 1.3,
-        "bytes_sent": 1,
-        "bytes_received": 1,
-        "kills": 0,
-    }
-    calm = peer | {"halves": 0, "alone": 0, "half_reasons": {}, "solo_reasons": {}}
-    rest = {"merged_peers": 2, "merged_loss": 1.3, "spread": 0.001, "export_dir": "export", "wall_s": 100.0}
-    lines = report_lines({"peers": [calm, peer], **rest})
+    calm = PEER | {"halves": 0, "alone": 0, "half_reasons": {}, "solo_reasons": {}}
+    lines = report_lines({"peers": [calm, PEER], **REST})
     assert f"peer 1: 1 half ({LATE}: 1), 2 solo (no other peer trained: 2)" in lines
     assert not any(line.startswith("peer 0: ") for line in lines)
+    assert not any("stage" in line for line in lines)
+
+
+def test_the_report_of_a_run_with_stages_names_them_and_gives_inner_peers_no_loss() -> None:
+    inner = PEER | {"stage": 1, "loss_start": None, "loss_end": None}
+    lines = report_lines({"peers": [PEER | {"stage": 0}, inner], **REST})
+    assert lines[0].split()[:3] == ["peer", "stage", "id"]
+    assert lines[1].split()[:3] == ["peer", "0", "0"]
+    assert "5.800 -> 1.300" in lines[1]
+    assert lines[2].split()[:3] == ["peer", "1", "1"]
+    assert "->" not in lines[2]
+    assert "merged model (mean of each stage, of 2 peers): validation loss 1.300" in lines

@@ -270,6 +270,13 @@ def test_the_final_mark_has_a_number_of_its_own() -> None:
     assert told == Broadcast(Mark(Ticket(MicrobatchId("h", 2), 1.0, 0)))
 
 
+def test_an_evaluation_after_the_end_carries_the_final_mark() -> None:
+    """Swaps and the last step may bring a head a little beyond the end, and replicas ban who signs more than 1."""
+    bench = steps(f"trained; {BACKWARD}; computed -> close 40; step_closed 1.025")
+    id, _ = bench.machine.launch("data", 10, 0.0, is_training=False)
+    assert bench.machine.in_flight[id].ticket.mark == 1
+
+
 def test_the_window_grows_by_one_for_each_window_that_ends_well() -> None:
     window, sizes = Window(4), []
     for _ in range(12):

@@ -62,7 +62,7 @@ class Outer:
 
     def __init__(self) -> None:
         self.progress = 0.0
-        self.num_early = 0
+        self.num_early = self.num_polled = 0
         self._steps = self._polls = 0
 
     def advance(self) -> bool:
@@ -77,6 +77,7 @@ class Outer:
         assert self.progress >= 1
 
     def poll(self) -> object:
+        self.num_polled += 1
         self._polls = (self._polls + 1) % 5
         return None if self._polls else object()
 
@@ -96,6 +97,14 @@ def test_tasks_go_on_while_a_round_is_at_its_boundary(monkeypatch: Any) -> None:
     assert log[:hold] == ["task", "task", "step 0.25", "task", "task"]
     assert log[hold + 1] == "step 0.50"
     assert log[hold + 2 : release] == ["task"] * 4
+
+
+def test_a_replica_that_counted_nothing_for_the_last_step_ends_its_round_as_the_others_do(monkeypatch: Any) -> None:
+    monkeypatch.setattr(pipeline, "POLL_S", 0.0)
+    log, outer = run(5)
+    assert log[-1] == "hold", "and it waits until the round has ended"
+    assert outer.progress == 1
+    assert outer.num_polled == 5
 
 
 def test_the_last_round_ends_with_the_schedule_and_no_step_follows(monkeypatch: Any) -> None:

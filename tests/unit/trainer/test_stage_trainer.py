@@ -16,6 +16,7 @@ from noloco_p2p.flow.actions import Compute, Kind
 from noloco_p2p.flow.frames import MicrobatchId
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.outer.checkpoint import Checkpoint
+from noloco_p2p.peer.kept import stage_folder
 from noloco_p2p.peer.peer import Peer
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
@@ -24,7 +25,7 @@ from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.trainer import stage_trainer
 from noloco_p2p.trainer.export import export_model
 from noloco_p2p.trainer.model import build_model, build_tokenizer
-from noloco_p2p.trainer.stage_trainer import StageTrainer, stage_folder
+from noloco_p2p.trainer.stage_trainer import StageTrainer
 
 SPEC = spec_of(steps=100)
 

@@ -1,0 +1,82 @@
+"""Donors of states on a network in memory, which `noloco export --merge` and `noloco fork` meet in place of a swarm."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from noloco_p2p.dial_guard import DialGuard
+from noloco_p2p.gossip.donor import SavedState, StateServer
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus
+from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.spec import Spec
+from noloco_p2p.testing.identities import identity_of
+from noloco_p2p.testing.memory import MemoryNetwork, MemoryTransport
+from noloco_p2p.ticket import Ticket
+from noloco_p2p.trainer import merge
+
+
+class Donor:
+    """A `Service` that gives a state, and says where it stands."""
+
+    def __init__(self, spec: Spec, candidate: Candidate, saved: SavedState | None) -> None:
+        self._spec = spec
+        self._candidate = candidate
+        self.states = StateServer(spec)
+        self.states.saved = saved
+
+    def admit(self, hello: Hello) -> None: ...
+
+    async def on_swap(self, stream: FrameStream) -> None: ...
+
+    async def on_status(self, swap_id: bytes) -> PeerStatus:
+        hello = Hello("", self._spec.name, self._spec.digest())
+        return PeerStatus(hello, "training", self._candidate.round, self._candidate.progress)
+
+    def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
+        return self.states.serve(want)
+
+
+class Crowd:
+    """Donors, and what the directory says of them."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.network = MemoryNetwork()
+        self.candidates: list[Candidate] = []
+        self.peer_id, self.identity = "reader", identity_of("reader")
+        self.guard = DialGuard()
+
+    def add(self, candidate: Candidate, saved: SavedState | None) -> None:
+        self.network.add(candidate.peer_id, Donor(self.spec, candidate, saved))
+        self.candidates.append(candidate)
+
+    def live(self) -> Sequence[Candidate]:
+        return self.candidates
+
+    async def wait_until_whole(self, timeout_s: float) -> bool:
+        return True
+
+    def transport(self) -> MemoryTransport:
+        return MemoryTransport(self.network, lambda: Hello("reader", self.spec.name, self.spec.digest()))
+
+
+def use(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The commands meet this crowd, and ask the first one first; the ticket for them."""
+
+    @asynccontextmanager
+    async def reader(ticket: Ticket) -> AsyncIterator[Crowd]:
+        yield crowd
+
+    async def find_somebody(ticket: Ticket, directory: object) -> None: ...
+
+    monkeypatch.setattr(merge, "reader", reader)
+    monkeypatch.setattr(merge, "find_somebody", find_somebody)
+    monkeypatch.setattr(merge, "GrpcTransport", lambda hello, session, guard: crowd.transport())
+    monkeypatch.setattr(merge, "random", SimpleNamespace(shuffle=lambda peers: None))
+    monkeypatch.setattr(merge, "Session", lambda identity, invitation: SimpleNamespace())
+    doors = ("/ip4/127.0.0.1/tcp/9/p2p/" + crowd.identity.peer_id,)
+    return Ticket(crowd.spec.name, crowd.spec.digest(), doors).encode()
