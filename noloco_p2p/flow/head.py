@@ -159,6 +159,12 @@ class Head:
         """Nothing is in flight: a head that leaves may go."""
         return not self.in_flight and self.tasks.running is None
 
+    @property
+    def is_over(self) -> bool:
+        """It has finished. Evaluations may still be on their way."""
+        trains = any(flying.ticket.is_training for flying in self.in_flight.values())
+        return self.progress >= FINAL_MARK and not trains and self.tasks.running is None
+
     # events
 
     def neighbours_changed(self, downstream: Collection[str], sinks: Collection[str], now_s: float) -> list[Action]:
@@ -245,12 +251,11 @@ class Head:
         self.tasks.end()
         self._num_steps += 1
         self.progress = progress
-        actions: list[Action] = []
-        if progress >= FINAL_MARK:
-            ticket = Ticket(MicrobatchId(self._peer_id, self._next_number), FINAL_MARK, num_tokens=0)
-            self._next_number += 1
-            actions.append(Broadcast(Mark(ticket)))
-        return self._settle(actions, now_s)
+        return self._settle([Broadcast(self._final_mark())] if progress >= FINAL_MARK else [], now_s)
+
+    def stream_opened(self, peer: str, now_s: float) -> list[Action]:
+        """A neighbour that was not here when this head finished hears of it now, and passes it on."""
+        return self._settle([Send(peer, self._final_mark())] if self.progress >= FINAL_MARK else [], now_s)
 
     def hold_steps(self) -> None:
         """No step closes until `release_steps`. Tasks go on, and their gradients count toward the next step."""
@@ -287,6 +292,11 @@ class Head:
         """Launch again, after `leave`."""
         self._is_leaving = False
         return self._settle([], now_s)
+
+    def _final_mark(self) -> Mark:
+        ticket = Ticket(MicrobatchId(self._peer_id, self._next_number), FINAL_MARK, num_tokens=0)
+        self._next_number += 1
+        return Mark(ticket)
 
     def _is_unsent(self, id: MicrobatchId) -> bool:
         return self.in_flight[id].phase is Phase.FORWARD or self.departures.place(id) is Place.ASKING

@@ -127,6 +127,8 @@ class FlowDriver:
     # neighbours
 
     def opened(self, peer: str, stage: int) -> None:
+        if isinstance(self.machine, Head):
+            self._do(self.machine.stream_opened(peer, self._now_s()))
         if stage == self._last_stage:
             self._neighbours_changed()
 
@@ -184,7 +186,7 @@ class FlowDriver:
             self._keep_streams()
             self._links.look()
             if isinstance(self.machine, Head):
-                self.is_over = self.machine.progress >= FINAL_MARK and self.machine.is_idle
+                self.is_over = self.machine.is_over
             else:
                 self.is_over = self.machine.is_over(self._now_s())
             await asyncio.sleep(TICK_S)
@@ -240,7 +242,7 @@ class FlowDriver:
     def _send(self, to: str, frame: Frame) -> None:
         if isinstance(frame, Forward | Backward):
             self._running.start(self._send_payload(to, frame, self._now_s()))
-        elif isinstance(frame, Want):
+        elif isinstance(frame, Want | Mark):
             self._links.send(to, replace(frame, ticket=self._tickets.signed(frame.ticket)))
         else:
             self._links.send(to, frame)

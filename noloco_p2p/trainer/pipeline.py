@@ -72,10 +72,9 @@ class StageLoop:
         if handed := self._flow.take(POLL_S if self.is_at_boundary else LOOK_S):
             self._perform(handed)
             return True
-        if self._flow.is_over and self.steps and not self._has_finished and not self.is_at_boundary:
+        if self._flow.is_over and not self._has_finished and not self.is_at_boundary:
             # The heads took their last step, and nothing was counted here since the one before: no task tells it.
-            self._outer.progress = FINAL_MARK
-            self._advance()
+            self._advance(FINAL_MARK)
         return self.is_at_boundary or not self._flow.is_over
 
     def _perform(self, handed: Handed) -> None:
@@ -112,14 +111,16 @@ class StageLoop:
             return
         self._work.close(self._inner, step.num_tokens, progress=outer.progress)
         self.steps += 1
-        if step.progress is not None:
-            outer.progress = step.progress
-        self._advance()
+        self._advance(step.progress)
         self._flow.step_closed(outer.progress)
 
-    def _advance(self) -> None:
+    def _advance(self, progress: float | None) -> None:
+        """progress: that of the heads, where this peer follows them. It is set last: a replica that was away has to see
+        that it is behind, and takes the state of another one, before it stands where the heads do."""
         outer = self._outer
         self.is_at_boundary = outer.advance()
+        if progress is not None:
+            outer.progress = progress
         self._has_finished = outer.progress >= FINAL_MARK
         if self._has_finished:
             outer.hold_progress()  # a partner that is behind would bring a head back, which has said that it is done

@@ -37,7 +37,7 @@ def ticket(text: str, mark: float, *, is_training: bool = True) -> Ticket:
 def word(action: Action) -> str:
     match action:
         case Send(to, frame):
-            names = {Want: "want", Forward: "forward", Backward: "backward", Lost: "lost"}
+            names = {Want: "want", Forward: "forward", Backward: "backward", Lost: "lost", Mark: "tell"}
             if isinstance(frame, Credit):
                 name = "credit" if frame.has_room else "wait"
             elif isinstance(frame, Answer):

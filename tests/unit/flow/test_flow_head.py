@@ -69,6 +69,12 @@ class HeadBench(Bench):
     def step_closed(self, progress: str) -> str:
         return self.words(self.machine.step_closed(float(progress), self.now_s))
 
+    def stream_opened(self, peer: str) -> str:
+        return self.words(self.machine.stream_opened(peer, self.now_s))
+
+    def is_over(self) -> str:
+        return "yes" if self.machine.is_over else "no"
+
     def counted(self) -> str:
         return f"loss {self.machine.steps.loss_tokens} done {self.machine.steps.done_tokens}"
 
@@ -198,6 +204,9 @@ a head at the boundary of a round goes on, closes no step, and launches no more 
     hold; trained; can_launch -> yes; BACKWARD; computed -> nothing; can_launch -> no; release -> close 40
 a head that has finished tells all
     trained; BACKWARD; computed -> close 40; step_closed 1 -> tell all 1; can_launch -> no; can_evaluate -> yes
+a neighbour that comes after the end hears of it, and an evaluation does not keep a head from its end
+    stream_opened x -> nothing; trained; BACKWARD; computed -> close 40; is_over -> no; step_closed 1 -> tell all 1
+    stream_opened x -> tell x h.3; is_over -> yes; evaluate; computed; is_over -> yes
 a head that was finished launches nothing
     head 4 1; can_launch -> no
 
