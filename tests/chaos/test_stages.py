@@ -111,6 +111,7 @@ def test_a_frozen_next_stage_costs_no_more_than_deadlines(swarm: Swarm) -> None:
     swarm.assert_all_go_on()
 
 
+@pytest.mark.slow  # the record of a dead peer lives for a minute
 def test_an_empty_stage_holds_the_others_until_its_checkpoint_comes_back(swarm: Swarm) -> None:
     victim = swarm.last.pop()
     until(lambda: victim.events("saved"), what="a checkpoint")
@@ -135,6 +136,7 @@ def test_an_empty_stage_holds_the_others_until_its_checkpoint_comes_back(swarm: 
     swarm.assert_all_go_on()
 
 
+@pytest.mark.slow  # the record of a dead peer lives for a minute
 def test_the_operator_revives_a_stage_that_nobody_comes_back_with(swarm: Swarm) -> None:
     lost = swarm.last.pop()
     until(lambda: lost.events("saved"), what="a checkpoint")
