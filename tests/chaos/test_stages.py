@@ -161,6 +161,6 @@ def test_a_pause_holds_a_stage_and_a_stage_that_does_not_exist_is_refused(swarm:
     with PeerProcess(swarm.heads[0].ticket, swarm.folder / "wrong", "--stage", "3") as wrong:
         assert wrong.wait() == 3
         assert "--stage 3: the run stages has stages 0 to 2" in wrong.text
-    with PeerProcess(swarm.heads[0].ticket, swarm.folder / "small", "--max-memory", "1MB") as small:
+    with PeerProcess(swarm.heads[0].ticket, swarm.folder / "small", "--max-memory", "0.1MB") as small:
         assert small.wait() == 3
         assert "no stage fits here: stage 0 takes at least" in small.text
