@@ -10,9 +10,11 @@ SMALLEST_STEP_BATCHES = 0.5
 # A replica with so much in one step makes the heads that are ahead of the median wait for the others.
 LARGEST_STEP_BATCHES = 4.0
 
-# A head that is not heard from for so long has no vote: dead heads must not hold up the median. Each replica hears of a
-# head every few seconds, or a stage has more than a hundred replicas.
-VOTE_S = 120.0
+# A head that is not heard from for so long has no vote: dead heads must not hold up the median. The time is a multiple
+# of what usually passes between two of its microbatches here, as a stage may have few replicas or a hundred.
+VOTE_INTERVALS = 8.0
+SHORTEST_VOTE_S = 15.0  # a head at the boundary of a round waits for some seconds
+VOTE_S = 120.0  # the longest, and that of a head that was heard from once
 
 # A microbatch is given up after this multiple of the head's median latency: queues make latencies vary by two or three.
 DEADLINE_LATENCIES = 4.0

@@ -6,9 +6,17 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from noloco_p2p.flow.frames import Ticket
-from noloco_p2p.flow.limits import LARGEST_STEP_BATCHES, MAX_HEADS, SMALLEST_STEP_BATCHES, VOTE_S
+from noloco_p2p.flow.limits import (
+    LARGEST_STEP_BATCHES,
+    MAX_HEADS,
+    SHORTEST_VOTE_S,
+    SMALLEST_STEP_BATCHES,
+    VOTE_INTERVALS,
+    VOTE_S,
+)
 
 FINAL_MARK = 1.0  # of a head that has finished
+SMOOTHING = 0.2  # weight of a new interval between two microbatches of a head
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +24,19 @@ class _Vote:
     number: int
     mark: float
     heard_s: float
+    usual_s: float | None = None  # between two of its microbatches here, smoothed
+
+    def after(self, number: int, mark: float, now_s: float) -> _Vote:
+        """The next one of the same head."""
+        passed_s = now_s - self.heard_s
+        usual_s = passed_s if self.usual_s is None else self.usual_s + SMOOTHING * (passed_s - self.usual_s)
+        return _Vote(number, mark, now_s, usual_s)
 
     def counts(self, now_s: float) -> bool:
-        return self.mark >= FINAL_MARK or now_s - self.heard_s <= VOTE_S
+        lasts_s = VOTE_S
+        if self.usual_s is not None:
+            lasts_s = min(max(VOTE_INTERVALS * self.usual_s, SHORTEST_VOTE_S), VOTE_S)
+        return self.mark >= FINAL_MARK or now_s - self.heard_s <= lasts_s
 
 
 class MedianSteps:
@@ -40,7 +58,8 @@ class MedianSteps:
         before = self._votes.get(ticket.id.head)
         if before is not None and ticket.id.number <= before.number:
             return False  # overtaken, or repeated by somebody who wants a dead head to have a vote
-        self._votes[ticket.id.head] = _Vote(ticket.id.number, ticket.mark, now_s)
+        vote = _Vote(ticket.id.number, ticket.mark, now_s)
+        self._votes[ticket.id.head] = before.after(vote.number, vote.mark, now_s) if before else vote
         self._votes.move_to_end(ticket.id.head)
         if len(self._votes) > MAX_HEADS:
             self._votes.popitem(last=False)

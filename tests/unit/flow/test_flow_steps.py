@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_p2p.flow.frames import MicrobatchId, Ticket, Want
-from noloco_p2p.flow.limits import MAX_HEADS, SEEN_NUMBERS, VOTE_S
+from noloco_p2p.flow.limits import MAX_HEADS, SEEN_NUMBERS, SHORTEST_VOTE_S, VOTE_INTERVALS, VOTE_S
 from noloco_p2p.flow.seen import SeenForwards
 from noloco_p2p.flow.steps import BatchSteps, MedianSteps
 from noloco_p2p.flow.wants import Waiting, Wants
@@ -145,3 +146,19 @@ def test_a_head_that_had_twice_its_fair_share_is_passed_over_while_others_wait()
     wants.new_step()
     want(wants, "a.10", "b.4", "a.11")
     assert served(wants) == ["a.10", "b.4", "a.11"]
+
+
+@pytest.mark.parametrize("interval_s", [0.1, 5.0])
+def test_a_head_that_falls_silent_loses_its_vote_after_some_of_its_intervals(interval_s: float) -> None:
+    steps = MedianSteps(batch_tokens=40)
+    for number in range(20):
+        vote(steps, "a", number, 0.1, number * interval_s)
+        vote(steps, "b", number, 0.2, number * interval_s)
+    last_s, lasts_s = 19 * interval_s, max(SHORTEST_VOTE_S, VOTE_INTERVALS * interval_s)
+    assert lasts_s < VOTE_S / 2
+    vote(steps, "b", 20, 0.3, last_s + lasts_s)
+    assert steps.median(last_s + lasts_s) == 0.1, "the lower one of two"
+    vote(steps, "b", 21, 0.3, last_s + lasts_s + 1)
+    assert steps.median(last_s + lasts_s + 1) == 0.3
+    vote(steps, "a", 20, 0.1, last_s + lasts_s + 2)
+    assert steps.median(last_s + lasts_s + 2) == 0.1, "it is back"
