@@ -32,6 +32,9 @@ NOBODY = "12D3KooWK2gwFiFWxgNtk5RYUnaMSwBrBdWiVZaRwxqCoXQBHSA7"
 ELSEWHERE = {
     "noloco join TICKET --gpus 8": "test_gpus.py, with two processes",
     "noloco join run.toml --tracker wandb": "wandb is not among what tests install",
+    "noloco join big.toml --stage 0": "test_stages.py",
+    "noloco join TICKET --stage 1": "test_stages.py",
+    "noloco join TICKET --stage 2 --revive-from runs/big-1a2b3c4d/stage-2": "test_stages.py",
 }
 
 pytestmark = pytest.mark.slow
@@ -84,6 +87,8 @@ class Desk:
                 return [self.ticket]
             case "12D3KooW...":
                 return [NOBODY]
+            case "SPEC.toml":
+                return ["run.toml"]
             case "CHECKPOINT":
                 return self._runs("state")[:1]
             case "peer-*/runs/myrun-*":
