@@ -29,6 +29,8 @@ SPEC = small_spec(
 )
 OFTEN = ("--save-every-rounds", "1")
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class Swarm:
@@ -116,7 +118,6 @@ def test_a_frozen_next_stage_costs_no_more_than_deadlines(swarm: Swarm) -> None:
     swarm.assert_all_go_on()
 
 
-@pytest.mark.slow  # the record of a dead peer lives for a minute
 def test_an_empty_stage_holds_the_others_until_its_checkpoint_comes_back(swarm: Swarm) -> None:
     victim = swarm.last.pop()
     until(lambda: victim.events("saved"), what="a checkpoint")
@@ -141,7 +142,6 @@ def test_an_empty_stage_holds_the_others_until_its_checkpoint_comes_back(swarm: 
     swarm.assert_all_go_on()
 
 
-@pytest.mark.slow  # the record of a dead peer lives for a minute
 def test_the_operator_revives_a_stage_that_nobody_comes_back_with(swarm: Swarm) -> None:
     lost = swarm.last.pop()
     until(lambda: lost.events("saved"), what="a checkpoint")
