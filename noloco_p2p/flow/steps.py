@@ -58,8 +58,8 @@ class MedianSteps:
         before = self._votes.get(ticket.id.head)
         if before is not None and ticket.id.number <= before.number:
             return False  # overtaken, or repeated by somebody who wants a dead head to have a vote
-        vote = _Vote(ticket.id.number, ticket.mark, now_s)
-        self._votes[ticket.id.head] = before.after(vote.number, vote.mark, now_s) if before else vote
+        make = before.after if before else _Vote
+        self._votes[ticket.id.head] = make(ticket.id.number, ticket.mark, now_s)
         self._votes.move_to_end(ticket.id.head)
         if len(self._votes) > MAX_HEADS:
             self._votes.popitem(last=False)

@@ -116,7 +116,7 @@ class FlowDriver:
         self._do(self.machine.rejoin(self._now_s()))
 
     def evaluate(self, microbatches: Collection[object]) -> None:
-        """Of a head: send these around the ring before others, without gradients. None = the last ones are given up."""
+        """Of a head: send these around the ring before others, without gradients, in place of those before."""
         self._to_evaluate = deque(microbatches)
         self._do([])
 

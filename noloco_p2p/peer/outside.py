@@ -95,7 +95,7 @@ class Outside:
 
         On the network thread alone.
         """
-        return [peer for peer in self._tunnels.live() if self.stage in (None, peer.stage)]
+        return self._of_own_stage(self._tunnels.live())
 
     def everyone(self) -> Sequence[Candidate]:
         """Live peers of all stages, as their records say. Never waits; for any thread."""
@@ -103,12 +103,18 @@ class Outside:
 
     def mates(self) -> Sequence[Candidate]:
         """The same, of the stage of this peer alone once it holds one."""
-        return [peer for peer in self.everyone() if self.stage in (None, peer.stage)]
+        return self._of_own_stage(self.everyone())
+
+    def _of_own_stage(self, peers: Sequence[Candidate]) -> Sequence[Candidate]:
+        return peers if self.stage is None else [peer for peer in peers if peer.stage == self.stage]
 
     def num_live(self) -> int:
         """Of the same seam: peers that are alive, with this one, and of its stage alone once it holds one."""
-        num_known = max(1, len(self.everyone()))
-        return 1 + round(self._directory.headcount().others * len(self.mates()) / num_known)
+        others = self._directory.headcount().others
+        if self.stage is None:
+            return 1 + others
+        known = self.everyone()
+        return 1 + round(others * len(self._of_own_stage(known)) / max(1, len(known)))
 
     def knows(self, peer_id: str) -> bool:
         """Of the same seam: whether a live record of this peer was read."""

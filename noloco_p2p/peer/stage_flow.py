@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -164,25 +165,25 @@ class StageFlow:
     def _draw(self) -> tuple[frozenset[str], frozenset[str]]:
         """Whom it sends to, and to whom it keeps a stream where the path closes."""
         stage, last = self._plan.stage, self._plan.num_stages - 1
+        of_stage = self._taking_part()
         kept: set[str] = set()
-        self._downstream.update(self._at((stage + 1) % (last + 1)))
+        self._downstream.update(of_stage[(stage + 1) % (last + 1)])
         if stage == 0:
-            self._sinks.update(self._at(last))
+            self._sinks.update(of_stage[last])
             kept.update(self._sinks.chosen)
         if stage == last:
-            self._heads.update(self._at(0))
+            self._heads.update(of_stage[0])
             kept.update(self._heads.chosen)
         if self._around.is_closed():
-            self._upstream.update(self._at((stage - 1) % (last + 1)))
+            self._upstream.update(of_stage[(stage - 1) % (last + 1)])
             kept.update(self._upstream.chosen)
         return frozenset(self._downstream.chosen), frozenset(kept)
 
-    def _at(self, stage: int) -> set[str]:
-        """Live peers of that stage that take part. One that nobody can dial has to dial itself; it is sent to while it
+    def _taking_part(self) -> defaultdict[int, set[str]]:
+        """Live peers of each stage that take part. One that nobody can dial has to dial itself; it is sent to while it
         has a stream here."""
-        streams = self._links.stages
-        return {
-            peer.peer_id
-            for peer in self._around.live()
-            if peer.stage == stage and peer.state in SERVING and (peer.can_be_called or peer.peer_id in streams)
-        }
+        streams, found = self._links.stages, defaultdict[int, set[str]](set)
+        for peer in self._around.live():
+            if peer.state in SERVING and (peer.can_be_called or peer.peer_id in streams):
+                found[peer.stage].add(peer.peer_id)
+        return found

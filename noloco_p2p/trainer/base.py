@@ -24,6 +24,7 @@ from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import closing_line, round_line
 from noloco_p2p.telemetry.console import loss as show_loss
 from noloco_p2p.telemetry.events import EventLog
+from noloco_p2p.trainer.cut import check_stages
 from noloco_p2p.trainer.evaluate import perplexity
 from noloco_p2p.trainer.trackers import Trackers
 
@@ -42,6 +43,7 @@ class TrainerBase:
     outer: NoLoCo
 
     def __init__(self, peer: Peer, spec: TrainerSpec, *, say: Callable[[str], None]) -> None:
+        check_stages(spec, peer.settings)
         self.peer = peer
         self.spec = spec
         self.say = say
@@ -198,7 +200,7 @@ class TrainerBase:
     # checkpoints
 
     def _save(self) -> Path | None:
-        """Write the last checkpoint; a full disk is told (None)."""
+        """Write the last checkpoint. Logs an error and returns None if that fails, for example on a full disk."""
         meta = self._meta()
         try:
             with self.peer.progress.task("writing a checkpoint"):

@@ -30,7 +30,7 @@ from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import count, numbered_stages
 from noloco_p2p.trainer.base import TrainerBase
 from noloco_p2p.trainer.compute import Compute, choose_device
-from noloco_p2p.trainer.cut import check_stages, cut_of
+from noloco_p2p.trainer.cut import cut_of
 from noloco_p2p.trainer.gauges import Gauges
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.model import build_tokenizer, check_vocabulary
@@ -62,7 +62,6 @@ class StageTrainer(TrainerBase):
 
     def __init__(self, peer: Peer, *, say: Callable[[str], None], stage: int | None = None) -> None:
         spec, settings = TrainerSpec.of(peer.spec), peer.settings
-        check_stages(spec, settings)
         super().__init__(peer, spec, say=say)
         self.device = choose_device(settings.device)
         if settings.threads:
