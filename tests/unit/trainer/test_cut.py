@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,6 +24,7 @@ from noloco_p2p.trainer.cut import (
     filling_tokens,
     link_tokens_per_s,
 )
+from noloco_p2p.trainer.loop import Trainer
 from noloco_p2p.trainer.needs import training_bytes
 
 BLOCK = Part(num_parameters=100, num_matrix_parameters=90, flops=800.0)
@@ -119,6 +122,9 @@ def test_what_a_run_with_stages_cannot_do_is_refused() -> None:
     check_stages(staged, PeerSettings(stage=1))
     with pytest.raises(SettingsError, match="--stage 1: the run r has no stages"):
         check_stages(TrainerSpec(name="r"), PeerSettings(stage=1))
+    peer: Any = SimpleNamespace(spec=TrainerSpec(name="r"), settings=PeerSettings(stage=1, device="cpu"))
+    with pytest.raises(SettingsError, match="--stage 1: the run r has no stages"):
+        Trainer(peer, say=print)  # also with a ticket, whose spec nobody has seen before
     with pytest.raises(SpecError, match=r"pipeline\.cut is 'auto'"):
         check_stages(staged.with_changes({"pipeline.cut": "auto"}), PeerSettings())
     with pytest.raises(SpecError, match=r"model\.start must be empty in a run with stages"):
