@@ -4,7 +4,8 @@
     front     other   tail    gradient  front
     computed  stages  computed  returns  computed
 
-The window of microbatches in flight grows by one and halves when losses come close together. A microbatch that finds no
+The window of microbatches in flight doubles until the first losses, grows by one from then on, and halves when losses
+come close together. A microbatch that finds no
 room waits here, and no further one is launched meanwhile, so that a full pipeline holds back the data and does not use
 it up.
 """
@@ -58,7 +59,9 @@ class InFlight:
 
 
 class Window:
-    """How many microbatches may be in flight: one more for each window that ends well, half after losses.
+    """How many microbatches may be in flight: twice as many for each window that ends well, half after losses.
+
+    Once it was halved, it grows by one for each window: slow start and congestion avoidance of TCP (RFC 5681).
 
     A loss after a whole window that ended well changes nothing. On links that lose 5 % of the microbatches by chance,
     halving at each loss would cost a sixth of the speed.
@@ -67,6 +70,7 @@ class Window:
     def __init__(self, largest: int) -> None:
         self.size = 1
         self._largest = largest
+        self._is_starting = True  # until it was halved
         self._num_good = 0  # since the last change
         self._num_good_in_a_row = 0
         self._halved_s = -1.0
@@ -80,7 +84,7 @@ class Window:
         self._pause_s = FIRST_PAUSE_S
         self._num_good += 1
         self._num_good_in_a_row += 1
-        if self._num_good >= self.size:
+        if self._is_starting or self._num_good >= self.size:
             self.size, self._num_good = min(self.size + 1, self._largest), 0
 
     def lost(self, sent_s: float, now_s: float) -> None:
@@ -89,6 +93,7 @@ class Window:
         if is_alone or sent_s <= self._halved_s:
             return
         self.size, self._num_good, self._halved_s = max(1, self.size // 2), 0, now_s
+        self._is_starting = False
         self._resume_s, self._pause_s = now_s + self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
 
 

@@ -31,9 +31,9 @@ TICK_S = 0.25  # how often the driver calls `tick`
 ASK_PATIENCE_S = 1.0  # a neighbour that does not answer a Want in this time is not waited for: the next one is asked
 ASK_AGAIN_S = 5.0  # all neighbours are asked again after this: one may have room, or a frame was lost
 
-# Forwards that one node has under way at a time: one travels while room is asked for the next. With more, the room that
-# others reserve would wait for the uplink of this node.
-MAX_UNDER_WAY = 2
+# Forwards that one node has under way at a time: room is asked for one while others travel to different neighbours, as
+# one alone rarely fills the uplink. With many, the room that they reserve would wait for the uplink of this node.
+MAX_UNDER_WAY = 4
 MAX_SINKS = 8  # in a Want: enough to choose from, and 400 bytes
 MAX_WANTS_PER_PEER = 8  # queued for one neighbour, which asks for MAX_UNDER_WAY at a time, and may have lost others
 FAIR_SHARES = 2.0  # that a head gets of the room of a step while others wait

@@ -286,12 +286,20 @@ def test_an_evaluation_after_the_end_carries_the_final_mark() -> None:
     assert bench.machine.in_flight[id].ticket.mark == 1
 
 
-def test_the_window_grows_by_one_for_each_window_that_ends_well() -> None:
+def test_the_window_doubles_until_it_was_halved_and_grows_by_one_from_then_on() -> None:
     window, sizes = Window(4), []
-    for _ in range(12):
+    for _ in range(4):
         window.ended_well()
         sizes.append(window.size)
-    assert sizes == [2, 2, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4]
+    assert sizes == [2, 3, 4, 4]  # one more for each microbatch: twice as many after a window
+    window.lost(1.0, 1.0)  # after a whole window that ended well, so it counts for nothing
+    window.lost(2.0, 2.0)
+    assert window.size == 2
+    sizes.clear()
+    for _ in range(6):
+        window.ended_well()
+        sizes.append(window.size)
+    assert sizes == [2, 3, 3, 3, 4, 4]
 
 
 def test_a_loss_after_a_whole_window_that_ended_well_changes_nothing() -> None:

@@ -174,10 +174,11 @@ without neighbours a microbatch waits for one
     neighbours; want a h.1; forward a h.1; computed -> nothing; at 2; neighbours y -> want y h.1
 a want to a former neighbour is taken back when all are asked again
     ASKING; neighbours y; at {ASK_AGAIN_S}; tick -> lost x h.1, want y h.1
-two are under way at a time, in their order
-    replica 1 4 4; ASKING; want a h.2; forward a h.2; computed -> want x h.2; want a h.3; forward a h.3;
-    computed -> nothing; want a h.4; forward a h.4; computed -> nothing; credit x h.1 -> forward x h.1;
-    taken x h.1 -> want x h.3; credit x h.2; lost x h.2 -> lost a h.2, want x h.4
+four are under way at a time, in their order
+    replica 1 4 6; ASKING; want a h.2; forward a h.2; computed -> want x h.2; want a h.3; forward a h.3;
+    computed -> want x h.3; want a h.4; forward a h.4; computed -> want x h.4; want a h.5; forward a h.5;
+    computed -> nothing; want a h.6; forward a h.6; computed -> nothing; credit x h.1 -> forward x h.1;
+    taken x h.1 -> want x h.5; credit x h.2; lost x h.2 -> lost a h.2, want x h.6
 TAKEN is the word of the receiver alone
     SENT; taken y h.1 -> nothing; closed x -> want y h.1
 before TAKEN another replica is drawn

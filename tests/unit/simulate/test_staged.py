@@ -132,6 +132,20 @@ def test_a_pipeline_without_heads_cannot_be_judged() -> None:
         run(spec_of(), StagedPlan((2, 1, 1), links=SLOW, churn=churn))
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_replica_on_a_far_slower_link_gets_less_and_slows_down_nobody(stage: int) -> None:
+    even, uneven = parse_links(["0.4mbit-20ms"]), parse_links(["0.4mbit-20ms", "0.04mbit-20ms"])
+    links = tuple(uneven if index == stage else even for index in range(3))
+    spec = spec_of(steps=12, **{"pipeline.routing": "fast", "train.batch_size": 16})
+    plain, _ = run(spec, StagedPlan((2, 2, 2), links=(even,), step_s=0.05))
+    result, nodes = run(spec, StagedPlan((2, 2, 2), links=links, step_s=0.05))
+    assert result.tokens_per_s > 0.9 * plain.tokens_per_s
+    assert result.num_lost == 0
+    assert all(node.steps >= 12 for node in nodes if node.stage == 0)
+    fast, slow = (node.num_counted for node in nodes if node.stage == stage)
+    assert slow < fast / 2
+
+
 def test_links_bound_the_tokens_per_second() -> None:
     plan = StagedPlan((2, 2, 2), links=(parse_links(["0.1mbit-1ms"]),), step_s=0.01, gossips=False)
     result, _ = run(spec_of(**{"train.batch_size": 48}), plan)
