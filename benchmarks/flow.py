@@ -4,9 +4,9 @@
 
 carried   3 stages of 2 replicas, each peer a process in a network namespace, on lines of 20 and 100 Mbit/s (cubic) that
           are 50 ms apart, there and back. Stages pass on what they get, and microbatches have 512 tokens of width 4096
-          in int8. A batch has 32 or 64 of them, and a quarter of it may be in flight. The arithmetic: what a line carries
-          each way is divided by the bytes of activations and gradients. The same on loopback, which stands for
-          1 Gbit/s, but there the processors are the limit.
+          in int8. A batch has 32 or 64 of them, and a quarter of it may be in flight. The arithmetic: what a line
+          carries each way is divided by the bytes of activations and gradients. The same on loopback, which stands
+          for 1 Gbit/s, but there the processors are the limit.
 swaps     the same on 100 Mbit/s with a round of swaps within each stage at each inner step
 churn     4 stages of 6 replicas on a virtual clock, on links of 100 Mbit/s and 50 ms one way. A peer is killed every
           20 s, and 20 s later a new one begins to fetch its state.

@@ -83,7 +83,7 @@ class StageNeeds:
         return [
             f"for each token, a stage sends {forward} to the next stage and {back} back",
             *_table(rows),
-            f"a link idles with less than the smallest batch per replica and step; this spec has {own:,} tokens",
+            f"the smallest batch per replica and step keeps links 60 to 70 % busy; this spec has {own:,} tokens",
             "use links of at least 1 Gbit/s and 5 ms: on slower ones, stages learn less per token (docs/stages.md)",
         ]
 

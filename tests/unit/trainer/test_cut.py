@@ -91,12 +91,12 @@ def _rate(codec: str) -> int:
     return round(link_tokens_per_s(pipeline, 4096, mbit_s=100))
 
 
-def test_a_quarter_of_the_smallest_batch_is_in_flight_around_the_ring_and_back() -> None:
+def test_a_quarter_of_the_smallest_batch_is_four_times_what_one_path_holds() -> None:
     one = filling_tokens(INT8, 4096, sequence_length=2048, mbit_s=100)
     rate = link_tokens_per_s(INT8, 4096, mbit_s=100)
     hops_s = 4 * (2048 / rate + 2 * 0.1)  # both directions
-    assert one == round(4 * rate * hops_s) == 37_576
-    assert filling_tokens(INT8, 4096, sequence_length=512, mbit_s=100) == 13_000
+    assert one == round(4 * 4 * rate * hops_s) == 150_303
+    assert filling_tokens(INT8, 4096, sequence_length=512, mbit_s=100) == 51_999
 
 
 def test_memory_counts_one_moment_of_what_muon_takes() -> None:
