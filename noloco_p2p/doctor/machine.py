@@ -19,7 +19,7 @@ from noloco_p2p.doctor.check import Check
 from noloco_p2p.errors import NolocoError
 from noloco_p2p.identity import Identity
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.swarm import _hivemind
+from noloco_p2p.swarm import kademlia
 from noloco_p2p.swarm.daemon import Daemon, ListenOn, probe_port
 from noloco_p2p.telemetry.console import mib
 from noloco_p2p.trainer.compute import Compute, choose_device
@@ -46,7 +46,7 @@ def ports(settings: PeerSettings) -> Check:
 
 async def p2pd() -> Check:
     """The libp2p daemon comes up, under a passing identity."""
-    await asyncio.to_thread(_hivemind.load)
+    await asyncio.to_thread(kademlia.load)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="noloco-doctor-") as folder:
         key = Path(folder) / "identity.key"

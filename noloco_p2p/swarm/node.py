@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, TypeVar
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import short_id
-from noloco_p2p.swarm import _hivemind
+from noloco_p2p.swarm import kademlia
 from noloco_p2p.swarm.addresses import announce_multiaddr, by_reach, tcp_target
 from noloco_p2p.swarm.clock import Offset
 from noloco_p2p.swarm.daemon import MAX_MEMORY_BYTES, Daemon, ListenOn, probe_port
 from noloco_p2p.swarm.streams import StreamHandler, Streams
 
 if TYPE_CHECKING:
-    from noloco_p2p.swarm.daemon_client import DaemonClient
-    from noloco_p2p.swarm.protocol import BoundedNode
+    from noloco_p2p.swarm.kademlia.client import DaemonClient
+    from noloco_p2p.swarm.kademlia.protocol import BoundedNode
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class SwarmNode:
         guard: DialGuard | None = None,
     ) -> SwarmNode:
         """Start alone; `dial()` finds peers. Raises DirectoryError: port taken, another identity, no daemon."""
-        await asyncio.to_thread(_hivemind.load)
+        await asyncio.to_thread(kademlia.load)
         if listen_on.announce_host and not listen_on.port:  # the daemon must be told the port it announces
             listen_on = replace(listen_on, port=probe_port(listen_on.host, 0))
         node = cls(identity_path, peer_id, listen_on, is_client=is_client, guard=guard or DialGuard())
@@ -194,7 +194,7 @@ class SwarmNode:
     async def _bring_up(self) -> None:
         listen_on = self._listen_on
         self._daemon = await Daemon.start(self._identity_path, listen_on)
-        self._p2p = await _guard(_hivemind.attach(self._daemon.control_socket), ATTACH_S, "attaching to p2pd")
+        self._p2p = await _guard(kademlia.attach(self._daemon.control_socket), ATTACH_S, "attaching to p2pd")
         if str(self._p2p.peer_id) != self.peer_id:
             raise DirectoryError(
                 f"p2pd took the identity {self._p2p.peer_id} from {self._identity_path}, not {self.peer_id}"
@@ -204,7 +204,7 @@ class SwarmNode:
         self._listening = [str(address).removesuffix(suffix) for address in addresses]
         if listen_on.port == 0:
             self._listen_on = replace(listen_on, port=_port_of(self._listening))
-        starting = _hivemind.start_dht(
+        starting = kademlia.start_dht(
             self._p2p, is_client=self._is_client, own_addresses=self._addresses, guard=self._guard
         )
         self._dht = await _guard(starting, ATTACH_S, "starting the DHT")

@@ -25,10 +25,11 @@ from noloco_p2p.identity import Identity
 from noloco_p2p.invitation import invite
 from noloco_p2p.swarm.buckets import ROOT, run_key
 from noloco_p2p.swarm.daemon import ListenOn
-from noloco_p2p.swarm.daemon_client import ANSWER_FAULTS
+from noloco_p2p.swarm.kademlia import validator
+from noloco_p2p.swarm.kademlia.client import ANSWER_FAULTS
+from noloco_p2p.swarm.kademlia.storage import MAX_RECORDS_PER_KEY
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
-from noloco_p2p.swarm.storage import MAX_RECORDS_PER_KEY
 from noloco_p2p.testing.identities import identity_of
 from noloco_p2p.testing.patience import PATIENCE_S
 
@@ -191,7 +192,7 @@ def test_a_record_that_is_no_news_costs_no_signature_check(tmp_path: Path, monke
             request = store_request(identity_of("owner"), [RUN])
             assert list((await ask(attacker, victim, "Store", request)).store_ok) == [True]
             checked: list[object] = []
-            monkeypatch.setattr("noloco_p2p.swarm.validator.open_envelope", lambda data: checked.append(data) or {})
+            monkeypatch.setattr(validator, "open_envelope", lambda data: checked.append(data) or {})
             assert list((await ask(attacker, victim, "Store", request)).store_ok) == [False]
             request.values[0] = request.values[0][:-1] + b"x"
             assert list((await ask(attacker, victim, "Store", request)).store_ok) == [False]

@@ -24,10 +24,10 @@ from noloco_p2p.net.session import Session
 from noloco_p2p.swarm.buckets import ROOT, run_key
 from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.kademlia.whereabouts import MAX_ADDRESSES
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
 from noloco_p2p.swarm.relay import PLACE, open_told
 from noloco_p2p.swarm.timing import Timing
-from noloco_p2p.swarm.whereabouts import MAX_ADDRESSES
 from noloco_p2p.testing.identities import identity_of
 from noloco_p2p.testing.patience import PATIENCE_S
 

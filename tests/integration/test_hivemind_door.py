@@ -10,8 +10,8 @@ from noloco_p2p.testing.patience import PATIENCE_S
 PROGRAM = """
 import sys, warnings
 warnings.simplefilter("ignore")
-from noloco_p2p.swarm import _hivemind
-_hivemind.load()
+from noloco_p2p.swarm import kademlia
+kademlia.load()
 assert "hivemind.dht.node" in sys.modules
 assert "hivemind.averaging" not in sys.modules and "scipy" not in sys.modules
 import hivemind

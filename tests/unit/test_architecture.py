@@ -75,6 +75,19 @@ def test_arrows_point_right(path: Path) -> None:
                 assert RANK[there] > RANK[here], f"{path}: {here} -> {there}"
 
 
+HIVEMIND = PACKAGE / "swarm" / "kademlia"
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_one_package_alone_depends_on_hivemind(path: Path) -> None:
+    """A new release of hivemind changes no other file. Types apart, the others see what its `__init__.py` offers."""
+    if HIVEMIND in path.parents:
+        return
+    assert not [name for name in imports(path) if name.split(".")[0] == "hivemind"]
+    inside = {name for name in imports(path) if name.startswith("noloco_p2p.swarm.kademlia.")}
+    assert not inside or path == PACKAGE / "swarm" / "node.py", inside
+
+
 @pytest.mark.parametrize("place", PURE)
 def test_pure_rooms_know_no_clock_and_no_network(place: str) -> None:
     paths = [PACKAGE / place] if place.endswith(".py") else list((PACKAGE / place).rglob("*.py"))

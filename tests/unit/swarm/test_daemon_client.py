@@ -14,7 +14,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 from hivemind.proto import p2pd_pb2
 
 from noloco_p2p.swarm.daemon import MAX_MESSAGE_BYTES
-from noloco_p2p.swarm.daemon_client import MAX_ANSWERING, MAX_ANSWERING_OF_ONE, MAX_UNSENT, TURN_S, BoundedControl
+from noloco_p2p.swarm.kademlia.client import MAX_ANSWERING, MAX_ANSWERING_OF_ONE, MAX_UNSENT, TURN_S, BoundedControl
 from noloco_p2p.testing.identities import identity_of
 from noloco_p2p.testing.patience import PATIENCE_S
 

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_p2p.swarm.clock import CLOCK
-from noloco_p2p.swarm.neighbourhood import claim, is_of_now, pack_records, place_of, placed, told_records
+from noloco_p2p.swarm.kademlia.neighbourhood import claim, is_of_now, pack_records, place_of, placed, told_records
+from noloco_p2p.swarm.kademlia.storage import MAX_RECORDS_PER_KEY
 from noloco_p2p.swarm.records import TTL_S
-from noloco_p2p.swarm.storage import MAX_RECORDS_PER_KEY
 from noloco_p2p.testing.identities import identity_of
 
 HONEST, ROGUE = (PeerID.from_base58(identity_of(name).peer_id) for name in ("honest", "rogue"))

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from noloco_p2p.identity import Identity, peer_id_of
 from noloco_p2p.swarm.buckets import ROOT, run_key
+from noloco_p2p.swarm.kademlia.validator import RecordValidator
 from noloco_p2p.swarm.records import DOMAIN, TTL_S, PeerRecord, RecordError, decode_record, encode_record
-from noloco_p2p.swarm.validator import RecordValidator
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 ME = Identity(peer_id_of(KEY.public_key().public_bytes_raw()), KEY.public_key().public_bytes_raw(), KEY)

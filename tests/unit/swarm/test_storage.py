@@ -13,7 +13,7 @@ from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from noloco_p2p.swarm.clock import CLOCK
-from noloco_p2p.swarm.storage import (
+from noloco_p2p.swarm.kademlia.storage import (
     MAX_RECORDS_OF_ONE,
     MAX_RECORDS_PER_KEY,
     NoStorage,

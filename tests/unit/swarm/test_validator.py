@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from noloco_p2p.identity import Identity, peer_id_of
 from noloco_p2p.invitation import invite
 from noloco_p2p.swarm.buckets import MAX_DEPTH, ROOT, Bucket, bucket_of, run_key
+from noloco_p2p.swarm.kademlia.validator import RecordValidator
 from noloco_p2p.swarm.records import DOMAIN, TTL_S, PeerRecord, encode_record
-from noloco_p2p.swarm.validator import RecordValidator
 from noloco_p2p.testing.identities import identity_of
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))

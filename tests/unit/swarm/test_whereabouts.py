@@ -13,8 +13,16 @@ from hivemind.p2p import PeerID
 from noloco_p2p.dial_guard import FAILURES_A_MINUTE, DialGuard
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.swarm.addresses import host_in
-from noloco_p2p.swarm.neighbourhood import claim, place_of
-from noloco_p2p.swarm.whereabouts import DIALS, MAX_ADDRESSES, MAX_PEERS, MAX_WAITING, Whereabouts, pack, unpack
+from noloco_p2p.swarm.kademlia.neighbourhood import claim, place_of
+from noloco_p2p.swarm.kademlia.whereabouts import (
+    DIALS,
+    MAX_ADDRESSES,
+    MAX_PEERS,
+    MAX_WAITING,
+    Whereabouts,
+    pack,
+    unpack,
+)
 from noloco_p2p.testing.identities import identity_of
 from noloco_p2p.testing.patience import PATIENCE_S
 

@@ -1,8 +1,9 @@
-"""The one door to hivemind: imported when a node starts, with what its import does to the program undone.
+"""The DHT node on top of hivemind, and the only package that imports hivemind: a new release of it changes these files.
 
-Importing it switches torch's sharing strategy for the whole program, installs a log handler that writes to the
-terminal, and renames the level WARNING. Its averagers, optimizers and experts, which nothing here uses, cost 52 MB and
-a third of the time: they are left for whoever asks the package for one of them.
+This file is what the rest of the project uses. It imports hivemind (seconds, 290 MB) when a node starts, and undoes
+what that import does to the program: it switches torch's sharing strategy, installs a log handler that writes to the
+terminal, and renames the level WARNING. hivemind's averagers, optimizers and experts, which nothing here uses, cost
+52 MB and a third of the time, so they are imported on their first use.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from noloco_p2p.swarm.clock import CLOCK
 
 if TYPE_CHECKING:
     from noloco_p2p.dial_guard import DialGuard
-    from noloco_p2p.swarm.daemon_client import DaemonClient
-    from noloco_p2p.swarm.protocol import BoundedNode
+    from noloco_p2p.swarm.kademlia.client import DaemonClient
+    from noloco_p2p.swarm.kademlia.protocol import BoundedNode
 
 
 def load() -> None:
@@ -66,7 +67,7 @@ def _defer_package() -> None:
 
 async def attach(control_socket: str) -> DaemonClient:
     """A client of a running p2pd."""
-    from noloco_p2p.swarm.daemon_client import DaemonClient
+    from noloco_p2p.swarm.kademlia.client import DaemonClient
 
     return await DaemonClient.attach(control_socket)
 
@@ -75,7 +76,7 @@ async def start_dht(
     p2p: DaemonClient, *, is_client: bool, own_addresses: Callable[[], Sequence[str]], guard: DialGuard
 ) -> BoundedNode:
     """A DHT node on an attached client, without peers. `own_addresses`: where it can be dialled, without peer id."""
-    from noloco_p2p.swarm.protocol import BoundedNode
+    from noloco_p2p.swarm.kademlia.protocol import BoundedNode
 
     node = BoundedNode(p2p, is_client=is_client, own_addresses=own_addresses, guard=guard)
     if not is_client:

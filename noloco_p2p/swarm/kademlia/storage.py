@@ -2,7 +2,7 @@
 
 hivemind's own storage forgets a newer record when an older one of the same peer is stored again: the older one is not
 kept, but its moment of expiry is, and takes the newer one along. Anybody could replay what a peer said a minute ago,
-and with it make the peer vanish. Nor does it know of owners. This file imports hivemind: only `protocol.py` imports it.
+and with it make the peer vanish. Nor does it know of owners.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A node knows where it can be dialled; its neighbours ask it, and tell others. What is told is dialled by libp2p, which
 takes nobody for a peer but the holder of its key; before that, the word of a stranger is filtered and counted as that
-of a record is. This file imports hivemind: only `protocol.py` imports it.
+of a record is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.rates import Rate, TokenBucket
 from noloco_p2p.swarm.addresses import by_reach, guarded, host_in, tcp_target
-from noloco_p2p.swarm.daemon_client import ANSWER_FAULTS, DaemonClient
+from noloco_p2p.swarm.kademlia.client import ANSWER_FAULTS, DaemonClient
 from noloco_p2p.swarm.streams import count_down
 from noloco_p2p.swarm.told import of_one_host
 

@@ -1,7 +1,4 @@
-"""The rule that every DHT node applies to a record it is asked to store, and to every record it is given.
-
-This file imports hivemind (seconds, 290 MB): only `protocol.py` imports it, when a node starts.
-"""
+"""The rule that every DHT node applies to a record it is asked to store, and to every record it is given."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 hivemind takes all places that a node claims, so one identity could stand on every side of a run's key and be the only
 one that is asked; and an answer that says to be good for ever ends a search, empty as it may be. It keeps whoever was
 heard of once, too, in a list that only grows. Of a third node only the place is believed that follows from its peer id.
-This file imports hivemind: only `protocol.py` imports it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from noloco_p2p.swarm.clock import CLOCK
+from noloco_p2p.swarm.kademlia.storage import MAX_RECORDS_PER_KEY
 from noloco_p2p.swarm.records import MAX_RECORD_BYTES, TTL_S
-from noloco_p2p.swarm.storage import MAX_RECORDS_PER_KEY
 
 DICTIONARY = 0x50  # hivemind's MessagePack code of a dictionary
 ENTRIES, PACKED_RECORD_BYTES = 3, MAX_RECORD_BYTES + 3

@@ -2,8 +2,7 @@
 
 hivemind makes a task for each request that p2pd passes on, without limit, and reads as many of them in one turn of the
 event loop as have come. Here most requests are answered as they are read, the rest by a bounded number of tasks, and
-the loop gets its turn every TURN_S. p2pd waits when answers are not taken. This file imports hivemind: only
-`_hivemind.py` imports it, when a node starts.
+the loop gets its turn every TURN_S. p2pd waits when answers are not taken.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """A DHT node that strangers cannot keep busy: hivemind's, with bounds on what is asked of it and on what it is told.
 
-    request     16 KiB, distinct keys, so many a second of one peer and of all together (`allowance.py`)
-    answer      128 KiB, of a full bucket a random choice; the same limit for what others answer, record by record
-    store       records of peers alone, 8 a request; refused unread where there is no room, or nothing new
-    hand-over   none. hivemind sends what it keeps to every unknown node; here each peer stores its record again every
-                15 s, and finds the newcomer
-    where       a node tells where its neighbours can be dialled; p2pd's own DHT serves nobody, and keeps nothing
-
-This file imports hivemind: only `_hivemind.py` imports it, when a node starts.
+request     16 KiB, distinct keys, so many a second of one peer and of all together (`allowance.py`)
+answer      128 KiB, of a full bucket a random choice; the same limit for what others answer, record by record
+store       records of peers alone, 8 a request; refused unread where there is no room, or nothing new
+hand-over   none. hivemind sends what it keeps to every unknown node; here each peer stores its record again every
+            15 s, and finds the newcomer
+where       a node tells where its neighbours can be dialled; p2pd's own DHT serves nobody, and keeps nothing
 """
 
 from __future__ import annotations
@@ -33,12 +31,12 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.rates import Rate
 from noloco_p2p.swarm.allowance import Allowance
 from noloco_p2p.swarm.clock import CLOCK, Offset
-from noloco_p2p.swarm.daemon_client import ANSWER_FAULTS, DaemonClient, known_id
-from noloco_p2p.swarm.neighbourhood import claim, is_of_now, pack_records, place_of, placed, told_records
+from noloco_p2p.swarm.kademlia.client import ANSWER_FAULTS, DaemonClient, known_id
+from noloco_p2p.swarm.kademlia.neighbourhood import claim, is_of_now, pack_records, place_of, placed, told_records
+from noloco_p2p.swarm.kademlia.storage import NoStorage, RecordStorage
+from noloco_p2p.swarm.kademlia.validator import RecordValidator, peer_of
+from noloco_p2p.swarm.kademlia.whereabouts import LOCATE, Whereabouts
 from noloco_p2p.swarm.records import MAX_RECORD_BYTES
-from noloco_p2p.swarm.storage import NoStorage, RecordStorage
-from noloco_p2p.swarm.validator import RecordValidator, peer_of
-from noloco_p2p.swarm.whereabouts import LOCATE, Whereabouts
 
 logger = logging.getLogger(__name__)
 
