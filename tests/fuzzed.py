@@ -7,7 +7,6 @@ documents may come out, no example may take long, and the process may not grow. 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import base64
 import json
 import sys
@@ -38,7 +37,6 @@ from noloco_p2p.net.server import _want
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.swarm.pipe import ACK, DATA, END, FRAME, PING, Pipe
 from noloco_p2p.swarm.records import DOMAIN, PeerRecord, RecordError, _pack, decode_record, encode_record
 from noloco_p2p.swarm.relay import relays_of
 from noloco_p2p.swarm.told import believable
@@ -134,35 +132,6 @@ def _spec(data: bytes) -> object:
     return RunSpec.from_json(data, expected_digest="ab" * 32, origin="fuzz")
 
 
-def _tunnel(data: bytes) -> None:
-    """All that a path brings to a tunnel; what it hands on goes nowhere."""
-
-    async def main() -> None:
-        reader, near = asyncio.StreamReader(), asyncio.StreamReader()
-        near.feed_eof()
-        pipe = Pipe(near, _Nowhere())  # pyright: ignore[reportArgumentType]
-        reader.feed_data(data)
-        reader.feed_eof()
-        try:
-            await pipe._receive(reader)
-        finally:
-            pipe._filling.cancel()
-            await asyncio.wait({pipe._filling})
-
-    asyncio.run(main())
-
-
-class _Nowhere:
-    """A writer whose bytes nobody reads."""
-
-    def write(self, data: bytes) -> None: ...
-
-    async def drain(self) -> None: ...
-
-    def can_write_eof(self) -> bool:
-        return False
-
-
 def _frame_seeds() -> tuple[bytes, ...]:
     return tuple(framing.encode(frame, sequence=sequence) for frame in FRAMES for sequence in (0, 5))
 
@@ -204,7 +173,6 @@ def targets() -> dict[str, Target]:
     layout = ModelLayout((("a", (2, 3)),), (("b", (2,), "cd" * 32),))
     manifest = frames.StateManifest("cd" * 32, 10, 1, 0.5, 80, (bytes(16),))
     status = frames.PeerStatus(HELLO, "training", 41, 0.5, frames.SwapState())
-    offsets = [FRAME.pack(kind, number) for kind, number in ((DATA, 5), (ACK, 0), (END, 0), (PING, 0))]
     fetch = pb.FetchRequest(hello=convert.hello_to_wire(HELLO))
     fetch.chunks.indices.extend([1, 2])
     proof = pb.Proof(peer_id=ME.peer_id, nonce=bytes(16), challenge=bytes(40), signature=bytes(64))
@@ -238,7 +206,6 @@ def targets() -> dict[str, Target]:
         "spec": Target(_spec, (SpecError,), (json.dumps({"name": "run"}).encode(),)),
         "layout": Target(ModelLayout.from_json, (ValueError,), (layout.as_json(),)),
         "grid": Target(lambda data: agree(bytes(3), data), wire, (bytes(3),)),
-        "tunnel": Target(_tunnel, (EOFError, CorruptPayload), (offsets[0] + b"bytes" + b"".join(offsets[1:]),)),
         "address of a caller": Target(
             lambda data: caller_host(data.decode("latin-1")), wire, (b"ipv4:192.0.2.7:1", b"ipv6:[::1]:1")
         ),

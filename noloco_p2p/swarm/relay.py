@@ -28,7 +28,8 @@ from noloco_p2p.swarm.streams import count_down
 
 logger = logging.getLogger(__name__)
 
-PLACE, CALL, TUNNEL, DIAL = (f"/noloco_p2p/{name}/1" for name in ("place", "call", "tunnel", "dial"))
+PLACE, CALL, DIAL = (f"/noloco_p2p/{name}/1" for name in ("place", "call", "dial"))
+TUNNEL = "/noloco_p2p/tunnel/2"  # the first one wrapped each connection, and resumed it over another relay
 YES, NO = b"yes\n", b"no\n"
 BEAT_S = 5.0  # of one who keeps a place
 SILENT_S = 15.0
@@ -38,7 +39,7 @@ MAX_STREAMS_OF_A_PLACE = 2  # the second is that of a peer that is back, while t
 BEATS = Rate(per_s=1.0, burst=5.0)  # of one stream; the first two come together
 MAX_CALLS = 32
 MAX_CALLS_OF_ONE = 9  # a swap has up to eight lanes
-MAX_CALL_BYTES = 4 << 30  # each way; a tunnel goes on over another call
+MAX_CALL_BYTES = 4 << 30  # each way; then its connection ends
 MAX_CALL_S = 1800.0
 MAX_PORTS = 2
 DIALS_A_MINUTE_OF_ONE, DIALS_A_MINUTE = 4, 12  # asked for by one peer; by one network; as many at once
@@ -48,6 +49,9 @@ RETRY_S = 30.0  # a relay that said no or could not be reached
 LOOK_S = 1.0
 BLOCK_BYTES = 256 * 1024
 BROKEN = (OSError, EOFError, ValueError, RuntimeError, DirectoryError)  # what a stream ends in; uvloop: RuntimeError
+
+
+Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Relay:
@@ -158,27 +162,26 @@ async def open_told(
         return await node.open_stream(relay, (), protocol)
     way = await guarded(guard, relay, address)
     reader, writer = await node.open_stream(relay, [way], protocol)
-    if host_in(way) in await node.hosts_of(relay):
-        guard.reached(relay, host_in(way))
+    try:
+        if host_in(way) in await node.hosts_of(relay):
+            guard.reached(relay, host_in(way))
+    except BaseException:
+        writer.close()
+        raise
     return reader, writer
 
 
-async def splice(
-    near: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-    far: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-    *,
-    on_passed: Callable[[int], None],
-) -> None:
+async def splice(near: Ends, far: Ends, *, on_passed: Callable[[int], None] = lambda _: None) -> None:
     """Both ways until one side ends, or the limits of a call are reached; closes both. `on_passed` gets bytes."""
     ways = ((near[0], far[1]), (far[0], near[1]))
     tasks = [asyncio.create_task(_pass_on(reader, writer, on_passed)) for reader, writer in ways]
     try:
         await asyncio.wait(tasks, timeout=MAX_CALL_S, return_when=asyncio.FIRST_COMPLETED)
     finally:
+        near[1].close()  # before anything is awaited: this may be cancelled again
+        far[1].close()
         await end_tasks(tasks)
         await asyncio.gather(*tasks, return_exceptions=True)
-        near[1].close()
-        far[1].close()
 
 
 async def _pass_on(

@@ -1,40 +1,33 @@
 """Calls to peers that nobody can dial, by their relays: a local port for each, behind which gRPC finds the peer.
 
-    gRPC client -> local port -> Pipe == stream to a relay == stream to the peer == Pipe -> gRPC server
+    gRPC client -> local port == stream to a relay == stream to the peer == gRPC server
 
-A path that breaks is replaced, by another relay if need be, and the connection goes on: gRPC sees a pause at most.
+A connection ends with its relay. Then the round of a swap is solo, a fetch goes on with the chunks that it lacks, and
+the next call takes another relay.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import socket
-import struct
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from noloco_p2p.dial_guard import DialGuard
-from noloco_p2p.errors import CorruptPayload, DirectoryError, Unreachable
+from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import short_id
 from noloco_p2p.swarm.node import SwarmNode, end_tasks
-from noloco_p2p.swarm.pipe import Pipe
-from noloco_p2p.swarm.relay import ANSWER_S, BROKEN, CALL, TUNNEL, YES, open_told, relays_of
+from noloco_p2p.swarm.relay import ANSWER_S, BROKEN, CALL, TUNNEL, YES, Ends, open_told, relays_of, splice
 
 logger = logging.getLogger(__name__)
 
-HELLO = struct.Struct(">16sQ")  # id of the connection, bytes received so far
-ANSWER = struct.Struct(">BQ")  # 1 = go on, 0 = not known here; bytes received so far
-RESUME_S = 12.0  # a connection without a path; gRPC gives up after 15 s
 RETRY_S = 0.3
 MAX_PORTS = 64
-MAX_SESSIONS = 64
-FAULTS = (*BROKEN, CorruptPayload, TimeoutError, Unreachable)
-
-Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+MAX_SERVED = 64  # connections that came in by relays, at once
+FAULTS = (*BROKEN, TimeoutError, Unreachable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +40,6 @@ class _Port:
     def close(self) -> None:
         self.accepting.cancel()
         self.listener.close()
-
-
-@dataclass(slots=True)
-class _Session:
-    """A connection that came in by a tunnel."""
-
-    pipe: Pipe | None = None  # while the own server is being connected to
-    writer: asyncio.StreamWriter | None = None  # of the path of now
-    carrying: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Tunnels:
@@ -86,7 +70,7 @@ class Tunnels:
         self._relays = relays
         self._guard = guard
         self._ports: dict[str, _Port] = {}
-        self._sessions: dict[bytes, _Session] = {}
+        self._num_served = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -96,9 +80,6 @@ class Tunnels:
         await end_tasks(self._tasks)
         for port in self._ports.values():
             port.close()
-        for session in list(self._sessions.values()):
-            if session.pipe:
-                session.pipe.close()
 
     def live(self) -> Sequence[Candidate]:
         """As the directory tells them, but for those that only a tunnel reaches."""
@@ -140,85 +121,50 @@ class Tunnels:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-                reader, writer = await asyncio.open_connection(sock=connection)
+                ends = await asyncio.open_connection(sock=connection)
             except OSError as error:  # out of descriptors, for example: not for ever
                 logger.debug("a call to %s could not be taken: %s", short_id(peer_id), error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            pipe = Pipe(reader, writer)
-            calling = self._own(self._call(peer_id, pipe))
-            calling.add_done_callback(lambda _, pipe=pipe: pipe.close())  # also of a task that never began
+            calling = self._own(self._call(peer_id, ends))
+            calling.add_done_callback(lambda _, writer=ends[1]: writer.close())  # also of a task that never began
 
-    async def _call(self, peer_id: str, pipe: Pipe) -> None:
-        """Carry one connection until it is through, or no path can be had for RESUME_S."""
-        session_id, loop = secrets.token_bytes(16), asyncio.get_running_loop()
-        had_path_s = loop.time()
-        while not pipe.is_done and loop.time() - had_path_s < RESUME_S:
-            for relay, address in relays_of(self._multiaddrs().get(peer_id, ())).items():
-                try:
-                    reader, writer, received = await self._path(peer_id, relay, address, session_id, pipe.received)
-                    had_path_s = loop.time()
-                    await pipe.carry(reader, writer, peer_received=received)
-                    return
-                except ConnectionAbortedError:  # it is through there, or given up
-                    return
-                except FAULTS as error:
-                    logger.debug("a tunnel to %s by %s broke: %s", short_id(peer_id), short_id(relay), error)
-            await asyncio.sleep(RETRY_S)
+    async def _call(self, peer_id: str, ends: Ends) -> None:
+        """Carry one connection by the first relay that has a way to the peer."""
+        for relay, address in relays_of(self._multiaddrs().get(peer_id, ())).items():
+            try:
+                way = await self._way(peer_id, relay, address)
+            except FAULTS as error:
+                logger.debug("no tunnel to %s by %s: %s", short_id(peer_id), short_id(relay), error)
+                continue
+            await splice(ends, way)
+            return
 
-    async def _path(
-        self, peer_id: str, relay: str, address: str, session_id: bytes, received: int
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, int]:
-        """A way to the peer that knows the connection. Raises what a broken stream does, TimeoutError."""
+    async def _way(self, peer_id: str, relay: str, address: str) -> Ends:
+        """A stream to the peer by that relay. Raises what a broken stream does, TimeoutError."""
         async with asyncio.timeout(ANSWER_S):
             reader, writer = await open_told(self._node, self._guard, relay, address, CALL)
             try:
                 writer.write(peer_id.encode() + b"\n")
                 if await reader.readline() != YES:
                     raise DirectoryError("the relay cannot call it")
-                writer.write(HELLO.pack(session_id, received))
-                is_known, there = ANSWER.unpack(await reader.readexactly(ANSWER.size))
-                if not is_known:
-                    raise ConnectionAbortedError("the other side has ended it")
             except BaseException:
                 writer.close()
                 raise
-        return reader, writer, there
+        return reader, writer
 
     # answering
 
     async def _on_tunnel(self, relay: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with asyncio.timeout(ANSWER_S):
-            session_id, received = HELLO.unpack(await reader.readexactly(HELLO.size))
-        if relay not in self._relays():
+        if relay not in self._relays() or self._num_served >= MAX_SERVED:
             return
-        session = self._sessions.get(session_id)
-        if session is None:
-            if received or len(self._sessions) >= MAX_SESSIONS:
-                writer.write(ANSWER.pack(0, 0))
-                return
-            session = self._sessions[session_id] = _Session()  # at once: another stream may name it meanwhile
-        if session.writer:
-            session.writer.close()  # a path that its caller has given up
-        session.writer = writer
-        async with session.carrying:
-            try:
-                session.pipe = session.pipe or Pipe(*await self._connect(relay))
-                writer.write(ANSWER.pack(1, session.pipe.received))
-                await session.pipe.carry(reader, writer, peer_received=received)
-            except FAULTS as error:
-                logger.debug("a tunnel by %s broke: %s", short_id(relay), error)
-        if session.writer is writer:
-            self._own(self._end(session_id, session, writer))
-
-    async def _end(self, session_id: bytes, session: _Session, writer: asyncio.StreamWriter) -> None:
-        """At once when it is through, else when no other path came in time."""
-        if session.pipe and not session.pipe.is_done:
-            await asyncio.sleep(RESUME_S)
-        if session.writer is writer:
-            del self._sessions[session_id]
-            if session.pipe:
-                session.pipe.close()
+        self._num_served += 1
+        try:
+            await splice((reader, writer), await self._connect(relay))
+        except OSError as error:
+            logger.debug("a call by %s ended: %s", short_id(relay), error)
+        finally:
+            self._num_served -= 1
 
     async def _connect(self, relay: str) -> Ends:
         host, port = self._server()

@@ -1,4 +1,4 @@
-"""Calls to a peer that nobody can dial: by relays over real libp2p streams, and on over another when one dies."""
+"""Calls to a peer that nobody can dial: by relays over real libp2p streams, and by another one when one dies."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
         server.close()
 
 
-def test_a_connection_outlives_its_relay(tmp_path: Path) -> None:
+def test_a_connection_ends_with_its_relay_and_the_next_one_takes_another(tmp_path: Path) -> None:
     async def main() -> None:
         async with scene(tmp_path) as made:
             assert all(way.endswith(f"{CIRCUIT}/p2p/{made.called.peer_id}") for way in made.places.circuits())
@@ -113,20 +113,22 @@ def test_a_connection_outlives_its_relay(tmp_path: Path) -> None:
             reader, writer = await asyncio.open_connection(host, int(port))
             in_use = made.relays[next(iter(relays_of(made.places.circuits())))]
 
-            async def say() -> None:
-                for _ in range(NUM_BLOCKS):
+            async def say(num_blocks: int) -> None:
+                for _ in range(num_blocks):
                     writer.write(BLOCK)
                     await writer.drain()
-                writer.write_eof()
 
-            saying = asyncio.create_task(say())
-            for number in range(NUM_BLOCKS):
+            saying = asyncio.create_task(say(NUM_BLOCKS))
+            for _ in range(NUM_BLOCKS):
                 assert await reader.readexactly(len(BLOCK)) == BLOCK
-                if number == NUM_BLOCKS // 4:
-                    assert not saying.done()
-                    await in_use.stop()
-            assert await reader.read() == b""
             await saying
+            await in_use.stop()
+            assert await reader.read() == b""
+            writer.close()
+
+            reader, writer = await asyncio.open_connection(host, int(port))
+            await say(1)
+            assert await reader.readexactly(len(BLOCK)) == BLOCK
             writer.close()
             await until(lambda: in_use.peer_id not in relays_of(made.places.circuits()), "the place is lost")
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import socket
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.swarm.relay import CIRCUIT, YES
-from noloco_p2p.swarm.tunnel import ANSWER, HELLO, MAX_SESSIONS, Ends, Tunnels
+from noloco_p2p.swarm.relay import CIRCUIT, YES, Ends
+from noloco_p2p.swarm.tunnel import MAX_SERVED, Tunnels
 from noloco_p2p.testing.patience import PATIENCE_S
 
 
@@ -30,7 +30,7 @@ async def pair() -> tuple[Ends, Ends]:
 
 
 class RelayNode:
-    """Each stream ends at a peer that does not know the connection."""
+    """Each stream leads to a peer that ends it."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -48,8 +48,6 @@ class RelayNode:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
         writer.write(YES)
-        await reader.readexactly(HELLO.size)
-        writer.write(ANSWER.pack(0, 0))
         writer.close()
 
 
@@ -70,34 +68,52 @@ async def call(tunnels: Tunnels) -> Ends:
     return await asyncio.open_connection(*candidate.address.split(":"))
 
 
-async def come_in(tunnels: Tunnels, session_ids: list[bytes], relay: str = "relay") -> list[int]:
-    """A stream for each; what each is answered (-1: nothing)."""
+class Server:
+    """The own gRPC server, which says hello to each connection and hears nothing."""
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            await tunnels._on_tunnel(relay, reader, writer)
-        finally:
-            writer.close()
+    def __init__(self) -> None:
+        self.num_open = 0
 
-    ends, serving = [], []
-    for _ in session_ids:
-        near, far = await pair()
-        ends.append(far)
-        serving.append(asyncio.create_task(serve(*near)))
-    for session_id, (_, writer) in zip(session_ids, ends, strict=True):
-        writer.write(HELLO.pack(session_id, 0))
-    told = []
-    for reader, writer in ends:
-        answer = await reader.read(ANSWER.size)
-        told.append(answer[0] if answer else -1)
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_open += 1
+        writer.write(b"!")
+        await reader.read()
+        self.num_open -= 1
         writer.close()
-    for task in serving:
-        task.cancel()
-    await asyncio.wait(serving)
-    return told
 
 
-def test_a_connection_that_is_not_known_there_ends_at_once() -> None:
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[Server, Tunnels]]:
+    server = Server()
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
+        tunnels = tunnels_to(RelayNode(), listening.sockets[0].getsockname()[1])
+        yield server, tunnels
+        await tunnels.stop()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """`run` has the deadline."""
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+
+
+async def come_in(tunnels: Tunnels, relay: str = "relay") -> tuple[bytes, asyncio.StreamWriter]:
+    """The first byte of a stream that a relay brings; empty if it is ended instead."""
+    near, (reader, writer) = await pair()
+
+    async def serve() -> None:
+        try:
+            await tunnels._on_tunnel(relay, *near)
+        finally:
+            near[1].close()
+
+    tunnels._own(serve())
+    return await reader.read(1), writer
+
+
+def test_a_connection_ends_with_its_tunnel() -> None:
     async def main() -> None:
         node = RelayNode()
         tunnels = tunnels_to(node)
@@ -132,32 +148,17 @@ def test_a_port_goes_on_after_a_connection_that_could_not_be_taken() -> None:
     run(main())
 
 
-async def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """The own gRPC server, which hears nothing."""
-    await reader.read()
-    writer.close()
-
-
-def test_two_streams_that_name_one_connection_make_one() -> None:
+def test_no_more_connections_come_in_at_once_than_may_be() -> None:
     async def main() -> None:
-        server = await asyncio.start_server(served, "127.0.0.1", 0)
-        tunnels = tunnels_to(RelayNode(), server.sockets[0].getsockname()[1])
-        await come_in(tunnels, [secrets.token_bytes(16)] * 2)
-        assert (len(tunnels._sessions), len(tunnels.local_ports)) == (1, 1)
-        await tunnels.stop()
-        server.close()
-
-    run(main())
-
-
-def test_a_burst_makes_no_more_connections_than_may_be() -> None:
-    async def main() -> None:
-        server = await asyncio.start_server(served, "127.0.0.1", 0)
-        tunnels = tunnels_to(RelayNode(), server.sockets[0].getsockname()[1])
-        told = await come_in(tunnels, [secrets.token_bytes(16) for _ in range(MAX_SESSIONS + 20)])
-        assert (told.count(1), told.count(0)) == (MAX_SESSIONS, 20)
-        await tunnels.stop()
-        server.close()
+        async with served() as (server, tunnels):
+            first = [await come_in(tunnels) for _ in range(MAX_SERVED + 4)]
+            assert [said for said, _ in first].count(b"!") == server.num_open == MAX_SERVED
+            for _, writer in first:
+                writer.close()
+            await until(lambda: not server.num_open and not tunnels.local_ports)
+            said, writer = await come_in(tunnels)
+            assert said == b"!", "there is room again"
+            writer.close()
 
     run(main())
 
@@ -166,11 +167,11 @@ def test_only_a_relay_that_holds_a_place_for_this_peer_brings_calls() -> None:
     """Else a stranger would call from this machine's own address, as often as it likes."""
 
     async def main() -> None:
-        server = await asyncio.start_server(served, "127.0.0.1", 0)
-        tunnels = tunnels_to(RelayNode(), server.sockets[0].getsockname()[1])
-        assert await come_in(tunnels, [secrets.token_bytes(16)], relay="a stranger") == [-1]
-        assert await come_in(tunnels, [secrets.token_bytes(16)]) == [1]
-        await tunnels.stop()
-        server.close()
+        async with served() as (_, tunnels):
+            for relay, expected in (("a stranger", b""), ("relay", b"!")):
+                said, writer = await come_in(tunnels, relay)
+                assert said == expected
+                assert list(tunnels.local_ports.values()) == ["relay"] * len(expected), "calls are counted by relay"
+                writer.close()
 
     run(main())
