@@ -194,8 +194,7 @@ class Head:
     ) -> tuple[MicrobatchId, list[Action]]:
         """num_tokens: in the loss of this microbatch."""
         assert self.can_launch(now_s, is_training=is_training)
-        id = MicrobatchId(self._peer_id, self._next_number)
-        self._next_number += 1
+        id = self._new_id()
         ticket = Ticket(id, min(self.progress, FINAL_MARK), num_tokens, is_training)
         self.in_flight[id] = InFlight(ticket, microbatch, now_s, now_s + self.deadlines.seconds)
         self.tasks.add(Kind.FORWARD, id)
@@ -299,9 +298,11 @@ class Head:
         return self._settle([], now_s)
 
     def _final_mark(self) -> Mark:
-        ticket = Ticket(MicrobatchId(self._peer_id, self._next_number), FINAL_MARK, num_tokens=0)
+        return Mark(Ticket(self._new_id(), FINAL_MARK, num_tokens=0))
+
+    def _new_id(self) -> MicrobatchId:
         self._next_number += 1
-        return Mark(ticket)
+        return MicrobatchId(self._peer_id, self._next_number - 1)
 
     def _is_unsent(self, id: MicrobatchId) -> bool:
         return self.in_flight[id].phase is Phase.FORWARD or self.departures.place(id) is Place.ASKING
