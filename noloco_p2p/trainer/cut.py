@@ -11,8 +11,8 @@ from noloco_p2p.spec import PipelineSpec, TrainerSpec
 
 HOP_S = 0.1  # of a microbatch at one stage, beside the transfer: latency and computing (assumed)
 LATE_SHARE = 4  # a quarter of a batch may be in flight
-# Random paths cross, and microbatches wait for each other. With so many times as many in flight as one path alone
-# holds, links of 20 and 100 Mbit/s were 72 and 59 % busy (benchmarks/flow.py).
+# Random paths cross, and microbatches wait for each other. With four times as many in flight as a path holds that is
+# alone, links of 20 and 100 Mbit/s carried 72 and 59 % of what they can (benchmarks/flow.py).
 CROSSING = 4
 
 
