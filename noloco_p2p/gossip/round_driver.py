@@ -111,7 +111,7 @@ class RoundDriver:
             pairing=Pairing(rng),
         )
         self.pace = pace
-        self.layout: ModelLayout | None = None  # of the model that trains here, once it is known
+        self._layout: ModelLayout | None = None
         self.faults = Faults()
         self.traffic = Traffic()
         self.memory = PayloadMemory()
@@ -136,6 +136,16 @@ class RoundDriver:
     def now_s(self) -> float:
         """Seconds, by the clock of this driver. For any thread where the clock is."""
         return self._clock()
+
+    @property
+    def layout(self) -> ModelLayout | None:
+        """Of the model that trains here, once it is known. With another model, no distance of the one before counts."""
+        return self._layout
+
+    @layout.setter
+    def layout(self, layout: ModelLayout | None) -> None:
+        self._layout = layout
+        self._bounds = {}
 
     @property
     def phase(self) -> Phase:

@@ -69,6 +69,7 @@ class StageTrainer(TrainerBase):
         peer.stages.look_around()
         self._fitting = Fitting.of(StageNeeds.as_cut(spec, folders=settings.models), settings)
         self.stage = self._choose() if stage is None else stage
+        peer.metrics.loss = peer.metrics.validation_loss = None  # those of the stage before a switch
         self.switches_to: int | None = None  # another stage, which needs this peer more
         peer.stages.hold(self.stage)
         compute = Compute.of(settings, num_ranks=1)
