@@ -5,9 +5,8 @@
     computed  stages  computed  returns  computed
 
 The window of microbatches in flight doubles until the first losses, grows by one from then on, and halves when losses
-come close together. A microbatch that finds no
-room waits here, and no further one is launched meanwhile, so that a full pipeline holds back the data and does not use
-it up.
+come close together. A microbatch that finds no room waits here, and no further one is launched meanwhile, so that a
+full pipeline holds back the data and does not use it up.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.3
 MAX_PORTS = 64
-MAX_SERVED = 64  # connections that came in by relays, at once
+MAX_SERVED = 64  # connections that came in by relays, until they are closed
 FAULTS = (*BROKEN, TimeoutError, Unreachable)
 
 
@@ -70,7 +70,6 @@ class Tunnels:
         self._relays = relays
         self._guard = guard
         self._ports: dict[str, _Port] = {}
-        self._num_served = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -156,15 +155,12 @@ class Tunnels:
     # answering
 
     async def _on_tunnel(self, relay: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if relay not in self._relays() or self._num_served >= MAX_SERVED:
+        if relay not in self._relays() or len(self.local_ports) >= MAX_SERVED:
             return
-        self._num_served += 1
         try:
             await splice((reader, writer), await self._connect(relay))
         except OSError as error:
             logger.debug("a call by %s ended: %s", short_id(relay), error)
-        finally:
-            self._num_served -= 1
 
     async def _connect(self, relay: str) -> Ends:
         host, port = self._server()
