@@ -41,7 +41,6 @@ SPEC = small_spec(
 class Peer:
     """A state folder, and one process after the other. gaps_s: between two steps that were seen, of all processes."""
 
-    stage: int
     process: PeerProcess
     step: int = -1  # the last one that was seen; -1 = none of this process
     since_s: float = 0.0
@@ -71,7 +70,7 @@ class Swarm:
         self.peers: list[Peer] = []
         for stage, replica in names:
             process = self._join(target, folder / f"{stage}-{replica}", "--stage", str(stage))
-            self.peers.append(Peer(stage, process))
+            self.peers.append(Peer(process))
             target = self.peers[0].process.ticket
 
     def kill(self, victim: Peer, now_s: float) -> None:

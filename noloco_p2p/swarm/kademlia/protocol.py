@@ -1,6 +1,6 @@
 """A DHT node that strangers cannot keep busy: hivemind's, with bounds on what is asked of it and on what it is told.
 
-request     16 KiB, distinct keys, so many a second of one peer and of all together (`allowance.py`)
+request     at most 16 KiB, each key once, at a limited rate for one peer and for all together (`allowance.py`)
 answer      128 KiB, of a full bucket a random choice; the same limit for what others answer, record by record
 store       records of peers alone, 8 a request; refused unread where there is no room, or nothing new
 hand-over   none. hivemind sends what it keeps to every unknown node; here each peer stores its record again every
