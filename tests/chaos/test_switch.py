@@ -1,0 +1,63 @@
+"""A peer of a rich stage moves to a poor one, between real processes, and goes on there as one of its replicas."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from noloco_p2p.control import ask
+from noloco_p2p.peer.kept import stage_folder
+from noloco_p2p.testing.patience import PATIENCE_S
+from noloco_p2p.testing.processes import PeerProcess, small_spec, until, write_spec
+from noloco_p2p.trainer.stage_trainer import SWITCH_EPOCH_S
+
+SPEC = small_spec(
+    "switch",
+    model__num_layers=7,
+    model__parameter_seeds=True,
+    pipeline__stages=2,
+    pipeline__cut=[1, 6],  # one peer of the long stage is slower than three of the short one
+    outer__inner_steps=10,
+)
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_peer_switches_to_the_stage_that_needs_it_and_swaps_there(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+
+        def join(target: str | Path, name: str, stage: int) -> PeerProcess:
+            """It holds `stage` because its folder says that it did before: with --stage it would never move."""
+            folder = tmp_path / name
+            stage_folder(folder / "runs" / SPEC.run_id, stage).mkdir(parents=True)
+            return stack.enter_context(PeerProcess(target, folder, "--save-every-rounds", "1"))
+
+        heads = [join(write_spec(SPEC, tmp_path), "head-0", 0)]
+        ticket = heads[0].ticket
+        inner = join(ticket, "inner", 1)
+        heads += [join(ticket, f"head-{number}", 0) for number in (1, 2)]
+        everybody = [*heads, inner]
+
+        def moved() -> PeerProcess | None:
+            return next((head for head in heads if "it switches" in head.text), None)
+
+        switcher = until(moved, timeout_s=PATIENCE_S + 4 * SWITCH_EPOCH_S, what="a head that switches")
+        num_rounds = {peer.folder.name: len(peer.events("round")) for peer in everybody}
+        switcher.swap_with(inner, after=num_rounds[switcher.folder.name])
+        inner.swap_with(switcher, after=num_rounds["inner"])
+        status = until(lambda: ask(switcher.folder, "status", timeout_s=10.0), what="a status")
+        assert status["stage"] == 1
+        assert status["loss"] is None, "an inner stage has no loss"
+        left, other = [head for head in heads if head is not switcher]
+        left.swap_with(other, after=num_rounds[left.folder.name])
+
+        def swapped_often() -> bool:
+            """More often than it takes to ban a mate that proposes what does not fit."""
+            rounds = inner.events("round")[num_rounds["inner"] :]
+            return sum("swapped with" in event["last_outcome"] for event in rounds) > 5
+
+        until(swapped_often, what="five swaps of the inner peers")
+        assert not [peer.text for peer in everybody if "Traceback" in peer.text or "banned" in peer.text]
+        assert all(peer.process.poll() is None for peer in everybody)
