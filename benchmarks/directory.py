@@ -31,6 +31,7 @@ from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.buckets import MAX_BUCKET_BYTES, best_depth, bucket_of, buckets_at, run_key, spread_of_draws
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.records import MAX_RECORD_BYTES, PeerRecord, encode_record
+from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.testing.bucket_swarm import BucketSwarm
 
 RUN = "ab" * 32
@@ -67,19 +68,25 @@ def describe(identity: Identity, number: int) -> PeerRecord:
         addresses=(f"198.51.100.{number % 250}:41000",),
         multiaddrs=(f"/ip4/198.51.100.{number % 250}/tcp/41001/p2p/{identity.peer_id}",),
         sequence=int(time.time() * 1000),
-        progress=0.123456789,
-        round=1234,
-        swaps=1200,
-        alone=34,
-        inner_steps_per_s=3.2109,
-        tokens_per_s=12345.6,
-        loss=3.2109,
-        last_partner=identity.peer_id,
+        metrics=Metrics(
+            progress=0.123456789,
+            round=1234,
+            swaps=1200,
+            alone=34,
+            alone_nobody=1,
+            alone_refused=20,
+            alone_no_answer=5,
+            alone_failed=5,
+            alone_slow=3,
+            inner_steps_per_s=3.2109,
+            tokens_per_s=12345.6,
+            loss=3.2109,
+            last_partner=identity.peer_id,
+            bytes_sent=1 << 40,
+            bytes_received=1 << 40,
+            blocked_s=1234.5,
+        ),
         reachability="reached",
-        bytes_sent=1 << 40,
-        bytes_received=1 << 40,
-        lonely=(1, 20, 5, 5, 3),
-        blocked_s=1234.5,
         sketch="A" * 175,
         session_key="A" * 44,
         depths=(3,),

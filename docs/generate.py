@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 from noloco_p2p.presets import COMMENTS, PRESETS, SECTIONS, render
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry import prometheus
-from noloco_p2p.telemetry.metrics import Metrics
+from noloco_p2p.telemetry.metrics import METRICS
 
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:
@@ -48,9 +47,11 @@ def _labels(family: prometheus.Family) -> str:
 
 def metrics_page() -> list[str]:
     own = (*prometheus.PEER, prometheus.LIVE_PEERS, prometheus.PEER_INFO)
-    swarm = (prometheus.SWARM_PEERS, *prometheus.SWARM, prometheus.SWARM_ALONE, prometheus.DIRECTORY_AGE)
-    texts = [item for item in fields(Metrics) if item.metadata["kind"] == "text"]
-    rows = [(f"`{item.name}`", item.metadata["unit"], item.metadata["meaning"]) for item in texts]
+    swarm = (
+        *(prometheus.SWARM_PEERS, *prometheus.SWARM, prometheus.SWARM_ALONE),
+        *(*prometheus.STAGES, prometheus.DIRECTORY_AGE),
+    )
+    rows = [(f"`{name}`", about.unit, about.meaning) for name, about in METRICS.items() if about.kind == "text"]
     return [
         METRICS_HEAD,
         "## One peer",

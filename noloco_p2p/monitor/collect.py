@@ -12,13 +12,15 @@ from typing import Any
 
 from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.monitor.notices import notices
-from noloco_p2p.monitor.roster import Health, Member, Roster, lonely
+from noloco_p2p.monitor.roster import Health, Member, Roster
 from noloco_p2p.monitor.spread import Sketches, Spread
 from noloco_p2p.monitor.stages import stage_rows
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.lookout import Headcount
 from noloco_p2p.swarm.reader import WHOLE_S, find_somebody, reader
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
+from noloco_p2p.telemetry.metrics import RECORDED
+from noloco_p2p.telemetry.totals import Peers, totals
 from noloco_p2p.ticket import Ticket
 
 SUMMARY_VERSION = 1
@@ -26,6 +28,7 @@ SETTLE_S = 2.0  # after the first record: the others come with the same read, or
 COMMON_MARK_S = TTL_S / 4 + 5.0  # until every peer has announced itself again, and was read
 MOST = 2 / 3  # of the peers that publish a sketch
 LOOK_AGAIN_S = 1.0
+SHOWN = tuple(name for name in RECORDED if not name.startswith("alone_"))  # those stand together, by their causes
 
 
 class Watcher:
@@ -99,27 +102,19 @@ class Watcher:
         health = Counter(member.health(self.now_s) for member in self.roster.members.values())
         records = [member.record for member in self.roster.members.values()]
         living = [member.record for member in self.living()]
-        training = [record for record in living if record.state == "training"]
+        training = [record for record in living if record.state == "training" and record.stage == 0]
         spread = max(self.spreads.values(), key=lambda spread: spread.of_all, default=None)
-        losses = sorted(record.loss for record in living if record.loss is not None)
+        counted = Peers(*([record.metrics for record in group] for group in (records, living, training)))
+        causes = Counter[str]()
+        for metrics in counted.listed:
+            causes.update(metrics.alone_by_cause)
         return {
             **{str(kind): health[kind] for kind in Health},
-            "tokens_per_s": sum(record.tokens_per_s for record in training if record.stage == 0),
-            "progress": max((record.progress for record in living), default=None),
-            "round": max((record.round for record in living), default=None),
-            "loss": sum(losses) / len(losses) if losses else None,
-            "loss_lowest": losses[0] if losses else None,
-            "loss_highest": losses[-1] if losses else None,
+            **totals(counted),
             "spread": spread.of_all if spread else None,
             "spread_peers": spread.num_peers if spread else 0,
             "spread_progress": spread.progress if spread else None,
-            **{
-                name: sum(getattr(record, name) for record in records)
-                for name in ("swaps", "halves", "alone", "late", "bytes_sent", "bytes_received")
-            },
-            "alone_by_cause": {
-                str(cause): sum(lonely(record, index) for record in records) for index, cause in enumerate(LonelyCause)
-            },
+            "alone_by_cause": {str(cause): causes[cause] for cause in LonelyCause},
             "lately": self.roster.lately(),
         }
 
@@ -161,29 +156,11 @@ def describe(record: PeerRecord, age_s: float) -> dict[str, Any]:
     return {
         "peer_id": record.peer_id,
         "state": record.state,
-        "round": record.round,
-        "progress": record.progress,
-        "swaps": record.swaps,
-        "halves": record.halves,
-        "alone": record.alone,
-        "alone_by_cause": {str(cause): lonely(record, index) for index, cause in enumerate(LonelyCause)},
-        "late": record.late,
-        "loss": record.loss,
-        "validation_loss": record.validation_loss,
-        "tokens_per_s": record.tokens_per_s,
-        "inner_steps_per_s": record.inner_steps_per_s,
-        "blocked_s": record.blocked_s,
-        "last_partner": record.last_partner,
-        "bytes_sent": record.bytes_sent,
-        "bytes_received": record.bytes_received,
+        **{name: getattr(record.metrics, name) for name in SHOWN},
+        "alone_by_cause": record.metrics.alone_by_cause,
         "reachability": record.reachability,
         "addresses": list(record.addresses),
         "stage": record.stage if record.stages else None,
-        "capacity": record.capacity,
-        "queue": record.queue,
-        "microbatches": record.microbatches,
-        "lost_microbatches": record.lost_microbatches,
-        "late_microbatches": record.late_microbatches,
         "sends_to": list(record.sends_to),
         "software": record.software,
         "age_s": round(age_s, 1),

@@ -15,6 +15,7 @@ from typing import Any
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.monitor.roster import Health, Meeting
+from noloco_p2p.telemetry.totals import TOTALS
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +26,9 @@ OCTAVES = 12  # of age that are planned for: 360 ticks times 2^12 are half a yea
 THIN_EVERY_TICKS = 30
 MAX_MEETINGS = 5_000
 MAX_SERIES = 60  # peers whose curves are given at once
-TOTALS = (
-    *("tokens_per_s", "progress", "loss", "loss_lowest", "loss_highest", "spread"),
-    *("swaps", "halves", "alone", "bytes_sent", "bytes_received"),
-)
-SCHEMA = f"""
-CREATE TABLE IF NOT EXISTS swarm (tick INTEGER PRIMARY KEY, alive INTEGER, {", ".join(f"{n} REAL" for n in TOTALS)});
+NAMES = (*(total.name for total in TOTALS), "spread")  # of the totals that are kept
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS swarm (tick INTEGER PRIMARY KEY, alive INTEGER);
 CREATE TABLE IF NOT EXISTS peer (id INTEGER PRIMARY KEY, name TEXT UNIQUE);
 CREATE TABLE IF NOT EXISTS sample (
     tick INTEGER, peer INTEGER, round INTEGER, loss REAL, tokens_per_s REAL, PRIMARY KEY (peer, tick)
@@ -47,6 +45,9 @@ def _opened(path: Path | str) -> sqlite3.Connection:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
         db.executescript(SCHEMA)
+        known = {name for _, name, *_ in db.execute("PRAGMA table_info(swarm)")}
+        for name in (name for name in NAMES if name not in known):  # the file is new, or older than this total
+            db.execute(f"ALTER TABLE swarm ADD COLUMN {name} REAL")
     except sqlite3.Error:
         db.close()
         raise
@@ -94,10 +95,10 @@ class History:
     def swarm(self) -> dict[str, list[Any]]:
         """Column by column: time_s, alive and the totals."""
         with self._using:
-            rows = self._db.execute(f"SELECT tick, alive, {', '.join(TOTALS)} FROM swarm ORDER BY tick").fetchall()
-        columns = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(2 + len(TOTALS))]
+            rows = self._db.execute(f"SELECT tick, alive, {', '.join(NAMES)} FROM swarm ORDER BY tick").fetchall()
+        columns = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(2 + len(NAMES))]
         times = [tick * SAMPLE_S for tick in columns[0]]
-        return {"time_s": times, **dict(zip(("alive", *TOTALS), columns[1:], strict=True))}
+        return {"time_s": times, **dict(zip(("alive", *NAMES), columns[1:], strict=True))}
 
     def peers(self, names: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
         """The curves of these peers (the first MAX_SERIES that are known): time_s, loss, tokens_per_s."""
@@ -124,7 +125,7 @@ class History:
     def _insert(self, tick: int, summary: dict[str, Any], meetings: Sequence[Meeting]) -> None:
         totals = summary["totals"]
         # SQLite's integers end at 2^63, which a sum of counts may pass.
-        sums = [None if totals[name] is None else float(totals[name]) for name in TOTALS]
+        sums = [None if totals[name] is None else float(totals[name]) for name in NAMES]
         values = (tick, totals[Health.ALIVE] + totals[Health.SILENT], *sums)
         self._db.execute(f"INSERT OR REPLACE INTO swarm VALUES ({', '.join('?' * len(values))})", values)
         living = [peer for peer in summary["peers"] if peer["health"] in (Health.ALIVE, Health.SILENT)]

@@ -64,7 +64,9 @@ def notices(
     found += _lonely(roster, "nobody else held their stage" if stages else CAUSES[LonelyCause.NOBODY])
     far = [peer for spread in spreads if spread.num_peers >= 4 for peer in _astray(spread)]
     found += [Notice("warn", f"{named(peer)} is far from the other replicas.") for peer in far[:3]]
-    unreached = [r for r in alive if r.reachability != "direct" and r.swaps + r.alone >= UNREACHED_ROUNDS]
+    unreached = [
+        r for r in alive if r.reachability != "direct" and r.metrics.swaps + r.metrics.alone >= UNREACHED_ROUNDS
+    ]
     if unreached and len(alive) > 1:
         found.append(Notice("info", f"{_peers(len(unreached))} never reached by another peer: behind a firewall?"))
     if num_estimated is not None:

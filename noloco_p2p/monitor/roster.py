@@ -91,13 +91,12 @@ class Roster:
         return {name: self._counts[name] - begun[name] for name in ROUNDS}
 
     def _count(self, old: PeerRecord, new: PeerRecord, *, now_s: float) -> None:
-        grown = {name: max(0, getattr(new, name) - getattr(old, name)) for name in ("swaps", "halves", "alone")}
-        for index, cause in enumerate(LonelyCause):
-            grown[cause] = max(0, lonely(new, index) - lonely(old, index))
+        before, now = _rounds(old), _rounds(new)
+        grown = {name: max(0, now[name] - before[name]) for name in ROUNDS}
         for name, number in grown.items():
             self._counts[name] += number
-        if new.last_partner and (grown["swaps"] or grown["halves"]):
-            self.meetings.append(Meeting(now_s, new.peer_id, new.last_partner))
+        if new.metrics.last_partner and (grown["swaps"] or grown["halves"]):
+            self.meetings.append(Meeting(now_s, new.peer_id, new.metrics.last_partner))
 
     def _forget(self, now_s: float) -> None:
         old = [peer for peer, member in self.members.items() if member.age_s(now_s) > FORGET_AFTER_S]
@@ -109,6 +108,6 @@ class Roster:
                 del self.members[peer]
 
 
-def lonely(record: PeerRecord, index: int) -> int:
-    """Rounds alone by the cause of that index; 0 when an older peer does not tell."""
-    return record.lonely[index] if index < len(record.lonely) else 0
+def _rounds(record: PeerRecord) -> dict[str, int]:
+    metrics = record.metrics
+    return {"swaps": metrics.swaps, "halves": metrics.halves, "alone": metrics.alone, **metrics.alone_by_cause}

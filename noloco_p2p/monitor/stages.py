@@ -33,13 +33,13 @@ def _num_stages(records: Sequence[PeerRecord]) -> int:
 
 
 def _row(stage: int, records: Sequence[PeerRecord], spreads: Mapping[int, Spread]) -> Stage:
-    sums = {name: sum(getattr(record, name) for record in records) for name in COUNTED}
+    sums = {name: sum(getattr(record.metrics, name) for record in records) for name in COUNTED}
     done = sums["microbatches"]
     return {
         "stage": stage,
         "peers": len(records),
-        "capacity": sum(record.capacity for record in records),
-        "tokens_per_s": sum(record.tokens_per_s for record in records if record.state == "training"),
+        "capacity": sum(record.metrics.capacity for record in records),
+        "tokens_per_s": sum(record.metrics.tokens_per_s for record in records if record.state == "training"),
         **sums,
         "lost_share": sums["lost_microbatches"] / done if done else None,
         "late_share": sums["late_microbatches"] / done if done else None,

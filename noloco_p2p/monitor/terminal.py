@@ -11,6 +11,7 @@ from noloco_p2p.errors import SettingsError
 from noloco_p2p.monitor.roster import Health
 from noloco_p2p.monitor.stages import Stage
 from noloco_p2p.telemetry.console import count, duration, loss, mib, named
+from noloco_p2p.telemetry.metrics import IN_COLUMNS, METRICS, About
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -57,18 +58,22 @@ def _state_key(peer: Peer) -> tuple[int, str, str]:
     return list(Health).index(Health(peer["health"])), peer["state"], peer["peer_id"]
 
 
+def _column(name: str, about: About) -> Column:
+    show = FORMATS.get(about.unit, str)
+    is_text = about.kind == "text"
+    return Column(about.column, about.rank, lambda p: show(p[name]), lambda p: p[name], is_text=is_text)
+
+
+FORMATS: dict[str, Callable[[Any], str]] = {  # by unit; page.js has the same
+    "nats/token": loss,
+    "tokens/s": count,
+    "bytes": mib,
+    "peer id": _short,
+}
 COLUMNS = (
     Column("peer", 0, lambda p: _short(p["peer_id"]), lambda p: p["peer_id"], is_text=True),
     Column("state", 0, state_of, _state_key, is_text=True),
-    Column("round", 1, lambda p: str(p["round"]), lambda p: p["round"]),
-    Column("loss", 1, lambda p: loss(p["loss"]), lambda p: p["loss"]),
-    Column("val", 9, lambda p: loss(p["validation_loss"]), lambda p: p["validation_loss"]),
-    Column("tokens/s", 2, lambda p: count(p["tokens_per_s"]), lambda p: p["tokens_per_s"]),
-    Column("last with", 3, lambda p: _short(p["last_partner"]), lambda p: p["last_partner"], is_text=True),
-    Column("swaps", 4, lambda p: str(p["swaps"]), lambda p: p["swaps"]),
-    Column("alone", 4, lambda p: str(p["alone"]), lambda p: p["alone"]),
-    Column("out", 6, lambda p: mib(p["bytes_sent"]), lambda p: p["bytes_sent"]),
-    Column("in", 6, lambda p: mib(p["bytes_received"]), lambda p: p["bytes_received"]),
+    *(_column(name, METRICS[name]) for name in IN_COLUMNS),
     Column("apart", 7, lambda p: percent(p["distance"]), lambda p: p["distance"]),
     Column("reach", 13, lambda p: p["reachability"], lambda p: p["reachability"], is_text=True),
     Column("version", 10, lambda p: p["software"], lambda p: p["software"], is_text=True),

@@ -34,6 +34,7 @@ from noloco_p2p.monitor.history import MAX_SERIES, History
 from noloco_p2p.monitor.roster import Health, Meeting
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.telemetry.http import HttpServer
+from noloco_p2p.telemetry.metrics import IN_COLUMNS, METRICS
 from noloco_p2p.telemetry.prometheus import CONTENT_TYPE, swarm_page
 from noloco_p2p.ticket import Ticket
 
@@ -52,10 +53,20 @@ HEADERS = {
     "referrer-policy": "no-referrer",
 }
 ROW = (  # what the page knows of a peer, in this order; made_at_s instead of an age, so that only news travel
-    *("peer_id", "state", "health", "round", "loss", "validation_loss", "tokens_per_s", "last_partner"),
-    *("swaps", "halves", "alone", "bytes_sent", "bytes_received", "distance", "reachability", "software", "made_at_s"),
-    *("stage", "sends_to"),
+    *("peer_id", "state", "health", "stage", "sends_to", "distance", "reachability", "software", "made_at_s"),
+    *IN_COLUMNS,
 )
+WIDE_RANK = 5  # columns from here on, and those of texts, are for wide windows
+COLUMNS = [  # of metrics; page.js has the others
+    {
+        "name": METRICS[name].column,
+        "key": name,
+        "unit": METRICS[name].unit,
+        "text": METRICS[name].kind == "text",
+        "wide": METRICS[name].rank >= WIDE_RANK or METRICS[name].kind == "text",
+    }
+    for name in IN_COLUMNS
+]
 
 
 class Feed:
@@ -107,7 +118,13 @@ class Feed:
         """What a new reader is told first."""
         since_s = time.time() - MEETINGS_SHOWN_S
         recent = [meeting for meeting in self._meetings if meeting.at_s >= since_s]
-        state = {**self._head(), "columns": ROW, "peers": list(self._rows.values()), "meetings": _shown(recent)}
+        state = {
+            **self._head(),
+            "row": ROW,
+            "columns": COLUMNS,
+            "peers": list(self._rows.values()),
+            "meetings": _shown(recent),
+        }
         return _event("whole", state)
 
     async def read(self) -> AsyncGenerator[bytes]:
@@ -169,7 +186,7 @@ def app(feed: Feed) -> Starlette:
         return StreamingResponse(feed.read(), media_type="text/event-stream", headers=headers)
 
     async def metrics(request: Request) -> Response:
-        page = swarm_page(feed.watcher.totals(), healths=list(Health), directory_age_s=feed.watcher.directory_age_s)
+        page = swarm_page(feed.summary, healths=list(Health))
         return Response(page, headers={"content-type": CONTENT_TYPE})
 
     async def healthz(request: Request) -> Response:

@@ -12,7 +12,7 @@ from noloco_p2p._version import __version__
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.gossip.outcome import LonelyCause, Traffic
+from noloco_p2p.gossip.outcome import Traffic
 from noloco_p2p.identity import Identity
 from noloco_p2p.invitation import Invitation
 from noloco_p2p.net.session import Session
@@ -140,7 +140,7 @@ class Account:
         if not self.has_entered:
             return None
         self.count_traffic()
-        metrics, outside = self._metrics, self._net.outside
+        outside = self._net.outside
         listing = self._invitation.listing(self._run[1]) if self._invitation else None
         reach = outside.verdict()
         if reach.state == OUTBOUND_ONLY and not self._told_outbound_only:
@@ -153,33 +153,14 @@ class Account:
             addresses=outside.addresses(),
             multiaddrs=outside.ways_in(),
             state=self.state,
-            progress=_short(metrics.progress, digits=9),
-            round=metrics.round,
-            swaps=metrics.swaps,
-            alone=metrics.alone,
-            inner_steps_per_s=_short(metrics.inner_steps_per_s),
-            tokens_per_s=_short(metrics.tokens_per_s),
-            loss=None if metrics.loss is None else _short(metrics.loss),
-            last_partner=metrics.last_partner,
+            metrics=self._metrics.recorded(),
             reachability=reach.state,
-            bytes_sent=metrics.bytes_sent,
-            bytes_received=metrics.bytes_received,
-            halves=metrics.halves,
-            late=metrics.late,
-            lonely=tuple(getattr(metrics, f"alone_{cause}") for cause in LonelyCause),
-            validation_loss=None if metrics.validation_loss is None else _short(metrics.validation_loss),
-            blocked_s=round(metrics.blocked_s, 3),
             sketch=self._sketcher.latest,
             session_key=self._session.key_text,
             started_at_ms=self._session.started_at_ms,
             mark=listing.mark(self._identity.peer_id) if listing else "",
             stage=outside.stage or 0,
             stages=self._num_stages,
-            capacity=_short(metrics.capacity),
-            queue=metrics.queue,
-            microbatches=metrics.microbatches,
-            lost_microbatches=metrics.lost_microbatches,
-            late_microbatches=metrics.late_microbatches,
             sends_to=self._net.stage_flow.sends_to if self._net.stage_flow else (),
         )
 
@@ -236,8 +217,3 @@ class Account:
         if self.network is None:
             raise SettingsError("this peer is not running")
         return self.network
-
-
-def _short(value: float, *, digits: int = 6) -> float:
-    """A record has little room, and nobody looks at more digits."""
-    return float(f"{value:.{digits}g}")

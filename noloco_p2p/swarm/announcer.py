@@ -14,7 +14,7 @@ from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.copies import CopyWatch
 from noloco_p2p.swarm.lookout import Lookout
 from noloco_p2p.swarm.node import SwarmNode
-from noloco_p2p.swarm.records import EXPIRY_SLACK_S, TTL_S, PeerRecord, encode_record, tellable
+from noloco_p2p.swarm.records import EXPIRY_SLACK_S, TTL_S, PeerRecord, encode_record
 
 
 class Announcer:
@@ -73,8 +73,6 @@ class Announcer:
                 spec_digest=self._spec_digest,
                 multiaddrs=tuple(described.multiaddrs or self._multiaddrs()),
                 state=state or described.state,
-                loss=tellable(described.loss),
-                validation_loss=tellable(described.validation_loss),
                 sequence=self._next_sequence(),
                 expires_at_s=self._next_expiry_s(),
             )

@@ -9,8 +9,8 @@ a peer that is gone. Unknown JSON fields are ignored. Imports no hivemind: the v
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,13 +19,13 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.gossip.frames import PROTOCOL_VERSION
 from noloco_p2p.identity import Identity, verify
 from noloco_p2p.swarm.buckets import MAX_DEPTH
+from noloco_p2p.telemetry.metrics import DEFAULTS, LARGEST, METRICS, RECORDED, Metrics
 
 TTL_S = 60.0
 MAX_RECORD_BYTES = 1024
 MAX_TEXT_CHARS = 320  # a host name of 253, and a peer id after it
 MAX_ADDRESSES = 4  # of each kind
-LARGEST = 2.0**53  # of any number: whole numbers are exact so far in a page, too, and sums of them are finite
-MAX_CAUSES = 16  # of lonely rounds; a newer peer may know more than this one
+MAX_COUNTS = 16  # in a list
 SIGNATURE_BYTES = 64
 EXPIRY_SLACK_S = 1e-3  # between what a record says and what the DHT was told
 DOMAIN = b"noloco_p2p record 1\x00"
@@ -50,23 +50,9 @@ class PeerRecord:
     sequence: int = 0  # rises with every announcement, over restarts too
     expires_at_s: float = 0.0  # DHT time (Unix)
     state: str = "training"
-    progress: float = 0.0  # fraction of the run's schedule
-    round: int = 0
-    swaps: int = 0
-    alone: int = 0
-    inner_steps_per_s: float = 0.0
-    tokens_per_s: float = 0.0
-    loss: float | None = None
-    last_partner: str = ""
+    metrics: Metrics = field(default_factory=Metrics)  # of which the record holds those with a key
     reachability: str = "unknown"
-    bytes_sent: int = 0
-    bytes_received: int = 0
     software: str = __version__
-    halves: int = 0
-    late: int = 0
-    lonely: tuple[int, ...] = ()  # rounds alone by cause, in the order of `gossip.outcome.LonelyCause`
-    validation_loss: float | None = None
-    blocked_s: float = 0.0
     sketch: str = ""  # of the slow weights at a mark of the schedule, `codec.sketch`
     depths: tuple[int, ...] = ()  # of its buckets, `swarm.buckets`: where it reads, then where else it is; () = (0,)
     session_key: str = ""  # by which its gRPC server is known, base64; a new one at every start
@@ -74,11 +60,6 @@ class PeerRecord:
     mark: str = ""  # of a private run: that an invited peer wrote it
     stage: int = 0  # in a run with stages; 0 = the head
     stages: int = 0  # of the run; 0 = every peer holds the whole model
-    capacity: float = 0.0  # tokens/s that its stage can compute
-    queue: int = 0  # microbatches that it holds now
-    microbatches: int = 0  # whose gradients it has counted
-    lost_microbatches: int = 0
-    late_microbatches: int = 0  # counted in a later inner step than their forward pass
     sends_to: tuple[str, ...] = ()  # ends of the ids of those that it sends microbatches to
 
 
@@ -91,35 +72,18 @@ KEYS = {
     "protocol_version": "proto",
     "sequence": "seq",
     "expires_at_s": "exp",
-    "progress": "prog",
-    "inner_steps_per_s": "steps/s",
-    "tokens_per_s": "tok/s",
-    "last_partner": "with",
     "reachability": "reach",
-    "bytes_sent": "out",
-    "bytes_received": "in",
     "software": "sw",
-    "halves": "half",
-    "lonely": "why",
-    "validation_loss": "val",
-    "blocked_s": "wait",
     "depths": "at",
     "session_key": "key",
     "started_at_ms": "up",
     "stage": "st",
     "stages": "of",
-    "capacity": "cap",
-    "queue": "q",
-    "microbatches": "mb",
-    "lost_microbatches": "mbx",
-    "late_microbatches": "mbl",
     "sends_to": "to",
-}
-
-
-def tellable(value: float | None) -> float | None:
-    """None for what a record cannot tell: a peer that diverges goes on speaking."""
-    return value if value is not None and abs(value) <= LARGEST else None
+} | {name: METRICS[name].key for name in RECORDED}  # of the fields of a record, and of its metrics
+CAUSES = [METRICS[name].key for name in RECORDED if ":" in METRICS[name].key]  # of rounds alone: one list in the record
+PLAIN: dict[str, Any] = {item.name: item.default for item in fields(PeerRecord) if item.name != "metrics"}
+TYPES = {item.name: str(item.type) for item in (*fields(PeerRecord), *fields(Metrics)) if item.name != "metrics"}
 
 
 def encode_record(record: PeerRecord, identity: Identity) -> bytes:
@@ -152,11 +116,12 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
 def decode_record(data: bytes) -> PeerRecord:
     """Check and unpack. Raises RecordError for anything that `encode_record` could not have made."""
     values = open_envelope(data)
-    known = {f.name: values[KEYS.get(f.name, f.name)] for f in fields(PeerRecord) if KEYS.get(f.name, f.name) in values}
+    values = {**values, **dict(zip(CAUSES, _counts("why", values.get("why", [])), strict=False))}  # it may know others
+    known: dict[str, Any] = {name: values[KEYS.get(name, name)] for name in PLAIN if KEYS.get(name, name) in values}
     for name in ("addresses", "multiaddrs", "sends_to"):
         known[name] = _texts(name, known.get(name, []))
-    for name in ("lonely", "depths"):
-        known[name] = _counts(name, known.get(name, []))
+    known["depths"] = _counts("depths", known.get("depths", []))
+    known["metrics"] = Metrics(**{name: values[KEYS[name]] for name in RECORDED if KEYS[name] in values})
     try:
         record = PeerRecord(**known)
     except TypeError:
@@ -189,20 +154,29 @@ def open_envelope(data: bytes) -> dict[str, Any]:
 
 
 def _pack(record: PeerRecord) -> bytes:
-    named = {f: getattr(record, f.name) for f in fields(record)}
     # What is empty and would be read as empty stays out: addresses and a sketch need the room.
-    values = {KEYS.get(f.name, f.name): value for f, value in named.items() if value or value != f.default}
+    values = {KEYS.get(name, name): value for name, value, default in _named(record) if value or value != default}
     if record.state == "training":
         del values["state"]
     values["exp"] = record.expires_at_s
+    if any(causes := [values.pop(key, 0) for key in CAUSES]):
+        values["why"] = causes
     suffix = f"/p2p/{record.peer_id}"  # the same for all of them, and 57 bytes each
     values["p2p"] = [address.removesuffix(suffix) for address in record.multiaddrs]
     return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
+def _named(record: PeerRecord) -> Iterator[tuple[str, Any, Any]]:
+    """Name, value and default of each field of the record, and of each metric in it."""
+    for name, default in PLAIN.items():
+        yield name, getattr(record, name), default
+    for name in RECORDED:
+        yield name, getattr(record.metrics, name), DEFAULTS[name]
+
+
 def _check(record: PeerRecord) -> None:
-    for field in fields(record):
-        _CHECKS[str(field.type)](field.name, getattr(record, field.name))
+    for name, value, _ in _named(record):
+        _CHECKS[TYPES[name]](name, value)
     if record.state not in STATES:
         raise RecordError(f"unknown state {record.state!r} in the record of {record.peer_id}")
     if any(depth > MAX_DEPTH for depth in record.depths):  # a reader looks there
@@ -231,7 +205,7 @@ def _count(name: str, value: object) -> int:
 
 
 def _counts(name: str, value: object) -> tuple[int, ...]:
-    if not isinstance(value, (list, tuple)) or len(value) > MAX_CAUSES:
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_COUNTS:
         raise RecordError(f"{name} in a record is not a short list")
     return tuple(_count(name, item) for item in value)
 

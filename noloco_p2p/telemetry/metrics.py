@@ -1,7 +1,7 @@
-"""The one table of what a peer counts: name, kind, unit, what is counted and what is not.
+"""The one table of what a peer counts: name, kind, unit, what is counted, and where it is shown.
 
-Records, the events of a round, a peer's /metrics and docs/metrics.md are made from it. A counter only rises, over
-restarts too; a gauge is a value now; a text is not for Prometheus.
+All that shows a metric is made from it: the status of a peer, its events and its /metrics, its record in the directory,
+the monitor's JSON, tables, totals, curves and /metrics, and docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -11,135 +11,308 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 
-def _metric(kind: str, unit: str, meaning: str, default: Any) -> Any:
-    return field(default=default, metadata={"kind": kind, "unit": unit, "meaning": meaning})
+@dataclass(frozen=True, slots=True)
+class About:
+    """What is known of a metric besides its value.
+
+    kind: a counter only rises, over restarts too; a gauge is a value now; a text is not for Prometheus.
+    key: its name in the record that the peer signs, which has little room; "" = it stays with the peer; "why:2" = the
+    third number of the list "why".
+    digits: significant ones, of a number in the record.
+    column: the head of its column in the monitor's tables of peers; "" = it has none. rank: columns are in this order,
+    and where there is little room, the last ones go first.
+    total: what the monitor makes of the values of all peers, a key of `telemetry.totals.WAYS`; "" = nothing.
+    """
+
+    kind: str
+    unit: str
+    meaning: str
+    key: str = ""
+    digits: int = 6
+    column: str = ""
+    rank: int = 0
+    total: str = ""
+
+
+def _metric(kind: str, unit: str, meaning: str, default: Any, **shown: Any) -> Any:
+    """`shown`: further fields of `About`."""
+    return field(default=default, metadata={"about": About(kind, unit, meaning, **shown)})
 
 
 @dataclass(slots=True)
 class Metrics:
     """The numbers of one peer now. The training thread writes, the network thread reads: each is one assignment."""
 
-    step: int = _metric("counter", "steps", "inner steps taken in this run, those before a restart too", 0)
-    round: int = _metric("gauge", "rounds", "outer steps taken; a newcomer begins at the round of its donor", 0)
-    rounds_here: int = _metric("counter", "rounds", "outer steps taken by this peer, those before a restart too", 0)
-    inner_steps: int = _metric("gauge", "steps", "length of the round of now, or of the next one", 0)
-    progress: float = _metric("gauge", "fraction", "place in the schedule of the run, 0 to 1", 0.0)
-    swaps: int = _metric("counter", "rounds", "rounds with a committed early part and late part", 0)
-    halves: int = _metric("counter", "rounds", "rounds with a committed early part only; not in swaps, not in alone", 0)
-    alone: int = _metric("counter", "rounds", "rounds without a committed part", 0)
-    alone_nobody: int = _metric("counter", "rounds", "alone: no other live peer was known to train", 0)
-    alone_refused: int = _metric("counter", "rounds", "alone: who was asked said no", 0)
-    alone_no_answer: int = _metric("counter", "rounds", "alone: who was asked could not be reached or was silent", 0)
-    alone_failed: int = _metric("counter", "rounds", "alone: a swap began and broke before anything was committed", 0)
-    alone_slow: int = _metric("counter", "rounds", "alone: a swap was running, and not ready at the boundary", 0)
+    step: int = _metric("counter", "steps", "inner steps taken in this run, including those before a restart", 0)
+    round: int = _metric(
+        "gauge",
+        "rounds",
+        "outer steps taken; a newcomer begins at the round of its donor",
+        0,
+        key="round",
+        column="round",
+        rank=1,
+        total="highest",
+    )
+    rounds_here: int = _metric(
+        "counter", "rounds", "outer steps taken by this peer, including those before a restart", 0
+    )
+    inner_steps: int = _metric("gauge", "steps", "length of the current round, or of the next one", 0)
+    progress: float = _metric(
+        "gauge", "fraction", "place in the schedule of the run, 0 to 1", 0.0, key="prog", digits=9, total="highest"
+    )
+    swaps: int = _metric(
+        "counter",
+        "rounds",
+        "rounds with a committed early part and late part",
+        0,
+        key="swaps",
+        column="swaps",
+        rank=4,
+        total="sum",
+    )
+    halves: int = _metric(
+        "counter",
+        "rounds",
+        "rounds with a committed early part only; counted neither in swaps nor in alone",
+        0,
+        key="half",
+        total="sum",
+    )
+    alone: int = _metric(
+        "counter", "rounds", "solo rounds: no part was committed", 0, key="alone", column="alone", rank=4, total="sum"
+    )
+    alone_nobody: int = _metric(
+        "counter", "rounds", "solo rounds because no other live peer was training", 0, key="why:0"
+    )
+    alone_refused: int = _metric(
+        "counter", "rounds", "solo rounds because the peers that were asked refused", 0, key="why:1"
+    )
+    alone_no_answer: int = _metric(
+        "counter", "rounds", "solo rounds because the peers that were asked did not answer", 0, key="why:2"
+    )
+    alone_failed: int = _metric(
+        "counter", "rounds", "solo rounds because a swap broke before anything was committed", 0, key="why:3"
+    )
+    alone_slow: int = _metric(
+        "counter", "rounds", "solo rounds because the swap was not ready at the boundary", 0, key="why:4"
+    )
     alone_refused_state: int = _metric(
-        "counter", "rounds", "alone: what a partner sent came whole, and a gate refused to apply it", 0
+        "counter", "rounds", "solo rounds because the update filter refused what a partner sent", 0, key="why:5"
     )
-    refused_not_finite: int = _metric("counter", "swaps", "broken off: a chunk of the partner held NaN or infinity", 0)
+    refused_not_finite: int = _metric(
+        "counter", "swaps", "swaps ended because a chunk of the partner held NaN or infinity", 0
+    )
     refused_over_share: int = _metric(
-        "counter", "offers", "not accepted: their peer had had its share of swaps, and others were there", 0
+        "counter", "offers", "offers refused because the peer had had its share of swaps, and others were there", 0
     )
-    refused_unlisted: int = _metric("counter", "offers", "not accepted: no live record of their peer was known", 0)
+    refused_unlisted: int = _metric(
+        "counter", "offers", "offers refused because no live record of the peer was known", 0
+    )
     refused_gradients: int = _metric(
         "counter",
         "swaps",
-        "not applied: the partner's outer gradient was far too long, or pointed against the own one",
+        "outer gradients refused: far too long, or pointing against the own one",
         0,
     )
     refused_losses: int = _metric(
-        "counter", "rounds", "undone: the swap raised the loss on a private batch; only with --max-loss-rise", 0
+        "counter",
+        "rounds",
+        "rounds undone because the swap raised the loss on a private batch; only with --max-loss-rise",
+        0,
     )
-    clipped_gradients: int = _metric("counter", "swaps", "the partner's outer gradient was shortened", 0)
+    clipped_gradients: int = _metric("counter", "swaps", "swaps whose outer gradient from the partner was clipped", 0)
     clipped_offsets: int = _metric(
-        "counter", "pieces", "of the partner's slow weights and momentum, shortened to the radius around the own", 0
+        "counter",
+        "pieces",
+        "pieces of the partner's slow weights and momentum that were clipped to the radius around the own",
+        0,
     )
-    gated_offsets: int = _metric("counter", "pieces", "of slow weights and momentum that were looked at", 0)
+    gated_offsets: int = _metric(
+        "counter", "pieces", "pieces of slow weights and momentum that the update filter checked", 0
+    )
     diverged: int = _metric(
-        "counter", "rounds", "given up: own weights were not finite, and went back to those of the round's start", 0
+        "counter",
+        "rounds",
+        "rounds given up because weights were not finite; training went back to the round's start",
+        0,
     )
-    late: int = _metric("counter", "corrections", "outer gradients that came after their boundary and were applied", 0)
-    catch_ups: int = _metric("counter", "times", "the swarm was far ahead, and the state of a live peer was taken", 0)
+    late: int = _metric(
+        "counter",
+        "corrections",
+        "outer gradients that arrived after their boundary and were applied",
+        0,
+        key="late",
+        total="sum",
+    )
+    catch_ups: int = _metric(
+        "counter", "times", "times that this peer fell far behind and took the state of a live peer", 0
+    )
     loss: float | None = _metric(
-        "gauge", "nats/token", "training loss, mean of the last round; of the round so far while one runs", None
+        "gauge",
+        "nats/token",
+        "training loss, mean over the last round, or over the current round so far",
+        None,
+        key="loss",
+        column="loss",
+        rank=1,
+        total="mean",
     )
     validation_loss: float | None = _metric(
-        "gauge", "nats/token", "on the held-out sequences, at the last evaluation", None
+        "gauge",
+        "nats/token",
+        "loss on the held-out sequences at the last evaluation",
+        None,
+        key="val",
+        column="val",
+        rank=9,
     )
-    tokens_per_s: float = _metric("gauge", "tokens/s", "as the loss; waiting and evaluation count as time", 0.0)
-    inner_steps_per_s: float = _metric("gauge", "steps/s", "as the loss; waiting and evaluation count as time", 0.0)
-    blocked_s: float = _metric("gauge", "s", "training waited for the network at the last boundary", 0.0)
+    tokens_per_s: float = _metric(
+        "gauge",
+        "tokens/s",
+        "tokens trained on per second, over the rounds of the loss; includes waiting and evaluation",
+        0.0,
+        key="tok/s",
+        column="tokens/s",
+        rank=2,
+        total="speed",
+    )
+    inner_steps_per_s: float = _metric(
+        "gauge",
+        "steps/s",
+        "inner steps per second, over the rounds of the loss; includes waiting and evaluation",
+        0.0,
+        key="steps/s",
+    )
+    blocked_s: float = _metric(
+        "gauge", "s", "seconds that training waited for the network at the last boundary", 0.0, key="wait"
+    )
     swap_hidden_s: float = _metric(
-        "gauge", "s", "of the last committed swap or half: its time beside training, blocked_s taken off", 0.0
+        "gauge", "s", "time that the last committed swap ran beside training, without blocked_s", 0.0
     )
     lateness_s: float = _metric(
-        "gauge", "s", "the last partner came to its boundary so long after this peer, 0 if before", 0.0
+        "gauge", "s", "seconds by which the last partner reached its boundary after this peer; 0 if before", 0.0
     )
     transfer_s: float = _metric(
-        "gauge", "s", "late part of the last swap: from when both were at their boundaries to its end", 0.0
+        "gauge", "s", "time of the late part of the last swap, from when both peers were at their boundaries", 0.0
     )
     spread: float | None = _metric(
         "gauge",
         "fraction",
-        "estimate of how far a replica is from the mean: distance to the last partner over 2^0.5, as a share of the "
-        "own norm; from a sample of the weights, coding errors in it",
+        "estimated distance of a replica from the mean: distance to the last partner over 2^0.5, as a share of the "
+        "own norm; from a sample of the weights, and with coding errors",
         None,
     )
     gradient_norm: float | None = _metric(
-        "gauge", "1", "of the last inner step of the last round, before clipping", None
+        "gauge", "1", "norm of the gradient in the last inner step of the last round, before clipping", None
     )
     mfu: float | None = _metric(
         "gauge",
         "fraction",
         "model flops of the last round over the dense bf16 peak of the accelerator; waiting and evaluation count as "
-        "time; none where the peak is not known",
+        "time; unknown where the peak is not known",
         None,
     )
     memory_bytes: int = _metric(
         "gauge",
         "bytes",
-        "most that tensors took on the accelerator since the start; on MPS what torch holds now, on a CPU the process",
+        "peak of the tensors on the accelerator since the start; on MPS what torch holds now, on a CPU the process",
         0,
     )
-    data_wait_s: float = _metric("gauge", "s", "training waited for data in the last round", 0.0)
+    data_wait_s: float = _metric("gauge", "s", "seconds that training waited for data in the last round", 0.0)
     data_faults: int = _metric(
-        "counter", "faults", "lines, rows and files of the data that could not be used and were skipped", 0
+        "counter", "faults", "lines, rows and files of the data that were skipped because they could not be used", 0
     )
     bytes_sent: int = _metric(
-        "counter", "bytes", "payload of swaps, failed ones too; no headers, no DHT, no first fetch", 0
+        "counter",
+        "bytes",
+        "payload of swaps, including failed ones; without headers, DHT and first fetch",
+        0,
+        key="out",
+        column="out",
+        rank=6,
+        total="sum",
     )
     bytes_received: int = _metric(
-        "counter", "bytes", "payload of swaps, failed ones too; no headers, no DHT, no first fetch", 0
+        "counter",
+        "bytes",
+        "payload of swaps, including failed ones; without headers, DHT and first fetch",
+        0,
+        key="in",
+        column="in",
+        rank=6,
+        total="sum",
     )
-    relayed_bytes: int = _metric("counter", "bytes", "passed on between peers that nobody can dial, by this relay", 0)
-    modulo_chunks: int = _metric("counter", "chunks", "received in modulo coding, those sent again too", 0)
-    plain_chunks: int = _metric("counter", "chunks", "of modulo sections, received as int8: no bound was known", 0)
-    broken_chunks: int = _metric("counter", "chunks", "received in modulo coding, bound broken, sent again as int8", 0)
+    relayed_bytes: int = _metric(
+        "counter", "bytes", "bytes that this relay passed on between peers that cannot be dialled", 0
+    )
+    modulo_chunks: int = _metric("counter", "chunks", "chunks received in modulo coding, including those sent again", 0)
+    plain_chunks: int = _metric(
+        "counter", "chunks", "chunks of modulo sections received as int8 because no bound was known", 0
+    )
+    broken_chunks: int = _metric(
+        "counter", "chunks", "chunks received in modulo coding whose bound broke; they were sent again as int8", 0
+    )
     microbatches: int = _metric(
-        "counter", "microbatches", "in a run with stages: whose gradients this peer has counted", 0
+        "counter", "microbatches", "microbatches whose gradients this peer has counted (run with stages)", 0, key="mb"
     )
     lost_microbatches: int = _metric(
-        "counter", "microbatches", "in a run with stages: begun here, and lost before their gradients were counted", 0
+        "counter",
+        "microbatches",
+        "microbatches begun here and lost before their gradients were counted (run with stages)",
+        0,
+        key="mbx",
     )
     late_microbatches: int = _metric(
-        "counter", "microbatches", "in a run with stages: counted in a later inner step than their forward pass", 0
+        "counter",
+        "microbatches",
+        "microbatches counted in a later inner step than their forward pass (run with stages)",
+        0,
+        key="mbl",
     )
-    queue: int = _metric("gauge", "microbatches", "in a run with stages: that this peer holds now", 0)
+    queue: int = _metric("gauge", "microbatches", "microbatches that this peer holds now (run with stages)", 0, key="q")
     capacity: float = _metric(
-        "gauge", "tokens/s", "in a run with stages: what this peer computes when nothing is waited for", 0.0
+        "gauge",
+        "tokens/s",
+        "tokens per second that this peer computes when it waits for nothing (run with stages)",
+        0.0,
+        key="cap",
     )
-    last_partner: str = _metric("text", "peer id", "partner of the last committed swap or half", "")
-    last_outcome: str = _metric("text", "text", "what the last round got, in one phrase", "")
+    last_partner: str = _metric(
+        "text", "peer id", "partner of the last committed swap or half", "", key="with", column="last with", rank=3
+    )
+    last_outcome: str = _metric("text", "text", "outcome of the last round in one phrase", "")
 
     def count_lonely(self, cause: str) -> None:
         """`cause`: a value of `gossip.outcome.LonelyCause`."""
         name = f"alone_{cause}"
         setattr(self, name, getattr(self, name) + 1)
 
+    @property
+    def alone_by_cause(self) -> dict[str, int]:
+        """By values of `gossip.outcome.LonelyCause`."""
+        return {name.removeprefix("alone_"): getattr(self, name) for name in METRICS if name.startswith("alone_")}
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def recorded(self) -> Metrics:
+        """What the record of the peer says, in few digits and without what is not finite."""
+        return Metrics(**{name: self._short(name) for name in RECORDED})
 
-NUMBERS = tuple(item.name for item in fields(Metrics) if item.metadata["kind"] != "text")
+    def _short(self, name: str) -> Any:
+        value = getattr(self, name)
+        if not isinstance(value, float):
+            return value
+        return float(f"{value:.{METRICS[name].digits}g}") if abs(value) <= LARGEST else DEFAULTS[name]
+
+
+METRICS: dict[str, About] = {item.name: item.metadata["about"] for item in fields(Metrics)}
+DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(Metrics)}
+NUMBERS = tuple(name for name, about in METRICS.items() if about.kind != "text")
+RECORDED = tuple(name for name, about in METRICS.items() if about.key)
+IN_COLUMNS = sorted((name for name, about in METRICS.items() if about.column), key=lambda name: METRICS[name].rank)
+LARGEST = 2.0**53  # of any number in a record: whole numbers are exact so far in a page, too, and sums are finite
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

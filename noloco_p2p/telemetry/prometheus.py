@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from noloco_p2p._version import __version__
-from noloco_p2p.telemetry.metrics import Metrics
+from noloco_p2p.telemetry.metrics import METRICS, NUMBERS, Metrics
+from noloco_p2p.telemetry.totals import TOTALS
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -33,9 +34,7 @@ class Family:
 
 
 PEER = tuple(
-    Family(f"{PREFIX}_{item.name}", item.metadata["kind"], item.metadata["unit"], item.metadata["meaning"])
-    for item in fields(Metrics)
-    if item.metadata["kind"] != "text"
+    Family(f"{PREFIX}_{name}", METRICS[name].kind, METRICS[name].unit, METRICS[name].meaning) for name in NUMBERS
 )
 PEER_INFO = Family(f"{PREFIX}_peer_info", "gauge", "1", "always 1; who this peer is", ("peer_id", "run", "software"))
 LIVE_PEERS = Family(f"{PREFIX}_live_peers", "gauge", "peers", "other live peers; an estimate above 48")
@@ -44,32 +43,35 @@ SWARM_PEERS = Family(f"{SWARM_PREFIX}_peers", "gauge", "peers", "peers by what t
 SWARM_ALONE = Family(
     f"{SWARM_PREFIX}_alone_rounds", "gauge", "rounds", "rounds alone of all peers listed, by cause", ("cause",)
 )
-SWARM = tuple(
-    Family(f"{SWARM_PREFIX}_{name}", "gauge", unit, meaning)
+SWARM = (
+    *(Family(f"{SWARM_PREFIX}_{total.name}", "gauge", total.unit, total.meaning) for total in TOTALS),
+    *(
+        Family(f"{SWARM_PREFIX}_{name}", "gauge", unit, meaning)
+        for name, unit, meaning in (
+            (
+                "spread",
+                "fraction",
+                "root mean square distance of replicas from their mean over its norm, at one mark; of the widest stage",
+            ),
+            ("spread_peers", "peers", "living peers with a sketch of that mark, from which the spread is estimated"),
+            (
+                "spread_progress",
+                "fraction",
+                "that mark: where in the schedule these peers had the weights that are compared",
+            ),
+        )
+    ),
+)
+STAGES = tuple(
+    Family(
+        f"{SWARM_PREFIX}_stage_{name}", "gauge", unit, f"sum over the living peers of a stage: {meaning}", ("stage",)
+    )
     for name, unit, meaning in (
-        ("tokens_per_s", "tokens/s", "all living peers that train; the heads alone in a run with stages"),
-        ("loss", "nats/token", "training loss, mean over living peers"),
-        ("loss_lowest", "nats/token", "of one living peer"),
-        ("loss_highest", "nats/token", "of one living peer"),
-        ("progress", "fraction", "place in the schedule, of the foremost living peer"),
-        ("round", "rounds", "of the foremost living peer"),
-        (
-            "spread",
-            "fraction",
-            "root mean square distance of replicas from their mean, over its norm, at one mark; of the widest stage",
+        ("peers", "peers", "1 for each"),
+        *(
+            (name, METRICS[name].unit, METRICS[name].meaning)
+            for name in ("capacity", "tokens_per_s", "queue", "microbatches", "late_microbatches", "lost_microbatches")
         ),
-        ("spread_peers", "peers", "living peers with a sketch of that mark, from which the spread is estimated"),
-        (
-            "spread_progress",
-            "fraction",
-            "that mark: where in the schedule these peers had the weights that are compared",
-        ),
-        ("swaps", "rounds", "of all peers listed; falls when one is forgotten, an hour after its last word"),
-        ("halves", "rounds", "as swaps"),
-        ("alone", "rounds", "as swaps"),
-        ("late", "corrections", "as swaps"),
-        ("bytes_sent", "bytes", "as swaps"),
-        ("bytes_received", "bytes", "as swaps"),
     )
 )
 DIRECTORY_AGE = Family(f"{SWARM_PREFIX}_directory_age_s", "gauge", "s", "since the directory last answered the monitor")
@@ -89,8 +91,9 @@ def peer_page(metrics: Metrics, *, peer_id: str, run: str, live_peers: int) -> b
     return _page(collect)
 
 
-def swarm_page(totals: dict[str, Any], *, healths: Iterable[str], directory_age_s: float) -> bytes:
-    """What `noloco monitor --web` serves at /metrics, from `monitor.collect.Watcher.totals`."""
+def swarm_page(summary: dict[str, Any], *, healths: Iterable[str]) -> bytes:
+    """What `noloco monitor --web` serves at /metrics, from `monitor.collect.Watcher.summary`."""
+    totals, stages = summary["totals"], summary["stages"]
 
     def collect() -> Iterator[Metric]:
         yield _sample(SWARM_PEERS, [((str(health),), totals[health]) for health in healths])
@@ -99,7 +102,10 @@ def swarm_page(totals: dict[str, Any], *, healths: Iterable[str], directory_age_
             if value is not None:
                 yield _sample(family, [((), value)])
         yield _sample(SWARM_ALONE, [((cause,), number) for cause, number in totals["alone_by_cause"].items()])
-        yield _sample(DIRECTORY_AGE, [((), directory_age_s)])
+        for family in STAGES if stages else ():
+            name = family.name.removeprefix(f"{SWARM_PREFIX}_stage_")
+            yield _sample(family, [((str(row["stage"]),), row[name]) for row in stages])
+        yield _sample(DIRECTORY_AGE, [((), summary["directory_age_s"])])
 
     return _page(collect)
 

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
+from noloco_p2p.telemetry.metrics import Metrics
 
 ROUND_S = 20.0
 DIGEST = "c0" * 32
@@ -20,7 +21,9 @@ class Crowd:
         self._gone: dict[int, float] = {}
         self._sketch = sketch
         names = [f"12D3KooW{index:06d}{self._rng.randbytes(8).hex()}" for index in range(num_peers)]
-        self.peers = [PeerRecord(name, "crowd", DIGEST, reachability="direct", loss=6.0) for name in names]
+        self.peers = [
+            PeerRecord(name, "crowd", DIGEST, reachability="direct", metrics=Metrics(loss=6.0)) for name in names
+        ]
 
     def kill(self, index: int, *, now_s: float) -> None:
         """From now on it says nothing."""
@@ -43,15 +46,18 @@ class Crowd:
         return replace(
             record,
             sequence=int(made_s * 1000),
-            round=rounds,
-            progress=min(1.0, rounds / 2000),
-            swaps=rounds - alone,
-            alone=alone,
-            lonely=(0, alone),
-            loss=2.0 + 4.0 / (1 + rounds / 10) + (index % 17) / 100,
-            tokens_per_s=1000.0 + index % 500,
-            last_partner=self.peers[(index + 1 + rounds * 7) % len(self.peers)].peer_id if rounds else "",
-            bytes_sent=rounds << 22,
-            bytes_received=rounds << 22,
+            metrics=replace(
+                record.metrics,
+                round=rounds,
+                progress=min(1.0, rounds / 2000),
+                swaps=rounds - alone,
+                alone=alone,
+                alone_refused=alone,
+                loss=2.0 + 4.0 / (1 + rounds / 10) + (index % 17) / 100,
+                tokens_per_s=1000.0 + index % 500,
+                last_partner=self.peers[(index + 1 + rounds * 7) % len(self.peers)].peer_id if rounds else "",
+                bytes_sent=rounds << 22,
+                bytes_received=rounds << 22,
+            ),
             sketch=self._sketch,
         )

@@ -32,6 +32,7 @@ from noloco_p2p.swarm.lookout import Headcount
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
 from noloco_p2p.swarm.timing import Timing
+from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.rounds import wait_until
 
@@ -60,7 +61,9 @@ def _is_served(path: str) -> bool:
 
 
 def record_of(identity: Identity, *, state: str = "training", round_: int = 0) -> PeerRecord:
-    return PeerRecord(identity.peer_id, "demo", RUN, addresses=("127.0.0.1:4000",), state=state, round=round_)
+    return PeerRecord(
+        identity.peer_id, "demo", RUN, addresses=("127.0.0.1:4000",), state=state, metrics=Metrics(round=round_)
+    )
 
 
 def public_bytes(key: Ed25519PrivateKey) -> bytes:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import uvloop
+from recorded import changed
 
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import Identity
@@ -39,7 +40,7 @@ def run(main: Callable[[], Coroutine[object, object, None]]) -> None:
 
 def record_of(name: str, *, in_s: float = TTL_S, **changes: Any) -> PeerRecord:
     record = PeerRecord(identity_of(name).peer_id, "demo", RUN, addresses=("127.0.0.1:4000",), sequence=1)
-    return replace(record, expires_at_s=time.time() + in_s, **changes)
+    return changed(record, expires_at_s=time.time() + in_s, **changes)
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
@@ -126,7 +127,7 @@ def test_a_rogue_node_can_neither_forge_nor_outlive_nor_erase(tmp_path: Path) ->
             await put(node, record_of("late", in_s=2 * TTL_S + 30), identity_of("late"))
             await until(lambda: time.time() > old.expires_at_s + 0.2, "the time of the old word is over")
             await reader.refresh_now()
-            assert [(record.peer_id, record.round) for record, _ in reader.records()] == [(honest.peer_id, 2)]
+            assert [(record.peer_id, record.metrics.round) for record, _ in reader.records()] == [(honest.peer_id, 2)]
             assert [candidate.peer_id for candidate in reader.live()] == [honest.peer_id]
 
     run(main)

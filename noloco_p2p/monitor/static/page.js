@@ -18,24 +18,30 @@ const short = (id) => id ? id.slice(-6) : "–";
 const state = { peers: new Map(), meetings: [], head: null, history: null, curves: new Map(), offset: 0, sort: "state", down: false, words: "", page: 0 };
 const now = () => Date.now() / 1000 + state.offset;
 const ORDER = ["alive", "silent", "leaving", "left", "gone"];
-const COLUMNS = [
+const FORMATS = { "nats/token": loss, "tokens/s": count, "bytes": bytes, "peer id": short };  // by unit
+const FIRST = [
   { name: "peer", show: (p) => short(p.peer_id), key: (p) => p.peer_id, text: true },
   { name: "stage", show: (p) => p.stage ?? "–", key: (p) => p.stage, staged: true },
   { name: "state", show: (p) => p.health === "alive" ? p.state : p.health, key: (p) => ORDER.indexOf(p.health) + p.state + p.peer_id, text: true },
-  { name: "round", show: (p) => p.round, key: (p) => p.round },
-  { name: "loss", show: (p) => loss(p.loss), key: (p) => p.loss },
-  { name: "validation", show: (p) => loss(p.validation_loss), key: (p) => p.validation_loss, wide: true },
-  { name: "tokens/s", show: (p) => count(p.tokens_per_s), key: (p) => p.tokens_per_s },
-  { name: "last with", show: (p) => short(p.last_partner), key: (p) => p.last_partner, text: true, wide: true },
-  { name: "swaps", show: (p) => p.swaps, key: (p) => p.swaps },
-  { name: "alone", show: (p) => p.alone, key: (p) => p.alone },
-  { name: "sent", show: (p) => bytes(p.bytes_sent), key: (p) => p.bytes_sent, wide: true },
-  { name: "received", show: (p) => bytes(p.bytes_received), key: (p) => p.bytes_received, wide: true },
+];
+const LAST = [
   { name: "apart", show: (p) => share(p.distance), key: (p) => p.distance },
   { name: "reach", show: (p) => p.reachability, key: (p) => p.reachability, text: true, wide: true },
   { name: "version", show: (p) => p.software, key: (p) => p.software, text: true, wide: true },
   { name: "heard", show: (p) => `${span(Math.max(0, now() - p.made_at_s))} ago`, key: (p) => -p.made_at_s },
 ];
+let COLUMNS = [];  // those of metrics, which the monitor describes, stand between the first and the last
+
+function setColumns(told) {
+  const columns = told.map(({ key, unit, ...column }) => {
+    const show = FORMATS[unit] || String;
+    return { ...column, show: (p) => show(p[key]), key: (p) => p[key] };
+  });
+  COLUMNS = [...FIRST, ...columns, ...LAST];
+  $("head").replaceChildren();
+  $("rows").replaceChildren();
+  makeHead();
+}
 
 const STAGE_CELLS = [
   (s) => s.stage === 0 ? "0 (head)" : s.stage, (s) => s.peers || "empty", (s) => count(s.capacity), (s) => count(s.tokens_per_s),
@@ -49,7 +55,8 @@ function listen() {
   const source = new EventSource("api/events");
   source.addEventListener("whole", (event) => {
     const news = JSON.parse(event.data);
-    state.columns = news.columns;
+    state.row = news.row;
+    setColumns(news.columns);
     state.peers.clear();
     state.meetings = [];
     take(news);
@@ -67,7 +74,7 @@ function take(news) {
   state.offset = news.time_s - Date.now() / 1000;
   for (const row of news.peers) {
     const peer = {};
-    state.columns.forEach((name, index) => { peer[name] = row[index]; });
+    state.row.forEach((name, index) => { peer[name] = row[index]; });
     state.peers.set(peer.peer_id, peer);
   }
   for (const name of news.removed || []) { state.peers.delete(name); state.curves.delete(name); }
@@ -278,7 +285,6 @@ const number = (n) => n === 0 ? "0" : Math.abs(n) >= 1000 ? count(n) : String(+n
 charts = Object.fromEntries(["loss", "speed", "spread", "rounds", "bytes"].map((name) => [name, new Chart(`c-${name}`, number)]));
 graph = new Graph("graph");
 paths = new Paths("paths");
-makeHead();
 let searching;
 $("search").oninput = (event) => {
   state.words = event.target.value.trim();

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
+from recorded import changed
 
 from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.monitor.notices import notices
@@ -48,18 +48,18 @@ def told(
     ],
 )
 def test_health_follows_the_last_words_and_their_age(state: str, age_s: float, health: Health) -> None:
-    made = roster(replace(A, state=state))
+    made = roster(changed(A, state=state))
     assert made.members[A.peer_id].health(NOW_S + age_s) is health
 
 
 def test_a_peer_that_vanished_is_remembered_with_its_true_age_and_in_the_end_forgotten() -> None:
     made = roster(A, B)
-    made.take([(replace(B, sequence=2), 0.0)], now_s=NOW_S + 95.0)
+    made.take([(changed(B, sequence=2), 0.0)], now_s=NOW_S + 95.0)
     assert made.members[A.peer_id].age_s(NOW_S + 95.0) == 95.0
     assert told(made, after_s=95.0) == [
         "warn: Lost 1 peer without a good-bye: ..aaaaaa, last heard 1 min 35 s ago.",
     ]
-    made.take([(replace(B, sequence=3), 0.0)], now_s=NOW_S + FORGET_AFTER_S + 1)
+    made.take([(changed(B, sequence=3), 0.0)], now_s=NOW_S + FORGET_AFTER_S + 1)
     assert set(made.members) == {B.peer_id}
 
 
@@ -70,14 +70,16 @@ def test_an_old_record_seen_again_makes_nobody_younger() -> None:
 
 
 def test_a_swap_is_a_meeting_and_rounds_are_counted_from_the_first_look_on() -> None:
-    made = roster(replace(A, swaps=100, alone=7, lonely=(7,)))
-    grown = replace(A, sequence=2, swaps=101, alone=9, lonely=(8, 1), last_partner=B.peer_id)
+    made = roster(changed(A, swaps=100, alone=7, alone_nobody=7))
+    grown = changed(A, sequence=2, swaps=101, alone=9, alone_nobody=8, alone_refused=1, last_partner=B.peer_id)
     made.take([(grown, 2.0)], now_s=NOW_S + 10.0)
     assert [(m.at_s, m.peer, m.partner) for m in made.meetings] == [(NOW_S + 8.0, A.peer_id, B.peer_id)]
     lately = made.lately()
     assert (lately["swaps"], lately["alone"]) == (1, 2)
     assert (lately[LonelyCause.NOBODY], lately[LonelyCause.REFUSED]) == (1, 1)
-    made.take([(replace(grown, sequence=3, swaps=3, alone=0, lonely=()), 0.0)], now_s=NOW_S + 20.0)
+    made.take(
+        [(changed(grown, sequence=3, swaps=3, alone=0, alone_nobody=0, alone_refused=0), 0.0)], now_s=NOW_S + 20.0
+    )
     assert made.lately() == lately, "a peer that begins anew takes nothing back"
     made.take([], now_s=NOW_S + 20.0 + WINDOW_S + 1)
     made.take([], now_s=NOW_S + 31.0 + WINDOW_S)
@@ -86,28 +88,28 @@ def test_a_swap_is_a_meeting_and_rounds_are_counted_from_the_first_look_on() -> 
 
 def test_lonely_rounds_are_told_with_their_main_cause() -> None:
     made = roster(A)
-    made.take([(replace(A, sequence=2, swaps=6, alone=4, lonely=(0, 3, 1)), 0.0)], now_s=NOW_S + 10.0)
+    made.take([(changed(A, sequence=2, swaps=6, alone=4, alone_refused=3, alone_no_answer=1), 0.0)], now_s=NOW_S + 10.0)
     assert told(made, after_s=10.0) == [
         "warn: 40 % of the rounds of the last 10 min 0 s were alone, mostly as partners said no."
     ]
 
 
 def test_stages_that_nobody_computes_are_told_while_somebody_trains() -> None:
-    head, inner = replace(A, stages=4), replace(B, stages=4, stage=2)
+    head, inner = changed(A, stages=4), changed(B, stages=4, stage=2)
     for state, lines in (
         ("training", ["bad: Nobody computes stages 1, 3, so no microbatch gets through."]),
         ("done", []),
     ):
-        records = [replace(head, state=state), replace(inner, state="done")]
+        records = [changed(head, state=state), changed(inner, state="done")]
         assert told(roster(*records), stages=stage_rows(records, {})) == lines
-    paused = [head, replace(inner, state="paused")]
+    paused = [head, changed(inner, state="paused")]
     assert "stages 1, 2, 3," in told(roster(*paused), stages=stage_rows(paused, {}))[0]
 
 
 def test_who_is_alone_in_its_stage_has_others_around() -> None:
-    made = roster(replace(A, stages=2))
-    made.take([(replace(A, stages=2, sequence=2, alone=10, lonely=(10,)), 0.0)], now_s=NOW_S + 10.0)
-    lines = told(made, after_s=10.0, stages=stage_rows([replace(A, stages=2)], {}))
+    made = roster(changed(A, stages=2))
+    made.take([(changed(A, stages=2, sequence=2, alone=10, alone_nobody=10), 0.0)], now_s=NOW_S + 10.0)
+    lines = told(made, after_s=10.0, stages=stage_rows([changed(A, stages=2)], {}))
     assert lines[-1].endswith("were alone, mostly as nobody else held their stage.")
 
 
@@ -116,7 +118,7 @@ def test_all_is_well() -> None:
 
 
 def test_what_is_wrong_is_told_the_worst_first() -> None:
-    old = roster(replace(A, reachability="unknown", swaps=20), replace(B, software="9.9"), age_s=36.0)
+    old = roster(changed(A, reachability="unknown", swaps=20), changed(B, software="9.9"), age_s=36.0)
     lines = told(old, directory_age_s=40.0)
     assert lines[0] == "bad: The directory has not answered for 40 s: what is shown is old."
     assert lines[1] == "warn: 2 peers missed two announcements and may be gone."
@@ -132,7 +134,7 @@ def test_one_replica_that_went_astray_is_named() -> None:
 
 def test_a_flood_of_peers_is_bounded() -> None:
     made = Roster()
-    crowd = [(replace(A, peer_id=f"peer-{index}"), 30.0 - 30.0 * index / MAX_PEERS) for index in range(MAX_PEERS + 50)]
+    crowd = [(changed(A, peer_id=f"peer-{index}"), 30.0 - 30.0 * index / MAX_PEERS) for index in range(MAX_PEERS + 50)]
     made.take(crowd, now_s=NOW_S)
     assert len(made.members) == MAX_PEERS
     assert "peer-0" not in made.members, "the oldest words go first"

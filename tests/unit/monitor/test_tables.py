@@ -4,10 +4,10 @@ import io
 import time
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from recorded import changed
 from rich.console import Console
 
 from noloco_p2p.errors import SettingsError
@@ -17,6 +17,7 @@ from noloco_p2p.monitor.stages import stage_rows
 from noloco_p2p.monitor.terminal import COLUMNS, Choice, headline, percent, plain, rounds_line, view
 from noloco_p2p.spec import MAX_STAGES
 from noloco_p2p.swarm.records import PeerRecord
+from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.ticket import Ticket
 
 PROMISED = {"peer_id", "state", "round", "swaps", "alone", "loss", "tokens_per_s", "age_s", "reachability"}
@@ -25,19 +26,21 @@ A = PeerRecord(
     "r",
     "0" * 64,
     sequence=1,
-    round=7,
-    swaps=5,
-    alone=2,
-    lonely=(0, 2),
-    loss=2.5,
-    tokens_per_s=1500.0,
-    progress=0.34,
-    bytes_sent=3 << 20,
-    last_partner="12D3KooWbbbbbb",
+    metrics=Metrics(
+        round=7,
+        swaps=5,
+        alone=2,
+        alone_refused=2,
+        loss=2.5,
+        tokens_per_s=1500.0,
+        progress=0.34,
+        bytes_sent=3 << 20,
+        last_partner="12D3KooWbbbbbb",
+    ),
 )
-B = replace(A, peer_id="12D3KooWbbbbbb", state="leaving", tokens_per_s=9e9, loss=None, last_partner="", round=30)
-HEAD = replace(A, stages=3, capacity=9000.0, microbatches=100, late_microbatches=10, queue=2)
-INNER = replace(
+B = changed(A, peer_id="12D3KooWbbbbbb", state="leaving", tokens_per_s=9e9, loss=None, last_partner="", round=30)
+HEAD = changed(A, stages=3, capacity=9000.0, microbatches=100, late_microbatches=10, queue=2)
+INNER = changed(
     A, peer_id="12D3KooWiiiiii", stages=3, stage=1, capacity=4000.0, microbatches=50, lost_microbatches=2, loss=None
 )
 TICKET = Ticket("r", "0" * 64, ())
@@ -50,7 +53,7 @@ def swarm(*records: PeerRecord, age_s: float = 3.14159) -> dict[str, Any]:
 
 
 def crowd(number: int) -> dict[str, Any]:
-    return swarm(*(replace(A, peer_id=f"12D3KooW{index:06d}", loss=1 + index / 1000) for index in range(number)))
+    return swarm(*(changed(A, peer_id=f"12D3KooW{index:06d}", loss=1 + index / 1000) for index in range(number)))
 
 
 def drawn(page: Any, *, width: int, height: int = 24) -> list[str]:
@@ -82,7 +85,7 @@ def test_plain_lines_are_aligned_one_a_peer() -> None:
 
 
 def test_stages_are_rows_and_the_one_with_the_least_capacity_comes_first() -> None:
-    other = replace(INNER, peer_id="12D3KooWjjjjjj", capacity=4500.0, microbatches=150, tokens_per_s=500.0)
+    other = changed(INNER, peer_id="12D3KooWjjjjjj", capacity=4500.0, microbatches=150, tokens_per_s=500.0)
     rows = stage_rows([HEAD, INNER, other], {1: Spread(0.02, {}, 0.5)})
     assert [(row["stage"], row["peers"], row["capacity"]) for row in rows] == [
         (2, 0, 0),
@@ -97,12 +100,12 @@ def test_stages_are_rows_and_the_one_with_the_least_capacity_comes_first() -> No
 
 
 def test_most_peers_say_how_many_stages_there_are() -> None:
-    liar = replace(INNER, peer_id="12D3KooWllllll", stages=MAX_STAGES, stage=60)
-    early = replace(INNER, peer_id="12D3KooWeeeeee", stages=0)
+    liar = changed(INNER, peer_id="12D3KooWllllll", stages=MAX_STAGES, stage=60)
+    early = changed(INNER, peer_id="12D3KooWeeeeee", stages=0)
     assert len(stage_rows([HEAD, INNER, liar], {})) == 3
     assert len(stage_rows([HEAD, early], {})) == 3, "one that has not begun says 0"
     assert (
-        stage_rows([A, B, replace(liar, stages=10**15)], {}) == stage_rows([A, A, liar], {}) == stage_rows([], {}) == []
+        stage_rows([A, B, changed(liar, stages=10**15)], {}) == stage_rows([A, A, liar], {}) == stage_rows([], {}) == []
     )
 
 
@@ -132,14 +135,14 @@ def test_stages_are_shown_with_the_stage_of_each_peer(width: int) -> None:
 
 
 def test_many_stages_leave_room_for_peers() -> None:
-    lines = drawn(view(swarm(replace(HEAD, stages=MAX_STAGES)), Choice(), width=80, height=24), width=80)
+    lines = drawn(view(swarm(changed(HEAD, stages=MAX_STAGES)), Choice(), width=80, height=24), width=80)
     assert len(lines) < 24
     assert any("..aaaaaa" in line for line in lines)
     assert any(line.strip() == "and 56 more with more capacity" for line in lines)
 
 
 def test_a_token_that_passes_all_stages_is_counted_once() -> None:
-    assert swarm(HEAD, INNER)["totals"]["tokens_per_s"] == HEAD.tokens_per_s
+    assert swarm(HEAD, INNER)["totals"]["tokens_per_s"] == HEAD.metrics.tokens_per_s
 
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
@@ -164,7 +167,7 @@ def test_a_tall_terminal_shows_everybody() -> None:
 
 
 def test_sorting_and_filtering() -> None:
-    peers = swarm(A, B, replace(A, peer_id="12D3KooWcccccc", loss=1.0))["peers"]
+    peers = swarm(A, B, changed(A, peer_id="12D3KooWcccccc", loss=1.0))["peers"]
     assert [peer["loss"] for peer in Choice("loss").of(peers)] == [1.0, 2.5, None]
     assert [peer["loss"] for peer in Choice("loss", descending=True).of(peers)] == [2.5, 1.0, None]
     assert [peer["peer_id"][-6:] for peer in Choice(words="LEAVING").of(peers)] == ["bbbbbb"]
@@ -192,7 +195,7 @@ def test_shares(share: float | None, text: str) -> None:
 
 def test_3000_records_are_quick() -> None:
     watcher = Watcher(TICKET)
-    records = [(replace(A, peer_id=f"12D3KooW{index:06d}", sequence=2), 1.0) for index in range(3000)]
+    records = [(changed(A, peer_id=f"12D3KooW{index:06d}", sequence=2), 1.0) for index in range(3000)]
     began_s = time.process_time()
     watcher.take(records, directory_age_s=0.5, now_s=1_800_000_000.0)
     summary = watcher.summary()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from recorded import changed
 
 from noloco_p2p.monitor.collect import Watcher
 from noloco_p2p.monitor.history import History
@@ -114,7 +115,7 @@ def test_a_reader_gets_the_whole_and_then_only_what_changed() -> None:
     async def check(made: Site) -> None:
         reading = made.feed.read()
         name, whole = event(await anext(reading))
-        assert (name, len(whole["peers"]), tuple(whole["columns"])) == ("whole", 60, ROW)
+        assert (name, len(whole["peers"]), tuple(whole["row"])) == ("whole", 60, ROW)
         assert made.feed.num_readers == 1
         await made.look(after_s=2.0)
         name, update = event(await anext(reading))
@@ -133,14 +134,14 @@ def test_the_page_is_told_the_stages_and_who_sends_to_whom() -> None:
     async def check(made: Site) -> None:
         head, inner, *_ = made.crowd.peers
         made.crowd.peers[:] = [
-            replace(head, stages=3, capacity=10.0, sends_to=(inner.peer_id[-6:],)),
+            changed(head, stages=3, capacity=10.0, sends_to=(inner.peer_id[-6:],)),
             replace(inner, stages=3, stage=1),
         ]
         made.feed.watcher.roster.members.clear()
         await made.look(after_s=2.0)
         _, whole = event(made.feed.whole())
         assert [(row["stage"], row["peers"]) for row in whole["stages"]] == [(1, 1), (2, 0), (0, 1)]
-        shown = [dict(zip(whole["columns"], row, strict=True)) for row in whole["peers"]]
+        shown = [dict(zip(whole["row"], row, strict=True)) for row in whole["peers"]]
         assert [(peer["stage"], peer["sends_to"]) for peer in shown] == [(0, [inner.peer_id[-6:]]), (1, [])]
         assert whole["notices"][0]["text"].startswith("Nobody computes stage 2")
         status = json.loads((await made.get("api/status"))[1])

@@ -14,6 +14,7 @@ from noloco_p2p.swarm.announcer import Announcer
 from noloco_p2p.swarm.buckets import run_key
 from noloco_p2p.swarm.clock import DhtClock
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, decode_record
+from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.testing.identities import identity_of
 
 ME = identity_of("me")
@@ -51,10 +52,12 @@ def announcer_of(record: PeerRecord) -> tuple[Announcer, Kept]:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e300])
 def test_a_peer_that_diverges_is_heard_of(value: float) -> None:
-    made, kept = announcer_of(replace(RECORD, loss=value, validation_loss=value, round=7))
+    made, kept = announcer_of(
+        replace(RECORD, metrics=Metrics(loss=value, validation_loss=value, tokens_per_s=value, round=7).recorded())
+    )
     asyncio.run(made.announce())
     (record, _), *_ = kept.stored
-    assert (record.round, record.loss, record.validation_loss) == (7, None, None)
+    assert record.metrics == Metrics(round=7)
 
 
 def test_after_a_clock_is_set_back_the_record_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -12,20 +12,22 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
+from recorded import changed
 
 from noloco_p2p.codec.sketch import SKETCH_SIZE, pack, unpack
+from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.identity import Identity, peer_id_of
 from noloco_p2p.swarm.buckets import MAX_DEPTH
 from noloco_p2p.swarm.records import (
     DOMAIN,
     KEYS,
-    LARGEST,
     MAX_RECORD_BYTES,
     PeerRecord,
     RecordError,
     decode_record,
     encode_record,
 )
+from noloco_p2p.telemetry.metrics import LARGEST, RECORDED, Metrics
 
 
 def identity(seed: int = 0) -> Identity:
@@ -43,23 +45,25 @@ RECORD = PeerRecord(
     multiaddrs=(f"/ip4/203.0.113.5/tcp/4001/p2p/{ME.peer_id}",),
     sequence=1_800_000_000_000,
     expires_at_s=1_800_000_060.5,
-    progress=0.25,
-    round=12,
-    swaps=10,
-    alone=2,
-    inner_steps_per_s=3.5,
-    tokens_per_s=1234.5,
-    loss=2.25,
-    last_partner=identity(1).peer_id,
-    bytes_sent=2**40,
-    bytes_received=2**40,
+    metrics=Metrics(
+        progress=0.25,
+        round=12,
+        swaps=10,
+        alone=2,
+        inner_steps_per_s=3.5,
+        tokens_per_s=1234.5,
+        loss=2.25,
+        last_partner=identity(1).peer_id,
+        bytes_sent=2**40,
+        bytes_received=2**40,
+    ),
 )
 SKETCH = pack(torch.randn(SKETCH_SIZE, generator=torch.Generator().manual_seed(1)), mark=1, norm=8.0)
-FULL = replace(
+FULL = changed(
     RECORD,
     addresses=("203.0.113.55:40000",),
     multiaddrs=tuple(f"/ip4/203.0.113.{n}/tcp/40001/p2p/{ME.peer_id}" for n in range(100, 104)),
-    lonely=(10_000, 10_000, 10_000, 10_000, 10_000, 10_000),
+    **{f"alone_{cause}": 10_000 for cause in LonelyCause},
     halves=10_000,
     late=10_000,
     progress=0.123456789,
@@ -76,7 +80,7 @@ FULL = replace(
 counts = st.integers(0, 2**53)
 numbers = st.floats(-LARGEST, LARGEST)
 records = st.builds(
-    replace,
+    changed,
     st.just(RECORD),
     state=st.sampled_from(["training", "paused", "leaving", "done"]),
     round=counts,
@@ -170,12 +174,12 @@ def test_missing_and_unknown_fields() -> None:
 
 def test_not_finite_cannot_be_announced() -> None:
     with pytest.raises(RecordError, match="finite"):
-        encode_record(replace(RECORD, loss=math.inf), ME)
+        encode_record(changed(RECORD, loss=math.inf), ME)
 
 
 def test_the_least_useful_addresses_make_room() -> None:
     long = tuple(f"/dns4/{n}{'a' * 120}.example/tcp/4001/p2p/{ME.peer_id}" for n in range(20))
-    fitted = decode_record(encode_record(replace(RECORD, multiaddrs=long), ME))
+    fitted = decode_record(encode_record(changed(RECORD, multiaddrs=long), ME))
     assert fitted.multiaddrs == long[: len(fitted.multiaddrs)]
     assert 1 <= len(fitted.multiaddrs) < 4
     assert fitted.addresses == RECORD.addresses
@@ -183,56 +187,56 @@ def test_the_least_useful_addresses_make_room() -> None:
 
 def test_addresses_are_those_of_the_peer_itself() -> None:
     with pytest.raises(RecordError, match="does not end in"):
-        encode_record(replace(RECORD, multiaddrs=(f"/ip4/1.2.3.4/tcp/1/p2p/{identity(1).peer_id}",)), ME)
+        encode_record(changed(RECORD, multiaddrs=(f"/ip4/1.2.3.4/tcp/1/p2p/{identity(1).peer_id}",)), ME)
 
 
 def test_wire_names_are_distinct() -> None:
-    names = [KEYS.get(field.name, field.name) for field in fields(PeerRecord)]
+    own = [field.name for field in fields(PeerRecord) if field.name != "metrics"]
+    names = [KEYS.get(name, name) for name in (*own, *RECORDED)]
     assert len(set(names)) == len(names)
-    assert set(json.loads(encode_record(RECORD, ME)[64:])) <= set(names)
+    assert set(json.loads(encode_record(FULL, ME)[64:])) <= {name.split(":")[0] for name in names}
 
 
 def test_empty_fields_do_not_travel() -> None:
-    values = json.loads(encode_record(replace(RECORD, alone=0, loss=None, last_partner=""), ME)[64:])
+    values = json.loads(encode_record(changed(RECORD, alone=0, loss=None, last_partner=""), ME)[64:])
     assert not {"alone", "loss", "with", "sketch", "state", "why"} & set(values)
 
 
 def test_a_full_record_with_a_sketch_fits_with_three_addresses_of_each_kind() -> None:
     """Only host names of over a hundred letters push the sketch out, and never an address."""
-    three = replace(FULL, addresses=tuple(f"203.0.113.{n}:40000" for n in (55, 56)), multiaddrs=FULL.multiaddrs[:3])
+    three = changed(FULL, addresses=tuple(f"203.0.113.{n}:40000" for n in (55, 56)), multiaddrs=FULL.multiaddrs[:3])
     assert decode_record(encode_record(three, ME)) == three
-    long = replace(FULL, addresses=(f"{'a' * 240}.example:40000",))
+    long = changed(FULL, addresses=(f"{'a' * 240}.example:40000",))
     fitted = decode_record(encode_record(long, ME))
     assert (fitted.sketch, fitted.addresses) == ("", long.addresses)
 
 
-STAGED = replace(
-    RECORD,
-    stage=7,
-    stages=8,
-    capacity=12345.6,
-    queue=12,
-    microbatches=123_456_789,
-    lost_microbatches=12_345,
-    late_microbatches=1_234_567,
-    sends_to=("xjL4p5", "qixA5H", "wQ4VAp", "bmqX7u"),
-)
+OF_A_STAGE = {
+    "stage": 7,
+    "stages": 8,
+    "capacity": 12345.6,
+    "queue": 12,
+    "microbatches": 123_456_789,
+    "lost_microbatches": 12_345,
+    "late_microbatches": 1_234_567,
+    "sends_to": ("xjL4p5", "qixA5H", "wQ4VAp", "bmqX7u"),
+}
+STAGED = changed(RECORD, **OF_A_STAGE)
 
 
 def test_a_record_of_a_stage_fits_with_its_sketch() -> None:
     """An inner stage has no losses. Of a full record, whom it sends to goes before the sketch, and after addresses."""
-    usual = replace(STAGED, sketch=SKETCH, session_key="A" * 44, started_at_ms=1_800_000_000_000, loss=None)
+    usual = changed(STAGED, sketch=SKETCH, session_key="A" * 44, started_at_ms=1_800_000_000_000, loss=None)
     assert decode_record(encode_record(usual, ME)) == usual
-    staged = {field.name for field in fields(PeerRecord) if getattr(STAGED, field.name) != getattr(RECORD, field.name)}
-    full = replace(FULL, **{name: getattr(STAGED, name) for name in staged})
+    full = changed(FULL, **OF_A_STAGE)
     fitted = decode_record(encode_record(full, ME))
-    assert fitted == replace(full, multiaddrs=full.multiaddrs[:1], sends_to=())
+    assert fitted == changed(full, multiaddrs=full.multiaddrs[:1], sends_to=())
 
 
 def test_a_record_of_an_older_peer_still_parses() -> None:
     """Its sketch has no mark, and its norm stands in a field of its own."""
     older = decode_record(sealed(sketch="A" * 176, norm=12.5, state="training"))
-    assert older == replace(RECORD, sketch="A" * 176)
+    assert older == changed(RECORD, sketch="A" * 176)
     assert unpack(older.sketch) is None
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from noloco_p2p.telemetry.console import count, loss, mib, round_line
-from noloco_p2p.telemetry.metrics import Metrics
+from noloco_p2p.telemetry.metrics import METRICS, Metrics
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,6 @@ def test_a_round_is_one_line() -> None:
 
 
 def test_every_metric_has_a_unit_and_a_meaning() -> None:
-    for name, field in Metrics.__dataclass_fields__.items():
-        assert field.metadata["unit"], name
-        assert field.metadata["meaning"], name
+    for name, about in METRICS.items():
+        assert about.unit, name
+        assert about.meaning, name

@@ -1,0 +1,82 @@
+"""What a monitor makes of one metric of all peers. Pure.
+
+`About.total` names the way; the names of the totals, their units and meanings follow from the metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from noloco_p2p.telemetry.metrics import METRICS, Metrics
+
+Values = Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Metrics of those peers that a total counts.
+
+    listed: all that the monitor knows. living: alive or silent. training: of the living those that train now; in a run
+    with stages the heads alone, as each token passes all stages.
+    """
+
+    listed: Sequence[Metrics]
+    living: Sequence[Metrics]
+    training: Sequence[Metrics]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """ending: of the name of the total. of: the field of `Peers` that is counted."""
+
+    ending: str
+    meaning: str
+    of: str
+    make: Callable[[Values], float]
+    empty: float | None = None  # the total where no peer has a value
+
+
+WAYS = {
+    "sum": (Way("", "sum over all peers listed, each until an hour after its last record", "listed", sum, 0),),
+    "speed": (Way("", "sum over living peers that train (in a run with stages: over the heads)", "training", sum, 0),),
+    "highest": (Way("", "highest of the living peers", "living", max),),
+    "mean": (
+        Way("", "mean over living peers", "living", fmean),
+        Way("_lowest", "lowest of the living peers", "living", min),
+        Way("_highest", "highest of the living peers", "living", max),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    metric: str
+    way: Way
+
+    @property
+    def name(self) -> str:
+        return self.metric + self.way.ending
+
+    @property
+    def unit(self) -> str:
+        return METRICS[self.metric].unit
+
+    @property
+    def meaning(self) -> str:
+        return f"{self.way.meaning}: {METRICS[self.metric].meaning}"
+
+    def over(self, peers: Peers) -> float | None:
+        values = [getattr(metrics, self.metric) for metrics in getattr(peers, self.way.of)]
+        known = [value for value in values if value is not None]
+        return self.way.make(known) if known else self.way.empty
+
+
+TOTALS = tuple(Total(name, way) for name, about in METRICS.items() if about.total for way in WAYS[about.total])
+
+
+def totals(peers: Peers) -> dict[str, Any]:
+    """Every total by its name; None where no peer has a value."""
+    return {total.name: total.over(peers) for total in TOTALS}
