@@ -105,23 +105,39 @@ class Entering:
             self._thread.call(self._look_around(), ANSWER_S, leaving=self._leaving)
 
     def enter(self, layout: ModelLayout, *, target: Path) -> StateManifest | None:
-        """Fetch the state of a live peer into `target`; None when nobody has one.
+        """Fetch the state of a live peer into `target`; None when nobody has one. Waits while all who are listed are
+        silent: they may have died, and their records outlive them.
 
         Raises Left, Unreachable (a ticket, and nobody is there), TimedOut, CheckpointError (the disk), and ModelError,
         with the first tensor that differs, when live peers train another model.
         """
-        with self._progress.task("looking for live peers"):
-            donors = self._thread.call(self._find_donors(), ANSWER_S, leaving=self._leaving)
-        manifest = None
-        if donors:
+        donors, told = self._look_for_donors(), False
+        while donors:
             manifest = self._fetch_state(donors, layout, target=target, timeout_s=FETCH_STATE_TIMEOUT_S)
-        if manifest is None:
-            if any(donor.round > 0 for donor in donors):
+            if manifest:
+                return manifest
+            if all(donor.round == 0 for donor in donors):
+                break
+            if self.answering():
                 log.warning(
                     "no live peer has a saved state yet; this peer starts from the initial weights, as they did"
                 )
-            self._check_model(donors, layout)
-        return manifest
+                break
+            if not told:
+                told = True
+                log.warning("no peer of the run answers: this one waits until one does, or none is listed any more")
+            if self._leaving.wait(ASK_AGAIN_S):
+                raise Left("asked to leave before a peer of the run answered")
+            donors = self._look_for_donors()
+        if told and not donors and self._outside.stage is not None:
+            raise Unreachable("the peers that held this stage are gone: start this peer again, and it waits for them")
+        self._check_model(donors, layout)
+        return None
+
+    def answering(self) -> Sequence[Candidate]:
+        """Some of those that this peer swaps with, as they are now. Those that died do not answer, and their records
+        outlive them. Raises Left."""
+        return self._thread.call(self._ask_for_places(), ANSWER_S, leaving=self._leaving)
 
     def catch_up(
         self, layout: ModelLayout, *, progress: float, round_progress: float, target: Path
@@ -172,7 +188,7 @@ class Entering:
         live = self._outside.mates()
         if time.monotonic() >= self._ask_again_s and self._is_told_stale():
             self._ask_again_s = time.monotonic() + CATCH_UP_AGAIN_S
-            live = self._thread.call(self._ask_for_places(), ANSWER_S, leaving=self._leaving)
+            live = self.answering()
         places = [each.progress for each in live if each.state in ("training", "done")]
         if not is_left_behind(progress, places, round_progress=round_progress):
             return []
@@ -181,6 +197,10 @@ class Entering:
         ahead = [each for each in reached if can_give(each) and each.progress >= middle]
         random.shuffle(ahead)
         return ahead
+
+    def _look_for_donors(self) -> Sequence[Candidate]:
+        with self._progress.task("looking for live peers"):
+            return self._thread.call(self._find_donors(), ANSWER_S, leaving=self._leaving)
 
     async def _ask_for_places(self) -> Sequence[Candidate]:
         return await ask_for_places(self._transport, self._outside.live())

@@ -54,6 +54,10 @@ class Stages:
         """Those of them that hold the stage of this peer; it swaps with them."""
         return self._network().outside.mates()
 
+    def answering(self) -> Sequence[Candidate]:
+        """Some of these, as they are now: those that died do not answer, and their records outlive them. Raises Left."""
+        return self._network().entering.answering()
+
     def num_mates(self) -> int:
         """How many they are: an estimate in a swarm of more than 48."""
         return self._network().outside.num_live() - 1

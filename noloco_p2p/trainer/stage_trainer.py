@@ -157,7 +157,7 @@ class StageTrainer(TrainerBase):
         True = nobody is there, and the weights are in `settings.revive_from`. Raises Left.
         """
         peer, told = self.peer, False
-        while not peer.stages.mates() and any(other.progress > 0 for other in peer.stages.members()):
+        while any(other.progress > 0 for other in peer.stages.members()) and not peer.stages.answering():
             if peer.settings.revive_from:
                 return True
             if not told:

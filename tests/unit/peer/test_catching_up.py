@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from noloco_p2p.errors import TimedOut
+from noloco_p2p.errors import TimedOut, Unreachable
 from noloco_p2p.gossip.frames import PeerStatus
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.seams import Candidate
@@ -23,6 +23,7 @@ from noloco_p2p.telemetry.progress import Progress
 
 ROUND = 1e-3  # of the run
 OWN = 0.1
+LAYOUT = cast(ModelLayout, type("Layout", (), {"digest": bytes, "num_elements": 0}))
 NEAR, FAR = OWN + 5 * ROUND, OWN + (STALE_ROUNDS + 5) * ROUND
 
 
@@ -32,10 +33,14 @@ class Others:
     def __init__(self, *, recorded: float, told: float) -> None:
         self.candidates = [Candidate(name, f"{name}:1", progress=recorded) for name in ("a", "b", "silent")]
         self.told = told
-        self.num_asked = 0
+        self.num_asked = self.num_fetches = 0
+        self.stage: int | None = None
+
+    async def wait_for_peers(self, timeout_s: float) -> None:
+        """They are there."""
 
     def live(self) -> list[Candidate]:
-        return [*self.candidates, replace(self.candidates[0], peer_id="outbound", can_be_called=False)]
+        return [*self.candidates, Candidate("outbound", "", can_be_called=False)]
 
     mates = live
 
@@ -69,9 +74,20 @@ def catch_up(
     others: Others, *, is_told_stale: bool = False, monkeypatch: pytest.MonkeyPatch, num_rounds: int = 1
 ) -> None:
     """Nobody gives a state."""
-    monkeypatch.setattr(entering, "state_file_bytes", lambda *_: 0)
     thread = NetworkThread()
-    made = Entering(
+    made = made_for(others, thread, is_told_stale=is_told_stale, monkeypatch=monkeypatch)
+    try:
+        for _ in range(num_rounds):
+            assert made.catch_up(LAYOUT, progress=OWN, round_progress=ROUND, target=Path("nowhere")) is None
+    finally:
+        thread.stop()
+
+
+def made_for(
+    others: Others, thread: NetworkThread, *, is_told_stale: bool = False, monkeypatch: pytest.MonkeyPatch
+) -> Entering:
+    monkeypatch.setattr(entering, "state_file_bytes", lambda *_: 0)
+    return Entering(
         cast(Any, type("Spec", (), {"outer": None})),
         thread=thread,
         directory=cast(Any, others),
@@ -83,12 +99,6 @@ def catch_up(
         progress=Progress(),
         leaving=threading.Event(),
     )
-    layout = cast(ModelLayout, type("Layout", (), {"digest": bytes, "num_elements": 0}))
-    try:
-        for _ in range(num_rounds):
-            assert made.catch_up(layout, progress=OWN, round_progress=ROUND, target=Path("nowhere")) is None
-    finally:
-        thread.stop()
 
 
 def test_what_the_records_say_is_believed_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,3 +137,33 @@ def test_training_does_not_wait_for_a_donor_without_end(
     monkeypatch.setattr(entering, "CATCH_UP_TIMEOUT_S", 0.05)
     catch_up(Others(recorded=FAR, told=FAR), monkeypatch=monkeypatch, num_rounds=2)
     assert caplog.text.count("did not come within") == 1, "the second round does not try at once"
+
+
+@pytest.mark.parametrize("stage", [None, 2])
+def test_a_newcomer_waits_while_those_who_are_listed_are_dead(
+    stage: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stage that has trained never begins again from its first weights; a whole model does, when nobody is left."""
+    others = Others(recorded=FAR, told=FAR)
+    others.candidates = [Candidate("silent", "silent:1", round=7, progress=FAR)]
+    others.stage = stage
+
+    async def fetch(*_: object, **rest: object) -> None:
+        others.num_fetches += 1
+        if others.num_fetches == 3:  # the record has run out
+            others.candidates = []
+
+    monkeypatch.setattr(entering, "fetch_from_swarm", fetch)
+    monkeypatch.setattr(entering, "ASK_AGAIN_S", 0.0)
+    thread = NetworkThread()
+    try:
+        made = made_for(others, thread, monkeypatch=monkeypatch)
+        if stage is None:
+            assert made.enter(LAYOUT, target=Path("nowhere")) is None
+        else:
+            with pytest.raises(Unreachable, match="the peers that held this stage are gone"):
+                made.enter(LAYOUT, target=Path("nowhere"))
+    finally:
+        thread.stop()
+    assert others.num_fetches == 3
+    assert caplog.text.count("no peer of the run answers") == 1
