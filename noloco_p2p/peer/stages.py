@@ -55,7 +55,7 @@ class Stages:
         return self._network().outside.mates()
 
     def answering(self) -> Sequence[Candidate]:
-        """Some of these, as they are now: those that died do not answer, and their records outlive them. Raises Left."""
+        """Some of these, as they are now: the dead do not answer, and their records outlive them. Raises Left."""
         return self._network().entering.answering()
 
     def num_mates(self) -> int:

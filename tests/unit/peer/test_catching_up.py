@@ -40,7 +40,8 @@ class Others:
         """They are there."""
 
     def live(self) -> list[Candidate]:
-        return [*self.candidates, Candidate("outbound", "", can_be_called=False)]
+        outbound = [replace(each, peer_id="outbound", can_be_called=False) for each in self.candidates[:1]]
+        return self.candidates + outbound
 
     mates = live
 
