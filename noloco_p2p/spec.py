@@ -228,9 +228,7 @@ class TrainSpec(Section):
         Positive, about("inner steps of one peer; the schedule of the learning rate covers them")
     ] = 60_000
     batch_size: Annotated[Size, about("sequences an inner step of one peer")] = 16
-    learning_rate: Annotated[PositiveFloat, about("peak of the schedule; replicas spread more with a higher one")] = (
-        1e-3
-    )
+    learning_rate: Annotated[PositiveFloat, about("peak of the schedule; the replicas spread more with it")] = 1e-3
     min_learning_rate: Annotated[
         float, Field(ge=0, le=1), about("share of the peak that is left at the end of the cosine")
     ] = 0.1
@@ -544,7 +542,7 @@ class TrainerSpec(Spec):
         DataSpec, about("What the swarm reads. A spec names data and never holds a path: paths belong to one machine.")
     ] = DataSpec()
     train: Annotated[TrainSpec, about("The inner optimization of each peer.")] = TrainSpec()
-    evaluate: Annotated[EvaluateSpec, about("Perplexity on held-out sequences, the same for every peer.")] = (
+    evaluate: Annotated[EvaluateSpec, about("Perplexity on the same held-out sequences for all peers.")] = (
         EvaluateSpec()
     )
     pipeline: Annotated[
