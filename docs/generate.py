@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from noloco_p2p.presets import COMMENTS, PRESETS, SECTIONS, render
+from noloco_p2p.presets import PRESETS, is_section, render, sections
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry import prometheus
 from noloco_p2p.telemetry.metrics import METRICS
@@ -76,7 +76,7 @@ def metrics_page() -> list[str]:
 
 SPEC_HEAD = """# The run spec
 
-Written by `docs/generate.py` from `spec.py` and `presets.py`: change those, not this page.
+Written by `docs/generate.py` from `spec.py`: change that, not this page.
 
 What all peers of a run share: a TOML file, `noloco init run.toml` writes one with these comments. It is frozen: any
 change makes another run, with another digest, and `noloco fork` carries the weights over. What belongs to one machine
@@ -85,27 +85,23 @@ change makes another run, with another digest, and `noloco fork` carries the wei
 
 
 def spec_page() -> list[str]:
-    lines = [SPEC_HEAD]
-    top = [name for name, value in TrainerSpec.model_fields.items() if not _is_section(value.annotation)]
-    lines += table([("field", "default", "meaning"), *(_row("", TrainerSpec, name) for name in top)])
-    for section, about in SECTIONS.items():
-        model: Any = TrainerSpec
-        for key in section.split("."):
-            model = model.model_fields[key].annotation
-        plain = [name for name, value in model.model_fields.items() if not _is_section(value.annotation)]
-        rows = [_row(f"{section}.", model, name) for name in plain]
-        lines += [f"## [{section}]", "", about, "", *table([("field", "default", "meaning"), *rows])]
+    lines = [SPEC_HEAD, *_fields("", TrainerSpec)]
+    for name, about, section in sections():
+        lines += [f"## [{name}]", "", about, "", *_fields(f"{name}.", section)]
     return lines
 
 
-def _is_section(annotation: object) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+def _fields(prefix: str, section: type[BaseModel]) -> list[str]:
+    rows = [
+        (f"`{prefix}{name}`", _default(field), field.description or "")
+        for name, field in section.model_fields.items()
+        if not is_section(field)
+    ]
+    return table([("field", "default", "meaning"), *rows])
 
 
-def _row(prefix: str, model: type[BaseModel], name: str) -> tuple[str, str, str]:
-    field = model.model_fields[name]
-    default = "required" if field.is_required() else f"`{field.default!r}`" if field.default is not None else "unset"
-    return f"`{prefix}{name}`", default, COMMENTS.get(f"{prefix}{name}", "")
+def _default(field: FieldInfo) -> str:
+    return "required" if field.is_required() else f"`{field.default!r}`" if field.default is not None else "unset"
 
 
 # bandwidth.md

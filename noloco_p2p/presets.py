@@ -13,20 +13,13 @@ swapped, everything uncoded, no closing rounds.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any, get_args
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any, cast
 
-from noloco_p2p.spec import (
-    CodecName,
-    CodecSpec,
-    DataSpec,
-    EvaluateSpec,
-    ModelSpec,
-    OuterSpec,
-    StateCodecName,
-    TrainerSpec,
-    TrainSpec,
-)
+from pydantic.fields import FieldInfo
+
+from noloco_p2p.spec import CodecSpec, DataSpec, EvaluateSpec, ModelSpec, OuterSpec, Section, TrainerSpec, TrainSpec
 
 # The tokenizer of Llama 3 (128,256 entries) from a copy that asks for no account.
 LLAMA3_TOKENIZER = "NousResearch/Meta-Llama-3-8B"
@@ -119,97 +112,32 @@ PRESETS["paper"] = PRESETS["small"].with_changes(
     }
 )
 
-SECTIONS: Mapping[str, str] = {
-    "model": "A Llama made from sizes, or any causal language model by name.",
-    "model.lora": "Adapters: with a rank above 0 the model is frozen, and they alone are trained and travel.",
-    "data": "What the swarm reads. A spec names data and never holds a path: paths belong to one machine.",
-    "train": "The inner optimization of each peer.",
-    "outer": "The NoLoCo outer step (arXiv 2506.10911): mixing with one random live peer after each round.",
-    "codec": f"How vectors travel: {', '.join(get_args(CodecName))}; slow weights and momentum also "
-    f"{', '.join(name for name in get_args(StateCodecName) if name not in get_args(CodecName))}.",
-    "evaluate": "Perplexity on held-out sequences, the same ones for every peer.",
-    "pipeline": "Stages, for a model that is larger than a peer; `noloco init --stages N` writes this section.",
-}
-
-COMMENTS: Mapping[str, str] = {
-    "version": "format of this file",
-    "name": "letters, digits, . _ -; the run is known by this name and a digest of all settings",
-    "run_key": 'signs the invitations to a private run; `noloco init --private` makes it; "" = everybody may enter',
-    "model.pretrained": 'OWNER/NAME of the hub, or a name that --model NAME=FOLDER binds; "" = the sizes below',
-    "model.revision": "commit or tag of `pretrained`; name one, so that all peers start equal",
-    "model.random_weights": "true = of `pretrained` take the architecture alone, with weights drawn from seed",
-    "model.vocab_size": "tokens the model knows; at least those of data.tokenizer (bytes: 384)",
-    "model.hidden_size": "width; a multiple of num_heads",
-    "model.num_layers": "blocks",
-    "model.num_heads": "attention heads; 32 to 128 wide each",
-    "model.num_kv_heads": "fewer key-value heads than num_heads save memory; unset = as many",
-    "model.mlp_size": "inner width of the MLP; 8/3 to 4 times hidden_size",
-    "model.tied_embeddings": "one matrix for input and output; fewer parameters to send",
-    "model.seed": "of the start weights",
-    "model.parameter_seeds": "true = each parameter has its own seed, from `seed` and its name; stages need it",
-    "model.start": "digest of a start state; `noloco fork` writes it",
-    "model.lora.rank": "0 = no adapters, all weights are trained",
-    "model.lora.alpha": "adapters count alpha / rank",
-    "model.lora.dropout": "of what goes into an adapter",
-    "model.lora.targets": "'all-linear', or names of modules with commas: 'q_proj,v_proj'",
-    "model.lora.base_dtype": "of the frozen weights: bf16 takes half the memory",
-    "data.source": "'stdlib' (built in), 'hub:OWNER/NAME' (streamed), a NAME that --data NAME=GLOB binds, or 'mix'",
-    "data.subset": "subset of a hub data set",
-    "data.revision": "commit or tag of a hub data set",
-    "data.split": "split of a hub data set to train on",
-    "data.validation_split": 'split of a hub data set to validate on; "" = hold documents of `split` out',
-    "data.text_field": "field of JSON lines or Parquet with the text; token ids in `input_ids` are read too",
-    "data.tokenizer": "'bytes' (no download), OWNER/NAME of the hub, or a name that --model NAME=FOLDER binds",
-    "data.tokenizer_revision": "commit or tag of the tokenizer; name one, so that all peers read alike",
-    "data.sequence_length": "tokens a sequence",
-    "data.holdout": "share of documents kept for validation where the source has no split of its own",
-    "data.mix": "for source = 'mix': a [[data.mix]] each, with source, weight and what else a source has",
-    "train.total_steps": "inner steps of one peer; the schedule of the learning rate covers them",
-    "train.batch_size": "sequences an inner step of one peer",
-    "train.learning_rate": "peak of the schedule; the spread of the replicas grows with it",
-    "train.min_learning_rate": "share of the peak that is left at the end of the cosine",
-    "train.warmup_steps": "inner steps of linear warm-up",
-    "train.weight_decay": "of matrices; the paper uses none",
-    "train.clip_norm": "largest norm of a gradient",
-    "train.adam_beta1": "decay of the first moment",
-    "train.adam_beta2": "decay of the second moment",
-    "train.inner_optimizer": "adamw; muon = Muon for hidden matrices, AdamW for embeddings, head and vectors",
-    "train.muon_momentum": "of Muon alone",
-    "outer.inner_steps": 'inner steps a round; fewer mix better and send more; "auto" = as few as the link carries',
-    "outer.min_inner_steps": 'bounds of inner_steps = "auto"',
-    "outer.max_inner_steps": 'the longest round of "auto", however slow the link',
-    "outer.alpha": "outer momentum kept from round to round; 0 did best, paper: 0.5",
-    "outer.beta": "strength of the outer gradient; paper: 0.7",
-    "outer.gamma": "pull towards the partner's weights; about 1 - alpha^2, and bounded (checked); paper: 0.7",
-    "outer.weigh_tokens": "true = each of two outer gradients counts by the tokens behind it; paper: false",
-    "outer.swap_momentum": "average outer momentum too; false = the paper's exact rule",
-    "outer.max_wait_s": "seconds to wait for a partner's gradient at the end of a round, before going on without it",
-    "outer.closing_rounds": 'rounds of mixing alone when training is done; "auto" = log2 of the peers, and 3 more',
-    "codec.slow_weights": "int8 or better; modulo8 has int8's bytes and is far more exact; modulo4 half of them",
-    "codec.outer_momentum": "bf16 or modulo8 recommended",
-    "codec.outer_gradient": "int8 loses nothing in published runs, int4 hardly anything",
-    "evaluate.every_rounds": "rounds between two evaluations",
-    "evaluate.num_sequences": "held-out sequences an evaluation",
-    "pipeline.stages": "1 = every peer holds the whole model",
-    "pipeline.cut": 'number of blocks of each stage; stage 0 also holds the vocabulary; "auto" = not cut yet',
-    "pipeline.microbatch": "sequences that travel through the stages together",
-    "pipeline.activations": f"codec of what a stage sends to the next one: {', '.join(get_args(CodecName))}",
-    "pipeline.gradients": "codec of the gradients of activations, which travel back",
-    "pipeline.routing": "replica that a microbatch goes to: random, or by measured rate (fast)",
-}
+FIRST_SECTIONS = ("model", "data", "train")  # of a file; the others stand behind them, in the order of the fields
 
 
-def render(spec: TrainerSpec, *, comments: Mapping[str, str] = COMMENTS) -> str:
-    """TOML that loads back to an equal spec. `comments` by dotted key, one line each; keys without one stand bare.
+def render(spec: TrainerSpec) -> str:
+    """TOML that loads back to an equal spec; the comment of a key is the description of its field.
 
     Keys begin at column 0. An unset optional key is a comment, since TOML knows no null.
     """
-    values = spec.model_dump(mode="json")
-    top = {key: value for key, value in values.items() if not isinstance(value, dict)}
-    lines = [*_header(spec), *_assignments("", top, comments)]
-    for section in (name for name in SECTIONS if name in values):
-        lines += _table(section, values[section], comments)
+    lines = [*_header(spec), *_assignments(spec)]
+    for name, about, _ in sections():
+        lines += ["", f"[{name}]", f"# {about}", *_assignments(attrgetter(name)(spec))]
     return "\n".join(lines) + "\n"
+
+
+def sections(model: type[Section] = TrainerSpec, prefix: str = "") -> Iterator[tuple[str, str, type[Section]]]:
+    """Give the dotted name, the description and the model of each section, in the order of a file."""
+    for name in sorted(model.model_fields, key=lambda name: name not in FIRST_SECTIONS):
+        field = model.model_fields[name]
+        if is_section(field):
+            section = cast("type[Section]", field.annotation)
+            yield f"{prefix}{name}", field.description or "", section
+            yield from sections(section, f"{prefix}{name}.")
+
+
+def is_section(field: FieldInfo) -> bool:
+    return isinstance(field.annotation, type) and issubclass(field.annotation, Section)
 
 
 def describe_size(spec: TrainerSpec) -> str:
@@ -234,23 +162,13 @@ def _header(spec: TrainerSpec) -> list[str]:
     ]
 
 
-def _table(name: str, table: Mapping[str, Any], comments: Mapping[str, str]) -> list[str]:
-    about = [f"# {SECTIONS[name]}"] if name in SECTIONS else []
-    plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
-    lines = ["", f"[{name}]", *about, *_assignments(f"{name}.", plain, comments)]
-    for key, value in table.items():
-        if isinstance(value, dict):
-            lines += _table(f"{name}.{key}", value, comments)
-    return lines
-
-
-def _assignments(prefix: str, table: Mapping[str, Any], comments: Mapping[str, str]) -> list[str]:
+def _assignments(section: Section) -> list[str]:
+    values = section.model_dump(mode="json")
     lines = []
-    for key, value in table.items():
-        unset = value is None
-        assignment = f"# {key} =" if unset else f"{key} = {_toml(value)}"
-        comment = comments.get(f"{prefix}{key}", "")
-        lines.append(f"{assignment}  # {comment}" if comment else assignment)
+    for key, field in type(section).model_fields.items():
+        if not is_section(field):
+            assignment = f"# {key} =" if values[key] is None else f"{key} = {_toml(values[key])}"
+            lines.append(f"{assignment}  # {field.description}")
     return lines
 
 

@@ -6,14 +6,17 @@ import ipaddress
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+from pydantic.fields import FieldInfo
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.spec import describe
+from noloco_p2p.spec import about, describe
 
 DEFAULT_PORT = 31337
 LAST_PORT = 65535
@@ -37,39 +40,143 @@ def user_file() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "noloco" / "settings.toml"
 
 
+def parse_bindings(pairs: list[str]) -> dict[str, str]:
+    """`--data NAME=GLOB` flags -> {name: glob}. Raises SettingsError."""
+    return _parse_pairs(pairs, "--data", "NAME=GLOB, for example --data c4='/data/c4/*.json.gz'")
+
+
+def parse_folders(pairs: list[str]) -> dict[str, str]:
+    """`--model NAME=FOLDER` flags -> {name: folder}. Raises SettingsError."""
+    folders = _parse_pairs(pairs, "--model", "NAME=FOLDER, for example --model llama=/models/llama")
+    for name, folder in folders.items():
+        if not Path(folder).expanduser().is_dir():
+            raise SettingsError(f"--model {name}={folder}: there is no such folder")
+    return folders
+
+
+def _parse_pairs(pairs: list[str], flag: str, form: str) -> dict[str, str]:
+    bindings = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name or not value:
+            raise SettingsError(f"{flag} {pair!r} must be {form}")
+        bindings[name] = value
+    return bindings
+
+
+Count = Annotated[int, Field(gt=0)]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """What the flag of a setting has beside the type, default and description of its field."""
+
+    name: str = ""  # of one value, where the field holds several: --model for `models`
+    metavar: str | None = None
+    default: str = ""  # in words, where the value does not tell it
+    parse: Callable[[list[str]], Any] = tuple  # of lists and tables; of what the environment holds, too
+    takes_file: bool = False  # @FILE on the command line stands for the line in that file
+
+    @classmethod
+    def of(cls, name: str, field: FieldInfo) -> Flag:
+        """The flag of a setting, with all that its field tells."""
+        own = next((item for item in field.metadata if isinstance(item, cls)), cls())
+        default = own.default or str(field.get_default(call_default_factory=True) or "")
+        return replace(own, name=f"--{(own.name or name).replace('_', '-')}", default=default)
+
+
+def kind_of(annotation: Any) -> Any:
+    """The plain type of a setting: what is left of it without `| None`, bounds and choices."""
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return str
+    if origin in (Annotated, Union, UnionType):
+        return kind_of(get_args(annotation)[0])
+    return origin or annotation
+
+
 class PeerSettings(BaseModel):
-    """What concerns this machine only. `load` merges the sources; messages name the field and its source."""
+    """What concerns this machine only. `load` merges the sources; messages name the field and its source.
+
+    Each field is also a flag (`cli/options.py`), a NOLOCO_* variable, a key of the user file and a row of
+    docs/settings.md.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    state_dir: Path = Field(default_factory=default_state_dir)
-    listen: str = f"0.0.0.0:{DEFAULT_PORT}"
-    announce: str = ""
-    bootstrap: tuple[str, ...] = ()
-    device: str = "auto"
-    threads: Annotated[int, Field(ge=0)] = 0  # torch threads; 0 = torch decides
-    max_steps: Annotated[int, Field(gt=0)] | None = None
-    data: dict[str, str] = {}
-    gpus: Annotated[int, Field(gt=0)] = 1  # processes that share the model of this peer, one a GPU
-    precision: Literal["auto", "bf16", "fp32"] = (
-        "auto"  # of forward and backward; auto: bf16 on a GPU that is fast at it
+    listen: Annotated[str, about("HOST:PORT; PORT is gRPC, PORT+1 libp2p; 0 takes two free ports.")] = (
+        f"0.0.0.0:{DEFAULT_PORT}"
     )
-    micro_batch: Annotated[int, Field(ge=0)] = 0  # sequences at a time; 0 = as many as fit
-    compile: bool = False
-    activation_checkpointing: bool = False
-    offload_optimizer: bool = False  # moments in main memory
-    models: dict[str, str] = {}  # folders of models and tokenizers, by the names that specs call them
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    save_every_rounds: Annotated[int, Field(gt=0)] = 10
-    keep_checkpoints: Annotated[int, Field(gt=0)] = 2
-    max_upload: str = ""  # "" = as fast as the link is
-    max_download: str = ""
-    run_key: Path | None = None  # of a private run: this peer invites itself and others
-    max_loss_rise: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # nats a token; None = no check
-    max_memory: str = ""  # that this peer may use, such as "8GB"; "" = that of the machine
-    stage: Annotated[int, Field(ge=0)] | None = None  # of a run with stages; None = one that is drawn by need
-    revive_from: Path | None = None  # checkpoint or export that an empty stage goes on from
-    metrics: str = ""  # HOST:PORT of /metrics for Prometheus; empty = none
+    announce: Annotated[str, about("HOST[:PORT] that others dial, where it is not what --listen says.")] = ""
+    device: Annotated[str, about(f"{DEVICES}.")] = "auto"
+    threads: Annotated[int, Field(ge=0), about("Torch threads."), Flag(default="torch decides")] = 0
+    max_steps: Annotated[Count | None, about("Leave after so many inner steps.")] = None
+    gpus: Annotated[Count, about("GPUs that share the model of this peer.")] = 1
+    precision: Annotated[
+        Literal["auto", "bf16", "fp32"],
+        about("bf16 or fp32, of forward and backward; auto: bf16 on GPUs that are fast at it."),
+    ] = "auto"
+    micro_batch: Annotated[int, Field(ge=0), about("Sequences at a time."), Flag(default="as many as fit")] = 0
+    compile: Annotated[bool, about("Compile the model (torch.compile).")] = False
+    activation_checkpointing: Annotated[bool, about("Less memory for a third more computing.")] = False
+    offload_optimizer: Annotated[bool, about("Moments in main memory, for small cards.")] = False
+    keep_checkpoints: Annotated[Count, about("Checkpoints kept.")] = 2
+    save_every_rounds: Annotated[Count, about("Rounds between checkpoints.")] = 10
+    max_upload: Annotated[
+        str,
+        about("Cap on what swaps and fetches send together, for example 40mbit or 5MB/s."),
+        Flag(default="none"),
+    ] = ""
+    max_download: Annotated[
+        str, about("The same for what they receive, for example 100mbit."), Flag(default="none")
+    ] = ""
+    max_loss_rise: Annotated[
+        Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
+        about("Undo a swap that raises the loss on a batch of one's own by more; costs two forward passes a round."),
+        Flag(metavar="NATS", default="no check"),
+    ] = None
+    state_dir: Annotated[
+        Path,
+        about("Where identity, checkpoints and logs live."),
+        Flag(default="~/.local/state/noloco"),
+    ] = Field(default_factory=default_state_dir)
+    data: Annotated[
+        dict[str, str],
+        about("NAME=GLOB: where the data set that the spec calls NAME lies here."),
+        Flag(parse=parse_bindings),
+    ] = {}
+    models: Annotated[
+        dict[str, str],
+        about("NAME=FOLDER: where the model or tokenizer that the spec calls NAME lies here."),
+        Flag(name="model", parse=parse_folders),
+    ] = {}
+    trackers: Annotated[
+        tuple[Literal["tensorboard", "wandb"], ...],
+        about("tensorboard or wandb, beside the JSONL that is always written; may be repeated."),
+        Flag(name="tracker"),
+    ] = ()
+    bootstrap: Annotated[
+        tuple[str, ...],
+        about("Address of a peer to enter through (/ip4/../tcp/../p2p/.., or @FILE with one); may be repeated."),
+        Flag(takes_file=True),
+    ] = ()
+    metrics: Annotated[str, about("Serve /metrics for Prometheus."), Flag(metavar="HOST:PORT")] = ""
+    stage: Annotated[
+        Annotated[int, Field(ge=0)] | None,
+        about("Hold this stage of a run with stages; 0 reads the data."),
+        Flag(default="one that is needed"),
+    ] = None
+    revive_from: Annotated[
+        Path | None,
+        about("With --stage: go on from these weights if nobody holds that stage any more."),
+        Flag(metavar="CHECKPOINT|EXPORT"),
+    ] = None
+    max_memory: Annotated[
+        str,
+        about("Main memory that this peer may use, for example 8GB."),
+        Flag(metavar="SIZE", default="all of it"),
+    ] = ""
+    run_key: Annotated[Path | None, about("The key of a private run, of `noloco init --private`.")] = None
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @field_validator("listen")
@@ -134,10 +241,10 @@ class PeerSettings(BaseModel):
             parse_memory(memory)
         return memory
 
-    @field_validator("state_dir")
+    @field_validator("state_dir", "revive_from", "run_key")
     @classmethod
-    def _absolute(cls, state_dir: Path) -> Path:
-        return state_dir.expanduser().absolute()
+    def _absolute(cls, path: Path | None) -> Path | None:
+        return path and path.expanduser().absolute()
 
     @classmethod
     def load(cls, flags: Mapping[str, Any] | None = None) -> PeerSettings:
@@ -146,7 +253,7 @@ class PeerSettings(BaseModel):
         settings, values, origins = cls(), dict[str, Any](), dict[str, str]()
         for origin, prefix, found in (
             (str(user_file()), f"{user_file()}: ", _from_file(user_file())),
-            ("environment", "environment NOLOCO_*: ", _from_environment(os.environ)),
+            ("environment", "environment NOLOCO_*: ", _from_environment(cls, os.environ)),
             ("flag", "", given),
         ):
             values |= found
@@ -234,30 +341,6 @@ def parse_memory(memory: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** power)
 
 
-def parse_bindings(pairs: list[str]) -> dict[str, str]:
-    """`--data NAME=GLOB` flags -> {name: glob}. Raises SettingsError."""
-    return _parse_pairs(pairs, "--data", "NAME=GLOB, for example --data c4='/data/c4/*.json.gz'")
-
-
-def parse_folders(pairs: list[str]) -> dict[str, str]:
-    """`--model NAME=FOLDER` flags -> {name: folder}. Raises SettingsError."""
-    folders = _parse_pairs(pairs, "--model", "NAME=FOLDER, for example --model llama=/models/llama")
-    for name, folder in folders.items():
-        if not Path(folder).expanduser().is_dir():
-            raise SettingsError(f"--model {name}={folder}: there is no such folder")
-    return folders
-
-
-def _parse_pairs(pairs: list[str], flag: str, form: str) -> dict[str, str]:
-    bindings = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name or not value:
-            raise SettingsError(f"{flag} {pair!r} must be {form}")
-        bindings[name] = value
-    return bindings
-
-
 def _from_file(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -267,18 +350,13 @@ def _from_file(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path}: cannot be read as TOML: {error}") from None
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """NOLOCO_LISTEN=... and so on; lists are separated by commas, NOLOCO_DATA and NOLOCO_MODELS hold pairs."""
+def _from_environment(model: type[PeerSettings], environment: Mapping[str, str]) -> dict[str, Any]:
+    """NOLOCO_LISTEN=... and so on; commas separate the values of a list and the pairs of a table."""
     values: dict[str, Any] = {}
-    for name in PeerSettings.model_fields:
+    for name, field in model.model_fields.items():
         text = environment.get(ENVIRONMENT_PREFIX + name.upper())
-        if text is None:
-            continue
-        if name in ("bootstrap", "trackers"):
-            values[name] = tuple(part for part in text.split(",") if part)
-        elif name in ("data", "models"):
-            parse = parse_bindings if name == "data" else parse_folders
-            values[name] = parse([part for part in text.split(",") if part])
-        else:
-            values[name] = text
+        if text is not None:
+            several = kind_of(field.annotation) in (tuple, dict)
+            parts = [part for part in text.split(",") if part]
+            values[name] = Flag.of(name, field).parse(parts) if several else text
     return values

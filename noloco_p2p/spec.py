@@ -13,7 +13,7 @@ import math
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast, get_args
 
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -25,9 +25,18 @@ MAX_SPEC_BYTES = 64 * 1024  # a spec that comes from the network is refused abov
 
 CodecName = Literal["fp32", "bf16", "int8", "int4"]
 # modulo: for what partners have nearly in common
-StateCodecName = Literal[CodecName, "modulo8", "modulo4"]
+ModuloName = Literal["modulo8", "modulo4"]
+StateCodecName = Literal[CodecName, ModuloName]
+CODECS, STATE_CODECS = ", ".join(get_args(CodecName)), ", ".join(get_args(ModuloName))
 MAX_STAGES = 64
 MAX_LAYERS = 4096  # to count what a model takes walks over its layers
+
+
+def about(text: str) -> Any:
+    """The meaning of a field in one line: its comment in a spec file, its row in docs/ and the help of its flag."""
+    return Field(description=text)
+
+
 Positive = Annotated[int, Field(gt=0, le=10**12)]  # a stranger's spec must not overflow a number
 Size = Annotated[int, Field(gt=0, le=2**22)]  # of a tensor or a batch
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -60,30 +69,40 @@ class Section(BaseModel):
 class LoraSpec(Section):
     """Low-rank adapters (arXiv 2106.09685): with a `rank` above 0 they alone are trained and travel."""
 
-    rank: Annotated[int, Field(ge=0)] = 0
-    alpha: PositiveFloat = 16.0
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    targets: str = "all-linear"  # or names of modules, with commas
-    base_dtype: Literal["fp32", "bf16"] = "fp32"  # of the frozen weights
+    rank: Annotated[int, Field(ge=0), about("0 = no adapters, all weights are trained")] = 0
+    alpha: Annotated[PositiveFloat, about("adapters count alpha / rank")] = 16.0
+    dropout: Annotated[float, Field(ge=0, lt=1), about("of what goes into an adapter")] = 0.0
+    targets: Annotated[str, about("'all-linear', or names of modules with commas: 'q_proj,v_proj'")] = "all-linear"
+    base_dtype: Annotated[Literal["fp32", "bf16"], about("of the frozen weights: bf16 takes half the memory")] = "fp32"
 
 
 class ModelSpec(Section):
     """A Llama made from sizes, or any causal language model by name (`pretrained`, with a `revision`)."""
 
-    pretrained: str = ""
-    revision: str = ""
-    random_weights: bool = False  # of `pretrained` take the architecture alone
-    vocab_size: Size = 384
-    hidden_size: Size = 128
-    num_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS)] = 4
-    num_heads: Size = 4
-    num_kv_heads: Size | None = None
-    mlp_size: Size = 344
-    tied_embeddings: bool = True
-    seed: int = 0
-    parameter_seeds: bool = False  # each parameter has a seed of its own, and needs no other to be drawn
-    start: Annotated[str, Field(pattern=r"^(blake3:[0-9a-f]{64})?$")] = ""  # a start state, made by `noloco fork`
-    lora: LoraSpec = LoraSpec()
+    pretrained: Annotated[
+        str, about('OWNER/NAME of the hub, or a name that --model NAME=FOLDER binds; "" = the sizes below')
+    ] = ""
+    revision: Annotated[str, about("commit or tag of `pretrained`; name one, so that all peers start equal")] = ""
+    random_weights: Annotated[
+        bool, about("true = of `pretrained` take the architecture alone, with weights drawn from seed")
+    ] = False
+    vocab_size: Annotated[Size, about("tokens the model knows; at least those of data.tokenizer (bytes: 384)")] = 384
+    hidden_size: Annotated[Size, about("width; a multiple of num_heads")] = 128
+    num_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS), about("blocks")] = 4
+    num_heads: Annotated[Size, about("attention heads; 32 to 128 wide each")] = 4
+    num_kv_heads: Annotated[Size | None, about("key-value heads; fewer save memory; unset = num_heads")] = None
+    mlp_size: Annotated[Size, about("inner width of the MLP; 8/3 to 4 times hidden_size")] = 344
+    tied_embeddings: Annotated[bool, about("one matrix for input and output; fewer parameters to send")] = True
+    seed: Annotated[int, about("of the start weights")] = 0
+    parameter_seeds: Annotated[
+        bool, about("true = each parameter has its own seed, from `seed` and its name; stages need it")
+    ] = False
+    start: Annotated[
+        str, Field(pattern=r"^(blake3:[0-9a-f]{64})?$"), about("digest of a start state; `noloco fork` writes it")
+    ] = ""
+    lora: Annotated[
+        LoraSpec, about("Adapters: with a rank above 0 the model is frozen, and they alone are trained and travel.")
+    ] = LoraSpec()
 
     @field_validator("pretrained")
     @classmethod
@@ -122,12 +141,18 @@ class ModelSpec(Section):
 class SourceSpec(Section):
     """Where text comes from: the built-in corpus, the hub, or a name that `--data NAME=GLOB` binds on each machine."""
 
-    source: str = "stdlib"
-    subset: str = ""
-    revision: str = ""
-    split: str = "train"
-    validation_split: str = "validation"
-    text_field: str = "text"
+    source: Annotated[
+        str, about("'stdlib' (built in), 'hub:OWNER/NAME' (streamed), a NAME that --data NAME=GLOB binds, or 'mix'")
+    ] = "stdlib"
+    subset: Annotated[str, about("subset of a hub data set")] = ""
+    revision: Annotated[str, about("commit or tag of a hub data set")] = ""
+    split: Annotated[str, about("split of a hub data set to train on")] = "train"
+    validation_split: Annotated[
+        str, about('split of a hub data set to validate on; "" = hold documents of `split` out')
+    ] = "validation"
+    text_field: Annotated[
+        str, about("field of JSON lines or Parquet with the text; token ids in `input_ids` are read too")
+    ] = "text"
 
     @field_validator("source")
     @classmethod
@@ -146,7 +171,7 @@ class SourceSpec(Section):
 class MixSpec(SourceSpec):
     """One source of a mixture, with its share of the tokens: `weight` over the sum of all weights."""
 
-    weight: PositiveFloat = 1.0
+    weight: Annotated[PositiveFloat, about("share of the tokens, over the sum of all weights")] = 1.0
 
     @field_validator("source")
     @classmethod
@@ -159,11 +184,23 @@ class MixSpec(SourceSpec):
 class DataSpec(SourceSpec):
     """What is read and how it becomes tokens: one source, or with source = "mix" those of `mix`."""
 
-    tokenizer: str = "bytes"
-    tokenizer_revision: str = ""
-    sequence_length: Size = 256
-    holdout: Annotated[float, Field(gt=0, lt=0.5)] = 0.02  # share of documents kept for validation
-    mix: Annotated[tuple[MixSpec, ...], Field(max_length=64)] = ()
+    tokenizer: Annotated[
+        str, about("'bytes' (no download), OWNER/NAME of the hub, or a name that --model NAME=FOLDER binds")
+    ] = "bytes"
+    tokenizer_revision: Annotated[
+        str, about("commit or tag of the tokenizer; name one, so that all peers read alike")
+    ] = ""
+    sequence_length: Annotated[Size, about("tokens a sequence")] = 256
+    holdout: Annotated[
+        float,
+        Field(gt=0, lt=0.5),
+        about("share of documents kept for validation where the source has no split of its own"),
+    ] = 0.02
+    mix: Annotated[
+        tuple[MixSpec, ...],
+        Field(max_length=64),
+        about("for source = 'mix': a [[data.mix]] each, with source, weight and what else a source has"),
+    ] = ()
 
     @field_validator("tokenizer")
     @classmethod
@@ -187,17 +224,24 @@ class DataSpec(SourceSpec):
 class TrainSpec(Section):
     """The inner optimization: AdamW or Muon, clipped, warm-up and cosine over the run's progress."""
 
-    total_steps: Positive = 60_000
-    batch_size: Size = 16  # sequences an inner step of one peer
-    learning_rate: PositiveFloat = 1e-3
-    min_learning_rate: Annotated[float, Field(ge=0, le=1)] = 0.1  # share of learning_rate left at the end
-    warmup_steps: Annotated[int, Field(ge=0)] = 100
-    weight_decay: NonNegative = 0.0
-    clip_norm: PositiveFloat = 1.0
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    inner_optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for hidden matrices, with AdamW for the rest
-    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    total_steps: Annotated[
+        Positive, about("inner steps of one peer; the schedule of the learning rate covers them")
+    ] = 60_000
+    batch_size: Annotated[Size, about("sequences an inner step of one peer")] = 16
+    learning_rate: Annotated[PositiveFloat, about("peak of the schedule; the replicas spread more with it")] = 1e-3
+    min_learning_rate: Annotated[
+        float, Field(ge=0, le=1), about("share of the peak that is left at the end of the cosine")
+    ] = 0.1
+    warmup_steps: Annotated[int, Field(ge=0), about("inner steps of linear warm-up")] = 100
+    weight_decay: Annotated[NonNegative, about("of matrices; the paper uses none")] = 0.0
+    clip_norm: Annotated[PositiveFloat, about("largest norm of a gradient")] = 1.0
+    adam_beta1: Annotated[float, Field(ge=0, lt=1), about("decay of the first moment")] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1), about("decay of the second moment")] = 0.95
+    inner_optimizer: Annotated[
+        Literal["adamw", "muon"],
+        about("adamw; muon = Muon for hidden matrices, AdamW for embeddings, head and vectors"),
+    ] = "adamw"
+    muon_momentum: Annotated[float, Field(ge=0, lt=1), about("of Muon alone")] = 0.95
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> TrainSpec:
@@ -209,16 +253,30 @@ class TrainSpec(Section):
 class OuterSpec(Section):
     """The NoLoCo outer step (arXiv 2506.10911): who mixes what, how strongly, how long one waits for it."""
 
-    inner_steps: Positive | Literal["auto"] = 50  # auto: each peer's own, from what its link carries
-    min_inner_steps: Positive = 5  # bounds of "auto"
-    max_inner_steps: Positive = 200
-    alpha: Annotated[float, Field(ge=0, lt=1)] = 0.0  # 0 1 1 averages the pair, and did best (docs/results.md)
-    beta: PositiveFloat = 1.0  # paper: 0.5 0.7 0.7
-    gamma: PositiveFloat = 1.0
-    swap_momentum: bool = True
-    weigh_tokens: bool = False  # the mean of two outer gradients counts each by the tokens behind it; paper: false
-    max_wait_s: NonNegative = 60.0
-    closing_rounds: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = "auto"  # at the end; paper: 0
+    inner_steps: Annotated[
+        Positive | Literal["auto"],
+        about('inner steps a round; fewer mix better and send more; "auto" = as few as the link carries'),
+    ] = 50
+    min_inner_steps: Annotated[Positive, about('bounds of inner_steps = "auto"')] = 5
+    max_inner_steps: Annotated[Positive, about('the longest round of "auto", however slow the link')] = 200
+    alpha: Annotated[
+        float, Field(ge=0, lt=1), about("outer momentum kept from round to round; 0 did best, paper: 0.5")
+    ] = 0.0
+    beta: Annotated[PositiveFloat, about("strength of the outer gradient; paper: 0.7")] = 1.0
+    gamma: Annotated[
+        PositiveFloat, about("pull towards the partner's weights; about 1 - alpha^2, and bounded (checked); paper: 0.7")
+    ] = 1.0
+    swap_momentum: Annotated[bool, about("average outer momentum too; false = the paper's exact rule")] = True
+    weigh_tokens: Annotated[
+        bool, about("true = each of two outer gradients counts by the tokens behind it; paper: false")
+    ] = False
+    max_wait_s: Annotated[
+        NonNegative, about("seconds to wait for a partner's gradient at the end of a round, before going on without it")
+    ] = 60.0
+    closing_rounds: Annotated[
+        Annotated[int, Field(ge=0, le=64)] | Literal["auto"],
+        about('rounds of mixing alone when training is done; "auto" = log2 of the peers, and 3 more'),
+    ] = "auto"
 
     @property
     def is_auto(self) -> bool:
@@ -294,9 +352,11 @@ class OuterSpec(Section):
 class CodecSpec(Section):
     """How each section of a swap is coded."""
 
-    slow_weights: StateCodecName = "bf16"
-    outer_momentum: StateCodecName = "bf16"
-    outer_gradient: CodecName = "int8"
+    slow_weights: Annotated[
+        StateCodecName, about("int8 or better; modulo8 has int8's bytes and is far more exact; modulo4 half of them")
+    ] = "bf16"
+    outer_momentum: Annotated[StateCodecName, about("bf16 or modulo8 recommended")] = "bf16"
+    outer_gradient: Annotated[CodecName, about("int8 loses nothing in published runs, int4 hardly anything")] = "int8"
 
     @model_validator(mode="after")
     def _weights_need_bits(self) -> CodecSpec:
@@ -308,19 +368,24 @@ class CodecSpec(Section):
 class EvaluateSpec(Section):
     """Perplexity on the same held-out sequences for every peer."""
 
-    every_rounds: Positive = 10
-    num_sequences: Size = 64
+    every_rounds: Annotated[Positive, about("rounds between two evaluations")] = 10
+    num_sequences: Annotated[Size, about("held-out sequences an evaluation")] = 64
 
 
 class PipelineSpec(Section):
     """A model that is larger than a peer: each peer holds one of `stages` runs of blocks; with 1 it holds all."""
 
-    stages: Annotated[int, Field(ge=1, le=MAX_STAGES)] = 1
-    cut: tuple[int, ...] | Literal["auto"] = "auto"  # blocks of each stage; `noloco init` replaces "auto" by numbers
-    microbatch: Size = 1  # sequences that travel together
-    activations: CodecName = "int8"
-    gradients: CodecName = "int8"  # of activations, on their way back
-    routing: Literal["random", "fast"] = "random"
+    stages: Annotated[int, Field(ge=1, le=MAX_STAGES), about("1 = every peer holds the whole model")] = 1
+    cut: Annotated[
+        tuple[int, ...] | Literal["auto"],
+        about('number of blocks of each stage; stage 0 also holds the vocabulary; "auto" = not cut yet'),
+    ] = "auto"
+    microbatch: Annotated[Size, about("sequences that travel through the stages together")] = 1
+    activations: Annotated[CodecName, about(f"codec of what a stage sends to the next one: {CODECS}")] = "int8"
+    gradients: Annotated[CodecName, about("codec of the gradients of activations, which travel back")] = "int8"
+    routing: Annotated[
+        Literal["random", "fast"], about("replica that a microbatch goes to: random, or by measured rate (fast)")
+    ] = "random"
 
     @field_validator("cut", mode="before")
     @classmethod
@@ -346,11 +411,23 @@ class Spec(Section):
     `RunSpec` is that of a training script, `TrainerSpec` that of `noloco join`.
     """
 
-    version: Literal[1] = SPEC_VERSION
-    name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    run_key: Annotated[str, Field(pattern=r"^(12D3KooW[1-9A-HJ-NP-Za-km-z]{44})?$")] = ""  # of a private run
-    outer: OuterSpec = OuterSpec()
-    codec: CodecSpec = CodecSpec()
+    version: Annotated[Literal[1], about("format of this file")] = SPEC_VERSION
+    name: Annotated[
+        str,
+        Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"),
+        about("letters, digits, . _ -; the run is known by this name and a digest of all settings"),
+    ]
+    run_key: Annotated[
+        str,
+        Field(pattern=r"^(12D3KooW[1-9A-HJ-NP-Za-km-z]{44})?$"),
+        about('signs the invitations to a private run; `noloco init --private` makes it; "" = everybody may enter'),
+    ] = ""
+    outer: Annotated[
+        OuterSpec, about("The NoLoCo outer step (arXiv 2506.10911): mixing with one random live peer after each round.")
+    ] = OuterSpec()
+    codec: Annotated[
+        CodecSpec, about(f"How vectors travel: {CODECS}; slow weights and momentum also {STATE_CODECS}.")
+    ] = CodecSpec()
 
     @property
     def schedule_steps(self) -> int:
@@ -450,7 +527,7 @@ class Spec(Section):
 class RunSpec(Spec):
     """The run of a training script, whose model, data and inner optimizer are its own and stand in no spec."""
 
-    total_steps: Positive = 60_000
+    total_steps: Annotated[Positive, about("inner steps of one peer; its progress counts them")] = 60_000
 
     @property
     def schedule_steps(self) -> int:
@@ -460,11 +537,18 @@ class RunSpec(Spec):
 class TrainerSpec(Spec):
     """The run of a language model that `noloco join` trains."""
 
-    model: ModelSpec = ModelSpec()
-    data: DataSpec = DataSpec()
-    train: TrainSpec = TrainSpec()
-    evaluate: EvaluateSpec = EvaluateSpec()
-    pipeline: PipelineSpec = PipelineSpec()
+    model: Annotated[ModelSpec, about("A Llama made from sizes, or any causal language model by name.")] = ModelSpec()
+    data: Annotated[
+        DataSpec, about("What the swarm reads. A spec names data and never holds a path: paths belong to one machine.")
+    ] = DataSpec()
+    train: Annotated[TrainSpec, about("The inner optimization of each peer.")] = TrainSpec()
+    evaluate: Annotated[EvaluateSpec, about("Perplexity on the same held-out sequences for all peers.")] = (
+        EvaluateSpec()
+    )
+    pipeline: Annotated[
+        PipelineSpec,
+        about("Stages, for a model that is larger than a peer; `noloco init --stages N` writes this section."),
+    ] = PipelineSpec()
 
     @model_validator(mode="after")
     def _stages_fit_the_model(self) -> TrainerSpec:

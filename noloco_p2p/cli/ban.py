@@ -6,22 +6,24 @@ from typing import Annotated
 
 import typer
 
-from noloco_p2p.cli.options import Json, StateDir, parse_duration, print_json
+from noloco_p2p.cli.options import Json, parse_duration, print_json, takes_settings
+from noloco_p2p.settings import PeerSettings
 
 
+@takes_settings("state_dir")
 def ban(
     peer_id: Annotated[str | None, typer.Argument(help="12D3Koo...; without one the list is shown.")] = None,
     reason: Annotated[str, typer.Option(help="Told to the peer and in the log.")] = "by the owner of this peer",
     for_: Annotated[str, typer.Option("--for", help="30min, 12h, 7d: it ends by itself.")] = "7d",
     lift: Annotated[bool, typer.Option("--lift", help="End the ban.")] = False,
-    state_dir: StateDir = None,
+    *,
+    settings: PeerSettings,
     as_json: Json = False,
 ) -> None:
     """Keep a peer out of this one, or show who is. Local, and taken up by a peer that runs."""
     from noloco_p2p.bans import BanList
-    from noloco_p2p.settings import PeerSettings
 
-    bans = BanList(PeerSettings.load({"state_dir": state_dir}).state_dir / "bans.json")
+    bans = BanList(settings.state_dir / "bans.json")
     if peer_id and lift:
         print(f"{peer_id} is not banned any more" if bans.lift(peer_id) else f"{peer_id} was not banned")
     elif peer_id:

@@ -13,20 +13,18 @@ import typer
 
 from noloco_p2p.cli import entry
 from noloco_p2p.cli.collection import spare_what_is_loaded
-from noloco_p2p.cli.options import Announce, Bootstrap, Listen, StateDir
+from noloco_p2p.cli.options import takes_settings
+from noloco_p2p.settings import PeerSettings
 
 if TYPE_CHECKING:
     from noloco_p2p.control import ControlServer
     from noloco_p2p.identity import Identity
-    from noloco_p2p.settings import PeerSettings
     from noloco_p2p.swarm.dht import SwarmDirectory
 
 
+@takes_settings("listen", "announce", "state_dir", "bootstrap")
 def bootstrap(
-    listen: Listen = None,
-    announce: Announce = None,
-    state_dir: StateDir = None,
-    bootstrap: Bootstrap = None,
+    settings: PeerSettings,
     address_file: Annotated[
         Path | None,
         typer.Option(help="Write the address to enter through here, for --bootstrap @FILE.", show_default=False),
@@ -38,11 +36,7 @@ def bootstrap(
     from noloco_p2p.control import FolderLock
     from noloco_p2p.identity import Identity
     from noloco_p2p.peer.ports import check_free
-    from noloco_p2p.settings import PeerSettings
 
-    flags = {"listen": listen, "announce": announce, "state_dir": state_dir}
-    addresses = tuple(entry.resolve(address) for address in bootstrap or ())
-    settings = PeerSettings.load({**flags, "bootstrap": addresses or None})
     entry.check_writable(address_file, flag="--address-file")
     lock = FolderLock(settings.state_dir)
     lock.acquire()

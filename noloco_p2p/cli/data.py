@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from noloco_p2p.cli.options import Data, Json, Model, print_json
+from noloco_p2p.cli.options import Json, print_json, takes_settings
+from noloco_p2p.settings import PeerSettings
 
 if TYPE_CHECKING:
     from noloco_p2p.data.check import DataReport
@@ -26,20 +27,17 @@ def _data() -> None:
 
 
 @app.command()
+@takes_settings("data", "models")
 def check(
     file: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The run spec.")],
-    data: Data = None,
-    model: Model = None,
+    settings: PeerSettings,
     full: Annotated[bool, typer.Option("--full", help="Read every file to its end, not its first rows only.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show samples, tokens a second, and what is wrong with the files. Exit code 1 when something is."""
-    from noloco_p2p.settings import PeerSettings, parse_bindings, parse_folders
     from noloco_p2p.spec import TrainerSpec
 
     spec = TrainerSpec.load(file)
-    flags = {"data": parse_bindings(data) if data else None, "models": parse_folders(model) if model else None}
-    settings = PeerSettings.load(flags)
     from noloco_p2p.data.check import check_data
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from noloco_p2p.cli import entry
-from noloco_p2p.cli.options import Announce, Data, Json, Listen, MaxDownload, MaxUpload, Model, StateDir, print_json
+from noloco_p2p.cli.options import Json, print_json, takes_settings
+from noloco_p2p.settings import PeerSettings
 
 if TYPE_CHECKING:
     from noloco_p2p.doctor.check import Check
-    from noloco_p2p.settings import PeerSettings
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket
 
 
+@takes_settings("listen", "announce", "max_upload", "max_download", "state_dir", "data", "models")
 def doctor(
     run: Annotated[
         str | None,
@@ -24,31 +25,14 @@ def doctor(
             help="A run: examines what it needs, and of a ticket (or @FILE with one) the way to it, too.",
         ),
     ] = None,
-    listen: Listen = None,
-    announce: Announce = None,
-    max_upload: MaxUpload = None,
-    max_download: MaxDownload = None,
-    state_dir: StateDir = None,
-    data: Data = None,
-    model: Model = None,
+    *,
+    settings: PeerSettings,
     as_json: Json = False,
 ) -> None:
     """Examine this machine, and its way to a run. Exit code 1 when something would keep a peer from training."""
-    from noloco_p2p.settings import PeerSettings, parse_bindings, parse_folders
     from noloco_p2p.ticket import Ticket
 
     examined = entry.opened(entry.ticket_in(run)) if run else None
-    settings = PeerSettings.load(
-        {
-            "listen": listen,
-            "announce": announce,
-            "max_upload": max_upload,
-            "max_download": max_download,
-            "state_dir": state_dir,
-            "data": parse_bindings(data) if data else None,
-            "models": parse_folders(model) if model else None,
-        }
-    )
     import uvloop
 
     from noloco_p2p.doctor.check import is_healthy, report

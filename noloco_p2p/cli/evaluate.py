@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
-from noloco_p2p.cli.options import Data, Json, Model, print_json
+from noloco_p2p.cli.options import Json, print_json, takes_settings
+from noloco_p2p.settings import PeerSettings
 
 
+@takes_settings("data", "models", "device")
 def evaluate(
     checkpoints: Annotated[
         list[Path],
@@ -17,23 +19,14 @@ def evaluate(
             metavar="CHECKPOINT...", help="Checkpoints, or folders of runs; of several also their mean is judged."
         ),
     ],
-    data: Data = None,
-    model: Model = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda:N.", show_default="auto")] = None,
+    settings: PeerSettings,
     as_json: Json = False,
 ) -> None:
     """Perplexity on the held-out sequences of the run: of each peer's weights, and of the merged model."""
     from noloco_p2p.peer.kept import check_checkpoint_folder
-    from noloco_p2p.settings import PeerSettings, parse_bindings, parse_folders
 
     for folder in checkpoints:
         check_checkpoint_folder(folder)
-    flags = {
-        "data": parse_bindings(data) if data else None,
-        "models": parse_folders(model) if model else None,
-        "device": device,
-    }
-    settings = PeerSettings.load(flags)
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.trainer.evaluate import perplexity

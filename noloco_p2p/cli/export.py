@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from noloco_p2p.cli.options import Model
+from noloco_p2p.cli.options import takes_settings
 from noloco_p2p.errors import SettingsError
+from noloco_p2p.settings import PeerSettings
 
 if TYPE_CHECKING:
     from noloco_p2p.spec import TrainerSpec
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from noloco_p2p.trainer.merge import LiveRun, TakenState
 
 
+@takes_settings("models")
 def export(
     source: Annotated[
         str, typer.Argument(metavar="CHECKPOINT|TICKET", help="A checkpoint folder; a ticket with --merge.")
@@ -24,14 +26,14 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The Hugging Face folder to write.")],
     merge: Annotated[bool, typer.Option("--merge", help="Average the slow weights of live peers.")] = False,
     adapters: Annotated[bool, typer.Option("--adapters", help="LoRA: write the adapters alone, for peft.")] = False,
-    model: Model = None,
+    *,
+    settings: PeerSettings,
     sample: Annotated[
         int | None, typer.Option(help="With --merge: of so many peers.", show_default="all", min=1)
     ] = None,
 ) -> None:
     """Write a model folder for transformers, from a checkpoint or from the live swarm."""
     from noloco_p2p.peer.kept import check_checkpoint_folder
-    from noloco_p2p.settings import PeerSettings, parse_folders
     from noloco_p2p.ticket import Ticket, is_ticket
 
     if merge != is_ticket(source):
@@ -40,7 +42,7 @@ def export(
         check_checkpoint_folder(Path(source))
     if sample and not merge:
         raise SettingsError("--sample goes with --merge")
-    folders = PeerSettings.load({"models": parse_folders(model) if model else None}).models
+    folders = settings.models
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.trainer.export import check_export_folder

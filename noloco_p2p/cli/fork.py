@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
-from noloco_p2p.cli.options import Changes, Model, StateDir, parse_changes
+from noloco_p2p.cli.options import Changes, parse_changes, takes_settings
 from noloco_p2p.errors import CheckpointError, SettingsError
+from noloco_p2p.settings import PeerSettings
 
 
+@takes_settings("models", "state_dir")
 def fork(
     source: Annotated[str, typer.Argument(metavar="SPEC.toml|TICKET", help="The run to fork.")],
     new: Annotated[Path, typer.Argument(metavar="NEW.toml", help="Where to write the spec of the new run.")],
@@ -18,14 +20,13 @@ def fork(
     checkpoint: Annotated[
         Path | None, typer.Option(help="Take this checkpoint instead of the newest.", show_default=False)
     ] = None,
-    model: Model = None,
-    state_dir: StateDir = None,
+    *,
+    settings: PeerSettings,
 ) -> None:
     """Start a new run from where another one stands, with changed settings.
 
     A spec file takes the newest checkpoint on this machine, a ticket the state of a live peer: the middle one of five.
     """
-    from noloco_p2p.settings import PeerSettings, parse_folders
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket, is_ticket
 
@@ -36,7 +37,6 @@ def fork(
     for key in values:
         if key.startswith("model."):
             raise SettingsError(f"--set {key}: a fork keeps the model of the run, as it starts from its weights")
-    settings = PeerSettings.load({"state_dir": state_dir, "models": parse_folders(model) if model else None})
     folder, folders = settings.state_dir, settings.models
     entry = Ticket.decode(source) if is_ticket(source) else TrainerSpec.load(source)
     if isinstance(entry, TrainerSpec):
@@ -69,5 +69,5 @@ def fork(
     new.write_text(render(spec), encoding="utf-8")
     for notice in state.notices():
         print(notice)
-    join = f"noloco join {new}" + (f" --state-dir {state_dir}" if state_dir else "")
+    join = f"noloco join {new}" + (f" --state-dir {folder}" if settings.origins()["state_dir"] == "flag" else "")
     print(f"wrote {new}: run {spec.name}, from the state of {old.name}; start it with: {join}")

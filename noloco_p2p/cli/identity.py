@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from noloco_p2p.cli.options import Json, StateDir, print_json
+from noloco_p2p.cli.options import Json, print_json, takes_settings
+from noloco_p2p.settings import PeerSettings
 
 
-def identity(state_dir: StateDir = None, as_json: Json = False) -> None:
+@takes_settings("state_dir")
+def identity(settings: PeerSettings, as_json: Json = False) -> None:
     """Show the identity of this peer, or create it."""
     from noloco_p2p.identity import Identity
-    from noloco_p2p.settings import PeerSettings
 
-    folder = PeerSettings.load({"state_dir": state_dir}).state_dir
-    path = folder / "identity.key"
+    path = settings.state_dir / "identity.key"
     peer_id = Identity.load_or_create(path).peer_id
     if as_json:
         print_json({"peer_id": peer_id, "key_file": str(path)})

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from noloco_p2p.cli.options import Model
+from noloco_p2p.cli.options import takes_settings
 from noloco_p2p.errors import SettingsError
+from noloco_p2p.settings import PeerSettings
 
 if TYPE_CHECKING:
     from noloco_p2p.spec import TrainerSpec
 
 
+@takes_settings("models")
 def init(
     file: Annotated[Path, typer.Argument(help="Where to write the run spec.")] = Path("run.toml"),
     preset: Annotated[
@@ -30,12 +32,12 @@ def init(
     pretrained: Annotated[
         str | None, typer.Option(metavar="NAME", help="Model and tokenizer to start from.", show_default=False)
     ] = None,
-    model: Model = None,
+    *,
+    settings: PeerSettings,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a commented run spec."""
     from noloco_p2p.presets import PRESETS, describe_size, render
-    from noloco_p2p.settings import parse_folders
 
     if preset not in PRESETS:
         raise SettingsError(f"--preset {preset}: must be one of {', '.join(PRESETS)}")
@@ -49,7 +51,7 @@ def init(
         spec = spec.with_changes(changes, origin="--pretrained")
     needs: list[str] = []
     if stages > 1:
-        spec, needs = _in_stages(spec, stages, parse_folders(model or []))
+        spec, needs = _in_stages(spec, stages, settings.models)
     key_file = file.with_suffix(".key")
     if private:
         spec = spec.with_changes({"run_key": _run_key(key_file)}, origin="--private")

@@ -15,21 +15,22 @@ import typer
 from noloco_p2p.cli import entry
 from noloco_p2p.cli import gpus as gpus_of_peer
 from noloco_p2p.cli.collection import spare_what_is_loaded
-from noloco_p2p.cli.options import Announce, Bootstrap, Data, Listen, MaxDownload, MaxUpload, Model, StateDir
+from noloco_p2p.cli.options import takes_settings
 from noloco_p2p.errors import Left, RankError
+from noloco_p2p.settings import PeerSettings
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from noloco_p2p.cli.gpus import Place
     from noloco_p2p.peer.peer import Peer
-    from noloco_p2p.settings import PeerSettings
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
 
+@takes_settings()
 def join(
     run: Annotated[
         str,
@@ -37,116 +38,12 @@ def join(
             metavar="SPEC.toml|TICKET", help="A run spec starts a run, a ticket (or @FILE with one) enters one."
         ),
     ],
-    listen: Listen = None,
-    announce: Announce = None,
-    device: Annotated[
-        str | None, typer.Option(help="auto, cpu, cuda:N (NVIDIA, AMD) or mps (Apple).", show_default="auto")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(help="Torch threads.", show_default="torch decides")] = None,
-    max_steps: Annotated[int | None, typer.Option(help="Leave after so many inner steps.", show_default=False)] = None,
-    gpus: Annotated[int | None, typer.Option(help="GPUs that share the model of this peer.", show_default="1")] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            help="bf16 or fp32, of forward and backward; auto: bf16 on GPUs that are fast at it.", show_default="auto"
-        ),
-    ] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Sequences at a time.", show_default="as many as fit")] = None,
-    compile: Annotated[bool | None, typer.Option("--compile", help="Compile the model (torch.compile).")] = None,
-    activation_checkpointing: Annotated[
-        bool | None, typer.Option("--activation-checkpointing", help="Less memory for a third more computing.")
-    ] = None,
-    offload_optimizer: Annotated[
-        bool | None, typer.Option("--offload-optimizer", help="Moments in main memory, for small cards.")
-    ] = None,
-    keep_checkpoints: Annotated[int | None, typer.Option(help="Checkpoints kept.", show_default="2")] = None,
-    save_every_rounds: Annotated[
-        int | None, typer.Option(help="Rounds between checkpoints.", show_default="10")
-    ] = None,
-    max_upload: MaxUpload = None,
-    max_download: MaxDownload = None,
-    max_loss_rise: Annotated[
-        float | None,
-        typer.Option(
-            metavar="NATS",
-            help="Undo a swap that raises the loss on a batch of one's own by more; costs two forward passes a round.",
-            show_default="no check",
-        ),
-    ] = None,
-    state_dir: StateDir = None,
-    data: Data = None,
-    model: Model = None,
-    tracker: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="tensorboard or wandb, beside the JSONL that is always written; may be repeated.", show_default=False
-        ),
-    ] = None,
-    bootstrap: Bootstrap = None,
-    metrics: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Serve /metrics for Prometheus.", show_default=False)
-    ] = None,
-    stage: Annotated[
-        int | None,
-        typer.Option(
-            help="Hold this stage of a run with stages; 0 reads the data.", show_default="one that is needed", min=0
-        ),
-    ] = None,
-    revive_from: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="CHECKPOINT|EXPORT",
-            help="With --stage: go on from these weights if nobody holds that stage any more.",
-            show_default=False,
-        ),
-    ] = None,
-    max_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Main memory that this peer may use, for example 8GB.", show_default="all of it"
-        ),
-    ] = None,
-    run_key: Annotated[
-        Path | None,
-        typer.Option(help="The key of a private run, of `noloco init --private`.", show_default=False),
-    ] = None,
+    settings: PeerSettings,
     ticket_file: Annotated[
         Path | None, typer.Option(help="Write the ticket of this peer here, for join @FILE.", show_default=False)
     ] = None,
 ) -> None:
     """Start or enter a run, and train. The same command again resumes. Ctrl-C leaves politely."""
-    from noloco_p2p.settings import PeerSettings, parse_bindings, parse_folders
-
-    settings = PeerSettings.load(
-        {
-            "listen": listen,
-            "announce": announce,
-            "device": device,
-            "threads": threads,
-            "max_steps": max_steps,
-            "gpus": gpus,
-            "precision": precision,
-            "micro_batch": micro_batch,
-            "compile": compile,
-            "activation_checkpointing": activation_checkpointing,
-            "offload_optimizer": offload_optimizer,
-            "save_every_rounds": save_every_rounds,
-            "keep_checkpoints": keep_checkpoints,
-            "max_upload": max_upload,
-            "max_download": max_download,
-            "max_loss_rise": max_loss_rise,
-            "state_dir": state_dir,
-            "data": parse_bindings(data) if data else None,
-            "models": parse_folders(model) if model else None,
-            "trackers": tuple(tracker) if tracker else None,
-            "bootstrap": tuple(entry.resolve(address) for address in bootstrap) if bootstrap else None,
-            "metrics": metrics,
-            "stage": stage,
-            "revive_from": revive_from.absolute() if revive_from else None,
-            "max_memory": max_memory,
-            "run_key": run_key.absolute() if run_key else None,
-        }
-    )
     place = gpus_of_peer.place()
     if place and place.rank:
         return _follow(place, settings)

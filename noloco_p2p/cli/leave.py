@@ -7,18 +7,19 @@ from typing import Annotated
 
 import typer
 
-from noloco_p2p.cli.options import StateDir
+from noloco_p2p.cli.options import takes_settings
+from noloco_p2p.settings import PeerSettings
 
 
+@takes_settings("state_dir")
 def leave(
-    state_dir: StateDir = None,
+    settings: PeerSettings,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait until it has gone.")] = 120.0,
 ) -> None:
     """Ask the peer on this machine to leave politely, and wait until it has gone."""
     from noloco_p2p.control import FolderLock, ask
-    from noloco_p2p.settings import PeerSettings
 
-    folder = PeerSettings.load({"state_dir": state_dir}).state_dir
+    folder = settings.state_dir
     reply = ask(folder, "leave")
     lock, until_s = FolderLock(folder), time.monotonic() + timeout_s
     if reply is None:

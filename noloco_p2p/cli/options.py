@@ -2,61 +2,72 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import tomllib
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any, cast, get_type_hints
 
 import typer
+from pydantic.fields import FieldInfo
 
+from noloco_p2p.cli import entry
 from noloco_p2p.errors import SettingsError
+from noloco_p2p.settings import Flag, kind_of
 
-StateDir = Annotated[
-    Path | None,
-    typer.Option(
-        help="Where identity, checkpoints and logs live.  [default: ~/.local/state/noloco]", show_default=False
-    ),
-]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Listen = Annotated[
-    str | None,
-    typer.Option(
-        help="HOST:PORT; PORT is gRPC, PORT+1 libp2p; 0 takes two free ports.  [default: 0.0.0.0:31337]",
-        show_default=False,
-    ),
-]
-Announce = Annotated[
-    str | None,
-    typer.Option(help="HOST[:PORT] that others dial, where it is not what --listen says.", show_default=False),
-]
-Bootstrap = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Address of a peer to enter through (/ip4/../tcp/../p2p/.., or @FILE with one); may be repeated.",
-        show_default=False,
-    ),
-]
-MaxUpload = Annotated[
-    str | None,
-    typer.Option(help="Cap on what swaps and fetches send together, for example 40mbit or 5MB/s.", show_default="none"),
-]
-MaxDownload = Annotated[
-    str | None, typer.Option(help="The same for what they receive, for example 100mbit.", show_default="none")
-]
-Data = Annotated[
-    list[str] | None,
-    typer.Option(help="NAME=GLOB: where the data set that the spec calls NAME lies here.", show_default=False),
-]
-Model = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="NAME=FOLDER: where the model or tokenizer that the spec calls NAME lies here.", show_default=False
-    ),
-]
 Changes = Annotated[
     list[str] | None, typer.Option("--set", help="KEY=VALUE, for example outer.alpha=0.3; may be repeated.")
 ]
+
+
+def takes_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb the flags of these settings, or of all, in the place of its parameter `settings`.
+
+    The verb gets them merged with the other sources, in an instance of the class that annotates the parameter.
+    """
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(verb, include_extras=True)
+        fields = hints["settings"].model_fields
+        flags = {name: Flag.of(name, fields[name]) for name in names or fields}
+
+        @wraps(verb)
+        def run(**arguments: Any) -> None:
+            given = {name: _given(arguments.pop(name), flag) for name, flag in flags.items()}
+            verb(**arguments, settings=hints["settings"].load(given))
+
+        parameters: list[inspect.Parameter] = []
+        for own in inspect.signature(verb).parameters.values():
+            if own.name == "settings":
+                parameters += [_option(name, fields[name]) for name in flags]
+            else:
+                parameters.append(own.replace(kind=own.KEYWORD_ONLY, annotation=hints[own.name]))
+        cast("Any", run).__signature__ = inspect.Signature(parameters)
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
+
+
+def _option(name: str, field: FieldInfo) -> inspect.Parameter:
+    flag, kind = Flag.of(name, field), kind_of(field.annotation)
+    kind = list[str] if kind in (tuple, dict) else kind
+    text = f"{field.description}  [default: {flag.default}]" if flag.default else field.description
+    option = typer.Option(flag.name, metavar=flag.metavar, help=text, show_default=False)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+def _given(value: Any, flag: Flag) -> Any:
+    """What Typer read -> what the field takes; None = the flag was not given. Raises SettingsError."""
+    if not isinstance(value, list):
+        return value
+    words = [entry.resolve(word) for word in value] if flag.takes_file else value
+    return flag.parse(words) if words else None
 
 
 def parse_duration(text: str, *, flag: str) -> float:

@@ -8,15 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from noloco_p2p.cli.options import StateDir
+from noloco_p2p.cli.options import takes_settings
+from noloco_p2p.settings import PeerSettings
 
 Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait until it has happened.")]
 POLL_S = 0.1
 
 
-def pause(state_dir: StateDir = None, timeout_s: Timeout = 120.0) -> None:
+@takes_settings("state_dir")
+def pause(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
     """Let the peer on this machine stand still after its inner step: it keeps its state in memory, and its place."""
-    folder, reply = _ask(state_dir, "pause")
+    folder, reply = _ask(settings.state_dir, "pause")
     if reply["refusal"]:
         print(f"the peer (process {reply['pid']}) cannot pause: {reply['refusal']}")
         raise typer.Exit(1)
@@ -27,9 +29,10 @@ def pause(state_dir: StateDir = None, timeout_s: Timeout = 120.0) -> None:
     print("the peer is paused: it trains and swaps no more until `noloco resume`")
 
 
-def resume(state_dir: StateDir = None, timeout_s: Timeout = 120.0) -> None:
+@takes_settings("state_dir")
+def resume(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
     """Let a paused peer go on; it catches up first when the swarm has moved far on."""
-    folder, reply = _ask(state_dir, "resume")
+    folder, reply = _ask(settings.state_dir, "resume")
     if not reply["was_asked"]:
         print(f"the peer is not paused: it is {reply['state']}")
         return
@@ -37,12 +40,10 @@ def resume(state_dir: StateDir = None, timeout_s: Timeout = 120.0) -> None:
     print("the peer trains again")
 
 
-def _ask(state_dir: Path | None, verb: str) -> tuple[Path, dict[str, Any]]:
+def _ask(folder: Path, verb: str) -> tuple[Path, dict[str, Any]]:
     """(state folder, answer); exit code 1 when there is no peer to ask."""
     from noloco_p2p.control import FolderLock, ask
-    from noloco_p2p.settings import PeerSettings
 
-    folder = PeerSettings.load({"state_dir": state_dir}).state_dir
     reply = ask(folder, verb)
     if reply is None:
         is_starting = FolderLock(folder).is_held()

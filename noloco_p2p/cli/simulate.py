@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from noloco_p2p.cli.options import Changes, Data, parse_changes
+from noloco_p2p.cli.options import Changes, parse_changes, takes_settings
 from noloco_p2p.errors import SettingsError
+from noloco_p2p.settings import PeerSettings
 
 if TYPE_CHECKING:
     from noloco_p2p.simulate.plan import Plan
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from noloco_p2p.spec import TrainerSpec
 
 
+@takes_settings("data")
 def simulate(
     file: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The run spec.")],
     replicas: Annotated[
@@ -72,7 +74,8 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Of pairing, faults and start weights.", min=0)] = 0,
     threads: Annotated[int, typer.Option(help="Threads of torch; the bits depend on it.", min=1)] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda:N, mps or auto; same bits each time on a CPU only.")] = "cpu",
-    data: Data = None,
+    *,
+    settings: PeerSettings,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write results as JSON.", show_default=False)
     ] = None,
@@ -81,7 +84,6 @@ def simulate(
     ] = None,
 ) -> None:
     """Train many replicas in one process on a virtual clock: loss, spread, bytes and hours before anybody pays."""
-    from noloco_p2p.settings import parse_bindings
     from noloco_p2p.simulate.plan import Plan, parse_churn, parse_links, parse_speeds
     from noloco_p2p.simulate.stage_plan import StagedPlan, by_stage, parse_paths, parse_replicas
     from noloco_p2p.spec import TrainerSpec
@@ -93,7 +95,6 @@ def simulate(
     num_stages = stages or spec.pipeline.stages
     num_replicas = parse_replicas(replicas, num_stages=num_stages)
     names = [name.strip() for name in rules.split(",")]
-    bindings = parse_bindings(data or [])
     if num_stages > 1:
         pipeline = StagedPlan(
             num_replicas,
@@ -109,7 +110,7 @@ def simulate(
         )
         if plot or device != "cpu":
             raise SettingsError("--plot and --device cannot be used with stages")
-        _simulate_stages(spec, pipeline, names, bindings=bindings, threads=threads, json_file=json_file)
+        _simulate_stages(spec, pipeline, names, bindings=settings.data, threads=threads, json_file=json_file)
         return
     if window or lose or late_steps or paths != "random":
         raise SettingsError("--window, --lose, --late-steps and --paths need --stages")
@@ -122,7 +123,7 @@ def simulate(
         churn=parse_churn(churn, num_replicas=num_replicas[0]),
     )
     _simulate_whole(
-        spec, plan, names, bindings=bindings, threads=threads, device=device, json_file=json_file, plot=plot
+        spec, plan, names, bindings=settings.data, threads=threads, device=device, json_file=json_file, plot=plot
     )
 
 

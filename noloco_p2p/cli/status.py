@@ -6,17 +6,18 @@ from typing import Any
 
 import typer
 
-from noloco_p2p.cli.options import Json, StateDir, print_json
+from noloco_p2p.cli.options import Json, print_json, takes_settings
+from noloco_p2p.settings import PeerSettings
 from noloco_p2p.telemetry.console import count, duration, loss, mib, named, numbered_stages
 from noloco_p2p.telemetry.progress import line as progress_line
 
 
-def status(state_dir: StateDir = None, as_json: Json = False) -> None:
+@takes_settings("state_dir")
+def status(settings: PeerSettings, as_json: Json = False) -> None:
     """Show what the peer on this machine is doing. Exit code 1 when none runs."""
     from noloco_p2p.control import FolderLock, ask
-    from noloco_p2p.settings import PeerSettings
 
-    folder = PeerSettings.load({"state_dir": state_dir}).state_dir
+    folder = settings.state_dir
     reply = ask(folder, "status")
     if reply is None:
         is_starting = FolderLock(folder).is_held()

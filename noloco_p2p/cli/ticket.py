@@ -10,34 +10,31 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from noloco_p2p.cli.options import StateDir, parse_duration
+from noloco_p2p.cli.options import parse_duration, takes_settings
 from noloco_p2p.errors import SettingsError
+from noloco_p2p.settings import PeerSettings
 
 if TYPE_CHECKING:
     from noloco_p2p.ticket import Ticket
 
 
+@takes_settings("state_dir", "run_key")
 def ticket(
-    state_dir: StateDir = None,
+    settings: PeerSettings,
     expires: Annotated[
         str | None, typer.Option(help="Invite for so long: 30min, 12h, 7d. Private runs only.", show_default=False)
-    ] = None,
-    run_key: Annotated[
-        Path | None, typer.Option(help="The key of the private run, to make an invitation.", show_default=False)
     ] = None,
 ) -> None:
     """Print a ticket of the run that the peer on this machine is in, with the doors that are open now."""
     from noloco_p2p.control import ask
-    from noloco_p2p.settings import PeerSettings
     from noloco_p2p.ticket import Ticket
 
-    settings = PeerSettings.load({"state_dir": state_dir, "run_key": run_key})
     reply = ask(settings.state_dir, "status")
     if reply is None or "ticket" not in reply:
         print(f"no peer of a run runs in {settings.state_dir}")
         raise typer.Exit(1)
     found = Ticket.decode(reply["ticket"])
-    if expires or run_key or _opens(settings.run_key, found):
+    if expires or settings.origins()["run_key"] == "flag" or _opens(settings.run_key, found):
         found = _invited(found, settings.run_key, parse_duration(expires or "7d", flag="--expires"))
     print(found.encode())
 
