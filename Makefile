@@ -45,7 +45,7 @@ chaos: $(STAMP)
 # Every decoder of bytes from the network, for so many minutes: make fuzz MINUTES=30.
 MINUTES ?= 5
 fuzz: $(STAMP)
-	$(BIN)/python tests/fuzzed.py --minutes $(MINUTES)
+	PYTHONPATH=benchmarks $(BIN)/python tests/fuzzed.py --minutes $(MINUTES)
 
 # The packages that are installed, against the list of known weaknesses; needs the network.
 audit: $(STAMP)

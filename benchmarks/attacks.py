@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 from claims import machine
+from harness.hostile import ADAPTIVE, Attack, GreedyReplica
+from harness.hostile_swarm import simulate_hostile
 
 from noloco_p2p.optim.gates import LIMITS, OPEN
 from noloco_p2p.presets import PRESETS
-from noloco_p2p.simulate.hostile import ADAPTIVE, Attack, GreedyReplica
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.replica import Replica
-from noloco_p2p.simulate.swarm import simulate_swarm
 from noloco_p2p.spec import TrainerSpec
 
 TOY = Path(__file__).parent / "study" / "toy.toml"
@@ -92,13 +92,12 @@ def run_case(case: Case, *, steps: int) -> dict[str, Any]:
         seed=case.seed,
         evaluations=1,
         gates=LIMITS if case.gates == "on" else OPEN,
-        attackers=() if case.attack == HONEST else tuple((liar, case.attack) for liar in liars),
-        are_greedy=case.is_greedy,
     )
+    attacks = {} if case.attack == HONEST else {liar: Attack(case.attack) for liar in liars}
     row: dict[str, Any] = asdict(case) | {"steps": steps}
     made: list[Replica] = []
     try:
-        result = simulate_swarm(Material.of(spec, {}), plan, on_made=made.extend)
+        result = simulate_hostile(Material.of(spec, {}), plan, attacks, are_greedy=case.is_greedy, on_made=made.extend)
     except ValueError as error:  # weights that cannot be coded any more
         return row | {"loss": None, "failed": str(error)}
     if case.is_greedy:

@@ -13,9 +13,8 @@ import tempfile
 from pathlib import Path
 
 from claims import Claim, run
-
-from noloco_p2p.testing.churn import NETWORK_ANSWER_S, Churn, Plan
-from noloco_p2p.testing.processes import small_spec
+from harness.churn import NETWORK_ANSWER_S, Churn, Plan
+from harness.processes import small_spec
 
 MAX_WAIT_S = 3.0
 DEADLINE_S = MAX_WAIT_S + NETWORK_ANSWER_S

@@ -30,6 +30,7 @@ from typing import Any
 import psutil
 import uvloop
 from claims import Claim, run
+from harness.identities import identity_of
 from pair import Side
 
 from noloco_p2p.cli.collection import spare_what_is_loaded
@@ -40,7 +41,6 @@ from noloco_p2p.swarm.buckets import ROOT, run_key
 from noloco_p2p.swarm.daemon import ListenOn
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import PeerRecord, encode_record
-from noloco_p2p.testing.identities import identity_of
 
 RUN = "ab" * 32
 SPEC = RunSpec(

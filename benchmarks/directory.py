@@ -5,7 +5,7 @@
 Even draws: the chance of the luckiest and the unluckiest peer to be drawn, against that of all alike, exactly, from the
 sizes of the real buckets. Real reads: nodes on loopback, records stored and read by the production code; what a read
 moves counts all copies that the nodes send. Sizes: 100 production censuses among bystanders that are stored where peers
-of such a swarm would be (`testing/bucket_swarm.py`); they start knowing nothing. Bytes a minute are the reads and
+of such a swarm would be (`harness/bucket_swarm.py`); they start knowing nothing. Bytes a minute are the reads and
 records of this simulation, with the copies and bytes of the real reads. A hundredth of the bystanders (5 at least) then
 die at one moment; they have vanished when nobody has one of them among those to be drawn.
 """
@@ -25,6 +25,7 @@ from typing import Any
 import uvloop
 from claims import Claim, run
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from harness.bucket_swarm import BucketSwarm
 
 from noloco_p2p.identity import Identity, peer_id_of
 from noloco_p2p.swarm.address_book import AddressBook
@@ -32,7 +33,6 @@ from noloco_p2p.swarm.buckets import MAX_BUCKET_BYTES, best_depth, bucket_of, bu
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.records import MAX_RECORD_BYTES, PeerRecord, encode_record
 from noloco_p2p.telemetry.metrics import Metrics
-from noloco_p2p.testing.bucket_swarm import BucketSwarm
 
 RUN = "ab" * 32
 READERS = 100

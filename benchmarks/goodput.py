@@ -19,12 +19,12 @@ from multiprocessing.connection import Connection
 import torch
 from bare_stream import BareStream
 from claims import Claim, run
+from harness.specs import published
 from pair import Side, run_pair
 
 from noloco_p2p.codec import CHUNK_ELEMENTS, chunk_bounds, get_codec
 from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.specs import published
 
 SPEC = RunSpec(name="goodput", outer=published(inner_steps=1, max_wait_s=120.0))
 CODECS = (SPEC.codec.slow_weights, SPEC.codec.outer_momentum, SPEC.codec.outer_gradient)

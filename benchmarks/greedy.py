@@ -13,12 +13,12 @@ from __future__ import annotations
 import logging
 
 from claims import Claim, run
+from harness.greedy import GreedyNode, count_swaps
+from harness.loopback import LoopbackSwarm
+from harness.patience import PATIENCE_S
+from harness.specs import FP32, published
 
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.greedy import GreedyNode, count_swaps
-from noloco_p2p.testing.loopback import LoopbackSwarm
-from noloco_p2p.testing.patience import PATIENCE_S
-from noloco_p2p.testing.specs import FP32, published
 
 SPEC = RunSpec(name="greedy", codec=FP32, outer=published(inner_steps=1, max_wait_s=PATIENCE_S))
 NUM_HONEST = 8

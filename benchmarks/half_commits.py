@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import torch
 from claims import Claim, run
+from harness.specs import published
+from harness.swapped import EVEN, received
 from torch import Tensor, nn
 
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Received
 from noloco_p2p.outer.outer_state import OuterState
-from noloco_p2p.testing.specs import published
-from noloco_p2p.testing.swapped import EVEN, received
 
 NUM_REPLICAS, SIZE, SHARE = 8, 1000, 0.1
 INNER_RATE, NOISE = 0.05, 0.02

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from claims import Claim, run
+from harness.processes import PeerProcess, noloco, small_spec, write_spec
 from netlab import LabError, NetLab, home
 
 from noloco_p2p.control import ask
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.testing.processes import PeerProcess, noloco, small_spec, write_spec
 
 NUM_PEERS = 4
 PATIENCE_S = 150.0

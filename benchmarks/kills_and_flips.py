@@ -14,6 +14,8 @@ import random
 
 import torch
 from claims import Claim, run
+from harness.rounds import Vectors, one_round
+from harness.specs import published
 
 from noloco_p2p.codec import get_codec
 from noloco_p2p.gossip.deadlines import Deadlines
@@ -23,8 +25,6 @@ from noloco_p2p.spec import CodecSpec, RunSpec
 from noloco_p2p.testing.faults import At, Cut, Fault, FaultPlan, FlipBit
 from noloco_p2p.testing.injector import Phase
 from noloco_p2p.testing.peers import MemorySwarm
-from noloco_p2p.testing.rounds import Vectors, one_round
-from noloco_p2p.testing.specs import published
 
 NUM_ELEMENTS = 100
 CODECS = CodecSpec(slow_weights="int8", outer_momentum="int8", outer_gradient="int4")

@@ -13,13 +13,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from claims import Claim, run
+from harness.specs import published
 from pair import Side, run_pair
 
 from noloco_p2p.codec import section_bytes
 from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.specs import published
 
 SPEC = RunSpec(name="memory", outer=published(inner_steps=1, max_wait_s=300.0))
 MIB = 1 << 20

@@ -24,13 +24,13 @@ from typing import Any
 
 import psutil
 import torch
+from harness.crowd import Crowd
 
 from noloco_p2p.codec.sketch import SKETCH_SIZE, pack
 from noloco_p2p.monitor.collect import Watcher
 from noloco_p2p.monitor.history import History
 from noloco_p2p.monitor.web import LOOK_S, Feed, app
 from noloco_p2p.telemetry.http import HttpServer
-from noloco_p2p.testing.crowd import Crowd
 from noloco_p2p.ticket import Ticket
 
 SAMPLE_S = 15.0

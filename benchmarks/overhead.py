@@ -20,6 +20,7 @@ from statistics import median
 import torch
 from bare_stream import BareStream
 from claims import Claim, run
+from harness.specs import published
 from pair import Side, run_pair, start_loop
 from torch import nn
 
@@ -27,7 +28,6 @@ from noloco_p2p.codec import chunk_bounds, get_codec
 from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.link_proxy import LinkProfile, LinkProxy
-from noloco_p2p.testing.specs import published
 
 SPEC = RunSpec(name="overhead", outer=published(inner_steps=1, max_wait_s=300.0))
 BF16 = get_codec("bf16")  # slow weights and momentum, as SPEC has them

@@ -2,7 +2,7 @@
 
     python benchmarks/pairing.py [--quick] [--json FILE]
 
-Production runners, swaps and bucket draws on a virtual clock (`simulate/walk.py`): one-way delay 40 ms, rounds of 20 s,
+Production runners, swaps and bucket draws on a virtual clock (`harness/walk.py`): one-way delay 40 ms, rounds of 20 s,
 steps that differ by 2 %; a peer waits 20 s at a boundary at most. In lock step all begin together; "1x-4x" is a quarter
 of the peers at each speed. The first round is left out. Of an odd number one peer a round cannot be paired. Mixing: by
 how much the variance between peers falls in a round, against 0.5 of an ideal random matching. A lone side of a swap
@@ -15,8 +15,7 @@ import logging
 
 import torch
 from claims import Claim, run
-
-from noloco_p2p.simulate.walk import Walk, WalkResult, walk
+from harness.walk import Walk, WalkResult, walk
 
 SPEEDS = (1.0, 2.0, 3.0, 4.0)
 

@@ -25,11 +25,11 @@ from typing import Any
 
 import psutil
 from claims import machine
+from harness.processes import PeerProcess, small_spec, write_spec
 
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.outer.checkpoint import Checkpoints
-from noloco_p2p.testing.processes import PeerProcess, small_spec, write_spec
 
 MAX_WAIT_S, FREEZE_S, FAREWELL_S, SAMPLE_S = 3.0, 15.0, 10.0, 2.0
 SPEC = small_spec("soak", outer__max_wait_s=MAX_WAIT_S, evaluate__every_rounds=1_000_000)

@@ -29,13 +29,13 @@ from typing import Any
 
 import torch
 from claims import Claim, run
+from harness.processes import Command, PeerProcess, small_spec, until, write_spec
 from torch import Tensor
 
 from noloco_p2p.codec.sketch import norm, pack, sketch
 from noloco_p2p.monitor.spread import KEPT, Sketches
 from noloco_p2p.outer.checkpoint import Checkpoint
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
-from noloco_p2p.testing.processes import Command, PeerProcess, small_spec, until, write_spec
 from noloco_p2p.trainer.judge import spread
 
 TRAIN_S = 1500.0  # at most, for a whole schedule

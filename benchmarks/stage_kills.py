@@ -21,9 +21,9 @@ from pathlib import Path
 from statistics import median
 
 from claims import Claim, run
+from harness.processes import PeerProcess, small_spec, until, write_spec
 
 from noloco_p2p.control import ask
-from noloco_p2p.testing.processes import PeerProcess, small_spec, until, write_spec
 
 NUM_STAGES, NUM_REPLICAS = 3, 2
 EVERY_S, STALL_S, START_S, SAMPLE_S = 60.0, 60.0, 180.0, 0.5

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from harness.processes import PeerProcess, until, write_spec
 
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.testing.processes import PeerProcess, until, write_spec
 from noloco_p2p.trainer.stage_needs import StageNeeds
 
 PATIENCE_S = 1200.0

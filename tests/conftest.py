@@ -1,6 +1,6 @@
 """For all tests: no time limit on a single example, as machines are shared; every test as a whole has one.
 
-It is in pyproject.toml, and for tests marked slow in `noloco_p2p.testing.patience`.
+It is in pyproject.toml, and for tests marked slow in `benchmarks/harness/patience.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    from noloco_p2p.testing.patience import SLOW_TEST_S
+    from harness.patience import SLOW_TEST_S
 
     for item in items:
         if item.get_closest_marker("slow"):

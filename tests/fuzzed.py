@@ -1,4 +1,4 @@
-"""Every decoder of bytes from the network, fuzzed: `python tests/fuzzed.py --minutes 5`, or `make fuzz MINUTES=5`.
+"""Every decoder of bytes from the network, fuzzed: `make fuzz MINUTES=5`.
 
 Each target reads anything at all, and damaged pieces of what honest peers send. Only the errors that a decoder
 documents may come out, no example may take long, and the process may not grow. The frames of `flow/` have no wire form.
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 from google.protobuf.message import DecodeError
+from harness.identities import identity_of
+from harness.patience import AT_ONCE_S
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -40,8 +42,6 @@ from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.records import DOMAIN, PeerRecord, RecordError, _pack, decode_record, encode_record
 from noloco_p2p.swarm.relay import relays_of
 from noloco_p2p.swarm.told import believable
-from noloco_p2p.testing.identities import identity_of
-from noloco_p2p.testing.patience import AT_ONCE_S
 
 MOST_MIB = 256.0  # that the process may grow by while one target is fuzzed
 NUM_ELEMENTS = 1000

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from harness.specs import tiny_llama
 from torch import Tensor
 
 from noloco_p2p.optim.inner import make_inner_optimizers
@@ -13,7 +14,6 @@ from noloco_p2p.optim.schedule import learning_rate
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.staged import staged
 from noloco_p2p.spec import OuterSpec, TrainerSpec, TrainSpec
-from noloco_p2p.testing.specs import tiny_llama
 from noloco_p2p.trainer.model import causal_lm_loss, hidden_matrices
 
 FP32: dict[str, Any] = {"pipeline.activations": "fp32", "pipeline.gradients": "fp32"}

@@ -129,8 +129,8 @@ def _follow(place: Place, settings: PeerSettings) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     from noloco_p2p.trainer.compute import choose_device
-    from noloco_p2p.trainer.follower import follow
     from noloco_p2p.trainer.ranks import Ranks, told
+    from noloco_p2p.trainer.sharded import follow
 
     try:
         with told(), Ranks(place.rank, place.num_ranks, choose_device(settings.device, place.gpu)) as ranks:

@@ -81,12 +81,12 @@ class FlatParameters:
 
         From pinned memory it may return before; `values` must then stay as they are until `flush`.
         """
-        for piece in self._pieces(start, start + values.numel()):
+        for piece in self._pieces(start, start + values.numel(), is_written=True):
             piece.values.copy_(values[piece.start : piece.stop], non_blocking=self._is_async)
 
     def add(self, start: int, values: Tensor) -> None:
         """Add `values` (1-D, any device) to elements [start, start + len), in place."""
-        for piece in self._pieces(start, start + values.numel()):
+        for piece in self._pieces(start, start + values.numel(), is_written=True):
             piece.values.add_(values[piece.start : piece.stop].to(piece.values.device))
 
     def flush(self) -> None:
@@ -113,14 +113,19 @@ class FlatParameters:
                 self.write(offset + start, flat[start:stop])
         self.flush()
 
-    def _pieces(self, start: int, stop: int) -> Iterator[_Piece]:
+    def _pieces(self, start: int, stop: int, *, is_written: bool = False) -> Iterator[_Piece]:
         for index in range(bisect_right(self._offsets, start) - 1, len(self.named)):
-            offset, flat = self._offsets[index], self.named[index][1].detach().view(-1)
+            offset = self._offsets[index]
             if offset >= stop:
                 return
-            first, last = max(start, offset), min(stop, offset + flat.numel())
+            first, last = max(start, offset), min(stop, offset + self.named[index][1].numel())
             if first < last:  # not so for a parameter without elements
-                yield _Piece(flat[first - offset : last - offset], first - start, last - start)
+                values = self._values(index, is_written=is_written).view(-1)
+                yield _Piece(values[first - offset : last - offset], first - start, last - start)
+
+    def _values(self, index: int, *, is_written: bool) -> Tensor:
+        """The whole parameter at that place of `named`; where `is_written`, what the caller writes counts."""
+        return self.named[index][1].detach()
 
 
 def content_digest(values: Tensor) -> str:

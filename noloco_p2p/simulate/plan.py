@@ -59,8 +59,6 @@ class Plan:
     links: tuple[LinkProfile, ...] = (IDEAL,)
     churn: Churn = Churn()
     gates: GateLimits = LIMITS  # of all replicas
-    attackers: tuple[tuple[int, str], ...] = ()  # replica, name of its `hostile.Attack`; results do not count them
-    are_greedy: bool = False  # attackers make offers to everybody at once
     evaluations: int = 4  # points of the curve of validation loss
 
     def seconds_per_step(self, replica: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -15,22 +15,28 @@ from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.optim.mixing import closing_rounds
 from noloco_p2p.optim.rules import NOLOCO
 from noloco_p2p.outer.flat import FlatParameters
-from noloco_p2p.simulate.adaptive import AdaptiveReplica
 from noloco_p2p.simulate.clock import run_virtual
-from noloco_p2p.simulate.hostile import ADAPTIVE, Attack, GreedyReplica, HostileReplica, streams_of
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.network import Link, LinkNetwork
 from noloco_p2p.simulate.plan import Event, Plan
 from noloco_p2p.simulate.replica import Replica
 from noloco_p2p.simulate.result import Result, judge
-from noloco_p2p.testing.memory import unchanged
 
 LISTED_S = 60.0  # after a crash: the life of a record
 
 
-def simulate_swarm(material: Material, plan: Plan, *, on_made: Callable[[list[Replica]], None] | None = None) -> Result:
-    """`on_made` gets the replicas before they run, so that the caller can inspect them afterwards."""
-    return run_virtual(_Swarm(material, plan).run(on_made))
+def simulate_swarm(
+    material: Material,
+    plan: Plan,
+    *,
+    on_made: Callable[[list[Replica]], None] | None = None,
+    liars: Mapping[int, Callable[..., Replica]] | None = None,
+) -> Result:
+    """`on_made` gets the replicas before they run, so that the caller can inspect them afterwards.
+
+    liars: how replicas with these numbers are made, instead of as a `Replica`; results do not count them.
+    """
+    return run_virtual(_Swarm(material, plan, liars or {}).run(on_made))
 
 
 def peer_name(replica: int) -> str:
@@ -44,9 +50,10 @@ def _late_median(values: Sequence[float]) -> float:
 
 
 class _Swarm:
-    def __init__(self, material: Material, plan: Plan) -> None:
+    def __init__(self, material: Material, plan: Plan, liars: Mapping[int, Callable[..., Replica]]) -> None:
         self.material = material
         self.plan = plan
+        self.liars = liars
         self.rng = random.Random(f"swarm/{plan.seed}")
         num_elements = FlatParameters(material.model()).num_elements
         plans = section_plans(
@@ -56,10 +63,8 @@ class _Swarm:
         frames_a_swap = 1 + len(plans) * (3 + num_chunks(num_elements)) + 2
         self.network = LinkNetwork(lose=plan.churn.lose, frames_a_swap=frames_a_swap, seed=plan.seed)
         self.replicas: dict[int, Replica] = {}
-        self.by_name: dict[str, Replica] = {}
         self.runs: dict[int, asyncio.Task[None]] = {}
         self.crashed: set[int] = set()
-        self.attacks = {number: Attack(name) for number, name in plan.attackers}
 
     async def run(self, on_made: Callable[[list[Replica]], None] | None) -> Result:
         churn = self.plan.churn
@@ -83,11 +88,7 @@ class _Swarm:
     def _start(self, number: int) -> Replica:
         plan, name = self.plan, peer_name(number)
         self.network.links[name] = Link.of(plan.link(number), seed=number)
-        attack = self.attacks.get(number)
-        hostile = GreedyReplica if plan.are_greedy else HostileReplica
-        if attack in ADAPTIVE:
-            hostile = AdaptiveReplica
-        replica = self.replicas[number] = self.by_name[name] = (hostile if attack else Replica)(
+        replica = self.replicas[number] = self.liars.get(number, Replica)(
             number,
             peer_id=name,
             material=self.material,
@@ -97,10 +98,7 @@ class _Swarm:
             num_points=plan.evaluations,
             seed=plan.seed,
             gates=plan.gates,
-            wrap=streams_of(attack) if attack else unchanged,
         )
-        if attack and isinstance(replica, HostileReplica | GreedyReplica):
-            replica.attack_with(attack, seed=plan.seed, swarm=self.by_name)
         self.runs[number] = asyncio.create_task(self._life(replica))
         return replica
 
@@ -139,7 +137,7 @@ class _Swarm:
         self.network.listed.pop(name, None)
 
     def _result(self) -> Result:
-        honest = {number: replica for number, replica in self.replicas.items() if number not in self.attacks}
+        honest = {number: replica for number, replica in self.replicas.items() if number not in self.liars}
         everybody = list(honest.values())
         survivors = [replica for number, replica in honest.items() if number not in self.crashed]
         if not survivors:

@@ -21,7 +21,6 @@ from noloco_p2p.gossip.seams import Directory, Transport
 from noloco_p2p.spec import Spec
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport, Wrap, unchanged
-from noloco_p2p.testing.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from typing import Self
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 POLL_S = 0.01
+THREAD_S = 300.0  # for what the network thread is asked to do; it only catches a hang
 
 
 class MemorySwarm:
@@ -47,9 +47,9 @@ class MemorySwarm:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(), self.loop).result(PATIENCE_S)
+        asyncio.run_coroutine_threadsafe(self._stop(), self.loop).result(THREAD_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(PATIENCE_S)
+        self._thread.join(THREAD_S)
 
     def _main(self) -> None:
         try:
@@ -73,7 +73,7 @@ class MemorySwarm:
         `wrap` is put around the streams that it opens, `wrap_accepted` around those that others open to it.
         """
         making = self._make(peer_id, spec or self.spec, run_folder, protocol_version, wrap, wrap_accepted)
-        peer = asyncio.run_coroutine_threadsafe(making, self.loop).result(PATIENCE_S)
+        peer = asyncio.run_coroutine_threadsafe(making, self.loop).result(THREAD_S)
         self.peers.append(peer)
         return peer
 
@@ -84,7 +84,7 @@ class MemorySwarm:
             await self._disconnect(peer.peer_id)
             await peer.driver.stop()
 
-        asyncio.run_coroutine_threadsafe(vanish(), self.loop).result(PATIENCE_S)
+        asyncio.run_coroutine_threadsafe(vanish(), self.loop).result(THREAD_S)
 
     # what differs between memory and sockets
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, distributed, nn
@@ -15,7 +14,9 @@ from noloco_p2p.optim.inner import make_inner_optimizers
 from noloco_p2p.optim.schedule import learning_rate
 from noloco_p2p.outer.optimizer_state import flatten_optimizers, restore_optimizers
 from noloco_p2p.spec import TrainSpec
+from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.trainer.compute import Compute, local, micro_batches
+from noloco_p2p.trainer.evaluate import evaluate_loss
 from noloco_p2p.trainer.memory import fitting, free_bytes, sequence_bytes
 from noloco_p2p.trainer.model import causal_lm_loss, hidden_matrices
 from noloco_p2p.trainer.offload import OffloadedOptimizer
@@ -70,7 +71,16 @@ class InnerStep:
         accelerator that runs out of memory is given half as many sequences at a time, from now on. Raises ModelError
         when one is too much.
         """
-        return self._backward(batch, seed=seed)
+        earlier = [(param, param.grad) for param in self.trainable.values() if param.grad is not None]
+        self._forget()
+        try:
+            return self._backward_alone(batch, seed=seed)
+        except BaseException:
+            self._forget()  # what a part of the batch has left
+            raise
+        finally:
+            for param, gradient in earlier:
+                param.grad = gradient if param.grad is None else gradient.add_(param.grad)
 
     def update(self, *, progress: float) -> None:
         """Close the step: clip, step with the learning rate of `progress`, and forget the gradients.
@@ -98,6 +108,10 @@ class InnerStep:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._is_bf16):
             return self._loss(self.model, batch)
 
+    def evaluate(self, batches: Sequence[Tensor], *, progress: Progress | None = None) -> float:
+        """The loss of a language model on held-out batches (`evaluate_loss`)."""
+        return evaluate_loss(self.model, batches, progress=progress)
+
     def fit(self, batch: Tensor) -> int:
         """Find how many sequences of such a batch fit at a time, unless the machine settings say it; gives it.
 
@@ -124,22 +138,6 @@ class InnerStep:
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `state`; without tensors the optimizers are as new. Raises CheckpointError."""
         restore_optimizers(self.optimizers, self.trainable, tensors, keep_on_cpu=self._is_offloaded)
-
-    def together(self) -> AbstractContextManager[None]:
-        """While the model is used otherwise than by a step: whoever holds a part of it takes part."""
-        return nullcontext()
-
-    def _backward(self, batch: Tensor, *, seed: int | None = None) -> Tensor:
-        earlier = [(param, param.grad) for param in self.trainable.values() if param.grad is not None]
-        self._forget()
-        try:
-            return self._backward_alone(batch, seed=seed)
-        except BaseException:
-            self._forget()  # what a part of the batch has left
-            raise
-        finally:
-            for param, gradient in earlier:
-                param.grad = gradient if param.grad is None else gradient.add_(param.grad)
 
     def _backward_alone(self, batch: Tensor, *, seed: int | None = None) -> Tensor:
         while True:

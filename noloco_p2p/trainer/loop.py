@@ -22,14 +22,12 @@ from noloco_p2p.peer.peer import Peer
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer.base import TrainerBase
 from noloco_p2p.trainer.compute import Compute, choose_device, switch_on
-from noloco_p2p.trainer.evaluate import evaluate_loss
-from noloco_p2p.trainer.follower import LeadingStep
 from noloco_p2p.trainer.gauges import Gauges
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.model import build_model, build_tokenizer, check_vocabulary, count_parameters
 from noloco_p2p.trainer.needs import Needs, check_memory, estimate, probe_step_s
-from noloco_p2p.trainer.ranks import Ranks, Verb, text_payload
-from noloco_p2p.trainer.sharded import ShardedParameters, shard
+from noloco_p2p.trainer.ranks import Ranks
+from noloco_p2p.trainer.sharded import ShardedParameters, ShardedStep, shard
 from noloco_p2p.trainer.start import load_start
 
 log = logging.getLogger(__name__)
@@ -106,11 +104,11 @@ class Trainer(TrainerBase):
         """Bring the model to the device, or split it over those of all ranks."""
         switch_on(self.model, compute)
         if ranks:
-            ranks.order(Verb.BUILD, payload=text_payload(self.spec.canonical_json()))
+            ranks.share(self.spec.model_dump(mode="json"))
             layout = FlatParameters(self.model).model_layout
             shard(self.model, ranks, compute)
-            inner_step = LeadingStep(self.model, self.spec.train, compute, ranks)
-            return inner_step, ShardedParameters(self.model, ranks, layout=layout)
+            sharded_step = ShardedStep(self.model, self.spec.train, compute, ranks)
+            return sharded_step, ShardedParameters(sharded_step, layout=layout)
         torch.nn.Module.to(self.model, self.device)  # the type of transformers' own `to` is of no use
         return InnerStep(self.model, self.spec.train, compute), FlatParameters(self.model)
 
@@ -212,14 +210,12 @@ class Trainer(TrainerBase):
         self._refreshed_s = time.monotonic()
 
     def _private_loss(self) -> float:
-        with self.inner_step.together():
-            return evaluate_loss(self.model, [self._batch])
+        return self.inner_step.evaluate([self._batch])
 
     def _evaluate(self) -> None:
         """Perplexity on the held-out sequences, the same for every peer."""
         began_s = time.monotonic()
-        with self.inner_step.together():
-            loss = evaluate_loss(self.model, self.validation, progress=self.peer.progress)
+        loss = self.inner_step.evaluate(self.validation, progress=self.peer.progress)
         self._aside_s += time.monotonic() - began_s
         self._evaluated(loss)
 

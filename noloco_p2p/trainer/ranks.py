@@ -1,7 +1,7 @@
-"""The processes of one peer, one a GPU: rank 0 leads, the others follow its orders.
+"""The processes of one peer, one a GPU: all hold the same objects, and make the calls that rank 0 makes.
 
-Rank 0 owns network, data, outer step and checkpoints. Whatever all ranks must do together it first announces as an
-order; the others (`trainer/follower.py`) do nothing else. The environment that `torchrun` makes tells who is who.
+Rank 0 owns network, data, outer step and checkpoints. Every method that works on the sharded model begins with `tell`:
+rank 0 broadcasts the call, and the others make it, too. The environment that `torchrun` makes tells who is who.
 
 A rank that dies closes its connections, which the others notice at once; one that hangs is noticed by the deadline of
 what they do together. Both are a RankError.
@@ -9,16 +9,15 @@ what they do together. Both are a RankError.
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
 from noloco_p2p.errors import RankError
 
@@ -27,29 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WORK_TIMEOUT_S = 300.0  # for what all ranks do together: a micro-batch, the move of a window
-ORDER_TIMEOUT_S = 7 * 24 * 3600.0  # rank 0 may fetch a state for hours; that it died is noticed at once all the same
-HEADER = 6  # verb, three numbers, rows and columns of the payload
-
-
-class Verb(IntEnum):
-    STOP = 0
-    BUILD = 1  # payload: the run spec
-    FIT = 2  # payload: a batch
-    BACKWARD = 3  # payload: a batch; a seed
-    UPDATE = 4  # progress
-    FORGET = 5
-    FORWARD = 6  # payload: a batch
-    READ = 7  # number of the vector, first and last element
-    WRITE = 8
-    RESTORE = 9  # payload: what the optimizers hold
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    verb: Verb
-    numbers: tuple[float, float, float]
-    payload: Tensor | None  # int64, 2-D
+WORK_TIMEOUT_S = 300.0  # for what all ranks do together: a micro-batch, the move of a parameter
+CALL_TIMEOUT_S = 7 * 24 * 3600.0  # rank 0 may fetch a state for hours; that it died is noticed at once all the same
 
 
 class Ranks:
@@ -67,32 +45,37 @@ class Ranks:
             distributed.init_process_group(
                 backend, rank=rank, world_size=size, timeout=timedelta(seconds=WORK_TIMEOUT_S)
             )
-            orders = distributed.new_group(backend="gloo", timeout=timedelta(seconds=ORDER_TIMEOUT_S))
-        assert isinstance(orders, distributed.ProcessGroup)
-        self._orders = orders
+            calls = distributed.new_group(backend="gloo", timeout=timedelta(seconds=CALL_TIMEOUT_S))
+        assert isinstance(calls, distributed.ProcessGroup)
+        self._calls = calls
         self._is_over = False
 
-    def order(self, verb: Verb, *numbers: float, payload: Tensor | None = None) -> None:
-        """For rank 0: what all do next."""
-        header = torch.zeros(HEADER, dtype=torch.float64)
-        header[0] = verb
-        header[1 : 1 + len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-        if payload is not None:
-            header[4:] = torch.tensor(payload.shape)
-        distributed.broadcast(header, 0, group=self._orders)
-        if payload is not None:
-            distributed.broadcast(payload.cpu().contiguous(), 0, group=self._orders)
+    def share(self, value: object = None) -> Any:
+        """What rank 0 gives, on every rank; the others wait for it. None = rank 0 has ended.
 
-    def receive(self) -> Order:
-        """For the other ranks: waits for the next order."""
-        header = torch.zeros(HEADER, dtype=torch.float64)
-        distributed.broadcast(header, 0, group=self._orders)
-        verb, *numbers, rows, columns = header.tolist()
-        payload = None
-        if rows:
-            payload = torch.empty(int(rows), int(columns), dtype=torch.int64)
-            distributed.broadcast(payload, 0, group=self._orders)
-        return Order(Verb(int(verb)), (numbers[0], numbers[1], numbers[2]), payload)
+        It consists of tensors on the CPU and of what JSON has: a rank that reads it runs no code of it.
+        """
+        size, content = torch.zeros(1, dtype=torch.int64), torch.empty(0, dtype=torch.uint8)
+        if self.rank == 0:
+            torch.save(value, written := io.BytesIO())
+            content = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
+            size[0] = len(content)
+        distributed.broadcast(size, 0, group=self._calls)
+        if self.rank:
+            content = torch.empty(int(size), dtype=torch.uint8)
+        distributed.broadcast(content, 0, group=self._calls)
+        return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True) if self.rank else value
+
+    def tell(self, method: str, *args: object, **kwargs: object) -> None:
+        """Rank 0 has the others call this method of what they `follow`, too; on them it does nothing."""
+        if self.rank == 0:
+            self.share((method, args, kwargs))
+
+    def follow(self, target: object) -> None:
+        """On the other ranks: makes the calls of rank 0, until that ends."""
+        while (call := self.share()) is not None:
+            method, args, kwargs = call
+            getattr(target, method)(*args, **kwargs)
 
     def __enter__(self) -> Self:
         return self
@@ -101,24 +84,16 @@ class Ranks:
         self.stop()
 
     def stop(self) -> None:
-        """Rank 0 tells the others to end; all others just end. Safe to call twice, and when some are gone."""
+        """Rank 0 lets the others end; all others just end. Safe to call twice, and when some are gone."""
         if self._is_over:
             return
         self._is_over = True
         try:
             if self.rank == 0:
-                self.order(Verb.STOP)
+                self.share(None)
             distributed.destroy_process_group()
         except RuntimeError as error:
             log.debug("the ranks could not end in order: %s", error)
-
-
-def text_payload(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64)[None]
-
-
-def payload_text(payload: Tensor) -> bytes:
-    return payload[0].to(torch.uint8).numpy().tobytes()
 
 
 @contextmanager

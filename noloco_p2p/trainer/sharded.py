@@ -1,26 +1,46 @@
-"""A model that is sharded over the ranks of a peer (FSDP2), read and written as one flat vector through rank 0.
+"""A model that is sharded over the ranks of a peer (FSDP2): its inner step, and its parameters as one flat vector.
 
-Nothing ever holds a second copy of the model: a window of the vector at a time moves between the shards and rank 0.
+Every rank holds the same objects. Between steps one parameter at a time is whole, so that there is never a second copy
+of the model on a device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from noloco_p2p.codec import chunk_bounds
+from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.outer.flat import FlatParameters
-from noloco_p2p.trainer.compute import Compute, blocks, local
-from noloco_p2p.trainer.ranks import Ranks, Verb
+from noloco_p2p.outer.optimizer_state import restore_optimizers
+from noloco_p2p.settings import PeerSettings
+from noloco_p2p.spec import TrainerSpec, TrainSpec
+from noloco_p2p.telemetry.progress import Progress
+from noloco_p2p.trainer.compute import Compute, blocks, switch_on
+from noloco_p2p.trainer.inner_step import InnerStep
+from noloco_p2p.trainer.model import build_model
+from noloco_p2p.trainer.ranks import Ranks
+from noloco_p2p.trainer.start import load_start
 
-WINDOW_ELEMENTS = 8 << 20  # 32 MiB on rank 0's device, twice
+
+def follow(ranks: Ranks, settings: PeerSettings) -> None:
+    """The life of every rank but the first: builds the model of rank 0, and takes part in all that rank 0 calls."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    if (told := ranks.share()) is None:
+        return
+    spec = TrainerSpec.from_dict(told, origin="rank 0")
+    model = build_model(spec.model, sequence_length=spec.data.sequence_length, folders=settings.models)
+    load_start(model, spec.model.start, state_dir=settings.state_dir)
+    compute = Compute.of(settings, rank=ranks.rank, num_ranks=ranks.size)
+    switch_on(model, compute)
+    shard(model, ranks, compute)
+    ranks.follow(ShardedStep(model, spec.train, compute, ranks))
 
 
 def shard(model: nn.Module, ranks: Ranks, compute: Compute) -> None:
@@ -36,172 +56,123 @@ def shard(model: nn.Module, ranks: Ranks, compute: Compute) -> None:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    start: int  # in the vector
-    stop: int
+class ShardedStep(InnerStep):
+    """The inner step of a sharded model, of which every rank has one: what rank 0 calls, all call.
 
+    A batch is that of all ranks; each takes its rows. State goes through whole tensors, so that a checkpoint does not
+    know by how many ranks it was written.
+    """
 
-class ShardedVector:
-    """Tensors of one order, each sharded along its first dimension, as one vector; every rank has the same one."""
-
-    def __init__(self, tensors: Sequence[Tensor], ranks: Ranks) -> None:
+    def __init__(self, model: nn.Module, train: TrainSpec, compute: Compute, ranks: Ranks) -> None:
+        super().__init__(model, train, compute)
         self._ranks = ranks
-        self._local = [local(tensor).detach().view(-1) for tensor in tensors]
-        self._spans: list[list[_Span]] = [[] for _ in range(ranks.size)]  # of each rank, one a tensor
-        offset = 0
-        for tensor in tensors:
-            rows, row = (tensor.shape[0], tensor.numel() // max(1, tensor.shape[0])) if tensor.ndim else (1, 1)
-            each = -(-rows // ranks.size)
-            for rank in range(ranks.size):
-                first, last = min(rows, rank * each), min(rows, (rank + 1) * each)
-                self._spans[rank].append(_Span(offset + first * row, offset + last * row))
-            offset += tensor.numel()
-        for span, values in zip(self._spans[ranks.rank], self._local, strict=True):
-            assert span.stop - span.start == values.numel(), "sharded otherwise than along the first dimension"
-        self.num_elements = offset
 
-    def send(self, start: int, stop: int) -> None:
-        """Not rank 0: give what lies here of elements [start, stop)."""
-        if pieces := [self._local[index][first:last] for index, first, last, _ in self._pieces(start, stop)]:
-            distributed.send(torch.cat(pieces).float(), 0)
+    def fit(self, batch: Tensor) -> int:
+        self._ranks.tell("fit", batch.cpu())
+        return super().fit(batch)
 
-    def receive(self, start: int, stop: int) -> None:
-        """Not rank 0: take what belongs here."""
-        pieces = list(self._pieces(start, stop))
-        if pieces:
-            values = torch.empty(sum(last - first for _, first, last, _ in pieces), device=self._ranks.device)
-            distributed.recv(values, 0)
-            for index, first, last, _ in pieces:
-                self._local[index][first:last] = values[: last - first]
-                values = values[last - first :]
+    def backward(self, batch: Tensor, *, seed: int | None = None) -> Tensor:
+        self._ranks.tell("backward", batch.cpu(), seed=seed)
+        return super().backward(batch, seed=seed)
 
-    def gather(self, start: int, out: Tensor) -> None:
-        """Rank 0, while the others `send`: elements [start, start + len(out)) into `out`, fp32, on its device."""
-        stop = start + out.numel()
-        for index, first, last, place in self._pieces(start, stop):
-            out[place - start : place - start + last - first] = self._local[index][first:last]
-        for rank in range(1, self._ranks.size):
-            if spans := self._overlaps(rank, start, stop):
-                values = torch.empty(sum(span.stop - span.start for span in spans), device=self._ranks.device)
-                distributed.recv(values, rank)
-                for span in spans:
-                    out[span.start - start : span.stop - start] = values[: span.stop - span.start]
-                    values = values[span.stop - span.start :]
+    def update(self, *, progress: float) -> None:
+        self._ranks.tell("update", progress=progress)
+        super().update(progress=progress)
 
-    def scatter(self, start: int, values: Tensor) -> None:
-        """Rank 0, while the others `receive`: the inverse of `gather`."""
-        stop = start + values.numel()
-        for index, first, last, place in self._pieces(start, stop):
-            self._local[index][first:last] = values[place - start : place - start + last - first]
-        for rank in range(1, self._ranks.size):
-            if spans := self._overlaps(rank, start, stop):
-                pieces = [values[span.start - start : span.stop - start] for span in spans]
-                distributed.send(torch.cat(pieces), rank)
+    def forget(self) -> None:
+        self._ranks.tell("forget")
+        super().forget()
 
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """(index of the tensor, first and last element of its part here, place of the first one in the vector)."""
-        for index, span in enumerate(self._spans[self._ranks.rank]):
-            first, last = max(start, span.start), min(stop, span.stop)
-            if first < last:
-                yield index, first - span.start, last - span.start, first
+    def evaluate(self, batches: Sequence[Tensor], *, progress: Progress | None = None) -> float:
+        self._ranks.tell("evaluate", batches)
+        return super().evaluate(batches, progress=progress)
 
-    def _overlaps(self, rank: int, start: int, stop: int) -> list[_Span]:
-        cut = [_Span(max(start, span.start), min(stop, span.stop)) for span in self._spans[rank]]
-        return [span for span in cut if span.start < span.stop]
+    def gather(self, key: str) -> Tensor:
+        """The whole of a parameter, or of what an optimizer keeps of it."""
+        self._ranks.tell("gather", key)
+        return self._sharded(key).full_tensor()
 
+    def scatter(self, key: str, values: Tensor | None = None) -> None:
+        """The inverse of `gather`. values: of rank 0."""
+        self._ranks.tell("scatter", key)
+        tensor = self._sharded(key)
+        values = torch.empty(tensor.shape, device=self.device) if values is None else values.reshape(tensor.shape)
+        whole = values.to(self.device, tensor.dtype)
+        tensor.to_local().copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements).to_local())
 
-class LedVector:
-    """Rank 0's hand on a `ShardedVector` that all ranks know by the same number."""
+    def state(self) -> dict[str, Tensor]:
+        """Whole tensors on the CPU."""
+        tensors = super().state().items()
+        return {key: self.gather(key).cpu() if isinstance(value, DTensor) else value for key, value in tensors}
 
-    def __init__(self, vector: ShardedVector, ranks: Ranks, *, number: int) -> None:
-        self.num_elements = vector.num_elements
-        self._vector = vector
-        self._ranks = ranks
-        self._number = number
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        for key, tensor in tensors.items():
+            name = key.partition("/")[2]
+            if name not in self.trainable or (tensor.ndim and tensor.shape != self.trainable[name].shape):
+                raise CheckpointError(f"optimizer state {key} {tuple(tensor.shape)} belongs to no parameter")
+        self.make_room({key: None if tensor.ndim else float(tensor) for key, tensor in tensors.items()})
+        for key, tensor in tensors.items():
+            if tensor.ndim:
+                self.scatter(key, tensor)
 
-    def read(self, start: int, out: Tensor) -> Tensor:
-        self._ranks.order(Verb.READ, self._number, start, start + out.numel())
-        self._vector.gather(start, out)
-        return out
+    def make_room(self, held: Mapping[str, float | None]) -> None:
+        """Optimizer state with the numbers of `held`, and zeros where it has None: a tensor that comes by itself."""
+        self._ranks.tell("make_room", held)
+        tensors = {
+            key: torch.zeros_like(self.trainable[key.partition("/")[2]]) if value is None else torch.tensor(value)
+            for key, value in held.items()
+        }
+        restore_optimizers(self.optimizers, self.trainable, tensors)
 
-    def write(self, start: int, values: Tensor) -> None:
-        self._ranks.order(Verb.WRITE, self._number, start, start + values.numel())
-        self._vector.scatter(start, values.to(self._ranks.device))
+    def _sharded(self, key: str) -> DTensor:
+        """By the name of a parameter, or the key of a tensor of `state`."""
+        tensor = self.trainable[key].detach() if key in self.trainable else super().state()[key]
+        assert isinstance(tensor, DTensor), key
+        return tensor
 
 
 class ShardedParameters(FlatParameters):
     """Rank 0's view of all trainable parameters. What is written arrives with `flush`, at the latest.
 
-    layout: of the model before it was sharded, as a digest of frozen weights would need all ranks.
+    One parameter is whole while it is read, and one while it is written. layout: of the model before it was sharded, as
+    a digest of frozen weights would need all ranks.
     """
 
-    def __init__(
-        self, model: nn.Module, ranks: Ranks, *, layout: ModelLayout, window_elements: int = WINDOW_ELEMENTS
-    ) -> None:
-        super().__init__(model)
+    def __init__(self, step: ShardedStep, *, layout: ModelLayout) -> None:
+        super().__init__(step.model)
         self.model_layout = layout
-        self._led = LedVector(ShardedVector([param for _, param in self.named], ranks), ranks, number=0)
-        size = min(window_elements, self.num_elements)
-        self._read, self._read_start, self._read_stop = torch.empty(size, device=self.device), 0, 0
-        self._write, self._write_start, self._write_stop = torch.empty(size, device=self.device), 0, 0
+        self._step = step
+        self._read: tuple[int, Tensor] | None = None  # place in `named`, and values
+        self._written: tuple[int, Tensor] | None = None
 
     def _check(self, name: str, param: Tensor) -> None:
         assert isinstance(param, DTensor), name
 
-    def read(self, start: int, stop: int) -> Tensor:
-        return torch.cat([values.clone() for values in self._windows(start, stop)])
-
-    def minus(self, start: int, values: Tensor, *, out: Tensor) -> Tensor:
-        place = 0
-        for part in self._windows(start, start + values.numel()):
-            stop = place + part.numel()
-            torch.sub(part, values[place:stop].to(self.device, non_blocking=True), out=out[place:stop])
-            place = stop
-        return out[: values.numel()]
-
-    def write(self, start: int, values: Tensor) -> None:
-        if start != self._write_stop:
-            self._send()
-            self._write_start = self._write_stop = start
-        while values.numel():
-            place = self._write_stop - self._write_start
-            part = values[: self._write.numel() - place]
-            self._write[place : place + part.numel()].copy_(part, non_blocking=True)
-            self._write_stop += part.numel()
-            values = values[part.numel() :]
-            if self._write_stop - self._write_start == self._write.numel():
-                self._send()
-
-    def add(self, start: int, values: Tensor) -> None:
-        self.write(start, self.read(start, start + values.numel()).add_(values.to(self.device)))
-
     def flush(self) -> None:
         """Send what was written; what was read is forgotten, as inner steps will change it."""
         super().flush()  # it may have been written by another stream than that which sends
-        self._send()
-        self._read_start = self._read_stop = 0
+        self._put_back()
+        self._read = None
 
     def named_values(self) -> dict[str, Tensor]:
         """In new memory, on the CPU: this is a second copy of the model there."""
-        values = torch.empty(self.num_elements)
-        for start, stop in chunk_bounds(self.num_elements):
-            values[start:stop] = self.read(start, stop)
-        parts = values.split([param.numel() for _, param in self.named])
-        self.flush()
-        return {name: part.view(param.shape) for part, (name, param) in zip(parts, self.named, strict=True)}
+        return {name: self._step.gather(name).cpu() for name, _ in self.named}
 
-    def _send(self) -> None:
-        if self._write_start < self._write_stop:
-            self._led.write(self._write_start, self._write[: self._write_stop - self._write_start])
-        self._write_start = self._write_stop
+    def _values(self, index: int, *, is_written: bool) -> Tensor:
+        held = self._written if is_written else self._read
+        if held and held[0] == index:
+            return held[1]
+        if is_written:
+            self._put_back()
+        values = self._step.gather(self.named[index][0])
+        if is_written:
+            self._written = index, values
+        else:
+            self._read = index, values
+        return values
 
-    def _windows(self, start: int, stop: int) -> Iterator[Tensor]:
-        """Elements [start, stop), in the parts in which they come; each is valid until the next one."""
-        while start < stop:
-            if not self._read_start <= start < self._read_stop:
-                self._read_start, self._read_stop = start, min(start + self._read.numel(), self.num_elements)
-                self._led.read(start, self._read[: self._read_stop - start])
-            last = min(stop, self._read_stop)
-            yield self._read[start - self._read_start : last - self._read_start]
-            start = last
+    def _put_back(self) -> None:
+        if self._written:
+            index, values = self._written
+            self._step.scatter(self.named[index][0], values)
+        self._written = None

@@ -9,7 +9,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from noloco_p2p.testing.patience import PATIENCE_S
+from harness.patience import PATIENCE_S
 
 JUNK = {
     "noise": os.urandom(4096),

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from harness.rounds import Vectors
+
 from noloco_p2p.gossip.frames import Chunk, Header, Part, Ready, SectionName
 from noloco_p2p.testing.faults import (
     Announce,
@@ -21,7 +23,6 @@ from noloco_p2p.testing.faults import (
     SwapWithNext,
     Truncate,
 )
-from noloco_p2p.testing.rounds import Vectors
 
 EARLY, LATE = SectionName.OUTER_MOMENTUM, SectionName.OUTER_GRADIENT
 Left = Literal["nothing", "early", "clipped"]  # of what it sent, in the victim

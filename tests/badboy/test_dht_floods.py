@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 import uvloop
+from harness.identities import identity_of
+from harness.patience import PATIENCE_S
 from hivemind.dht.crypto import DHTRecord
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
@@ -30,8 +32,6 @@ from noloco_p2p.swarm.kademlia.client import ANSWER_FAULTS
 from noloco_p2p.swarm.kademlia.storage import MAX_RECORDS_PER_KEY
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
-from noloco_p2p.testing.identities import identity_of
-from noloco_p2p.testing.patience import PATIENCE_S
 
 RUN = "ab" * 32
 KEY = DHTID.generate(run_key(RUN))

@@ -7,13 +7,13 @@ honest peer that finds nobody is alone in that round, and the test goes on.
 from __future__ import annotations
 
 import pytest
+from harness.greedy import GreedyNode, count_swaps
+from harness.loopback import LoopbackSwarm
+from harness.patience import PATIENCE_S
+from harness.specs import FP32, published
 
 from noloco_p2p.gossip.shares import FAIR_SHARES, START
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.greedy import GreedyNode, count_swaps
-from noloco_p2p.testing.loopback import LoopbackSwarm
-from noloco_p2p.testing.patience import PATIENCE_S
-from noloco_p2p.testing.specs import FP32, published
 
 SPEC = RunSpec(name="greedy", codec=FP32, outer=published(inner_steps=1, max_wait_s=PATIENCE_S))
 NUM_HONEST, WAIT_S = 8, 6.0

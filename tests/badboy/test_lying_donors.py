@@ -17,6 +17,8 @@ from typing import cast
 import pytest
 import torch
 from donors import Crowd, Donor, use
+from harness.identities import identity_of
+from harness.specs import published, tiny_llama
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -31,8 +33,6 @@ from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.peer.state_admission import StateAdmission
 from noloco_p2p.spec import TrainSpec
 from noloco_p2p.telemetry.console import named
-from noloco_p2p.testing.identities import identity_of
-from noloco_p2p.testing.specs import published, tiny_llama
 from noloco_p2p.trainer.model import build_model
 
 SPEC = tiny_llama("lies", train=TrainSpec(total_steps=40_000), outer=published(inner_steps=10))

@@ -10,6 +10,8 @@ import grpc
 import grpc.aio
 import pytest
 import uvloop
+from harness.identities import identity_of
+from harness.patience import AT_ONCE_S, PATIENCE_S
 
 from badboy.victim import DIGEST, ROUND, Victim, victim
 from noloco_p2p.errors import PeerError, Refused, Unreachable
@@ -23,8 +25,6 @@ from noloco_p2p.net.handshake import Greeting, Metadata
 from noloco_p2p.net.session import SERVER_NAME, Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
-from noloco_p2p.testing.identities import identity_of
-from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S
 
 NUM_NEWCOMERS = 20
 MANY_GREETINGS = 200

@@ -14,6 +14,11 @@ import time
 
 import pytest
 import torch
+from harness.loopback import LoopbackSwarm
+from harness.patience import AT_ONCE_S, PATIENCE_S
+from harness.rounds import Vectors, end_round, open_round, together
+from harness.specs import FP32, published
+from harness.swapped import received
 from torch import nn
 
 from badboy.flags import FLAGS, Flag
@@ -24,12 +29,7 @@ from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.outer.outer_state import OuterState
 from noloco_p2p.outer.update_filter import LossCheck
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.loopback import LoopbackSwarm
-from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S
 from noloco_p2p.testing.peers import MemoryPeer
-from noloco_p2p.testing.rounds import Vectors, end_round, open_round, together
-from noloco_p2p.testing.specs import FP32, published
-from noloco_p2p.testing.swapped import received
 
 SPEC = RunSpec(name="badboy", codec=FP32, outer=published(inner_steps=1, max_wait_s=PATIENCE_S))
 DEADLINES = Deadlines(status_s=2.0, progress_s=2.0, farewell_s=0.5)

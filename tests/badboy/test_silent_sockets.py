@@ -14,6 +14,8 @@ import grpc
 import grpc.aio
 import pytest
 import uvloop
+from harness.identities import identity_of
+from harness.patience import AT_ONCE_S, PATIENCE_S
 
 from badboy.connections import Silent, elsewhere
 from badboy.victim import DIGEST, ROUND, Victim, victim
@@ -23,8 +25,6 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import options
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.session import SERVER_NAME, Session
-from noloco_p2p.testing.identities import identity_of
-from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S
 
 NUM_SILENT = 120
 NUM_NEWCOMERS = 20

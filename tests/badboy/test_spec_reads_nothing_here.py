@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.processes import noloco
+from harness.small_hub import SmallHub
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from noloco_p2p.data.sources import open_source
 from noloco_p2p.errors import DataError, ModelError, SpecError
 from noloco_p2p.spec import DataSpec, ModelSpec, TrainerSpec
-from noloco_p2p.testing.processes import noloco
-from noloco_p2p.testing.small_hub import SmallHub
 from noloco_p2p.trainer.model import build_model, build_tokenizer
 
 SECRET = "a private sentence"

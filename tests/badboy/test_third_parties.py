@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import uvloop
+from harness.identities import identity_of
+from harness.patience import PATIENCE_S
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 
@@ -28,8 +30,6 @@ from noloco_p2p.swarm.kademlia.whereabouts import MAX_ADDRESSES
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
 from noloco_p2p.swarm.relay import PLACE, open_told
 from noloco_p2p.swarm.timing import Timing
-from noloco_p2p.testing.identities import identity_of
-from noloco_p2p.testing.patience import PATIENCE_S
 
 DIGEST = "ab" * 32
 NUM_LIARS = 60

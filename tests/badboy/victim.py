@@ -12,16 +12,17 @@ from pathlib import Path
 
 import psutil
 import uvloop
+from harness.identities import identity_of
+from harness.patience import PATIENCE_S
 
 from noloco_p2p.errors import PeerError
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, QueuePlace, SwapState
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
-from noloco_p2p.testing.identities import identity_of
-from noloco_p2p.testing.patience import PATIENCE_S
 
 TESTS = Path(__file__).resolve().parents[1]
+BENCHMARKS = TESTS.parent / "benchmarks"  # it has the harness
 DIGEST = "0" * 64
 ROUND = 41
 
@@ -84,7 +85,7 @@ async def victim() -> AsyncIterator[Victim]:
 
 
 def _started() -> subprocess.Popen[bytes]:
-    paths = os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", "")))
+    paths = os.pathsep.join((str(TESTS), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")))
     return subprocess.Popen(
         [sys.executable, "-m", "badboy.victim"],
         env={**os.environ, "PYTHONPATH": paths},

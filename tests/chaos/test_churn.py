@@ -8,9 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from noloco_p2p.testing.churn import NETWORK_ANSWER_S, Churn, Plan
-from noloco_p2p.testing.processes import small_spec
+from harness.churn import NETWORK_ANSWER_S, Churn, Plan
+from harness.processes import small_spec
 
 pytestmark = pytest.mark.slow
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.processes import PeerProcess, small_spec, until, write_spec
 
 from noloco_p2p.control import ask
 from noloco_p2p.outer.checkpoint import Checkpoints
-from noloco_p2p.testing.processes import PeerProcess, small_spec, until, write_spec
 
 SPEC = small_spec(
     "stages",

@@ -6,11 +6,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from harness.patience import PATIENCE_S
+from harness.processes import PeerProcess, small_spec, until, write_spec
 
 from noloco_p2p.control import ask
 from noloco_p2p.peer.kept import stage_folder
-from noloco_p2p.testing.patience import PATIENCE_S
-from noloco_p2p.testing.processes import PeerProcess, small_spec, until, write_spec
 from noloco_p2p.trainer.stage_trainer import SWITCH_EPOCH_S
 
 SPEC = small_spec(

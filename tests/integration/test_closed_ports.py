@@ -10,9 +10,9 @@ from typing import Any
 
 import netlab
 import pytest
+from harness.processes import Command, PeerProcess, small_spec, until, write_spec
 
 from noloco_p2p.control import ask
-from noloco_p2p.testing.processes import Command, PeerProcess, small_spec, until, write_spec
 
 pytestmark = pytest.mark.slow
 

@@ -21,14 +21,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from harness.patience import PATIENCE_S
+from harness.processes import Command, PeerProcess, noloco, small_spec, until, write_spec
 
 from noloco_p2p.cli.app import run
 from noloco_p2p.data.stream import TokenStream
 from noloco_p2p.outer.checkpoint import Checkpoint
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.swarm.records import TTL_S
-from noloco_p2p.testing.patience import PATIENCE_S
-from noloco_p2p.testing.processes import Command, PeerProcess, noloco, small_spec, until, write_spec
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.model import build_tokenizer
 

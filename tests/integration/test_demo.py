@@ -9,11 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from harness.patience import SLOW_TEST_S
+from harness.processes import Command, until
 from transformers import AutoModelForCausalLM
 
 from noloco_p2p.telemetry.events import read_events
-from noloco_p2p.testing.patience import SLOW_TEST_S
-from noloco_p2p.testing.processes import Command, until
 
 REPORT_KEYS = {"peers", "merged_loss", "spread", "export_dir", "wall_s"}
 PEER_KEYS = {"peer_id", "stage", "rounds", "swaps", "alone", "loss_start", "loss_end", "bytes_sent", "bytes_received"}

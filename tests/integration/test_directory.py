@@ -21,6 +21,8 @@ import psutil
 import pytest
 import uvloop
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from harness.patience import PATIENCE_S
+from harness.rounds import wait_until
 
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import Identity, peer_id_of
@@ -33,8 +35,6 @@ from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
 from noloco_p2p.swarm.timing import Timing
 from noloco_p2p.telemetry.metrics import Metrics
-from noloco_p2p.testing.patience import PATIENCE_S
-from noloco_p2p.testing.rounds import wait_until
 
 RUN = "ab" * 32
 LONG_S = 1.9 * TTL_S  # the life of records that nobody tells again; of twice the usual one none is believed

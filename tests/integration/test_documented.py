@@ -21,9 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from documented import PAGES, ROOT, arguments, in_blocks
-
-from noloco_p2p.testing.patience import SLOW_TEST_S
-from noloco_p2p.testing.processes import TICKET_LINE, Command, noloco, small_spec, until, write_spec
+from harness.patience import SLOW_TEST_S
+from harness.processes import TICKET_LINE, Command, noloco, small_spec, until, write_spec
 
 README = ROOT / "README.md"
 STAYS = {"join": TICKET_LINE, "bootstrap": "others enter with:", "--web": "http://", "--watch": "run"}  # what it says

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from harness.patience import PATIENCE_S
 
 from noloco_p2p.identity import Identity
 from noloco_p2p.swarm.addresses import host_port
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.swarm.timing import Timing
-from noloco_p2p.testing.patience import PATIENCE_S
 
 RUN = "cd" * 32
 QUICK = Timing(heartbeat_s=2.0, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshen_s=5.0)

@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 import pytest
 import uvloop
 from admitting import Admitting
+from harness.identities import identity_of
+from harness.patience import PATIENCE_S
 
 from noloco_p2p.errors import CorruptPayload, Unreachable
 from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Frame, Lost, MicrobatchId, Ticket, Want
@@ -25,8 +27,6 @@ from noloco_p2p.net.flow_wire import PIECE_BYTES, BackwardAnnounced, FlowHello, 
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import UNLIMITED
-from noloco_p2p.testing.identities import identity_of
-from noloco_p2p.testing.patience import PATIENCE_S
 
 SIZES = PayloadSizes(forward_bytes=3 * PIECE_BYTES + 5, backward_bytes=2 * PIECE_BYTES)
 NUM_STAGES = 3

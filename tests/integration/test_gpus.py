@@ -7,8 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-from noloco_p2p.testing.processes import PeerProcess, noloco, small_spec, write_spec
+from harness.processes import PeerProcess, noloco, small_spec, write_spec
 
 pytestmark = pytest.mark.slow
 

@@ -16,6 +16,10 @@ import grpc.aio
 import pytest
 import torch
 import uvloop
+from harness.loopback import LoopbackSwarm
+from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT
+from harness.rounds import Vectors, end_round, one_round, open_round, wait_until
+from harness.specs import FP32, published
 from rogue_server import rogue
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, SettingsError, TimedOut, Unreachable
@@ -50,12 +54,8 @@ from noloco_p2p.net.options import MAX_MESSAGE_BYTES
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.testing.faults import At, Cut, FaultPlan
-from noloco_p2p.testing.loopback import LoopbackSwarm
 from noloco_p2p.testing.memory import AnyState
-from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S, PATIENT
 from noloco_p2p.testing.peers import MemorySwarm
-from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, wait_until
-from noloco_p2p.testing.specs import FP32, published
 
 SPEC = TrainerSpec(name="grpc", codec=FP32, outer=published())
 SWAP = "/noloco_p2p.wire.v1.Peer/Swap"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from noloco_p2p.testing.patience import PATIENCE_S
+from harness.patience import PATIENCE_S
 
 PROGRAM = """
 import sys, warnings

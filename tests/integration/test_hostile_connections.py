@@ -16,6 +16,11 @@ import psutil
 import pytest
 import uvloop
 from badboy.connections import JUNK, dripping, leave, visit
+from harness.identities import identity_of
+from harness.loopback import LoopbackSwarm
+from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT
+from harness.rounds import Vectors, one_round
+from harness.specs import FP32, published
 
 from noloco_p2p.errors import PeerError, Refused
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, Refuse, RefuseCode, SwapState
@@ -29,11 +34,6 @@ from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.identities import identity_of
-from noloco_p2p.testing.loopback import LoopbackSwarm
-from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S, PATIENT
-from noloco_p2p.testing.rounds import Vectors, one_round
-from noloco_p2p.testing.specs import FP32, published
 
 SPEC = RunSpec(name="entry", codec=FP32, outer=published())
 PING = Refuse(RefuseCode.BUSY, "still here?")

@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+from harness.processes import noloco, small_spec, write_spec
+from harness.small_hub import SmallHub
 
 from noloco_p2p.spec import DataSpec
-from noloco_p2p.testing.processes import noloco, small_spec, write_spec
-from noloco_p2p.testing.small_hub import SmallHub
 
 pytestmark = pytest.mark.slow
 NUM_SHARDS = 4

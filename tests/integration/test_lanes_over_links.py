@@ -15,6 +15,9 @@ import pytest
 import torch
 import uvloop
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - missing in the stubs
+from harness.loopback import LoopbackSwarm
+from harness.patience import PATIENCE_S
+from harness.rounds import Vectors, end_round, one_round, open_round, together, wait_until
 
 from noloco_p2p.errors import PeerError, Refused, Unreachable
 from noloco_p2p.gossip.deadlines import Deadlines
@@ -44,10 +47,7 @@ from noloco_p2p.net.throttle import UNLIMITED
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.spec import CodecSpec, RunSpec
 from noloco_p2p.testing.link_proxy import HOME_FIBRE, LinkProfile, LinkProxy
-from noloco_p2p.testing.loopback import LoopbackSwarm
-from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
-from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, together, wait_until
 
 SPEC = RunSpec(name="lanes", codec=CodecSpec(slow_weights="int8", outer_momentum="int8", outer_gradient="int8"))
 SHORT = Deadlines(dial_s=2.0, offer_s=2.0, status_s=0.5, progress_s=3.0, farewell_s=0.2)

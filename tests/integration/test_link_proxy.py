@@ -9,17 +9,17 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import pytest
+from harness.loopback import LoopbackSwarm
+from harness.patience import AT_ONCE_S, PATIENCE_S
+from harness.rounds import Vectors, end_round, one_round, open_round, together, wait_until
+from harness.specs import published
 
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.outcome import Alone, Half, Swapped
 from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.link_proxy import HOME_FIBRE, LinkProfile, LinkProxy
-from noloco_p2p.testing.loopback import LoopbackSwarm
-from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S
 from noloco_p2p.testing.peers import MemoryPeer
-from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, together, wait_until
-from noloco_p2p.testing.specs import published
 
 NUM_TRIES = 5
 PERFECT = LinkProfile("perfect", down_mbit_s=10_000, up_mbit_s=10_000, delay_ms=0, jitter_ms=0)

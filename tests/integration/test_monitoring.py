@@ -27,10 +27,10 @@ from typing import Any
 
 import pyte
 import pytest
+from harness.patience import PATIENCE_S
+from harness.processes import Command, PeerProcess, noloco, small_spec, until, write_spec
 
 from noloco_p2p.swarm.records import TTL_S
-from noloco_p2p.testing.patience import PATIENCE_S
-from noloco_p2p.testing.processes import Command, PeerProcess, noloco, small_spec, until, write_spec
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NUM_PEERS = 4

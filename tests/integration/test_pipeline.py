@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.identities import identity_of
+from harness.patience import PATIENCE_S
+from harness.rounds import wait_until
 from staged_reference import FP32, material_of, spec_of, trained_alone
 
 from noloco_p2p.errors import PeerError
@@ -39,10 +42,7 @@ from noloco_p2p.peer.flow_driver import MAX_DROPPED, FlowDriver
 from noloco_p2p.peer.network_thread import NetworkThread
 from noloco_p2p.peer.threaded_flow import ThreadedFlow
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.testing.identities import identity_of
-from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemoryPeer
-from noloco_p2p.testing.rounds import wait_until
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.pipeline import StageLoop
 from noloco_p2p.trainer.rms_gate import LEAST_FRAMES

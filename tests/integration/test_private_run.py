@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 import uvloop
+from harness.identities import identity_of
+from harness.patience import AT_ONCE_S, PATIENCE_S
 
 from noloco_p2p.errors import Refused, Unreachable
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, RefuseCode, SwapState
@@ -18,8 +20,6 @@ from noloco_p2p.invitation import Invitation, invite
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
-from noloco_p2p.testing.identities import identity_of
-from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S
 
 
 class Answering:

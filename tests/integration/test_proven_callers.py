@@ -12,6 +12,9 @@ import grpc
 import grpc.aio
 import pytest
 import uvloop
+from harness.identities import identity_of
+from harness.patience import AT_ONCE_S, PATIENCE_S
+from harness.specs import published
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, Unreachable
 from noloco_p2p.gossip.frames import (
@@ -38,9 +41,6 @@ from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.identities import identity_of
-from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S
-from noloco_p2p.testing.specs import published
 
 SPEC = RunSpec(name="entry", outer=published())
 BOUNDARY = Boundary(0, None, None, 0.0)

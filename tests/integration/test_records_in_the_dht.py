@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import uvloop
+from harness.identities import identity_of
+from harness.patience import PATIENCE_S
 from recorded import changed
 
 from noloco_p2p.errors import DirectoryError
@@ -21,8 +23,6 @@ from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
 from noloco_p2p.swarm.timing import Timing
-from noloco_p2p.testing.identities import identity_of
-from noloco_p2p.testing.patience import PATIENCE_S
 
 RUN = "ab" * 32
 QUICK = Timing(heartbeat_s=0.5, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshen_s=1.0)

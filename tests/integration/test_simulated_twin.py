@@ -8,6 +8,10 @@ from threading import Barrier
 
 import pytest
 import torch
+from harness.loopback import LoopbackSwarm
+from harness.patience import PATIENCE_S
+from harness.rounds import together, wait_until
+from harness.specs import published, tiny_llama
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,11 +25,7 @@ from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.replica import Replica
 from noloco_p2p.simulate.swarm import peer_name, simulate_swarm
 from noloco_p2p.spec import TrainSpec
-from noloco_p2p.testing.loopback import LoopbackSwarm
-from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemoryPeer
-from noloco_p2p.testing.rounds import together, wait_until
-from noloco_p2p.testing.specs import published, tiny_llama
 from noloco_p2p.trainer.inner_step import InnerStep
 
 INNER_STEPS, NUM_ROUNDS = 3, 4

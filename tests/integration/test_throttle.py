@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 import uvloop
 from blake3 import blake3
+from harness.loopback import LoopbackSwarm
+from harness.patience import PATIENCE_S
+from harness.rounds import Vectors, one_round
+from harness.specs import FP32, published
 
 from noloco_p2p.errors import PeerError
 from noloco_p2p.gossip.donor import StateServer, describe_state
@@ -23,11 +27,7 @@ from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.throttle import DEPTH_S, READ_AHEAD_S, Limits, Throttle
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.testing.loopback import LoopbackSwarm
 from noloco_p2p.testing.memory import AnyState
-from noloco_p2p.testing.patience import PATIENCE_S
-from noloco_p2p.testing.rounds import Vectors, one_round
-from noloco_p2p.testing.specs import FP32, published
 
 SPEC = TrainerSpec(name="throttle", codec=FP32, outer=published())
 RATE = 4e6  # 32 Mbit/s

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import uvloop
+from harness.patience import PATIENCE_S
 
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.gossip.seams import Candidate
@@ -16,7 +17,6 @@ from noloco_p2p.swarm.daemon import ListenOn
 from noloco_p2p.swarm.node import SwarmNode, end_tasks
 from noloco_p2p.swarm.relay import CIRCUIT, NUM_PLACES, Places, Relay, relays_of
 from noloco_p2p.swarm.tunnel import MAX_PORTS, Tunnels
-from noloco_p2p.testing.patience import PATIENCE_S
 
 BLOCK = bytes(range(256)) * 256
 NUM_BLOCKS = 320  # 20 MiB: more than the windows on the way hold

@@ -12,6 +12,10 @@ from threading import Barrier
 
 import pytest
 import torch
+from harness.loopback import LoopbackSwarm
+from harness.patience import PATIENCE_S
+from harness.rounds import together, wait_until
+from harness.specs import FP32, published
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
@@ -19,11 +23,7 @@ from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.loopback import LoopbackSwarm
-from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
-from noloco_p2p.testing.rounds import together, wait_until
-from noloco_p2p.testing.specs import FP32, published
 
 INNER_STEPS, NUM_ROUNDS = 3, 5
 NAMES = ("a", "b")

@@ -3,10 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from harness.identities import identity_of
 
 from noloco_p2p.bans import STRIKE_HALF_LIFE_S, STRIKES, STRUCK_OUT_S, BanList
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.testing.identities import identity_of
 
 A, B = (identity_of(name).peer_id for name in "ab")
 

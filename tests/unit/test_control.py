@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.patience import PATIENCE_S
 
 from noloco_p2p import control
 from noloco_p2p.control import ControlServer, FolderLock, ask, socket_path
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.testing.patience import PATIENCE_S
 
 
 def served(folder: Path, verb: str, **verbs: dict[str, Any]) -> dict[str, Any] | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from harness.identities import identity_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_p2p.errors import TicketError
 from noloco_p2p.invitation import Invitation, NotInvited, invite, is_marked
-from noloco_p2p.testing.identities import identity_of
 from noloco_p2p.ticket import Ticket
 
 NOW_S = 1_800_000_000.0

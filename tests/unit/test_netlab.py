@@ -11,8 +11,7 @@ from typing import Any
 
 import netlab
 import pytest
-
-from noloco_p2p.testing.patience import PATIENCE_S
+from harness.patience import PATIENCE_S
 
 PACKET_BYTES = 1250  # 0.1 ms at 100 Mbit/s
 

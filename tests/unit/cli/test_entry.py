@@ -5,11 +5,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from harness.patience import PATIENCE_S
 
 from noloco_p2p.cli.app import run
 from noloco_p2p.cli.entry import MAX_FILE_BYTES, check_writable, resolve, write
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.testing.patience import PATIENCE_S
 
 
 def test_what_was_written_is_found(tmp_path: Path) -> None:

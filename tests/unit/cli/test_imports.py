@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from noloco_p2p.testing.patience import PATIENCE_S
+from harness.patience import PATIENCE_S
 
 HEAVY = ["torch", "hivemind", "transformers", "datasets", "grpc", "google.protobuf", "numpy", "rich"]
 LOOK = f"""

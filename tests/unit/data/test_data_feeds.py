@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.patience import PATIENCE_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,7 +23,6 @@ from noloco_p2p.data.sources import unused_bindings
 from noloco_p2p.data.stream import TokenStream, validation_batches
 from noloco_p2p.errors import DataError, SpecError
 from noloco_p2p.spec import DataSpec, MixSpec, TrainerSpec
-from noloco_p2p.testing.patience import PATIENCE_S
 
 TOKENIZER = ByT5Tokenizer()
 THREE = (MixSpec(source="a", weight=6), MixSpec(source="b", weight=3), MixSpec(source="c", weight=1))

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from harness.patience import PATIENCE_S
 
 from noloco_p2p.doctor import machine
 from noloco_p2p.doctor.check import Check, is_healthy, report
@@ -21,7 +22,6 @@ from noloco_p2p.net.probe import Probed
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.stage_needs import StageNeeds
 

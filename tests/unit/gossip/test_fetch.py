@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
+from harness.patience import PATIENCE_S
+from harness.specs import published
 
 from noloco_p2p.errors import CorruptPayload, Refused, Unreachable
 from noloco_p2p.gossip import fetch as fetch_module
@@ -41,8 +43,6 @@ from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.gossip.uploads import MAX_UPLOADS
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.memory import AnyState, MemoryDirectory, MemoryNetwork, MemoryTransport
-from noloco_p2p.testing.patience import PATIENCE_S
-from noloco_p2p.testing.specs import published
 
 SPEC = RunSpec(name="fetch", outer=published())
 NUM_BYTES = 3 * STATE_CHUNK_BYTES + 500  # four chunks

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from harness.patience import PATIENCE_S
+from harness.rounds import Vectors, one_round
+from harness.specs import FP32, published
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,10 +16,7 @@ from noloco_p2p.gossip.outcome import Alone
 from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.faults import At, Cut, Drop, Fault, FaultPlan, Repeat
-from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
-from noloco_p2p.testing.rounds import Vectors, one_round
-from noloco_p2p.testing.specs import FP32, published
 
 SPEC = RunSpec(name="half", codec=FP32, outer=published())
 SHORT = Deadlines(dial_s=1.5, offer_s=1.5, status_s=1.5, progress_s=1.5, farewell_s=0.05)

@@ -8,16 +8,16 @@ from functools import partial
 from threading import Timer
 
 import pytest
+from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT
+from harness.rounds import Vectors, end_round, open_round, together, wait_until
+from harness.specs import published
 
 from noloco_p2p.gossip.frames import Chunk, Frame
 from noloco_p2p.gossip.outcome import Half, Swapped
 from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S, PATIENT
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
-from noloco_p2p.testing.rounds import Vectors, end_round, open_round, together, wait_until
-from noloco_p2p.testing.specs import published
 
 STEPS = 50
 SPEC = RunSpec(name="in-time", outer=published(inner_steps=STEPS))

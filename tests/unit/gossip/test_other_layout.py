@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from harness.patience import PATIENCE_S
+from harness.rounds import Vectors, one_round
 
 from noloco_p2p.codec.modulo import BLOCK_ELEMENTS
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.spec import CodecSpec, TrainerSpec
-from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemorySwarm
-from noloco_p2p.testing.rounds import Vectors, one_round
 
 SPEC = TrainerSpec(name="layouts", codec=CodecSpec(slow_weights="modulo8", outer_momentum="modulo8"))
 

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from harness.patience import PATIENCE_S
+from harness.rounds import Vectors, one_round, wait_until
+from harness.specs import FP32, published
 
 from noloco_p2p.codec import get_codec
 from noloco_p2p.gossip.frames import Chunk, SectionName
 from noloco_p2p.gossip.payload_memory import PayloadMemory
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.faults import At, FaultPlan, NotFinite
-from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemorySwarm
-from noloco_p2p.testing.rounds import Vectors, one_round, wait_until
-from noloco_p2p.testing.specs import FP32, published
 
 SPEC = RunSpec(name="memory", codec=FP32, outer=published())
 CODEC = get_codec("fp32")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from harness.rounds import Vectors, end_round, open_round, together, wait_until
+from harness.specs import published
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,8 +20,6 @@ from noloco_p2p.gossip.staleness import (
 )
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemorySwarm
-from noloco_p2p.testing.rounds import Vectors, end_round, open_round, together, wait_until
-from noloco_p2p.testing.specs import published
 
 STEPS = 10_000
 

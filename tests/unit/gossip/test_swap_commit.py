@@ -7,16 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT
+from harness.rounds import Vectors, end_round, one_round, open_round, together, wait_until
+from harness.specs import FP32, published
 
 from noloco_p2p.codec import CHUNK_ELEMENTS, CODEC_NAMES, chunk_bounds
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Received, Swapped
 from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.spec import CodecSpec, RunSpec
-from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S, PATIENT
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
-from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, together, wait_until
-from noloco_p2p.testing.specs import FP32, published
 
 SPEC = RunSpec(name="swap", codec=FP32, outer=published())
 A, B = Vectors.random(1), Vectors.random(2)

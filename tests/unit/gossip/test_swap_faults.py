@@ -10,6 +10,9 @@ from collections.abc import AsyncGenerator
 import pytest
 import torch
 from blake3 import blake3
+from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT
+from harness.rounds import Vectors, end_round, one_round, open_round, wait_until
+from harness.specs import FP32, published
 
 from noloco_p2p.codec import CHUNK_ELEMENTS, get_codec
 from noloco_p2p.errors import PeerError, Unreachable
@@ -53,10 +56,7 @@ from noloco_p2p.testing.faults import (
     SwapWithNext,
     Truncate,
 )
-from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S, PATIENT
 from noloco_p2p.testing.peers import MemorySwarm
-from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, wait_until
-from noloco_p2p.testing.specs import FP32, published
 
 SPEC = RunSpec(name="faults", codec=FP32, outer=published())
 SHORT = Deadlines(offer_s=1.0, status_s=1.0, progress_s=1.0, farewell_s=0.05)  # they run out where a peer freezes

@@ -7,6 +7,9 @@ from typing import Literal
 
 import pytest
 import torch
+from harness.patience import PATIENCE_S, PATIENT
+from harness.rounds import Vectors, end_round, one_round, open_round, wait_until
+from harness.specs import published
 
 from noloco_p2p.codec import CHUNK_ELEMENTS, chunk_bounds, section_bytes
 from noloco_p2p.codec.blocks import INT4, INT8
@@ -17,10 +20,7 @@ from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.spec import CodecSpec, TrainerSpec
 from noloco_p2p.testing.faults import At, FaultPlan, FlipBit, Replace
-from noloco_p2p.testing.patience import PATIENCE_S, PATIENT
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
-from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, wait_until
-from noloco_p2p.testing.specs import published
 
 NUM_ELEMENTS = 2 * CHUNK_ELEMENTS + 1000
 CODECS = CodecSpec(slow_weights="modulo8", outer_momentum="modulo8", outer_gradient="int4")

@@ -9,6 +9,9 @@ from threading import Barrier
 from typing import NamedTuple
 
 import pytest
+from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT
+from harness.rounds import Vectors, end_round, one_round, open_round, wait_until
+from harness.specs import published
 
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import Chunk, Part, Ready, SectionName
@@ -16,10 +19,7 @@ from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
 from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.faults import At, Cut, FaultPlan, Stall
-from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S, PATIENT
 from noloco_p2p.testing.peers import MemorySwarm
-from noloco_p2p.testing.rounds import Vectors, end_round, one_round, open_round, wait_until
-from noloco_p2p.testing.specs import published
 
 SPEC = RunSpec(name="rounds", outer=published())
 

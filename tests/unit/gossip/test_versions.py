@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from harness.rounds import Vectors, open_round, wait_until
+from harness.specs import FP32, published
 
 from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemorySwarm
-from noloco_p2p.testing.rounds import Vectors, open_round, wait_until
-from noloco_p2p.testing.specs import FP32, published
 
 SPEC = RunSpec(name="v", codec=FP32, outer=published())
 

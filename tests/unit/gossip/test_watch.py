@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from harness.patience import PATIENCE_S
+from harness.rounds import Vectors, end_round, open_round, together, wait_until
+from harness.specs import published
+
 from noloco_p2p.codec import CHUNK_ELEMENTS, section_bytes
 from noloco_p2p.gossip.frames import Chunk, Part, SectionName
 from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.gossip.watch import LONG_S, SwapProgress, SwapWatch
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.faults import At, FaultPlan, NotFinite, Stall
-from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemorySwarm
-from noloco_p2p.testing.rounds import Vectors, end_round, open_round, together, wait_until
-from noloco_p2p.testing.specs import published
 
 NUM_ELEMENTS = CHUNK_ELEMENTS + 100
 SPEC = RunSpec(name="watched", outer=published())

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from harness.patience import PATIENCE_S, PATIENT
+from harness.specs import FP32, published
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import Dataset
@@ -21,9 +23,7 @@ from noloco_p2p.gossip.outcome import Alone, Swapped
 from noloco_p2p.integrations.huggingface import NoLoCoCallback
 from noloco_p2p.outer.noloco import NoLoCo, RoundResult
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.patience import PATIENCE_S, PATIENT
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
-from noloco_p2p.testing.specs import FP32, published
 
 SPEC = RunSpec(name="hf", outer=published(inner_steps=2, max_wait_s=0.0), total_steps=100)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from harness.patience import PATIENCE_S, PATIENT
+from harness.specs import FP32, published
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -22,9 +24,7 @@ from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.integrations.lightning import NoLoCoCallback
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.patience import PATIENCE_S, PATIENT
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
-from noloco_p2p.testing.specs import FP32, published
 
 SPEC = RunSpec(name="lightning", outer=published(inner_steps=2, max_wait_s=0.0), total_steps=100)
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.crowd import Crowd
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.monitor.collect import Watcher
 from noloco_p2p.monitor.history import FINE_TICKS, MAX_MEETINGS, SAMPLE_S, THIN_EVERY_TICKS, History
 from noloco_p2p.monitor.roster import Meeting
-from noloco_p2p.testing.crowd import Crowd
 from noloco_p2p.ticket import Ticket
 
 BEGAN_S = 1_800_000_000.0

@@ -12,6 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from harness.crowd import Crowd
+from harness.patience import PATIENCE_S
 from prometheus_client.parser import text_string_to_metric_families
 from recorded import changed
 
@@ -19,8 +21,6 @@ from noloco_p2p.monitor.collect import Watcher
 from noloco_p2p.monitor.history import History
 from noloco_p2p.monitor.web import MAX_READERS, ROW, STATIC, Feed, app
 from noloco_p2p.telemetry.http import HttpServer
-from noloco_p2p.testing.crowd import Crowd
-from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.ticket import Ticket
 
 NOW_S = time.time()

@@ -10,13 +10,13 @@ from typing import Any
 
 import grpc
 import pytest
+from harness.patience import PATIENCE_S
 
 from noloco_p2p.errors import Refused
 from noloco_p2p.hosts import network_of
 from noloco_p2p.net.door import TurnedAway
 from noloco_p2p.net.server import _Asked
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
-from noloco_p2p.testing.patience import PATIENCE_S
 
 
 class Clock:

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from harness.patience import PATIENCE_S
 from rogue_server import rogue
 
 from noloco_p2p.errors import CorruptPayload
@@ -15,7 +16,6 @@ from noloco_p2p.gossip.frames import FetchItem, Hello, WantManifest
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
-from noloco_p2p.testing.patience import PATIENCE_S
 
 
 def repeating(reply: pb.FetchReply) -> AbstractAsyncContextManager[Candidate]:

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from harness.identities import identity_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +28,6 @@ from noloco_p2p.net.flow_wire import (
 from noloco_p2p.net.options import MAX_MESSAGE_BYTES
 from noloco_p2p.net.tickets import Tickets
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
-from noloco_p2p.testing.identities import identity_of
 
 TEXT = st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), max_size=40)
 BYTES = st.binary(max_size=300)

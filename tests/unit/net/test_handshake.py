@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from harness.identities import identity_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +11,6 @@ from noloco_p2p.errors import CorruptPayload, PeerError, Refused
 from noloco_p2p.net.handshake import CHALLENGE_S, Challenges, Greeting
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
-from noloco_p2p.testing.identities import identity_of
 
 CALLER, ANSWERER, RELAY = (Session(identity_of(name)) for name in ("caller", "answerer", "relay"))
 ADDRESS = "ipv4:192.0.2.7:4711"

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 
 import pytest
+from harness.patience import PATIENCE_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,6 @@ from noloco_p2p.errors import CorruptPayload, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Accept, Boundary, Chunk, Hello, Offer, Part, Ready, SectionName
 from noloco_p2p.net import framing
 from noloco_p2p.net.lanes import FEATURE, LEAVE, WINDOW_FRAMES, Lane, LaneStream, Order
-from noloco_p2p.testing.patience import PATIENCE_S
 
 HELLO = Hello("peer", "run", "digest", features=(FEATURE,))
 STRANGER = Hello("peer", "run", "digest")

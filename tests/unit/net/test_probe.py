@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from harness.patience import PATIENCE_S
 from rogue_server import rogue
 
 from noloco_p2p.errors import CorruptPayload, Refused
@@ -19,7 +20,6 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import probe
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
-from noloco_p2p.testing.patience import PATIENCE_S
 
 HELLO = Hello("caller", "r", "0" * 64)
 

@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 import pytest
+from harness.patience import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_p2p.optim.schedule import learning_rate
 from noloco_p2p.spec import TrainSpec
-from noloco_p2p.testing.patience import PATIENCE_S
 
 SPEC = TrainSpec(total_steps=1000, warmup_steps=100, learning_rate=2.0, min_learning_rate=0.1)
 

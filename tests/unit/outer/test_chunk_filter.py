@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from blake3 import blake3
+from harness.specs import published
+from harness.swapped import EVEN, received
 from torch import Tensor, nn
 
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, LonelyCause, Swapped
 from noloco_p2p.outer.outer_state import OuterState
 from noloco_p2p.outer.update_filter import admitted
-from noloco_p2p.testing.specs import published
-from noloco_p2p.testing.swapped import EVEN, received
 
 SLOW, MOMENTUM, GRADIENT = SectionName
 Sections = dict[SectionName, Tensor]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.specs import published
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -17,7 +18,6 @@ from noloco_p2p.gossip.outcome import Alone
 from noloco_p2p.outer.noloco import NoLoCo, RoundResult
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
-from noloco_p2p.testing.specs import published
 
 SPEC = RunSpec(name="hooks", outer=published(inner_steps=2, max_wait_s=0.0), total_steps=100)
 

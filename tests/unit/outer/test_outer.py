@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT
+from harness.specs import FP32, published
 from safetensors.torch import save_file
 from torch import nn
 
@@ -28,9 +30,7 @@ from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.noloco import NoLoCo, RoundResult
 from noloco_p2p.outer.outer_state import OuterState
 from noloco_p2p.spec import CodecSpec, OuterSpec, TrainerSpec, TrainSpec
-from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S, PATIENT
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
-from noloco_p2p.testing.specs import FP32, published
 
 COARSE = CodecSpec(slow_weights="int8", outer_momentum="int8", outer_gradient="int4")
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from harness.specs import published
 from torch import nn
 
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.outer.outer_state import OuterState, met_progress, next_progress
 from noloco_p2p.outer.staging import Staging
 from noloco_p2p.spec import OuterSpec
-from noloco_p2p.testing.specs import published
 
 
 def test_a_refused_state_changes_nothing() -> None:

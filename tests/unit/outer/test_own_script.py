@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.patience import PATIENCE_S
+from harness.specs import published
 from torch import nn
 
 from noloco_p2p.errors import ModelError, SettingsError
@@ -16,9 +18,7 @@ from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemorySwarm
-from noloco_p2p.testing.specs import published
 
 SPEC = RunSpec(name="own", outer=published(inner_steps=2, max_wait_s=0.0), total_steps=100)
 

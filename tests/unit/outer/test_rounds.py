@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.rounds import Vectors, end_round, open_round, together, wait_until
+from harness.specs import FP32, published
 from torch import Tensor, nn
 
 from noloco_p2p.errors import SettingsError
@@ -17,8 +19,6 @@ from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.outer.noloco import NoLoCo, RoundResult
 from noloco_p2p.spec import TrainerSpec, TrainSpec
 from noloco_p2p.testing.peers import MemorySwarm
-from noloco_p2p.testing.rounds import Vectors, end_round, open_round, together, wait_until
-from noloco_p2p.testing.specs import FP32, published
 
 INNER_STEPS, NUM_ROUNDS = 3, 3
 SPEC = TrainerSpec(

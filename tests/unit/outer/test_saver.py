@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from harness.patience import PATIENCE_S
+from harness.specs import published
 from torch import nn
 
 from noloco_p2p.errors import CheckpointError
@@ -16,9 +18,7 @@ from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.outer.saver import Saver
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemorySwarm
-from noloco_p2p.testing.specs import published
 
 
 class SlowDisk(Checkpoints):

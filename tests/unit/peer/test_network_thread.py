@@ -7,10 +7,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from harness.patience import PATIENCE_S
 
 from noloco_p2p.errors import Left
 from noloco_p2p.peer.network_thread import NetworkThread
-from noloco_p2p.testing.patience import PATIENCE_S
 
 
 @pytest.fixture

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from harness.identities import identity_of
+
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.peer.outside import Outside
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.testing.identities import identity_of
 
 
 class Alone:

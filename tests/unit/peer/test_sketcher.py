@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness.swapped import received
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,7 +25,6 @@ from noloco_p2p.outer.outer_state import progress_after, swap_progress
 from noloco_p2p.peer.sketcher import FINEST, MARK_EVERY_S, Sketcher, finest_level, roundest
 from noloco_p2p.spec import OuterSpec, TrainerSpec, TrainSpec
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
-from noloco_p2p.testing.swapped import received
 from noloco_p2p.trainer.judge import spread
 
 RUN = "ab" * 32

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from harness.specs import published
 from safetensors.torch import save_file
 
 from noloco_p2p.codec import sketch
@@ -18,7 +19,6 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.staleness import STALE_ROUNDS
 from noloco_p2p.peer.state_admission import StateAdmission
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.specs import published
 
 SPEC = RunSpec(name="admission", total_steps=10_000, outer=published(inner_steps=10))
 LIMIT = STALE_ROUNDS * 10 / 10_000

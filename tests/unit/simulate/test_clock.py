@@ -8,9 +8,9 @@ import math
 import time
 
 import pytest
+from harness.patience import AT_ONCE_S
 
 from noloco_p2p.simulate.clock import InlineExecutor, run_virtual
-from noloco_p2p.testing.patience import AT_ONCE_S
 
 
 def test_hours_pass_in_a_moment_and_in_order() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from harness.specs import published, tiny_llama
 from torch import Tensor
 
 from noloco_p2p.codec import sketch
@@ -20,7 +21,6 @@ from noloco_p2p.simulate.replica import Replica
 from noloco_p2p.simulate.swarm import simulate_swarm
 from noloco_p2p.spec import TrainSpec
 from noloco_p2p.testing.memory import MemoryDirectory
-from noloco_p2p.testing.specs import published, tiny_llama
 
 NUM_REPLICAS, NUM_ROUNDS = 8, 12
 SPEC = tiny_llama(

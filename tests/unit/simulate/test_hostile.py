@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from harness.hostile import ADAPTIVE, Attack
+from harness.hostile_swarm import simulate_hostile
+from harness.specs import published, tiny_llama
 
-from noloco_p2p.simulate.hostile import ADAPTIVE, Attack
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.result import Result
-from noloco_p2p.simulate.swarm import simulate_swarm
 from noloco_p2p.spec import TrainSpec
-from noloco_p2p.testing.specs import published, tiny_llama
 
 SPEC = tiny_llama(
     "hostile",
@@ -26,7 +26,7 @@ def material() -> Material:
 
 def swarm_with(attack: Attack, material: Material) -> Result:
     """Two replicas, so that the honest one meets the liar in every round."""
-    return simulate_swarm(material, Plan(2, evaluations=1, attackers=((1, attack),)))
+    return simulate_hostile(material, Plan(2, evaluations=1), {1: attack})
 
 
 @pytest.mark.parametrize("attack", Attack)

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from harness.specs import FP32, published, tiny_llama
 from torch import Tensor
 
 from noloco_p2p.codec import get_codec, section_bytes
@@ -22,7 +23,6 @@ from noloco_p2p.simulate.run import check_rules, seeded
 from noloco_p2p.simulate.swarm import simulate_swarm
 from noloco_p2p.spec import TrainerSpec, TrainSpec
 from noloco_p2p.testing.link_proxy import LinkProfile
-from noloco_p2p.testing.specs import FP32, published, tiny_llama
 
 SPEC = tiny_llama(
     "simulated",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from noloco_p2p.simulate.walk import Walk, walk
+from harness.walk import Walk, walk
 
 
 @pytest.mark.parametrize("num_peers", [2, 3, 8])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from harness.identities import identity_of
 
 from noloco_p2p.swarm import announcer
 from noloco_p2p.swarm.announcer import Announcer
@@ -15,7 +16,6 @@ from noloco_p2p.swarm.buckets import run_key
 from noloco_p2p.swarm.clock import DhtClock
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, decode_record
 from noloco_p2p.telemetry.metrics import Metrics
-from noloco_p2p.testing.identities import identity_of
 
 ME = identity_of("me")
 RECORD = PeerRecord(ME.peer_id, "demo", "ab" * 32)

@@ -9,6 +9,7 @@ from statistics import median
 from types import MappingProxyType
 
 import pytest
+from harness.bucket_swarm import BucketSwarm, Member, Stored
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,7 +34,6 @@ from noloco_p2p.swarm.buckets import (
     spread_of_draws,
     within_limit,
 )
-from noloco_p2p.testing.bucket_swarm import BucketSwarm, Member, Stored
 
 DIGEST = "ab" * 32
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Coroutine
 from typing import Any, cast
 from uuid import uuid4
 
+from harness.identities import identity_of
+from harness.patience import PATIENCE_S
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 from hivemind.proto import p2pd_pb2
 
 from noloco_p2p.swarm.daemon import MAX_MESSAGE_BYTES
 from noloco_p2p.swarm.kademlia.client import MAX_ANSWERING, MAX_ANSWERING_OF_ONE, MAX_UNSENT, TURN_S, BoundedControl
-from noloco_p2p.testing.identities import identity_of
-from noloco_p2p.testing.patience import PATIENCE_S
 
 PEER = PeerID.from_base58(identity_of("peer").peer_id)
 

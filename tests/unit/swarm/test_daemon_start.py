@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.identities import identity_of
+from harness.patience import PATIENCE_S
 
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
@@ -19,8 +21,6 @@ from noloco_p2p.swarm import daemon, dht, node
 from noloco_p2p.swarm.daemon import ListenOn, probe_port
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.node import SwarmNode
-from noloco_p2p.testing.identities import identity_of
-from noloco_p2p.testing.patience import PATIENCE_S
 
 TOO_MANY = OSError(24, "Too many open files")
 

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from harness.processes import until
 
 from noloco_p2p.swarm import launch
-from noloco_p2p.testing.processes import until
 
 DEADLINE_S = 30.0
 LAUNCH = """

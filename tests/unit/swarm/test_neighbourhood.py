@@ -9,6 +9,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from harness.identities import identity_of
 from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import PeerID
@@ -21,7 +22,6 @@ from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.kademlia.neighbourhood import claim, is_of_now, pack_records, place_of, placed, told_records
 from noloco_p2p.swarm.kademlia.storage import MAX_RECORDS_PER_KEY
 from noloco_p2p.swarm.records import TTL_S
-from noloco_p2p.testing.identities import identity_of
 
 HONEST, ROGUE = (PeerID.from_base58(identity_of(name).peer_id) for name in ("honest", "rogue"))
 KEY = DHTID.generate("run")

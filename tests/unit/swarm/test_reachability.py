@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping
 
 import pytest
+from harness.patience import PATIENCE_S
 
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.gossip.seams import Candidate
@@ -20,7 +21,6 @@ from noloco_p2p.swarm.reachability import (
     is_abroad,
     judge,
 )
-from noloco_p2p.testing.patience import PATIENCE_S
 
 PRIVATE, PUBLIC = "172.17.0.2:31337", "8.8.8.8:31337"
 PEER = "12D3KooWK2gwFiFWxgNtk5RYUnaMSwBrBdWiVZaRwxqCoXQBHSA7"

@@ -6,13 +6,13 @@ import asyncio
 from typing import Any, cast
 
 import pytest
+from harness.patience import PATIENCE_S
 
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.swarm import relay as relays
 from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.relay import BEATS, DIALS_A_MINUTE_OF_ONE, MAX_STREAMS_OF_A_PLACE, NO, YES, Relay
 from noloco_p2p.swarm.streams import KEPT_FOR_RELAYS, MAX_STREAMS, MAX_STREAMS_OF_ONE, Streams
-from noloco_p2p.testing.patience import PATIENCE_S
 
 NOBODY: Any = None
 

@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+from harness.patience import PATIENCE_S
+
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.swarm.relay import CIRCUIT, YES, Ends
 from noloco_p2p.swarm.tunnel import MAX_SERVED, Tunnels
-from noloco_p2p.testing.patience import PATIENCE_S
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from harness.identities import identity_of
 from hivemind.dht.crypto import DHTRecord
 from hivemind.dht.routing import DHTID
 from hivemind.utils import MSGPackSerializer
@@ -16,7 +17,6 @@ from noloco_p2p.invitation import invite
 from noloco_p2p.swarm.buckets import MAX_DEPTH, ROOT, Bucket, bucket_of, run_key
 from noloco_p2p.swarm.kademlia.validator import RecordValidator
 from noloco_p2p.swarm.records import DOMAIN, TTL_S, PeerRecord, encode_record
-from noloco_p2p.testing.identities import identity_of
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 ME = Identity(peer_id_of(KEY.public_key().public_bytes_raw()), KEY.public_key().public_bytes_raw(), KEY)

@@ -7,6 +7,8 @@ from collections.abc import Awaitable
 from typing import Any, cast
 
 import pytest
+from harness.identities import identity_of
+from harness.patience import PATIENCE_S
 from hivemind.dht.routing import RoutingTable
 from hivemind.p2p import PeerID
 
@@ -23,8 +25,6 @@ from noloco_p2p.swarm.kademlia.whereabouts import (
     pack,
     unpack,
 )
-from noloco_p2p.testing.identities import identity_of
-from noloco_p2p.testing.patience import PATIENCE_S
 
 ME, NEAR, TELLER = (PeerID.from_base58(identity_of(name).peer_id) for name in ("me", "near", "teller"))
 THERE = "/ip4/192.0.2.7/tcp/4001"

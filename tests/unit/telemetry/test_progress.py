@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+from harness.patience import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -13,7 +14,6 @@ from rich.console import Console
 from noloco_p2p.telemetry.bars import Bars, Lines
 from noloco_p2p.telemetry.console import duration
 from noloco_p2p.telemetry.progress import WINDOW_S, Meter, Progress, line
-from noloco_p2p.testing.patience import PATIENCE_S
 
 
 def test_a_steady_flow_has_its_rate_and_time_left() -> None:

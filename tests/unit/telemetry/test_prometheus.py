@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.patience import PATIENCE_S
 from prometheus_client.parser import text_string_to_metric_families
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.telemetry.http import HttpServer, metrics_app
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.prometheus import peer_page
-from noloco_p2p.testing.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 
 import pytest
 from blake3 import blake3
+from harness.patience import PATIENCE_S
 
 from noloco_p2p.errors import PeerError, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Chunk, End, Frame, Header, Part, Ready, SectionName, chunk_digest
@@ -26,7 +27,6 @@ from noloco_p2p.testing.faults import (
     Truncate,
 )
 from noloco_p2p.testing.memory import MemoryStream
-from noloco_p2p.testing.patience import PATIENCE_S
 
 SECTION = SectionName.OUTER_GRADIENT
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness.patience import PATIENCE_S, PATIENT
+from harness.rounds import Vectors, one_round
+from harness.specs import FP32, published
 
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.injector import Injector, Phase
-from noloco_p2p.testing.patience import PATIENCE_S, PATIENT
 from noloco_p2p.testing.peers import MemorySwarm
-from noloco_p2p.testing.rounds import Vectors, one_round
-from noloco_p2p.testing.specs import FP32, published
 
 SPEC = RunSpec(name="inject", codec=FP32, outer=published())
 KILLS = 10

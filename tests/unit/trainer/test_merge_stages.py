@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from donors import Crowd, Donor, use
+from harness.identities import identity_of
 from safetensors.torch import load_file, save_file
 from staged_reference import spec_of
 from torch import Tensor
@@ -23,7 +24,6 @@ from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.peer.kept import stage_folder
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import named
-from noloco_p2p.testing.identities import identity_of
 from noloco_p2p.trainer.cut import cut_of
 from noloco_p2p.trainer.judge import judge, spread
 from noloco_p2p.trainer.model import build_model

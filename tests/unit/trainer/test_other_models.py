@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.processes import until
+from harness.specs import published
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -17,8 +19,6 @@ from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemorySwarm
-from noloco_p2p.testing.processes import until
-from noloco_p2p.testing.specs import published
 
 SPEC = RunSpec(name="t", outer=published(inner_steps=2, max_wait_s=0.0), total_steps=50)
 

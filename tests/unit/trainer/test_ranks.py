@@ -9,10 +9,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import pytest
 import torch
+from harness.patience import AT_ONCE_S, PATIENCE_S
+from harness.specs import published
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,16 +27,12 @@ from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.outer.outer_state import OuterState
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import DataSpec, ModelSpec, TrainerSpec, TrainSpec
-from noloco_p2p.testing.patience import AT_ONCE_S, PATIENCE_S
 from noloco_p2p.testing.peers import MemorySwarm
-from noloco_p2p.testing.specs import published
 from noloco_p2p.trainer.compute import Compute
-from noloco_p2p.trainer.evaluate import evaluate_loss
-from noloco_p2p.trainer.follower import LeadingStep, follow
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.model import build_model
-from noloco_p2p.trainer.ranks import Ranks, Verb, text_payload, told
-from noloco_p2p.trainer.sharded import ShardedParameters, shard
+from noloco_p2p.trainer.ranks import Ranks, told
+from noloco_p2p.trainer.sharded import ShardedParameters, ShardedStep, follow, shard
 
 SPEC = TrainerSpec(
     name="ranks",
@@ -43,7 +42,6 @@ SPEC = TrainerSpec(
     outer=published(),
 )
 CPU = torch.device("cpu")
-WINDOW_ELEMENTS = 1000  # the model has several of them
 
 pytestmark = pytest.mark.slow
 
@@ -59,8 +57,7 @@ def train(inner: InnerStep, state: OuterState, steps: range) -> list[float]:
     for step in steps:
         losses.append(float(inner(batch(step), progress=step / 50, seed=step)))
         if step == 1:
-            with inner.together():
-                losses.append(evaluate_loss(inner.model, [batch(90), batch(91)]))
+            losses.append(inner.evaluate([batch(90), batch(91)]))
             list(state.outer_gradient())
             state.step(None)
     return losses
@@ -73,23 +70,26 @@ def plain(steps: range, spec: TrainerSpec) -> tuple[list[float], dict[str, Tenso
     return losses, {**inner.state(), **state.parameters.named_values()}
 
 
-def one_rank(rank: int, size: int, port: int, act: Callable[[Ranks], None]) -> None:
+def follow_rank_0(ranks: Ranks) -> None:
+    follow(ranks, PeerSettings(micro_batch=1))
+
+
+def one_rank(
+    rank: int, size: int, port: int, act: Callable[[Ranks], None], others: Callable[[Ranks], None] = follow_rank_0
+) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with Ranks(rank, size, CPU) as ranks:
-        if rank:
-            follow(ranks, PeerSettings(micro_batch=1))
-        else:
-            act(ranks)
+        (others if rank else act)(ranks)
 
 
-def lead(ranks: Ranks, spec: TrainerSpec = SPEC) -> tuple[LeadingStep, OuterState]:
-    ranks.order(Verb.BUILD, payload=text_payload(spec.canonical_json()))
+def lead(ranks: Ranks, spec: TrainerSpec = SPEC) -> tuple[ShardedStep, OuterState]:
+    ranks.share(spec.model_dump(mode="json"))
     model = build_model(SPEC.model, sequence_length=16)
     compute = Compute(micro_batch=1, num_ranks=ranks.size)
     layout = FlatParameters(model).model_layout
     shard(model, ranks, compute)
-    parameters = ShardedParameters(model, ranks, layout=layout, window_elements=WINDOW_ELEMENTS)
-    return LeadingStep(model, spec.train, compute, ranks), OuterState(parameters, spec.outer)
+    inner = ShardedStep(model, spec.train, compute, ranks)
+    return inner, OuterState(ShardedParameters(inner, layout=layout), spec.outer)
 
 
 def train_sharded(ranks: Ranks, spec: TrainerSpec, steps: range, resume: Path | None, to: Path) -> None:
@@ -103,11 +103,11 @@ def train_sharded(ranks: Ranks, spec: TrainerSpec, steps: range, resume: Path | 
     save_file({"losses": losses, **inner.state(), **state.parameters.named_values()}, to)
 
 
-def run_ranks(size: int, act: Callable[[Ranks], None]) -> None:
+def run_ranks(size: int, act: Callable[[Ranks], None], others: Callable[[Ranks], None] = follow_rank_0) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["noloco_p2p.trainer.follower"])
+    context.set_forkserver_preload(["noloco_p2p.trainer.sharded"])
     port = _free_port()
-    processes = [context.Process(target=one_rank, args=(rank, size, port, act)) for rank in range(size)]
+    processes = [context.Process(target=one_rank, args=(rank, size, port, act, others)) for rank in range(size)]
     for process in processes:
         process.start()
     for process in processes:
@@ -158,7 +158,7 @@ def check_vector(ranks: Ranks) -> None:
     assert flat.layout() == whole.layout(), "peers with other numbers of GPUs understand each other"
     vector = whole.read(0, size)
     assert torch.equal(state.slow_weights, vector)
-    for start, stop in ((0, size), (1, 2), (WINDOW_ELEMENTS - 1, 3 * WINDOW_ELEMENTS + 7), (size - 5, size)):
+    for start, stop in ((0, size), (1, 2), (1979, 4007), (size - 5, size)):  # the first parameter has 1980
         other = torch.randn(stop - start, generator=torch.Generator().manual_seed(start))
         assert torch.equal(flat.read(start, stop), vector[start:stop])
         assert torch.equal(flat.minus(start, other, out=torch.empty(size)), vector[start:stop] - other)
@@ -213,10 +213,24 @@ def test_it_swaps_with_a_peer_that_has_one_process(tmp_path: Path) -> None:
     run_ranks(2, partial(swap_with_a_plain_peer, folder=tmp_path))
 
 
+def share_code(ranks: Ranks) -> None:
+    ranks.share(Path("a pickle of this calls Path"))
+
+
+def take_no_code(ranks: Ranks) -> None:
+    with pytest.raises(UnpicklingError, match="weights_only"):
+        ranks.share()
+    assert ranks.share() is None, "rank 0 has ended"
+
+
+def test_what_rank_0_shares_is_data_and_never_code() -> None:
+    run_ranks(2, share_code, take_no_code)
+
+
 def lose_one(ranks: Ranks) -> None:
     inner, _ = lead(ranks)
     began_s = time.monotonic()
-    ranks.order(Verb.RESTORE, payload=text_payload(b"no JSON"))  # which ends the others with an error of their own
+    ranks.tell("no_method")  # which ends the others with an error of their own
     with pytest.raises(RankError, match=r"resumes from the last checkpoint"), told():
         inner(batch(0), progress=0.0)
     assert time.monotonic() - began_s < AT_ONCE_S
@@ -226,7 +240,7 @@ def leave_alone(rank: int, size: int, port: int, codes: Any) -> None:
     try:
         one_rank(rank, size, port, lose_one)
         codes[rank] = 1
-    except ValueError:
+    except AttributeError:
         codes[rank] = 2
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from harness.processes import small_spec
 
 from noloco_p2p.outer.checkpoint import Checkpoint
 from noloco_p2p.peer.peer import Peer
@@ -17,7 +18,6 @@ from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.events import read_events
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
-from noloco_p2p.testing.processes import small_spec
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.loop import Trainer
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from harness.specs import FP32
 from noloco_p2p.codec import Scratch, chunk_bounds
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Received
@@ -13,7 +14,6 @@ from noloco_p2p.gossip.round_length import LinkMeasure
 from noloco_p2p.gossip.sections import Coding, SectionPair, Squares, section_plans
 from noloco_p2p.optim.mixing import Agreement
 from noloco_p2p.spec import CodecSpec
-from noloco_p2p.testing.specs import FP32
 
 EVEN = Agreement(50.0)
 NO_LINK = LinkMeasure(swap_s=1.0, late_s=0.0, is_whole=True)

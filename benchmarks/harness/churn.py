@@ -17,9 +17,9 @@ from pathlib import Path
 
 import psutil
 
+from harness.patience import PATIENCE_S
+from harness.processes import PeerProcess, until, write_spec
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.testing.patience import PATIENCE_S
-from noloco_p2p.testing.processes import PeerProcess, until, write_spec
 
 NETWORK_ANSWER_S = 5.0  # what the network thread may take beyond outer.max_wait_s: gossip.exchange
 STARTS_AT_ONCE = 2  # imports take a core for seconds

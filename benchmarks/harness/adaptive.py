@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from harness.hostile import Attack, GreedyReplica
 from noloco_p2p.gossip.frames import SectionName
-from noloco_p2p.simulate.hostile import Attack, GreedyReplica
 from noloco_p2p.simulate.replica import Replica
 
 BELOW, MARGIN = 0.9, 0.02  # of thresholds, as a codec adds errors of its own

@@ -12,10 +12,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from harness.patience import PATIENCE_S
 from noloco_p2p.codec import chunk_bounds
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Outcome
-from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemoryPeer
 
 T = TypeVar("T")

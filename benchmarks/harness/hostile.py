@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.greedy import GreedyPeer
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import Boundary, Chunk, SectionName
 from noloco_p2p.gossip.outcome import Alone, Outcome
@@ -19,7 +20,6 @@ from noloco_p2p.simulate.network import LinkTransport
 from noloco_p2p.simulate.peer import Absent, Around
 from noloco_p2p.simulate.replica import Replica
 from noloco_p2p.testing.faults import At, FaultPlan, NotFinite
-from noloco_p2p.testing.greedy import GreedyPeer
 from noloco_p2p.testing.memory import Wrap, unchanged
 
 

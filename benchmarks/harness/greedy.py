@@ -16,6 +16,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from harness.loopback import LoopbackSwarm
+from harness.patience import PATIENCE_S
+from harness.rounds import Vectors, one_round
 from noloco_p2p.codec import chunk_bounds
 from noloco_p2p.codec.modulo import Bounds
 from noloco_p2p.errors import PeerError, Unreachable
@@ -41,10 +44,7 @@ from noloco_p2p.gossip.swap import Swap
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.loopback import LoopbackSwarm
-from noloco_p2p.testing.patience import PATIENCE_S
 from noloco_p2p.testing.peers import MemoryPeer
-from noloco_p2p.testing.rounds import Vectors, one_round
 
 NAME = "the-greedy"
 

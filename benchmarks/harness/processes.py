@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
+from harness.patience import PATIENCE_S
 from noloco_p2p.presets import PRESETS, render
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.swarm import launch
 from noloco_p2p.telemetry.events import read_events
-from noloco_p2p.testing.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from typing import Self

@@ -1,0 +1,1 @@
+"""What tests and benchmarks start and look at: processes, peers on loopback, liars. The wheel does not have it."""

@@ -1,0 +1,47 @@
+"""Simulated swarms in which some replicas lie; their results are those of the honest ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from harness.adaptive import AdaptiveReplica
+from harness.hostile import ADAPTIVE, Attack, GreedyReplica, HostileReplica, streams_of
+from noloco_p2p.simulate.material import Material
+from noloco_p2p.simulate.plan import Plan
+from noloco_p2p.simulate.replica import Replica
+from noloco_p2p.simulate.result import Result
+from noloco_p2p.simulate.swarm import simulate_swarm
+
+
+def simulate_hostile(
+    material: Material,
+    plan: Plan,
+    attacks: Mapping[int, Attack],
+    *,
+    are_greedy: bool = False,
+    on_made: Callable[[list[Replica]], None] = lambda replicas: None,
+) -> Result:
+    """As `simulate_swarm`, with liars by the number of their replica; all are there from the start.
+
+    are_greedy: liars make offers to everybody at once.
+    """
+
+    def arm(replicas: list[Replica]) -> None:
+        swarm = {replica.peer_id: replica for replica in replicas}
+        for replica in replicas:
+            if isinstance(replica, HostileReplica | GreedyReplica):
+                replica.attack_with(attacks[replica.number], seed=plan.seed, swarm=swarm)
+        on_made(replicas)
+
+    liars = {
+        number: partial(_kind(attack, are_greedy=are_greedy), wrap=streams_of(attack))
+        for number, attack in attacks.items()
+    }
+    return simulate_swarm(material, plan, on_made=arm, liars=liars)
+
+
+def _kind(attack: Attack, *, are_greedy: bool) -> type[Replica]:
+    if attack in ADAPTIVE:
+        return AdaptiveReplica
+    return GreedyReplica if are_greedy else HostileReplica
