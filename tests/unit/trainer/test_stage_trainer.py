@@ -52,6 +52,9 @@ class StagedPeer(MemoryPeer):
     def mates(self) -> Sequence[Candidate]:
         return [other for other in self.others if other.stage == self.stage]
 
+    def answering(self) -> Sequence[Candidate]:
+        return self.mates()
+
     def hold(self, stage: int) -> None:
         self.stage = stage
 
