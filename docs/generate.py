@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from noloco_p2p.presets import PRESETS, is_section, render, sections
+from noloco_p2p.settings import ENVIRONMENT_PREFIX, Flag, PeerSettings
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry import prometheus
 from noloco_p2p.telemetry.metrics import METRICS
@@ -80,7 +81,7 @@ Written by `docs/generate.py` from `spec.py`: change that, not this page.
 
 What all peers of a run share: a TOML file, `noloco init run.toml` writes one with these comments. It is frozen: any
 change makes another run, with another digest, and `noloco fork` carries the weights over. What belongs to one machine
-(device, ports, caps, where data lies) is no part of it: `noloco join --help`.
+(device, ports, caps, where data lies) is no part of it: see [the settings](settings.md).
 """
 
 
@@ -102,6 +103,26 @@ def _fields(prefix: str, section: type[BaseModel]) -> list[str]:
 
 def _default(field: FieldInfo) -> str:
     return "required" if field.is_required() else f"`{field.default!r}`" if field.default is not None else "unset"
+
+
+# settings.md
+
+SETTINGS_HEAD = """# The settings of one machine
+
+`docs/generate.py` writes this page from `settings.py`: change that file, not this page.
+
+What belongs to one machine is no part of the run spec. `noloco join` takes a flag for each setting. A flag comes before
+an environment variable, which comes before the user's file, `~/.config/noloco/settings.toml`.
+"""
+
+
+def settings_page() -> list[str]:
+    rows = []
+    for name, field in PeerSettings.model_fields.items():
+        flag = Flag.of(name, field)
+        variable = f"{ENVIRONMENT_PREFIX}{name.upper()}"
+        rows.append((f"`{flag.name}`", f"`{variable}`", flag.default or "", field.description or ""))
+    return [SETTINGS_HEAD, *table([("flag", "variable", "default", "meaning"), *rows])]
 
 
 # bandwidth.md
@@ -169,6 +190,7 @@ def docker_spec() -> list[str]:
 PAGES: dict[str, Callable[[], list[str]]] = {
     "docs/metrics.md": metrics_page,
     "docs/spec.md": spec_page,
+    "docs/settings.md": settings_page,
     "docs/bandwidth.md": bandwidth_page,
     "docker/run.toml": docker_spec,
 }
