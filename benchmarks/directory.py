@@ -16,6 +16,7 @@ import asyncio
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from harness.bucket_swarm import BucketSwarm
 
 from noloco_p2p.identity import Identity, peer_id_of
 from noloco_p2p.swarm.address_book import AddressBook
-from noloco_p2p.swarm.buckets import MAX_BUCKET_BYTES, best_depth, bucket_of, buckets_at, run_key, spread_of_draws
+from noloco_p2p.swarm.buckets import MAX_BUCKET_BYTES, NUM_DRAWN, best_depth, bucket_of, buckets_at, run_key
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.records import MAX_RECORD_BYTES, PeerRecord, encode_record
 from noloco_p2p.telemetry.metrics import Metrics
@@ -57,6 +58,23 @@ def even_draws(num_peers: int) -> list[Claim]:
         Claim(f"{num_peers} peers: chance of the unluckiest to be drawn", worst, "of 1/N"),
         Claim(f"{num_peers} peers: chance of the luckiest", best, "of 1/N"),
     ]
+
+
+def spread_of_draws(occupancies: Sequence[int]) -> tuple[float, float]:
+    """Chance to be drawn of the unluckiest and the luckiest peer, against that of all alike, by the sizes of buckets.
+
+    Exact for two buckets drawn at random and a peer drawn from their union (of all when there is one bucket only).
+    """
+    sizes, num_buckets, num_peers = Counter(occupancies), len(occupancies), sum(occupancies)
+    if num_buckets < NUM_DRAWN:
+        return 1.0, 1.0
+    chances = []
+    for size in sizes:
+        if size:
+            others = (sizes - Counter({size: 1})).items()
+            pairs = sum(number / (size + other) for other, number in others)
+            chances.append(num_peers * 2 * pairs / (num_buckets * (num_buckets - 1)))
+    return min(chances), max(chances)
 
 
 def describe(identity: Identity, number: int) -> PeerRecord:

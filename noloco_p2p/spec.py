@@ -603,18 +603,3 @@ def describe(error: ValidationError) -> str:
             message = "is not a known field"
         lines.append(f"{dotted}: {message}" if item["type"] != "value_error" else f"{dotted} {message}".lstrip())
     return "; ".join(lines)
-
-
-def first_difference(ours: Spec, theirs: Spec) -> str:
-    """The first dotted field in which two specs differ, with both values; empty when they are equal."""
-
-    def walk(left: Any, right: Any, path: str) -> str:
-        if isinstance(left, dict) and isinstance(right, dict):
-            for key in left:
-                found = walk(left[key], right.get(key), f"{path}.{key}" if path else key)
-                if found:
-                    return found
-            return ""
-        return "" if left == right else f"{path}: ours {left!r}, theirs {right!r}"
-
-    return walk(ours.model_dump(mode="json"), theirs.model_dump(mode="json"), "")

@@ -17,12 +17,6 @@ import torch
 from torch import Tensor
 
 
-def half_difference(own_coded: Tensor, partner_coded: Tensor) -> Tensor:
-    """`half_difference_` as a new tensor; neither vector is changed."""
-    _check(own_coded, partner_coded)
-    return half_difference_(own_coded.clone(), partner_coded.clone())
-
-
 def half_difference_(own_coded: Tensor, partner_coded: Tensor) -> Tensor:
     """(partner - own) / 2, in place of `partner_coded`: what `own` must move by to reach the middle.
 

@@ -222,20 +222,3 @@ class Draw:
 
     def peers(self) -> frozenset[str]:
         return frozenset().union(*(peers for _, peers in self._drawn))
-
-
-def spread_of_draws(occupancies: Sequence[int]) -> tuple[float, float]:
-    """Chance to be drawn of the unluckiest and the luckiest peer, against that of all alike, by the sizes of buckets.
-
-    Exact for two buckets drawn at random and a peer drawn from their union (of all when there is one bucket only).
-    """
-    sizes, num_buckets, num_peers = Counter(occupancies), len(occupancies), sum(occupancies)
-    if num_buckets < NUM_DRAWN:
-        return 1.0, 1.0
-    chances = []
-    for size in sizes:
-        if size:
-            others = (sizes - Counter({size: 1})).items()
-            pairs = sum(number / (size + other) for other, number in others)
-            chances.append(num_peers * 2 * pairs / (num_buckets * (num_buckets - 1)))
-    return min(chances), max(chances)

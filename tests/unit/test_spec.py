@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from noloco_p2p.errors import SpecError
-from noloco_p2p.spec import MAX_SPEC_BYTES, OuterSpec, RunSpec, Spec, TrainerSpec, TrainSpec, first_difference
+from noloco_p2p.spec import MAX_SPEC_BYTES, OuterSpec, RunSpec, Spec, TrainerSpec, TrainSpec
 
 SPEC = TrainerSpec(name="mine")
 
@@ -102,11 +102,6 @@ def test_changes_name_only_fields_that_exist() -> None:
     for dotted in ("outer.alfa", "outter.alpha", "name.x", "outer"):
         with pytest.raises(SpecError):
             SPEC.with_changes({dotted: 1})
-
-
-def test_the_first_difference_is_named_with_both_values() -> None:
-    assert first_difference(SPEC, SPEC) == ""
-    assert first_difference(SPEC, SPEC.with_changes({"outer.beta": 0.5})) == "outer.beta: ours 1.0, theirs 0.5"
 
 
 def test_a_spec_is_frozen() -> None:

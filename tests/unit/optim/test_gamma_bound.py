@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from half_difference import half_difference
 
-from noloco_p2p.optim.halves import half_difference
 from noloco_p2p.optim.noloco import outer_step
 from noloco_p2p.spec import OuterSpec
 

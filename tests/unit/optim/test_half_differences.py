@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from codec_promises import LARGEST
+from half_difference import half_difference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
 from noloco_p2p.codec import CODEC_NAMES, chunk_bounds, get_codec
-from noloco_p2p.optim.halves import half_difference, half_difference_
+from noloco_p2p.optim.halves import half_difference_
 from noloco_p2p.optim.noloco import outer_step
 
 MAX = float(torch.finfo(torch.float32).max)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from half_difference import half_difference
 from torch import Tensor
 
-from noloco_p2p.optim.halves import half_difference
 from noloco_p2p.optim.noloco import outer_step
 
 VECTORS = Path(__file__).parents[2] / "vectors" / "outer_step.json"

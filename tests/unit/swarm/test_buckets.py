@@ -31,7 +31,6 @@ from noloco_p2p.swarm.buckets import (
     buckets_at,
     random_bucket,
     run_key,
-    spread_of_draws,
     within_limit,
 )
 
@@ -173,15 +172,6 @@ def test_a_neighbour_that_reads_elsewhere_says_where_to_look() -> None:
     assert census.aside() == 4
     asides = [census.aside() for _ in range(MAX_DEPTH)]
     assert sorted(asides) == list(range(1, MAX_DEPTH + 1)), "then all others, each once"
-
-
-def test_chances_to_be_drawn() -> None:
-    assert spread_of_draws([10]) == (1.0, 1.0)
-    assert spread_of_draws([32] * 8) == pytest.approx((1.0, 1.0))
-    worst, best = spread_of_draws([20, 40])
-    assert worst == best == pytest.approx(1.0), "two buckets are everybody"
-    worst, best = spread_of_draws([16, 32, 48])
-    assert worst < 1.0 < best
 
 
 # many peers, each deciding for itself
