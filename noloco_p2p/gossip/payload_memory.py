@@ -1,7 +1,10 @@
-"""Memory for the coded sections of a swap, used again from round to round.
+"""A pool of memory for the coded sections of swaps.
 
-A swap needs as much memory as half the model, every round. To give it back and ask for it anew costs more than to code
-what goes into it: the kernel fills each page with zeros first (0.1 to 2 ns a byte; bf16 coding takes 0.1).
+A swap needs as much memory as half the model, every round. A fresh allocation costs more than coding: the kernel fills
+each page with zeros first (0.1 to 2 ns per byte; bf16 coding takes 0.1).
+
+A piece returns to the pool with its last view, not by a call: gRPC may still read a payload after its swap has ended,
+and memory that was released too early would change under it.
 """
 
 from __future__ import annotations
@@ -16,21 +19,18 @@ from noloco_p2p.gossip.frames import Payload
 
 Memory = NDArray[np.uint8]
 
-LARGEST_LESSON_BYTES = (32 << 20) - (64 << 10)  # above 32 MiB glibc learns nothing
+MAX_KEPT_BLOCK_BYTES = (32 << 20) - (64 << 10)  # glibc raises its threshold to at most 32 MiB
 
 
 class PayloadMemory:
-    """Gives memory by size, and has it back by itself when nobody can see it any more. Any thread may call it.
+    """Lends memory by size. Any thread may call it.
 
-    As the sections of a run have one size each, no more is held than was in use at once.
+    The sections of a run have one size each, so the pool holds no more than was in use at once.
     """
 
     def __init__(self) -> None:
         self._free: dict[int, list[Memory]] = {}
-        # gRPC copies each message more than once, into memory that the C library would give back to the kernel after
-        # each of them. glibc learns from the first block of this size that goes to keep more (mallopt(3)); a process
-        # that trains frees such blocks all the time.
-        np.empty(LARGEST_LESSON_BYTES, dtype=np.uint8)
+        _keep_freed_blocks()
 
     def take(self, num_bytes: int) -> Slab:
         free = self._free.setdefault(num_bytes, [])
@@ -39,6 +39,15 @@ class PayloadMemory:
         except IndexError:
             memory = np.empty(num_bytes, dtype=np.uint8)  # becomes real page by page, as it is filled
         return Slab(np.asarray(_Lease(memory, free)).data)
+
+
+def _keep_freed_blocks() -> None:
+    """Make glibc reuse blocks of up to 32 MiB instead of returning each to the kernel, as gRPC copies every message.
+
+    glibc raises that threshold to the size of the largest block that was freed (mallopt(3)). The block here is never
+    written, so it takes address space only. Other C libraries ignore it.
+    """
+    np.empty(MAX_KEPT_BLOCK_BYTES, dtype=np.uint8)
 
 
 class Slab:
@@ -69,7 +78,7 @@ class Slab:
 
 
 class _Lease:
-    """What all views of a piece of memory hold on to; with the last of them it goes, and the memory is free."""
+    """All views of a piece of memory refer to it; when the last view is gone, the memory is free."""
 
     def __init__(self, memory: Memory, free: list[Memory]) -> None:
         self.__array_interface__ = memory.__array_interface__

@@ -1,7 +1,8 @@
-"""How far long work is: what is done, how fast, how long still. Counting is here; drawing it is for `bars.py`.
+"""The progress of long work: what is done, the rate, and the time left. `bars.py` draws it.
 
-`Progress` is handed to whatever may take seconds. Its tasks nest, may be reported from any thread, and what runs now
-can be asked for at any moment: `noloco status` does.
+`Progress` is passed to all code that may take seconds. Its tasks nest, any thread may report, and `noloco status` reads
+the innermost task at any moment. rich.progress only draws: its rate stays as it was when nothing moves any more, and a
+peer without a terminal need not import it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def ignore(done: int, total: int) -> None:
 
 
 class Meter:
-    """Rate and time left from samples of a rising count. Pure: times are given, in seconds of any one clock."""
+    """Rate and time left from samples of a rising count. The caller passes the time, in seconds of any one clock."""
 
     def __init__(self, *, now_s: float) -> None:
         self.done = 0
