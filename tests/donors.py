@@ -10,13 +10,13 @@ import pytest
 from harness.identities import identity_of
 
 from noloco_p2p.dial_guard import DialGuard
-from noloco_p2p.gossip.donor import SavedState, StateServer
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.spec import Spec
 from noloco_p2p.testing.memory import MemoryNetwork, MemoryTransport
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer import merge
+from noloco_p2p.transfer.donor import SavedState, StateServer
 
 
 class Donor:

@@ -194,7 +194,6 @@ def targets() -> dict[str, Target]:
             wire,
             (convert.manifest_to_wire(manifest, manifest.chunk_digests).SerializeToString(),),
         ),
-        "place in a line": Target(_parsed_as(pb.QueuePlace, convert.place_from_wire), wire),
         "proof": Target(_check_proof, (PeerError,), (proof.SerializeToString(),)),
         "greeting": Target(_parsed_as(pb.GreetReply, _prove), (PeerError,), (reply.SerializeToString(),)),
         "record": Target(decode_record, (RecordError,), (encode_record(RECORD, ME),)),

@@ -15,8 +15,8 @@ from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.doctor.check import Check
 from noloco_p2p.doctor.stages import stages
 from noloco_p2p.errors import DirectoryError, NolocoError, PeerError
-from noloco_p2p.gossip.fetch import FETCH_TIMEOUT_S, fetch_manifest, fetch_spec
 from noloco_p2p.gossip.frames import Hello, StateChunk, StateManifest, WantChunks
+from noloco_p2p.gossip.questions import MESSAGE_TIMEOUT_S
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import probe
 from noloco_p2p.net.client import GrpcTransport
@@ -31,6 +31,7 @@ from noloco_p2p.telemetry.console import count, mib, named
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.model import count_parameters
 from noloco_p2p.trainer.needs import estimate
+from noloco_p2p.transfer.fetch import fetch_manifest, fetch_spec
 
 ASKED_PEERS = 3
 PROBE_S = 12.0
@@ -181,7 +182,7 @@ async def _speed(transport: GrpcTransport, peer: Candidate, manifest: StateManif
     indices = tuple(range(min(DOWNLOAD_CHUNKS, len(manifest.chunk_digests))))
     num_bytes, began_s = 0, time.monotonic()
     want = WantChunks(manifest.digest(), indices)
-    async with aclosing(transport.fetch(peer, want, timeout_s=FETCH_TIMEOUT_S)) as items:
+    async with aclosing(transport.fetch(peer, want, timeout_s=MESSAGE_TIMEOUT_S)) as items:
         async for item in items:
             num_bytes += len(item.payload) if isinstance(item, StateChunk) else 0
             if time.monotonic() - began_s > DOWNLOAD_S:

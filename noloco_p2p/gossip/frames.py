@@ -292,13 +292,5 @@ class StateChunk:
     payload: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class QueuePlace:
-    """A newcomer waits for its turn at a busy donor: 1 = the next one. `left_s` None = nothing is measured yet."""
-
-    position: int
-    left_s: float | None
-
-
 FetchWant = WantSpec | WantManifest | WantChunks | WantLayout
-FetchItem = SpecJson | StateManifest | StateChunk | QueuePlace | LayoutJson
+FetchItem = SpecJson | StateManifest | StateChunk | LayoutJson

@@ -20,7 +20,6 @@ from noloco_p2p.codec.modulo import Bounds
 from noloco_p2p.errors import PeerError, Refused, TimedOut, Unreachable
 from noloco_p2p.gossip.active_swap import ActiveSwap
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
-from noloco_p2p.gossip.fetch import find_difference
 from noloco_p2p.gossip.frames import (
     Accept,
     Frame,
@@ -41,6 +40,7 @@ from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.pairing import Pairing
 from noloco_p2p.gossip.payload_memory import PayloadMemory
 from noloco_p2p.gossip.pipeline import Staged
+from noloco_p2p.gossip.questions import find_difference
 from noloco_p2p.gossip.round_events import (
     Abandon,
     Action,

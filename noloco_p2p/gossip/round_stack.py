@@ -1,4 +1,4 @@
-"""What a peer needs for its rounds, built in one place: the driver, the state that newcomers fetch, and the answers."""
+"""What a peer needs for its rounds, built in one place: the driver, and the answers to other peers."""
 
 from __future__ import annotations
 
@@ -8,23 +8,30 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+from noloco_p2p.errors import Refused
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
-from noloco_p2p.gossip.donor import StateServer
-from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, RefuseCode
 from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.round_driver import RoundDriver
 from noloco_p2p.gossip.seams import Directory, FrameStream, Transport
 from noloco_p2p.spec import Spec
 
 Standing = tuple[Hello, str, int, float]  # introduction, state (training, paused, ..), round, progress
+Serve = Callable[[FetchWant], AsyncGenerator[FetchItem]]
+
+
+async def serve_nothing(want: FetchWant) -> AsyncGenerator[FetchItem]:
+    """For peers that have no state to give."""
+    raise Refused("this peer serves no state", code=RefuseCode.BETWEEN_ROUNDS.name)
+    yield
 
 
 class PeerService:
     """What a peer answers to others: the `gossip.seams.Service` that a transport's server calls."""
 
-    def __init__(self, *, driver: RoundDriver, states: StateServer, status: Callable[[], Standing]) -> None:
+    def __init__(self, *, driver: RoundDriver, serve: Serve, status: Callable[[], Standing]) -> None:
         self._driver = driver
-        self._states = states
+        self._serve = serve
         self._status = status
         self.num_calls = 0  # of other peers that got through, whatever the answer was
 
@@ -41,13 +48,12 @@ class PeerService:
         return PeerStatus(hello, state, round_index, progress, self._driver.swap_state(swap_id))
 
     def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
-        return self._states.serve(want)
+        return self._serve(want)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundStack:
     driver: RoundDriver
-    states: StateServer
     service: PeerService
 
 
@@ -59,12 +65,16 @@ def build_round_stack(
     directory: Directory,
     executor: Executor,
     rng: random.Random,
+    serve: Serve = serve_nothing,
     status: Callable[[], Standing] | None = None,
     deadlines: Deadlines = INTERNET,
     clock: Callable[[], float] = time.monotonic,
     on_corrupt: Callable[[str, str], None] = lambda peer_id, reason: None,
 ) -> RoundStack:
-    """See `RoundDriver` for the arguments. status: None = what the driver knows itself. Call it on the event loop."""
+    """See `RoundDriver` for the arguments. Call it on the event loop.
+
+    serve: what newcomers fetch, of a `StateServer`. status: None = what the driver knows itself.
+    """
     driver = RoundDriver(
         hello=hello,
         transport=transport,
@@ -80,5 +90,4 @@ def build_round_stack(
     def own_status() -> Standing:
         return hello(), driver.peer_state, driver.round.index, driver.round.progress
 
-    states = StateServer(spec)
-    return RoundStack(driver, states, PeerService(driver=driver, states=states, status=status or own_status))
+    return RoundStack(driver, PeerService(driver=driver, serve=serve, status=status or own_status))

@@ -11,7 +11,7 @@ import grpc.aio
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - missing in the stubs
 
 from noloco_p2p.dial_guard import DialGuard
-from noloco_p2p.errors import CorruptPayload, TimedOut
+from noloco_p2p.errors import CorruptPayload, Refused, TimedOut
 from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import convert
@@ -105,16 +105,15 @@ class GrpcTransport:
                             yield frames.LayoutJson(reply.layout_json)
                         case "chunk":
                             yield frames.StateChunk(reply.chunk.index, reply.chunk.payload)
-                        case "place":
-                            yield convert.place_from_wire(reply.place)
                         case "manifest":
                             part = convert.manifest_from_wire(reply.manifest)
                             manifest = manifest or part
                             digests += part.chunk_digests
                             if len(digests) > MAX_MANIFEST_CHUNKS:
                                 raise CorruptPayload("a manifest without end", peer=candidate.peer_id)
-                        case _:
-                            raise CorruptPayload("an answer of an unknown kind", peer=candidate.peer_id)
+                        case _:  # an earlier version sends a place in a queue
+                            sentence = "an answer of a kind that this version does not know"
+                            raise Refused(sentence, code=frames.RefuseCode.BUSY.name, peer=candidate.peer_id)
                 if manifest:
                     yield replace(manifest, chunk_digests=tuple(digests))
             except grpc.aio.AioRpcError as error:

@@ -12,8 +12,8 @@ from typing import Any
 
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.gossip import frames
-from noloco_p2p.gossip.kept_chunks import DIGEST_BYTES
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+from noloco_p2p.transfer.kept_chunks import DIGEST_BYTES
 
 MAX_TEXT = 1000  # characters of any name or sentence that another peer sends
 MAX_ROUND = 2**53  # beyond any run, and below where a counter of the wire ends
@@ -83,14 +83,6 @@ def manifest_from_wire(message: pb.Manifest) -> frames.StateManifest:
     return frames.StateManifest(
         text(message.layout), message.num_elements, round_index, progress, message.num_bytes, digests
     )
-
-
-def place_to_wire(place: frames.QueuePlace) -> pb.QueuePlace:
-    return pb.QueuePlace(position=place.position, left_s=place.left_s)
-
-
-def place_from_wire(message: pb.QueuePlace) -> frames.QueuePlace:
-    return frames.QueuePlace(message.position, max(0.0, finite(message.left_s)) if message.HasField("left_s") else None)
 
 
 def status_to_wire(status: frames.PeerStatus) -> pb.StatusReply:

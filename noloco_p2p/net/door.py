@@ -104,9 +104,9 @@ class Door:
 
     @contextlib.contextmanager
     def fetching(self, caller: str) -> Iterator[Callable[[], None]]:
-        """For the time of one fetch of chunks. What it gives raises Refused once the same peer has begun another: the
-        newer one counts, as the older may hang in a connection that is dead. Raises Refused for a third one: each has a
-        place in the line until it hears that it does not count."""
+        """For the time of one fetch of chunks. The function that it yields raises Refused once the same peer has begun
+        another fetch: the newer one counts, as the older may hang in a dead connection. Raises Refused for a third one,
+        as each may hold a slot of the donor until it ends."""
         busy = Refused("you fetch here in another call", code=frames.RefuseCode.BUSY.name, retry_after_s=5.0)
         mine, fetches = object(), self._fetches.setdefault(caller, [])
         if caller and len(fetches) >= MAX_FETCHES_PER_PEER:

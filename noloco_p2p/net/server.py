@@ -358,7 +358,7 @@ class _Servicer:
                 async with aclosing(self._service.on_fetch(want)) as items:
                     async for item in items:
                         check()
-                        if is_upload:  # it has a place in the line
+                        if is_upload:  # it has a slot
                             caller.accepted()
                         for reply in _replies(item):
                             await self._limits.sending(reply.ByteSize())
@@ -418,8 +418,6 @@ def _replies(item: frames.FetchItem) -> list[pb.FetchReply]:
             return [pb.FetchReply(layout_json=data)]
         case frames.StateChunk(index, payload):
             return [pb.FetchReply(chunk=pb.StateChunk(index=index, payload=payload))]
-        case frames.QueuePlace():
-            return [pb.FetchReply(place=convert.place_to_wire(item))]
         case frames.StateManifest(chunk_digests=digests):
             step = MANIFEST_DIGESTS_PER_REPLY
             parts = [digests[start : start + step] for start in range(0, len(digests), step)]

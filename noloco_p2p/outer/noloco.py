@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
-from noloco_p2p.gossip.donor import SavedState
 from noloco_p2p.gossip.exchange import ThreadedExchange
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
@@ -36,6 +35,7 @@ from noloco_p2p.outer.update_filter import LossCheck, UpdateFilter
 from noloco_p2p.spec import Spec
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.metrics import Metrics
+from noloco_p2p.transfer.donor import SavedState
 
 log = logging.getLogger(__name__)
 

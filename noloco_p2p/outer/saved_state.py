@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from noloco_p2p.errors import CheckpointError
-from noloco_p2p.gossip.donor import SavedState, describe_state
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.outer.buffers import persistent_buffers, restore_buffers
 from noloco_p2p.outer.checkpoint import Checkpoint
 from noloco_p2p.outer.outer_state import OuterState
+from noloco_p2p.transfer.donor import SavedState, describe_state
 
 STATE_FILE = "outer"  # stem of the file with slow weights and outer momentum in a checkpoint
 FAST_FILE = "fast"  # stem of the file with the model's weights, when a checkpoint is taken within a round

@@ -14,11 +14,9 @@ from statistics import median
 from typing import Any
 
 from noloco_p2p.errors import CheckpointError, Left, ModelError, TimedOut, Unreachable
-from noloco_p2p.gossip.donor import state_file_bytes
-from noloco_p2p.gossip.fetch import can_give, fetch_from_swarm, fetch_spec, find_difference
-from noloco_p2p.gossip.frames import QueuePlace, StateManifest
-from noloco_p2p.gossip.kept_chunks import forget
+from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
+from noloco_p2p.gossip.questions import find_difference
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.staleness import is_left_behind
 from noloco_p2p.net.client import GrpcTransport
@@ -32,6 +30,9 @@ from noloco_p2p.swarm.reader import find_somebody
 from noloco_p2p.telemetry.console import duration, named
 from noloco_p2p.telemetry.progress import Progress, Report
 from noloco_p2p.ticket import Ticket
+from noloco_p2p.transfer.donor import state_file_bytes
+from noloco_p2p.transfer.fetch import can_give, fetch_spec, fetch_state
+from noloco_p2p.transfer.kept_chunks import forget
 
 log = logging.getLogger(__name__)
 
@@ -233,12 +234,18 @@ class Entering:
         timeout_s: float,
         newer_than: float = -math.inf,
     ) -> StateManifest | None:
-        line = _LineNews()
+        waits = False
+
+        def what() -> str:
+            return "fetching the state of the swarm" + (" (all donors are busy; it asks them again)" if waits else "")
+
+        def note_waiting(now_waits: bool) -> None:
+            nonlocal waits
+            waits = now_waits
 
         def fetching(report: Report) -> Coroutine[Any, Any, StateManifest | None]:
-            return fetch_from_swarm(
+            return fetch_state(
                 self._transport,
-                self._outside,
                 donors,
                 layout=layout.digest(),
                 num_elements=layout.num_elements,
@@ -246,12 +253,14 @@ class Entering:
                 target=target,
                 admission=StateAdmission(self._spec, self._transport, live=self._outside.live),
                 newer_than=newer_than,
+                live=self._outside.live,
+                may_end_busy=False,
                 on_progress=report,
-                on_place=line.note,
+                on_wait=note_waiting,
             )
 
         try:
-            with self._progress.task(line.what, unit="bytes") as report:
+            with self._progress.task(what, unit="bytes") as report:
                 manifest = self._thread.call(fetching(report), timeout_s, leaving=self._leaving)
             if manifest is None:
                 forget(target)
@@ -270,18 +279,3 @@ class Entering:
                     f"this model is not the one that the swarm trains, {named(donor.peer_id)} says: {difference}. "
                     "Use the same revision, folder and versions of torch and transformers as the others"
                 )
-
-
-class _LineNews:
-    """What a newcomer sees while it fetches, and while it waits for its turn at a donor."""
-
-    def __init__(self) -> None:
-        self._waits = ""
-
-    def note(self, donor: Candidate, place: QueuePlace | None) -> None:
-        """The place in the line of a donor; None = it has its turn."""
-        left = "" if place is None or place.left_s is None else f", about {duration(place.left_s)} to wait"
-        self._waits = f" (place {place.position} in the line of {named(donor.peer_id)}{left})" if place else ""
-
-    def what(self) -> str:
-        return f"fetching the state of the swarm{self._waits}"

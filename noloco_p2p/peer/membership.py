@@ -6,11 +6,11 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from noloco_p2p.gossip.donor import SavedState
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.peer.account import Account
 from noloco_p2p.peer.network import Network
+from noloco_p2p.transfer.donor import SavedState
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import dataclass
 
 from noloco_p2p.control import ControlServer
-from noloco_p2p.gossip.donor import StateServer
 from noloco_p2p.gossip.round_driver import RoundDriver
 from noloco_p2p.gossip.round_stack import PeerService
 from noloco_p2p.gossip.watch import SwapWatch
@@ -16,6 +15,7 @@ from noloco_p2p.peer.entering import Entering
 from noloco_p2p.peer.outside import Outside
 from noloco_p2p.peer.stage_flow import StageFlow
 from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.transfer.donor import StateServer
 
 
 @dataclass(slots=True)

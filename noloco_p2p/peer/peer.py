@@ -57,6 +57,7 @@ from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import Ticket, is_ticket
+from noloco_p2p.transfer.donor import StateServer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -343,6 +344,7 @@ class Peer:
             )
         if self.spec.run_key != (self._invitation.run_key if self._invitation else ""):
             raise TicketError("the run is private, and the ticket holds no invitation to it: ask for a new ticket")
+        states = StateServer(self.spec)
         stack = build_round_stack(
             self.spec,
             hello=self._account.hello,
@@ -350,6 +352,7 @@ class Peer:
             directory=outside,
             executor=self._executor,
             rng=random.SystemRandom(),  # ids of swaps must not be guessed
+            serve=states.serve,
             status=self._account.standing,
             on_corrupt=self.bans.strike,
         )
@@ -364,7 +367,7 @@ class Peer:
             directory,
             transport,
             driver,
-            stack.states,
+            states,
             service,
             server,
             control,

@@ -19,7 +19,7 @@ PLACE_S = 5.0  # for the answer
 
 
 class StateAdmission:
-    """A `gossip.fetch.Admission` that compares a state with what the live peers of the run tell of theirs.
+    """A `transfer.fetch.Admission` that compares a state with what the live peers of the run tell of theirs.
 
     live: the peers that the directory knows now. refused: of each peer whose state was not taken, why.
     """

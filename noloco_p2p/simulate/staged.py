@@ -14,7 +14,6 @@ from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.limits import VOTE_S
 from noloco_p2p.flow.replica import Replica
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
-from noloco_p2p.gossip.donor import state_file_bytes
 from noloco_p2p.optim.mixing import closing_rounds
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.simulate.material import Material
@@ -31,6 +30,7 @@ from noloco_p2p.trainer.cut import auto_cut
 from noloco_p2p.trainer.model import build_on_meta
 from noloco_p2p.trainer.stage import Stage, build_stage, measure
 from noloco_p2p.trainer.stage_work import StageWork
+from noloco_p2p.transfer.donor import state_file_bytes
 
 NUM_NEIGHBOURS = 4  # downstream, and as many sinks of a head
 NUM_HEADS = 2  # to which each replica of the last stage keeps a stream

@@ -10,7 +10,6 @@ from typing import Any
 
 from noloco_p2p.codec import num_chunks
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.gossip.donor import state_file_bytes
 from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.optim.mixing import closing_rounds
 from noloco_p2p.optim.rules import NOLOCO
@@ -21,6 +20,7 @@ from noloco_p2p.simulate.network import Link, LinkNetwork
 from noloco_p2p.simulate.plan import Event, Plan
 from noloco_p2p.simulate.replica import Replica
 from noloco_p2p.simulate.result import Result, judge
+from noloco_p2p.transfer.donor import state_file_bytes
 
 LISTED_S = 60.0  # after a crash: the life of a record
 

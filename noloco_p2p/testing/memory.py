@@ -91,7 +91,7 @@ class MemoryDirectory:
 
 
 class AnyState:
-    """A `gossip.fetch.Admission` that takes every state."""
+    """A `transfer.fetch.Admission` that takes every state."""
 
     async def check_place(self, donor: Candidate, manifest: StateManifest) -> None: ...
 

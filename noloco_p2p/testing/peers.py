@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
-from noloco_p2p.gossip.donor import SavedState, StateServer
 from noloco_p2p.gossip.exchange import ThreadedExchange
 from noloco_p2p.gossip.frames import PROTOCOL_VERSION, Hello, StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
@@ -21,6 +20,7 @@ from noloco_p2p.gossip.seams import Directory, Transport
 from noloco_p2p.spec import Spec
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport, Wrap, unchanged
+from noloco_p2p.transfer.donor import SavedState, StateServer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -119,6 +119,7 @@ class MemorySwarm:
             return Hello(peer_id, spec.name, spec.digest(), protocol_version=protocol_version, layout=layout)
 
         transport, directory = self._outside(peer_id, hello, wrap)
+        states = StateServer(spec)
         stack = build_round_stack(
             spec,
             hello=hello,
@@ -126,6 +127,7 @@ class MemorySwarm:
             directory=directory,
             executor=executor,
             rng=random.Random(peer_id),
+            serve=states.serve,
             deadlines=self.deadlines,
         )
         peer = MemoryPeer(
@@ -134,7 +136,7 @@ class MemorySwarm:
             run_folder=run_folder,
             driver=stack.driver,
             exchange=ThreadedExchange(spec, stack.driver, self.loop),
-            states=stack.states,
+            states=states,
             executor=executor,
         )
         made.append(peer)

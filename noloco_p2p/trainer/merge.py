@@ -21,10 +21,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from noloco_p2p.errors import CheckpointError, SpecError, Unreachable
-from noloco_p2p.gossip.donor import state_file_bytes
-from noloco_p2p.gossip.fetch import fetch_spec, fetch_state
 from noloco_p2p.gossip.frames import Hello
-from noloco_p2p.gossip.kept_chunks import forget
 from noloco_p2p.gossip.seams import Candidate, Transport
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.session import Session
@@ -43,6 +40,9 @@ from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.cut import cut_of
 from noloco_p2p.trainer.model import build_model
 from noloco_p2p.trainer.stage import build_part
+from noloco_p2p.transfer.donor import state_file_bytes
+from noloco_p2p.transfer.fetch import fetch_spec, fetch_state
+from noloco_p2p.transfer.kept_chunks import forget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

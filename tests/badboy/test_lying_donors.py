@@ -24,16 +24,16 @@ from torch import Tensor
 
 from noloco_p2p.cli.app import run
 from noloco_p2p.codec import sketch
-from noloco_p2p.gossip.donor import describe_state, state_file_bytes
-from noloco_p2p.gossip.fetch import fetch_from_swarm
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.gossip.seams import Candidate, Directory, Transport
+from noloco_p2p.gossip.seams import Candidate, Transport
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.peer.state_admission import StateAdmission
 from noloco_p2p.spec import TrainSpec
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.trainer.model import build_model
+from noloco_p2p.transfer.donor import describe_state, state_file_bytes
+from noloco_p2p.transfer.fetch import fetch_state
 
 SPEC = tiny_llama("lies", train=TrainSpec(total_steps=40_000), outer=published(inner_steps=10))
 ROUND, PROGRESS = 2000, 0.5
@@ -247,29 +247,19 @@ def test_of_two_states_that_differ_wildly_none_is_taken(
 # a newcomer, and who has fallen behind
 
 
-class FirstComesFirst:
-    """The liar is asked first."""
-
-    def __init__(self, crowd: Crowd) -> None:
-        self.live = crowd.live
-
-    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
-        return None
-
-
 async def enter(crowd: Crowd, target: Path, *, newer_than: float) -> StateManifest | None:
     weights, layout = start()
     transport = cast(Transport, crowd.transport())
-    return await fetch_from_swarm(
+    return await fetch_state(
         transport,
-        cast(Directory, FirstComesFirst(crowd)),
-        list(crowd.live()),
+        list(crowd.live()),  # the liar is the first
         layout=layout.digest(),
         num_elements=len(weights),
         num_bytes=state_file_bytes(len(weights), SPEC.outer),
         target=target,
         admission=StateAdmission(SPEC, transport, live=crowd.live),
         newer_than=newer_than,
+        live=crowd.live,
     )
 
 

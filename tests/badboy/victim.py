@@ -16,7 +16,7 @@ from harness.identities import identity_of
 from harness.patience import PATIENCE_S
 
 from noloco_p2p.errors import PeerError
-from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, QueuePlace, SwapState
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, StateChunk, SwapState
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
@@ -28,7 +28,7 @@ ROUND = 41
 
 
 class Quiet:
-    """A Service that answers questions, never an offer, and lets every newcomer wait for a state."""
+    """A Service that answers questions, never an offer, and keeps every newcomer waiting after one chunk."""
 
     def admit(self, hello: Hello) -> None:
         """Everybody."""
@@ -42,7 +42,7 @@ class Quiet:
         return PeerStatus(Hello("victim", "r", DIGEST), "training", ROUND, 0.5, SwapState())
 
     async def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
-        yield QueuePlace(1, None)
+        yield StateChunk(0, b"")
         await asyncio.sleep(PATIENCE_S)
 
 

@@ -23,8 +23,6 @@ from harness.specs import FP32, published
 from rogue_server import rogue
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, SettingsError, TimedOut, Unreachable
-from noloco_p2p.gossip.donor import SavedState, StateServer, describe_state
-from noloco_p2p.gossip.fetch import fetch_spec, fetch_state
 from noloco_p2p.gossip.frames import (
     STATE_CHUNK_BYTES,
     Chunk,
@@ -33,7 +31,6 @@ from noloco_p2p.gossip.frames import (
     Hello,
     Part,
     PeerStatus,
-    QueuePlace,
     Ready,
     Refuse,
     RefuseCode,
@@ -48,7 +45,6 @@ from noloco_p2p.gossip.frames import (
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
 from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.gossip.seams import Candidate, FrameStream, Service
-from noloco_p2p.gossip.uploads import MAX_UPLOADS
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.options import MAX_MESSAGE_BYTES
 from noloco_p2p.net.server import GrpcServer
@@ -56,6 +52,9 @@ from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.testing.faults import At, Cut, FaultPlan
 from noloco_p2p.testing.memory import AnyState
 from noloco_p2p.testing.peers import MemorySwarm
+from noloco_p2p.transfer.donor import SavedState, StateServer, describe_state
+from noloco_p2p.transfer.fetch import fetch_spec, fetch_state
+from noloco_p2p.transfer.slots import NUM_SLOTS
 
 SPEC = TrainerSpec(name="grpc", codec=FP32, outer=published())
 SWAP = "/noloco_p2p.wire.v1.Peer/Swap"
@@ -511,7 +510,18 @@ def test_a_damaged_chunk_is_refused_and_comes_from_another_donor(tmp_path: Path)
     run(main)
 
 
-def test_a_third_newcomer_is_told_its_place_and_one_that_leaves_makes_room(tmp_path: Path) -> None:
+async def as_soon_as_free(there: Candidate, want: WantChunks) -> list[FetchItem]:
+    """A donor hears of a caller that went away a moment later."""
+    until_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return [item async for item in transport().fetch(there, want, timeout_s=PATIENCE_S)]
+        except Refused:
+            assert time.monotonic() < until_s
+            await asyncio.sleep(0.01)
+
+
+def test_a_third_newcomer_is_refused_until_one_leaves(tmp_path: Path) -> None:
     async def slow_after_the_first(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
         async with aclosing(items):
             async for item in items:
@@ -524,14 +534,17 @@ def test_a_third_newcomer_is_told_its_place_and_one_that_leaves_makes_room(tmp_p
         donor = Donor(tmp_path, "donor", slow_after_the_first)
         want = WantChunks(donor.saved.manifest.digest(), (0, 1, 2, 3))
         async with serving(donor) as there:
-            running = [transport().fetch(there, want, timeout_s=PATIENCE_S) for _ in range(MAX_UPLOADS)]
+            running = [transport().fetch(there, want, timeout_s=PATIENCE_S) for _ in range(NUM_SLOTS)]
             for upload in running:
                 await anext(upload)
-            async with aclosing(transport().fetch(there, want, timeout_s=PATIENCE_S)) as third:
-                assert await anext(third) == QueuePlace(1, None)
-                await running[0].aclose()  # in the middle
-                may_go_on.set()
-                items = [item async for item in third]
+            third = transport().fetch(there, want, timeout_s=PATIENCE_S)
+            with pytest.raises(Refused, match="already serve 2 newcomers") as refusal:
+                await anext(third)
+            assert refusal.value.code == "BUSY"
+            assert refusal.value.retry_after_s > 0
+            await running[0].aclose()  # in the middle
+            may_go_on.set()
+            items = await as_soon_as_free(there, want)
             assert [item.index for item in items if isinstance(item, StateChunk)] == [0, 1, 2, 3]
             await running[1].aclose()
 

@@ -48,6 +48,7 @@ from noloco_p2p.trainer.pipeline import StageLoop
 from noloco_p2p.trainer.rms_gate import LEAST_FRAMES
 from noloco_p2p.trainer.stage import build_stage
 from noloco_p2p.trainer.stage_work import StageWork
+from noloco_p2p.transfer.donor import StateServer
 
 
 class StagePeer:
@@ -128,7 +129,7 @@ class StagePeer:
             run_folder=self.folder,
             driver=stack.driver,
             exchange=exchange,
-            states=stack.states,
+            states=StateServer(spec),
             executor=swarm.executor,
         )
         made.append(self.peer)

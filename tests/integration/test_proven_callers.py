@@ -26,8 +26,8 @@ from noloco_p2p.gossip.frames import (
     Hello,
     Offer,
     PeerStatus,
-    QueuePlace,
     SpecJson,
+    StateChunk,
     SwapState,
     WantChunks,
     WantSpec,
@@ -73,7 +73,7 @@ class Answering:
 
     async def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         while isinstance(want, WantChunks):
-            yield QueuePlace(1, 1.0)
+            yield StateChunk(0, b"")
             await asyncio.sleep(self.pause_s)
         yield SpecJson(SPEC.canonical_json())
 
@@ -209,7 +209,7 @@ def test_no_proof_and_a_proof_used_before_are_told_in_words() -> None:
 
 
 def test_the_newest_fetch_of_a_peer_is_the_one_that_counts() -> None:
-    """Else one peer could have a place in the line for each of its calls."""
+    """Otherwise one peer could hold a slot with each of its calls."""
     want = WantChunks(bytes(32), (0,))
 
     async def main() -> None:
@@ -217,20 +217,20 @@ def test_the_newest_fetch_of_a_peer_is_the_one_that_counts() -> None:
             older, newer = (transport().fetch(there, want, timeout_s=PATIENCE_S) for _ in range(2))
             friend = transport(Session(identity_of("friend")), name="friend").fetch(there, want, timeout_s=PATIENCE_S)
             for items in (older, friend, newer):
-                assert isinstance(await anext(items), QueuePlace)
+                assert isinstance(await anext(items), StateChunk)
             assert isinstance(await first_item(transport(), there), SpecJson), "which ends none of them"
             with pytest.raises(Refused, match="in another call"):
                 await rest(older)
             for items in (newer, friend):
                 for _ in range(5):
-                    assert isinstance(await anext(items), QueuePlace)
+                    assert isinstance(await anext(items), StateChunk)
                 await items.aclose()
 
     run(main)
 
 
-def test_a_third_fetch_of_a_peer_has_no_place_in_the_line() -> None:
-    """The older ones hear only with their next item that they do not count, which is seconds later."""
+def test_a_third_fetch_of_a_peer_is_refused() -> None:
+    """The older ones end with their next item only, which is seconds later."""
     want = WantChunks(bytes(32), (0,))
 
     async def main() -> None:
@@ -238,7 +238,7 @@ def test_a_third_fetch_of_a_peer_has_no_place_in_the_line() -> None:
             service.pause_s = PATIENCE_S
             fetches = [transport().fetch(there, want, timeout_s=PATIENCE_S) for _ in range(12)]
             for items in fetches[:2]:
-                assert isinstance(await anext(items), QueuePlace)
+                assert isinstance(await anext(items), StateChunk)
             for items in fetches[2:]:
                 with pytest.raises(Refused, match="in another call"):
                     await anext(items)

@@ -16,8 +16,6 @@ from harness.rounds import Vectors, one_round
 from harness.specs import FP32, published
 
 from noloco_p2p.errors import PeerError
-from noloco_p2p.gossip.donor import StateServer, describe_state
-from noloco_p2p.gossip.fetch import fetch_state
 from noloco_p2p.gossip.frames import Chunk, FetchItem, FetchWant, Hello, PeerStatus, SectionName, SwapState
 from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.gossip.seams import Candidate, FrameStream
@@ -28,6 +26,8 @@ from noloco_p2p.net.throttle import DEPTH_S, READ_AHEAD_S, Limits, Throttle
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.testing.memory import AnyState
+from noloco_p2p.transfer.donor import StateServer, describe_state
+from noloco_p2p.transfer.fetch import fetch_state
 
 SPEC = TrainerSpec(name="throttle", codec=FP32, outer=published())
 RATE = 4e6  # 32 Mbit/s

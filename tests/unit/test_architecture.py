@@ -18,6 +18,7 @@ ORDER = [
     {"integrations", "monitor", "trainer", "testing"},
     {"peer"},
     {"net", "outer", "swarm"},
+    {"transfer"},
     {"gossip", "flow"},
     {"optim", "codec", "data"},
     {"devices"},

@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from noloco_p2p.errors import CheckpointError
-from noloco_p2p.gossip.donor import state_file_bytes
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import Alone, Half, Swapped
@@ -31,6 +30,7 @@ from noloco_p2p.outer.noloco import NoLoCo, RoundResult
 from noloco_p2p.outer.outer_state import OuterState
 from noloco_p2p.spec import CodecSpec, OuterSpec, TrainerSpec, TrainSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
+from noloco_p2p.transfer.donor import state_file_bytes
 
 COARSE = CodecSpec(slow_weights="int8", outer_momentum="int8", outer_gradient="int4")
 

@@ -63,10 +63,10 @@ def asked_of(
     """Those whose state this peer would take."""
     found: list[Candidate] = []
 
-    async def fetch(transport: object, directory: object, donors: list[Candidate], **rest: Any) -> None:
+    async def fetch(transport: object, donors: list[Candidate], **rest: Any) -> None:
         found.extend(donors)
 
-    monkeypatch.setattr(entering, "fetch_from_swarm", fetch)
+    monkeypatch.setattr(entering, "fetch_state", fetch)
     catch_up(others, is_told_stale=is_told_stale, monkeypatch=monkeypatch, num_rounds=num_rounds)
     return found
 
@@ -134,7 +134,7 @@ def test_training_does_not_wait_for_a_donor_without_end(
     async def fetch(*_: object, **rest: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(entering, "fetch_from_swarm", fetch)
+    monkeypatch.setattr(entering, "fetch_state", fetch)
     monkeypatch.setattr(entering, "CATCH_UP_TIMEOUT_S", 0.05)
     catch_up(Others(recorded=FAR, told=FAR), monkeypatch=monkeypatch, num_rounds=2)
     assert caplog.text.count("did not come within") == 1, "the second round does not try at once"
@@ -154,7 +154,7 @@ def test_a_newcomer_waits_while_those_who_are_listed_are_dead(
         if others.num_fetches == 3:  # the record has run out
             others.candidates = []
 
-    monkeypatch.setattr(entering, "fetch_from_swarm", fetch)
+    monkeypatch.setattr(entering, "fetch_state", fetch)
     monkeypatch.setattr(entering, "ASK_AGAIN_S", 0.0)
     thread = NetworkThread()
     try:

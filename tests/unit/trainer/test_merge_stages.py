@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from noloco_p2p.cli.app import run
 from noloco_p2p.errors import CheckpointError
-from noloco_p2p.gossip.donor import SavedState, describe_state
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
@@ -28,6 +27,7 @@ from noloco_p2p.trainer.cut import cut_of
 from noloco_p2p.trainer.judge import judge, spread
 from noloco_p2p.trainer.model import build_model
 from noloco_p2p.trainer.stage import build_part
+from noloco_p2p.transfer.donor import SavedState, describe_state
 
 NUM_STAGES, NUM_REPLICAS = 3, 2
 PROGRESS, ROUND = 0.5, 2

@@ -421,28 +421,18 @@ class ChunksRequest(_message.Message):
     def __init__(self, manifest_digest: _Optional[bytes] = ..., indices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FetchReply(_message.Message):
-    __slots__ = ("spec_json", "manifest", "chunk", "refuse", "place", "layout_json")
+    __slots__ = ("spec_json", "manifest", "chunk", "refuse", "layout_json")
     SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     REFUSE_FIELD_NUMBER: _ClassVar[int]
-    PLACE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_JSON_FIELD_NUMBER: _ClassVar[int]
     spec_json: bytes
     manifest: Manifest
     chunk: StateChunk
     refuse: Refuse
-    place: QueuePlace
     layout_json: bytes
-    def __init__(self, spec_json: _Optional[bytes] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., place: _Optional[_Union[QueuePlace, _Mapping]] = ..., layout_json: _Optional[bytes] = ...) -> None: ...
-
-class QueuePlace(_message.Message):
-    __slots__ = ("position", "left_s")
-    POSITION_FIELD_NUMBER: _ClassVar[int]
-    LEFT_S_FIELD_NUMBER: _ClassVar[int]
-    position: int
-    left_s: float
-    def __init__(self, position: _Optional[int] = ..., left_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, spec_json: _Optional[bytes] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., layout_json: _Optional[bytes] = ...) -> None: ...
 
 class Manifest(_message.Message):
     __slots__ = ("layout", "num_elements", "round", "progress", "num_bytes", "chunk_digests")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,17 +17,12 @@ from harness.patience import PATIENCE_S
 from harness.specs import published
 
 from noloco_p2p.errors import CorruptPayload, Refused, Unreachable
-from noloco_p2p.gossip import fetch as fetch_module
-from noloco_p2p.gossip import kept_chunks, patience
-from noloco_p2p.gossip.donor import SavedState, StateServer, describe_state
-from noloco_p2p.gossip.fetch import fetch_from_swarm, fetch_spec, fetch_state
 from noloco_p2p.gossip.frames import (
     STATE_CHUNK_BYTES,
     FetchItem,
     FetchWant,
     Hello,
     PeerStatus,
-    QueuePlace,
     RefuseCode,
     SpecJson,
     StateChunk,
@@ -38,13 +31,16 @@ from noloco_p2p.gossip.frames import (
     WantManifest,
     WantSpec,
 )
-from noloco_p2p.gossip.patience import WINDOW_S
 from noloco_p2p.gossip.seams import Candidate, FrameStream
-from noloco_p2p.gossip.uploads import MAX_UPLOADS
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.memory import AnyState, MemoryDirectory, MemoryNetwork, MemoryTransport
+from noloco_p2p.testing.memory import AnyState, MemoryNetwork, MemoryTransport
+from noloco_p2p.transfer import kept_chunks
+from noloco_p2p.transfer.donor import SavedState, StateServer, describe_state
+from noloco_p2p.transfer.fetch import INTERNET, Limits, Rate, fetch_spec, fetch_state
+from noloco_p2p.transfer.slots import NUM_SLOTS
 
 SPEC = RunSpec(name="fetch", outer=published())
+QUICK = Limits(least_retry_s=0.01, longest_retry_s=0.01)
 NUM_BYTES = 3 * STATE_CHUNK_BYTES + 500  # four chunks
 
 
@@ -138,18 +134,13 @@ class Fetching:
         return [Candidate(peer, address=peer) for peer in self.network.listed]
 
     async def fetch(self, **changes: object) -> tuple[StateManifest | None, bytes]:
-        target = self.folder / "fetched"
-        settings = {"layout": "layout", "num_elements": 10, "num_bytes": NUM_BYTES, "target": target}
-        settings |= {"admission": AnyState(), **changes}
-        manifest = await fetch_state(self.transport, self.candidates(), **settings)  # pyright: ignore[reportArgumentType]
-        return manifest, target.read_bytes()
-
-    async def fetch_from_swarm(self, *, newer_than: float = -math.inf) -> tuple[StateManifest | None, bytes]:
-        target, directory = self.folder / "fetched", MemoryDirectory(self.network, own_id="newcomer")
         shape = {"layout": "layout", "num_elements": 10, "num_bytes": NUM_BYTES}
-        settings = {**shape, "target": target, "admission": AnyState(), "newer_than": newer_than}
-        manifest = await fetch_from_swarm(self.transport, directory, self.candidates(), **settings)  # pyright: ignore[reportArgumentType]
-        return manifest, target.read_bytes() if manifest else b""
+        settings: dict[str, Any] = {**shape, "target": self.folder / "fetched"}
+        settings |= {"admission": AnyState(), "limits": QUICK, **changes}
+        donors = settings.pop("donors", self.candidates())
+        manifest = await fetch_state(self.transport, donors, **settings)  # pyright: ignore[reportArgumentType]
+        target: Path = settings["target"]
+        return manifest, await asyncio.to_thread(target.read_bytes)
 
 
 @pytest.fixture
@@ -257,19 +248,6 @@ def test_without_a_donor_every_reason_is_told(fetching: Fetching) -> None:
         asyncio.run(fetch_spec(fetching.transport, fetching.candidates(), expected_digest=SPEC.digest()))
 
 
-def test_who_answers_with_words_of_a_line_gives_no_spec(fetching: Fetching) -> None:
-    async def only_words(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
-        async for _ in items:
-            while True:
-                await asyncio.sleep(0)
-                yield QueuePlace(1, 0.0)
-
-    fetching.donor(1, only_words)
-    fetching.donor(2)
-    fetched = asyncio.run(fetch_spec(fetching.transport, fetching.candidates(), expected_digest=SPEC.digest()))
-    assert fetched == SPEC
-
-
 # the donor
 
 
@@ -290,85 +268,120 @@ def test_a_donor_without_a_state_says_when_to_come_back() -> None:
     assert asyncio.run(listed(StateServer(SPEC).serve(WantSpec()))) == [SpecJson(SPEC.canonical_json())]
 
 
-def test_a_third_newcomer_waits_in_line_until_one_of_the_two_has_ended(tmp_path: Path) -> None:
+def test_a_third_newcomer_is_refused_until_a_slot_is_free(tmp_path: Path) -> None:
     async def main() -> None:
         states = StateServer(SPEC)
         states.saved = saved(tmp_path)
         want = WantChunks(states.saved.manifest.digest(), (0, 1))
-        running = [states.serve(want) for _ in range(MAX_UPLOADS)]
+        running = [states.serve(want) for _ in range(NUM_SLOTS)]
         for upload in running:
             assert isinstance(await anext(upload), StateChunk)
-        third, fourth = states.serve(want), states.serve(want)
-        for position, newcomer in enumerate((third, fourth), start=1):
-            place = await anext(newcomer)
-            assert isinstance(place, QueuePlace)
-            assert place.position == position
-        assert len(await listed(running[0])) == 1  # the second of its two chunks
-        assert [type(item) for item in await listed(third)] == [StateChunk, StateChunk], "its turn has come"
+        with pytest.raises(Refused, match="already serve 2 newcomers") as refusal:
+            await anext(states.serve(want))
+        assert refusal.value.code == RefuseCode.BUSY.name
+        assert refusal.value.retry_after_s > 0
+        assert len(await listed(running[0])) == 1, "the second of its two chunks"
+        assert [type(item) for item in await listed(states.serve(want))] == [StateChunk, StateChunk]
         async with aclosing(running[1]):
             pass  # a newcomer that goes away in the middle
-        assert [type(item) for item in await listed(fourth)] == [StateChunk, StateChunk]
-        assert not states._line._line
+        assert [type(item) for item in await listed(states.serve(want))] == [StateChunk, StateChunk]
 
     asyncio.run(main())
 
 
-def test_a_newcomer_goes_to_a_free_donor_before_it_waits_in_a_line(fetching: Fetching) -> None:
-    async def has_a_line(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
-        async for item in items:
-            if isinstance(item, StateChunk) and item.index == 0:
-                yield QueuePlace(3, 40.0)
-            yield item
+def test_eight_newcomers_at_once_are_all_served_by_one_donor(fetching: Fetching, tmp_path: Path) -> None:
+    """Two at a time: the others ask again."""
+    served: list[int] = []
 
-    (_, _), (_, free) = fetching.donor(1, has_a_line), fetching.donor(2)
-    assert asyncio.run(fetching.fetch())[1] == free
-
-
-def test_when_all_donors_are_busy_the_shortest_line_is_waited_for_and_told(fetching: Fetching) -> None:
-    def line(left_s: float) -> Callable[[AsyncGenerator[FetchItem]], AsyncGenerator[FetchItem]]:
-        async def alter(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+    async def counted(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        async with aclosing(items):
             async for item in items:
-                if isinstance(item, StateChunk) and item.index == 0:
-                    yield QueuePlace(2, left_s)
-                    yield QueuePlace(1, left_s / 2)
+                if isinstance(item, StateChunk):
+                    served.append(item.index)
+                    await asyncio.sleep(0.001)
                 yield item
 
-        return alter
+    _, data = fetching.donor(1, counted)
 
-    (_, _), (_, second) = fetching.donor(1, line(40.0)), fetching.donor(2, line(10.0))
-    told: list[tuple[str, QueuePlace | None]] = []
-    _, fetched = asyncio.run(fetching.fetch(on_place=lambda donor, place: told.append((donor.peer_id, place))))
-    assert fetched == second
-    assert told == [("donor-2", QueuePlace(2, 10.0)), ("donor-2", QueuePlace(1, 5.0)), ("donor-2", None)]
+    async def main() -> None:
+        targets = [tmp_path / f"newcomer-{number}" for number in range(8)]
+        await asyncio.gather(*(fetching.fetch(target=target) for target in targets))
+        assert all(target.read_bytes() == data for target in targets)
+
+    asyncio.run(main())
+    assert sorted(served) == sorted(8 * [0, 1, 2, 3]), "nothing comes twice"
 
 
 class Clock:
-    """Time that passes with the items of a donor: not too much for each of them, but for all."""
+    """Time that passes with the items of a donor."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.now_s = 0.0
-        monkeypatch.setattr(patience, "SLOW_S", patience.SLOW_S / 100)  # for a state of four chunks
 
     def __call__(self) -> float:
         return self.now_s
 
     async def slowed(self, items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
         async for item in items:
-            self.now_s += WINDOW_S / 2
-            yield item
-
-    async def always_next_in_line(self, items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
-        async for item in items:
-            while isinstance(item, StateChunk):
-                self.now_s += 10.0
-                yield QueuePlace(1, 0.0)
+            self.now_s += QUICK.window_s / 2
             yield item
 
 
-def test_a_slow_donor_is_left_for_a_faster_one(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
+HURRY = replace(QUICK, whole_state_s=36.0)  # for a state of four chunks
+
+
+def refused_first(number: int) -> Callable[[AsyncGenerator[FetchItem]], AsyncGenerator[FetchItem]]:
+    """A donor that refuses so many calls for chunks as busy."""
+    refusals = iter(range(number))
+
+    async def alter(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        async with aclosing(items):
+            async for item in items:
+                if isinstance(item, StateChunk) and next(refusals, None) is not None:
+                    raise Refused("I already serve 2 newcomers", code=RefuseCode.BUSY.name)
+                yield item
+
+    return alter
+
+
+def test_a_newcomer_goes_to_a_free_donor_before_it_waits(fetching: Fetching) -> None:
+    (_, _), (_, free) = fetching.donor(1, refused_first(3)), fetching.donor(2)
+    waits: list[bool] = []
+    assert asyncio.run(fetching.fetch(on_wait=waits.append))[1] == free
+    assert not any(waits)
+
+
+def test_busy_donors_are_asked_again_and_the_user_hears_of_it(fetching: Fetching) -> None:
+    (_, first), (_, second) = fetching.donor(1, refused_first(3)), fetching.donor(2, refused_first(3))
+    waits: list[bool] = []
+    assert asyncio.run(fetching.fetch(on_wait=waits.append))[1] in (first, second)
+    assert waits[0]
+    assert not waits[-1]
+
+
+def test_who_comes_to_the_swarm_meanwhile_is_asked_too(fetching: Fetching) -> None:
+    busy, _ = fetching.donor(1, refused_first(1000))
+    donors = fetching.candidates()
+    _, free = fetching.donor(2)
+    assert asyncio.run(fetching.fetch(donors=donors, live=fetching.candidates))[1] == free
+    assert len(busy.asked) == 2
+
+
+def test_donors_that_stay_busy_are_given_up_where_the_caller_has_no_deadline(fetching: Fetching) -> None:
+    fetching.donor(1, refused_first(1000))
+    assert asyncio.run(fetching.fetch(limits=replace(QUICK, idle_s=0.05)))[0] is None
+
+    async def waits() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(fetching.fetch(limits=replace(QUICK, idle_s=0.05), may_end_busy=False), 0.3)
+
+    asyncio.run(waits())
+
+
+def test_a_slow_donor_is_left_for_a_faster_one(fetching: Fetching) -> None:
+    clock = Clock()
     (slow, first), (_, second) = fetching.donor(1, clock.slowed), fetching.donor(2)
-    manifest, fetched = asyncio.run(fetching.fetch(clock=clock))
+    manifest, fetched = asyncio.run(fetching.fetch(clock=clock, limits=HURRY))
     assert manifest is not None
     assert manifest.round == 2
     kept = 3 * STATE_CHUNK_BYTES
@@ -376,96 +389,61 @@ def test_a_slow_donor_is_left_for_a_faster_one(fetching: Fetching, monkeypatch: 
     assert len(slow.asked) == 2
 
 
-def test_a_slow_donor_is_gone_back_to_when_there_is_no_other(
-    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock(monkeypatch)
+def test_a_slow_donor_is_returned_to_when_there_is_no_other(fetching: Fetching) -> None:
+    clock = Clock()
     slow, data = fetching.donor(1, clock.slowed)
-    assert asyncio.run(fetching.fetch(clock=clock))[1] == data
+    assert asyncio.run(fetching.fetch(clock=clock, limits=HURRY))[1] == data
     assert len(slow.asked) == 4
 
 
-def test_a_line_that_does_not_move_is_left(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
+def test_a_slow_donor_is_returned_to_when_the_others_stay_busy(fetching: Fetching) -> None:
+    clock = Clock()
 
-    async def has_a_line(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
-        async for item in items:
-            if isinstance(item, StateChunk) and item.index == 0:
-                yield QueuePlace(1, 5.0)
-            yield item
+    async def busy_for_ever(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        async with aclosing(items):
+            async for item in items:
+                if isinstance(item, StateChunk):
+                    clock.now_s += QUICK.idle_s
+                    raise Refused("I already serve 2 newcomers", code=RefuseCode.BUSY.name)
+                yield item
 
-    (_, _), (_, honest) = fetching.donor(1, clock.always_next_in_line), fetching.donor(2, has_a_line)
-    told: list[tuple[str, QueuePlace | None]] = []
-    note = told.append
-    _, fetched = asyncio.run(fetching.fetch(clock=clock, on_place=lambda donor, place: note((donor.peer_id, place))))
-    assert fetched == honest
-    assert told[-3:] == [("donor-1", None), ("donor-2", QueuePlace(1, 5.0)), ("donor-2", None)]
-    assert len(told) < 12
+    (_, data), _ = fetching.donor(1, clock.slowed), fetching.donor(2, busy_for_ever)
+    assert asyncio.run(fetching.fetch(clock=clock, limits=HURRY, may_end_busy=False))[1] == data
 
 
-def test_the_only_donor_is_asked_again_when_its_line_took_too_long(
-    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, lines = Clock(monkeypatch), iter([20, 20, 20, 2, 2])
-    monkeypatch.setattr(fetch_module, "time", SimpleNamespace(monotonic=clock))
-
-    async def has_a_line(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
-        async for item in items:
-            for _ in range(next(lines) if isinstance(item, StateChunk) and item.index == 0 else 0):
-                clock.now_s += 10.0
-                yield QueuePlace(1, 5.0)
-            yield item
-
-    _, data = fetching.donor(1, has_a_line)
-    assert asyncio.run(fetching.fetch_from_swarm())[1] == data
-    assert next(lines, None) is None
-
-
-def test_a_donor_that_gives_one_chunk_a_call_is_slow(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    monkeypatch.setattr(fetch_module, "BUSY_RETRY_S", 0.01)
+def test_a_donor_that_gives_one_chunk_a_call_is_slow(fetching: Fetching) -> None:
+    clock = Clock()
 
     async def one_and_busy(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
         async for item in items:
             yield item
             if isinstance(item, StateChunk):
-                clock.now_s += WINDOW_S
+                clock.now_s += QUICK.window_s
                 raise Refused("I have a newer state by now", code=RefuseCode.BUSY.name)
 
-    async def has_a_line(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
-        async for item in items:
-            if isinstance(item, StateChunk):
-                yield QueuePlace(1, 5.0)
-            yield item
-
     fetching.donor(1, one_and_busy)
-    (_, honest) = fetching.donor(2, has_a_line)
-    manifest, fetched = asyncio.run(fetching.fetch(clock=clock))
+    (_, honest) = fetching.donor(2, refused_first(3))
+    manifest, fetched = asyncio.run(fetching.fetch(clock=clock, limits=HURRY))
     assert manifest is not None
     assert manifest.round == 2
     assert fetched[-500:] == honest[-500:]
 
 
-def test_a_donor_whose_line_is_full_is_asked_again(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
-    refusals = iter(range(3))
-
-    async def is_full_at_first(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
-        async for item in items:
-            if isinstance(item, StateChunk) and next(refusals, None) is not None:
-                raise Refused("16 newcomers wait here already", code=RefuseCode.BUSY.name)
-            yield item
-
-    monkeypatch.setattr(fetch_module, "BUSY_RETRY_S", 0.01)
-    _, data = fetching.donor(1, is_full_at_first)
-    assert asyncio.run(fetching.fetch())[1] == data
+@pytest.mark.parametrize(
+    ("bytes_per_s", "whole_s", "is_slow"),
+    [(100.0, 3601.0, True), (100.0, 3599.0, False), (1.1e6, 36000.0, False), (0.9e6, 36000.0, True)],
+)
+def test_a_large_state_may_take_its_time_over_a_fast_link(bytes_per_s: float, whole_s: float, is_slow: bool) -> None:
+    """The minimum rate is 1 MB/s, or the whole state in an hour."""
+    rate = Rate(int(bytes_per_s * whole_s), INTERNET)
+    assert rate.too_slow_s(1, 500.0) is None, "the time before the first chunk does not count"
+    assert rate.too_slow_s(int(bytes_per_s * 59), 559.0) is None
+    assert (rate.too_slow_s(int(bytes_per_s), 560.0) is not None) is is_slow
 
 
-def test_more_chunks_than_one_call_may_ask_for_take_several(
-    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetch_module, "MAX_CHUNKS_PER_REQUEST", 3)
+def test_more_chunks_than_one_call_may_ask_for_take_several(fetching: Fetching) -> None:
     donor, data = fetching.donor(1)
-    assert asyncio.run(fetching.fetch())[1] == data
+    assert asyncio.run(fetching.fetch(limits=replace(QUICK, chunks_per_call=3)))[1] == data
     assert [want.indices for want in donor.asked if isinstance(want, WantChunks)] == [(0, 1, 2), (3,)]
 
 
@@ -598,11 +576,11 @@ def test_a_manifest_covers_the_file_without_a_gap(tmp_path: Path, num_bytes: int
     assert sum(stop - start for start, stop in ranges) == manifest.num_bytes == num_bytes
 
 
-def test_who_saved_last_before_it_caught_up_is_passed_over(fetching: Fetching) -> None:
+def test_a_donor_that_saved_before_it_caught_up_is_passed_over(fetching: Fetching) -> None:
     """It stands where the swarm does, and gives what it saved when it was far behind."""
     fetching.donor(1, progress=0.2)
     _, data = fetching.donor(2, progress=0.6)
-    manifest, fetched = asyncio.run(fetching.fetch_from_swarm(newer_than=0.2))
+    manifest, fetched = asyncio.run(fetching.fetch(newer_than=0.2))
     assert manifest is not None
     assert (manifest.progress, fetched) == (0.6, data)
-    assert asyncio.run(fetching.fetch_from_swarm(newer_than=0.6)) == (None, b"")
+    assert asyncio.run(fetching.fetch(newer_than=0.6))[0] is None

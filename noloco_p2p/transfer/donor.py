@@ -1,6 +1,6 @@
-"""What a newcomer takes from this peer: the run spec, and the newest saved state as a file in chunks.
+"""What a donor serves: the run spec, the layout of its model, and the newest saved state in chunks.
 
-A file is served, never live tensors. `uploads.py` keeps the line of those who wait.
+It serves a file, never live tensors. `slots.py` limits how many newcomers it serves at a time.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from noloco_p2p.gossip.frames import (
     WantSpec,
 )
 from noloco_p2p.gossip.layout import MAX_LAYOUT_BYTES, ModelLayout
-from noloco_p2p.gossip.uploads import UploadLine
 from noloco_p2p.spec import OuterSpec, Spec
+from noloco_p2p.transfer.slots import UploadSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class StateServer:
         self.saved: SavedState | None = None
         self.layout: ModelLayout | None = None  # of the model that trains here
         self._spec_json = spec.canonical_json()
-        self._line = UploadLine()
+        self._slots = UploadSlots()
 
     async def serve(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         """Close it when the caller goes away: only then its upload ends. Raises PeerError."""
@@ -96,15 +96,11 @@ class StateServer:
         if indices and indices[-1] >= len(saved.manifest.chunk_digests):
             raise CorruptPayload(f"chunk {indices[-1]} does not exist")
         try:
-            with saved.path.open("rb") as file, self._line.join(len(indices)) as upload:
-                # Open while it waits: a newer checkpoint may remove the file, which stays readable then.
-                async with aclosing(self._line.places(upload)) as places:
-                    async for place in places:
-                        yield place
-                for index in indices:
+            with self._slots.take(len(indices)) as upload, saved.path.open("rb") as file:
+                for index in indices:  # a newer checkpoint may remove the file meanwhile; it stays readable here
                     start, stop = saved.manifest.chunk_range(index)
                     yield StateChunk(index, await asyncio.to_thread(os.pread, file.fileno(), stop - start, start))
-                    self._line.took(upload)
+                    self._slots.took(upload)
         except OSError as error:
             raise Unreachable(f"the state file cannot be read: {error}") from None
 

@@ -1,0 +1,45 @@
+"""Questions to another peer that one item answers: its run spec, its manifest, its layout."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+from typing import TypeVar
+
+from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, LayoutJson, WantLayout
+from noloco_p2p.gossip.layout import ModelLayout
+from noloco_p2p.gossip.seams import Candidate, Transport
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=FetchItem)
+
+MESSAGE_TIMEOUT_S = 15.0  # for one chunk, or one part of a manifest
+ANSWER_S = 60.0  # for a whole spec, layout or manifest; the manifest of 64 GiB has 2 MiB
+
+
+async def ask(transport: Transport, peer: Candidate, want: FetchWant, kind: type[T]) -> T:
+    """The answer of `peer` to `want`. Raises PeerError."""
+    try:
+        async with (
+            asyncio.timeout(ANSWER_S),
+            aclosing(transport.fetch(peer, want, timeout_s=MESSAGE_TIMEOUT_S)) as items,
+        ):
+            item = await anext(items, None)
+    except TimeoutError:
+        raise TimedOut(f"its answer did not arrive within {ANSWER_S:.0f} s", peer=peer.peer_id) from None
+    if not isinstance(item, kind):
+        raise CorruptPayload(f"it sent no {kind.__name__}", peer=peer.peer_id)
+    return item
+
+
+async def find_difference(transport: Transport, peer: Candidate, ours: ModelLayout) -> str:
+    """The first tensor in which the model of `peer` differs, as a sentence; "" if none does or the peer is silent."""
+    try:
+        layout = await ask(transport, peer, WantLayout(), LayoutJson)
+        return ours.first_difference(ModelLayout.from_json(layout.data))
+    except (PeerError, ValueError) as error:
+        log.debug("%s does not send its layout: %s", peer.address, error)
+        return ""

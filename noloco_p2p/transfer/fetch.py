@@ -1,0 +1,333 @@
+"""The first fetch: the run spec and the newest saved state of a live peer, chunk by chunk, from one donor or several.
+
+Every chunk has a digest in the manifest of its donor. When a donor dies, or this program does, the verified chunks are
+kept and another donor sends the rest: the result is then a point between two replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from blake3 import blake3
+
+from noloco_p2p.errors import CheckpointError, CorruptPayload, PeerError, Refused, Unreachable
+from noloco_p2p.gossip.frames import (
+    MAX_CHUNKS_PER_REQUEST,
+    STATE_CHUNK_BYTES,
+    FetchItem,
+    RefuseCode,
+    SpecJson,
+    StateChunk,
+    StateManifest,
+    WantChunks,
+    WantManifest,
+    WantSpec,
+)
+from noloco_p2p.gossip.questions import MESSAGE_TIMEOUT_S, ask
+from noloco_p2p.gossip.seams import Candidate, Transport
+from noloco_p2p.spec import Spec
+from noloco_p2p.telemetry.console import named
+from noloco_p2p.telemetry.progress import Report, ignore
+from noloco_p2p.transfer.kept_chunks import KeptChunks
+
+log = logging.getLogger(__name__)
+
+GIVING = ("training", "paused", "done")  # states of peers that may have a state to give
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How a newcomer treats its donors.
+
+    least_retry_s, longest_retry_s: bounds of the pause before a busy donor is asked again, whatever it says. window_s:
+    a rate is measured over it. A donor is slow when its rate is below `fast_bytes_per_s` and the whole state would take
+    longer than `whole_state_s`. idle_s: without a chunk from anybody while donors are busy, after which it returns to a
+    slow donor, or ends. chunks_per_call: asked for at once.
+    """
+
+    least_retry_s: float = 1.0
+    longest_retry_s: float = 30.0
+    window_s: float = 60.0
+    whole_state_s: float = 3600.0
+    fast_bytes_per_s: float = 1e6
+    idle_s: float = 600.0
+    chunks_per_call: int = MAX_CHUNKS_PER_REQUEST
+
+
+INTERNET = Limits()
+
+
+class Admission(Protocol):
+    """What a state must pass before it is taken: a digest only proves that it arrived as it was sent.
+
+    The checks raise CheckpointError with the reason; the next donor is asked then.
+    """
+
+    async def check_place(self, donor: Candidate, manifest: StateManifest) -> None:
+        """The place in the run that the manifest states, before anything of the state is fetched."""
+        ...
+
+    async def check_state(self, donor: Candidate, manifest: StateManifest, path: Path) -> None:
+        """The whole file. `donor` sent the last chunk of it."""
+        ...
+
+    def refuse(self, donor: Candidate, why: str) -> None:
+        """No honest peer of the run sends what the donor sent."""
+        ...
+
+
+async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expected_digest: str) -> Spec:
+    """The run spec from the first donor that has it. Raises Unreachable when none has."""
+    reasons = []
+    for donor in donors:
+        try:
+            spec = await ask(transport, donor, WantSpec(), SpecJson)
+            return Spec.from_json(spec.data, expected_digest=expected_digest, origin=donor.address)
+        except (PeerError, ValueError) as error:
+            reasons.append(f"{named(donor.peer_id)}: {error}")
+    raise Unreachable("no live peer gave the run spec: " + ("; ".join(reasons) or "nobody is there"))
+
+
+async def fetch_manifest(transport: Transport, donor: Candidate) -> StateManifest:
+    """The description of the state that a peer serves. Raises PeerError."""
+    return await ask(transport, donor, WantManifest(), StateManifest)
+
+
+def can_give(peer: Candidate) -> bool:
+    """May have a state to give, and can be asked for it."""
+    return peer.can_be_called and peer.state in GIVING
+
+
+async def fetch_state(
+    transport: Transport,
+    donors: Sequence[Candidate],
+    *,
+    layout: str,
+    num_elements: int,
+    num_bytes: int,
+    target: Path,
+    admission: Admission,
+    newer_than: float = -math.inf,
+    live: Callable[[], Sequence[Candidate]] = tuple,
+    may_end_busy: bool = True,
+    on_progress: Report = ignore,
+    on_wait: Callable[[bool], None] = lambda waits: None,
+    limits: Limits = INTERNET,
+    clock: Callable[[], float] = time.monotonic,
+) -> StateManifest | None:
+    """Write the state of a live peer to `target`; None when no donor has one that fits.
+
+    It asks the donors in this order, then those that `live` lists by then, and busy ones again until one has a free
+    slot. It leaves a slow donor, and returns to the fastest of them when nobody else can give the state. Verified
+    chunks are kept when their donor dies, and in `target` for an hour when this program does. A state that does not
+    pass `admission` is thrown away whole.
+
+    layout, num_elements, num_bytes: of our own state file; any other is refused before a chunk is fetched. newer_than:
+    progress that the state must be beyond, as a donor gives what it saved last. may_end_busy: False = it asks busy
+    donors until the caller's deadline. on_progress: receives the number of verified bytes. on_wait: receives True when
+    all donors are busy, and False with each chunk.
+
+    Returns the manifest of the donor that gave the last chunk. Raises OSError.
+    """
+    async with KeptChunks(target, num_bytes=num_bytes) as kept:
+        fetch = _Fetch(
+            transport,
+            kept,
+            layout=layout,
+            num_elements=num_elements,
+            num_bytes=num_bytes,
+            target=target,
+            admission=admission,
+            newer_than=newer_than,
+            live=live,
+            may_end_busy=may_end_busy,
+            on_progress=on_progress,
+            on_wait=on_wait,
+            limits=limits,
+            clock=clock,
+        )
+        return await fetch.run(donors)
+
+
+class Rate:
+    """The rate of one donor over all calls to it. The caller passes the time."""
+
+    def __init__(self, num_bytes: int, limits: Limits) -> None:
+        self._num_bytes = num_bytes  # of the whole state
+        self._limits = limits
+        self._began_s: float | None = None
+        self._received = 0
+
+    def too_slow_s(self, num_bytes: int, now_s: float) -> float | None:
+        """After a chunk: seconds that the whole state takes at the rate of the window that ends now, if too many."""
+        if self._began_s is None:  # when the first chunk was asked for is not known
+            self._began_s = now_s
+            return None
+        self._received += num_bytes
+        elapsed_s = now_s - self._began_s
+        if elapsed_s < self._limits.window_s:
+            return None
+        rate = self._received / elapsed_s
+        self._began_s, self._received = now_s, 0
+        whole_s = self._num_bytes / rate
+        return whole_s if rate < self._limits.fast_bytes_per_s and whole_s > self._limits.whole_state_s else None
+
+
+class _Slow(Exception):
+    """A donor is below the minimum rate."""
+
+    def __init__(self, whole_s: float) -> None:
+        super().__init__(f"it is slow: the whole state would take {whole_s / 3600:.1f} h")
+        self.whole_s = whole_s
+
+
+@dataclass
+class _Fetch:
+    """One fetch. `busy`: when to ask each busy donor again. `slow`: the seconds that each slow donor needs."""
+
+    transport: Transport
+    kept: KeptChunks
+    _: KW_ONLY
+    layout: str
+    num_elements: int
+    num_bytes: int
+    target: Path
+    admission: Admission
+    newer_than: float
+    live: Callable[[], Sequence[Candidate]]
+    may_end_busy: bool
+    on_progress: Report
+    on_wait: Callable[[bool], None]
+    limits: Limits
+    clock: Callable[[], float]
+    to_ask: deque[Candidate] = field(default_factory=deque[Candidate], init=False)
+    busy: dict[Candidate, float] = field(default_factory=dict[Candidate, float], init=False)
+    slow: dict[Candidate, float] = field(default_factory=dict[Candidate, float], init=False)
+    rates: dict[str, Rate] = field(default_factory=dict[str, Rate], init=False)
+    known: set[str] = field(default_factory=set[str], init=False)
+    moved_s: float = field(default=0.0, init=False)  # when the last chunk arrived
+
+    async def run(self, donors: Sequence[Candidate]) -> StateManifest | None:
+        self.on_progress(self.kept.done_bytes, self.num_bytes)
+        self.moved_s = self.clock()
+        self._add(donors)
+        while True:
+            may_be_slow = False
+            donor = await self._next()
+            if donor is None:
+                if not self.slow:
+                    return None
+                donor, may_be_slow = min(self.slow, key=self.slow.__getitem__), True
+                del self.slow[donor]
+            if manifest := await self._try(donor, may_be_slow=may_be_slow):
+                await self.kept.finish()
+                return manifest
+
+    def _add(self, donors: Sequence[Candidate]) -> None:
+        self.to_ask.extend(donor for donor in donors if donor.peer_id not in self.known)
+        self.known |= {donor.peer_id for donor in donors}
+
+    async def _next(self) -> Candidate | None:
+        """The next donor; waits while all are busy. None when only slow ones are left, or nobody."""
+        while not self.to_ask:
+            self._add([peer for peer in self.live() if can_give(peer)])
+            if self.to_ask or not self.busy:
+                break
+            is_idle = self.clock() - self.moved_s > self.limits.idle_s
+            if is_idle and (self.slow or self.may_end_busy):
+                break
+            self.on_wait(True)
+            donor = min(self.busy, key=self.busy.__getitem__)
+            pause_s = max(self.busy.pop(donor) - self.clock(), 0.0)
+            await asyncio.sleep(pause_s * random.uniform(1.0, 1.2))  # so that newcomers do not ask all at once
+            self.to_ask.append(donor)
+        return self.to_ask.popleft() if self.to_ask else None
+
+    async def _try(self, donor: Candidate, *, may_be_slow: bool) -> StateManifest | None:
+        """The manifest of `donor` when its chunks completed the state, and the state was admitted."""
+        is_whole = not self.kept.done_bytes  # no chunk is of another donor
+        try:
+            manifest = await self._manifest(donor)
+            await self._chunks(donor, manifest, may_be_slow=may_be_slow)
+        except _Slow as slow:
+            log.info("%s is left for another donor: %s", donor.address, slow)
+            self.slow[donor] = slow.whole_s
+        except (CheckpointError, CorruptPayload) as error:
+            self._refuse(donor, error)
+        except PeerError as error:
+            log.info("no state from %s: %s; %s", donor.address, error, self._missing())
+            if isinstance(error, Refused) and error.code == RefuseCode.BUSY.name:
+                retry_s = max(self.limits.least_retry_s, min(error.retry_after_s, self.limits.longest_retry_s))
+                self.busy[donor] = self.clock() + retry_s
+        else:
+            if not self.kept.missing and await self._is_admitted(donor, manifest, is_whole=is_whole):
+                return manifest
+        return None
+
+    async def _is_admitted(self, donor: Candidate, manifest: StateManifest, *, is_whole: bool) -> bool:
+        """Otherwise nothing is kept, and unless this donor sent all of it, it is asked again: another may have lied."""
+        try:
+            await self.admission.check_state(donor, manifest, self.target)
+        except CheckpointError as error:
+            self._refuse(donor, error)
+            self.kept.start_over()
+            if not is_whole:
+                self.to_ask.appendleft(donor)
+            return False
+        return True
+
+    def _refuse(self, donor: Candidate, error: Exception) -> None:
+        log.warning("no state from %s: %s; %s", donor.address, error, self._missing())
+        self.admission.refuse(donor, str(error))
+
+    def _missing(self) -> str:
+        return f"{len(self.kept.missing)} chunks are still missing"
+
+    async def _manifest(self, donor: Candidate) -> StateManifest:
+        manifest = await fetch_manifest(self.transport, donor)
+        shape = (manifest.layout, manifest.num_elements, manifest.num_bytes)
+        num_chunks = -(-self.num_bytes // STATE_CHUNK_BYTES)
+        if shape != (self.layout, self.num_elements, self.num_bytes) or len(manifest.chunk_digests) != num_chunks:
+            raise CorruptPayload("its state is of another model or size", peer=donor.peer_id)
+        if manifest.progress <= self.newer_than:
+            sentence = f"its last saved state is of round {manifest.round}, no further than this peer is"
+            raise PeerError(sentence, peer=donor.peer_id)
+        await self.admission.check_place(donor, manifest)
+        return manifest
+
+    async def _chunks(self, donor: Candidate, manifest: StateManifest, *, may_be_slow: bool) -> None:
+        """Fetch what is missing, in as many calls as that takes; all of it unless the donor leaves something out."""
+        rate = self.rates.setdefault(donor.peer_id, Rate(self.num_bytes, self.limits))
+        while wanted := tuple(self.kept.missing[: self.limits.chunks_per_call]):
+            want = WantChunks(manifest.digest(), wanted)
+            async with aclosing(self.transport.fetch(donor, want, timeout_s=MESSAGE_TIMEOUT_S)) as items:
+                async for item in items:
+                    self._keep(item, manifest)
+                    too_slow_s = rate.too_slow_s(STATE_CHUNK_BYTES, self.clock())
+                    if too_slow_s and not may_be_slow and self.kept.missing:
+                        raise _Slow(too_slow_s)
+            if wanted[-1] in self.kept.missing:
+                return
+
+    def _keep(self, item: FetchItem, manifest: StateManifest) -> None:
+        """Raises CorruptPayload for an item that is damaged, or not the one that was asked for next."""
+        kept = self.kept
+        if not isinstance(item, StateChunk) or not kept.missing or item.index != kept.missing[0]:
+            raise CorruptPayload("a chunk came that was not asked for")
+        digest = manifest.chunk_digests[item.index]
+        if len(item.payload) != kept.size(item.index) or blake3(item.payload).digest() != digest:
+            raise CorruptPayload(f"chunk {item.index} of the state is damaged")
+        kept.put(item.index, item.payload, digest)
+        self.moved_s = self.clock()
+        self.on_wait(False)
+        self.on_progress(kept.done_bytes, self.num_bytes)
