@@ -58,11 +58,11 @@ async def status(stub: PeerStub, name: str, metadata: Metadata = ()) -> pb.Statu
 
 
 async def ask_for_a_state(stub: PeerStub, name: str, metadata: Metadata) -> grpc.aio.UnaryStreamCall:
-    """A call that holds a slot of the donor."""
+    """Start a call that holds an upload slot of the donor."""
     hello = pb.Hello(peer_id=identity_of(name).peer_id, run_name="r", spec_digest=DIGEST)
     request = pb.FetchRequest(hello=hello, chunks=pb.ChunksRequest(manifest_digest=bytes(32), indices=[0]))
     call = stub.Fetch(request, metadata=metadata, timeout=PATIENCE_S)
-    assert (await call.read()).HasField("place")
+    assert (await call.read()).HasField("chunk")
     return call
 
 
