@@ -120,11 +120,26 @@ def test_a_wrong_target_is_3(target: str, said: str, capsys: pytest.CaptureFixtu
     assert (code, said in line) == (3, True), line
 
 
+def _server_after_free_ports(num_free: int) -> socket.socket:
+    """Take a port that has `num_free` free ports before it; other programs may hold a neighbour of a random port."""
+    for _ in range(100):
+        taken = socket.create_server(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        try:
+            for before in range(1, num_free + 1):
+                socket.create_server(("127.0.0.1", port - before)).close()
+        except OSError:
+            taken.close()
+        else:
+            return taken
+    raise AssertionError("every port that was tried has a neighbour in use")
+
+
 @pytest.mark.parametrize(("verb", "offset"), [("join", 0), ("join", 1), ("bootstrap", 1)])
 def test_a_port_in_use_is_3_be_it_grpc_or_libp2p(
     verb: str, offset: int, spec: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with _server_after_free_ports(offset) as taken:
         port = taken.getsockname()[1]
         target = [spec] if verb == "join" else []
         code, line = complaint(capsys, verb, *target, "--listen", f"127.0.0.1:{port - offset}")
