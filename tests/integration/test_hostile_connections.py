@@ -15,7 +15,7 @@ import grpc.aio
 import psutil
 import pytest
 import uvloop
-from badboy.connections import JUNK, dripping, leave, visit
+from adversarial.connections import JUNK, dripping, leave, visit
 from harness.identities import identity_of
 from harness.loopback import LoopbackSwarm
 from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT

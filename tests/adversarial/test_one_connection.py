@@ -13,7 +13,7 @@ import uvloop
 from harness.identities import identity_of
 from harness.patience import AT_ONCE_S, PATIENCE_S
 
-from badboy.victim import DIGEST, ROUND, Victim, victim
+from adversarial.victim import DIGEST, ROUND, Victim, victim
 from noloco_p2p.errors import PeerError, Refused, Unreachable
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
