@@ -483,7 +483,7 @@ class NoLoCo:
                 metrics.halves += 1
             case Alone(reason, cause):
                 metrics.alone += 1
-                metrics.count_lonely(cause)
+                metrics.count_solo(cause)
                 if cause is LonelyCause.REFUSED_STATE:
                     log.warning("round %d | %s | own weights kept", result.round, reason)
                 return result

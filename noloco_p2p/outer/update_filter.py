@@ -94,7 +94,7 @@ class UpdateFilter:
 
 
 def admitted(outcome: Outcome, state: OuterState) -> tuple[Outcome, Verdict]:
-    """What is left of an outcome behind the gates that may refuse a whole swap: the round is then a lonely one."""
+    """What is left of an outcome behind the gates that may refuse a whole swap: the round is then a solo one."""
     if isinstance(outcome, Alone):
         return outcome, Verdict()
     received = outcome.received

@@ -46,7 +46,7 @@ class Result:
     swapped: int  # rounds, of all replicas
     half: int
     alone: int
-    refused: int  # rounds that a gate made lonely, and late gradients that one refused
+    refused: int  # rounds that a gate made solo, and late gradients that one refused
     clipped: int  # rounds in which a gate shortened what a partner sent
     cut_share: float  # of the length of the offsets, mean over swaps
     late: int  # gradients that came after their boundary, and were applied

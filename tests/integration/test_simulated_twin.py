@@ -38,7 +38,7 @@ SPEC = tiny_llama(
 
 
 def train(peer: MemoryPeer, model: PreTrainedModel, material: Material, step_together: Barrier) -> Tensor:
-    """The weights of one real peer at its end; no lonely round: a boundary comes when both have a partner."""
+    """The weights of one real peer at its end; no solo round: a boundary comes when both have a partner."""
     inner, batches = InnerStep(model, material.spec.train), material.batches(peer.peer_id)
     outer = NoLoCo(model, None, peer, save_every_rounds=0, end_at=1.0)
     for step in range(INNER_STEPS * NUM_ROUNDS):

@@ -1,6 +1,6 @@
 """The bit-for-bit promise: peers over real gRPC end with the weights of their twins that swap in memory.
 
-It holds for fp32 codecs, fixed identities, one thread, a large max_wait_s and no lonely round.
+It holds for fp32 codecs, fixed identities, one thread, a large max_wait_s and no solo round.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def train(peer: MemoryPeer, net: nn.Module, number: int, step_together: Barrier)
         nn.functional.mse_loss(net(inputs), wanted).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % INNER_STEPS == 0:  # no lonely round: the boundary comes when both have a partner
+        if (step + 1) % INNER_STEPS == 0:  # no solo round: the boundary comes when both have a partner
             wait_until(lambda: peer.driver.phase is Phase.EARLY)
             step_together.wait(PATIENCE_S)
         result = outer.step()

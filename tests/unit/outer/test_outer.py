@@ -101,7 +101,7 @@ def one_round(outer: NoLoCo, model: nn.Module, amount: float) -> RoundResult:
             return result
 
 
-def test_alone_is_the_lonely_outer_step(tmp_path: Path) -> None:
+def test_alone_is_the_solo_outer_step(tmp_path: Path) -> None:
     with MemorySwarm(make_spec()) as swarm:
         model = make_model(0)
         start = flat(model)
