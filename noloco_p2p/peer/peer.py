@@ -37,7 +37,6 @@ from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import Limits
-from noloco_p2p.peer.account import Account
 from noloco_p2p.peer.entering import ENTER_TIMEOUT_S, Entering, find_spec
 from noloco_p2p.peer.kept import find_invitation, folder_of, keep
 from noloco_p2p.peer.membership import START_TIMEOUT_S, Membership
@@ -46,6 +45,7 @@ from noloco_p2p.peer.network_thread import STOP_TIMEOUT_S, NetworkThread
 from noloco_p2p.peer.outside import Outside
 from noloco_p2p.peer.ports import Ports
 from noloco_p2p.peer.stages import Stages
+from noloco_p2p.peer.status import PeerStatus
 from noloco_p2p.peer.verbs import verbs
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec
@@ -104,7 +104,7 @@ class Peer:
         self._identity: Identity
         self._invitation: Invitation | None = None
         self._session: Session
-        self._account: Account
+        self._status: PeerStatus
         self.bans = BanList(settings.state_dir / "bans.json")
         self._thread: NetworkThread | None = None
         self._network: Network | None = None
@@ -180,22 +180,22 @@ class Peer:
     @property
     def ticket(self) -> str:
         """Hand it on: whoever has it can enter the run through this peer, its bootstraps, and others alive now."""
-        return self._account.ticket()
+        return self._status.ticket()
 
     @property
     def state(self) -> str:
         """What others see in the record: training, paused, leaving or done."""
-        return self._account.state
+        return self._status.state
 
     @property
     def has_entered(self) -> bool:
         """It has a model, and the swarm has heard of it."""
-        return self._account.has_entered
+        return self._status.has_entered
 
     @property
     def metrics_address(self) -> str:
         """HOST:PORT of /metrics; empty when it is not served."""
-        return self._account.metrics_address
+        return self._status.metrics_address
 
     @property
     def address(self) -> str:
@@ -233,7 +233,7 @@ class Peer:
 
     def announce(self, state: str) -> None:
         """Change the state that others see: training, paused, leaving or done. Swaps are offered in training only."""
-        self._account.change_state(state)
+        self._status.change_state(state)
         self._net.driver.peer_state = state
         try:
             self._call(self._net.directory.announce_now(), START_TIMEOUT_S)
@@ -256,7 +256,7 @@ class Peer:
         assert self._directory is not None
         probed = await probe.ask(
             candidate,
-            self._account.hello(),
+            self._status.hello(),
             [*ports],
             timeout_s=DIAL_BACK_S,
             session=self._session,
@@ -266,15 +266,15 @@ class Peer:
 
     def count_traffic(self) -> None:
         """Bring the counters of bytes and chunks in `metrics` up to date."""
-        self._account.count_traffic()
+        self._status.count_traffic()
 
     def restore_metrics(self, values: dict[str, Any]) -> None:
         """Go on counting where a checkpoint stopped; unknown names are ignored."""
-        self._account.restore_metrics(values)
+        self._status.restore_metrics(values)
 
     def status(self) -> dict[str, Any]:
         """What `noloco status` shows; docs/monitoring.md tells what each key means."""
-        return self._account.status()
+        return self._status.as_dict()
 
     # starting and stopping
 
@@ -284,7 +284,7 @@ class Peer:
             self._identity = Identity.load_or_create(self.settings.state_dir / "identity.key")
             self._invitation = find_invitation(self._target, self.settings)
             self._session = Session(self._identity, self._invitation)
-            self._account = Account(
+            self._status = PeerStatus(
                 self._run,
                 self._identity,
                 self._session,
@@ -326,7 +326,7 @@ class Peer:
             download_bytes_per_s=self.settings.download_bytes_per_s,
         )
         transport = GrpcTransport(
-            self._account.hello, limits, session=self._session, why_banned=self.bans.why, guard=directory.guard
+            self._status.hello, limits, session=self._session, why_banned=self.bans.why, guard=directory.guard
         )
         entrances = self._entrances()
         self._outside = outside = Outside(
@@ -347,13 +347,13 @@ class Peer:
         states = StateServer(self.spec)
         stack = build_round_stack(
             self.spec,
-            hello=self._account.hello,
+            hello=self._status.hello,
             transport=transport,
             directory=outside,
             executor=self._executor,
             rng=random.SystemRandom(),  # ids of swaps must not be guessed
             serve=states.serve,
-            status=self._account.standing,
+            status=self._status.standing,
             on_corrupt=self.bans.strike,
         )
         driver, service = stack.driver, stack.service
@@ -363,7 +363,7 @@ class Peer:
         control = ControlServer(self.settings.state_dir, verbs(self))
         await control.start()
         watch = SwapWatch(driver)
-        self._network = self._account.network = Network(
+        self._network = self._status.network = Network(
             directory,
             transport,
             driver,
@@ -377,14 +377,14 @@ class Peer:
             asyncio.create_task(watch.run()),
         )
         self.membership = Membership(
-            self._account,
+            self._status,
             total_steps=self.spec.schedule_steps,
             network=lambda: self._net,
             call=self._call,
             announce=self.announce,
         )
         self.stages = Stages(
-            self._account,
+            self._status,
             self._identity,
             self._session,
             bans=self.bans,
@@ -395,7 +395,7 @@ class Peer:
         await outside.start(server, num_calls=lambda: service.num_calls)
         ports.remember(grpc=server.port, libp2p=directory.port)
         keep(self.spec, self._invitation, self.run_folder)
-        await self._account.serve_metrics()
+        await self._status.serve_metrics()
 
     def _make_entering(
         self, directory: SwarmDirectory, transport: GrpcTransport, outside: Outside, driver: RoundDriver
@@ -428,7 +428,7 @@ class Peer:
             relays=not settings.max_upload,
             address_book=self._address_book,
             spec_digest=self._invitation.listing(self._run[1]).view if self._invitation else self._run[1],
-            describe=self._account.record,
+            describe=self._status.record,
             on_copy=self._on_copy,
             ignores=self._ignores,
         )
@@ -440,8 +440,8 @@ class Peer:
         return [*self.settings.bootstrap, *(self._target.addresses if isinstance(self._target, Ticket) else ())]
 
     async def _stop_network(self) -> None:
-        self._account.state = "leaving"
-        await self._account.stop()
+        self._status.state = "leaving"
+        await self._status.stop()
         if self._network:
             await end_tasks([self._network.watching])
             await self._network.control.stop()
@@ -456,7 +456,7 @@ class Peer:
         if self._network:
             await self._network.driver.stop()
             await self._network.server.stop(0.5)
-        self._network = self._account.network = self._directory = self._outside = None
+        self._network = self._status.network = self._directory = self._outside = None
 
     def _on_copy(self, other: PeerRecord) -> None:
         if self.fault is None:

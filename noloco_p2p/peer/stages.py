@@ -11,10 +11,10 @@ from noloco_p2p.identity import Identity
 from noloco_p2p.net.connection import Dialer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import Limits
-from noloco_p2p.peer.account import Account
 from noloco_p2p.peer.membership import START_TIMEOUT_S
 from noloco_p2p.peer.network import Network
 from noloco_p2p.peer.stage_flow import StageFlow, StagePlan, Surroundings
+from noloco_p2p.peer.status import PeerStatus
 from noloco_p2p.peer.threaded_flow import ThreadedFlow
 
 
@@ -24,7 +24,7 @@ class Stages:
 
     def __init__(
         self,
-        account: Account,
+        status: PeerStatus,
         identity: Identity,
         session: Session,
         *,
@@ -33,7 +33,7 @@ class Stages:
         network: Callable[[], Network],
         call: Callable[[Coroutine[Any, Any, Any], float], Any],
     ) -> None:
-        self._account = account
+        self._status = status
         self._identity = identity
         self._session = session
         self._bans = bans
@@ -68,7 +68,7 @@ class Stages:
 
     def wait_for(self, stages: Sequence[int]) -> None:
         """Show what this peer waits for: stages that nobody holds; none = it waits no longer."""
-        self._account.waits_for_stages = tuple(stages)
+        self._status.waits_for_stages = tuple(stages)
 
     def start_flow(self, plan: StagePlan) -> ThreadedFlow:
         """Take part in the pipeline: other peers find this one in the directory, and send it microbatches."""
@@ -83,8 +83,8 @@ class Stages:
         outside = net.outside
         around = Surroundings(
             self._identity,
-            self._account.hello().spec_digest,
-            hello=self._account.hello,
+            self._status.hello().spec_digest,
+            hello=self._status.hello,
             dialer=Dialer(self._session, limits, why_banned=self._bans.why, guard=net.directory.guard),
             find=outside.find,
             limits=limits,

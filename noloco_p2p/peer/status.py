@@ -1,4 +1,4 @@
-"""What a peer tells of itself: its record to the swarm, its status to its user, its numbers to a scraper."""
+"""What a peer publishes of itself: its record to the swarm, its status to its user, its numbers to a scraper."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Account:
+class PeerStatus:
     """`network` is there once everything has started; until then only `hello` and what is counted are asked for.
 
     run: name and digest. `layout`: of the model, once it is there. `state`: what others see in the record; training,
@@ -120,7 +120,7 @@ class Account:
         self._traffic_before = Traffic(**{name: getattr(self._metrics, name) for name in counted})
         self._relayed_before = self._metrics.relayed_bytes
 
-    # what is told
+    # what is published
 
     def hello(self) -> Hello:
         """The first words of every call."""
@@ -164,7 +164,7 @@ class Account:
             sends_to=self._net.stage_flow.sends_to if self._net.stage_flow else (),
         )
 
-    def status(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """What `noloco status` shows; docs/monitoring.md tells what each key means."""
         self.count_traffic()
         now_s, net = time.time(), self._net
@@ -192,11 +192,11 @@ class Account:
             "last_fault": driver.last_fault,
             "last_fault_since_s": round(now_s - driver.faults.at_s, 1) if driver.last_fault else None,
             "last_fault_advice": driver.faults.advice,
-            "settings": self._settings_told(),
+            "settings": self._settings_by_origin(),
             **self._metrics.as_dict(),
         }
 
-    def _settings_told(self) -> dict[str, dict[str, Any]]:
+    def _settings_by_origin(self) -> dict[str, dict[str, Any]]:
         values, origins = self._settings.model_dump(mode="json"), self._settings.origins()
         return {name: {"value": value, "origin": origins[name]} for name, value in values.items()}
 
