@@ -53,7 +53,7 @@ class Membership:
         if target is not None:
             manifest = network.entering.enter(layout, target=target)
         self._call(network.directory.check_clock(CHECK_CLOCK_S), START_TIMEOUT_S)
-        self._call(network.outside.wait_for_dial_back(), START_TIMEOUT_S)
+        self._call(network.reachability.wait_for_dial_back(), START_TIMEOUT_S)
         self._status.enter()
         self._announce("training")
         return manifest

@@ -42,8 +42,8 @@ from noloco_p2p.peer.kept import find_invitation, folder_of, keep
 from noloco_p2p.peer.membership import START_TIMEOUT_S, Membership
 from noloco_p2p.peer.network import Network
 from noloco_p2p.peer.network_thread import STOP_TIMEOUT_S, NetworkThread
-from noloco_p2p.peer.outside import Outside
 from noloco_p2p.peer.ports import Ports
+from noloco_p2p.peer.reachability import Reachability
 from noloco_p2p.peer.stages import Stages
 from noloco_p2p.peer.status import PeerStatus
 from noloco_p2p.peer.verbs import verbs
@@ -51,8 +51,8 @@ from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.dial_back import DialBack, Verdict
 from noloco_p2p.swarm.node import end_tasks
-from noloco_p2p.swarm.reachability import DialBack, Verdict
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.progress import Progress
@@ -109,7 +109,7 @@ class Peer:
         self._thread: NetworkThread | None = None
         self._network: Network | None = None
         self._directory: SwarmDirectory | None = None
-        self._outside: Outside | None = None
+        self._reachability: Reachability | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-codec")
 
     @classmethod
@@ -200,7 +200,7 @@ class Peer:
     @property
     def address(self) -> str:
         """HOST:PORT that others dial."""
-        return self._net.outside.address
+        return self._net.reachability.address
 
     def live_peers(self) -> int:
         """How many other peers are alive, as far as this one has heard: an estimate in a swarm of more than 48."""
@@ -250,7 +250,7 @@ class Peer:
 
     def reach(self) -> Verdict:
         """Whether other peers can dial this one, as far as they have told."""
-        return self._net.outside.verdict()
+        return self._net.reachability.verdict()
 
     async def _ask_to_dial_back(self, candidate: Candidate, ports: Sequence[int]) -> DialBack:
         assert self._directory is not None
@@ -329,7 +329,7 @@ class Peer:
             self._status.hello, limits, session=self._session, why_banned=self.bans.why, guard=directory.guard
         )
         entrances = self._entrances()
-        self._outside = outside = Outside(
+        self._reachability = reachability = Reachability(
             directory, self.settings, self._address_book, entrances=entrances, ask=self._ask_to_dial_back
         )
         if isinstance(target, Spec):
@@ -340,7 +340,7 @@ class Peer:
                 state_dir=self.settings.state_dir,
                 directory=directory,
                 transport=transport,
-                outside=outside,
+                reachability=reachability,
             )
         if self.spec.run_key != (self._invitation.run_key if self._invitation else ""):
             raise TicketError("the run is private, and the ticket holds no invitation to it: ask for a new ticket")
@@ -349,7 +349,7 @@ class Peer:
             self.spec,
             hello=self._status.hello,
             transport=transport,
-            directory=outside,
+            directory=reachability,
             executor=self._executor,
             rng=random.SystemRandom(),  # ids of swaps must not be guessed
             serve=states.serve,
@@ -372,8 +372,8 @@ class Peer:
             server,
             control,
             watch,
-            outside,
-            self._make_entering(directory, transport, outside, driver),
+            reachability,
+            self._make_entering(directory, transport, reachability, driver),
             asyncio.create_task(watch.run()),
         )
         self.membership = Membership(
@@ -392,13 +392,13 @@ class Peer:
             network=lambda: self._net,
             call=self._call,
         )
-        await outside.start(server, num_calls=lambda: service.num_calls)
+        await reachability.start(server, num_calls=lambda: service.num_calls)
         ports.remember(grpc=server.port, libp2p=directory.port)
         keep(self.spec, self._invitation, self.run_folder)
         await self._status.serve_metrics()
 
     def _make_entering(
-        self, directory: SwarmDirectory, transport: GrpcTransport, outside: Outside, driver: RoundDriver
+        self, directory: SwarmDirectory, transport: GrpcTransport, reachability: Reachability, driver: RoundDriver
     ) -> Entering:
         assert self._thread is not None
         return Entering(
@@ -406,7 +406,7 @@ class Peer:
             thread=self._thread,
             directory=directory,
             transport=transport,
-            outside=outside,
+            reachability=reachability,
             is_told_stale=driver.take_refused_as_stale,
             ticket=self._target if isinstance(self._target, Ticket) else None,
             expects_others=bool(self.settings.bootstrap or self._address_book.addresses()),
@@ -448,15 +448,15 @@ class Peer:
             self._network.driver.peer_state = "leaving"
             if self._network.stage_flow:
                 await self._network.stage_flow.stop()
-        if self._outside:
-            await self._outside.stop()
+        if self._reachability:
+            await self._reachability.stop()
         if self._directory:
             # The last words of a copy would be taken for those of the other.
             await self._directory.stop(farewell=self.has_entered and self.fault is None)
         if self._network:
             await self._network.driver.stop()
             await self._network.server.stop(0.5)
-        self._network = self._status.network = self._directory = self._outside = None
+        self._network = self._status.network = self._directory = self._reachability = None
 
     def _on_copy(self, other: PeerRecord) -> None:
         if self.fault is None:

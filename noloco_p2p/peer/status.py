@@ -19,7 +19,7 @@ from noloco_p2p.net.session import Session
 from noloco_p2p.peer.network import Network
 from noloco_p2p.peer.sketcher import Sketcher
 from noloco_p2p.settings import PeerSettings, split_address
-from noloco_p2p.swarm.reachability import OUTBOUND_ONLY
+from noloco_p2p.swarm.dial_back import OUTBOUND_ONLY
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.progress import Progress
@@ -132,7 +132,7 @@ class PeerStatus:
 
     def ticket(self) -> str:
         """Whoever has it can enter the run through this peer, its bootstraps, and others alive now."""
-        doors = tuple(self._net.outside.doors())[:MAX_ADDRESSES]
+        doors = tuple(self._net.reachability.doors())[:MAX_ADDRESSES]
         return Ticket(*self._run, doors, self._invitation).encode()
 
     def record(self) -> PeerRecord | None:
@@ -140,9 +140,9 @@ class PeerStatus:
         if not self.has_entered:
             return None
         self.count_traffic()
-        outside = self._net.outside
+        reachability = self._net.reachability
         listing = self._invitation.listing(self._run[1]) if self._invitation else None
-        reach = outside.verdict()
+        reach = reachability.verdict()
         if reach.state == OUTBOUND_ONLY and not self._told_outbound_only:
             self._told_outbound_only = True
             log.warning("outbound only: %s", reach.sentence)
@@ -150,8 +150,8 @@ class PeerStatus:
             peer_id=self._identity.peer_id,
             run_name="" if listing else self._run[0],
             spec_digest=listing.view if listing else self._run[1],
-            addresses=outside.addresses(),
-            multiaddrs=outside.ways_in(),
+            addresses=reachability.addresses(),
+            multiaddrs=reachability.ways_in(),
             state=self.state,
             metrics=self._metrics.recorded(),
             reachability=reach.state,
@@ -159,7 +159,7 @@ class PeerStatus:
             session_key=self._session.key_text,
             started_at_ms=self._session.started_at_ms,
             mark=listing.mark(self._identity.peer_id) if listing else "",
-            stage=outside.stage or 0,
+            stage=reachability.stage or 0,
             stages=self._num_stages,
             sends_to=self._net.stage_flow.sends_to if self._net.stage_flow else (),
         )
@@ -168,7 +168,7 @@ class PeerStatus:
         """What `noloco status` shows; docs/monitoring.md tells what each key means."""
         self.count_traffic()
         now_s, net = time.time(), self._net
-        swap, reach, driver = net.watch.now(now_s=time.monotonic()), net.outside.verdict(), net.driver
+        swap, reach, driver = net.watch.now(now_s=time.monotonic()), net.reachability.verdict(), net.driver
         headcount = net.directory.headcount()
         return {
             "peer_id": self._identity.peer_id,
@@ -181,10 +181,10 @@ class PeerStatus:
             "running_since_s": round(now_s - self._started_at_s, 1),
             "doing": self._progress.now(),
             "swap": asdict(swap) if swap else None,
-            "stage": net.outside.stage,
+            "stage": net.reachability.stage,
             "stages": self._num_stages,
             "waits_for_stages": self.waits_for_stages,
-            "address": net.outside.address,
+            "address": net.reachability.address,
             "reach": {"state": reach.state, "sentence": reach.sentence},
             "ticket": self.ticket(),
             "live_peers": headcount.others,

@@ -22,8 +22,8 @@ from noloco_p2p.identity import short_id
 from noloco_p2p.rates import Rate, Rates, TokenBucket
 from noloco_p2p.swarm.address_book import CIRCUIT
 from noloco_p2p.swarm.addresses import guarded, host_in, listen_multiaddr, split_peer_id, tcp_target
+from noloco_p2p.swarm.dial_back import DialBack
 from noloco_p2p.swarm.node import SwarmNode, end_tasks, knock
-from noloco_p2p.swarm.reachability import DialBack
 from noloco_p2p.swarm.streams import count_down
 
 logger = logging.getLogger(__name__)

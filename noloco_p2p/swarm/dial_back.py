@@ -52,7 +52,7 @@ def is_abroad(entrances: Iterable[str], others: Iterable[str]) -> bool:
     return any_public(entrances) or any(is_public(host_of(address)) for address in others)
 
 
-def judge(
+def assess(
     announced: str,
     *,
     ports: tuple[int, int],

@@ -1,4 +1,4 @@
-"""How a peer stands to the outside: whether others can dial it, what it tells them, the ways round a closed port."""
+"""How a peer can be reached: whether others can dial it, its published addresses, the ways round a closed port."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import host_of, host_port, routable_host, split_peer_id
 from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.dial_back import DIRECT, OUTBOUND_ONLY, RELAYED, DialBack, DialBacks, Verdict, assess, is_abroad
 from noloco_p2p.swarm.node import end_tasks
-from noloco_p2p.swarm.reachability import DIRECT, OUTBOUND_ONLY, RELAYED, DialBack, DialBacks, Verdict, is_abroad, judge
 from noloco_p2p.swarm.relay import Places, ask_to_dial
 from noloco_p2p.swarm.tunnel import Tunnels
 
@@ -29,7 +29,7 @@ LOOK_S = 1.0  # how often a change of what others should know is looked for
 Ask = Callable[[Candidate, Sequence[int]], Awaitable[DialBack]]
 
 
-class Outside:
+class Reachability:
     """Make it when the directory is there, `start` it when the server listens; `live` is good from the beginning.
 
     `entrances` are the multiaddrs that this peer was given to enter through; `ask` raises PeerError.
@@ -77,7 +77,7 @@ class Outside:
         jobs = [
             self._places.run(),
             self._dial_backs.run(is_direct=lambda: self.verdict().state == DIRECT),
-            self._tell_changes(),
+            self._announce_changes(),
         ]
         self._tasks = [asyncio.create_task(job) for job in jobs]
 
@@ -129,7 +129,7 @@ class Outside:
         found = await self._directory.find(peer_id, timeout_s=timeout_s)
         return self.reached([found])[0] if found else None
 
-    # what others are told
+    # what this peer publishes
 
     @property
     def address(self) -> str:
@@ -139,7 +139,7 @@ class Outside:
 
     def verdict(self) -> Verdict:
         """Whether other peers can dial this one, as far as they have told."""
-        return judge(
+        return assess(
             self.address,
             ports=self._ports(),
             dial_backs=self._dial_backs.seen(),
@@ -165,15 +165,15 @@ class Outside:
         own = self._directory.multiaddrs()[:OWN_DOORS]
         return list(dict.fromkeys([*own, *met, *self._entrances.values()]))
 
-    async def _tell_changes(self) -> None:
-        """Others offer in vain, or not at all, until they hear of it."""
-        told = ("", ())
+    async def _announce_changes(self) -> None:
+        """Others offer in vain, or not at all, until they read it."""
+        announced = ("", ())
         while True:
             now = (self.verdict().state, self._places.circuits())
-            if now != told:
+            if now != announced:
                 try:
                     await self._directory.announce_now()
-                    told = now
+                    announced = now
                 except DirectoryError as error:
                     log.debug("a change is not announced yet: %s", error)
             await asyncio.sleep(LOOK_S)
@@ -200,7 +200,7 @@ class Outside:
         return self._server is not None and self.verdict().state in (OUTBOUND_ONLY, RELAYED)
 
     def _needs_tunnels(self) -> bool:
-        """Who can be called by nobody calls its kind by tunnels; so does a newcomer who finds nobody else."""
+        """Whether to call by tunnels: this peer is unreachable, or knows no reachable peer."""
         return self.is_closed() or not any(candidate.can_be_called for candidate in self._directory.live())
 
     def _relays(self) -> Mapping[str, Sequence[str]]:
