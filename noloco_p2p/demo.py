@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from noloco_p2p.control import ask
 from noloco_p2p.errors import NolocoError, SettingsError
 from noloco_p2p.flow.limits import IN_FLIGHT_SHARE
-from noloco_p2p.peer.kept import folder_of
+from noloco_p2p.peer.run_folder import folder_of
 from noloco_p2p.presets import PRESETS, render
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import count, loss, mib, named

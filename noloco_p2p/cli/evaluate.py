@@ -23,7 +23,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Perplexity on the held-out sequences of the run: of each peer's weights, and of the merged model."""
-    from noloco_p2p.peer.kept import check_checkpoint_folder
+    from noloco_p2p.peer.run_folder import check_checkpoint_folder
 
     for folder in checkpoints:
         check_checkpoint_folder(folder)

@@ -20,9 +20,9 @@ from noloco_p2p.gossip.questions import find_difference
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.staleness import is_left_behind
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.peer.kept import kept_spec
 from noloco_p2p.peer.network_thread import NetworkThread
 from noloco_p2p.peer.reachability import Reachability
+from noloco_p2p.peer.run_folder import read_spec
 from noloco_p2p.peer.state_admission import StateAdmission, ask_for_places
 from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.dht import SwarmDirectory
@@ -50,7 +50,7 @@ async def find_spec(
     ticket: Ticket, *, state_dir: Path, directory: SwarmDirectory, transport: GrpcTransport, reachability: Reachability
 ) -> Spec:
     """The spec that this machine has kept, or that a live peer gives. Raises Unreachable."""
-    if kept := kept_spec(ticket, state_dir):
+    if kept := read_spec(ticket, state_dir):
         return kept
     await find_somebody(ticket, directory, timeout_s=ENTER_TIMEOUT_S)
     until_s = time.monotonic() + ENTER_TIMEOUT_S

@@ -38,12 +38,12 @@ from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import Limits
 from noloco_p2p.peer.entering import ENTER_TIMEOUT_S, Entering, find_spec
-from noloco_p2p.peer.kept import find_invitation, folder_of, keep
 from noloco_p2p.peer.membership import START_TIMEOUT_S, Membership
 from noloco_p2p.peer.network import Network
 from noloco_p2p.peer.network_thread import STOP_TIMEOUT_S, NetworkThread
 from noloco_p2p.peer.ports import Ports
 from noloco_p2p.peer.reachability import Reachability
+from noloco_p2p.peer.run_folder import find_invitation, folder_of, write_run
 from noloco_p2p.peer.stages import Stages
 from noloco_p2p.peer.status import PeerStatus
 from noloco_p2p.peer.verbs import verbs
@@ -394,7 +394,7 @@ class Peer:
         )
         await reachability.start(server, num_calls=lambda: service.num_calls)
         ports.remember(grpc=server.port, libp2p=directory.port)
-        keep(self.spec, self._invitation, self.run_folder)
+        write_run(self.spec, self._invitation, self.run_folder)
         await self._status.serve_metrics()
 
     def _make_entering(

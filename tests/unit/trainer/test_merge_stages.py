@@ -20,7 +20,7 @@ from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
-from noloco_p2p.peer.kept import stage_folder
+from noloco_p2p.peer.run_folder import stage_folder
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.trainer.cut import cut_of
