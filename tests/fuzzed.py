@@ -39,9 +39,9 @@ from noloco_p2p.net.server import _want
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.spec import RunSpec
+from noloco_p2p.swarm.address_filter import believable
 from noloco_p2p.swarm.records import DOMAIN, PeerRecord, RecordError, _pack, decode_record, encode_record
 from noloco_p2p.swarm.relay import relays_of
-from noloco_p2p.swarm.told import believable
 
 MOST_MIB = 256.0  # that the process may grow by while one target is fuzzed
 NUM_ELEMENTS = 1000

@@ -1,4 +1,4 @@
-"""The folder in which a machine keeps a run from one start to the next: its spec, and the invitation to a private one."""
+"""What a machine keeps of a run from one start to the next: its folder, the spec, the invitation to a private one."""
 
 from __future__ import annotations
 

@@ -12,13 +12,13 @@ from noloco_p2p.identity import Identity
 from noloco_p2p.swarm.buckets import bucket_of
 from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.copies import CopyWatch
-from noloco_p2p.swarm.lookout import Lookout
+from noloco_p2p.swarm.membership_view import MembershipView
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import EXPIRY_SLACK_S, TTL_S, PeerRecord, encode_record
 
 
 class Announcer:
-    """Stores what `describe` returns, in the buckets that the lookout counts with.
+    """Stores what `describe` returns, in the buckets that the view counts with.
 
     key: of the view in which the record is stored. describe: the current record but for the fields of the directory;
     None until there is something to announce. multiaddrs: where this node can be dialled, when the record does not
@@ -29,7 +29,7 @@ class Announcer:
         self,
         node: SwarmNode,
         identity: Identity,
-        lookout: Lookout,
+        view: MembershipView,
         *,
         key: str,
         spec_digest: str,
@@ -40,7 +40,7 @@ class Announcer:
     ) -> None:
         self._node = node
         self._identity = identity
-        self._lookout = lookout
+        self._view = view
         self._key = key
         self._spec_digest = spec_digest
         self._describe = describe
@@ -65,7 +65,7 @@ class Announcer:
             described = self._describe()
             if described is None:
                 return  # nothing to say yet
-            depths = self._lookout.depths()
+            depths = self._view.depths()
             record = replace(
                 described,
                 depths=() if depths == (0,) else depths,
@@ -96,7 +96,7 @@ class Announcer:
         own = self._describe()
         if own is None:
             return
-        for found in await self._lookout.stored_under(self._identity.peer_id, timeout_s=self._every_s):
+        for found in await self._view.stored_under(self._identity.peer_id, timeout_s=self._every_s):
             if self._copies.must_stop(own, found):
                 self._on_copy(found)
 

@@ -24,7 +24,7 @@ class Sighting:
     made_at_s: float
 
 
-class View:
+class Sightings:
     """Copy-on-write: any thread may read while the network thread merges."""
 
     def __init__(self, own_peer_id: str) -> None:
