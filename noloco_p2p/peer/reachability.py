@@ -16,7 +16,7 @@ from noloco_p2p.swarm.addresses import host_of, host_port, routable_host, split_
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.dial_back import DIRECT, OUTBOUND_ONLY, RELAYED, DialBack, DialBacks, Verdict, assess, is_abroad
 from noloco_p2p.swarm.node import end_tasks
-from noloco_p2p.swarm.relay import Places, ask_to_dial
+from noloco_p2p.swarm.relay import Reservations, ask_to_dial
 from noloco_p2p.swarm.tunnel import Tunnels
 
 log = logging.getLogger(__name__)
@@ -60,11 +60,13 @@ class Reachability:
             multiaddrs=lambda: {record.peer_id: record.multiaddrs for record, _ in directory.records()},
             wanted=self._needs_tunnels,
             server=lambda: (routable_host(settings.listen_host), self._port),
-            relays=lambda: self._places.relays(),
+            relays=lambda: self._reservations.relays(),
             guard=directory.guard,
         )
         self._dial_backs = DialBacks(live=self._to_ask, ask=self._ask_one)
-        self._places = Places(directory.node, doors=self._relays, wanted=self.is_closed, guard=directory.guard)
+        self._reservations = Reservations(
+            directory.node, doors=self._relays, wanted=self.is_closed, guard=directory.guard
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, server: GrpcServer, *, num_calls: Callable[[], int]) -> None:
@@ -75,7 +77,7 @@ class Reachability:
         server.prober.only_public = self._directory.guard.only_public
         await self._tunnels.start()
         jobs = [
-            self._places.run(),
+            self._reservations.run(),
             self._dial_backs.run(is_direct=lambda: self.verdict().state == DIRECT),
             self._announce_changes(),
         ]
@@ -145,7 +147,7 @@ class Reachability:
             dial_backs=self._dial_backs.seen(),
             abroad=self._is_abroad(),
             num_calls=self._num_calls(),
-            relayed=bool(self._places.circuits()),
+            relayed=bool(self._reservations.circuits()),
         )
 
     def addresses(self) -> tuple[str, ...]:
@@ -155,7 +157,7 @@ class Reachability:
 
     def ways_in(self) -> tuple[str, ...]:
         """Multiaddrs for the record; those by relays first, as they are the ones that work then."""
-        return (*self._places.circuits(), *self._directory.multiaddrs())
+        return (*self._reservations.circuits(), *self._directory.multiaddrs())
 
     def doors(self) -> list[str]:
         """Multiaddrs for a ticket: of this peer, of live ones that others reach, and those that it was given."""
@@ -169,7 +171,7 @@ class Reachability:
         """Others offer in vain, or not at all, until they read it."""
         announced = ("", ())
         while True:
-            now = (self.verdict().state, self._places.circuits())
+            now = (self.verdict().state, self._reservations.circuits())
             if now != announced:
                 try:
                     await self._directory.announce_now()

@@ -62,7 +62,7 @@ def assess(
     relayed: bool = False,
 ) -> Verdict:
     """`announced` is HOST:PORT of this peer, `ports` its gRPC and libp2p ports as others see them; `abroad`: the swarm
-    is on public addresses; `num_calls` of other peers came in; `relayed`: a relay holds a place for this peer."""
+    is on public addresses; `num_calls` of other peers came in; `relayed`: a relay holds a reservation for this peer."""
     host = host_of(announced)
     observed = next((seen.observed_host for seen in dial_backs if is_public(seen.observed_host)), "")
     through = [seen for seen in dial_backs if not seen.reached.get(ports[0], "not asked")]
