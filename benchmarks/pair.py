@@ -27,7 +27,7 @@ from noloco_p2p.gossip.round_stack import build_round_stack
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import LANES, GrpcTransport
-from noloco_p2p.net.climb import LanePolicy
+from noloco_p2p.net.connection_tuning import LanePolicy
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.spec import RunSpec

@@ -16,8 +16,8 @@ from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import convert
 from noloco_p2p.net.caller import SWAP_METHOD, CallerStream, connect
-from noloco_p2p.net.climb import LaneMemory, LanePolicy
 from noloco_p2p.net.connection import Dialer, check_parsed, nobody_is_banned, refused, translate
+from noloco_p2p.net.connection_tuning import LaneMemory, LanePolicy
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb

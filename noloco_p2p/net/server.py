@@ -19,8 +19,8 @@ from noloco_p2p.gossip.frames import Accept, Frame, Offer
 from noloco_p2p.gossip.seams import Service
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert, options
-from noloco_p2p.net.climb import Direction
 from noloco_p2p.net.connection import nobody_is_banned
+from noloco_p2p.net.connection_tuning import Direction
 from noloco_p2p.net.door import Caller, Door, refuse_to_wire
 from noloco_p2p.net.front import Front
 from noloco_p2p.net.lanes import MAX_LANES, Lane, LaneStream, call_cancelled

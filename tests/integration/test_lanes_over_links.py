@@ -39,8 +39,8 @@ from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.net import convert, framing, options
 from noloco_p2p.net.caller import LANE_METHOD, SWAP_METHOD, connect
-from noloco_p2p.net.climb import LanePolicy
 from noloco_p2p.net.connection import Dialer
+from noloco_p2p.net.connection_tuning import LanePolicy
 from noloco_p2p.net.lanes import FEATURE, LEAVE, MAX_LANES
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.throttle import UNLIMITED
@@ -132,7 +132,7 @@ def test_when_the_link_is_full_a_swap_settles_at_few_lanes() -> None:
             before = there.link.num_connections
             outcomes, seconds = there.swap(both, round_index=index)
             assert min(mbit_s(outcome, seconds) for outcome in outcomes) > 0.5 * 40
-        # One each; whether noise is taken for a gain is a matter of numbers, which test_climb.py has without a clock.
+        # One each; whether noise is taken for a gain is a matter of numbers, which its unit tests have without a clock.
         assert there.link.num_connections - before <= 2
         close_of(there)
 
