@@ -18,7 +18,7 @@ from noloco_p2p.errors import CorruptPayload, PeerError, Unreachable
 from noloco_p2p.gossip.frames import Chunk, End, Frame, Header, Hello, Offer
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import convert
-from noloco_p2p.net.connection import Dialer, refused, translate
+from noloco_p2p.net.connection import Connector, refused, translate
 from noloco_p2p.net.connection_tuning import ConnectionTuner, Direction, LaneMemory
 from noloco_p2p.net.lanes import LEAVE, Lane, LaneStream, call_cancelled
 from noloco_p2p.net.throttle import Limits
@@ -89,14 +89,14 @@ class CallerStream(LaneStream):
         candidate: Candidate,
         first: CallerWire,
         *,
-        dialer: Dialer,
+        connector: Connector,
         hello: Callable[[], Hello],
         memory: LaneMemory,
         settle_s: float,
         limits: Limits,
     ) -> None:
         self._candidate = candidate
-        self._dialer = dialer
+        self._connector = connector
         self._hello = hello
         self._memory = memory
         self._limits = limits
@@ -132,7 +132,9 @@ class CallerStream(LaneStream):
     async def _open_lane(self, offer: Offer) -> None:
         """The swap goes on as before when it cannot be had."""
         try:
-            wire = await connect(self._dialer, self._candidate, LANE_METHOD, timeout_s=OPEN_LANE_S, limits=self._limits)
+            wire = await connect(
+                self._connector, self._candidate, LANE_METHOD, timeout_s=OPEN_LANE_S, limits=self._limits
+            )
             try:
                 await asyncio.wait_for(self._join(wire, offer), OPEN_LANE_S)
             except BaseException:
@@ -182,8 +184,10 @@ class CallerStream(LaneStream):
         await super()._end()
 
 
-async def connect(dialer: Dialer, candidate: Candidate, method: str, *, timeout_s: float, limits: Limits) -> CallerWire:
+async def connect(
+    connector: Connector, candidate: Candidate, method: str, *, timeout_s: float, limits: Limits
+) -> CallerWire:
     """A call of `method` on a new connection. Raises PeerError; a refused connection is told at once."""
-    connection = await dialer.dial(candidate, timeout_s=timeout_s)
+    connection = await connector.dial(candidate, timeout_s=timeout_s)
     call = connection.channel.stream_stream(method)(metadata=connection.metadata)
     return CallerWire(candidate.peer_id, connection.channel, call, limits)

@@ -8,7 +8,7 @@ from typing import Any
 from noloco_p2p.bans import BanList
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity
-from noloco_p2p.net.connection import Dialer
+from noloco_p2p.net.connection import Connector
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import Limits
 from noloco_p2p.peer.membership import START_TIMEOUT_S
@@ -85,7 +85,7 @@ class Stages:
             self._identity,
             self._status.hello().spec_digest,
             hello=self._status.hello,
-            dialer=Dialer(self._session, limits, why_banned=self._bans.why, guard=net.directory.guard),
+            connector=Connector(self._session, limits, why_banned=self._bans.why, guard=net.directory.guard),
             find=reachability.find,
             limits=limits,
             live=lambda: reachability.reached(reachability.everyone()),

@@ -39,7 +39,7 @@ from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.net import convert, framing, options
 from noloco_p2p.net.caller import LANE_METHOD, SWAP_METHOD, connect
-from noloco_p2p.net.connection import Dialer
+from noloco_p2p.net.connection import Connector
 from noloco_p2p.net.connection_tuning import LanePolicy
 from noloco_p2p.net.lanes import FEATURE, LEAVE, MAX_LANES
 from noloco_p2p.net.server import GrpcServer
@@ -315,7 +315,7 @@ def test_a_connection_ends_with_its_wire_while_somebody_keeps_what_was_cancelled
         await server.start("127.0.0.1", 0)
         async with LinkProxy(f"127.0.0.1:{server.port}", HOME_FIBRE) as link:
             there = Candidate("acceptor", link.address)
-            wire = await connect(Dialer(), there, LANE_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
+            wire = await connect(Connector(), there, LANE_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
             reading = asyncio.create_task(wire.read())
             await asyncio.sleep(0.1)
             reading.cancel()
