@@ -79,7 +79,7 @@ class BarePeer:
         self.directory = Told()
         self.transport = GrpcTransport(self._hello, lanes=lanes, session=session)
         self.driver, self.server = self.on_loop(self._build(host))
-        self.pace = self.driver.pace
+        self.step_rate = self.driver.step_rate
         self.exchange = ThreadedExchange(spec, self.driver, self.loop)
         own = torch.Generator().manual_seed(int.from_bytes(name.encode(), "little"))
         self.slow_weights = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))

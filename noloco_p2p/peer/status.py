@@ -190,8 +190,8 @@ class PeerStatus:
             "live_peers": headcount.others,
             "live_peers_is_estimate": headcount.is_estimate,
             "last_fault": driver.last_fault,
-            "last_fault_since_s": round(now_s - driver.faults.at_s, 1) if driver.last_fault else None,
-            "last_fault_advice": driver.faults.advice,
+            "last_fault_since_s": round(now_s - driver.fault.at_s, 1) if driver.last_fault else None,
+            "last_fault_advice": driver.fault.advice,
             "settings": self._settings_by_origin(),
             **self._metrics.as_dict(),
         }

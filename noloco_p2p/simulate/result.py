@@ -11,7 +11,7 @@ from torch import Tensor
 
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.telemetry.console import mib
-from noloco_p2p.trainer.judge import spread
+from noloco_p2p.trainer.swarm_evaluation import spread
 
 COLUMNS = (
     *("rule", "replicas", "loss", "worst", "merged", "spread %", "sent a peer", "bytes/param/step"),
