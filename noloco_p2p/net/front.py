@@ -61,9 +61,9 @@ class Front:
     `tunnelled`: ports of this machine from which calls come by a tunnel -> the relay they come from.
     """
 
-    def __init__(self, *, asks: bool) -> None:
+    def __init__(self, *, asks: bool, tunnelled: Mapping[int, str]) -> None:
         self._asks = asks
-        self.tunnelled: Mapping[int, str] = {}
+        self._tunnelled = tunnelled
         self._listener: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server_port = 0
@@ -206,7 +206,7 @@ class Front:
             guest.is_accepted = True
             return
         guest.deadline = self._loop.call_later(UNPROVEN_S, self._drop, number)
-        relay = self.tunnelled.get(port) if _is_own(near) else None
+        relay = self._tunnelled.get(port) if _is_own(near) else None
         for each in self._unproven.enter(number, relay or network_of(host)):
             self._drop(each)
 

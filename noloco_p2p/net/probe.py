@@ -43,11 +43,17 @@ class Probed:
 
 
 class Prober:
-    """The answering side."""
+    """The answering side. `tunnelled` and `only_public` are those of `GrpcServer`."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.tunnelled: Mapping[int, str] = {}  # ports of this machine from which calls of others come by a tunnel
-        self.only_public = False  # as of `DialGuard`
+    def __init__(
+        self,
+        *,
+        tunnelled: Mapping[int, str],
+        only_public: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tunnelled = tunnelled
+        self._only_public = only_public
         self._of_one = Rates.a_minute(PORTS_A_MINUTE_OF_ONE, clock=clock)
         self._of_network = Rates.a_minute(PORTS_A_MINUTE, clock=clock)
 
@@ -55,10 +61,10 @@ class Prober:
         """`caller`: the network address as gRPC names it. Raises Refused when asked too often, CorruptPayload."""
         if not request.ports:  # for the clock alone
             return pb.ProbeReply(observed_host=caller_host(caller), time_s=time.time())
-        if caller.rpartition(":")[2] in map(str, self.tunnelled):
+        if caller.rpartition(":")[2] in map(str, self._tunnelled):
             raise CorruptPayload("who calls by a tunnel cannot be dialled")
         host = caller_host(caller)
-        if self.only_public and not is_public(host):
+        if self._only_public and not is_public(host):
             raise CorruptPayload("who calls from a private network is not dialled in a public swarm")
         num_ports = len(request.ports)
         if num_ports > MAX_PORTS or not all(0 < port < 65_536 for port in request.ports):

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -42,7 +43,8 @@ MANIFEST_DIGESTS_PER_REPLY = 16_384
 
 class GrpcServer:
     """`port` is the real port once `start` has returned. serve_flow: of a peer with a stage, `FlowLinks.serve`; None
-    until it holds one."""
+    until it holds one. tunnelled: ports of this machine from which calls come by a tunnel -> the relay they come from;
+    it may change any time. only_public: as of `DialGuard`."""
 
     def __init__(
         self,
@@ -52,12 +54,14 @@ class GrpcServer:
         session: Session | None = None,
         why_banned: Callable[[str], str] = nobody_is_banned,
         serve_flow: ServeFlow | None = None,
+        tunnelled: Mapping[int, str] = MappingProxyType({}),
+        only_public: bool = False,
     ) -> None:
         self._server = grpc.aio.server(options=[*options.SERVER, *limits.options()])
-        self._front = Front(asks=session is not None)
+        self._front = Front(asks=session is not None, tunnelled=tunnelled)
         door = Door(self._front, session, why_banned=why_banned)
-        self._servicer = _Servicer(service, limits, door, serve_flow)
-        self.prober = self._servicer.prober
+        prober = Prober(tunnelled=tunnelled, only_public=only_public)
+        self._servicer = _Servicer(service, limits, door, prober, serve_flow)
         self._session = session
         self._server.add_generic_rpc_handlers((_handlers(self._servicer),))
         self.port = 0
@@ -85,10 +89,6 @@ class GrpcServer:
     @serve_flow.setter
     def serve_flow(self, serve_flow: ServeFlow | None) -> None:
         self._servicer.serve_flow = serve_flow
-
-    def tell_tunnels(self, tunnelled: Mapping[int, str]) -> None:
-        """Ports of this machine from which calls come by a tunnel -> the relay they come from; may change any time."""
-        self._front.tunnelled = self.prober.tunnelled = tunnelled
 
     async def stop(self, grace_s: float) -> None:
         self._front.shut()
@@ -270,11 +270,13 @@ class _Asked:
 
 
 class _Servicer:
-    def __init__(self, service: Service, limits: Limits, door: Door, serve_flow: ServeFlow | None) -> None:
+    def __init__(
+        self, service: Service, limits: Limits, door: Door, prober: Prober, serve_flow: ServeFlow | None
+    ) -> None:
         self._service = service
         self._limits = limits
         self.door = door
-        self.prober = Prober()
+        self.prober = prober
         self._swaps = OwnedTasks("a swap that a peer offered")
         self._joinable: dict[bytes, ServerStream] = {}  # by swap id
         self.serve_flow = serve_flow

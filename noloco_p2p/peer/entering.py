@@ -20,8 +20,8 @@ from noloco_p2p.gossip.questions import find_difference
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.staleness import is_left_behind
 from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.peer.live_peers import LivePeers
 from noloco_p2p.peer.network_thread import NetworkThread
-from noloco_p2p.peer.reachability import Reachability
 from noloco_p2p.peer.run_folder import read_spec
 from noloco_p2p.peer.state_admission import StateAdmission, ask_for_places
 from noloco_p2p.spec import Spec
@@ -47,7 +47,7 @@ DONORS_ASKED = 3  # for their tensors, when none of them had a state that fits
 
 
 async def find_spec(
-    ticket: Ticket, *, state_dir: Path, directory: SwarmDirectory, transport: GrpcTransport, reachability: Reachability
+    ticket: Ticket, *, state_dir: Path, directory: SwarmDirectory, transport: GrpcTransport, live_peers: LivePeers
 ) -> Spec:
     """The spec that this machine has kept, or that a live peer gives. Raises Unreachable."""
     if kept := read_spec(ticket, state_dir):
@@ -55,7 +55,7 @@ async def find_spec(
     await find_somebody(ticket, directory, timeout_s=ENTER_TIMEOUT_S)
     until_s = time.monotonic() + ENTER_TIMEOUT_S
     while True:  # a relay for those who are here may be found in a moment
-        donors = [candidate for candidate in reachability.live() if candidate.can_be_called]  # of whatever stage
+        donors = [candidate for candidate in live_peers.live() if candidate.can_be_called]  # of whatever stage
         try:
             return await fetch_spec(transport, donors, expected_digest=ticket.spec_digest)
         except Unreachable:
@@ -79,7 +79,7 @@ class Entering:
         thread: NetworkThread,
         directory: SwarmDirectory,
         transport: GrpcTransport,
-        reachability: Reachability,
+        live_peers: LivePeers,
         is_told_stale: Callable[[], bool],
         ticket: Ticket | None,
         expects_others: bool,
@@ -90,7 +90,7 @@ class Entering:
         self._thread = thread
         self._directory = directory
         self._transport = transport
-        self._reachability = reachability
+        self._live_peers = live_peers
         self._is_told_stale = is_told_stale
         self._ticket = ticket
         self._expects_others = expects_others
@@ -130,7 +130,7 @@ class Entering:
             if self._leaving.wait(ASK_AGAIN_S):
                 raise Left("asked to leave before a peer of the run answered")
             donors = self._look_for_donors()
-        if told and not donors and self._reachability.stage is not None:
+        if told and not donors and self._live_peers.stage is not None:
             raise Unreachable("the peers that held this stage are gone: start this peer again, and it waits for them")
         self._check_model(donors, layout)
         return None
@@ -186,7 +186,7 @@ class Entering:
         Records are up to a heartbeat old, which can be more short rounds than partners may be apart: a peer that was
         refused for its place asks some others for theirs; not often, as anybody can refuse, and training waits.
         """
-        live = self._reachability.mates()
+        live = self._live_peers.mates()
         if time.monotonic() >= self._ask_again_s and self._is_told_stale():
             self._ask_again_s = time.monotonic() + CATCH_UP_AGAIN_S
             live = self.answering()
@@ -204,11 +204,11 @@ class Entering:
             return self._thread.call(self._find_donors(), ANSWER_S, leaving=self._leaving)
 
     async def _ask_for_places(self) -> Sequence[Candidate]:
-        return await ask_for_places(self._transport, self._reachability.live())
+        return await ask_for_places(self._transport, self._live_peers.live())
 
     async def _reached(self, live: Sequence[Candidate]) -> Sequence[Candidate]:
         """The same peers, with ways to those that cannot be dialled."""
-        return self._reachability.reached(live)
+        return self._live_peers.reached(live)
 
     async def _look_around(self) -> None:
         """Wait until a live peer is heard of, where there should be one. Raises Unreachable: a ticket, and nobody."""
@@ -220,7 +220,7 @@ class Entering:
     async def _find_donors(self) -> Sequence[Candidate]:
         """Live peers that may have a state, in any order; none when this peer is the first. Raises Unreachable."""
         await self._look_around()
-        donors = [peer for peer in self._reachability.live() if can_give(peer)]
+        donors = [peer for peer in self._live_peers.live() if can_give(peer)]
         random.shuffle(donors)
         middle = median(donor.progress for donor in donors) if donors else 0.0
         return sorted(donors, key=lambda donor: donor.progress < middle)  # who is behind is asked last
@@ -251,9 +251,9 @@ class Entering:
                 num_elements=layout.num_elements,
                 num_bytes=state_file_bytes(layout.num_elements, self._spec.outer),
                 target=target,
-                admission=StateAdmission(self._spec, self._transport, live=self._reachability.live),
+                admission=StateAdmission(self._spec, self._transport, live=self._live_peers.live),
                 newer_than=newer_than,
-                live=self._reachability.live,
+                live=self._live_peers.live,
                 may_end_busy=False,
                 on_progress=report,
                 on_wait=note_waiting,

@@ -12,6 +12,7 @@ from noloco_p2p.gossip.watch import SwapWatch
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.peer.entering import Entering
+from noloco_p2p.peer.live_peers import LivePeers
 from noloco_p2p.peer.reachability import Reachability
 from noloco_p2p.peer.stage_flow import StageFlow
 from noloco_p2p.swarm.dht import SwarmDirectory
@@ -31,6 +32,7 @@ class Network:
     control: ControlServer
     watch: SwapWatch
     reachability: Reachability
+    live_peers: LivePeers
     entering: Entering
     watching: asyncio.Task[None]
     stage_flow: StageFlow | None = None

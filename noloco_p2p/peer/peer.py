@@ -38,6 +38,7 @@ from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import Limits
 from noloco_p2p.peer.entering import ENTER_TIMEOUT_S, Entering, find_spec
+from noloco_p2p.peer.live_peers import LivePeers
 from noloco_p2p.peer.membership import START_TIMEOUT_S, Membership
 from noloco_p2p.peer.network import Network
 from noloco_p2p.peer.network_thread import STOP_TIMEOUT_S, NetworkThread
@@ -332,6 +333,7 @@ class Peer:
         self._reachability = reachability = Reachability(
             directory, self.settings, self._address_book, entrances=entrances, ask=self._ask_to_dial_back
         )
+        live_peers = LivePeers(directory, reachability.tunnels)
         if isinstance(target, Spec):
             self.spec = target
         else:
@@ -340,7 +342,7 @@ class Peer:
                 state_dir=self.settings.state_dir,
                 directory=directory,
                 transport=transport,
-                reachability=reachability,
+                live_peers=live_peers,
             )
         if self.spec.run_key != (self._invitation.run_key if self._invitation else ""):
             raise TicketError("the run is private, and the ticket holds no invitation to it: ask for a new ticket")
@@ -349,7 +351,7 @@ class Peer:
             self.spec,
             hello=self._status.hello,
             transport=transport,
-            directory=reachability,
+            directory=live_peers,
             executor=self._executor,
             rng=random.SystemRandom(),  # ids of swaps must not be guessed
             serve=states.serve,
@@ -358,7 +360,14 @@ class Peer:
         )
         driver, service = stack.driver, stack.service
         self.exchange = ThreadedExchange(self.spec, driver, asyncio.get_running_loop())
-        server = GrpcServer(service, limits, session=self._session, why_banned=self.bans.why)
+        server = GrpcServer(
+            service,
+            limits,
+            session=self._session,
+            why_banned=self.bans.why,
+            tunnelled=reachability.tunnels.local_ports,
+            only_public=directory.guard.only_public,
+        )
         await ports.try_both(ports.grpc, lambda port: server.start(self.settings.listen_host, port))
         control = ControlServer(self.settings.state_dir, verbs(self))
         await control.start()
@@ -373,7 +382,8 @@ class Peer:
             control,
             watch,
             reachability,
-            self._make_entering(directory, transport, reachability, driver),
+            live_peers,
+            self._make_entering(directory, transport, live_peers, driver),
             asyncio.create_task(watch.run()),
         )
         self.membership = Membership(
@@ -398,7 +408,7 @@ class Peer:
         await self._status.serve_metrics()
 
     def _make_entering(
-        self, directory: SwarmDirectory, transport: GrpcTransport, reachability: Reachability, driver: RoundDriver
+        self, directory: SwarmDirectory, transport: GrpcTransport, live_peers: LivePeers, driver: RoundDriver
     ) -> Entering:
         assert self._thread is not None
         return Entering(
@@ -406,7 +416,7 @@ class Peer:
             thread=self._thread,
             directory=directory,
             transport=transport,
-            reachability=reachability,
+            live_peers=live_peers,
             is_told_stale=driver.take_refused_as_stale,
             ticket=self._target if isinstance(self._target, Ticket) else None,
             expects_others=bool(self.settings.bootstrap or self._address_book.addresses()),

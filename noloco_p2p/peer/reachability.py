@@ -14,7 +14,7 @@ from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import host_of, host_port, routable_host, split_peer_id
 from noloco_p2p.swarm.dht import SwarmDirectory
-from noloco_p2p.swarm.dial_back import DIRECT, OUTBOUND_ONLY, RELAYED, DialBack, DialBacks, Verdict, assess, is_abroad
+from noloco_p2p.swarm.dial_back import DIRECT, OUTBOUND_ONLY, RELAYED, DialBack, DialBacks, Verdict, assess
 from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.relay import Reservations, ask_to_dial
 from noloco_p2p.swarm.tunnel import Tunnels
@@ -30,7 +30,7 @@ Ask = Callable[[Candidate, Sequence[int]], Awaitable[DialBack]]
 
 
 class Reachability:
-    """Make it when the directory is there, `start` it when the server listens; `live` is good from the beginning.
+    """Make it when the directory is there, `start` it when the server listens; `tunnels` are good from the beginning.
 
     `entrances` are the multiaddrs that this peer was given to enter through; `ask` raises PeerError.
     """
@@ -50,11 +50,10 @@ class Reachability:
         self._entrances: dict[str, str] = {}
         for door in entrances:  # of each its first, which is its best
             self._entrances.setdefault(split_peer_id(door)[1], door)
-        self.stage: int | None = None  # that this peer holds, in a run with stages
         self._ask = ask
         self._server: GrpcServer | None = None
         self._num_calls: Callable[[], int] = lambda: 0
-        self._tunnels = Tunnels(
+        self.tunnels = Tunnels(
             directory.node,
             live=directory.live,
             multiaddrs=lambda: {record.peer_id: record.multiaddrs for record, _ in directory.records()},
@@ -72,10 +71,7 @@ class Reachability:
     async def start(self, server: GrpcServer, *, num_calls: Callable[[], int]) -> None:
         """`num_calls`: calls of other peers that came in."""
         self._server, self._num_calls = server, num_calls
-        self._directory.is_abroad = self._is_abroad
-        server.tell_tunnels(self._tunnels.local_ports)
-        server.prober.only_public = self._directory.guard.only_public
-        await self._tunnels.start()
+        await self.tunnels.start()
         jobs = [
             self._reservations.run(),
             self._dial_backs.run(is_direct=lambda: self.verdict().state == DIRECT),
@@ -85,51 +81,11 @@ class Reachability:
 
     async def stop(self) -> None:
         await end_tasks(self._tasks)
-        await self._tunnels.stop()
+        await self.tunnels.stop()
 
     async def wait_for_dial_back(self) -> None:
         """Until the first peer has told whether it gets through; a few seconds at most."""
         await self._dial_backs.wait(FIRST_DIAL_BACK_S)
-
-    def live(self) -> Sequence[Candidate]:
-        """The seam `gossip.seams.Directory`: live peers, with the address of a tunnel where there is no other. Once
-        this peer holds a stage, those of its stage alone.
-
-        On the network thread alone.
-        """
-        return self._of_own_stage(self._tunnels.live())
-
-    def everyone(self) -> Sequence[Candidate]:
-        """Live peers of all stages, as their records say. Never waits; for any thread."""
-        return self._directory.live()
-
-    def mates(self) -> Sequence[Candidate]:
-        """The same, of the stage of this peer alone once it holds one."""
-        return self._of_own_stage(self.everyone())
-
-    def _of_own_stage(self, peers: Sequence[Candidate]) -> Sequence[Candidate]:
-        return peers if self.stage is None else [peer for peer in peers if peer.stage == self.stage]
-
-    def num_live(self) -> int:
-        """Of the same seam: peers that are alive, with this one, and of its stage alone once it holds one."""
-        others = self._directory.headcount().others
-        if self.stage is None:
-            return 1 + others
-        known = self.everyone()
-        return 1 + round(others * len(self._of_own_stage(known)) / max(1, len(known)))
-
-    def knows(self, peer_id: str) -> bool:
-        """Of the same seam: whether a live record of this peer was read."""
-        return self._directory.knows(peer_id)
-
-    def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """The same peers with such addresses. On the network thread alone: a tunnel is made where there is none."""
-        return self._tunnels.reached(candidates)
-
-    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
-        """The same for one particular peer, wherever its record lies."""
-        found = await self._directory.find(peer_id, timeout_s=timeout_s)
-        return self.reached([found])[0] if found else None
 
     # what this peer publishes
 
@@ -145,14 +101,14 @@ class Reachability:
             self.address,
             ports=self._ports(),
             dial_backs=self._dial_backs.seen(),
-            abroad=self._is_abroad(),
+            abroad=self._directory.is_abroad(),
             num_calls=self._num_calls(),
             relayed=bool(self._reservations.circuits()),
         )
 
     def addresses(self) -> tuple[str, ...]:
         """gRPC addresses for the record: a private one leads nowhere in a public swarm."""
-        leads_nowhere = self._is_abroad() and not is_public(host_of(self.address))
+        leads_nowhere = self._directory.is_abroad() and not is_public(host_of(self.address))
         return () if leads_nowhere else (self.address,)
 
     def ways_in(self) -> tuple[str, ...]:
@@ -190,12 +146,6 @@ class Reachability:
         """gRPC and libp2p as others see them: a router may map other ports to ours."""
         announced_port = self._settings.announced[1]
         return (announced_port, announced_port + 1) if announced_port else (self._port, self._directory.port)
-
-    def _is_abroad(self) -> bool:
-        """Whether the swarm is on public addresses, where private ones lead nowhere."""
-        if is_public(self._settings.announced[0]):
-            return True
-        return is_abroad(self._entrances.values(), [candidate.address for candidate in self._directory.live()])
 
     def is_closed(self) -> bool:
         """Whether no other peer can dial this one, as far as they have told."""

@@ -48,11 +48,11 @@ class Stages:
 
     def members(self) -> Sequence[Candidate]:
         """Other live peers, of all stages, as their records say."""
-        return self._network().reachability.everyone()
+        return self._network().live_peers.everyone()
 
     def mates(self) -> Sequence[Candidate]:
         """Those of them that hold the stage of this peer; it swaps with them."""
-        return self._network().reachability.mates()
+        return self._network().live_peers.mates()
 
     def answering(self) -> Sequence[Candidate]:
         """Some of these, as they are now: the dead do not answer, and their records outlive them. Raises Left."""
@@ -60,11 +60,11 @@ class Stages:
 
     def num_mates(self) -> int:
         """How many they are: an estimate in a swarm of more than 48."""
-        return self._network().reachability.num_live() - 1
+        return self._network().live_peers.num_live() - 1
 
     def hold(self, stage: int) -> None:
         """Before a NoLoCo is made: this peer swaps with peers of that stage alone, and fetches their state."""
-        self._network().reachability.stage = stage
+        self._network().live_peers.stage = stage
 
     def wait_for(self, stages: Sequence[int]) -> None:
         """Show what this peer waits for: stages that nobody holds; none = it waits no longer."""
@@ -80,16 +80,16 @@ class Stages:
 
     async def _start_flow(self, plan: StagePlan) -> ThreadedFlow:
         net, limits = self._network(), self._limits
-        reachability = net.reachability
+        live_peers = net.live_peers
         around = Surroundings(
             self._identity,
             self._status.hello().spec_digest,
             hello=self._status.hello,
             connector=Connector(self._session, limits, why_banned=self._bans.why, guard=net.directory.guard),
-            find=reachability.find,
+            find=live_peers.find,
             limits=limits,
-            live=lambda: reachability.reached(reachability.everyone()),
-            is_closed=reachability.is_closed,
+            live=lambda: live_peers.reached(live_peers.everyone()),
+            is_closed=net.reachability.is_closed,
             why_banned=self._bans.why,
             strike=self._bans.strike,
         )

@@ -159,7 +159,7 @@ class PeerStatus:
             session_key=self._session.key_text,
             started_at_ms=self._session.started_at_ms,
             mark=listing.mark(self._identity.peer_id) if listing else "",
-            stage=reachability.stage or 0,
+            stage=self._net.live_peers.stage or 0,
             stages=self._num_stages,
             sends_to=self._net.stage_flow.sends_to if self._net.stage_flow else (),
         )
@@ -181,7 +181,7 @@ class PeerStatus:
             "running_since_s": round(now_s - self._started_at_s, 1),
             "doing": self._progress.now(),
             "swap": asdict(swap) if swap else None,
-            "stage": net.reachability.stage,
+            "stage": net.live_peers.stage,
             "stages": self._num_stages,
             "waits_for_stages": self.waits_for_stages,
             "address": net.reachability.address,

@@ -28,6 +28,7 @@ from noloco_p2p.swarm.addresses import any_public, only_public, routable_host, s
 from noloco_p2p.swarm.announcer import Announcer
 from noloco_p2p.swarm.buckets import run_key
 from noloco_p2p.swarm.daemon import ListenOn
+from noloco_p2p.swarm.dial_back import is_abroad
 from noloco_p2p.swarm.dialer import Dialer
 from noloco_p2p.swarm.membership_view import Headcount, MembershipView
 from noloco_p2p.swarm.node import SwarmNode, end_tasks
@@ -62,10 +63,12 @@ class SwarmDirectory:
         ignores: Callable[[PeerRecord], bool],
         relay: Relay | None,
         guard: DialGuard,
+        announce_host: str,
         key: str | None = None,
     ) -> None:
         self.guard = guard
-        self.is_abroad: Callable[[], bool] = lambda: False
+        self._announce_host = announce_host
+        self._entrances = [addresses[0] for addresses in _by_peer(bootstraps).values()]  # the best of each
         self._node = node
         self._identity = identity
         self._address_book = address_book
@@ -165,6 +168,7 @@ class SwarmDirectory:
             ignores=ignores,
             relay=relay,
             guard=guard,
+            announce_host=announce_host or "",
             key=key,
         )
         directory._run()
@@ -228,9 +232,14 @@ class SwarmDirectory:
     def multiaddrs(self) -> list[str]:
         """Where this node can be dialled, the announced host first; each ends in /p2p/PEER_ID.
 
-        In a swarm on public addresses those of private networks are left out.
+        A peer in a swarm on public addresses leaves out those of private networks.
         """
         return only_public(self._node.multiaddrs()) if self.is_abroad() else self._node.multiaddrs()
+
+    def is_abroad(self) -> bool:
+        """Whether this is a peer of a swarm on public addresses, where private ones lead nowhere."""
+        others = [candidate.address for candidate in self.live()]
+        return self._announcer is not None and (is_public(self._announce_host) or is_abroad(self._entrances, others))
 
     def neighbours(self) -> set[str]:
         """Ids of DHT nodes that answered lately, whatever run they are of."""
