@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.outer.buffers import persistent_buffers, restore_buffers
 from noloco_p2p.outer.checkpoint import Checkpoint
 from noloco_p2p.outer.outer_state import OuterState
 from noloco_p2p.transfer.donor import SavedState, describe_state
@@ -66,3 +66,24 @@ def check_layout(place: Mapping[str, Any], layout: ModelLayout, *, origin: str) 
     except (KeyError, ValueError):
         difference = "it does not say which"
     raise CheckpointError(f"{origin} is of another model: {difference}; use another --state-dir, or `noloco fork`")
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Running statistics and the like that `state_dict` holds, by name, once each: the tensors themselves, not copies.
+
+    They are each peer's own, and do not travel. Partners whose running statistics differ a little swap without harm, as
+    training does not read them. A newcomer begins with the model's own. After a merge take them anew from data
+    (`torch.optim.swa_utils.update_bn`): a mean of statistics is not the statistics of a mean.
+    """
+    kept = model.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def restore_buffers(buffers: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Copy over. Raises CheckpointError when names or shapes are others."""
+    for name, buffer in buffers.items():
+        if name not in saved or saved[name].shape != buffer.shape:
+            raise CheckpointError(f"the checkpoint has no buffer {name} {tuple(buffer.shape)}: it is of another model")
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            buffer.copy_(saved[name])

@@ -16,6 +16,7 @@ import grpc.aio
 import pytest
 import torch
 import uvloop
+from admitting import AnyState
 from harness.loopback import LoopbackSwarm
 from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT
 from harness.rounds import Vectors, end_round, one_round, open_round, wait_until
@@ -50,7 +51,6 @@ from noloco_p2p.net.options import MAX_MESSAGE_BYTES
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.testing.faults import At, Cut, FaultPlan
-from noloco_p2p.testing.memory import AnyState
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.transfer.donor import SavedState, StateServer, describe_state
 from noloco_p2p.transfer.fetch import fetch_spec, fetch_state
