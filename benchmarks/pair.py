@@ -22,7 +22,7 @@ from noloco_p2p.gossip.exchange import ThreadedExchange
 from noloco_p2p.gossip.frames import Hello, SectionName
 from noloco_p2p.gossip.outcome import Correction
 from noloco_p2p.gossip.round_driver import RoundDriver
-from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.gossip.round_stack import build_round_stack
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity
@@ -97,7 +97,7 @@ class BarePeer:
 
     def wait_for_early(self) -> None:
         """Until the early part is committed, as it is by the end of a round of training."""
-        self.until(lambda: self.driver.phase in (Phase.EARLY, Phase.DONE, Phase.HALF))
+        self.until(lambda: self.driver.phase in (RoundPhase.EARLY, RoundPhase.DONE, RoundPhase.HALF))
 
     def wait_for_correction(self) -> Correction:
         return self.until(lambda: self.exchange.late(FOREVER))

@@ -32,7 +32,7 @@ from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.invitation import Invitation, invite
 from noloco_p2p.net import convert, framing
-from noloco_p2p.net.door import _parsed
+from noloco_p2p.net.authentication import _parsed
 from noloco_p2p.net.handshake import Challenges, Greeting
 from noloco_p2p.net.probe import caller_host
 from noloco_p2p.net.server import _want

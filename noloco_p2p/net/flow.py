@@ -19,9 +19,9 @@ from noloco_p2p.gossip.frames import Hello, Refuse, RefuseCode
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert, flow_wire
+from noloco_p2p.net.authentication import refuse_to_wire
 from noloco_p2p.net.caller import CallerWire, connect
 from noloco_p2p.net.connection import Connector, nobody_is_banned
-from noloco_p2p.net.door import refuse_to_wire
 from noloco_p2p.net.flow_link import MAX_QUEUED, STUCK_S, FlowLink, PayloadSizes
 from noloco_p2p.net.flow_wire import FlowHello
 from noloco_p2p.net.server import ServerWire

@@ -1,6 +1,6 @@
 """Strangers who open connections and prove nothing: no newcomer is kept out, and little memory is held for them.
 
-127.0.1.x plays another network than 127.0.0.x: the front counts by /24.
+127.0.1.x plays another network than 127.0.0.x: the proxy counts by /24.
 """
 
 from __future__ import annotations

@@ -401,7 +401,7 @@ def test_who_is_no_neighbour_is_refused_in_words(hello: WireFrame, code: RefuseC
 
 def num_accepted(node: Node) -> int:
     """Connections that may bring as much as they like."""
-    return sum(guest.is_accepted for guest in node.server._front._guests.values())
+    return sum(inbound.is_accepted for inbound in node.server._proxy._inbound.values())
 
 
 def test_streams_that_carry_nothing_make_room_for_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:

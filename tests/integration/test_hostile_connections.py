@@ -26,9 +26,9 @@ from noloco_p2p.errors import PeerError, Refused
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, Refuse, RefuseCode, SwapState
 from noloco_p2p.gossip.outcome import Alone
 from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.net.authentication import MAX_CALLS_PER_PEER
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.connection import Connector
-from noloco_p2p.net.door import MAX_CALLS_PER_PEER
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb

@@ -35,7 +35,7 @@ from noloco_p2p.gossip.frames import (
     SectionName,
 )
 from noloco_p2p.gossip.outcome import Alone, Outcome, Swapped
-from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.net import convert, framing, options
 from noloco_p2p.net.caller import LANE_METHOD, SWAP_METHOD, connect
@@ -74,7 +74,7 @@ class Bench:
         began_s, peers = time.monotonic(), [self.acceptor, self.caller]
         for peer, own in zip(peers, vectors, strict=True):
             open_round(peer, own, round_index=round_index)
-        wait_until(lambda: all(peer.driver.phase is Phase.EARLY for peer in peers))
+        wait_until(lambda: all(peer.driver.phase is RoundPhase.EARLY for peer in peers))
         ends = [partial(end_round, *both, wait_s=PATIENCE_S) for both in zip(peers, vectors, strict=True)]
         return together(*ends), time.monotonic() - began_s
 
@@ -178,7 +178,7 @@ def test_a_swap_that_breaks_on_many_lanes_ends_alike_on_both_sides(fault: str) -
             there.swarm.loop.call_soon_threadsafe(there.link.cut)
         else:
             on_loop(there.swarm, there.caller.driver.stop())
-        wait_until(lambda: all(peer.driver.phase is not Phase.SWAPPING for peer in peers))
+        wait_until(lambda: all(peer.driver.phase is not RoundPhase.SWAPPING for peer in peers))
         close_of(there)
         outcomes = together(*(partial(end_round, *each, wait_s=1.0) for each in zip(peers, both, strict=True)))
         assert [type(outcome) for outcome in outcomes] == [Alone, Alone]

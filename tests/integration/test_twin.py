@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from noloco_p2p.gossip.outcome import Swapped
-from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
@@ -60,7 +60,7 @@ def train(peer: MemoryPeer, net: nn.Module, number: int, step_together: Barrier)
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % INNER_STEPS == 0:  # no solo round: the boundary comes when both have a partner
-            wait_until(lambda: peer.driver.phase is Phase.EARLY)
+            wait_until(lambda: peer.driver.phase is RoundPhase.EARLY)
             step_together.wait(PATIENCE_S)
         result = outer.step()
         if result:
