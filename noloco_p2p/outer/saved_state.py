@@ -32,37 +32,37 @@ def tensors_of(state: OuterState, model: nn.Module, *, is_within_round: bool) ->
 
 
 def put_back(checkpoint: Checkpoint, state: OuterState, model: nn.Module) -> dict[str, Any]:
-    """State and model become those of the checkpoint; returns its place in the run. Raises CheckpointError."""
-    place = checkpoint.meta["outer"]
-    check_layout(place, state.parameters.model_layout, origin=str(checkpoint.path))
+    """State and model become those of the checkpoint; returns its position in the run. Raises CheckpointError."""
+    position = checkpoint.meta["outer"]
+    check_layout(position, state.parameters.model_layout, origin=str(checkpoint.path))
     state.take(checkpoint.load(STATE_FILE))
-    if place["steps"]:
+    if position["steps"]:
         state.parameters.take(checkpoint.load(FAST_FILE))
     if buffers := persistent_buffers(model):
         restore_buffers(buffers, checkpoint.load(BUFFERS_FILE))
-    return place
+    return position
 
 
-def for_newcomers(folder: Path, state: OuterState, place: dict[str, Any]) -> SavedState:
-    """The checkpoint in `folder`, written at that place in the run."""
+def for_newcomers(folder: Path, state: OuterState, position: dict[str, Any]) -> SavedState:
+    """The checkpoint in `folder`, written at that position in the run."""
     return describe_state(
         folder / f"{STATE_FILE}.safetensors",
         layout=state.layout,
         num_elements=state.num_elements,
-        round_index=place["round"],
-        progress=place["progress"],
+        round_index=position["round"],
+        progress=position["progress"],
     )
 
 
-def check_layout(place: Mapping[str, Any], layout: ModelLayout, *, origin: str) -> None:
-    """Raises CheckpointError, with the first tensor that differs, when a place in a run is of another model.
+def check_layout(position: Mapping[str, Any], layout: ModelLayout, *, origin: str) -> None:
+    """Raises CheckpointError, with the first tensor that differs, when a position in a run is of another model.
 
-    origin: what the place was read from, for the message.
+    origin: what the position was read from, for the message.
     """
-    if place["layout"] == layout.digest():
+    if position["layout"] == layout.digest():
         return
     try:
-        difference = layout.first_difference(ModelLayout.from_json(place["tensors"]))
+        difference = layout.first_difference(ModelLayout.from_json(position["tensors"]))
     except (KeyError, ValueError):
         difference = "it does not say which"
     raise CheckpointError(f"{origin} is of another model: {difference}; use another --state-dir, or `noloco fork`")

@@ -23,7 +23,7 @@ from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.peer.live_peers import LivePeers
 from noloco_p2p.peer.network_thread import NetworkThread
 from noloco_p2p.peer.run_folder import read_spec
-from noloco_p2p.peer.state_admission import StateAdmission, ask_for_places
+from noloco_p2p.peer.state_admission import StateAdmission, ask_for_positions
 from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.reader import find_somebody
@@ -138,7 +138,7 @@ class Entering:
     def answering(self) -> Sequence[Candidate]:
         """Some of those that this peer swaps with, as they are now. Those that died do not answer, and their records
         outlive them. Raises Left."""
-        return self._thread.call(self._ask_for_places(), ANSWER_S, leaving=self._leaving)
+        return self._thread.call(self._ask_for_positions(), ANSWER_S, leaving=self._leaving)
 
     def catch_up(
         self, layout: ModelLayout, *, progress: float, round_progress: float, target: Path
@@ -184,16 +184,16 @@ class Entering:
         """Peers that stand where the swarm does, shuffled; none while this one stands there, too. Raises Left.
 
         Records are up to a heartbeat old, which can be more short rounds than partners may be apart: a peer that was
-        refused for its place asks some others for theirs; not often, as anybody can refuse, and training waits.
+        refused for its position asks some others for theirs; not often, as anybody can refuse, and training waits.
         """
         live = self._live_peers.mates()
         if time.monotonic() >= self._ask_again_s and self._is_told_stale():
             self._ask_again_s = time.monotonic() + CATCH_UP_AGAIN_S
             live = self.answering()
-        places = [each.progress for each in live if each.state in ("training", "done")]
-        if not is_left_behind(progress, places, round_progress=round_progress):
+        positions = [each.progress for each in live if each.state in ("training", "done")]
+        if not is_left_behind(progress, positions, round_progress=round_progress):
             return []
-        middle = median(places)
+        middle = median(positions)
         reached = self._thread.call(self._reached(live), ANSWER_S, leaving=self._leaving)
         ahead = [each for each in reached if can_give(each) and each.progress >= middle]
         random.shuffle(ahead)
@@ -203,8 +203,8 @@ class Entering:
         with self._progress.task("looking for live peers"):
             return self._thread.call(self._find_donors(), ANSWER_S, leaving=self._leaving)
 
-    async def _ask_for_places(self) -> Sequence[Candidate]:
-        return await ask_for_places(self._transport, self._live_peers.live())
+    async def _ask_for_positions(self) -> Sequence[Candidate]:
+        return await ask_for_positions(self._transport, self._live_peers.live())
 
     async def _reached(self, live: Sequence[Candidate]) -> Sequence[Candidate]:
         """The same peers, with ways to those that cannot be dialled."""
