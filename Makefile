@@ -39,7 +39,7 @@ coverage: $(STAMP)
 
 # A quarter of an hour of real peers that are killed, frozen and asked to leave, from a seed; not a part of `test`.
 chaos: $(STAMP)
-	$(BIN)/python -m pytest tests/badboy tests/chaos
+	$(BIN)/python -m pytest tests/adversarial tests/chaos
 	$(BIN)/python benchmarks/soak.py --minutes 8 --mtbf 15 --seed 2506
 
 # Every decoder of bytes from the network, for so many minutes: make fuzz MINUTES=30.

@@ -30,7 +30,7 @@ def measure(quick: bool) -> list[Claim]:
         report = Churn(SPEC, plan, Path(folder)).run()
     for what in (*report.bad_exits, *report.left_behind, *report.tracebacks):
         print(f"! {what}")
-    print(f"most lonely rounds in a row: {report.longest_alone}")
+    print(f"most solo rounds in a row: {report.longest_alone}")
     alone, blocked_s, exit_s = len(report.longest_alone), report.longest_blocked_s, report.longest_exit_s
     return [
         Claim("peers at most, and seconds", plan.num_peers, f"in {plan.seconds:.0f} s"),
@@ -42,7 +42,7 @@ def measure(quick: bool) -> list[Claim]:
         Claim("swapped", 100 * report.swapped / report.rounds, "% of rounds"),
         Claim("half", 100 * report.half / report.rounds, "% of rounds"),
         Claim("alone", 100 * report.alone / report.rounds, "% of rounds"),
-        Claim("most lonely rounds in a row", alone, "rounds", "< 5", alone < 5),
+        Claim("most solo rounds in a row", alone, "rounds", "< 5", alone < 5),
         Claim("longest wait at a boundary", blocked_s, "s", f"<= {DEADLINE_S:g}", blocked_s <= DEADLINE_S),
         Claim("longest exit", exit_s, "s", f"< {EXIT_S:g}", exit_s < EXIT_S),
         Claim("ended with another exit code than 0", len(report.bad_exits), "processes", "0", not report.bad_exits),

@@ -20,7 +20,7 @@ from netlab import LabError, NetLab, enter, home
 from pair import Side, run_pair
 
 from noloco_p2p.gossip.outcome import Swapped
-from noloco_p2p.net.climb import LanePolicy
+from noloco_p2p.net.connection_tuning import LanePolicy
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
 
 RATE_MBIT_S, ROUND_TRIP_MS, LOSS = 100, 50, 0.01

@@ -29,7 +29,7 @@ from harness.crowd import Crowd
 from noloco_p2p.codec.sketch import SKETCH_SIZE, pack
 from noloco_p2p.monitor.collect import Watcher
 from noloco_p2p.monitor.history import History
-from noloco_p2p.monitor.web import LOOK_S, Feed, app
+from noloco_p2p.monitor.web import LOOK_S, SwarmFeed, app
 from noloco_p2p.telemetry.http import HttpServer
 from noloco_p2p.ticket import Ticket
 
@@ -48,7 +48,7 @@ async def run(num_peers: int, minutes: float) -> dict[str, Any]:
     updates: list[float] = []
     samples: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        feed = Feed(Watcher(Ticket("crowd", "c0" * 32, ())), History(Path(folder) / "curves.sqlite"))
+        feed = SwarmFeed(Watcher(Ticket("crowd", "c0" * 32, ())), History(Path(folder) / "curves.sqlite"))
         server = HttpServer(app(feed), host="127.0.0.1", port=0)
 
         def look() -> None:

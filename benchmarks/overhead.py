@@ -25,7 +25,7 @@ from pair import Side, run_pair, start_loop
 from torch import nn
 
 from noloco_p2p.codec import chunk_bounds, get_codec
-from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.link_proxy import LinkProfile, LinkProxy
 
@@ -61,7 +61,7 @@ def side(name: str, pipe: Connection, num_elements: int, repeats: int) -> None:
         alone = steps_per_s(step, lambda seconds: seconds > 3.0)
         peer.open(index)
         opened_s, others_s = time.monotonic(), time.process_time() - time.thread_time()
-        beside = steps_per_s(step, lambda seconds: peer.driver.phase is Phase.EARLY)
+        beside = steps_per_s(step, lambda seconds: peer.driver.phase is RoundPhase.EARLY)
         swap_s = time.monotonic() - opened_s
         others_s = time.process_time() - time.thread_time() - others_s
         peer.stage()

@@ -22,12 +22,12 @@ from noloco_p2p.gossip.exchange import ThreadedExchange
 from noloco_p2p.gossip.frames import Hello, SectionName
 from noloco_p2p.gossip.outcome import Correction
 from noloco_p2p.gossip.round_driver import RoundDriver
-from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.gossip.round_stack import build_round_stack
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import LANES, GrpcTransport
-from noloco_p2p.net.climb import LanePolicy
+from noloco_p2p.net.connection_tuning import LanePolicy
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.spec import RunSpec
@@ -79,7 +79,7 @@ class BarePeer:
         self.directory = Told()
         self.transport = GrpcTransport(self._hello, lanes=lanes, session=session)
         self.driver, self.server = self.on_loop(self._build(host))
-        self.pace = self.driver.pace
+        self.step_rate = self.driver.step_rate
         self.exchange = ThreadedExchange(spec, self.driver, self.loop)
         own = torch.Generator().manual_seed(int.from_bytes(name.encode(), "little"))
         self.slow_weights = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
@@ -97,7 +97,7 @@ class BarePeer:
 
     def wait_for_early(self) -> None:
         """Until the early part is committed, as it is by the end of a round of training."""
-        self.until(lambda: self.driver.phase in (Phase.EARLY, Phase.DONE, Phase.HALF))
+        self.until(lambda: self.driver.phase in (RoundPhase.EARLY, RoundPhase.DONE, RoundPhase.HALF))
 
     def wait_for_correction(self) -> Correction:
         return self.until(lambda: self.exchange.late(FOREVER))

@@ -36,7 +36,7 @@ from noloco_p2p.codec.sketch import norm, pack, sketch
 from noloco_p2p.monitor.spread import KEPT, Sketches
 from noloco_p2p.outer.checkpoint import Checkpoint
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
-from noloco_p2p.trainer.judge import spread
+from noloco_p2p.trainer.swarm_evaluation import spread
 
 TRAIN_S = 1500.0  # at most, for a whole schedule
 REST_S = TTL_S / 4 + 15.0  # from the end of training: the last sketches are made, announced and read

@@ -40,7 +40,7 @@ from noloco_p2p.gossip.round_stack import RoundStack, build_round_stack
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.connection import Dialer
+from noloco_p2p.net.connection import Connector
 from noloco_p2p.net.flow import FlowLinks
 from noloco_p2p.net.flow_link import PayloadSizes
 from noloco_p2p.net.server import GrpcServer
@@ -203,7 +203,7 @@ class BenchPeer:
             stage=self.place.stage,
             num_stages=spec.pipeline.stages,
             sizes=PayloadSizes(self.work.forward_bytes, self.work.backward_bytes),
-            dialer=Dialer(self.session),
+            connector=Connector(self.session),
             find=self.find,
             strike=print,
         )

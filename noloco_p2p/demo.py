@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from noloco_p2p.control import ask
 from noloco_p2p.errors import NolocoError, SettingsError
 from noloco_p2p.flow.limits import IN_FLIGHT_SHARE
-from noloco_p2p.peer.kept import folder_of
+from noloco_p2p.peer.run_folder import folder_of
 from noloco_p2p.presets import PRESETS, render
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import count, loss, mib, named
@@ -38,7 +38,7 @@ PRELOADED = [
     "noloco_p2p.trainer.loop",
     "noloco_p2p.trainer.stage_trainer",
     "noloco_p2p.trainer.stage_needs",
-    "noloco_p2p.trainer.judge",
+    "noloco_p2p.trainer.swarm_evaluation",
     "noloco_p2p.trainer.export",
 ]
 TICKET_TIMEOUT_S = 300.0  # the first peer reads the corpus and measures itself before it has a ticket
@@ -462,27 +462,27 @@ class Demo:
         ]
         export_dir = self.plan.folder / "export"
         with Progress(draw).task("merging the models and evaluating the result"), _workers(1, what="merge") as workers:
-            judged = workers.submit(judge_and_export, self.spec, folders, export_dir).result()
+            evaluated = workers.submit(evaluate_and_export, self.spec, folders, export_dir).result()
         return {
             "peers": [_result(peer) for peer in self.peers],
             "steps": self.num_steps,
             "merged_peers": len(left),
-            **judged,
+            **evaluated,
             "export_dir": str(export_dir),
             "wall_s": round(time.monotonic() - self._began_s, 1),
         }
 
 
-def judge_and_export(spec: TrainerSpec, folders: Sequence[Sequence[Path]], export_dir: Path) -> dict[str, float]:
+def evaluate_and_export(spec: TrainerSpec, folders: Sequence[Sequence[Path]], export_dir: Path) -> dict[str, float]:
     """Of the mean of the newest checkpoints in these folders of the run, those of each stage, for a process that has
     torch already."""
     from noloco_p2p.trainer.export import export_model
-    from noloco_p2p.trainer.judge import judge
     from noloco_p2p.trainer.model import build_tokenizer
+    from noloco_p2p.trainer.swarm_evaluation import evaluate_swarm
 
-    verdict = judge(spec, folders)
-    export_model(verdict.model, build_tokenizer(spec.data), export_dir)
-    return {"merged_loss": verdict.merged_loss, "spread": verdict.spread}
+    evaluation = evaluate_swarm(spec, folders)
+    export_model(evaluation.model, build_tokenizer(spec.data), export_dir)
+    return {"merged_loss": evaluation.merged_loss, "spread": evaluation.spread}
 
 
 def _fork_server() -> Any:

@@ -1,12 +1,13 @@
-"""A peer's service for tests of the stream between stages: it admits callers, and serves nothing else."""
+"""Doubles that admit: the callers of a peer that serves nothing, and the states of donors."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from pathlib import Path
 
 from noloco_p2p.errors import Refused
-from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, other_kind
-from noloco_p2p.gossip.seams import FrameStream
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, StateManifest, other_kind
+from noloco_p2p.gossip.seams import Candidate, FrameStream
 
 
 class Admitting:
@@ -28,3 +29,13 @@ class Admitting:
     async def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         raise AssertionError("not of this test")
         yield
+
+
+class AnyState:
+    """A `transfer.fetch.Admission` that takes every state."""
+
+    async def check_position(self, donor: Candidate, manifest: StateManifest) -> None: ...
+
+    async def check_state(self, donor: Candidate, manifest: StateManifest, path: Path) -> None: ...
+
+    def refuse(self, donor: Candidate, why: str) -> None: ...

@@ -32,16 +32,16 @@ from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.invitation import Invitation, invite
 from noloco_p2p.net import convert, framing
-from noloco_p2p.net.door import _parsed
+from noloco_p2p.net.authentication import _parsed
 from noloco_p2p.net.handshake import Challenges, Greeting
 from noloco_p2p.net.probe import caller_host
 from noloco_p2p.net.server import _want
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.spec import RunSpec
+from noloco_p2p.swarm.address_filter import believable
 from noloco_p2p.swarm.records import DOMAIN, PeerRecord, RecordError, _pack, decode_record, encode_record
 from noloco_p2p.swarm.relay import relays_of
-from noloco_p2p.swarm.told import believable
 
 MOST_MIB = 256.0  # that the process may grow by while one target is fuzzed
 NUM_ELEMENTS = 1000

@@ -1,7 +1,7 @@
-"""Directories of many peers in memory, on a clock of their own: the production census and draw, a dictionary for a DHT.
+"""Directories of many peers in memory, on a clock of their own: the product's census and sampler on a dictionary.
 
-Every peer announces itself, reads buckets and looks aside as often as `swarm.lookout` does; what is read is what is
-stored.
+Every peer announces itself, reads buckets and looks aside as often as `swarm.membership_view` does; what is read is
+what is stored.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from noloco_p2p.swarm.buckets import (
     LINGER_S,
     MAX_DEPTH,
     Bucket,
+    BucketSampler,
     Census,
-    Draw,
     best_depth,
     bucket_of,
     is_enough,
@@ -34,7 +34,7 @@ class Member:
     peer_id: str
     began_s: float
     census: Census
-    draw: Draw
+    sampler: BucketSampler
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class BucketSwarm:
             peer_id, at_s = f"peer-{self._seed}-{self._num_joined}", self.now_s + self._rng.uniform(0.0, within_s)
             self._num_joined += 1
             rng = random.Random(peer_id)
-            self.members[peer_id] = Member(peer_id, at_s, Census(rng), Draw(rng))
+            self.members[peer_id] = Member(peer_id, at_s, Census(rng), BucketSampler(rng))
             if group:
                 self._group[peer_id] = group
             self._at(at_s, "look", peer_id)
@@ -130,7 +130,7 @@ class BucketSwarm:
     def _look(self, member: Member) -> float:
         self._read_own_depth(member)
         is_young = self.now_s - member.began_s < QUICK_FOR_S
-        if not member.draw.peers() - {member.peer_id}:
+        if not member.sampler.peers() - {member.peer_id}:
             self._survey(member)
         elif is_young:
             self._look_aside(member, member.census.aside())
@@ -138,19 +138,19 @@ class BucketSwarm:
 
     def _read_own_depth(self, member: Member) -> None:
         depth, witness = member.census.depth, member.census.witness
-        bucket = bucket_of(witness, depth) if witness else member.draw.next(depth)
+        bucket = bucket_of(witness, depth) if witness else member.sampler.next(depth)
         found = self._read(member, bucket)
         if witness:
             member.census.note_witness(witness in found)
         homes = [record.depths[0] for record in found.values()]
         member.census.note(len(found), homes=homes, now_s=self.now_s)
-        member.draw.took(bucket, found)
+        member.sampler.took(bucket, found)
         if member.census.base is not None:
             self._read_base(member, random_bucket(member.census.base, self._rng))
 
     def _read_base(self, member: Member, bucket: Bucket) -> None:
         found = self._read(member, bucket)
-        member.draw.took(bucket, found)
+        member.sampler.took(bucket, found)
         member.census.note_base([peer for peer in found if peer != member.peer_id])
 
     def _survey(self, member: Member) -> None:

@@ -215,8 +215,8 @@ class Churn:
             report.half += kinds.count("half")
             report.alone += kinds.count("alone")
             for kind, group in groupby(rounds, key=lambda each: each.kind):
-                lonely = [each.outcome for each in group] if kind == "alone" else []
-                report.longest_alone = max(report.longest_alone, lonely, key=len)
+                solo = [each.outcome for each in group] if kind == "alone" else []
+                report.longest_alone = max(report.longest_alone, solo, key=len)
             report.longest_blocked_s = max([report.longest_blocked_s, *(each.blocked_s for each in rounds)])
             if "Traceback" in life.process.text:
                 report.tracebacks.append(name)

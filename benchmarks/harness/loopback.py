@@ -12,7 +12,7 @@ from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.round_stack import PeerService
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Service, Transport
 from noloco_p2p.net.client import LANES, GrpcTransport
-from noloco_p2p.net.climb import LanePolicy
+from noloco_p2p.net.connection_tuning import LanePolicy
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.throttle import Limits
 from noloco_p2p.spec import Spec

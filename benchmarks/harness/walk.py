@@ -24,13 +24,13 @@ from noloco_p2p.simulate.clock import InlineExecutor, run_virtual
 from noloco_p2p.simulate.network import Link, LinkNetwork, LinkTransport
 from noloco_p2p.simulate.peer import now_s
 from noloco_p2p.spec import CodecSpec, OuterSpec, TrainerSpec, TrainSpec
-from noloco_p2p.swarm.buckets import Bucket, Draw, best_depth, bucket_of
+from noloco_p2p.swarm.buckets import Bucket, BucketSampler, best_depth, bucket_of
 from noloco_p2p.testing.link_proxy import LinkProfile
 from noloco_p2p.testing.memory import MemoryDirectory
 
 LINE = LinkProfile("line", down_mbit_s=float("inf"), up_mbit_s=float("inf"), delay_ms=20, jitter_ms=5)
 NUM_ELEMENTS = 64
-VIEW_S = 10.0  # how often one of two buckets is drawn anew, as in `swarm.lookout`
+VIEW_S = 10.0  # how often one of two buckets is drawn anew, as in `swarm.membership_view`
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class _Drawn:
         self._walkers = walkers
         self._own_id = own_id
         self._rng = random.Random(f"buckets/{own_id}")
-        self._draw = Draw(self._rng)
+        self._sampler = BucketSampler(self._rng)
         self._due_s = [self._rng.uniform(-VIEW_S, 0.0)] * 2
         self._live: list[Candidate] = []
 
@@ -223,9 +223,9 @@ class _Drawn:
         now_s = asyncio.get_running_loop().time()
         while len(self._due_s) > 1 or self._due_s[0] <= now_s:  # at first two buckets are read
             self._due_s = self._due_s[1:] or [self._due_s[0] + VIEW_S]
-            bucket = self._draw.next(self._walkers.depth)
-            self._draw.took(bucket, [peer.peer_id for peer in self._walkers.buckets.get(bucket, [])])
-            ids = sorted(self._draw.peers() - {self._own_id})
+            bucket = self._sampler.next(self._walkers.depth)
+            self._sampler.took(bucket, [peer.peer_id for peer in self._walkers.buckets.get(bucket, [])])
+            ids = sorted(self._sampler.peers() - {self._own_id})
             self._live = [Candidate(peer, address=peer) for peer in ids]
         return self._live
 

@@ -48,8 +48,7 @@ def doctor(
 
 
 async def _examine(run: TrainerSpec | Ticket | None, settings: PeerSettings, *, tell: bool) -> list[Check]:
-    from noloco_p2p.doctor.check import is_healthy
-    from noloco_p2p.doctor.versions import versions
+    from noloco_p2p.doctor.check import is_healthy, versions
 
     checks: list[Check] = []
 

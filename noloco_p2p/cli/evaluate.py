@@ -23,17 +23,17 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Perplexity on the held-out sequences of the run: of each peer's weights, and of the merged model."""
-    from noloco_p2p.peer.kept import check_checkpoint_folder
+    from noloco_p2p.peer.run_folder import check_checkpoint_folder
 
     for folder in checkpoints:
         check_checkpoint_folder(folder)
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.trainer.evaluate import perplexity
-    from noloco_p2p.trainer.judge import judge_each
     from noloco_p2p.trainer.loop import choose_device
+    from noloco_p2p.trainer.swarm_evaluation import evaluate_each
 
-    verdict = judge_each(
+    evaluation = evaluate_each(
         checkpoints,
         device=choose_device(settings.device),
         bindings=settings.data,
@@ -43,22 +43,22 @@ def evaluate(
     if as_json:
         print_json(
             {
-                "run": verdict.spec.name,
-                "num_sequences": verdict.num_sequences,
+                "run": evaluation.spec.name,
+                "num_sequences": evaluation.num_sequences,
                 "peers": [
                     {"checkpoint": str(folder), "validation_loss": loss, "perplexity": perplexity(loss)}
-                    for folder, loss in verdict.losses.items()
+                    for folder, loss in evaluation.losses.items()
                 ],
-                "merged": {"validation_loss": verdict.merged_loss, "perplexity": perplexity(verdict.merged_loss)},
-                "spread": verdict.spread,
+                "merged": {"validation_loss": evaluation.merged_loss, "perplexity": perplexity(evaluation.merged_loss)},
+                "spread": evaluation.spread,
             }
         )
         return
-    rows = [(str(folder), loss) for folder, loss in verdict.losses.items()]
+    rows = [(str(folder), loss) for folder, loss in evaluation.losses.items()]
     if len(rows) > 1:
-        rows.append((f"mean of {len(rows)}", verdict.merged_loss))
+        rows.append((f"mean of {len(rows)}", evaluation.merged_loss))
     for name, loss in rows:
         print(f"{name}: validation loss {loss:.4f}, perplexity {perplexity(loss):.4g}")
-    if len(verdict.losses) > 1:
-        print(f"spread of the weights: {100 * verdict.spread:.2g} % of their norm")
-    print(f"on {verdict.num_sequences} held-out sequences of run {verdict.spec.name}")
+    if len(evaluation.losses) > 1:
+        print(f"spread of the weights: {100 * evaluation.spread:.2g} % of their norm")
+    print(f"on {evaluation.num_sequences} held-out sequences of run {evaluation.spec.name}")

@@ -33,7 +33,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a model folder for transformers, from a checkpoint or from the live swarm."""
-    from noloco_p2p.peer.kept import check_checkpoint_folder
+    from noloco_p2p.peer.run_folder import check_checkpoint_folder
     from noloco_p2p.ticket import Ticket, is_ticket
 
     if merge != is_ticket(source):

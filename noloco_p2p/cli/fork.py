@@ -43,7 +43,7 @@ def fork(
         entry.with_changes(values, origin="--set")  # a wrong value is told before seconds of imports
     import uvloop
 
-    from noloco_p2p.peer.kept import folder_of
+    from noloco_p2p.peer.run_folder import folder_of
     from noloco_p2p.presets import render
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress

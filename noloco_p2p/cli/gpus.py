@@ -27,7 +27,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OwnRank:
     """Which of the processes of a peer this one is; `gpu` counts on this machine."""
 
     rank: int
@@ -35,7 +35,7 @@ class Place:
     gpu: int
 
 
-def place() -> Place | None:
+def own_rank() -> OwnRank | None:
     """None for a process that trains alone. Raises SettingsError for several machines: a peer is one."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -46,7 +46,7 @@ def place() -> Place | None:
         )
     if os.environ.get(LAUNCHER) == str(os.getppid()):
         _leave_with(os.getppid())
-    return Place(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_RANK", "0")))
+    return OwnRank(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _leave_with(launcher_pid: int) -> None:

@@ -22,7 +22,7 @@ from noloco_p2p.settings import PeerSettings
 if TYPE_CHECKING:
     from types import FrameType
 
-    from noloco_p2p.cli.gpus import Place
+    from noloco_p2p.cli.gpus import OwnRank
     from noloco_p2p.peer.peer import Peer
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket
@@ -44,29 +44,29 @@ def join(
     ] = None,
 ) -> None:
     """Start or enter a run, and train. The same command again resumes. Ctrl-C leaves politely."""
-    place = gpus_of_peer.place()
-    if place and place.rank:
-        return _follow(place, settings)
+    own = gpus_of_peer.own_rank()
+    if own and own.rank:
+        return _follow(own, settings)
     run = entry.ticket_in(run)
     ticket = _check(run, settings)
     entry.check_writable(ticket_file, flag="--ticket-file")
-    if settings.gpus > 1 and place is None:
+    if settings.gpus > 1 and own is None:
         raise typer.Exit(gpus_of_peer.launch(sys.argv[1:], settings.gpus))
     # Until it trains there is nothing to keep: SIGTERM then ends the program as Ctrl-C does, in order and at once.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _say("starting (loading torch and hivemind takes some seconds)")
     from noloco_p2p.trainer.compute import choose_device
 
-    choose_device(settings.device, place.gpu if place else None)
+    choose_device(settings.device, own.gpu if own else None)
     if ticket:
         _say(f"looking for live peers of the run {ticket.run_name}")
     try:
-        _train(run, settings, ticket_file, place)
+        _train(run, settings, ticket_file, own)
     except Left:
         _say("left before it began to train; the same command goes on with what was fetched")
 
 
-def _train(run: str, settings: PeerSettings, ticket_file: Path | None, place: Place | None) -> None:
+def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnRank | None) -> None:
     """Raises Left when somebody asks the peer to leave while it enters."""
     from noloco_p2p.peer.peer import Peer
     from noloco_p2p.spec import TrainerSpec
@@ -79,10 +79,10 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, place: Pl
     from noloco_p2p.trainer.ranks import Ranks, told
     from noloco_p2p.trainer.stage_trainer import StageTrainer
 
-    here = choose_device(settings.device, place.gpu if place else None)
+    here = choose_device(settings.device, own.gpu if own else None)
     with (
         told(),
-        Ranks(place.rank, place.num_ranks, here) if place else nullcontext() as ranks,
+        Ranks(own.rank, own.num_ranks, here) if own else nullcontext() as ranks,
         Peer.join(run, settings, progress=Progress(drawing(_say))) as peer,
     ):
         spec = TrainerSpec.of(peer.spec)
@@ -124,7 +124,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, place: Pl
     _say("left; the same command resumes" if checkpoint else "left without a last checkpoint, for the error above")
 
 
-def _follow(place: Place, settings: PeerSettings) -> None:
+def _follow(own: OwnRank, settings: PeerSettings) -> None:
     """All processes of a peer but rank 0. Signals are for rank 0; without it there is nothing to do."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
@@ -133,10 +133,10 @@ def _follow(place: Place, settings: PeerSettings) -> None:
     from noloco_p2p.trainer.sharded import follow
 
     try:
-        with told(), Ranks(place.rank, place.num_ranks, choose_device(settings.device, place.gpu)) as ranks:
+        with told(), Ranks(own.rank, own.num_ranks, choose_device(settings.device, own.gpu)) as ranks:
             follow(ranks, settings)
     except RankError as error:
-        log.info("rank %d: %s", place.rank, error)
+        log.info("rank %d: %s", own.rank, error)
         raise typer.Exit(gpus_of_peer.FAILED) from None
 
 

@@ -1,10 +1,15 @@
-"""One finding of the doctor, and how it is shown."""
+"""One finding of the doctor, how it is shown, and the first: what is installed, as the other checks import it."""
 
 from __future__ import annotations
 
+import platform
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
+from noloco_p2p._version import __version__
+
+PACKAGES = ("torch", "hivemind", "grpcio", "transformers")
 Level = Literal["ok", "warning", "failed", "skipped"]
 MARKS: dict[str, str] = {"ok": "ok     ", "warning": "warning", "failed": "FAILED ", "skipped": "skipped"}
 
@@ -30,3 +35,20 @@ def report(checks: list[Check]) -> dict[str, Any]:
 
 def is_healthy(checks: list[Check]) -> bool:
     return not any(check.level == "failed" for check in checks)
+
+
+def versions() -> Check:
+    found = {name: _version(name) for name in PACKAGES}
+    told = ", ".join(f"{name} {number or 'missing'}" for name, number in found.items())
+    told = f"noloco_p2p {__version__}, Python {platform.python_version()}, {told}"
+    missing = [name for name, number in found.items() if number is None]
+    if missing:
+        return Check("versions", "failed", told, f"install what is missing: pip install {' '.join(missing)}")
+    return Check("versions", "ok", told)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

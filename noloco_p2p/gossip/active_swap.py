@@ -10,8 +10,8 @@ from typing import Protocol
 
 from noloco_p2p.errors import PeerError
 from noloco_p2p.gossip.frames import Boundary, Part, SectionName
-from noloco_p2p.gossip.goodput import Goodput
 from noloco_p2p.gossip.outcome import Received
+from noloco_p2p.gossip.rate_estimators import Goodput
 from noloco_p2p.gossip.round_length import LinkMeasure, measure_link
 from noloco_p2p.gossip.sections import SectionPair
 from noloco_p2p.gossip.staleness import age_weight, rounds_apart, told_lengths

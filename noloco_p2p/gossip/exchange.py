@@ -20,7 +20,7 @@ from torch import Tensor
 from noloco_p2p.codec import section_bytes
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, Outcome
-from noloco_p2p.gossip.pace import Pace
+from noloco_p2p.gossip.rate_estimators import StepRate
 from noloco_p2p.gossip.round_driver import RoundDriver
 from noloco_p2p.gossip.round_events import Opening
 from noloco_p2p.gossip.sections import SectionPlan, section_plans
@@ -38,7 +38,7 @@ class Exchange(Protocol):
     """What a round needs of the network. No method waits for a partner, and none raises for a fault of one."""
 
     @property
-    def pace(self) -> Pace: ...
+    def step_rate(self) -> StepRate: ...
 
     def open(
         self,
@@ -105,8 +105,8 @@ class LoopExchange:
         self._plans: tuple[SectionPlan, ...] = ()
 
     @property
-    def pace(self) -> Pace:
-        return self._driver.pace
+    def step_rate(self) -> StepRate:
+        return self._driver.step_rate
 
     def open(
         self,
@@ -125,7 +125,7 @@ class LoopExchange:
             swap_momentum=spec.outer.sends_momentum,
             num_elements=state[SectionName.SLOW_WEIGHTS].numel(),
         )
-        self.pace.open_round(
+        self.step_rate.open_round(
             self._driver.now_s(), steps_done=steps_done, inner_steps=inner_steps, shortest_round_s=shortest_round_s
         )
         total_steps, longest_round = spec.schedule_steps, spec.outer.longest_round

@@ -36,11 +36,11 @@ from noloco_p2p.gossip.frames import (
 from noloco_p2p.gossip.introductions import Introductions
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import Correction, Outcome, Traffic
-from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.pairing import Pairing
 from noloco_p2p.gossip.payload_memory import PayloadMemory
 from noloco_p2p.gossip.pipeline import Staged
 from noloco_p2p.gossip.questions import find_difference
+from noloco_p2p.gossip.rate_estimators import StepRate
 from noloco_p2p.gossip.round_events import (
     Abandon,
     Action,
@@ -49,9 +49,9 @@ from noloco_p2p.gossip.round_events import (
     CompareModels,
     Incoming,
     Opening,
-    Phase,
     Reply,
     Report,
+    RoundPhase,
     Strike,
     Wait,
 )
@@ -72,20 +72,20 @@ REMEMBERED_SWAPS = 16
 
 
 @dataclass(slots=True)
-class Faults:
+class LastFault:
     """The last thing that went wrong with another peer: in words, what to do about it, and when (Unix time)."""
 
-    last: str = ""
+    text: str = ""
     advice: str = ""
     at_s: float = 0.0
 
     def report(self, text: str, error: PeerError, *, level: int = logging.WARNING) -> None:
-        self.last, self.advice, self.at_s = text, error.advice, time.time()
+        self.text, self.advice, self.at_s = text, error.advice, time.time()
         log.log(level, text)
 
 
 class RoundDriver:
-    """`rng` draws partners and the ids of swaps, which must not be guessed. `clock` gives seconds, those of `pace`.
+    """`rng` draws partners and the ids of swaps, which must not be guessed. `clock`: seconds, as in `step_rate`.
 
     on_corrupt: called with a partner that sent what no honest peer sends, and what it was.
     """
@@ -96,7 +96,7 @@ class RoundDriver:
         hello: Callable[[], Hello],
         transport: Transport,
         directory: Directory,
-        pace: Pace,
+        step_rate: StepRate,
         executor: Executor,
         rng: random.Random,
         deadlines: Deadlines = INTERNET,
@@ -107,12 +107,12 @@ class RoundDriver:
             hello=hello,
             live=lambda: directory.live(),
             num_live=lambda: directory.num_live(),
-            pace=pace,
+            step_rate=step_rate,
             pairing=Pairing(rng),
         )
-        self.pace = pace
+        self.step_rate = step_rate
         self._layout: ModelLayout | None = None
-        self.faults = Faults()
+        self.fault = LastFault()
         self.traffic = Traffic()
         self.memory = PayloadMemory()
         self.on_corrupt = on_corrupt
@@ -148,7 +148,7 @@ class RoundDriver:
         self._bounds = {}
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> RoundPhase:
         return self.round.phase
 
     @property
@@ -171,7 +171,7 @@ class RoundDriver:
 
     @property
     def last_fault(self) -> str:
-        return self.faults.last
+        return self.fault.text
 
     def take_refused_as_stale(self) -> bool:
         """Whether a peer has refused this one as too far away in the run since the last call. For any thread."""
@@ -201,7 +201,7 @@ class RoundDriver:
         """False = no partner can be had in this round, so that nothing needs to be coded."""
         self._do(self.round.reach_boundary(self._clock()))
         self._changed.set()
-        return self.phase is not Phase.CLOSED
+        return self.phase is not RoundPhase.CLOSED
 
     def stage(self, payload: Payload) -> None:
         """The next chunk of the own outer gradient, coded."""
@@ -378,7 +378,7 @@ class RoundDriver:
         difference = await find_difference(self._transport, action.candidate, layout)
         if difference:
             text = f"{named(action.candidate.peer_id)} has another model than this peer: {difference}"
-            self.faults.report(text, action.error)
+            self.fault.report(text, action.error)
 
     # actions
 
@@ -392,7 +392,7 @@ class RoundDriver:
                 case Abandon(swap, reason):
                     swap.abandon(reason)
                 case Report(text, error, level):
-                    self.faults.report(text, error, level=level)
+                    self.fault.report(text, error, level=level)
                 case Strike(peer_id, reason):
                     self.on_corrupt(peer_id, reason)
                 case CompareModels():

@@ -14,7 +14,7 @@ from noloco_p2p.gossip.frames import Boundary, Offer, Refuse, SectionName
 from noloco_p2p.gossip.seams import Candidate
 
 
-class Phase(Enum):
+class RoundPhase(Enum):
     SEEKING = auto()  # no partner, no offer out
     OFFERING = auto()  # an offer of mine is out
     SWAPPING = auto()  # a partner is found, the early part is on its way

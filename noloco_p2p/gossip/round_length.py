@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-from noloco_p2p.gossip.goodput import cautious
+from noloco_p2p.gossip.rate_estimators import cautious
 from noloco_p2p.spec import OuterSpec
 
 WINDOW_SWAPS = 7  # remembered; a change of the link is believed when it has shown in four of them

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from noloco_p2p.errors import Refused
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, RefuseCode
-from noloco_p2p.gossip.pace import Pace
+from noloco_p2p.gossip.rate_estimators import StepRate
 from noloco_p2p.gossip.round_driver import RoundDriver
 from noloco_p2p.gossip.seams import Directory, FrameStream, Transport
 from noloco_p2p.spec import Spec
@@ -79,7 +79,7 @@ def build_round_stack(
         hello=hello,
         transport=transport,
         directory=directory,
-        pace=Pace(spec.first_inner_steps),
+        step_rate=StepRate(spec.first_inner_steps),
         executor=executor,
         rng=rng,
         deadlines=deadlines,

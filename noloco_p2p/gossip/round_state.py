@@ -31,10 +31,9 @@ from noloco_p2p.gossip.frames import (
     SectionName,
     other_kind,
 )
-from noloco_p2p.gossip.goodput import Goodput
 from noloco_p2p.gossip.outcome import Alone, Correction, Half, LonelyCause, Outcome, Swapped
-from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.pairing import Pairing
+from noloco_p2p.gossip.rate_estimators import Goodput, StepRate
 from noloco_p2p.gossip.round_events import (
     Abandon,
     Action,
@@ -43,9 +42,9 @@ from noloco_p2p.gossip.round_events import (
     CompareModels,
     Incoming,
     Opening,
-    Phase,
     Reply,
     Report,
+    RoundPhase,
     Strike,
     Wait,
 )
@@ -69,7 +68,7 @@ class RoundState:
     """The current round of one peer, and what is left of the one before.
 
     `hello`, `live` and `num_live` give the own introduction, the membership view, and how many peers are alive with
-    this one; `pace` is read, `pairing` remembers answers.
+    this one; `step_rate` is read, `pairing` remembers answers.
     Methods are events: each changes the state at once and returns what the driver has to do, in order.
     """
 
@@ -79,7 +78,7 @@ class RoundState:
         hello: Callable[[], Hello],
         live: Callable[[], Sequence[Candidate]],
         num_live: Callable[[], int],
-        pace: Pace,
+        step_rate: StepRate,
         pairing: Pairing,
     ) -> None:
         self.peer_state = "training"  # or paused, leaving, done; offers are accepted in training only
@@ -92,15 +91,15 @@ class RoundState:
         self._hello = hello
         self._live = live
         self._num_live = num_live
-        self._pace = pace
+        self._step_rate = step_rate
         self._pairing = pairing
         self._held: deque[Incoming] = deque()  # they wait for the answer to an own offer
         self._is_correcting = False
         self._begin(None, (), 0.0)
-        self.phase = Phase.CLOSED
+        self.phase = RoundPhase.CLOSED
 
     def _begin(self, opening: Opening | None, plans: tuple[SectionPlan, ...], now_s: float) -> None:
-        self.phase = Phase.SEEKING
+        self.phase = RoundPhase.SEEKING
         self.opening = opening  # None while no round is open
         self.plans = plans
         self.index, self.progress = (opening.round, opening.progress) if opening else (0, 0.0)
@@ -118,7 +117,7 @@ class RoundState:
     def open(self, opening: Opening, plans: tuple[SectionPlan, ...], now_s: float) -> list[Action]:
         """A round begins. One whose outcome was never asked for, as the network thread was silent, ends here."""
         actions: list[Action] = []
-        if self.phase is not Phase.CLOSED:
+        if self.phase is not RoundPhase.CLOSED:
             actions += self._drop_trailing() + self.end(now_s)[1] + self._drop_trailing()
         self._begin(opening, plans, now_s)
         self._is_correcting = False  # in case the end of a correction was never reported
@@ -133,7 +132,7 @@ class RoundState:
         if self.active:
             self.active.boundary_s = now_s
         if self.is_hopeless(now_s):
-            self.phase = Phase.CLOSED  # nobody may join a round whose gradient is not coded
+            self.phase = RoundPhase.CLOSED  # nobody may join a round whose gradient is not coded
         return actions
 
     def cannot_stage(self, reason: str, now_s: float) -> list[Action]:
@@ -148,9 +147,13 @@ class RoundState:
 
     def is_over(self, now_s: float, *, until_s: float) -> bool:
         """At the boundary: the round has all it can get, or nothing more can come until `until_s`."""
-        if self.phase in (Phase.DONE, Phase.HALF, Phase.CLOSED) or self.is_leaving or self.is_hopeless(now_s):
+        if (
+            self.phase in (RoundPhase.DONE, RoundPhase.HALF, RoundPhase.CLOSED)
+            or self.is_leaving
+            or self.is_hopeless(now_s)
+        ):
             return True
-        if self.active is None or self.phase not in (Phase.SWAPPING, Phase.EARLY):
+        if self.active is None or self.phase not in (RoundPhase.SWAPPING, RoundPhase.EARLY):
             return False
         return self.active.expected_s(now_s, self.goodput) > until_s
 
@@ -175,7 +178,7 @@ class RoundState:
 
         None while the vectors that it changes are on their way to a partner, or may be in a moment.
         """
-        is_sending = self.phase in (Phase.OFFERING, Phase.SWAPPING)
+        is_sending = self.phase in (RoundPhase.OFFERING, RoundPhase.SWAPPING)
         if not self.corrections or self.corrections[0].round >= before or is_sending:
             return None
         self._is_correcting = True
@@ -201,11 +204,11 @@ class RoundState:
 
     @property
     def has_early_part(self) -> bool:
-        return self.phase in (Phase.EARLY, Phase.DONE, Phase.HALF)
+        return self.phase in (RoundPhase.EARLY, RoundPhase.DONE, RoundPhase.HALF)
 
     def standing(self, now_s: float) -> Boundary:
         """Where this peer stands in its round, as its partner will read it."""
-        return self._pace.boundary(round_index=self.index, progress=self.progress, now_s=now_s)
+        return self._step_rate.boundary(round_index=self.index, progress=self.progress, now_s=now_s)
 
     def waits_for_trailing(self, now_s: float) -> bool:
         """Matchmaking waits: the trailing swap has the link first, and its correction the vectors.
@@ -215,13 +218,13 @@ class RoundState:
         """
         if self._is_correcting:
             return True
-        round_s = self._pace.seconds_per_round()
+        round_s = self._step_rate.seconds_per_round()
         is_long = round_s is not None and now_s - self._opened_s > TRAILING_SHARE * round_s
         return not is_long and (self.trailing is not None or bool(self.corrections))
 
     def is_hopeless(self, now_s: float) -> bool:
         """No live peer could still become the partner of this round."""
-        if self.phase is not Phase.SEEKING:
+        if self.phase is not RoundPhase.SEEKING:
             return False
         if self._boundary_s is not None and now_s > max(self._boundary_s + LAST_LOOK_S, self._patient_until_s):
             return True
@@ -231,23 +234,23 @@ class RoundState:
 
     def seek(self, now_s: float) -> Ask | Wait | None:
         """The next step of matchmaking; None = this round needs no partner any more."""
-        if self.phase is Phase.CLOSED:
+        if self.phase is RoundPhase.CLOSED:
             return None
-        if self.phase is not Phase.SEEKING or self.waits_for_trailing(now_s):
+        if self.phase is not RoundPhase.SEEKING or self.waits_for_trailing(now_s):
             return Wait(POLL_S)
         candidate = self._pairing.choose(self._live(), now_s, latest_s=self._latest_offer_s(now_s))
         if candidate is None:
             # Asking at the next poll, and not when the drawn peer may be asked, would let peers that refuse each other
             # because each has an offer out ask again at one moment, and refuse each other again.
             return Wait(min(POLL_S, self._pairing.wait_s(now_s)))
-        self.phase, self.asked = Phase.OFFERING, Ask(candidate)
+        self.phase, self.asked = RoundPhase.OFFERING, Ask(candidate)
         return self.asked
 
     def offer_answered(self, ask: Ask, answer: Frame | PeerError, *, mine: Boundary, now_s: float) -> list[Action]:
         """What came of an own offer, which said `mine`: a frame of the peer, or why none came."""
         fault = answer if isinstance(answer, PeerError) else self._fault_of(ask.candidate, answer)
         if fault is None and isinstance(answer, Accept):
-            self._pace.hear(ask.candidate.peer_id, answer.boundary, now_s=now_s)
+            self._step_rate.hear(ask.candidate.peer_id, answer.boundary, now_s=now_s)
             if self.asked is not ask:
                 return []  # overtaken while the answer was on its way
             if not (fault := self._fault_of_boundary(ask.candidate, answer.boundary)):
@@ -259,7 +262,7 @@ class RoundState:
     def offer_dropped(self, ask: Ask, now_s: float) -> list[Action]:
         """An own offer is not out any more."""
         if self.asked is ask:
-            self.phase, self.asked = Phase.SEEKING, None
+            self.phase, self.asked = RoundPhase.SEEKING, None
         return self._release(now_s)
 
     def _fault_of(self, candidate: Candidate, answer: Frame) -> PeerError | None:
@@ -302,7 +305,7 @@ class RoundState:
         early_s = self.goodput.seconds_for(part_bytes(self.plans, Part.EARLY)) or 0.0
         if self._patient_until_s > now_s:
             return self._patient_until_s - early_s
-        left_s = None if self._boundary_s is not None else self._pace.seconds_to_boundary(now_s)
+        left_s = None if self._boundary_s is not None else self._step_rate.seconds_to_boundary(now_s)
         return now_s if left_s is None else now_s + left_s - early_s
 
     # matchmaking: offers of other peers
@@ -337,7 +340,7 @@ class RoundState:
     def _release(self, now_s: float) -> list[Action]:
         """Answers the held offers, in their order, once no own one is out. The driver reports `swap_began` between."""
         actions: list[Action] = []
-        while self._held and self.phase is not Phase.OFFERING:
+        while self._held and self.phase is not RoundPhase.OFFERING:
             actions.append(self._answer(self._held.popleft(), now_s))
             if isinstance(actions[-1], Bind):
                 break  # the others are answered when its swap has begun
@@ -360,10 +363,10 @@ class RoundState:
             return Refuse(RefuseCode.MALFORMED, "this is my own peer id: a key must not be used on two machines")
         if not incoming.is_listed:
             return Refuse(RefuseCode.UNLISTED, "I know no live record of you yet", UNLISTED_RETRY_S)
-        self._pace.hear(caller, offer.boundary, now_s=now_s)  # also of peers that are refused
+        self._step_rate.hear(caller, offer.boundary, now_s=now_s)  # also of peers that are refused
         if self.peer_state != "training":
             return Refuse(RefuseCode.NOT_TRAINING, f"I am {self.peer_state}", NOT_TRAINING_RETRY_S)
-        if self.phase is Phase.SEEKING and self.waits_for_trailing(now_s):
+        if self.phase is RoundPhase.SEEKING and self.waits_for_trailing(now_s):
             wait_s = self._trailing_left_s(now_s)
             return Refuse(RefuseCode.BUSY, "the late part of my last round is on its way", wait_s)
         mine = self.standing(now_s)
@@ -385,11 +388,11 @@ class RoundState:
     def _refusal_in_phase(self, offer: Offer, mine: Boundary, now_s: float) -> Refuse | None:
         caller = offer.hello.peer_id
         match self.phase:
-            case Phase.SEEKING:
+            case RoundPhase.SEEKING:
                 return None
-            case Phase.CLOSED:
+            case RoundPhase.CLOSED:
                 return Refuse(RefuseCode.BETWEEN_ROUNDS, "my round is not open yet", 0.05)
-            case Phase.OFFERING:
+            case RoundPhase.OFFERING:
                 assert self.asked is not None
                 if self.asked.candidate.peer_id != caller:
                     return Refuse(RefuseCode.BUSY, "an offer of mine is out", 0.1)
@@ -405,7 +408,7 @@ class RoundState:
 
     def _trailing_left_s(self, now_s: float) -> float:
         """How much longer matchmaking waits for the trailing swap, as far as is known."""
-        round_s = self._pace.seconds_per_round()
+        round_s = self._step_rate.seconds_per_round()
         if self.trailing is None or round_s is None:
             return TRAILING_RETRY_S
         until_s = min(self._opened_s + TRAILING_SHARE * round_s, self.trailing.expected_s(now_s, self.goodput))
@@ -414,8 +417,8 @@ class RoundState:
     # swaps
 
     def _bind(self, via: Ask | Incoming, partner: str, mine: Boundary, theirs: Boundary) -> Bind:
-        assert self.phase in (Phase.SEEKING, Phase.OFFERING), self.phase
-        self.phase, self.partner, self.asked = Phase.SWAPPING, partner, None
+        assert self.phase in (RoundPhase.SEEKING, RoundPhase.OFFERING), self.phase
+        self.phase, self.partner, self.asked = RoundPhase.SWAPPING, partner, None
         self.unreachable.discard(partner)
         self._pairing.began(partner)
         return Bind(via, partner, mine, theirs)
@@ -437,11 +440,11 @@ class RoundState:
 
     def watches(self, active: ActiveSwap) -> bool:
         """Whether this swap may still have to give way to another: `swap_watched` is then due from time to time."""
-        return self.phase is Phase.SWAPPING and active is self.active and self._boundary_s is None
+        return self.phase is RoundPhase.SWAPPING and active is self.active and self._boundary_s is None
 
     def swap_watched(self, active: ActiveSwap, now_s: float) -> list[Action]:
         """Abandons an early part that will miss the boundary, while there is time for another partner."""
-        left_s = self._pace.seconds_to_boundary(now_s) if self.watches(active) else None
+        left_s = self._step_rate.seconds_to_boundary(now_s) if self.watches(active) else None
         if left_s is None or not active.misses(now_s + left_s, now_s, self.goodput):
             return []
         return [Abandon(active.swap, TimedOut("too slow for this round", peer=active.partner))]
@@ -451,12 +454,12 @@ class RoundState:
         if self.active and swap is self.active.swap:
             self.active.committed(part, now_s, self.goodput)
             if part is Part.EARLY:
-                assert self.phase is Phase.SWAPPING, self.phase
-                self.phase = Phase.EARLY
+                assert self.phase is RoundPhase.SWAPPING, self.phase
+                self.phase = RoundPhase.EARLY
                 self._pairing.met(self.active.partner)
             else:
-                assert self.phase is Phase.EARLY, self.phase
-                self.phase = Phase.DONE
+                assert self.phase is RoundPhase.EARLY, self.phase
+                self.phase = RoundPhase.DONE
         elif self.trailing and swap is self.trailing.swap:
             trailing, self.trailing = self.trailing, None
             gradient = swap.pair(SectionName.OUTER_GRADIENT)
@@ -466,7 +469,7 @@ class RoundState:
         """A swap ended in a fault; before its early part is committed, the round looks for another partner."""
         is_trailing, is_active = active is self.trailing, active is self.active
         actions: list[Action] = []
-        if is_trailing or (is_active and self.phase is not Phase.CLOSED):
+        if is_trailing or (is_active and self.phase is not RoundPhase.CLOSED):
             kept = "nothing applied" if active.early_s is None else "early part kept"
             text = f"round {active.round} | swap with {named(active.partner)} failed: {error} | {kept}"
             actions.append(Report(text, error))
@@ -488,16 +491,16 @@ class RoundState:
             self._pairing.failed(active.partner, now_s=now_s)
         self.reason = f"the swap with {named(active.partner)} failed: {error}"
         self.cause = LonelyCause.FAILED
-        if self.phase is Phase.SWAPPING:
+        if self.phase is RoundPhase.SWAPPING:
             self._failed_link, self.active = active.link(now_s), None
-            self.phase, self.partner = Phase.SEEKING, ""
-        elif self.phase is Phase.EARLY:
-            self.phase = Phase.HALF
+            self.phase, self.partner = RoundPhase.SEEKING, ""
+        elif self.phase is RoundPhase.EARLY:
+            self.phase = RoundPhase.HALF
 
     # the end of a round
 
     def _close(self) -> None:
-        self.phase, self.asked = Phase.CLOSED, None
+        self.phase, self.asked = RoundPhase.CLOSED, None
 
     def _drop_trailing(self) -> list[Action]:
         trailing, self.trailing = self.trailing, None
@@ -508,13 +511,13 @@ class RoundState:
         active = self.active
         if active is not None and self.has_early_part:
             received, self.active = active.received(now_s), None
-            if self.phase is Phase.DONE:
+            if self.phase is RoundPhase.DONE:
                 return Swapped(received), []
-            if self.phase is Phase.EARLY:
+            if self.phase is RoundPhase.EARLY:
                 self.trailing = active
                 return Half(received, "its outer gradient is not here yet"), []
             return Half(received, self.reason), []
-        if self.phase is Phase.SWAPPING and active is not None:
+        if self.phase is RoundPhase.SWAPPING and active is not None:
             self.active = None
             active.broken_off(now_s, self.goodput)
             error = Unreachable("the round ended before the early part was committed")

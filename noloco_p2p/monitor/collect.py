@@ -16,7 +16,7 @@ from noloco_p2p.monitor.roster import Health, Member, Roster
 from noloco_p2p.monitor.spread import Sketches, Spread
 from noloco_p2p.monitor.stages import stage_rows
 from noloco_p2p.swarm.dht import SwarmDirectory
-from noloco_p2p.swarm.lookout import Headcount
+from noloco_p2p.swarm.membership_view import Headcount
 from noloco_p2p.swarm.reader import WHOLE_S, find_somebody, reader
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 from noloco_p2p.telemetry.metrics import RECORDED

@@ -15,7 +15,7 @@ from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.console import duration, named, numbered_stages
 
 STALE_AFTER_S = 20.0  # of the directory: it is read every 5 s
-LONELY_SHARE = 0.25
+SOLO_SHARE = 0.25
 ENOUGH_ROUNDS = 10
 ASTRAY = 4.0  # times the spread
 UNREACHED_ROUNDS = 10
@@ -61,7 +61,7 @@ def notices(
     silent = sum(state is Health.SILENT for state in health.values())
     if silent:
         found.append(Notice("warn", f"{_peers(silent)} missed two announcements and may be gone."))
-    found += _lonely(roster, "nobody else held their stage" if stages else CAUSES[LonelyCause.NOBODY])
+    found += _solo(roster, "nobody else held their stage" if stages else CAUSES[LonelyCause.NOBODY])
     far = [peer for spread in spreads if spread.num_peers >= 4 for peer in _astray(spread)]
     found += [Notice("warn", f"{named(peer)} is far from the other replicas.") for peer in far[:3]]
     unreached = [
@@ -89,11 +89,11 @@ def _lost(roster: Roster, health: dict[str, Health], now_s: float) -> list[Notic
     return [Notice("warn", said)]
 
 
-def _lonely(roster: Roster, nobody: str) -> list[Notice]:
+def _solo(roster: Roster, nobody: str) -> list[Notice]:
     """`nobody`: the words for the cause of that name."""
     lately = roster.lately()
     rounds = lately["swaps"] + lately["halves"] + lately["alone"]
-    if rounds < ENOUGH_ROUNDS or lately["alone"] < LONELY_SHARE * rounds:
+    if rounds < ENOUGH_ROUNDS or lately["alone"] < SOLO_SHARE * rounds:
         return []
     cause = max(LonelyCause, key=lambda cause: lately[cause])
     words = nobody if cause is LonelyCause.NOBODY else CAUSES[cause]

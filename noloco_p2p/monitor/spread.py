@@ -1,7 +1,7 @@
 """How far apart the replicas are, from the sketches in their records: no weight has to travel. Pure.
 
-spread = sqrt(mean_i |phi_i - mean|^2) / |mean|, phi_i the slow weights of peer i: what `train.judge` measures on
-checkpoints. Distances come from the sketches, norms are published exactly, and
+spread = sqrt(mean_i |phi_i - mean|^2) / |mean|, phi_i the slow weights of peer i: what
+`trainer.swarm_evaluation` measures on checkpoints. Distances come from the sketches, norms are published exactly, and
 |mean|^2 = mean_i |phi_i|^2 - mean_i |phi_i - mean|^2.
 
 Only sketches of one mark of the schedule are compared (`peer/sketcher.py`). A record holds one, and peers come to a

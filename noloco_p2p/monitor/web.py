@@ -69,7 +69,7 @@ COLUMNS = [  # of metrics; page.js has the others
 ]
 
 
-class Feed:
+class SwarmFeed:
     """The newest state of a watcher, and what changed at each look, for any number of readers."""
 
     def __init__(self, watcher: Watcher, history: History) -> None:
@@ -165,7 +165,7 @@ class Feed:
         return [known[name] for name in ROW]
 
 
-def app(feed: Feed) -> Starlette:
+def app(feed: SwarmFeed) -> Starlette:
     async def index(request: Request) -> Response:
         return FileResponse(STATIC / "index.html", headers={"cache-control": "no-cache"})
 
@@ -232,7 +232,7 @@ async def serve(
     """Until `stop` is set. Raises SettingsError when address or history file cannot be used."""
     kept = History(history)
     try:
-        feed = Feed(Watcher(ticket), kept)
+        feed = SwarmFeed(Watcher(ticket), kept)
         server = HttpServer(app(feed), host=host, port=port)
         await feed.look(lambda: feed.watcher.look(directory))
         await server.start(flag="--listen")

@@ -18,8 +18,8 @@ from noloco_p2p.errors import CorruptPayload, PeerError, Unreachable
 from noloco_p2p.gossip.frames import Chunk, End, Frame, Header, Hello, Offer
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import convert
-from noloco_p2p.net.climb import Climb, Direction, LaneMemory
-from noloco_p2p.net.connection import Dialer, refused, translate
+from noloco_p2p.net.connection import Connector, refused, translate
+from noloco_p2p.net.connection_tuning import ConnectionTuner, Direction, LaneMemory
 from noloco_p2p.net.lanes import LEAVE, Lane, LaneStream, call_cancelled
 from noloco_p2p.net.throttle import Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
@@ -82,25 +82,25 @@ class CallerWire:
 
 
 class CallerStream(LaneStream):
-    """Opens further lanes as its climb wants them."""
+    """Opens as many lanes as its tuner wants."""
 
     def __init__(
         self,
         candidate: Candidate,
         first: CallerWire,
         *,
-        dialer: Dialer,
+        connector: Connector,
         hello: Callable[[], Hello],
         memory: LaneMemory,
         settle_s: float,
         limits: Limits,
     ) -> None:
         self._candidate = candidate
-        self._dialer = dialer
+        self._connector = connector
         self._hello = hello
         self._memory = memory
         self._limits = limits
-        self._climb: Climb = memory.climb(candidate.address, settle_s=settle_s)
+        self._tuner: ConnectionTuner = memory.tuner(candidate.address, settle_s=settle_s)
         self._decided = asyncio.Event()
         self._growing: asyncio.Task[None] | None = None
         super().__init__(candidate.peer_id, first)
@@ -110,29 +110,31 @@ class CallerStream(LaneStream):
 
     def _moved(self, direction: Direction, frame: Frame, *, lane: int) -> None:
         if isinstance(frame, Header | End):
-            self._climb.pause(direction)
+            self._tuner.pause(direction)
         elif isinstance(frame, Chunk):
-            has_decided = self._climb.moved(direction, len(frame.payload), time.monotonic(), lane=lane)
+            has_decided = self._tuner.moved(direction, len(frame.payload), time.monotonic(), lane=lane)
             if has_decided:
                 self._decided.set()
 
     async def _grow(self, offer: Offer) -> None:
-        """Brings the lanes to the number that the climb wants, until it has settled."""
+        """Brings the lanes to the number that the tuner wants, until it has settled."""
         while True:
             self._decided.clear()
-            wanted = self._climb.wanted
+            wanted = self._tuner.wanted
             missing = range(wanted - self.num_lanes)
             await asyncio.gather(*(self._open_lane(offer) for _ in missing))
             await asyncio.gather(*(self._leave(lane) for lane in self._lanes[wanted:]))
-            self._climb.in_place(self.num_lanes, time.monotonic())
-            if self._climb.is_settled:
+            self._tuner.in_place(self.num_lanes, time.monotonic())
+            if self._tuner.is_settled:
                 return
             await self._decided.wait()
 
     async def _open_lane(self, offer: Offer) -> None:
         """The swap goes on as before when it cannot be had."""
         try:
-            wire = await connect(self._dialer, self._candidate, LANE_METHOD, timeout_s=OPEN_LANE_S, limits=self._limits)
+            wire = await connect(
+                self._connector, self._candidate, LANE_METHOD, timeout_s=OPEN_LANE_S, limits=self._limits
+            )
             try:
                 await asyncio.wait_for(self._join(wire, offer), OPEN_LANE_S)
             except BaseException:
@@ -178,12 +180,14 @@ class CallerStream(LaneStream):
         if self._growing:
             self._growing.cancel()
             await asyncio.wait({self._growing})
-        self._memory.learn(self._candidate.address, self._climb)
+        self._memory.learn(self._candidate.address, self._tuner)
         await super()._end()
 
 
-async def connect(dialer: Dialer, candidate: Candidate, method: str, *, timeout_s: float, limits: Limits) -> CallerWire:
+async def connect(
+    connector: Connector, candidate: Candidate, method: str, *, timeout_s: float, limits: Limits
+) -> CallerWire:
     """A call of `method` on a new connection. Raises PeerError; a refused connection is told at once."""
-    connection = await dialer.dial(candidate, timeout_s=timeout_s)
+    connection = await connector.dial(candidate, timeout_s=timeout_s)
     call = connection.channel.stream_stream(method)(metadata=connection.metadata)
     return CallerWire(candidate.peer_id, connection.channel, call, limits)

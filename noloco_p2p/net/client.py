@@ -16,8 +16,8 @@ from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import convert
 from noloco_p2p.net.caller import SWAP_METHOD, CallerStream, connect
-from noloco_p2p.net.climb import LaneMemory, LanePolicy
-from noloco_p2p.net.connection import Dialer, check_parsed, nobody_is_banned, refused, translate
+from noloco_p2p.net.connection import Connector, check_parsed, nobody_is_banned, refused, translate
+from noloco_p2p.net.connection_tuning import LaneMemory, LanePolicy
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
@@ -45,20 +45,20 @@ class GrpcTransport:
     ) -> None:
         self._hello = hello
         self._limits = limits
-        self._dialer = Dialer(session, limits, why_banned=why_banned, guard=guard)
+        self._connector = Connector(session, limits, why_banned=why_banned, guard=guard)
         self._lanes = lanes
         self.memory = LaneMemory(lanes)
 
     async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> CallerStream:
         """Connect, and open a swap stream. Raises Unreachable or TimedOut."""
         began_s = time.monotonic()
-        wire = await connect(self._dialer, candidate, SWAP_METHOD, timeout_s=timeout_s, limits=self._limits)
+        wire = await connect(self._connector, candidate, SWAP_METHOD, timeout_s=timeout_s, limits=self._limits)
         # To connect takes three round trips or four; a new TCP stream finds its rate in some twenty.
         settle_s = max(self._lanes.window_s / 2, 10 * (time.monotonic() - began_s))
         return CallerStream(
             candidate,
             wire,
-            dialer=self._dialer,
+            connector=self._connector,
             hello=self._hello,
             memory=self.memory,
             settle_s=settle_s,
@@ -67,7 +67,7 @@ class GrpcTransport:
 
     async def status(self, candidate: Candidate, *, swap_id: bytes = b"", timeout_s: float) -> frames.PeerStatus:
         request = pb.StatusRequest(hello=convert.hello_to_wire(self._hello()), swap_id=swap_id)
-        async with self._dialer.dialled(candidate, timeout_s=timeout_s) as connection:
+        async with self._connector.dialled(candidate, timeout_s=timeout_s) as connection:
             try:
                 call = PeerStub(connection.channel).Status(request, timeout=timeout_s, metadata=connection.metadata)
                 reply = await call
@@ -85,7 +85,7 @@ class GrpcTransport:
         request.hello.CopyFrom(convert.hello_to_wire(self._hello()))
         if isinstance(want, frames.WantLayout):
             request.hello.layout = ""  # a peer of another layout would refuse
-        async with self._dialer.dialled(candidate, timeout_s=timeout_s) as connection:
+        async with self._connector.dialled(candidate, timeout_s=timeout_s) as connection:
             call = PeerStub(connection.channel).Fetch(request, metadata=connection.metadata)
             manifest: frames.StateManifest | None = None
             digests: list[bytes] = []

@@ -38,7 +38,7 @@ class Connection:
     metadata: Metadata = ()
 
 
-class Dialer:
+class Connector:
     """Makes connections, each for one call. Without a session they are plain and prove nothing: for measurements and
     tests on one machine."""
 

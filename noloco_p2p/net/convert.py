@@ -79,7 +79,7 @@ def manifest_from_wire(message: pb.Manifest) -> frames.StateManifest:
     digests = tuple(message.chunk_digests)
     if not digests or any(len(digest) != DIGEST_BYTES for digest in digests):
         raise CorruptPayload(f"a manifest arrived without digests of {DIGEST_BYTES} bytes")
-    round_index, progress = place(message.round, message.progress)
+    round_index, progress = run_position(message.round, message.progress)
     return frames.StateManifest(
         text(message.layout), message.num_elements, round_index, progress, message.num_bytes, digests
     )
@@ -103,7 +103,7 @@ def status_from_wire(message: pb.StatusReply) -> frames.PeerStatus:
         verified=tuple(_known(frames.Part, part) for part in message.swap_verified[:8]),
         committed=tuple(_known(frames.Part, part) for part in message.swap_committed[:8]),
     )
-    round_index, progress = place(message.round, message.progress)
+    round_index, progress = run_position(message.round, message.progress)
     return frames.PeerStatus(hello_from_wire(message.hello), text(message.state), round_index, progress, swap)
 
 
@@ -118,10 +118,10 @@ def finite(value: float) -> float:
     return value
 
 
-def place(round_index: int, progress: float) -> tuple[int, float]:
+def run_position(round_index: int, progress: float) -> tuple[int, float]:
     """Where a peer says that it stands in the run: both are gone on from, and must not end a counter or a schedule."""
     if round_index > MAX_ROUND or not 0 <= progress < math.inf:
-        raise CorruptPayload(f"round {round_index} at progress {progress:g} is no place in a run")
+        raise CorruptPayload(f"round {round_index} at progress {progress:g} is no position in a run")
     return round_index, progress
 
 
@@ -154,7 +154,7 @@ def _boundary_from_wire(message: pb.Boundary) -> frames.Boundary:
     to_boundary_s = finite(message.seconds_to_boundary) if message.HasField("seconds_to_boundary") else None
     per_round_s = finite(message.seconds_per_round) if message.HasField("seconds_per_round") else None
     shortest_s = finite(message.shortest_round_s) if message.HasField("shortest_round_s") else None
-    round_index, progress = place(message.round, message.progress)
+    round_index, progress = run_position(message.round, message.progress)
     return frames.Boundary(round_index, to_boundary_s, per_round_s, progress, message.inner_steps, shortest_s)
 
 

@@ -19,9 +19,9 @@ from noloco_p2p.gossip.frames import Hello, Refuse, RefuseCode
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert, flow_wire
+from noloco_p2p.net.authentication import refuse_to_wire
 from noloco_p2p.net.caller import CallerWire, connect
-from noloco_p2p.net.connection import Dialer, nobody_is_banned
-from noloco_p2p.net.door import refuse_to_wire
+from noloco_p2p.net.connection import Connector, nobody_is_banned
 from noloco_p2p.net.flow_link import MAX_QUEUED, STUCK_S, FlowLink, PayloadSizes
 from noloco_p2p.net.flow_wire import FlowHello
 from noloco_p2p.net.server import ServerWire
@@ -82,7 +82,7 @@ class FlowLinks:
         stage: int,
         num_stages: int,
         sizes: PayloadSizes,
-        dialer: Dialer,
+        connector: Connector,
         find: Find,
         limits: Limits = UNLIMITED,
         why_banned: Callable[[str], str] = nobody_is_banned,
@@ -92,7 +92,7 @@ class FlowLinks:
         self._hello = hello
         self._stage, self._num_stages = stage, num_stages
         self._sizes = sizes
-        self._dialer = dialer
+        self._connector = connector
         self._find = find
         self._limits = limits
         self._why_banned = why_banned
@@ -188,7 +188,7 @@ class FlowLinks:
         candidate = await self._find(peer, timeout_s=OPEN_S)
         if candidate is None or not candidate.can_be_called:
             raise Unreachable("nobody knows where to call it", peer=peer)
-        wire = await connect(self._dialer, candidate, FLOW_METHOD, timeout_s=OPEN_S, limits=self._limits)
+        wire = await connect(self._connector, candidate, FLOW_METHOD, timeout_s=OPEN_S, limits=self._limits)
         try:
             await wire.write(self._own_hello())
             answer = flow_wire.decode(await wire.read() or b"")

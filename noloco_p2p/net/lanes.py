@@ -19,7 +19,7 @@ from typing import Protocol
 from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Accept, Frame, Offer
 from noloco_p2p.net import framing
-from noloco_p2p.net.climb import Direction
+from noloco_p2p.net.connection_tuning import Direction
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 FEATURE = "lanes"  # in Hello: this peer joins lanes to a swap

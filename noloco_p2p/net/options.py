@@ -36,5 +36,5 @@ SERVER = [
     ("grpc.max_connection_idle_ms", 8_000),
     ("grpc.max_connection_age_ms", 10_000),
     ("grpc.max_concurrent_streams", 4),
-    ("grpc.max_allowed_incoming_connections", 512),  # never reached: `front.py` counts
+    ("grpc.max_allowed_incoming_connections", 512),  # never reached: `proxy.py` counts
 ]

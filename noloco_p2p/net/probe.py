@@ -20,7 +20,7 @@ from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.hosts import is_public, network_of
 from noloco_p2p.net import convert
-from noloco_p2p.net.connection import Dialer, check_parsed, refused, translate
+from noloco_p2p.net.connection import Connector, check_parsed, refused, translate
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
@@ -43,11 +43,17 @@ class Probed:
 
 
 class Prober:
-    """The answering side."""
+    """The answering side. `tunnelled` and `only_public` are those of `GrpcServer`."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.tunnelled: Mapping[int, str] = {}  # ports of this machine from which calls of others come by a tunnel
-        self.only_public = False  # as of `DialGuard`
+    def __init__(
+        self,
+        *,
+        tunnelled: Mapping[int, str],
+        only_public: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tunnelled = tunnelled
+        self._only_public = only_public
         self._of_one = Rates.a_minute(PORTS_A_MINUTE_OF_ONE, clock=clock)
         self._of_network = Rates.a_minute(PORTS_A_MINUTE, clock=clock)
 
@@ -55,10 +61,10 @@ class Prober:
         """`caller`: the network address as gRPC names it. Raises Refused when asked too often, CorruptPayload."""
         if not request.ports:  # for the clock alone
             return pb.ProbeReply(observed_host=caller_host(caller), time_s=time.time())
-        if caller.rpartition(":")[2] in map(str, self.tunnelled):
+        if caller.rpartition(":")[2] in map(str, self._tunnelled):
             raise CorruptPayload("who calls by a tunnel cannot be dialled")
         host = caller_host(caller)
-        if self.only_public and not is_public(host):
+        if self._only_public and not is_public(host):
             raise CorruptPayload("who calls from a private network is not dialled in a public swarm")
         num_ports = len(request.ports)
         if num_ports > MAX_PORTS or not all(0 < port < 65_536 for port in request.ports):
@@ -87,9 +93,9 @@ async def ask(
     request = pb.ProbeRequest(hello=convert.hello_to_wire(hello), ports=ports)
     # Told when it answers, and it answers once it has dialled: an empty request first is for the clock alone.
     empty = pb.ProbeRequest(hello=convert.hello_to_wire(hello))
-    dialer = Dialer(session, guard=guard)
-    clock, began_wall_s, round_trip_s = await _asked(dialer, candidate, empty, timeout_s)
-    reply, _, _ = await _asked(dialer, candidate, request, timeout_s)
+    connector = Connector(session, guard=guard)
+    clock, began_wall_s, round_trip_s = await _asked(connector, candidate, empty, timeout_s)
+    reply, _, _ = await _asked(connector, candidate, request, timeout_s)
     for answer in (clock, reply):
         check_parsed(answer, candidate.peer_id)
         if answer.HasField("refuse"):
@@ -105,11 +111,11 @@ def _reason(sentence: str) -> str:
 
 
 async def _asked(
-    dialer: Dialer, candidate: Candidate, request: pb.ProbeRequest, timeout_s: float
+    connector: Connector, candidate: Candidate, request: pb.ProbeRequest, timeout_s: float
 ) -> tuple[pb.ProbeReply, float, float]:
     """(the answer, when it was asked for, and how long it took); a proof serves for one call, and so each has its own
     connection."""
-    async with dialer.dialled(candidate, timeout_s=timeout_s) as connection:
+    async with connector.dialled(candidate, timeout_s=timeout_s) as connection:
         began_s, began_wall_s = time.monotonic(), time.time()
         try:
             reply = await PeerStub(connection.channel).Probe(request, timeout=timeout_s, metadata=connection.metadata)

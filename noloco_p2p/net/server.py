@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -19,12 +20,12 @@ from noloco_p2p.gossip.frames import Accept, Frame, Offer
 from noloco_p2p.gossip.seams import Service
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert, options
-from noloco_p2p.net.climb import Direction
+from noloco_p2p.net.authentication import Authenticator, Caller, refuse_to_wire
 from noloco_p2p.net.connection import nobody_is_banned
-from noloco_p2p.net.door import Caller, Door, refuse_to_wire
-from noloco_p2p.net.front import Front
+from noloco_p2p.net.connection_tuning import Direction
 from noloco_p2p.net.lanes import MAX_LANES, Lane, LaneStream, call_cancelled
 from noloco_p2p.net.probe import Prober
+from noloco_p2p.net.proxy import Proxy
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
@@ -32,7 +33,7 @@ from noloco_p2p.owned_tasks import OwnedTasks
 
 log = logging.getLogger(__name__)
 
-BEHIND = "127.0.0.1:0"  # where gRPC listens, for the front alone
+BEHIND = "127.0.0.1:0"  # where gRPC listens, for the proxy alone
 SERVICE = "noloco_p2p.wire.v1.Peer"
 JOIN_S = 5.0  # from the call of a lane to its Join
 FIRST_WORDS_S = 5.0  # from any other call to its request
@@ -42,7 +43,8 @@ MANIFEST_DIGESTS_PER_REPLY = 16_384
 
 class GrpcServer:
     """`port` is the real port once `start` has returned. serve_flow: of a peer with a stage, `FlowLinks.serve`; None
-    until it holds one."""
+    until it holds one. tunnelled: ports of this machine from which calls come by a tunnel -> the relay they come from;
+    it may change any time. only_public: as of `DialGuard`."""
 
     def __init__(
         self,
@@ -52,12 +54,14 @@ class GrpcServer:
         session: Session | None = None,
         why_banned: Callable[[str], str] = nobody_is_banned,
         serve_flow: ServeFlow | None = None,
+        tunnelled: Mapping[int, str] = MappingProxyType({}),
+        only_public: bool = False,
     ) -> None:
         self._server = grpc.aio.server(options=[*options.SERVER, *limits.options()])
-        self._front = Front(asks=session is not None)
-        door = Door(self._front, session, why_banned=why_banned)
-        self._servicer = _Servicer(service, limits, door, serve_flow)
-        self.prober = self._servicer.prober
+        self._proxy = Proxy(asks=session is not None, tunnelled=tunnelled)
+        authenticator = Authenticator(self._proxy, session, why_banned=why_banned)
+        prober = Prober(tunnelled=tunnelled, only_public=only_public)
+        self._servicer = _Servicer(service, limits, authenticator, prober, serve_flow)
         self._session = session
         self._server.add_generic_rpc_handlers((_handlers(self._servicer),))
         self.port = 0
@@ -65,7 +69,7 @@ class GrpcServer:
     async def start(self, host: str, port: int) -> None:
         """Raises SettingsError when the port is taken."""
         try:
-            self.port = self._front.listen(host, port)
+            self.port = self._proxy.listen(host, port)
             if self._session:
                 behind = self._server.add_secure_port(BEHIND, self._session.server_credentials())
             else:
@@ -76,7 +80,7 @@ class GrpcServer:
                 "choose another with --listen HOST:PORT"
             ) from None
         await self._server.start()
-        self._front.open(behind)
+        self._proxy.open(behind)
 
     @property
     def serve_flow(self) -> ServeFlow | None:
@@ -86,14 +90,10 @@ class GrpcServer:
     def serve_flow(self, serve_flow: ServeFlow | None) -> None:
         self._servicer.serve_flow = serve_flow
 
-    def tell_tunnels(self, tunnelled: Mapping[int, str]) -> None:
-        """Ports of this machine from which calls come by a tunnel -> the relay they come from; may change any time."""
-        self._front.tunnelled = self.prober.tunnelled = tunnelled
-
     async def stop(self, grace_s: float) -> None:
-        self._front.shut()
+        self._proxy.shut()
         await self._server.stop(grace_s)
-        self._front.close()
+        self._proxy.close()
         await self._servicer.stop()
 
 
@@ -207,9 +207,9 @@ def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
         "Swap": grpc.stream_stream_rpc_method_handler(servicer.Swap),
         "Lane": grpc.stream_stream_rpc_method_handler(servicer.Lane),
         "Flow": grpc.stream_stream_rpc_method_handler(servicer.Flow),
-        "Fetch": _Asked(servicer.Fetch, pb.FetchRequest, enter=servicer.door.visit).handler(),
-        "Status": _Asked(servicer.Status, pb.StatusRequest, enter=servicer.door.visit).handler(),
-        "Probe": _Asked(servicer.Probe, pb.ProbeRequest, enter=servicer.door.visit).handler(),
+        "Fetch": _Asked(servicer.Fetch, pb.FetchRequest, enter=servicer.authenticator.visit).handler(),
+        "Status": _Asked(servicer.Status, pb.StatusRequest, enter=servicer.authenticator.visit).handler(),
+        "Probe": _Asked(servicer.Probe, pb.ProbeRequest, enter=servicer.authenticator.visit).handler(),
     }
     return grpc.method_handlers_generic_handler(SERVICE, methods)
 
@@ -270,20 +270,27 @@ class _Asked:
 
 
 class _Servicer:
-    def __init__(self, service: Service, limits: Limits, door: Door, serve_flow: ServeFlow | None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        limits: Limits,
+        authenticator: Authenticator,
+        prober: Prober,
+        serve_flow: ServeFlow | None,
+    ) -> None:
         self._service = service
         self._limits = limits
-        self.door = door
-        self.prober = Prober()
+        self.authenticator = authenticator
+        self.prober = prober
         self._swaps = OwnedTasks("a swap that a peer offered")
         self._joinable: dict[bytes, ServerStream] = {}  # by swap id
         self.serve_flow = serve_flow
 
     async def Greet(self, request: pb.GreetRequest, context: Any) -> pb.GreetReply:  # noqa: N802
-        return await self.door.greet(request, context)
+        return await self.authenticator.greet(request, context)
 
     async def Swap(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802
-        async with self.door.visit(context) as caller:
+        async with self.authenticator.visit(context) as caller:
             wire = ServerWire(request_iterator, context, caller.address, self._limits)
             stream = ServerStream(wire, self._joinable, visitor=caller)
             swap = self._swaps.start(self._swap(stream))
@@ -303,7 +310,7 @@ class _Servicer:
             await stream.close()
 
     async def Lane(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802
-        async with self.door.visit(context) as caller:
+        async with self.authenticator.visit(context) as caller:
             wire = ServerWire(request_iterator, context, caller.address, self._limits)
             try:
                 async with asyncio.timeout(JOIN_S):
@@ -336,7 +343,7 @@ class _Servicer:
         return stream
 
     async def Flow(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802
-        async with self.door.visit(context) as caller:
+        async with self.authenticator.visit(context) as caller:
             if not self.serve_flow:
                 no_stage = Refused("this peer holds no stage of a pipeline", code=frames.RefuseCode.OTHER_MODEL.name)
                 await context.write(pb.FlowFrame(refuse=refuse_to_wire(no_stage)).SerializeToString())
@@ -354,7 +361,7 @@ class _Servicer:
             self._admitted(request.hello, caller)
             want = _want(request)
             is_upload = isinstance(want, frames.WantChunks)
-            with self.door.fetching(caller.peer_id if is_upload else "") as check:
+            with self.authenticator.fetching(caller.peer_id if is_upload else "") as check:
                 async with aclosing(self._service.on_fetch(want)) as items:
                     async for item in items:
                         check()

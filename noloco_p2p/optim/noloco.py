@@ -23,7 +23,7 @@ def outer_step(
     slow_weights: Tensor,  # fp32, updated in place
     outer_momentum: Tensor | None,  # fp32, same shape, updated in place; None where alpha is 0
     mean_outer_gradient: Tensor,  # fp32, same shape
-    mean_slow_offset: Tensor | None,  # fp32, same shape; None = 0, for a lonely step
+    mean_slow_offset: Tensor | None,  # fp32, same shape; None = 0, for a solo step
     *,
     alpha: float,
     beta: float,

@@ -37,7 +37,7 @@ OFFSETS = (SectionName.SLOW_WEIGHTS, SectionName.OUTER_MOMENTUM)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class FilterVerdict:
     """Of the gates that look at a whole swap. refusal: why nothing of it is applied; "" = it may be."""
 
     refusal: str = ""
@@ -78,16 +78,16 @@ class ChunkFilter:
         distance = math.sqrt(square * num_chunks / max(1, len(drawn)))
         return self.distances.refusal(partner, distance, own_gradient=own_gradient)
 
-    def judge(self, gradient: SectionPair | None, *, times_longer: float = 1.0) -> Verdict:
+    def judge(self, gradient: SectionPair | None, *, times_longer: float = 1.0) -> FilterVerdict:
         """`times_longer`: see `GradientHistory.refusal`."""
         if gradient is None:
-            return Verdict()
+            return FilterVerdict()
         own_norm, partner_norm = math.sqrt(gradient.squares.own), math.sqrt(gradient.squares.partner)
         if refusal := self.gradients.refusal(own_norm, partner_norm, times_longer=times_longer):
-            return Verdict(refusal)
+            return FilterVerdict(refusal)
         if refusal := self._refusal_by_cosine(gradient):
-            return Verdict(refusal)
-        return Verdict(scales=gradient_scales(own_norm, partner_norm, limits=self.limits))
+            return FilterVerdict(refusal)
+        return FilterVerdict(scales=gradient_scales(own_norm, partner_norm, limits=self.limits))
 
     def _refusal_by_cosine(self, gradient: SectionPair) -> str:
         scratch, dot, own_square, partner_square = Scratch(), 0.0, 0.0, 0.0

@@ -111,7 +111,7 @@ class NoLoCo:
     peer: a running `Peer`; it trains one model, that of the NoLoCo that was made last. When it enters a swarm that
         already trains, the model takes the swarm's state; otherwise the model's own weights are the start. Peers that
         start apart must start equal: seed the model.
-    resume: True = go on from the newest of `checkpoints`, where there is one: model, inner optimizer and the place in
+    resume: True = go on from the newest of `checkpoints`, if there is one: model, inner optimizer and the position in
         the round are then as they were. A mapping = go on from what `state_dict` gave; model and inner optimizer are
         the caller's to load. False = neither.
     save_every_rounds: how often a checkpoint is written, which newcomers fetch, too; 0 = the caller does it (`save`),
@@ -121,7 +121,7 @@ class NoLoCo:
     end_at: progress at which no other round is opened, as nobody will train it.
     loss_check: None = off.
     parameters: how to read and write the model's parameters, when it is not whole on one device.
-    follows_caller: `progress`, the place in the schedule, is the caller's to set; steps and swaps do not move it.
+    follows_caller: `progress`, the position in the schedule, is the caller's to set; steps and swaps do not move it.
 
     Slow weights and outer momentum (`OuterState`) are fp32 on the CPU: 8 bytes a parameter.
     Raises ModelError when the optimizers train parameters that are not the model's.
@@ -201,7 +201,7 @@ class NoLoCo:
 
     @property
     def num_steps(self) -> int:
-        """Inner steps that were taken on this machine, those before a restart included: the place in one's own data."""
+        """Inner steps taken on this machine, those before a restart included: the position in its own data."""
         return self._peer.metrics.step
 
     def step(self) -> RoundResult | None:
@@ -329,19 +329,19 @@ class NoLoCo:
 
         `done` gets the folder, on the thread that wrote it. A failure is logged.
         """
-        place = self._place()
+        position = self._position()
 
         def written(folder: Path) -> None:
-            self._serve(folder, place)
+            self._serve(folder, position)
             if done:
                 done(folder)
 
         return self._saver.begin(self._checkpoints, self.round, content=lambda: self._content(meta), done=written)
 
     def state_dict(self) -> dict[str, Any]:
-        """Slow weights and outer momentum, as they are and not copied, and the place in the run, for a checkpoint of
+        """Slow weights and outer momentum, as they are and not copied, and the position in the run, for a checkpoint of
         the caller's own. The model and the inner optimizer are not in it."""
-        return {**self._state.tensors(), "place": self._place()}
+        return {**self._state.tensors(), "place": self._position()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`, before the first step; model and inner optimizer are the caller's to load.
@@ -351,13 +351,13 @@ class NoLoCo:
         if self._rounds.is_open or self._rounds.is_at_boundary:
             raise SettingsError("a round is open: load the state before the first step, or give it as `resume`")
         if "place" not in state:
-            raise CheckpointError("this state_dict has no place in a run: it is not that of a NoLoCo")
+            raise CheckpointError("this state_dict has no position in a run: it is not that of a NoLoCo")
         saved_state.check_layout(state["place"], self._state.parameters.model_layout, origin="this state_dict")
         self._peer.membership.weights_change()
         self._state.take_vectors(state)
         self._go_on_from(state["place"])
 
-    def _place(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         """Where this peer stands, as JSON values."""
         return {
             "round": self.round,
@@ -374,7 +374,7 @@ class NoLoCo:
         files = saved_state.tensors_of(self._state, self._model, is_within_round=not self.is_between_rounds)
         if self._inner:
             files[saved_state.INNER_FILE] = self._inner.state()
-        return files, {**(meta or {}), "outer": self._place()}
+        return files, {**(meta or {}), "outer": self._position()}
 
     # entering
 
@@ -417,19 +417,19 @@ class NoLoCo:
         return True
 
     def _resume(self, checkpoint: Checkpoint) -> None:
-        place = saved_state.put_back(checkpoint, self._state, self._model)
+        position = saved_state.put_back(checkpoint, self._state, self._model)
         if self._inner and checkpoint.has(saved_state.INNER_FILE):
             self._inner.restore(checkpoint.load(saved_state.INNER_FILE))
-        self._go_on_from(place)
-        self._serve(checkpoint.path, place)
+        self._go_on_from(position)
+        self._serve(checkpoint.path, position)
         self._saved_round = self.round
         log.info("resumed from %s: round %d, %d steps", checkpoint.path, self.round, self.num_steps)
 
-    def _go_on_from(self, place: Mapping[str, Any]) -> None:
-        self._rounds.restart(round_index=place["round"], progress=place["progress"], steps=place["steps"])
-        if "inner_steps" in place:  # older ones are of runs with a fixed length
-            self._rounds.length.resume(place["inner_steps"])
-        self._peer.metrics.step = place.get("num_steps", 0)
+    def _go_on_from(self, position: Mapping[str, Any]) -> None:
+        self._rounds.restart(round_index=position["round"], progress=position["progress"], steps=position["steps"])
+        if "inner_steps" in position:  # older ones are of runs with a fixed length
+            self._rounds.length.resume(position["inner_steps"])
+        self._peer.metrics.step = position.get("num_steps", 0)
 
     def _open(self, *, patience_s: float = 0.0, is_closing: bool = False) -> None:
         if self._trainable is not None and _trainable(self._model) != self._trainable:
@@ -449,8 +449,8 @@ class NoLoCo:
             self._saved_round = self.round
             self.save_in_background()
 
-    def _serve(self, folder: Path, place: dict[str, Any]) -> None:
-        self._peer.membership.serve_state(saved_state.for_newcomers(folder, self._state, place))
+    def _serve(self, folder: Path, position: dict[str, Any]) -> None:
+        self._peer.membership.serve_state(saved_state.for_newcomers(folder, self._state, position))
 
     # the end of a round
 
@@ -483,7 +483,7 @@ class NoLoCo:
                 metrics.halves += 1
             case Alone(reason, cause):
                 metrics.alone += 1
-                metrics.count_lonely(cause)
+                metrics.count_solo(cause)
                 if cause is LonelyCause.REFUSED_STATE:
                     log.warning("round %d | %s | own weights kept", result.round, reason)
                 return result

@@ -16,7 +16,7 @@ from noloco_p2p.gossip.sections import SectionPair
 from noloco_p2p.optim.gates import LIMITS, GateLimits, GradientScales
 from noloco_p2p.optim.mixing import CLOSING, Agreement, gradient_weight
 from noloco_p2p.optim.noloco import outer_step
-from noloco_p2p.outer.chunk_filter import UNSCALED, ChunkFilter, Clipped, Verdict
+from noloco_p2p.outer.chunk_filter import UNSCALED, ChunkFilter, Clipped, FilterVerdict
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.staging import Staging, pin
 from noloco_p2p.outer.state_checks import OUTER_MOMENTUM, SLOW_WEIGHTS, check_vectors
@@ -111,7 +111,7 @@ class OuterState:
             yield self.parameters.minus(start, self.slow_weights[start:stop], out=gradient)
         self.parameters.flush()
 
-    def judge(self, gradient: SectionPair | None, agreed: Agreement) -> Verdict:
+    def judge(self, gradient: SectionPair | None, agreed: Agreement) -> FilterVerdict:
         """Whether what a partner sent may be applied at all, and its outer gradient how scaled; changes nothing.
 
         gradient: None = it has not come. agreed: of the swap.
@@ -119,12 +119,12 @@ class OuterState:
         return self.gating.judge(gradient, times_longer=agreed.partner_share / max(1e-6, 1 - agreed.partner_share))
 
     @torch.no_grad()
-    def judge_swap(self, received: Received) -> Verdict:
+    def judge_swap(self, received: Received) -> FilterVerdict:
         """As `judge`, of all that a swap brought; changes nothing but what the gates remember."""
         gradient = received.sections.get(SectionName.OUTER_GRADIENT)
         weights = received.sections.get(SectionName.SLOW_WEIGHTS)
         refusal = self.gating.judge_weights(received.partner, weights, gradient) if weights else ""
-        return Verdict(refusal) if refusal else self.judge(gradient, received.agreed)
+        return FilterVerdict(refusal) if refusal else self.judge(gradient, received.agreed)
 
     @torch.no_grad()
     def step(

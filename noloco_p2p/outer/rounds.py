@@ -62,7 +62,7 @@ class Rounds:
     """`steps`: inner steps of the current round that were taken.
 
     follows_caller: `progress` is the caller's to set; inner steps and swaps do not move it. clock: seconds, those of
-    the exchange's pace.
+    the exchange's step rate.
     """
 
     def __init__(
@@ -108,16 +108,16 @@ class Rounds:
         self.apply_late()  # one that came since the last outer step would keep partners waiting
         self._is_closing = is_closing
         self.is_open = True
-        pace = self.exchange.pace
+        step_rate = self.exchange.step_rate
         if not self.steps:  # a round that was begun before a restart keeps its length
-            self.length.next(pace.seconds_per_step, others_s=pace.others_s(self._clock()))
+            self.length.next(step_rate.seconds_per_step, others_s=step_rate.others_s(self._clock()))
         self.exchange.open(
             self.round,
             progress=self.progress,
             state=self._vectors.sections(),
             steps_done=self.inner_steps if is_closing else self.steps,
             inner_steps=self.inner_steps,
-            shortest_round_s=self.length.told_s(pace.seconds_per_step),
+            shortest_round_s=self.length.told_s(step_rate.seconds_per_step),
             patience_s=patience_s,
         )
 
@@ -127,7 +127,7 @@ class Rounds:
         self.steps += 1
         if not self.follows_caller:
             self.progress = next_progress(self.progress, self.spec.schedule_steps)
-        self.exchange.pace.step(self._clock())
+        self.exchange.step_rate.step(self._clock())
         self.apply_late()
         return self.steps >= self.inner_steps
 

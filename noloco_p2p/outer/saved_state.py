@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.outer.buffers import persistent_buffers, restore_buffers
 from noloco_p2p.outer.checkpoint import Checkpoint
 from noloco_p2p.outer.outer_state import OuterState
 from noloco_p2p.transfer.donor import SavedState, describe_state
@@ -32,37 +32,58 @@ def tensors_of(state: OuterState, model: nn.Module, *, is_within_round: bool) ->
 
 
 def put_back(checkpoint: Checkpoint, state: OuterState, model: nn.Module) -> dict[str, Any]:
-    """State and model become those of the checkpoint; returns its place in the run. Raises CheckpointError."""
-    place = checkpoint.meta["outer"]
-    check_layout(place, state.parameters.model_layout, origin=str(checkpoint.path))
+    """State and model become those of the checkpoint; returns its position in the run. Raises CheckpointError."""
+    position = checkpoint.meta["outer"]
+    check_layout(position, state.parameters.model_layout, origin=str(checkpoint.path))
     state.take(checkpoint.load(STATE_FILE))
-    if place["steps"]:
+    if position["steps"]:
         state.parameters.take(checkpoint.load(FAST_FILE))
     if buffers := persistent_buffers(model):
         restore_buffers(buffers, checkpoint.load(BUFFERS_FILE))
-    return place
+    return position
 
 
-def for_newcomers(folder: Path, state: OuterState, place: dict[str, Any]) -> SavedState:
-    """The checkpoint in `folder`, written at that place in the run."""
+def for_newcomers(folder: Path, state: OuterState, position: dict[str, Any]) -> SavedState:
+    """The checkpoint in `folder`, written at that position in the run."""
     return describe_state(
         folder / f"{STATE_FILE}.safetensors",
         layout=state.layout,
         num_elements=state.num_elements,
-        round_index=place["round"],
-        progress=place["progress"],
+        round_index=position["round"],
+        progress=position["progress"],
     )
 
 
-def check_layout(place: Mapping[str, Any], layout: ModelLayout, *, origin: str) -> None:
-    """Raises CheckpointError, with the first tensor that differs, when a place in a run is of another model.
+def check_layout(position: Mapping[str, Any], layout: ModelLayout, *, origin: str) -> None:
+    """Raises CheckpointError, with the first tensor that differs, when a position in a run is of another model.
 
-    origin: what the place was read from, for the message.
+    origin: what the position was read from, for the message.
     """
-    if place["layout"] == layout.digest():
+    if position["layout"] == layout.digest():
         return
     try:
-        difference = layout.first_difference(ModelLayout.from_json(place["tensors"]))
+        difference = layout.first_difference(ModelLayout.from_json(position["tensors"]))
     except (KeyError, ValueError):
         difference = "it does not say which"
     raise CheckpointError(f"{origin} is of another model: {difference}; use another --state-dir, or `noloco fork`")
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Running statistics and the like that `state_dict` holds, by name, once each: the tensors themselves, not copies.
+
+    They are each peer's own, and do not travel. Partners whose running statistics differ a little swap without harm, as
+    training does not read them. A newcomer begins with the model's own. After a merge take them anew from data
+    (`torch.optim.swa_utils.update_bn`): a mean of statistics is not the statistics of a mean.
+    """
+    kept = model.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def restore_buffers(buffers: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Copy over. Raises CheckpointError when names or shapes are others."""
+    for name, buffer in buffers.items():
+        if name not in saved or saved[name].shape != buffer.shape:
+            raise CheckpointError(f"the checkpoint has no buffer {name} {tuple(buffer.shape)}: it is of another model")
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            buffer.copy_(saved[name])

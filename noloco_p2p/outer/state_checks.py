@@ -1,8 +1,8 @@
 """What the state of a stranger must pass before it is taken: by a newcomer, by who catches up, for a merge or a fork.
 
-The functions are pure: they are given tensors, places in the run and what peers publish, and raise CheckpointError with
-a sentence. `peer/state_admission.py` asks the swarm for what they compare with; `robust_mean.py` compares states with
-each other.
+The functions are pure: they are given tensors, positions in the run and what peers publish, and raise CheckpointError
+with a sentence. `peer/state_admission.py` asks the swarm for what they compare with; `robust_mean.py` compares states
+with each other.
 
 The limits come from honest swarms (`benchmarks/honest_states.py`), whose schedule of 40 rounds is far shorter than that
 of a real run, so that weights move further in a round. States that are 32 rounds apart were at most 0.75 of their norm
@@ -28,7 +28,7 @@ from noloco_p2p.gossip.staleness import FRESH_ROUNDS, STALE_ROUNDS
 from noloco_p2p.spec import OuterSpec, Spec
 
 SLOW_WEIGHTS, OUTER_MOMENTUM = "slow_weights", "outer_momentum"
-MIN_PLACES = 3  # of fewer nobody can tell which one is wrong
+MIN_POSITIONS = 3  # of fewer nobody can tell which one is wrong
 MIN_SKETCHES = 2  # of other peers: by what one publishes nobody is refused
 MARKS_COMPARED = 2  # each costs a pass over the state, 3 ns a number
 LARGEST_DISTANCE = 1.0  # of the norm: 0.75, and three standard deviations of a sketch (9 % of a distance)
@@ -69,15 +69,15 @@ def check_vectors(tensors: Mapping[str, object], expected: Mapping[str, int]) ->
             raise CheckpointError(f"the state has {name} with numbers that are not finite")
 
 
-def check_place(round_index: int, progress: float, others: Sequence[tuple[int, float]], spec: Spec) -> None:
-    """Raises CheckpointError for a place in the run where the swarm is not.
+def check_position(round_index: int, progress: float, others: Sequence[tuple[int, float]], spec: Spec) -> None:
+    """Raises CheckpointError for a position in the run where the swarm is not.
 
     others: round and progress of each live peer, that of the donor too. Counters of rounds differ between honest peers
     as much as their pace and the length of their rounds do, so that only a counter far beyond that is refused.
     """
-    if len(others) < MIN_PLACES:
+    if len(others) < MIN_POSITIONS:
         return
-    outer, middle = spec.outer, median(place for _, place in others)
+    outer, middle = spec.outer, median(progress for _, progress in others)
     if not abs(progress - middle) <= STALE_ROUNDS * outer.longest_round / spec.schedule_steps:
         raise CheckpointError(
             f"the state is of {100 * progress:.1f} % of the schedule, and the swarm stands at {100 * middle:.1f} %"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from noloco_p2p.gossip.outcome import Alone, Correction, LonelyCause, Outcome, Received
-from noloco_p2p.outer.chunk_filter import UNSCALED, Clipped, Verdict
+from noloco_p2p.outer.chunk_filter import UNSCALED, Clipped, FilterVerdict
 from noloco_p2p.outer.outer_state import OuterState
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.metrics import Metrics
@@ -68,7 +68,7 @@ class UpdateFilter:
         self._state.restore(before)
         self._metrics.refused_losses += 1
         alone = _refused(admitted_outcome.received, f"it raised the loss on a private batch by {rise:.3g} nats a token")
-        return alone, self._apply(alone, Verdict(), is_closing=is_closing)
+        return alone, self._apply(alone, FilterVerdict(), is_closing=is_closing)
 
     def correct(self, correction: Correction) -> None:
         """What a late part adds after its boundary."""
@@ -83,7 +83,7 @@ class UpdateFilter:
         metrics.clipped_gradients += verdict.scales.partner < 1
         metrics.late += 1
 
-    def _apply(self, outcome: Outcome, verdict: Verdict, *, is_closing: bool) -> bool:
+    def _apply(self, outcome: Outcome, verdict: FilterVerdict, *, is_closing: bool) -> bool:
         metrics, received = self._metrics, None if isinstance(outcome, Alone) else outcome.received
         clipped = self._state.step(received, scales=verdict.scales, is_closing=is_closing)
         self.clipped, self.scales = clipped, verdict.scales
@@ -93,10 +93,10 @@ class UpdateFilter:
         return clipped.num_lost > 0
 
 
-def admitted(outcome: Outcome, state: OuterState) -> tuple[Outcome, Verdict]:
-    """What is left of an outcome behind the gates that may refuse a whole swap: the round is then a lonely one."""
+def admitted(outcome: Outcome, state: OuterState) -> tuple[Outcome, FilterVerdict]:
+    """What is left of an outcome behind the gates that may refuse a whole swap: the round is then a solo one."""
     if isinstance(outcome, Alone):
-        return outcome, Verdict()
+        return outcome, FilterVerdict()
     received = outcome.received
     verdict = state.judge_swap(received)
     if not verdict.refusal:

@@ -20,10 +20,10 @@ from noloco_p2p.gossip.questions import find_difference
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.staleness import is_left_behind
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.peer.kept import kept_spec
+from noloco_p2p.peer.live_peers import LivePeers
 from noloco_p2p.peer.network_thread import NetworkThread
-from noloco_p2p.peer.outside import Outside
-from noloco_p2p.peer.state_admission import StateAdmission, ask_for_places
+from noloco_p2p.peer.run_folder import read_spec
+from noloco_p2p.peer.state_admission import StateAdmission, ask_for_positions
 from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.reader import find_somebody
@@ -47,15 +47,15 @@ DONORS_ASKED = 3  # for their tensors, when none of them had a state that fits
 
 
 async def find_spec(
-    ticket: Ticket, *, state_dir: Path, directory: SwarmDirectory, transport: GrpcTransport, outside: Outside
+    ticket: Ticket, *, state_dir: Path, directory: SwarmDirectory, transport: GrpcTransport, live_peers: LivePeers
 ) -> Spec:
     """The spec that this machine has kept, or that a live peer gives. Raises Unreachable."""
-    if kept := kept_spec(ticket, state_dir):
+    if kept := read_spec(ticket, state_dir):
         return kept
     await find_somebody(ticket, directory, timeout_s=ENTER_TIMEOUT_S)
     until_s = time.monotonic() + ENTER_TIMEOUT_S
     while True:  # a relay for those who are here may be found in a moment
-        donors = [candidate for candidate in outside.live() if candidate.can_be_called]  # of whatever stage
+        donors = [candidate for candidate in live_peers.live() if candidate.can_be_called]  # of whatever stage
         try:
             return await fetch_spec(transport, donors, expected_digest=ticket.spec_digest)
         except Unreachable:
@@ -79,7 +79,7 @@ class Entering:
         thread: NetworkThread,
         directory: SwarmDirectory,
         transport: GrpcTransport,
-        outside: Outside,
+        live_peers: LivePeers,
         is_told_stale: Callable[[], bool],
         ticket: Ticket | None,
         expects_others: bool,
@@ -90,7 +90,7 @@ class Entering:
         self._thread = thread
         self._directory = directory
         self._transport = transport
-        self._outside = outside
+        self._live_peers = live_peers
         self._is_told_stale = is_told_stale
         self._ticket = ticket
         self._expects_others = expects_others
@@ -130,7 +130,7 @@ class Entering:
             if self._leaving.wait(ASK_AGAIN_S):
                 raise Left("asked to leave before a peer of the run answered")
             donors = self._look_for_donors()
-        if told and not donors and self._outside.stage is not None:
+        if told and not donors and self._live_peers.stage is not None:
             raise Unreachable("the peers that held this stage are gone: start this peer again, and it waits for them")
         self._check_model(donors, layout)
         return None
@@ -138,7 +138,7 @@ class Entering:
     def answering(self) -> Sequence[Candidate]:
         """Some of those that this peer swaps with, as they are now. Those that died do not answer, and their records
         outlive them. Raises Left."""
-        return self._thread.call(self._ask_for_places(), ANSWER_S, leaving=self._leaving)
+        return self._thread.call(self._ask_for_positions(), ANSWER_S, leaving=self._leaving)
 
     def catch_up(
         self, layout: ModelLayout, *, progress: float, round_progress: float, target: Path
@@ -184,16 +184,16 @@ class Entering:
         """Peers that stand where the swarm does, shuffled; none while this one stands there, too. Raises Left.
 
         Records are up to a heartbeat old, which can be more short rounds than partners may be apart: a peer that was
-        refused for its place asks some others for theirs; not often, as anybody can refuse, and training waits.
+        refused for its position asks some others for theirs; not often, as anybody can refuse, and training waits.
         """
-        live = self._outside.mates()
+        live = self._live_peers.mates()
         if time.monotonic() >= self._ask_again_s and self._is_told_stale():
             self._ask_again_s = time.monotonic() + CATCH_UP_AGAIN_S
             live = self.answering()
-        places = [each.progress for each in live if each.state in ("training", "done")]
-        if not is_left_behind(progress, places, round_progress=round_progress):
+        positions = [each.progress for each in live if each.state in ("training", "done")]
+        if not is_left_behind(progress, positions, round_progress=round_progress):
             return []
-        middle = median(places)
+        middle = median(positions)
         reached = self._thread.call(self._reached(live), ANSWER_S, leaving=self._leaving)
         ahead = [each for each in reached if can_give(each) and each.progress >= middle]
         random.shuffle(ahead)
@@ -203,12 +203,12 @@ class Entering:
         with self._progress.task("looking for live peers"):
             return self._thread.call(self._find_donors(), ANSWER_S, leaving=self._leaving)
 
-    async def _ask_for_places(self) -> Sequence[Candidate]:
-        return await ask_for_places(self._transport, self._outside.live())
+    async def _ask_for_positions(self) -> Sequence[Candidate]:
+        return await ask_for_positions(self._transport, self._live_peers.live())
 
     async def _reached(self, live: Sequence[Candidate]) -> Sequence[Candidate]:
         """The same peers, with ways to those that cannot be dialled."""
-        return self._outside.reached(live)
+        return self._live_peers.reached(live)
 
     async def _look_around(self) -> None:
         """Wait until a live peer is heard of, where there should be one. Raises Unreachable: a ticket, and nobody."""
@@ -220,7 +220,7 @@ class Entering:
     async def _find_donors(self) -> Sequence[Candidate]:
         """Live peers that may have a state, in any order; none when this peer is the first. Raises Unreachable."""
         await self._look_around()
-        donors = [peer for peer in self._outside.live() if can_give(peer)]
+        donors = [peer for peer in self._live_peers.live() if can_give(peer)]
         random.shuffle(donors)
         middle = median(donor.progress for donor in donors) if donors else 0.0
         return sorted(donors, key=lambda donor: donor.progress < middle)  # who is behind is asked last
@@ -251,9 +251,9 @@ class Entering:
                 num_elements=layout.num_elements,
                 num_bytes=state_file_bytes(layout.num_elements, self._spec.outer),
                 target=target,
-                admission=StateAdmission(self._spec, self._transport, live=self._outside.live),
+                admission=StateAdmission(self._spec, self._transport, live=self._live_peers.live),
                 newer_than=newer_than,
-                live=self._outside.live,
+                live=self._live_peers.live,
                 may_end_busy=False,
                 on_progress=report,
                 on_wait=note_waiting,

@@ -80,7 +80,6 @@ class FlowDriver:
         self._work = work
         self._tickets = tickets
         self._last_stage = num_stages - 1
-        self._is_last = stage == self._last_stage
         self._executor = executor
         self._strike = strike
         self._batches: Iterator[object] = batches or iter(())

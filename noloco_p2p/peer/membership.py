@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.peer.account import Account
 from noloco_p2p.peer.network import Network
+from noloco_p2p.peer.status import PeerStatus
 from noloco_p2p.transfer.donor import SavedState
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ class Membership:
 
     def __init__(
         self,
-        account: Account,
+        status: PeerStatus,
         *,
         total_steps: int,
         network: Callable[[], Network],
         call: Callable[[Coroutine[Any, Any, Any], float], Any],
         announce: Callable[[str], None],
     ) -> None:
-        self._account = account
+        self._status = status
         self._total_steps = total_steps
         self._network = network
         self._call = call
@@ -48,13 +48,13 @@ class Membership:
         live peers train another model.
         """
         network = self._network()
-        self._account.layout = network.driver.layout = network.states.layout = layout
+        self._status.layout = network.driver.layout = network.states.layout = layout
         manifest = None
         if target is not None:
             manifest = network.entering.enter(layout, target=target)
         self._call(network.directory.check_clock(CHECK_CLOCK_S), START_TIMEOUT_S)
-        self._call(network.outside.wait_for_dial_back(), START_TIMEOUT_S)
-        self._account.enter()
+        self._call(network.reachability.wait_for_dial_back(), START_TIMEOUT_S)
+        self._status.enter()
         self._announce("training")
         return manifest
 
@@ -63,21 +63,21 @@ class Membership:
 
         Costs nothing to ask. None, too, when nobody gives a newer state: it is then tried again after a while.
         """
-        assert self._account.layout, "`enter` comes first"
+        assert self._status.layout, "`enter` comes first"
         return self._network().entering.catch_up(
-            self._account.layout, progress=progress, round_progress=inner_steps / self._total_steps, target=target
+            self._status.layout, progress=progress, round_progress=inner_steps / self._total_steps, target=target
         )
 
     def serve_state(self, saved: SavedState) -> None:
         """From now on newcomers get this state. Of a peer that is closed nobody gets it."""
-        if network := self._account.network:
+        if network := self._status.network:
             network.states.saved = saved
 
     def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
         """After an outer step: sketch these weights in the background, for the record of this peer, where `progress`
         reached a mark that all peers share; `at_rest`: training is over, and the newest weights count."""
-        self._account.sketch(slow_weights, progress=progress, at_rest=at_rest)
+        self._status.sketch(slow_weights, progress=progress, at_rest=at_rest)
 
     def weights_change(self) -> None:
         """Call before the slow weights change; a sketch of them that is not done is thrown away."""
-        self._account.weights_change()
+        self._status.weights_change()

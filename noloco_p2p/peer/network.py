@@ -12,7 +12,8 @@ from noloco_p2p.gossip.watch import SwapWatch
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.peer.entering import Entering
-from noloco_p2p.peer.outside import Outside
+from noloco_p2p.peer.live_peers import LivePeers
+from noloco_p2p.peer.reachability import Reachability
 from noloco_p2p.peer.stage_flow import StageFlow
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.transfer.donor import StateServer
@@ -30,7 +31,8 @@ class Network:
     server: GrpcServer
     control: ControlServer
     watch: SwapWatch
-    outside: Outside
+    reachability: Reachability
+    live_peers: LivePeers
     entering: Entering
     watching: asyncio.Task[None]
     stage_flow: StageFlow | None = None

@@ -37,22 +37,23 @@ from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import Limits
-from noloco_p2p.peer.account import Account
 from noloco_p2p.peer.entering import ENTER_TIMEOUT_S, Entering, find_spec
-from noloco_p2p.peer.kept import find_invitation, folder_of, keep
+from noloco_p2p.peer.live_peers import LivePeers
 from noloco_p2p.peer.membership import START_TIMEOUT_S, Membership
 from noloco_p2p.peer.network import Network
 from noloco_p2p.peer.network_thread import STOP_TIMEOUT_S, NetworkThread
-from noloco_p2p.peer.outside import Outside
 from noloco_p2p.peer.ports import Ports
+from noloco_p2p.peer.reachability import Reachability
+from noloco_p2p.peer.run_folder import find_invitation, folder_of, write_run
 from noloco_p2p.peer.stages import Stages
+from noloco_p2p.peer.status import PeerStatus
 from noloco_p2p.peer.verbs import verbs
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.dial_back import DialBack, Verdict
 from noloco_p2p.swarm.node import end_tasks
-from noloco_p2p.swarm.reachability import DialBack, Verdict
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.progress import Progress
@@ -104,12 +105,12 @@ class Peer:
         self._identity: Identity
         self._invitation: Invitation | None = None
         self._session: Session
-        self._account: Account
+        self._status: PeerStatus
         self.bans = BanList(settings.state_dir / "bans.json")
         self._thread: NetworkThread | None = None
         self._network: Network | None = None
         self._directory: SwarmDirectory | None = None
-        self._outside: Outside | None = None
+        self._reachability: Reachability | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-codec")
 
     @classmethod
@@ -180,27 +181,27 @@ class Peer:
     @property
     def ticket(self) -> str:
         """Hand it on: whoever has it can enter the run through this peer, its bootstraps, and others alive now."""
-        return self._account.ticket()
+        return self._status.ticket()
 
     @property
     def state(self) -> str:
         """What others see in the record: training, paused, leaving or done."""
-        return self._account.state
+        return self._status.state
 
     @property
     def has_entered(self) -> bool:
         """It has a model, and the swarm has heard of it."""
-        return self._account.has_entered
+        return self._status.has_entered
 
     @property
     def metrics_address(self) -> str:
         """HOST:PORT of /metrics; empty when it is not served."""
-        return self._account.metrics_address
+        return self._status.metrics_address
 
     @property
     def address(self) -> str:
         """HOST:PORT that others dial."""
-        return self._net.outside.address
+        return self._net.reachability.address
 
     def live_peers(self) -> int:
         """How many other peers are alive, as far as this one has heard: an estimate in a swarm of more than 48."""
@@ -233,7 +234,7 @@ class Peer:
 
     def announce(self, state: str) -> None:
         """Change the state that others see: training, paused, leaving or done. Swaps are offered in training only."""
-        self._account.change_state(state)
+        self._status.change_state(state)
         self._net.driver.peer_state = state
         try:
             self._call(self._net.directory.announce_now(), START_TIMEOUT_S)
@@ -250,13 +251,13 @@ class Peer:
 
     def reach(self) -> Verdict:
         """Whether other peers can dial this one, as far as they have told."""
-        return self._net.outside.verdict()
+        return self._net.reachability.verdict()
 
     async def _ask_to_dial_back(self, candidate: Candidate, ports: Sequence[int]) -> DialBack:
         assert self._directory is not None
         probed = await probe.ask(
             candidate,
-            self._account.hello(),
+            self._status.hello(),
             [*ports],
             timeout_s=DIAL_BACK_S,
             session=self._session,
@@ -266,15 +267,15 @@ class Peer:
 
     def count_traffic(self) -> None:
         """Bring the counters of bytes and chunks in `metrics` up to date."""
-        self._account.count_traffic()
+        self._status.count_traffic()
 
     def restore_metrics(self, values: dict[str, Any]) -> None:
         """Go on counting where a checkpoint stopped; unknown names are ignored."""
-        self._account.restore_metrics(values)
+        self._status.restore_metrics(values)
 
     def status(self) -> dict[str, Any]:
         """What `noloco status` shows; docs/monitoring.md tells what each key means."""
-        return self._account.status()
+        return self._status.as_dict()
 
     # starting and stopping
 
@@ -284,7 +285,7 @@ class Peer:
             self._identity = Identity.load_or_create(self.settings.state_dir / "identity.key")
             self._invitation = find_invitation(self._target, self.settings)
             self._session = Session(self._identity, self._invitation)
-            self._account = Account(
+            self._status = PeerStatus(
                 self._run,
                 self._identity,
                 self._session,
@@ -326,12 +327,13 @@ class Peer:
             download_bytes_per_s=self.settings.download_bytes_per_s,
         )
         transport = GrpcTransport(
-            self._account.hello, limits, session=self._session, why_banned=self.bans.why, guard=directory.guard
+            self._status.hello, limits, session=self._session, why_banned=self.bans.why, guard=directory.guard
         )
         entrances = self._entrances()
-        self._outside = outside = Outside(
+        self._reachability = reachability = Reachability(
             directory, self.settings, self._address_book, entrances=entrances, ask=self._ask_to_dial_back
         )
+        live_peers = LivePeers(directory, reachability.tunnels)
         if isinstance(target, Spec):
             self.spec = target
         else:
@@ -340,30 +342,37 @@ class Peer:
                 state_dir=self.settings.state_dir,
                 directory=directory,
                 transport=transport,
-                outside=outside,
+                live_peers=live_peers,
             )
         if self.spec.run_key != (self._invitation.run_key if self._invitation else ""):
             raise TicketError("the run is private, and the ticket holds no invitation to it: ask for a new ticket")
         states = StateServer(self.spec)
         stack = build_round_stack(
             self.spec,
-            hello=self._account.hello,
+            hello=self._status.hello,
             transport=transport,
-            directory=outside,
+            directory=live_peers,
             executor=self._executor,
             rng=random.SystemRandom(),  # ids of swaps must not be guessed
             serve=states.serve,
-            status=self._account.standing,
+            status=self._status.standing,
             on_corrupt=self.bans.strike,
         )
         driver, service = stack.driver, stack.service
         self.exchange = ThreadedExchange(self.spec, driver, asyncio.get_running_loop())
-        server = GrpcServer(service, limits, session=self._session, why_banned=self.bans.why)
+        server = GrpcServer(
+            service,
+            limits,
+            session=self._session,
+            why_banned=self.bans.why,
+            tunnelled=reachability.tunnels.local_ports,
+            only_public=directory.guard.only_public,
+        )
         await ports.try_both(ports.grpc, lambda port: server.start(self.settings.listen_host, port))
         control = ControlServer(self.settings.state_dir, verbs(self))
         await control.start()
         watch = SwapWatch(driver)
-        self._network = self._account.network = Network(
+        self._network = self._status.network = Network(
             directory,
             transport,
             driver,
@@ -372,19 +381,20 @@ class Peer:
             server,
             control,
             watch,
-            outside,
-            self._make_entering(directory, transport, outside, driver),
+            reachability,
+            live_peers,
+            self._make_entering(directory, transport, live_peers, driver),
             asyncio.create_task(watch.run()),
         )
         self.membership = Membership(
-            self._account,
+            self._status,
             total_steps=self.spec.schedule_steps,
             network=lambda: self._net,
             call=self._call,
             announce=self.announce,
         )
         self.stages = Stages(
-            self._account,
+            self._status,
             self._identity,
             self._session,
             bans=self.bans,
@@ -392,13 +402,13 @@ class Peer:
             network=lambda: self._net,
             call=self._call,
         )
-        await outside.start(server, num_calls=lambda: service.num_calls)
+        await reachability.start(server, num_calls=lambda: service.num_calls)
         ports.remember(grpc=server.port, libp2p=directory.port)
-        keep(self.spec, self._invitation, self.run_folder)
-        await self._account.serve_metrics()
+        write_run(self.spec, self._invitation, self.run_folder)
+        await self._status.serve_metrics()
 
     def _make_entering(
-        self, directory: SwarmDirectory, transport: GrpcTransport, outside: Outside, driver: RoundDriver
+        self, directory: SwarmDirectory, transport: GrpcTransport, live_peers: LivePeers, driver: RoundDriver
     ) -> Entering:
         assert self._thread is not None
         return Entering(
@@ -406,7 +416,7 @@ class Peer:
             thread=self._thread,
             directory=directory,
             transport=transport,
-            outside=outside,
+            live_peers=live_peers,
             is_told_stale=driver.take_refused_as_stale,
             ticket=self._target if isinstance(self._target, Ticket) else None,
             expects_others=bool(self.settings.bootstrap or self._address_book.addresses()),
@@ -428,7 +438,7 @@ class Peer:
             relays=not settings.max_upload,
             address_book=self._address_book,
             spec_digest=self._invitation.listing(self._run[1]).view if self._invitation else self._run[1],
-            describe=self._account.record,
+            describe=self._status.record,
             on_copy=self._on_copy,
             ignores=self._ignores,
         )
@@ -440,23 +450,23 @@ class Peer:
         return [*self.settings.bootstrap, *(self._target.addresses if isinstance(self._target, Ticket) else ())]
 
     async def _stop_network(self) -> None:
-        self._account.state = "leaving"
-        await self._account.stop()
+        self._status.state = "leaving"
+        await self._status.stop()
         if self._network:
             await end_tasks([self._network.watching])
             await self._network.control.stop()
             self._network.driver.peer_state = "leaving"
             if self._network.stage_flow:
                 await self._network.stage_flow.stop()
-        if self._outside:
-            await self._outside.stop()
+        if self._reachability:
+            await self._reachability.stop()
         if self._directory:
             # The last words of a copy would be taken for those of the other.
             await self._directory.stop(farewell=self.has_entered and self.fault is None)
         if self._network:
             await self._network.driver.stop()
             await self._network.server.stop(0.5)
-        self._network = self._account.network = self._directory = self._outside = None
+        self._network = self._status.network = self._directory = self._reachability = None
 
     def _on_copy(self, other: PeerRecord) -> None:
         if self.fault is None:

@@ -49,14 +49,14 @@ class Sketcher:
         self._run = run
         self._clock = clock
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-sketch")
-        self._pace: deque[tuple[float, float]] = deque(maxlen=LAST_ROUNDS)  # (seconds, progress) of outer steps
+        self._step_rate: deque[tuple[float, float]] = deque(maxlen=LAST_ROUNDS)  # (seconds, progress) of outer steps
         self._reached = 0.0  # progress up to which marks are behind this peer
         self._lock = threading.Lock()
         self._state = 0  # rises with every change of the slow weights
 
     def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
         """An outer step was taken: begin a sketch in the background if it reached a mark, or if training is over."""
-        self._pace.append((self._clock(), progress))
+        self._step_rate.append((self._clock(), progress))
         mark, state = self._mark(progress, at_rest=at_rest), self._state
         self._reached = max(self._reached, progress)
         if mark is not None:
@@ -78,9 +78,9 @@ class Sketcher:
 
         if at_rest:
             return AT_REST
-        if len(self._pace) < MIN_ROUNDS:
+        if len(self._step_rate) < MIN_ROUNDS:
             return None
-        rounds = list(pairwise(self._pace))
+        rounds = list(pairwise(self._step_rate))
         round_s, step = (median(later[index] - sooner[index] for sooner, later in rounds) for index in (0, 1))
         level = finest_level(round_s=round_s, round_progress=step)
         if level is None:

@@ -20,7 +20,7 @@ from noloco_p2p.flow.replica import Replica
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity, short_id
-from noloco_p2p.net.connection import Dialer
+from noloco_p2p.net.connection import Connector
 from noloco_p2p.net.flow import Find, FlowLinks
 from noloco_p2p.net.flow_link import PayloadSizes
 from noloco_p2p.net.server import ServeFlow
@@ -59,7 +59,7 @@ class Surroundings:
     identity: Identity
     spec_digest: str
     hello: Callable[[], Hello]
-    dialer: Dialer
+    connector: Connector
     find: Find
     limits: Limits
     live: Callable[[], Sequence[Candidate]]
@@ -103,7 +103,7 @@ class StageFlow:
             stage=plan.stage,
             num_stages=plan.num_stages,
             sizes=plan.sizes,
-            dialer=around.dialer,
+            connector=around.connector,
             find=around.find,
             limits=around.limits,
             why_banned=around.why_banned,

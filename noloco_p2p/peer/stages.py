@@ -8,13 +8,13 @@ from typing import Any
 from noloco_p2p.bans import BanList
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity
-from noloco_p2p.net.connection import Dialer
+from noloco_p2p.net.connection import Connector
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import Limits
-from noloco_p2p.peer.account import Account
 from noloco_p2p.peer.membership import START_TIMEOUT_S
 from noloco_p2p.peer.network import Network
 from noloco_p2p.peer.stage_flow import StageFlow, StagePlan, Surroundings
+from noloco_p2p.peer.status import PeerStatus
 from noloco_p2p.peer.threaded_flow import ThreadedFlow
 
 
@@ -24,7 +24,7 @@ class Stages:
 
     def __init__(
         self,
-        account: Account,
+        status: PeerStatus,
         identity: Identity,
         session: Session,
         *,
@@ -33,7 +33,7 @@ class Stages:
         network: Callable[[], Network],
         call: Callable[[Coroutine[Any, Any, Any], float], Any],
     ) -> None:
-        self._account = account
+        self._status = status
         self._identity = identity
         self._session = session
         self._bans = bans
@@ -48,11 +48,11 @@ class Stages:
 
     def members(self) -> Sequence[Candidate]:
         """Other live peers, of all stages, as their records say."""
-        return self._network().outside.everyone()
+        return self._network().live_peers.everyone()
 
     def mates(self) -> Sequence[Candidate]:
         """Those of them that hold the stage of this peer; it swaps with them."""
-        return self._network().outside.mates()
+        return self._network().live_peers.mates()
 
     def answering(self) -> Sequence[Candidate]:
         """Some of these, as they are now: the dead do not answer, and their records outlive them. Raises Left."""
@@ -60,15 +60,15 @@ class Stages:
 
     def num_mates(self) -> int:
         """How many they are: an estimate in a swarm of more than 48."""
-        return self._network().outside.num_live() - 1
+        return self._network().live_peers.num_live() - 1
 
     def hold(self, stage: int) -> None:
         """Before a NoLoCo is made: this peer swaps with peers of that stage alone, and fetches their state."""
-        self._network().outside.stage = stage
+        self._network().live_peers.stage = stage
 
     def wait_for(self, stages: Sequence[int]) -> None:
         """Show what this peer waits for: stages that nobody holds; none = it waits no longer."""
-        self._account.waits_for_stages = tuple(stages)
+        self._status.waits_for_stages = tuple(stages)
 
     def start_flow(self, plan: StagePlan) -> ThreadedFlow:
         """Take part in the pipeline: other peers find this one in the directory, and send it microbatches."""
@@ -80,16 +80,16 @@ class Stages:
 
     async def _start_flow(self, plan: StagePlan) -> ThreadedFlow:
         net, limits = self._network(), self._limits
-        outside = net.outside
+        live_peers = net.live_peers
         around = Surroundings(
             self._identity,
-            self._account.hello().spec_digest,
-            hello=self._account.hello,
-            dialer=Dialer(self._session, limits, why_banned=self._bans.why, guard=net.directory.guard),
-            find=outside.find,
+            self._status.hello().spec_digest,
+            hello=self._status.hello,
+            connector=Connector(self._session, limits, why_banned=self._bans.why, guard=net.directory.guard),
+            find=live_peers.find,
             limits=limits,
-            live=lambda: outside.reached(outside.everyone()),
-            is_closed=outside.is_closed,
+            live=lambda: live_peers.reached(live_peers.everyone()),
+            is_closed=net.reachability.is_closed,
             why_banned=self._bans.why,
             strike=self._bans.strike,
         )

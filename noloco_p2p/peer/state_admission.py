@@ -11,7 +11,14 @@ from pathlib import Path
 from noloco_p2p.errors import CheckpointError, PeerError
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.seams import Candidate, Transport
-from noloco_p2p.outer.state_checks import MIN_PLACES, SLOW_WEIGHTS, check_place, check_sketches, read_state, vectors_of
+from noloco_p2p.outer.state_checks import (
+    MIN_POSITIONS,
+    SLOW_WEIGHTS,
+    check_position,
+    check_sketches,
+    read_state,
+    vectors_of,
+)
 from noloco_p2p.spec import Spec
 
 PLACES_ASKED = 5  # peers that are asked where they stand
@@ -30,17 +37,17 @@ class StateAdmission:
         self._transport = transport
         self._live = live
 
-    async def check_place(self, donor: Candidate, manifest: StateManifest) -> None:
+    async def check_position(self, donor: Candidate, manifest: StateManifest) -> None:
         """Records are up to a heartbeat old, which can be more short rounds than a state may be away from the swarm: a
-        place that does not fit them is compared with what some peers say when they are asked."""
+        position that does not fit them is compared with what some peers say when they are asked."""
         live = self._live()
         try:
-            check_place(manifest.round, manifest.progress, places(live), self._spec)
+            check_position(manifest.round, manifest.progress, positions(live), self._spec)
         except CheckpointError:
-            fresh = places(await ask_for_places(self._transport, live))
-            if len(fresh) < MIN_PLACES:
+            fresh = positions(await ask_for_positions(self._transport, live))
+            if len(fresh) < MIN_POSITIONS:
                 raise
-            check_place(manifest.round, manifest.progress, fresh, self._spec)
+            check_position(manifest.round, manifest.progress, fresh, self._spec)
 
     async def check_state(self, donor: Candidate, manifest: StateManifest, path: Path) -> None:
         """Reads the whole file, off the event loop."""
@@ -55,12 +62,12 @@ class StateAdmission:
         check_sketches(tensors[SLOW_WEIGHTS], published, progress=manifest.progress, spec=self._spec)
 
 
-def places(live: Sequence[Candidate]) -> list[tuple[int, float]]:
+def positions(live: Sequence[Candidate]) -> list[tuple[int, float]]:
     """Round and progress of those who stand where the swarm does."""
     return [(each.round, each.progress) for each in live if each.state in ("training", "done")]
 
 
-async def ask_for_places(transport: Transport, live: Sequence[Candidate]) -> Sequence[Candidate]:
+async def ask_for_positions(transport: Transport, live: Sequence[Candidate]) -> Sequence[Candidate]:
     """A few of the live peers, as they are now; those who do not answer are left out."""
 
     async def ask(peer: Candidate) -> Candidate | None:

@@ -15,7 +15,7 @@ from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.exchange import Exchange, LoopExchange
 from noloco_p2p.gossip.frames import Hello, SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, Half, Outcome, Swapped
-from noloco_p2p.gossip.pace import Pace
+from noloco_p2p.gossip.rate_estimators import StepRate
 from noloco_p2p.gossip.round_stack import build_round_stack
 from noloco_p2p.optim.gates import LIMITS, GateLimits
 from noloco_p2p.optim.mixing import closing_wait_s
@@ -126,7 +126,7 @@ class SimulatedPeer:
     async def _closing_round(self) -> None:
         """Mixing without training: both partners go to the middle."""
         self._rounds.exchange = self._exchange
-        wait_s = closing_wait_s(self._spec.outer, self.driver.pace.seconds_per_round())
+        wait_s = closing_wait_s(self._spec.outer, self.driver.step_rate.seconds_per_round())
         self._rounds.open(patience_s=wait_s, is_closing=True)
         self._rounds.reach_boundary(wait_s=wait_s)
         await self._end()
@@ -170,8 +170,8 @@ class Around:
         self._inner = inner
 
     @property
-    def pace(self) -> Pace:
-        return self._inner.pace
+    def step_rate(self) -> StepRate:
+        return self._inner.step_rate
 
     def open(self, round_index: int, *, state: dict[SectionName, Tensor], **options: Any) -> None:
         self._inner.open(round_index, state=state, **options)
@@ -200,7 +200,7 @@ class Absent(Around):
 
     def open(self, round_index: int, *, state: dict[SectionName, Tensor], **options: Any) -> None:
         steps = {name: options[name] for name in ("steps_done", "inner_steps", "shortest_round_s")}
-        self.pace.open_round(now_s(), **steps)
+        self.step_rate.open_round(now_s(), **steps)
 
     def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
         pass

@@ -31,7 +31,7 @@ class Churn:
     """What goes wrong, and who comes and goes.
 
     lose: share of calls whose connection breaks on the way; the peers then look for others, as they do on a network.
-    absent: share of the rounds in which a replica cannot be reached from the opening to the end: a lonely round.
+    absent: share of the rounds in which a replica cannot be reached from the opening to the end: a solo round.
     """
 
     events: tuple[Event, ...] = ()

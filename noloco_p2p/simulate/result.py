@@ -11,7 +11,7 @@ from torch import Tensor
 
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.telemetry.console import mib
-from noloco_p2p.trainer.judge import spread
+from noloco_p2p.trainer.swarm_evaluation import spread
 
 COLUMNS = (
     *("rule", "replicas", "loss", "worst", "merged", "spread %", "sent a peer", "bytes/param/step"),
@@ -46,7 +46,7 @@ class Result:
     swapped: int  # rounds, of all replicas
     half: int
     alone: int
-    refused: int  # rounds that a gate made lonely, and late gradients that one refused
+    refused: int  # rounds that a gate made solo, and late gradients that one refused
     clipped: int  # rounds in which a gate shortened what a partner sent
     cut_share: float  # of the length of the offsets, mean over swaps
     late: int  # gradients that came after their boundary, and were applied

@@ -18,7 +18,7 @@ from noloco_p2p.flow.head import Head
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.telemetry.console import mib
 from noloco_p2p.trainer.cut import link_tokens_per_s
-from noloco_p2p.trainer.judge import spread
+from noloco_p2p.trainer.swarm_evaluation import spread
 
 if TYPE_CHECKING:
     from noloco_p2p.simulate.stage_node import StageNode

@@ -11,14 +11,13 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import Identity
 from noloco_p2p.swarm.buckets import bucket_of
 from noloco_p2p.swarm.clock import CLOCK
-from noloco_p2p.swarm.copies import CopyWatch
-from noloco_p2p.swarm.lookout import Lookout
+from noloco_p2p.swarm.membership_view import MembershipView
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import EXPIRY_SLACK_S, TTL_S, PeerRecord, encode_record
 
 
 class Announcer:
-    """Stores what `describe` returns, in the buckets that the lookout counts with.
+    """Stores what `describe` returns, in the buckets that the view counts with.
 
     key: of the view in which the record is stored. describe: the current record but for the fields of the directory;
     None until there is something to announce. multiaddrs: where this node can be dialled, when the record does not
@@ -29,7 +28,7 @@ class Announcer:
         self,
         node: SwarmNode,
         identity: Identity,
-        lookout: Lookout,
+        view: MembershipView,
         *,
         key: str,
         spec_digest: str,
@@ -40,7 +39,7 @@ class Announcer:
     ) -> None:
         self._node = node
         self._identity = identity
-        self._lookout = lookout
+        self._view = view
         self._key = key
         self._spec_digest = spec_digest
         self._describe = describe
@@ -65,7 +64,7 @@ class Announcer:
             described = self._describe()
             if described is None:
                 return  # nothing to say yet
-            depths = self._lookout.depths()
+            depths = self._view.depths()
             record = replace(
                 described,
                 depths=() if depths == (0,) else depths,
@@ -96,7 +95,7 @@ class Announcer:
         own = self._describe()
         if own is None:
             return
-        for found in await self._lookout.stored_under(self._identity.peer_id, timeout_s=self._every_s):
+        for found in await self._view.stored_under(self._identity.peer_id, timeout_s=self._every_s):
             if self._copies.must_stop(own, found):
                 self._on_copy(found)
 
@@ -112,3 +111,25 @@ class Announcer:
             expires_at_s = max(expires_at_s, self._expires_at_s + EXPIRY_SLACK_S)
         self._expires_at_s = expires_at_s
         return self._expires_at_s
+
+
+class CopyWatch:
+    """Notices a key that is used twice, by the records that are stored under the own peer id. Pure.
+
+    A record outlives who made it, so one of another start is none of a copy yet: the copy is believed in when it has
+    spoken twice. Of two starts the later one stays, by the clocks of their machines; with equal clocks the session
+    keys decide, so that never both stop.
+    """
+
+    def __init__(self) -> None:
+        self._heard: dict[str, int] = {}  # session key of another start -> its first sequence number
+
+    def must_stop(self, own: PeerRecord, found: PeerRecord) -> bool:
+        """`own`: what this start announces; `found`: what was read under its peer id."""
+        if found.peer_id != own.peer_id or found.session_key == own.session_key or found.state == "leaving":
+            return False
+        if (found.started_at_ms, found.session_key) < (own.started_at_ms, own.session_key):
+            return False
+        if len(self._heard) > 16:
+            self._heard.clear()
+        return found.sequence > self._heard.setdefault(found.session_key, found.sequence)

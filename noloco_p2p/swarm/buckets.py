@@ -204,7 +204,7 @@ def is_enough(depth: int, nums_apart: Sequence[float]) -> bool:
     return bool(nums_apart) and (nums_apart[-1] < EVIDENCE or len(nums_apart) >= most)
 
 
-class Draw:
+class BucketSampler:
     """The buckets of which a partner is drawn: one is read at a time, and takes the place of the older one."""
 
     def __init__(self, rng: random.Random) -> None:

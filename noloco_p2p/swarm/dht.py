@@ -3,7 +3,7 @@
     heartbeat   store the own record, every 15 s and when something changed; others drop it after 60 s. Before it, read
                 what is stored under the own peer id: a copied key is noticed (`announcer.py`)
     view        read a bucket of records: all of a small run every 5 s, one of many every 10 s; every second at
-                first and while nobody is there (`lookout.py`)
+                first and while nobody is there (`membership_view.py`)
     dial        bootstraps and peers met before, again and again while they are missing (`dialer.py`)
     freshen     ask for a random key every 30 s, which keeps routing tables alive: a bucket of another depth
 
@@ -28,8 +28,9 @@ from noloco_p2p.swarm.addresses import any_public, only_public, routable_host, s
 from noloco_p2p.swarm.announcer import Announcer
 from noloco_p2p.swarm.buckets import run_key
 from noloco_p2p.swarm.daemon import ListenOn
+from noloco_p2p.swarm.dial_back import is_abroad
 from noloco_p2p.swarm.dialer import Dialer
-from noloco_p2p.swarm.lookout import Headcount, Lookout
+from noloco_p2p.swarm.membership_view import Headcount, MembershipView
 from noloco_p2p.swarm.node import SwarmNode, end_tasks
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.swarm.relay import Relay
@@ -62,10 +63,12 @@ class SwarmDirectory:
         ignores: Callable[[PeerRecord], bool],
         relay: Relay | None,
         guard: DialGuard,
+        announce_host: str,
         key: str | None = None,
     ) -> None:
         self.guard = guard
-        self.is_abroad: Callable[[], bool] = lambda: False
+        self._announce_host = announce_host
+        self._entrances = [addresses[0] for addresses in _by_peer(bootstraps).values()]  # the best of each
         self._node = node
         self._identity = identity
         self._address_book = address_book
@@ -73,7 +76,7 @@ class SwarmDirectory:
         self._timing = timing
         self._relay = relay
         view_key = key or run_key(spec_digest or "")
-        self._lookout = Lookout(
+        self._view = MembershipView(
             node,
             identity.peer_id,
             address_book,
@@ -89,7 +92,7 @@ class SwarmDirectory:
             self._announcer = Announcer(
                 node,
                 identity,
-                self._lookout,
+                self._view,
                 key=view_key,
                 spec_digest=spec_digest,
                 describe=describe,
@@ -105,7 +108,7 @@ class SwarmDirectory:
             every_s=timing.dial_s,
             heard_of=lambda: {record.peer_id for record, _ in self.records()},
             on_met=self._meet,
-            on_wrong_clock=self._lookout.somebody.set,  # who waits is told
+            on_wrong_clock=self._view.somebody.set,  # who waits is told
             guard=guard,
         )
         self._tasks: list[asyncio.Task[None]] = []
@@ -165,6 +168,7 @@ class SwarmDirectory:
             ignores=ignores,
             relay=relay,
             guard=guard,
+            announce_host=announce_host or "",
             key=key,
         )
         directory._run()
@@ -203,34 +207,39 @@ class SwarmDirectory:
 
         Of a run with many buckets, those in the two that were drawn last; all that were read for a monitor.
         """
-        return self._lookout.live()
+        return self._view.live()
 
     def knows(self, peer_id: str) -> bool:
         """Whether a live record of this peer was read, from whatever bucket. Never waits; for any thread."""
-        return self._lookout.knows(peer_id)
+        return self._view.knows(peer_id)
 
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
         """One particular peer: its bucket is read when it is not known. None when it cannot be found."""
-        return await self._lookout.find(peer_id, timeout_s=timeout_s)
+        return await self._view.find(peer_id, timeout_s=timeout_s)
 
     def headcount(self) -> Headcount:
         """How many other peers are alive. Never waits; for any thread."""
-        return self._lookout.headcount()
+        return self._view.headcount()
 
     def records(self) -> list[tuple[PeerRecord, float]]:
         """(record, age in seconds) of the run's peers that were read, leaving ones too, without this one."""
-        return self._lookout.records()
+        return self._view.records()
 
     def read_age_s(self) -> float:
         """Seconds since the directory last answered; since the start when it never did."""
-        return self._lookout.read_age_s()
+        return self._view.read_age_s()
 
     def multiaddrs(self) -> list[str]:
         """Where this node can be dialled, the announced host first; each ends in /p2p/PEER_ID.
 
-        In a swarm on public addresses those of private networks are left out.
+        A peer in a swarm on public addresses leaves out those of private networks.
         """
         return only_public(self._node.multiaddrs()) if self.is_abroad() else self._node.multiaddrs()
+
+    def is_abroad(self) -> bool:
+        """Whether this is a peer of a swarm on public addresses, where private ones lead nowhere."""
+        others = [candidate.address for candidate in self.live()]
+        return self._announcer is not None and (is_public(self._announce_host) or is_abroad(self._entrances, others))
 
     def neighbours(self) -> set[str]:
         """Ids of DHT nodes that answered lately, whatever run they are of."""
@@ -247,7 +256,7 @@ class SwarmDirectory:
         """
         self._dialer.check_clock()
         try:
-            await asyncio.wait_for(self._lookout.somebody.wait(), timeout_s)
+            await asyncio.wait_for(self._view.somebody.wait(), timeout_s)
         except TimeoutError:
             return False
         self._dialer.check_clock()
@@ -255,7 +264,7 @@ class SwarmDirectory:
 
     async def wait_until_whole(self, timeout_s: float) -> bool:
         """For one that only reads: wait until it has read all buckets of the run; False when it has not."""
-        return await self._lookout.wait_until_whole(timeout_s)
+        return await self._view.wait_until_whole(timeout_s)
 
     async def check_clock(self, timeout_s: float) -> None:
         """Wait until those to enter through have been tried once. Raises DirectoryError, as `wait_for_peers` does."""
@@ -270,7 +279,7 @@ class SwarmDirectory:
     async def refresh_now(self) -> None:
         """Read a bucket now (all for a monitor). Raises DirectoryError; the view then stays as it was."""
         if self._has_run:
-            await self._lookout.refresh()
+            await self._view.refresh()
 
     async def stop(self, *, farewell: bool = True) -> None:
         """Say good-bye (within FAREWELL_S), then end every task and process. Never raises but when cancelled."""
@@ -293,12 +302,12 @@ class SwarmDirectory:
         if self._announcer:
             jobs.append(("heartbeat", self._announcer.beat))
         if self._has_run:
-            jobs.append(("view", self._lookout.look))
+            jobs.append(("view", self._view.look))
         self._tasks = [asyncio.create_task(_forever(name, job), name=f"directory {name}") for name, job in jobs]
 
     async def _freshen(self) -> float:
         if self._has_run:
-            await self._lookout.look_aside()
+            await self._view.look_aside()
         else:
             await self._node.get(secrets.token_hex(16))
         return self._timing.freshen_s

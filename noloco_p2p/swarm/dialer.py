@@ -14,7 +14,7 @@ from noloco_p2p.identity import short_id
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import guarded, host_in, split_peer_id
 from noloco_p2p.swarm.clock import CLOCK, Offset, check_clock
-from noloco_p2p.swarm.dialing import DialPlan
+from noloco_p2p.swarm.dial_plan import DialPlan
 from noloco_p2p.swarm.node import SwarmNode
 
 logger = logging.getLogger(__name__)

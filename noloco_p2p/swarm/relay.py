@@ -1,4 +1,4 @@
-"""A relay for peers that nobody can dial: they keep a place here by a stream of their own, and calls come in by it.
+"""A relay for peers that nobody can dial: each keeps a stream to it as a reservation, and calls come in by that.
 
 p2pd has relays too, but they carry 128 KiB a call (measured, whatever its flags say). Here two libp2p streams are
 spliced, so the traffic is that of this node; what passes is gRPC, and a relay can break it off but is no part of it.
@@ -22,20 +22,20 @@ from noloco_p2p.identity import short_id
 from noloco_p2p.rates import Rate, Rates, TokenBucket
 from noloco_p2p.swarm.address_book import CIRCUIT
 from noloco_p2p.swarm.addresses import guarded, host_in, listen_multiaddr, split_peer_id, tcp_target
+from noloco_p2p.swarm.dial_back import DialBack
 from noloco_p2p.swarm.node import SwarmNode, end_tasks, knock
-from noloco_p2p.swarm.reachability import DialBack
 from noloco_p2p.swarm.streams import count_down
 
 logger = logging.getLogger(__name__)
 
-PLACE, CALL, DIAL = (f"/noloco_p2p/{name}/1" for name in ("place", "call", "dial"))
+RESERVE, CALL, DIAL = (f"/noloco_p2p/{name}/1" for name in ("place", "call", "dial"))
 TUNNEL = "/noloco_p2p/tunnel/2"  # the first one wrapped each connection, and resumed it over another relay
 YES, NO = b"yes\n", b"no\n"
-BEAT_S = 5.0  # of one who keeps a place
+BEAT_S = 5.0  # of one who keeps a reservation
 SILENT_S = 15.0
 ANSWER_S = 10.0
-MAX_PLACES = 32
-MAX_STREAMS_OF_A_PLACE = 2  # the second is that of a peer that is back, while the first is not known to be broken
+MAX_RESERVATIONS = 32
+MAX_STREAMS_OF_A_RESERVATION = 2  # the second for a peer that is back before the first is known to be broken
 BEATS = Rate(per_s=1.0, burst=5.0)  # of one stream; the first two come together
 MAX_CALLS = 32
 MAX_CALLS_OF_ONE = 9  # a swap has up to eight lanes
@@ -44,7 +44,7 @@ MAX_CALL_S = 1800.0
 MAX_PORTS = 2
 DIALS_A_MINUTE_OF_ONE, DIALS_A_MINUTE = 4, 12  # asked for by one peer; by one network; as many at once
 CALLS_A_MINUTE_OF_ONE = 120  # as many at once
-NUM_PLACES = 2  # that one peer keeps: when one relay dies, the other is there
+NUM_RESERVATIONS = 2  # that one peer keeps: when one relay dies, the other is there
 RETRY_S = 30.0  # a relay that said no or could not be reached
 LOOK_S = 1.0
 BLOCK_BYTES = 256 * 1024
@@ -55,7 +55,7 @@ Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Relay:
-    """Serves places and calls. Every peer does: who cannot be reached himself is asked by nobody.
+    """Serves reservations and calls, on every peer; unreachable peers are never chosen as relays.
 
     `only_public`: as of `DialGuard`.
     """
@@ -63,7 +63,7 @@ class Relay:
     def __init__(self, node: SwarmNode, *, only_public: bool = False) -> None:
         self.passed_bytes = 0  # from one end of a call to the other
         self._node = node
-        self._places: Counter[str] = Counter()
+        self._reservations: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
         self._only_public = only_public
         self._called = Rates(per_s=CALLS_A_MINUTE_OF_ONE / 60, at_once=CALLS_A_MINUTE_OF_ONE)
@@ -71,16 +71,16 @@ class Relay:
         self._dials = Rates(per_s=DIALS_A_MINUTE / 60, at_once=DIALS_A_MINUTE)
 
     async def start(self) -> None:
-        await self._node.handle_streams(PLACE, self._on_place)
+        await self._node.handle_streams(RESERVE, self._on_reserve)
         await self._node.handle_streams(CALL, self._on_call)
         await self._node.handle_streams(DIAL, self._on_dial)
 
-    async def _on_place(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        is_full = peer not in self._places and len(self._places) >= MAX_PLACES
-        if is_full or self._places[peer] >= MAX_STREAMS_OF_A_PLACE:
+    async def _on_reserve(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_full = peer not in self._reservations and len(self._reservations) >= MAX_RESERVATIONS
+        if is_full or self._reservations[peer] >= MAX_STREAMS_OF_A_RESERVATION:
             writer.write(NO)
             return
-        self._places[peer] += 1
+        self._reservations[peer] += 1
         try:
             writer.write(YES)
             beats = TokenBucket.full(BEATS, time.monotonic())
@@ -92,15 +92,15 @@ class Relay:
                     writer.write(b".")
                     await writer.drain()
         except (*BROKEN, TimeoutError) as error:
-            logger.debug("%s lost its place: %s", short_id(peer), error)
+            logger.debug("%s lost its reservation: %s", short_id(peer), error)
         finally:
-            count_down(self._places, peer)
+            count_down(self._reservations, peer)
 
     async def _on_call(self, caller: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with asyncio.timeout(ANSWER_S):
             wanted = (await reader.readline()).decode("ascii", errors="replace").strip()
         is_full = self._calls.total() >= MAX_CALLS or self._calls[caller] >= MAX_CALLS_OF_ONE
-        if wanted not in self._places or is_full or not self._called.take(caller):
+        if wanted not in self._reservations or is_full or not self._called.take(caller):
             writer.write(NO)
             return
         self._calls[caller] += 1
@@ -151,7 +151,7 @@ async def ask_to_dial(node: SwarmNode, peer: str, ports: Sequence[int]) -> DialB
         raise DirectoryError(f"{short_id(peer)} does not dial back: {error}") from None
 
 
-async def open_told(
+async def open_stream_to(
     node: SwarmNode, guard: DialGuard, relay: str, address: str, protocol: str
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Raw bytes to a relay that is said to be at `address`. Raises DirectoryError, Unreachable.
@@ -196,10 +196,10 @@ async def _pass_on(
             on_passed(len(data))
 
 
-class Places:
-    """Keeps a place at two relays while this peer cannot be dialled.
+class Reservations:
+    """Keeps reservations at two relays while this peer cannot be dialled.
 
-    `doors` gives the nodes that may be relays: peer id -> multiaddrs; `wanted` whether a place is needed at all.
+    `doors` gives the nodes that may be relays: peer id -> multiaddrs; `wanted` whether one is needed at all.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Places:
         self._not_before_s: dict[str, float] = {}
 
     def relays(self) -> Collection[str]:
-        """Peer ids of those that hold a place for this peer now."""
+        """Peer ids of those that hold a reservation for this peer now."""
         return self._held.keys()
 
     def circuits(self) -> list[str]:
@@ -231,7 +231,7 @@ class Places:
         try:
             while True:
                 self._keeping = {relay: task for relay, task in self._keeping.items() if not task.done()}
-                if self._wanted() and len(self._keeping) < NUM_PLACES:
+                if self._wanted() and len(self._keeping) < NUM_RESERVATIONS:
                     self._keep_one_more()
                 await asyncio.sleep(LOOK_S)
         finally:
@@ -250,19 +250,19 @@ class Places:
 
     async def _keep(self, relay: str, multiaddr: str) -> None:
         try:
-            reader, writer = await open_told(self._node, self._guard, relay, split_peer_id(multiaddr)[0], PLACE)
+            reader, writer = await open_stream_to(self._node, self._guard, relay, split_peer_id(multiaddr)[0], RESERVE)
             try:
                 writer.write(b".")
                 async with asyncio.timeout(ANSWER_S):
                     if await reader.readline() != YES:
-                        raise DirectoryError("it has no place left")
+                        raise DirectoryError("it has no reservation left")
                 self._held[relay] = multiaddr
                 logger.info("%s relays calls to this peer", short_id(relay))
                 await self._beat(reader, writer)
             finally:
                 writer.close()
         except (*BROKEN, TimeoutError, Unreachable) as error:
-            logger.debug("no place at %s: %s", short_id(relay), error)
+            logger.debug("no reservation at %s: %s", short_id(relay), error)
         finally:
             self._held.pop(relay, None)
             self._not_before_s[relay] = time.monotonic() + RETRY_S

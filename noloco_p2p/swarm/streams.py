@@ -18,12 +18,12 @@ StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awai
 
 MAX_STREAMS = 256  # each is a descriptor
 MAX_STREAMS_OF_ONE = 64  # a relay brings the calls of many
-KEPT_FOR_RELAYS = 64  # of all: for the relays that hold a place for this peer
+KEPT_FOR_RELAYS = 64  # of all: for the relays that hold a reservation for this peer
 FAULTS = (OSError, EOFError, RuntimeError, ValueError, NolocoError)  # TimeoutError is an OSError
 
 
 class Streams:
-    """Of one node, whatever their protocol. `relays`: the peers that hold a place for this one now."""
+    """Of one node, whatever their protocol. `relays`: the peers that hold a reservation for this one now."""
 
     def __init__(self) -> None:
         self.relays: Callable[[], Collection[str]] = tuple

@@ -20,7 +20,7 @@ from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import short_id
 from noloco_p2p.swarm.node import SwarmNode, end_tasks
-from noloco_p2p.swarm.relay import ANSWER_S, BROKEN, CALL, TUNNEL, YES, Ends, open_told, relays_of, splice
+from noloco_p2p.swarm.relay import ANSWER_S, BROKEN, CALL, TUNNEL, YES, Ends, open_stream_to, relays_of, splice
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Tunnels:
 
     `live` and `multiaddrs` tell of live peers; `wanted`: this peer cannot be dialled, so that peers of its kind make no
     offers to it, nor it to them, but by tunnels; `server` is HOST and PORT of the own gRPC server, once it is there;
-    `relays` are those that hold a place for this peer: nobody else brings calls of others.
+    `relays` are those that hold a reservation for this peer: nobody else brings calls of others.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Tunnels:
     async def _way(self, peer_id: str, relay: str, address: str) -> Ends:
         """A stream to the peer by that relay. Raises what a broken stream does, TimeoutError."""
         async with asyncio.timeout(ANSWER_S):
-            reader, writer = await open_told(self._node, self._guard, relay, address, CALL)
+            reader, writer = await open_stream_to(self._node, self._guard, relay, address, CALL)
             try:
                 writer.write(peer_id.encode() + b"\n")
                 if await reader.readline() != YES:

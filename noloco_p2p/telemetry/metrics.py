@@ -283,7 +283,7 @@ class Metrics:
     )
     last_outcome: str = _metric("text", "text", "outcome of the last round in one phrase", "")
 
-    def count_lonely(self, cause: str) -> None:
+    def count_solo(self, cause: str) -> None:
         """`cause`: a value of `gossip.outcome.LonelyCause`."""
         name = f"alone_{cause}"
         setattr(self, name, getattr(self, name) + 1)

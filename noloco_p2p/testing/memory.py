@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 
 from noloco_p2p.errors import TimedOut, Unreachable
-from noloco_p2p.gossip.frames import FetchItem, FetchWant, Frame, Hello, PeerStatus, StateManifest, WantLayout
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Frame, Hello, PeerStatus, WantLayout
 from noloco_p2p.gossip.seams import Candidate, FrameStream, Service
 
 QUEUED_FRAMES = 8
@@ -88,16 +87,6 @@ class MemoryDirectory:
 
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
         return Candidate(peer_id, address=peer_id) if peer_id in self._network.listed else None
-
-
-class AnyState:
-    """A `transfer.fetch.Admission` that takes every state."""
-
-    async def check_place(self, donor: Candidate, manifest: StateManifest) -> None: ...
-
-    async def check_state(self, donor: Candidate, manifest: StateManifest, path: Path) -> None: ...
-
-    def refuse(self, donor: Candidate, why: str) -> None: ...
 
 
 class MemoryTransport:

@@ -161,7 +161,7 @@ class TrainerBase:
         """Training is done: mix alone, until this peer is near the mean of all, or nobody is left to mix with."""
         others = self._num_mates()
         num_rounds = closing_rounds(self.spec.outer, others + 1) if others else 0
-        wait_s = closing_wait_s(self.spec.outer, self.peer.exchange.pace.seconds_per_round())
+        wait_s = closing_wait_s(self.spec.outer, self.peer.exchange.step_rate.seconds_per_round())
         metrics = self.peer.metrics
         for number in range(1, num_rounds + 1):
             if self.peer.leave_requested.is_set():

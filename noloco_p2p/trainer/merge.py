@@ -30,7 +30,7 @@ from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.robust_mean import leave_out_far, robust_mean
 from noloco_p2p.outer.saved_state import check_layout
 from noloco_p2p.outer.state_checks import SLOW_WEIGHTS, check_vectors, read_state, vectors_of
-from noloco_p2p.peer.kept import check_checkpoint_folder, stage_folder
+from noloco_p2p.peer.run_folder import check_checkpoint_folder, stage_folder
 from noloco_p2p.peer.state_admission import StateAdmission
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.swarm.reader import WHOLE_S, find_somebody, reader

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from noloco_p2p.errors import ModelError
 from noloco_p2p.spec import DataSpec, ModelSpec
 from noloco_p2p.trainer.lora import add_adapters, base_dtype
-from noloco_p2p.trainer.places import CONFIG, TOKENIZER, WEIGHTS, Place, place_of
+from noloco_p2p.trainer.model_source import CONFIG, TOKENIZER, WEIGHTS, ModelSource, find_source
 from noloco_p2p.trainer.weights import draw, load
 
 ATTENTION = "sdpa"
@@ -53,7 +53,7 @@ def build_model(spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, 
             model = build_on_meta(spec, sequence_length=sequence_length, folders=folders)
             give_weights(model, spec, folders=folders)
         else:
-            model = _named(spec, _place(spec, folders)) if spec.pretrained else _llama(spec, sequence_length)
+            model = _named(spec, _source(spec, folders)) if spec.pretrained else _llama(spec, sequence_length)
         if spec.lora.rank:
             torch.nn.Module.to(model, base_dtype(spec.lora))
             add_adapters(model, spec.lora)
@@ -70,24 +70,24 @@ def build_on_meta(
     with quiet(), torch.device("meta"):
         if not spec.pretrained:
             return _for_training(_llama(spec, sequence_length), spec, sequence_length)
-        place = _place(spec, folders)
+        source = _source(spec, folders)
         try:
-            config = AutoConfig.from_pretrained(place.folder(CONFIG), trust_remote_code=False)
+            config = AutoConfig.from_pretrained(source.folder(CONFIG), trust_remote_code=False)
         except Exception as error:  # noqa: BLE001 - as in _named
             raise _unreadable("model", spec.pretrained, spec.revision, error) from None
         _check_divisible(config, spec.pretrained)
         architecture = spec.model_copy(update={"random_weights": True})
-        return _for_training(_named(architecture, place), spec, sequence_length)
+        return _for_training(_named(architecture, source), spec, sequence_length)
 
 
 def give_weights(model: PreTrainedModel, spec: ModelSpec, *, folders: Mapping[str, str] | None = None) -> None:
     """Draw or read, in place, the start weights of what `build_on_meta` gave, or of a part of it. Raises ModelError."""
     if spec.random_weights or not spec.pretrained:
         return draw(model, seed=spec.seed)
-    place = _place(spec, folders)
+    source = _source(spec, folders)
     try:
         with quiet():
-            load(model, place)
+            load(model, source)
     except ModelError:
         raise
     except Exception as error:  # noqa: BLE001 - as in _named
@@ -134,18 +134,18 @@ def count_parameters(
     return trainable, sum(param.nbytes for param in model.parameters() if not param.requires_grad)
 
 
-def _place(spec: ModelSpec, folders: Mapping[str, str] | None) -> Place:
-    return place_of("model.pretrained", spec.pretrained, revision=spec.revision, folders=folders)
+def _source(spec: ModelSpec, folders: Mapping[str, str] | None) -> ModelSource:
+    return find_source("model.pretrained", spec.pretrained, revision=spec.revision, folders=folders)
 
 
 def build_tokenizer(data: DataSpec, *, folders: Mapping[str, str] | None = None) -> PreTrainedTokenizerBase:
     """`bytes` needs no file and no network; another name is one of `folders`, or of the hub. Raises ModelError."""
     if data.tokenizer == "bytes":
         return ByT5Tokenizer()
-    place = place_of("data.tokenizer", data.tokenizer, revision=data.tokenizer_revision, folders=folders)
+    source = find_source("data.tokenizer", data.tokenizer, revision=data.tokenizer_revision, folders=folders)
     try:
         with quiet():
-            return AutoTokenizer.from_pretrained(place.folder(TOKENIZER), trust_remote_code=False)
+            return AutoTokenizer.from_pretrained(source.folder(TOKENIZER), trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - hub, network, parser and version errors share no base
         raise _unreadable("tokenizer", data.tokenizer, data.tokenizer_revision, error) from None
 
@@ -241,14 +241,14 @@ def _llama(spec: ModelSpec, sequence_length: int) -> PreTrainedModel:
     return LlamaForCausalLM(config)
 
 
-def _named(spec: ModelSpec, place: Place) -> PreTrainedModel:
+def _named(spec: ModelSpec, source: ModelSource) -> PreTrainedModel:
     """Attention is sdpa, or eager for the few models that have no sdpa (Gemma2)."""
     try:
         if spec.random_weights:
-            config = AutoConfig.from_pretrained(place.folder(CONFIG), trust_remote_code=False)
+            config = AutoConfig.from_pretrained(source.folder(CONFIG), trust_remote_code=False)
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
         return AutoModelForCausalLM.from_pretrained(
-            place.folder(WEIGHTS), use_safetensors=True, dtype=base_dtype(spec.lora), trust_remote_code=False
+            source.folder(WEIGHTS), use_safetensors=True, dtype=base_dtype(spec.lora), trust_remote_code=False
         )
     except Exception as error:  # noqa: BLE001 - hub, network, parser and version errors share no base
         raise _unreadable("model", spec.pretrained, spec.revision, error) from None

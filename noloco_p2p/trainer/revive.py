@@ -12,7 +12,7 @@ from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.saved_state import check_layout
 from noloco_p2p.outer.state_checks import SLOW_WEIGHTS
-from noloco_p2p.trainer.places import Place
+from noloco_p2p.trainer.model_source import ModelSource
 from noloco_p2p.trainer.weights import load
 
 
@@ -23,7 +23,7 @@ def revive(model: PreTrainedModel, folder: Path) -> None:
     """
     if (folder / "config.json").is_file():
         try:
-            load(model, Place(str(folder), "", folder))
+            load(model, ModelSource(str(folder), "", folder))
         except (ModelError, SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{folder} is no export of this model: {error}") from None
         return

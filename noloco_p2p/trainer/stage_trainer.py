@@ -22,8 +22,8 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.flow_link import PayloadSizes
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.noloco import NoLoCo
-from noloco_p2p.peer.kept import stage_folder
 from noloco_p2p.peer.peer import Peer
+from noloco_p2p.peer.run_folder import stage_folder
 from noloco_p2p.peer.stage_flow import StagePlan
 from noloco_p2p.peer.threaded_flow import FlowCounts
 from noloco_p2p.spec import TrainerSpec

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from noloco_p2p.errors import ModelError
-from noloco_p2p.trainer.places import Place
+from noloco_p2p.trainer.model_source import ModelSource
 
 SEED_BYTES = 6  # 2 ** 48 seeds
 KEPT = "_is_hf_initialized"  # transformers' own mark: `_init_weights` leaves a parameter with it as it is
@@ -47,14 +47,14 @@ def draw(model: PreTrainedModel, *, seed: int) -> None:
     _fill_buffers(model)
 
 
-def load(model: PreTrainedModel, place: Place) -> None:
-    """Read each parameter, as fp32, from the safetensors of a place: from the files alone that hold one.
+def load(model: PreTrainedModel, source: ModelSource) -> None:
+    """Read each parameter, as fp32, from the safetensors of a source: from the files alone that hold one.
 
     Raises ModelError for a parameter that is missing or has another shape, and what transformers raises for a name that
     the hub does not have.
     """
     places = _places(model)
-    for path, names in _files(place, list(places)).items():
+    for path, names in _files(source, list(places)).items():
         with safe_open(path, framework="pt") as file:
             held = set(file.keys())
             for name in names:
@@ -100,16 +100,16 @@ def _fill_buffers(model: PreTrainedModel) -> None:
         delattr(param, KEPT)
 
 
-def _files(place: Place, names: list[str]) -> dict[Path, list[str]]:
+def _files(source: ModelSource, names: list[str]) -> dict[Path, list[str]]:
     """Find which of `names` each file holds."""
     try:
-        index = place.file(SAFE_WEIGHTS_INDEX_NAME)
+        index = source.file(SAFE_WEIGHTS_INDEX_NAME)
     except FileNotFoundError:  # a model in one file has no index
-        return {place.file(SAFE_WEIGHTS_NAME): names}
+        return {source.file(SAFE_WEIGHTS_NAME): names}
     file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     by_file: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
         if name not in file_of:
             raise ModelError(f"{index} names no file for the tensor {name}")
         by_file[file_of[name]].append(name)
-    return {place.file(file): held for file, held in by_file.items()}
+    return {source.file(file): held for file, held in by_file.items()}

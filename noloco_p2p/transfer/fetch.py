@@ -73,8 +73,8 @@ class Admission(Protocol):
     The checks raise CheckpointError with the reason; the next donor is asked then.
     """
 
-    async def check_place(self, donor: Candidate, manifest: StateManifest) -> None:
-        """The place in the run that the manifest states, before anything of the state is fetched."""
+    async def check_position(self, donor: Candidate, manifest: StateManifest) -> None:
+        """The position in the run that the manifest states, before anything of the state is fetched."""
         ...
 
     async def check_state(self, donor: Candidate, manifest: StateManifest, path: Path) -> None:
@@ -302,7 +302,7 @@ class _Fetch:
         if manifest.progress <= self.newer_than:
             sentence = f"its last saved state is of round {manifest.round}, no further than this peer is"
             raise PeerError(sentence, peer=donor.peer_id)
-        await self.admission.check_place(donor, manifest)
+        await self.admission.check_position(donor, manifest)
         return manifest
 
     async def _chunks(self, donor: Candidate, manifest: StateManifest, *, may_be_slow: bool) -> None:

@@ -10,7 +10,7 @@ from harness.patience import PATIENCE_S
 from harness.processes import PeerProcess, small_spec, until, write_spec
 
 from noloco_p2p.control import ask
-from noloco_p2p.peer.kept import stage_folder
+from noloco_p2p.peer.run_folder import stage_folder
 from noloco_p2p.trainer.stage_trainer import SWITCH_EPOCH_S
 
 SPEC = small_spec(

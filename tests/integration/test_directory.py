@@ -30,7 +30,7 @@ from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.buckets import ROOT, bucket_of, run_key
 from noloco_p2p.swarm.daemon import probe_port
 from noloco_p2p.swarm.dht import SwarmDirectory
-from noloco_p2p.swarm.lookout import Headcount
+from noloco_p2p.swarm.membership_view import Headcount
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
 from noloco_p2p.swarm.timing import Timing

@@ -20,7 +20,7 @@ from noloco_p2p.gossip.frames import Hello, RefuseCode, chunk_digest
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import flow, flow_wire
 from noloco_p2p.net.caller import CallerWire, connect
-from noloco_p2p.net.connection import Dialer
+from noloco_p2p.net.connection import Connector
 from noloco_p2p.net.flow import FLOW_METHOD, FlowLinks
 from noloco_p2p.net.flow_link import STUCK_S, PayloadSizes
 from noloco_p2p.net.flow_wire import PIECE_BYTES, BackwardAnnounced, FlowHello, ForwardAnnounced, Piece, WireFrame
@@ -60,7 +60,7 @@ class Node:
             stage=stage,
             num_stages=NUM_STAGES,
             sizes=SIZES,
-            dialer=Dialer(self.session, why_banned=self.why_banned),
+            connector=Connector(self.session, why_banned=self.why_banned),
             find=town.find,
             why_banned=self.why_banned,
             strike=lambda peer, why: self.strikes.append(why),
@@ -148,8 +148,8 @@ def backward(number: int) -> Backward:
 
 async def stranger(node: Node, name: str, hello: WireFrame, *frames: WireFrame) -> CallerWire:
     """A proven caller that writes what it likes, once its hello is answered: before that, little may come in."""
-    dialer = Dialer(Session(identity_of(name)))
-    wire = await connect(dialer, node.candidate, FLOW_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
+    connector = Connector(Session(identity_of(name)))
+    wire = await connect(connector, node.candidate, FLOW_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
     await wire.write(flow_wire.encode(hello))
     if frames:
         await wire.read()
@@ -401,7 +401,7 @@ def test_who_is_no_neighbour_is_refused_in_words(hello: WireFrame, code: RefuseC
 
 def num_accepted(node: Node) -> int:
     """Connections that may bring as much as they like."""
-    return sum(guest.is_accepted for guest in node.server._front._guests.values())
+    return sum(inbound.is_accepted for inbound in node.server._proxy._inbound.values())
 
 
 def test_streams_that_carry_nothing_make_room_for_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,7 +458,7 @@ def test_a_peer_without_a_stage_refuses_in_words() -> None:
         await server.start("127.0.0.1", 0)
         async with town((HIGH, 1)) as (_, [node]):
             there = Candidate(session.identity.peer_id, f"127.0.0.1:{server.port}", session_key=session.key)
-            wire = await connect(Dialer(node.session), there, FLOW_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
+            wire = await connect(Connector(node.session), there, FLOW_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
             await wire.write(flow_wire.encode(FlowHello(hello_of(HIGH), 1)))
             answer = flow_wire.decode(await wire.read() or b"")
             assert getattr(answer, "code", None) is RefuseCode.OTHER_MODEL

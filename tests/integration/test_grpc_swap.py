@@ -16,6 +16,7 @@ import grpc.aio
 import pytest
 import torch
 import uvloop
+from admitting import AnyState
 from harness.loopback import LoopbackSwarm
 from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT
 from harness.rounds import Vectors, end_round, one_round, open_round, wait_until
@@ -43,14 +44,13 @@ from noloco_p2p.gossip.frames import (
     WantSpec,
 )
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
-from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.gossip.seams import Candidate, FrameStream, Service
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.options import MAX_MESSAGE_BYTES
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.testing.faults import At, Cut, FaultPlan
-from noloco_p2p.testing.memory import AnyState
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.transfer.donor import SavedState, StateServer, describe_state
 from noloco_p2p.transfer.fetch import fetch_spec, fetch_state
@@ -140,7 +140,7 @@ def test_an_eager_peer_gets_the_late_part_as_a_correction(swarm: LoopbackSwarm) 
     a, b = swarm.peer("a"), swarm.peer("b")
     for peer, seed in ((a, 1), (b, 2)):
         open_round(peer, Vectors.random(seed))
-    wait_until(lambda: a.driver.phase is Phase.EARLY and b.driver.phase is Phase.EARLY)
+    wait_until(lambda: a.driver.phase is RoundPhase.EARLY and b.driver.phase is RoundPhase.EARLY)
     assert isinstance(end_round(a, Vectors.random(1), wait_s=0.0), Half)
     assert isinstance(end_round(b, Vectors.random(2), wait_s=PATIENCE_S), Swapped)
     wait_until(lambda: bool(a.driver.corrections))
@@ -157,12 +157,12 @@ def test_a_peer_that_gives_up_tells_its_partner_why(swarm: LoopbackSwarm, who: s
     swarm.addresses["initiator"] = ""  # so that only one of them makes offers
     for peer in (acceptor, initiator):
         open_round(peer, Vectors.random(1))
-    wait_until(lambda: acceptor.driver.phase is Phase.EARLY and initiator.driver.phase is Phase.EARLY)
+    wait_until(lambda: acceptor.driver.phase is RoundPhase.EARLY and initiator.driver.phase is RoundPhase.EARLY)
     leaver, other = (initiator, acceptor) if who == "initiator" else (acceptor, initiator)
     assert isinstance(leaver.exchange.collect(0.0), Half)
     open_round(leaver, Vectors.random(1), round_index=1)
     end_round(leaver, Vectors.random(1), wait_s=0.0)  # the next boundary, without the late part of the first round
-    wait_until(lambda: other.driver.phase is Phase.HALF)
+    wait_until(lambda: other.driver.phase is RoundPhase.HALF)
     assert "the next boundary came before the late part" in other.driver.last_fault
 
 

@@ -15,7 +15,7 @@ import grpc.aio
 import psutil
 import pytest
 import uvloop
-from badboy.connections import JUNK, dripping, leave, visit
+from adversarial.connections import JUNK, dripping, leave, visit
 from harness.identities import identity_of
 from harness.loopback import LoopbackSwarm
 from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT
@@ -26,9 +26,9 @@ from noloco_p2p.errors import PeerError, Refused
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, Refuse, RefuseCode, SwapState
 from noloco_p2p.gossip.outcome import Alone
 from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.net.authentication import MAX_CALLS_PER_PEER
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.connection import Dialer
-from noloco_p2p.net.door import MAX_CALLS_PER_PEER
+from noloco_p2p.net.connection import Connector
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
@@ -175,7 +175,7 @@ def test_a_message_that_is_compressed_is_refused() -> None:
     async def main() -> None:
         async with (
             echoing() as there,
-            Dialer(Session(identity_of("bomber"))).dialled(there, timeout_s=PATIENCE_S) as open_,
+            Connector(Session(identity_of("bomber"))).dialled(there, timeout_s=PATIENCE_S) as open_,
         ):
             request = pb.StatusRequest(swap_id=bytes(900_000))
             with pytest.raises(grpc.aio.AioRpcError) as refused:

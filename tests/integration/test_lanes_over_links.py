@@ -35,12 +35,12 @@ from noloco_p2p.gossip.frames import (
     SectionName,
 )
 from noloco_p2p.gossip.outcome import Alone, Outcome, Swapped
-from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.net import convert, framing, options
 from noloco_p2p.net.caller import LANE_METHOD, SWAP_METHOD, connect
-from noloco_p2p.net.climb import LanePolicy
-from noloco_p2p.net.connection import Dialer
+from noloco_p2p.net.connection import Connector
+from noloco_p2p.net.connection_tuning import LanePolicy
 from noloco_p2p.net.lanes import FEATURE, LEAVE, MAX_LANES
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.throttle import UNLIMITED
@@ -74,7 +74,7 @@ class Bench:
         began_s, peers = time.monotonic(), [self.acceptor, self.caller]
         for peer, own in zip(peers, vectors, strict=True):
             open_round(peer, own, round_index=round_index)
-        wait_until(lambda: all(peer.driver.phase is Phase.EARLY for peer in peers))
+        wait_until(lambda: all(peer.driver.phase is RoundPhase.EARLY for peer in peers))
         ends = [partial(end_round, *both, wait_s=PATIENCE_S) for both in zip(peers, vectors, strict=True)]
         return together(*ends), time.monotonic() - began_s
 
@@ -132,7 +132,7 @@ def test_when_the_link_is_full_a_swap_settles_at_few_lanes() -> None:
             before = there.link.num_connections
             outcomes, seconds = there.swap(both, round_index=index)
             assert min(mbit_s(outcome, seconds) for outcome in outcomes) > 0.5 * 40
-        # One each; whether noise is taken for a gain is a matter of numbers, which test_climb.py has without a clock.
+        # One each; whether noise is taken for a gain is a matter of numbers, which its unit tests have without a clock.
         assert there.link.num_connections - before <= 2
         close_of(there)
 
@@ -178,7 +178,7 @@ def test_a_swap_that_breaks_on_many_lanes_ends_alike_on_both_sides(fault: str) -
             there.swarm.loop.call_soon_threadsafe(there.link.cut)
         else:
             on_loop(there.swarm, there.caller.driver.stop())
-        wait_until(lambda: all(peer.driver.phase is not Phase.SWAPPING for peer in peers))
+        wait_until(lambda: all(peer.driver.phase is not RoundPhase.SWAPPING for peer in peers))
         close_of(there)
         outcomes = together(*(partial(end_round, *each, wait_s=1.0) for each in zip(peers, both, strict=True)))
         assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
@@ -315,7 +315,7 @@ def test_a_connection_ends_with_its_wire_while_somebody_keeps_what_was_cancelled
         await server.start("127.0.0.1", 0)
         async with LinkProxy(f"127.0.0.1:{server.port}", HOME_FIBRE) as link:
             there = Candidate("acceptor", link.address)
-            wire = await connect(Dialer(), there, LANE_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
+            wire = await connect(Connector(), there, LANE_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
             reading = asyncio.create_task(wire.read())
             await asyncio.sleep(0.1)
             reading.cancel()

@@ -16,7 +16,7 @@ from harness.specs import published
 
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.outcome import Alone, Half, Swapped
-from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.link_proxy import HOME_FIBRE, LinkProfile, LinkProxy
 from noloco_p2p.testing.peers import MemoryPeer
@@ -222,8 +222,10 @@ def test_a_swap_commits_over_a_home_link() -> None:
 
 
 # A stall after all was sent looks like a partner that is not at its boundary yet: only keepalive finds it, in 15 s.
-@pytest.mark.parametrize(("fault", "phase"), [("cut", Phase.SWAPPING), ("cut", Phase.EARLY), ("stall", Phase.SWAPPING)])
-def test_a_link_that_breaks_or_freezes_in_a_swap_ends_it_alike_on_both_sides(fault: str, phase: Phase) -> None:
+@pytest.mark.parametrize(
+    ("fault", "phase"), [("cut", RoundPhase.SWAPPING), ("cut", RoundPhase.EARLY), ("stall", RoundPhase.SWAPPING)]
+)
+def test_a_link_that_breaks_or_freezes_in_a_swap_ends_it_alike_on_both_sides(fault: str, phase: RoundPhase) -> None:
     slow = LinkProfile("slow", down_mbit_s=20, up_mbit_s=20, delay_ms=5, jitter_ms=5)
     vectors = [Vectors.random(seed, num_elements=300_000) for seed in (1, 2)]  # 1.2 MB a side: half a second
     with peers_with_links(slow) as (links, peers):
@@ -235,4 +237,4 @@ def test_a_link_that_breaks_or_freezes_in_a_swap_ends_it_alike_on_both_sides(fau
         ends = [functools.partial(end_round, *both, wait_s=PATIENCE_S) for both in zip(peers, vectors, strict=True)]
         outcomes = together(*ends)
         assert time.monotonic() - began_s < AT_ONCE_S
-        assert [type(outcome) for outcome in outcomes] == [Alone if phase is Phase.SWAPPING else Half] * 2
+        assert [type(outcome) for outcome in outcomes] == [Alone if phase is RoundPhase.SWAPPING else Half] * 2

@@ -29,7 +29,7 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import flow_wire
 from noloco_p2p.net.caller import CallerWire, connect
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.connection import Dialer
+from noloco_p2p.net.connection import Connector
 from noloco_p2p.net.flow import FLOW_METHOD, FlowLinks
 from noloco_p2p.net.flow_link import PayloadSizes
 from noloco_p2p.net.flow_wire import FlowHello, ForwardAnnounced, Piece, WireFrame
@@ -81,7 +81,7 @@ class StagePeer:
             stage=self.stage,
             num_stages=spec.pipeline.stages,
             sizes=PayloadSizes(self.work.forward_bytes, self.work.backward_bytes),
-            dialer=Dialer(self.session),
+            connector=Connector(self.session),
             find=swarm.find,
             strike=self.strike,
         )
@@ -303,8 +303,8 @@ def test_two_replicas_of_each_stage_learn_swap_and_survive_one_that_dies(stage: 
 async def stranger(peer: StagePeer) -> CallerWire:
     """A proven caller that says it is a head, and writes what it likes."""
     spec, head = peer.spec, identity_of("stranger")
-    dialer = Dialer(Session(head))
-    wire = await connect(dialer, peer.candidate, FLOW_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
+    connector = Connector(Session(head))
+    wire = await connect(connector, peer.candidate, FLOW_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
     await wire.write(flow_wire.encode(FlowHello(Hello(head.peer_id, spec.name, spec.digest()), 0)))
     assert isinstance(await heard(wire), FlowHello)
     return wire

@@ -35,7 +35,7 @@ from noloco_p2p.gossip.frames import (
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.net import probe
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.connection import Dialer, translate
+from noloco_p2p.net.connection import Connector, translate
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
@@ -194,7 +194,7 @@ def test_no_proof_and_a_proof_used_before_are_told_in_words() -> None:
                 (True, None, "a proof serves for one call"),
                 (False, (("noloco-proof-bin", b"\xff"),), "no message of this protocol"),
             ):
-                async with Dialer(CALLER).dialled(there, timeout_s=PATIENCE_S) as connection:
+                async with Connector(CALLER).dialled(there, timeout_s=PATIENCE_S) as connection:
                     stub = PeerStub(connection.channel)
                     if used:
                         assert (await stub.Status(request, metadata=connection.metadata)).round == 41

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from noloco_p2p.gossip.outcome import Swapped
-from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.optim.mixing import closing_rounds
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.noloco import NoLoCo
@@ -38,13 +38,13 @@ SPEC = tiny_llama(
 
 
 def train(peer: MemoryPeer, model: PreTrainedModel, material: Material, step_together: Barrier) -> Tensor:
-    """The weights of one real peer at its end; no lonely round: a boundary comes when both have a partner."""
+    """The weights of one real peer at its end; no solo round: a boundary comes when both have a partner."""
     inner, batches = InnerStep(model, material.spec.train), material.batches(peer.peer_id)
     outer = NoLoCo(model, None, peer, save_every_rounds=0, end_at=1.0)
     for step in range(INNER_STEPS * NUM_ROUNDS):
         inner(next(batches), progress=outer.progress)
         if (step + 1) % INNER_STEPS == 0:
-            wait_until(lambda: peer.driver.phase is Phase.EARLY)
+            wait_until(lambda: peer.driver.phase is RoundPhase.EARLY)
             step_together.wait(PATIENCE_S)
         result = outer.step()
         assert result is None or isinstance(result.outcome, Swapped), result

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from admitting import AnyState
 from blake3 import blake3
 from harness.loopback import LoopbackSwarm
 from harness.patience import PATIENCE_S
@@ -25,7 +26,6 @@ from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.throttle import DEPTH_S, READ_AHEAD_S, Limits, Throttle
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.testing.memory import AnyState
 from noloco_p2p.transfer.donor import StateServer, describe_state
 from noloco_p2p.transfer.fetch import fetch_state
 

@@ -15,7 +15,7 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity
 from noloco_p2p.swarm.daemon import ListenOn
 from noloco_p2p.swarm.node import SwarmNode, end_tasks
-from noloco_p2p.swarm.relay import CIRCUIT, NUM_PLACES, Places, Relay, relays_of
+from noloco_p2p.swarm.relay import CIRCUIT, NUM_RESERVATIONS, Relay, Reservations, relays_of
 from noloco_p2p.swarm.tunnel import MAX_PORTS, Tunnels
 
 BLOCK = bytes(range(256)) * 256
@@ -58,12 +58,12 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 class Scene:
-    """`caller`, `called` and two relays; the called one keeps a place at both."""
+    """`caller`, `called` and two relays; the called one keeps a reservation at both."""
 
     def __init__(self, caller: SwarmNode, called: SwarmNode, relays: dict[str, SwarmNode], port: int) -> None:
         self.called = called
         self.relays = relays
-        self.places = Places(
+        self.reservations = Reservations(
             called,
             doors=lambda: {peer: relay.multiaddrs() for peer, relay in relays.items()},
             wanted=lambda: True,
@@ -74,10 +74,10 @@ class Scene:
             Tunnels(
                 end,
                 live=lambda: [peer],
-                multiaddrs=lambda: {called.peer_id: self.places.circuits()},
+                multiaddrs=lambda: {called.peer_id: self.reservations.circuits()},
                 wanted=lambda: True,
                 server=lambda: ("127.0.0.1", port),
-                relays=self.places.relays,
+                relays=self.reservations.relays,
                 guard=DialGuard(),
             )
             for end in (caller, called)
@@ -96,9 +96,9 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
         for tunnels in made.tunnels:
             await tunnels.start()
             stack.push_async_callback(tunnels.stop)
-        keeping = asyncio.create_task(made.places.run())
+        keeping = asyncio.create_task(made.reservations.run())
         stack.push_async_callback(end_tasks, [keeping])
-        await until(lambda: len(made.places.circuits()) == NUM_PLACES, "a place at both relays")
+        await until(lambda: len(made.reservations.circuits()) == NUM_RESERVATIONS, "a reservation at both relays")
         yield made
         server.close()
 
@@ -106,12 +106,12 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
 def test_a_connection_ends_with_its_relay_and_the_next_one_takes_another(tmp_path: Path) -> None:
     async def main() -> None:
         async with scene(tmp_path) as made:
-            assert all(way.endswith(f"{CIRCUIT}/p2p/{made.called.peer_id}") for way in made.places.circuits())
+            assert all(way.endswith(f"{CIRCUIT}/p2p/{made.called.peer_id}") for way in made.reservations.circuits())
             [candidate] = made.tunnels[0].live()
             assert candidate.can_be_called
             host, _, port = candidate.address.rpartition(":")
             reader, writer = await asyncio.open_connection(host, int(port))
-            in_use = made.relays[next(iter(relays_of(made.places.circuits())))]
+            in_use = made.relays[next(iter(relays_of(made.reservations.circuits())))]
 
             async def say(num_blocks: int) -> None:
                 for _ in range(num_blocks):
@@ -130,7 +130,9 @@ def test_a_connection_ends_with_its_relay_and_the_next_one_takes_another(tmp_pat
             await say(1)
             assert await reader.readexactly(len(BLOCK)) == BLOCK
             writer.close()
-            await until(lambda: in_use.peer_id not in relays_of(made.places.circuits()), "the place is lost")
+            await until(
+                lambda: in_use.peer_id not in relays_of(made.reservations.circuits()), "the reservation is lost"
+            )
 
     run(main())
 

@@ -1,6 +1,6 @@
 """The bit-for-bit promise: peers over real gRPC end with the weights of their twins that swap in memory.
 
-It holds for fp32 codecs, fixed identities, one thread, a large max_wait_s and no lonely round.
+It holds for fp32 codecs, fixed identities, one thread, a large max_wait_s and no solo round.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from noloco_p2p.gossip.outcome import Swapped
-from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
@@ -59,8 +59,8 @@ def train(peer: MemoryPeer, net: nn.Module, number: int, step_together: Barrier)
         nn.functional.mse_loss(net(inputs), wanted).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % INNER_STEPS == 0:  # no lonely round: the boundary comes when both have a partner
-            wait_until(lambda: peer.driver.phase is Phase.EARLY)
+        if (step + 1) % INNER_STEPS == 0:  # no solo round: the boundary comes when both have a partner
+            wait_until(lambda: peer.driver.phase is RoundPhase.EARLY)
             step_together.wait(PATIENCE_S)
         result = outer.step()
         if result:

@@ -40,7 +40,7 @@ PURE = [
     "gossip/round_events.py",
     "gossip/active_swap.py",
     "gossip/round_length.py",
-    "gossip/pace.py",
+    "gossip/rate_estimators.py",
 ]
 TOPS = ("noloco_p2p", "benchmarks", "docs")  # where the files lie that comments speak of
 OWN_FILE = re.compile(r"(?<![\w/.-])(?!hivemind/)(?:[a-z_]+/)*[a-z_]+\.(?:py|md)\b")

@@ -29,8 +29,8 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.rates import Rate
-from noloco_p2p.swarm.allowance import Allowance
 from noloco_p2p.swarm.clock import CLOCK, Offset
+from noloco_p2p.swarm.kademlia.allowance import Allowance
 from noloco_p2p.swarm.kademlia.client import ANSWER_FAULTS, DaemonClient, known_id
 from noloco_p2p.swarm.kademlia.neighbourhood import claim, is_of_now, pack_records, place_of, placed, told_records
 from noloco_p2p.swarm.kademlia.storage import NoStorage, RecordStorage

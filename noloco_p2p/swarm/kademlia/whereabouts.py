@@ -21,10 +21,10 @@ from hivemind.p2p import PeerID
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.rates import Rate, TokenBucket
+from noloco_p2p.swarm.address_filter import of_one_host
 from noloco_p2p.swarm.addresses import by_reach, guarded, host_in, tcp_target
 from noloco_p2p.swarm.kademlia.client import ANSWER_FAULTS, DaemonClient
 from noloco_p2p.swarm.streams import count_down
-from noloco_p2p.swarm.told import of_one_host
 
 K = TypeVar("K")
 V = TypeVar("V")

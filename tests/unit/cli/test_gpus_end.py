@@ -29,7 +29,7 @@ def test_a_rank_leaves_with_its_launcher_where_no_kernel_tells_it(monkeypatch: p
     monkeypatch.setattr(os, "kill", kill)
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", gpus.LAUNCHER: "4711"}.items():
         monkeypatch.setenv(name, value)
-    assert gpus.place() == gpus.Place(rank=1, num_ranks=2, gpu=1)
+    assert gpus.own_rank() == gpus.OwnRank(rank=1, num_ranks=2, gpu=1)
     assert asked.wait(10)
     assert not signals
     is_gone.set()

@@ -13,10 +13,9 @@ import torch
 from harness.patience import PATIENCE_S
 
 from noloco_p2p.doctor import machine
-from noloco_p2p.doctor.check import Check, is_healthy, report
+from noloco_p2p.doctor.check import Check, is_healthy, report, versions
 from noloco_p2p.doctor.stages import stages
 from noloco_p2p.doctor.swarm import _model, clock, model, needs, reachability
-from noloco_p2p.doctor.versions import versions
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.probe import Probed
 from noloco_p2p.presets import PRESETS
@@ -144,13 +143,13 @@ def test_a_spec_that_nobody_gives_takes_no_other_finding_away(tmp_path: Path) ->
 PROGRAM = """
 import sys
 sys.modules.update(dict.fromkeys(("torch", "hivemind")))  # an import of them is a ModuleNotFoundError
-from noloco_p2p.doctor import versions
-known = versions.version
+from noloco_p2p.doctor import check
+known = check.version
 def version(name):
     if name in ("torch", "hivemind"):
-        raise versions.PackageNotFoundError(name)
+        raise check.PackageNotFoundError(name)
     return known(name)
-versions.version = version
+check.version = version
 from noloco_p2p.cli.app import run
 sys.exit(run(["doctor", "--listen", "127.0.0.1:0"]))
 """

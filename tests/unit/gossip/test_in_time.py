@@ -14,7 +14,7 @@ from harness.specs import published
 
 from noloco_p2p.gossip.frames import Chunk, Frame
 from noloco_p2p.gossip.outcome import Half, Swapped
-from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
@@ -27,9 +27,9 @@ A, B = Vectors.random(1), Vectors.random(2)
 def open_at(peer: MemoryPeer, vectors: Vectors, *, seconds_per_step: float, steps_left: int, index: int = 0) -> None:
     """As a peer that measured its steps before, with the boundary `steps_left` steps away."""
     now_s = time.monotonic()
-    peer.exchange.pace.open_round(now_s)
+    peer.exchange.step_rate.open_round(now_s)
     for step in range(32):
-        peer.exchange.pace.step(now_s + (step + 1) * seconds_per_step)
+        peer.exchange.step_rate.step(now_s + (step + 1) * seconds_per_step)
     peer.exchange.open(
         index,
         progress=0.0,
@@ -39,7 +39,7 @@ def open_at(peer: MemoryPeer, vectors: Vectors, *, seconds_per_step: float, step
 
 
 def both_early(*peers: MemoryPeer) -> None:
-    wait_until(lambda: all(peer.driver.phase is Phase.EARLY for peer in peers))
+    wait_until(lambda: all(peer.driver.phase is RoundPhase.EARLY for peer in peers))
 
 
 def paired(swarm: MemorySwarm, *, seconds_per_step: float, steps_left: tuple[int, int]) -> list[MemoryPeer]:
@@ -129,8 +129,8 @@ def test_an_early_part_that_will_miss_the_boundary_gives_way_to_another_partner(
         slow = swarm.peer("slow", wrap=Slow, wrap_accepted=Slow)
         open_at(a, large_a, seconds_per_step=0.4, steps_left=45, index=3)
         open_at(slow, large_b, seconds_per_step=0.4, steps_left=45)
-        wait_until(lambda: a.driver.phase is Phase.SWAPPING)
+        wait_until(lambda: a.driver.phase is RoundPhase.SWAPPING)
         open_at(fast, large_b, seconds_per_step=0.4, steps_left=45, index=3)
-        wait_until(lambda: a.driver.phase is Phase.EARLY)
+        wait_until(lambda: a.driver.phase is RoundPhase.EARLY)
         assert "slow" in a.driver.last_fault
         assert "too slow for this round" in a.driver.last_fault

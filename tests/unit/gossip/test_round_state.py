@@ -35,8 +35,8 @@ from noloco_p2p.gossip.frames import (
     SectionName,
 )
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
-from noloco_p2p.gossip.pace import Pace
 from noloco_p2p.gossip.pairing import Pairing
+from noloco_p2p.gossip.rate_estimators import StepRate
 from noloco_p2p.gossip.round_events import (
     Abandon,
     Action,
@@ -45,9 +45,9 @@ from noloco_p2p.gossip.round_events import (
     CompareModels,
     Incoming,
     Opening,
-    Phase,
     Reply,
     Report,
+    RoundPhase,
     Strike,
     Wait,
 )
@@ -100,12 +100,12 @@ class Bench:
         self.now_s = 0.0
         self.others = ["alpha", "gamma"]
         self.unlisted: list[str] = []
-        self.pace = Pace(STEPS)
+        self.step_rate = StepRate(STEPS)
         self.state = RoundState(
             hello=lambda: hello(own_id),
             live=self._live,
             num_live=lambda: len(self.others) + 1,
-            pace=self.pace,
+            step_rate=self.step_rate,
             pairing=Pairing(random.Random(seed)),
         )
         self.rounds = 0
@@ -152,7 +152,7 @@ class Bench:
         """Whole inner steps of STEP_S each."""
         for _ in range(int(num_steps)):
             self.now_s += STEP_S
-            self.pace.step(self.now_s)
+            self.step_rate.step(self.now_s)
 
     def goodput(self, bytes_per_s: str) -> None:
         for _ in range(3):
@@ -175,7 +175,7 @@ class Bench:
     def open(self, patience_s: str = "0") -> str:
         opening = Opening(self.rounds, 0.0, 1000, STEPS, {}, float(patience_s))
         self.rounds += 1
-        self.pace.open_round(self.now_s)
+        self.step_rate.open_round(self.now_s)
         return self.words(self.state.open(opening, PLANS, self.now_s))
 
     def seek(self) -> str:
@@ -669,9 +669,9 @@ class RoundMachine(RuleBasedStateMachine):
         did = self.bench.offer_from(peer, boundary)
         if did.startswith("swap with"):
             assert boundary == "near"
-            assert before in (Phase.SEEKING, Phase.OFFERING)
+            assert before in (RoundPhase.SEEKING, RoundPhase.OFFERING)
         elif not did:
-            assert before is Phase.OFFERING, "held for no reason"
+            assert before is RoundPhase.OFFERING, "held for no reason"
 
     @precondition(lambda self: self.bench.incoming)
     @rule()
@@ -679,18 +679,18 @@ class RoundMachine(RuleBasedStateMachine):
         for peer in self.bench.incoming:
             self.bench.hold_expires(peer)
 
-    @precondition(lambda self: self.state.phase is Phase.SWAPPING)
+    @precondition(lambda self: self.state.phase is RoundPhase.SWAPPING)
     @rule()
     def the_early_part_is_committed(self) -> None:
         self.bench.early(self.state.partner)
         self.committed.append(self.state.partner)
 
-    @precondition(lambda self: self.state.phase is Phase.EARLY)
+    @precondition(lambda self: self.state.phase is RoundPhase.EARLY)
     @rule()
     def the_late_part_is_committed(self) -> None:
         self.bench.late(self.state.partner)
 
-    @precondition(lambda self: self.state.phase in (Phase.SWAPPING, Phase.EARLY))
+    @precondition(lambda self: self.state.phase in (RoundPhase.SWAPPING, RoundPhase.EARLY))
     @rule(how=st.sampled_from(["cut", "ended", "corrupt"]))
     def the_swap_fails(self, how: str) -> None:
         self.bench.breaks(self.state.partner, how)
@@ -712,10 +712,10 @@ class RoundMachine(RuleBasedStateMachine):
         if how == "end":
             self.bench.boundary()
         did = getattr(self.bench, how)()
-        if phase is not Phase.CLOSED:
+        if phase is not RoundPhase.CLOSED:
             assert did.startswith("alone") == (not self.committed), did
         self.committed = []
-        assert self.state.phase is Phase.CLOSED
+        assert self.state.phase is RoundPhase.CLOSED
         assert not self.state._held
         if is_open:
             self.bench.open()
@@ -728,9 +728,9 @@ class RoundMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_out_fits_the_phase(self) -> None:
-        assert (self.state.asked is not None) == (self.state.phase is Phase.OFFERING)
-        assert not self.state._held or self.state.phase is Phase.OFFERING, "a held offer would wait for nothing"
-        if self.state.phase is Phase.SWAPPING or self.state.has_early_part:
+        assert (self.state.asked is not None) == (self.state.phase is RoundPhase.OFFERING)
+        assert not self.state._held or self.state.phase is RoundPhase.OFFERING, "a held offer would wait for nothing"
+        if self.state.phase is RoundPhase.SWAPPING or self.state.has_early_part:
             assert self.state.active is not None
 
 

@@ -14,7 +14,7 @@ from harness.specs import FP32, published
 from noloco_p2p.codec import CHUNK_ELEMENTS, CODEC_NAMES, chunk_bounds
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Received, Swapped
-from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.spec import CodecSpec, RunSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 
@@ -39,7 +39,7 @@ def received(outcome: Outcome) -> Received:
 
 
 def early_committed(*peers: MemoryPeer) -> None:
-    wait_until(lambda: all(peer.driver.phase is Phase.EARLY for peer in peers))
+    wait_until(lambda: all(peer.driver.phase is RoundPhase.EARLY for peer in peers))
 
 
 @pytest.mark.parametrize("num_elements", [1, 100, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1])

@@ -38,7 +38,7 @@ from noloco_p2p.gossip.frames import (
     chunk_digest,
 )
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
-from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.gossip.seams import FrameStream, Service
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.faults import (
@@ -275,13 +275,13 @@ def test_a_ready_that_is_lost_with_its_connection_is_asked_for(part: Part, expec
         for peer, own in zip(peers, vectors, strict=True):
             open_round(peer, own)
         if part is Part.LATE:
-            wait_until(lambda: all(peer.driver.phase is Phase.EARLY for peer in peers))
+            wait_until(lambda: all(peer.driver.phase is RoundPhase.EARLY for peer in peers))
             for peer, own in zip(peers, vectors, strict=True):
                 peer.exchange.stage(own.gradient_chunks)
         wait_until(lambda: faults.fired == 2)
         for stream in streams:
             asyncio.run_coroutine_threadsafe(stream.close(), swarm.loop).result(PATIENCE_S)
-        wait_until(lambda: all(peer.driver.phase in (Phase.HALF, Phase.DONE) for peer in peers))
+        wait_until(lambda: all(peer.driver.phase in (RoundPhase.HALF, RoundPhase.DONE) for peer in peers))
         outcomes = [peer.exchange.collect(PATIENCE_S) for peer in peers]
     assert [type(outcome) for outcome in outcomes] == [expected, expected]
     assert len(questions) == 2, "each side asks once"
@@ -307,7 +307,7 @@ def test_a_partner_that_says_it_gave_up_is_believed() -> None:
         peers = a, b = swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")
         for peer, own in zip(peers, vectors, strict=True):
             open_round(peer, own)
-        wait_until(lambda: all(peer.driver.phase is Phase.EARLY for peer in peers))
+        wait_until(lambda: all(peer.driver.phase is RoundPhase.EARLY for peer in peers))
         for peer, own in zip(peers, vectors, strict=True):
             peer.exchange.stage(own.gradient_chunks)
         wait_until(lambda: faults.fired == 2)
@@ -399,8 +399,8 @@ def test_nothing_is_committed_before_it_was_sent_whatever_the_partner_claims() -
         a = swarm.peer("a")
         swarm.network.add("stranger", Hasty(theirs))
         open_round(a, own)
-        wait_until(lambda: a.driver.phase is Phase.EARLY and a.driver.traffic.bytes_received == 1200)
-        assert a.driver.phase is Phase.EARLY
+        wait_until(lambda: a.driver.phase is RoundPhase.EARLY and a.driver.traffic.bytes_received == 1200)
+        assert a.driver.phase is RoundPhase.EARLY
         outcome = end_round(a, own, wait_s=PATIENCE_S)
         assert isinstance(outcome, Swapped)
         gradient = outcome.received.sections[SectionName.OUTER_GRADIENT]
@@ -426,7 +426,7 @@ def test_who_waits_for_a_partner_that_trains_gives_it_up_only_when_it_falls_sile
         peers = [swarm.peer("a"), swarm.peer("b")]
         for peer, own in zip(peers, vectors, strict=True):
             open_round(peer, own)
-        wait_until(lambda: all(peer.driver.phase is Phase.EARLY for peer in peers))
+        wait_until(lambda: all(peer.driver.phase is RoundPhase.EARLY for peer in peers))
         for index in first:
             peers[index].exchange.stage(vectors[index].gradient_chunks)
         time.sleep(2.5 * SHORT.progress_s)

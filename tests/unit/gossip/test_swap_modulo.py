@@ -16,7 +16,7 @@ from noloco_p2p.codec.blocks import INT4, INT8
 from noloco_p2p.codec.modulo import MODULO4, MODULO8
 from noloco_p2p.gossip.frames import Chunk, Grid, SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Received, Swapped
-from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.spec import CodecSpec, TrainerSpec
 from noloco_p2p.testing.faults import At, FaultPlan, FlipBit, Replace
@@ -157,16 +157,16 @@ def test_the_next_partner_waits_until_the_late_part_is_here_and_applied() -> Non
         vectors = near(1), near(2)
         open_round(a, vectors[0])
         open_round(b, vectors[1])
-        wait_until(lambda: all(peer.driver.phase is Phase.EARLY for peer in (a, b)))
+        wait_until(lambda: all(peer.driver.phase is RoundPhase.EARLY for peer in (a, b)))
         assert isinstance(end_round(a, vectors[0], wait_s=0.0), Half)
         open_round(a, vectors[0], round_index=1)
         c = swarm.peer("c")
         open_round(c, vectors[1])
         assert isinstance(end_round(b, vectors[1], wait_s=PATIENCE_S), Swapped)
         wait_until(lambda: bool(a.driver.corrections))
-        assert a.driver.phase is not Phase.SWAPPING
+        assert a.driver.phase is not RoundPhase.SWAPPING
         assert a.exchange.late(0) is None, "of the round that is still open"
         assert a.exchange.late(1) is not None
-        assert a.driver.phase is not Phase.SWAPPING
+        assert a.driver.phase is not RoundPhase.SWAPPING
         a.exchange.corrected()
-        wait_until(lambda: a.driver.phase is Phase.EARLY)
+        wait_until(lambda: a.driver.phase is RoundPhase.EARLY)

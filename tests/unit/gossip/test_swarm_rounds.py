@@ -16,7 +16,7 @@ from harness.specs import published
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import Chunk, Part, Ready, SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
-from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.faults import At, Cut, FaultPlan, Stall
 from noloco_p2p.testing.peers import MemorySwarm
@@ -78,7 +78,7 @@ def test_sixteen_peers_in_lock_step_pair_off_round_after_round() -> None:
                 open_round(peers[name], own, round_index=index)
                 for _ in range(inner_steps):
                     time.sleep(step_s)  # this is the training
-                    peers[name].exchange.pace.step(time.monotonic())
+                    peers[name].exchange.step_rate.step(time.monotonic())
                 outcomes.append(end_round(peers[name], own, wait_s=PATIENCE_S))
             return outcomes
 
@@ -115,10 +115,10 @@ def test_a_partner_that_dies_before_the_early_part_is_replaced_in_the_same_round
         a, b = swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")
         open_round(a, Vectors.random(1))
         open_round(b, Vectors.random(2))
-        wait_until(lambda: faults.fired > 0 and b.driver.phase is not Phase.SWAPPING)
+        wait_until(lambda: faults.fired > 0 and b.driver.phase is not RoundPhase.SWAPPING)
         c = swarm.peer("c")
         open_round(c, Vectors.random(3))
-        wait_until(lambda: b.driver.phase is Phase.EARLY and c.driver.phase is Phase.EARLY)
+        wait_until(lambda: b.driver.phase is RoundPhase.EARLY and c.driver.phase is RoundPhase.EARLY)
         assert "..a" in b.driver.last_fault
 
 
@@ -132,14 +132,14 @@ def test_a_partner_that_freezes_before_the_early_part_is_replaced_too() -> None:
         wait_until(lambda: faults.fired > 0)
         c = swarm.peer("c")
         open_round(c, Vectors.random(3))
-        wait_until(lambda: b.driver.phase is Phase.EARLY and c.driver.phase is Phase.EARLY)
+        wait_until(lambda: b.driver.phase is RoundPhase.EARLY and c.driver.phase is RoundPhase.EARLY)
 
 
 def test_a_partner_that_dies_after_the_early_part_leaves_a_half(swarm: MemorySwarm) -> None:
     a, b = swarm.peer("a"), swarm.peer("b")
     open_round(a, Vectors.random(1))
     open_round(b, Vectors.random(2))
-    wait_until(lambda: a.driver.phase is Phase.EARLY and b.driver.phase is Phase.EARLY)
+    wait_until(lambda: a.driver.phase is RoundPhase.EARLY and b.driver.phase is RoundPhase.EARLY)
     swarm.kill(b)
     began_s = time.monotonic()
     outcome = end_round(a, Vectors.random(1), wait_s=PATIENCE_S)

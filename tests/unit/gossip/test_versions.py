@@ -6,7 +6,7 @@ import pytest
 from harness.rounds import Vectors, open_round, wait_until
 from harness.specs import FP32, published
 
-from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemorySwarm
 
@@ -21,4 +21,4 @@ def test_minor_versions_swap_in_both_roles(theirs: str, offers: str) -> None:
         swarm.network.closed.add(offers)  # nobody makes an offer to it
         for seed, peer in enumerate(peers):
             open_round(peer, Vectors.random(seed))
-        wait_until(lambda: all(peer.driver.phase is Phase.EARLY for peer in peers))
+        wait_until(lambda: all(peer.driver.phase is RoundPhase.EARLY for peer in peers))

@@ -86,7 +86,7 @@ def test_a_swap_is_a_meeting_and_rounds_are_counted_from_the_first_look_on() -> 
     assert made.lately()["swaps"] == 0, "that was not lately"
 
 
-def test_lonely_rounds_are_told_with_their_main_cause() -> None:
+def test_solo_rounds_are_told_with_their_main_cause() -> None:
     made = roster(A)
     made.take([(changed(A, sequence=2, swaps=6, alone=4, alone_refused=3, alone_no_answer=1), 0.0)], now_s=NOW_S + 10.0)
     assert told(made, after_s=10.0) == [

@@ -13,7 +13,7 @@ from noloco_p2p.monitor.collect import Watcher
 from noloco_p2p.monitor.spread import KEPT, NEAR, Sketches, Spread
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.ticket import Ticket
-from noloco_p2p.trainer.judge import spread
+from noloco_p2p.trainer.swarm_evaluation import spread
 
 NUM_ELEMENTS = 70_000
 MARK = MARKS // 4

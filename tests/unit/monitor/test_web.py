@@ -19,7 +19,7 @@ from recorded import changed
 
 from noloco_p2p.monitor.collect import Watcher
 from noloco_p2p.monitor.history import History
-from noloco_p2p.monitor.web import MAX_READERS, ROW, STATIC, Feed, app
+from noloco_p2p.monitor.web import MAX_READERS, ROW, STATIC, SwarmFeed, app
 from noloco_p2p.telemetry.http import HttpServer
 from noloco_p2p.ticket import Ticket
 
@@ -29,7 +29,7 @@ NOW_S = time.time()
 class Site:
     """The page of a synthetic swarm, on a port of its own."""
 
-    def __init__(self, feed: Feed, crowd: Crowd, url: str) -> None:
+    def __init__(self, feed: SwarmFeed, crowd: Crowd, url: str) -> None:
         self.feed, self.crowd, self.url = feed, crowd, url
         self.now_s = NOW_S
 
@@ -54,7 +54,7 @@ class Site:
 @asynccontextmanager
 async def site(num_peers: int = 4) -> AsyncIterator[Site]:
     history = History(":memory:")
-    feed = Feed(Watcher(Ticket("crowd", "c0" * 32, ())), history)
+    feed = SwarmFeed(Watcher(Ticket("crowd", "c0" * 32, ())), history)
     server = HttpServer(app(feed), host="127.0.0.1", port=0)
     made = Site(feed, Crowd(num_peers, began_s=NOW_S - 2000), "")
     await made.look()

@@ -120,7 +120,7 @@ def dials(monkeypatch: pytest.MonkeyPatch, num_peers: int) -> list[float]:
         return ""
 
     monkeypatch.setattr(probe, "_dial", dial)
-    prober = probe.Prober(clock=lambda: now_s)
+    prober = probe.Prober(tunnelled={}, only_public=False, clock=lambda: now_s)
 
     async def main() -> None:
         nonlocal now_s

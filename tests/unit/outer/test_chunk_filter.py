@@ -67,7 +67,7 @@ def test_a_swap_of_honest_partners_is_the_exact_outer_step() -> None:
 
 
 @pytest.mark.parametrize("scale", [11.0, -100.0, 1e30, 3e38])
-def test_a_gradient_of_ten_times_the_usual_length_refuses_the_swap_and_the_round_is_lonely(scale: float) -> None:
+def test_a_gradient_of_ten_times_the_usual_length_refuses_the_swap_and_the_round_is_solo(scale: float) -> None:
     here, alone = make_state(), make_state()
     theirs = sections(make_state(2))
     theirs[GRADIENT] = (theirs[GRADIENT] * scale).clamp(-3e38, 3e38)
@@ -80,7 +80,7 @@ def test_a_gradient_of_ten_times_the_usual_length_refuses_the_swap_and_the_round
     assert "..artner" in outcome.reason
     take(here, theirs)
     alone.step(None)
-    assert fingerprint(here) == fingerprint(alone), "bit for bit the lonely step"
+    assert fingerprint(here) == fingerprint(alone), "bit for bit the solo step"
 
 
 def test_half_a_swap_that_is_refused_late_leaves_all_as_it_was() -> None:

@@ -21,7 +21,7 @@ from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import Alone, Half, Swapped
-from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.gossip.round_state import LAST_LOOK_S
 from noloco_p2p.gossip.staleness import FRESH_ROUNDS
 from noloco_p2p.optim.mixing import Agreement
@@ -101,7 +101,7 @@ def one_round(outer: NoLoCo, model: nn.Module, amount: float) -> RoundResult:
             return result
 
 
-def test_alone_is_the_lonely_outer_step(tmp_path: Path) -> None:
+def test_alone_is_the_solo_outer_step(tmp_path: Path) -> None:
     with MemorySwarm(make_spec()) as swarm:
         model = make_model(0)
         start = flat(model)
@@ -294,7 +294,7 @@ def correct(outer: NoLoCo, peer: MemoryPeer) -> None:
     """
 
     def can_be_corrected() -> bool:
-        return bool(peer.driver.corrections) and peer.driver.phase not in (Phase.OFFERING, Phase.SWAPPING)
+        return bool(peer.driver.corrections) and peer.driver.phase not in (RoundPhase.OFFERING, RoundPhase.SWAPPING)
 
     for _ in range(outer.inner_steps - 1):
         if peer.metrics.late:
@@ -306,7 +306,9 @@ def correct(outer: NoLoCo, peer: MemoryPeer) -> None:
 def wait_for_early(outers: list[NoLoCo]) -> None:
     def committed() -> bool:
         peers = [outer._peer for outer in outers]
-        return all(isinstance(peer, MemoryPeer) and peer.driver.phase in (Phase.EARLY, Phase.DONE) for peer in peers)
+        return all(
+            isinstance(peer, MemoryPeer) and peer.driver.phase in (RoundPhase.EARLY, RoundPhase.DONE) for peer in peers
+        )
 
     wait_until(committed)
 
@@ -440,7 +442,7 @@ def test_a_checkpoint_within_a_round_knows_how_long_it_is(tmp_path: Path) -> Non
             outer = NoLoCo(model, None, peer, save_every_rounds=0, resume=state)
             assert [outer.step() for _ in range(5)] == [None] * 5
             state = outer.state_dict()
-            assert (outer.inner_steps, peer.metrics.inner_steps, peer.exchange.pace.inner_steps) == (13, 13, 13)
+            assert (outer.inner_steps, peer.metrics.inner_steps, peer.exchange.step_rate.inner_steps) == (13, 13, 13)
             swarm.kill(peer)
         outer = NoLoCo(model, None, swarm.peer("c", run_folder=tmp_path), save_every_rounds=0, resume=state)
         assert [outer.step() is not None for _ in range(3)] == [False, False, True]

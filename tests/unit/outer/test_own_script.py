@@ -14,7 +14,7 @@ from harness.specs import published
 from torch import nn
 
 from noloco_p2p.errors import ModelError, SettingsError
-from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.spec import RunSpec
@@ -64,7 +64,7 @@ def test_a_script_that_trains_to_the_end_may_close(tmp_path: Path, total_steps: 
             train(model, outer, num_steps=1)
             num_steps += 1
         assert num_steps == total_steps
-        assert peer.driver.phase is Phase.CLOSED
+        assert peer.driver.phase is RoundPhase.CLOSED
         outer.closing_round(wait_s=0.0)
 
 

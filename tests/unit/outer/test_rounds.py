@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
-from noloco_p2p.gossip.round_events import Phase
+from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.outer.noloco import NoLoCo, RoundResult
 from noloco_p2p.spec import TrainerSpec, TrainSpec
 from noloco_p2p.testing.peers import MemorySwarm
@@ -56,7 +56,7 @@ def make(swarm: MemorySwarm, folder: Path, *, follows_caller: bool = False) -> l
 
 def both_early(swarm: MemorySwarm) -> None:
     """No solo round: both have each other's early part."""
-    wait_until(lambda: all(peer.driver.phase is Phase.EARLY for peer in swarm.peers))
+    wait_until(lambda: all(peer.driver.phase is RoundPhase.EARLY for peer in swarm.peers))
 
 
 def polled(outers: list[NoLoCo], *, meanwhile: Callable[[], object] = lambda: None) -> list[RoundResult]:

@@ -93,7 +93,7 @@ def made_for(
         thread=thread,
         directory=cast(Any, others),
         transport=cast(Any, others),
-        outside=cast(Any, others),
+        live_peers=cast(Any, others),
         is_told_stale=lambda: is_told_stale,
         ticket=None,
         expects_others=True,

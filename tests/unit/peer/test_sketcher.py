@@ -25,7 +25,7 @@ from noloco_p2p.outer.outer_state import progress_after, swap_progress
 from noloco_p2p.peer.sketcher import FINEST, MARK_EVERY_S, Sketcher, finest_level, roundest
 from noloco_p2p.spec import OuterSpec, TrainerSpec, TrainSpec
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
-from noloco_p2p.trainer.judge import spread
+from noloco_p2p.trainer.swarm_evaluation import spread
 
 RUN = "ab" * 32
 

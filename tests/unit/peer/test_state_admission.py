@@ -58,45 +58,45 @@ def manifest(progress: float, *, round_index: int = 400, num_elements: int = 100
     return StateManifest("", num_elements, round_index, progress, 0, ())
 
 
-def check_place(others: Others, progress: float, *, round_index: int = 400) -> None:
-    asyncio.run(others.admission().check_place(DONOR, manifest(progress, round_index=round_index)))
+def check_position(others: Others, progress: float, *, round_index: int = 400) -> None:
+    asyncio.run(others.admission().check_position(DONOR, manifest(progress, round_index=round_index)))
 
 
 def test_a_place_near_the_median_of_the_records_is_believed_without_a_call() -> None:
     others = Others([OWN, OWN, 0.99])
-    check_place(others, OWN + 0.9 * LIMIT)
-    check_place(others, OWN - 0.9 * LIMIT)
+    check_position(others, OWN + 0.9 * LIMIT)
+    check_position(others, OWN - 0.9 * LIMIT)
     assert others.num_asked == 0
 
 
 @pytest.mark.parametrize("progress", [OWN + 1.1 * LIMIT, OWN - 1.1 * LIMIT, 0.99, float("nan"), float("-inf")])
 def test_another_place_is_refused(progress: float) -> None:
     with pytest.raises(CheckpointError, match=r"of the schedule, and the swarm stands at 40\.0 %"):
-        check_place(Others([OWN] * 5), progress)
+        check_position(Others([OWN] * 5), progress)
 
 
 def test_a_counter_that_no_peer_can_have_reached_is_refused() -> None:
-    check_place(Others([OWN] * 3), OWN, round_index=1600)  # it was four times faster all the time
+    check_position(Others([OWN] * 3), OWN, round_index=1600)  # it was four times faster all the time
     for wrong in (10**6, -1):
         with pytest.raises(CheckpointError, match=f"round {wrong}"):
-            check_place(Others([OWN] * 3), OWN, round_index=wrong)
+            check_position(Others([OWN] * 3), OWN, round_index=wrong)
 
 
 def test_records_that_are_older_than_the_limit_do_not_refuse_an_honest_donor() -> None:
     """Rounds of a tenth of a second: the swarm has moved by more than 32 of them since the last heartbeat."""
     now = OWN + 2 * LIMIT
     others = Others([OWN] * 4, told=now)
-    check_place(others, now)
+    check_position(others, now)
     assert others.num_asked == 4
 
 
 def test_two_answers_are_too_few_to_overrule_the_records() -> None:
     with pytest.raises(CheckpointError):
-        check_place(Others([OWN] * 4, told=0.99, num_silent=2), 0.99)
+        check_position(Others([OWN] * 4, told=0.99, num_silent=2), 0.99)
 
 
 def test_with_two_peers_nobody_can_tell_whose_place_is_wrong() -> None:
-    check_place(Others([OWN, 0.99]), OWN)
+    check_position(Others([OWN, 0.99]), OWN)
 
 
 def packed(vector: torch.Tensor, mark: int = int(OWN * sketch.MARKS)) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from noloco_p2p.codec import sketch
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.outer.robust_mean import leave_out_far, robust_mean
-from noloco_p2p.outer.state_checks import check_place, check_sketches
+from noloco_p2p.outer.state_checks import check_position, check_sketches
 from noloco_p2p.simulate import peer as simulated_peer
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
@@ -89,4 +89,4 @@ def test_a_state_fits_what_the_others_publish_of_another_moment(num_apart: int, 
     for peer, weights in states_of(num_apart, saved).items():
         others = [text for other, text in published_.items() if other != peer]
         check_sketches(weights, others, progress=saved / NUM_ROUNDS, spec=SPEC)
-        check_place(saved, saved / NUM_ROUNDS, standings, SPEC)
+        check_position(saved, saved / NUM_ROUNDS, standings, SPEC)

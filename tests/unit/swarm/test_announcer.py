@@ -22,7 +22,7 @@ RECORD = PeerRecord(ME.peer_id, "demo", "ab" * 32)
 
 
 class Kept:
-    """In place of a node and of a lookout: (record, expiry) of each store."""
+    """In place of a node and of a membership view: (record, expiry) of each store."""
 
     def __init__(self) -> None:
         self.stored: list[tuple[PeerRecord, float]] = []

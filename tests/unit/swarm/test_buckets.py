@@ -24,8 +24,8 @@ from noloco_p2p.swarm.buckets import (
     SPLIT_ABOVE,
     WINDOW_READS,
     Bucket,
+    BucketSampler,
     Census,
-    Draw,
     best_depth,
     bucket_of,
     buckets_at,
@@ -60,21 +60,21 @@ def test_peers_spread_evenly_over_buckets() -> None:
 
 
 def test_two_buckets_are_drawn_and_one_at_a_time_is_drawn_anew() -> None:
-    draw, before = Draw(random.Random(1)), ROOT
+    sampler, before = BucketSampler(random.Random(1)), ROOT
     for turn in range(50):
-        bucket = draw.next(3)
+        bucket = sampler.next(3)
         assert bucket != before
-        draw.took(bucket, [f"{bucket.index}"])
-        assert draw.peers() == ({f"{bucket.index}", f"{before.index}"} if turn else {f"{bucket.index}"})
+        sampler.took(bucket, [f"{bucket.index}"])
+        assert sampler.peers() == ({f"{bucket.index}", f"{before.index}"} if turn else {f"{bucket.index}"})
         before = bucket
 
 
 def test_a_single_bucket_is_read_again_and_brought_up_to_date() -> None:
-    draw = Draw(random.Random(1))
+    sampler = BucketSampler(random.Random(1))
     for found in (["a", "b"], ["b"], ["b", "c"]):
-        assert draw.next(0) == ROOT
-        draw.took(ROOT, found)
-        assert draw.peers() == set(found)
+        assert sampler.next(0) == ROOT
+        sampler.took(ROOT, found)
+        assert sampler.peers() == set(found)
 
 
 def test_every_bucket_is_drawn_with_the_same_chance() -> None:
@@ -245,7 +245,7 @@ def test_a_liar_at_other_depths_hides_no_peer_from_another(seed: int, lies: dict
         swarm.run(10)
         members = list(swarm.members.values())
         assert min(swarm.visible_share(member) for member in members) == 1.0
-        drawn = [member.draw.peers() & {*swarm.members} - {member.peer_id} for member in members]
+        drawn = [member.sampler.peers() & {*swarm.members} - {member.peer_id} for member in members]
         assert min(map(len, drawn)) >= len(members) // 2
     swarm.lies = {}
     swarm.run(LINGER_S)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_p2p.swarm.copies import CopyWatch
+from noloco_p2p.swarm.announcer import CopyWatch
 from noloco_p2p.swarm.records import PeerRecord
 
 OLD = PeerRecord("a", "demo", "ab" * 32, session_key="old", started_at_ms=1000, sequence=7)

@@ -11,7 +11,7 @@ from harness.patience import PATIENCE_S
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.swarm import relay as relays
 from noloco_p2p.swarm.node import end_tasks
-from noloco_p2p.swarm.relay import BEATS, DIALS_A_MINUTE_OF_ONE, MAX_STREAMS_OF_A_PLACE, NO, YES, Relay
+from noloco_p2p.swarm.relay import BEATS, DIALS_A_MINUTE_OF_ONE, MAX_STREAMS_OF_A_RESERVATION, NO, YES, Relay
 from noloco_p2p.swarm.streams import KEPT_FOR_RELAYS, MAX_STREAMS, MAX_STREAMS_OF_ONE, Streams
 
 NOBODY: Any = None
@@ -135,27 +135,27 @@ def test_in_no_minute_are_more_ports_dialled_back_than_promised(
     assert most / 2 < busiest <= most
 
 
-def test_one_peer_has_few_streams_for_its_place() -> None:
+def test_one_peer_has_few_streams_for_its_reservation() -> None:
     async def main() -> None:
         relay, writers = Relay(NOBODY), [Writer() for _ in range(MAX_STREAMS_OF_ONE)]
         keeping = [
-            asyncio.create_task(relay._on_place("peer", asyncio.StreamReader(), cast(Any, writer)))
+            asyncio.create_task(relay._on_reserve("peer", asyncio.StreamReader(), cast(Any, writer)))
             for writer in writers
         ]
         await asyncio.sleep(0)
-        assert [writer.said for writer in writers].count(YES) == MAX_STREAMS_OF_A_PLACE
-        assert [writer.said for writer in writers].count(NO) == MAX_STREAMS_OF_ONE - MAX_STREAMS_OF_A_PLACE
+        assert [writer.said for writer in writers].count(YES) == MAX_STREAMS_OF_A_RESERVATION
+        assert [writer.said for writer in writers].count(NO) == MAX_STREAMS_OF_ONE - MAX_STREAMS_OF_A_RESERVATION
         await end_tasks(keeping)
-        assert not relay._places
+        assert not relay._reservations
 
     asyncio.run(main())
 
 
-def test_a_place_is_lost_when_its_peer_beats_without_a_pause() -> None:
+def test_a_reservation_is_lost_when_its_peer_beats_without_a_pause() -> None:
     async def main() -> None:
         reader, writer = asyncio.StreamReader(), Writer()
         reader.feed_data(b"." * (1 << 20))
-        await asyncio.wait_for(Relay(NOBODY)._on_place("peer", reader, cast(Any, writer)), PATIENCE_S)
+        await asyncio.wait_for(Relay(NOBODY)._on_reserve("peer", reader, cast(Any, writer)), PATIENCE_S)
         assert BEATS.burst <= writer.said.count(b".") < 4 * BEATS.burst
 
     asyncio.run(main())

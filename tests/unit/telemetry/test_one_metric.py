@@ -26,7 +26,7 @@ from noloco_p2p.monitor.collect import Watcher
 from noloco_p2p.monitor.history import History
 from noloco_p2p.monitor.roster import Health
 from noloco_p2p.monitor.terminal import Choice, plain
-from noloco_p2p.monitor.web import Feed
+from noloco_p2p.monitor.web import SwarmFeed
 from noloco_p2p.swarm.records import PeerRecord, decode_record, encode_record
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.prometheus import peer_page, swarm_page
@@ -39,7 +39,7 @@ me = Identity(peer_id_of(public), public, key)
 record = PeerRecord(me.peer_id, "r", "0" * 64, sequence=1, metrics=Metrics(new=3072.0).recorded())
 heard = decode_record(encode_record(record, me))
 history = History(":memory:")
-feed = Feed(Watcher(Ticket("r", "0" * 64, ())), history)
+feed = SwarmFeed(Watcher(Ticket("r", "0" * 64, ())), history)
 asyncio.run(feed.look(lambda: feed.watcher.take([(heard, 1.0)], directory_age_s=0.0, now_s=1_800_000_000.0)))
 summary = feed.summary
 print(json.dumps({

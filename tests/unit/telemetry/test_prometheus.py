@@ -24,7 +24,7 @@ def values(page: bytes) -> dict[str, float]:
 
 def test_a_peer_tells_its_numbers_and_leaves_out_what_it_does_not_know() -> None:
     metrics = Metrics(swaps=7, bytes_sent=1 << 40, loss=2.5, last_partner="12D3Koo")
-    metrics.count_lonely("refused")
+    metrics.count_solo("refused")
     page = values(peer_page(metrics, peer_id="me", run="r", live_peers=3))
     assert page["noloco_swaps_total"] == 7
     assert page["noloco_bytes_sent_total"] == 2.0**40

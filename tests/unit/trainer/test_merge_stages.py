@@ -20,13 +20,13 @@ from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
-from noloco_p2p.peer.kept import stage_folder
+from noloco_p2p.peer.run_folder import stage_folder
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.trainer.cut import cut_of
-from noloco_p2p.trainer.judge import judge, spread
 from noloco_p2p.trainer.model import build_model
 from noloco_p2p.trainer.stage import build_part
+from noloco_p2p.trainer.swarm_evaluation import evaluate_swarm, spread
 from noloco_p2p.transfer.donor import SavedState, describe_state
 
 NUM_STAGES, NUM_REPLICAS = 3, 2
@@ -185,23 +185,23 @@ def checkpoints_of(spec: TrainerSpec, folder: Path) -> list[list[Path]]:
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_judge_puts_the_means_of_the_stages_together(tied: bool, tmp_path: Path) -> None:
     spec = SPECS[tied]
-    verdict = judge(spec, [*checkpoints_of(spec, tmp_path)])
+    evaluation = evaluate_swarm(spec, [*checkpoints_of(spec, tmp_path)])
     expected = mean_of_replicas(spec)
-    for name, param in verdict.model.named_parameters():
+    for name, param in evaluation.model.named_parameters():
         assert torch.allclose(param, expected[name], atol=1e-7), name
     replicas = [
         torch.cat([values.flatten() for values in replica(spec, number).values()]) for number in range(NUM_REPLICAS)
     ]
     mean = torch.cat([values.flatten() for values in expected.values()])
-    assert verdict.spread == pytest.approx(spread(replicas, mean), rel=1e-4)
-    assert 5 < verdict.merged_loss < 7, "the start, of 384 tokens"
+    assert evaluation.spread == pytest.approx(spread(replicas, mean), rel=1e-4)
+    assert 5 < evaluation.merged_loss < 7, "the start, of 384 tokens"
 
 
 def test_the_judge_names_a_stage_without_a_checkpoint(tmp_path: Path) -> None:
     folders = checkpoints_of(SPECS[True], tmp_path)
     (tmp_path / "nobody").mkdir()
     with pytest.raises(CheckpointError, match="no peer of stage 1 has written a checkpoint"):
-        judge(SPECS[True], [folders[0], [tmp_path / "nobody"], folders[2]])
+        evaluate_swarm(SPECS[True], [folders[0], [tmp_path / "nobody"], folders[2]])
 
 
 @pytest.mark.parametrize("command", ["export", "evaluate"])

@@ -14,9 +14,9 @@ from torch import nn
 
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.outer.buffers import persistent_buffers
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.noloco import NoLoCo
+from noloco_p2p.outer.saved_state import persistent_buffers
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemorySwarm
 

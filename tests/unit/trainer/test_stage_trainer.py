@@ -16,8 +16,8 @@ from noloco_p2p.flow.actions import Compute, Kind
 from noloco_p2p.flow.frames import MicrobatchId
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.outer.checkpoint import Checkpoint
-from noloco_p2p.peer.kept import stage_folder
 from noloco_p2p.peer.peer import Peer
+from noloco_p2p.peer.run_folder import stage_folder
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.progress import Progress

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from admitting import AnyState
 from blake3 import blake3
 from harness.patience import PATIENCE_S
 from harness.specs import published
@@ -33,7 +34,7 @@ from noloco_p2p.gossip.frames import (
 )
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.memory import AnyState, MemoryNetwork, MemoryTransport
+from noloco_p2p.testing.memory import MemoryNetwork, MemoryTransport
 from noloco_p2p.transfer import kept_chunks
 from noloco_p2p.transfer.donor import SavedState, StateServer, describe_state
 from noloco_p2p.transfer.fetch import INTERNET, Limits, Rate, fetch_spec, fetch_state

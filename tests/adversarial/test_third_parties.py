@@ -28,7 +28,7 @@ from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.kademlia.whereabouts import MAX_ADDRESSES
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
-from noloco_p2p.swarm.relay import PLACE, open_told
+from noloco_p2p.swarm.relay import RESERVE, open_stream_to
 from noloco_p2p.swarm.timing import Timing
 
 DIGEST = "ab" * 32
@@ -136,7 +136,7 @@ def test_a_peer_that_is_connected_is_not_taken_to_be_where_it_says(tmp_path: Pat
         ):
             lie, guard = f"/ip4/127.0.0.9/tcp/{port}", victim.guard
             await until(lambda: (evil.peer_id, "127.0.0.1") in guard._reached)
-            _, stream = await open_told(victim.node, guard, evil.peer_id, lie, PLACE)
+            _, stream = await open_stream_to(victim.node, guard, evil.peer_id, lie, RESERVE)
             stream.close()
             protocol: Any = victim.node._dht.bounded  # pyright: ignore[reportOptionalMemberAccess]
             await protocol.whereabouts._dial(evil.peer_id, [lie])

@@ -52,7 +52,7 @@ def is_abroad(entrances: Iterable[str], others: Iterable[str]) -> bool:
     return any_public(entrances) or any(is_public(host_of(address)) for address in others)
 
 
-def judge(
+def assess(
     announced: str,
     *,
     ports: tuple[int, int],
@@ -62,7 +62,7 @@ def judge(
     relayed: bool = False,
 ) -> Verdict:
     """`announced` is HOST:PORT of this peer, `ports` its gRPC and libp2p ports as others see them; `abroad`: the swarm
-    is on public addresses; `num_calls` of other peers came in; `relayed`: a relay holds a place for this peer."""
+    is on public addresses; `num_calls` of other peers came in; `relayed`: a relay holds a reservation for this peer."""
     host = host_of(announced)
     observed = next((seen.observed_host for seen in dial_backs if is_public(seen.observed_host)), "")
     through = [seen for seen in dial_backs if not seen.reached.get(ports[0], "not asked")]

@@ -1,4 +1,4 @@
-"""How many lanes a swap needs, by hill climbing on what it carries: no constant here is about a link.
+"""How many connections (lanes) a swap needs, by hill climbing on what it carries: no constant here is about a link.
 
 Lanes are doubled while that pays. A TCP stream that loss holds back carries as much beside others as alone, so that two
 carry nearly twice as much; a link that is full carries no more, whatever the number. Each direction is looked at by
@@ -69,7 +69,7 @@ class Measured:
     rates: Mapping[Direction, float]  # bytes per second
 
 
-class Climb:
+class ConnectionTuner:
     """The number of lanes of one swap: `wanted`. Pure: it is given the time.
 
     The caller brings the lanes to `wanted` and says so with `in_place`; `moved` then tells when that number changes.
@@ -185,7 +185,7 @@ class LaneMemory:
         self._policy = policy
         self._known: OrderedDict[str, _Known] = OrderedDict()
 
-    def climb(self, address: str, *, settle_s: float) -> Climb:
+    def tuner(self, address: str, *, settle_s: float) -> ConnectionTuner:
         """For a swap that begins now."""
         known = self._known.get(address, _Known(1))
         start, is_trying, before = known.num_lanes, not known.quiet_swaps, known.before
@@ -195,20 +195,20 @@ class LaneMemory:
             start, known.quiet_swaps = max(1, start // 2), QUIET_SWAPS
         elif before:
             start, known.before = 2 * start, None  # once: this swap, too, may be too short
-        return Climb(self._policy, start=start, is_trying=is_trying, settle_s=settle_s, before=before)
+        return ConnectionTuner(self._policy, start=start, is_trying=is_trying, settle_s=settle_s, before=before)
 
     def num_lanes(self, address: str) -> int:
         """With how many the next swap begins, unless it is time to try."""
         return self._known[address].num_lanes if address in self._known else 1
 
-    def learn(self, address: str, climb: Climb) -> None:
+    def learn(self, address: str, tuner: ConnectionTuner) -> None:
         """A swap has ended."""
-        if not climb.has_measured:
+        if not tuner.has_measured:
             return
-        if climb.is_settled:
-            self._known[address] = _Known(climb.wanted, QUIET_SWAPS, is_settled=True)
-        elif climb.before:
-            self._known[address] = _Known(climb.before.num_lanes, before=climb.before)
+        if tuner.is_settled:
+            self._known[address] = _Known(tuner.wanted, QUIET_SWAPS, is_settled=True)
+        elif tuner.before:
+            self._known[address] = _Known(tuner.before.num_lanes, before=tuner.before)
         self._known.move_to_end(address)
         if len(self._known) > REMEMBERED_PEERS:
             self._known.popitem(last=False)

@@ -21,7 +21,7 @@ from harness.specs import FP32, published
 from harness.swapped import received
 from torch import nn
 
-from badboy.flags import FLAGS, Flag
+from adversarial.flags import FLAGS, Flag
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, LonelyCause, Outcome, Swapped
@@ -29,9 +29,11 @@ from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.outer.outer_state import OuterState
 from noloco_p2p.outer.update_filter import LossCheck
 from noloco_p2p.spec import RunSpec
+from noloco_p2p.telemetry.console import named
 from noloco_p2p.testing.peers import MemoryPeer
 
-SPEC = RunSpec(name="badboy", codec=FP32, outer=published(inner_steps=1, max_wait_s=PATIENCE_S))
+ADVERSARY = "the-adversary"
+SPEC = RunSpec(name="adversarial", codec=FP32, outer=published(inner_steps=1, max_wait_s=PATIENCE_S))
 DEADLINES = Deadlines(status_s=2.0, progress_s=2.0, farewell_s=0.5)
 STRUCK_ROWS = {"4", "5", "6", "7", "8", "35", "36"}  # what no honest peer sends: three times is a ban
 KINDS = {"nothing": Alone, "early": Half, "clipped": Swapped}
@@ -98,13 +100,13 @@ def test_a_row(flag: Flag, caplog: pytest.LogCaptureFixture) -> None:
         struck: list[str] = []
         peer.driver.on_corrupt = lambda peer_id, reason: struck.append(peer_id)
         faults = flag.plan.wrapper()
-        badboy = swarm.peer("the-badboy", wrap=faults, wrap_accepted=faults)
+        adversary = swarm.peer(ADVERSARY, wrap=faults, wrap_accepted=faults)
         victim = NoLoCo(model, None, peer, save_every_rounds=0)
         began_s = time.monotonic()
-        outcome = one_round(victim, model, badboy, theirs, round_index=flag.round)
+        outcome = one_round(victim, model, adversary, theirs, round_index=flag.round)
         assert time.monotonic() - began_s < AT_ONCE_S  # I2
         assert faults.fired or not flag.plan.sending
-        assert struck == (["the-badboy"] if flag.row in STRUCK_ROWS else [])
+        assert struck == ([ADVERSARY] if flag.row in STRUCK_ROWS else [])
         assert type(outcome) is KINDS[flag.left], outcome
         state = victim._state  # the numbers themselves: no public way shows them all
         after, twin = all_numbers(state), twin_with(outcome, theirs)
@@ -116,11 +118,11 @@ def test_a_row(flag: Flag, caplog: pytest.LogCaptureFixture) -> None:
             )
         else:
             assert torch.equal(after, all_numbers(twin))  # I1
-            said = [text for text in caplog.messages if "..badboy" in text and flag.says in text]
+            said = [text for text in caplog.messages if named(ADVERSARY) in text and flag.says in text]
             assert said, caplog.text  # I4
             assert "applied" in said[0] or "kept" in said[0]
         assert torch.equal(torch.get_rng_state(), random_state)
-        swarm.addresses.pop("the-badboy")
+        swarm.addresses.pop(ADVERSARY)
         friend = swarm.peer("a-friend")
         round_index = victim.round
         assert isinstance(one_round(victim, model, friend, honest, round_index=round_index), Swapped)  # I3
@@ -133,13 +135,13 @@ def test_a_swap_that_raises_the_own_loss_is_undone_bit_for_bit(losses: tuple[flo
         peer = swarm.peer("victim")
         check = LossCheck(lambda: next(told), max_rise=0.1)
         victim = NoLoCo(model, None, peer, save_every_rounds=0, loss_check=check)
-        outcome = one_round(victim, model, swarm.peer("the-badboy"), theirs, round_index=0)
+        outcome = one_round(victim, model, swarm.peer(ADVERSARY), theirs, round_index=0)
     if not is_undone:
         assert isinstance(outcome, Swapped)
         return
     assert isinstance(outcome, Alone)
     assert outcome.cause is LonelyCause.REFUSED_STATE
-    assert "..badboy" in outcome.reason
+    assert named(ADVERSARY) in outcome.reason
     assert "loss on a private batch" in outcome.reason
     assert torch.equal(all_numbers(victim._state), all_numbers(twin_with(outcome, theirs)))
     assert (peer.metrics.refused_losses, peer.metrics.alone_refused_state) == (1, 1)

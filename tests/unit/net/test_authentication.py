@@ -14,7 +14,7 @@ from harness.patience import PATIENCE_S
 
 from noloco_p2p.errors import Refused
 from noloco_p2p.hosts import network_of
-from noloco_p2p.net.door import TurnedAway
+from noloco_p2p.net.authentication import TurnedAway
 from noloco_p2p.net.server import _Asked
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 

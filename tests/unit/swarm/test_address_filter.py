@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from harness.identities import identity_of
 
+from noloco_p2p.swarm.address_filter import believable
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.swarm.relay import relays_of
-from noloco_p2p.swarm.told import believable
 
 ME, RELAY = identity_of("told").peer_id, identity_of("relay").peer_id
 PUBLIC = "203.0.114.7"

@@ -1,4 +1,4 @@
-"""Who is alive in a run: buckets of records are read into the view, and counted.
+"""The membership view of a run, its live peers: buckets of records are read into it, and counted.
 
 Of a small run there is one bucket, which holds all records. Of a large one this peer reads a bucket at a time, drawn at
 random; a monitor reads all of them. Looks aside, at buckets of another depth, find those who count otherwise.
@@ -17,11 +17,12 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import short_id
 from noloco_p2p.swarm.address_book import AddressBook
+from noloco_p2p.swarm.address_filter import believable
 from noloco_p2p.swarm.buckets import (
     MAX_DEPTH,
     Bucket,
+    BucketSampler,
     Census,
-    Draw,
     bucket_of,
     buckets_at,
     is_enough,
@@ -31,9 +32,8 @@ from noloco_p2p.swarm.buckets import (
 from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.node import CALL_S, SwarmNode
 from noloco_p2p.swarm.records import EXPIRY_SLACK_S, PeerRecord, RecordError, decode_record
+from noloco_p2p.swarm.sightings import Sightings
 from noloco_p2p.swarm.timing import Timing
-from noloco_p2p.swarm.told import believable
-from noloco_p2p.swarm.view import View
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Headcount:
     is_estimate: bool
 
 
-class Lookout:
+class MembershipView:
     """`live`, `records` and `headcount` never wait, and are for any thread; the rest belongs to the loop.
 
     key: of the view that is read, as `buckets.run_key` gives that of a whole run; a peer may read several.
@@ -83,9 +83,9 @@ class Lookout:
         self._timing = timing
         self._ignores = ignores
         self._only_public = only_public
-        self._view = View(own_peer_id)
+        self._sightings = Sightings(own_peer_id)
         rng = random.SystemRandom()
-        self._rng, self._census, self._draw = rng, Census(rng), Draw(rng)
+        self._rng, self._census, self._sampler = rng, Census(rng), BucketSampler(rng)
         self._whole_depth: int | None = None  # at which all buckets were read
         self._survey_at_s, self._survey_pause_s = 0.0, timing.quick_view_s
         self._started_at_s = self._read_at_s = time.monotonic()
@@ -94,16 +94,16 @@ class Lookout:
 
     def live(self) -> Sequence[Candidate]:
         """Others heard of within the TTL and not leaving; of many buckets, those in the two that were drawn last."""
-        drawn = None if self._is_monitor or self._census.depth == 0 else self._draw.peers()
-        return self._view.live(now_s=time.monotonic(), among=drawn)
+        drawn = None if self._is_monitor or self._census.depth == 0 else self._sampler.peers()
+        return self._sightings.live(now_s=time.monotonic(), among=drawn)
 
     def knows(self, peer_id: str) -> bool:
         """Whether a peer was heard of within the TTL, from whatever bucket, and is not leaving."""
-        return bool(self._view.live(now_s=time.monotonic(), among={peer_id}))
+        return bool(self._sightings.live(now_s=time.monotonic(), among={peer_id}))
 
     def records(self) -> list[tuple[PeerRecord, float]]:
         """(record, age in seconds) of all that were read, leaving ones too."""
-        return self._view.records(now_s=time.monotonic())
+        return self._sightings.records(now_s=time.monotonic())
 
     def headcount(self) -> Headcount:
         """How many others are alive."""
@@ -139,7 +139,7 @@ class Lookout:
         """Read a bucket now (all for a monitor)."""
         depth, base = self._census.depth, self._census.base
         witness = self._census.witness
-        drawn = bucket_of(witness, depth) if witness else self._draw.next(depth)
+        drawn = bucket_of(witness, depth) if witness else self._sampler.next(depth)
         buckets = buckets_at(depth) if self._is_monitor else [drawn]
         self._rng.shuffle(buckets)
         if base is not None:
@@ -172,7 +172,7 @@ class Lookout:
             await self._read([bucket_of(peer_id, depth) for depth in self._census.read_at], timeout_s=timeout_s)
         except DirectoryError:
             return None
-        return next(iter(self._view.live(now_s=time.monotonic(), among={peer_id})), None)
+        return next(iter(self._sightings.live(now_s=time.monotonic(), among={peer_id})), None)
 
     async def stored_under(self, peer_id: str, *, timeout_s: float) -> list[PeerRecord]:
         """What the buckets of now hold under one peer id."""
@@ -214,7 +214,7 @@ class Lookout:
             some = within_limit(entries, self._rng)
             reads.append((bucket, self._readable(bucket, some), len(some) / len(entries) if entries else 1.0))
         everybody = [record for _, records, _ in reads for record in records]
-        news = self._view.merge(everybody, now_s=time.monotonic(), dht_now_s=CLOCK.now())
+        news = self._sightings.merge(everybody, now_s=time.monotonic(), dht_now_s=CLOCK.now())
         for record in news:
             self._address_book.remember(record.peer_id, record.multiaddrs)
         if self.live():
@@ -231,7 +231,7 @@ class Lookout:
         """A bucket at the depth of now or at the base was read, or `share` of it."""
         live = [record for record in records if record.state != "leaving"]
         peer_ids, witness = [record.peer_id for record in live], self._census.witness
-        self._draw.took(bucket, peer_ids)
+        self._sampler.took(bucket, peer_ids)
         if bucket.depth == self._census.depth:
             if witness and bucket.holds(witness):
                 self._census.note_witness(witness in peer_ids)

@@ -13,15 +13,15 @@ import uvloop
 from harness.identities import identity_of
 from harness.patience import AT_ONCE_S, PATIENCE_S
 
-from badboy.victim import DIGEST, ROUND, Victim, victim
+from adversarial.victim import DIGEST, ROUND, Victim, victim
 from noloco_p2p.errors import PeerError, Refused, Unreachable
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import options
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.connection import translate
-from noloco_p2p.net.front import WAITING_OF_ONE
 from noloco_p2p.net.handshake import Greeting, Metadata
+from noloco_p2p.net.proxy import WAITING_OF_ONE
 from noloco_p2p.net.session import SERVER_NAME, Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub

@@ -1,4 +1,4 @@
-"""Where the models and tokenizers that a spec names are: in a folder that this machine has bound, or on the hub.
+"""Where the models and tokenizers that a spec names come from: in a folder that this machine has bound, or on the hub.
 
 A spec may come from a stranger. It names nothing of this machine but what its user has bound with --model NAME=FOLDER.
 The hub's own libraries would take a name for a folder in the current one, and an adapter for a reference to another
@@ -25,7 +25,7 @@ NEVER = ("adapter_*", "*/*")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ModelSource:
     """bound: a folder of this machine; None = the name is one of the hub, at `revision`."""
 
     name: str
@@ -54,7 +54,7 @@ class Place:
         return path
 
 
-def place_of(field: str, name: str, *, revision: str = "", folders: Mapping[str, str] | None = None) -> Place:
+def find_source(field: str, name: str, *, revision: str = "", folders: Mapping[str, str] | None = None) -> ModelSource:
     """Opens no file and asks nobody.
 
     field: dotted, for the message. folders: names that are bound here. Raises SpecError for a name that is neither
@@ -67,10 +67,10 @@ def place_of(field: str, name: str, *, revision: str = "", folders: Mapping[str,
                 f"{field} {name!r} is not OWNER/NAME of the hub, and this machine has not bound it: "
                 f"give --model {name}=FOLDER"
             )
-        return Place(name, revision or "main", None)
+        return ModelSource(name, revision or "main", None)
     folder = Path(bound)
     if not folder.is_dir():
         raise ModelError(f"{name} is bound to {bound}: there is no such folder")
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         raise ModelError(f"{field} {name!r} is an adapter, whose base model is elsewhere: bind the base model")
-    return Place(name, revision or "main", folder)
+    return ModelSource(name, revision or "main", folder)

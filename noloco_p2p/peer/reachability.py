@@ -1,4 +1,4 @@
-"""How a peer stands to the outside: whether others can dial it, what it tells them, the ways round a closed port."""
+"""How a peer can be reached: whether others can dial it, its published addresses, the ways round a closed port."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import host_of, host_port, routable_host, split_peer_id
 from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.dial_back import DIRECT, OUTBOUND_ONLY, RELAYED, DialBack, DialBacks, Verdict, assess
 from noloco_p2p.swarm.node import end_tasks
-from noloco_p2p.swarm.reachability import DIRECT, OUTBOUND_ONLY, RELAYED, DialBack, DialBacks, Verdict, is_abroad, judge
-from noloco_p2p.swarm.relay import Places, ask_to_dial
+from noloco_p2p.swarm.relay import Reservations, ask_to_dial
 from noloco_p2p.swarm.tunnel import Tunnels
 
 log = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ LOOK_S = 1.0  # how often a change of what others should know is looked for
 Ask = Callable[[Candidate, Sequence[int]], Awaitable[DialBack]]
 
 
-class Outside:
-    """Make it when the directory is there, `start` it when the server listens; `live` is good from the beginning.
+class Reachability:
+    """Make it when the directory is there, `start` it when the server listens; `tunnels` are good from the beginning.
 
     `entrances` are the multiaddrs that this peer was given to enter through; `ask` raises PeerError.
     """
@@ -50,86 +50,44 @@ class Outside:
         self._entrances: dict[str, str] = {}
         for door in entrances:  # of each its first, which is its best
             self._entrances.setdefault(split_peer_id(door)[1], door)
-        self.stage: int | None = None  # that this peer holds, in a run with stages
         self._ask = ask
         self._server: GrpcServer | None = None
         self._num_calls: Callable[[], int] = lambda: 0
-        self._tunnels = Tunnels(
+        self.tunnels = Tunnels(
             directory.node,
             live=directory.live,
             multiaddrs=lambda: {record.peer_id: record.multiaddrs for record, _ in directory.records()},
             wanted=self._needs_tunnels,
             server=lambda: (routable_host(settings.listen_host), self._port),
-            relays=lambda: self._places.relays(),
+            relays=lambda: self._reservations.relays(),
             guard=directory.guard,
         )
         self._dial_backs = DialBacks(live=self._to_ask, ask=self._ask_one)
-        self._places = Places(directory.node, doors=self._relays, wanted=self.is_closed, guard=directory.guard)
+        self._reservations = Reservations(
+            directory.node, doors=self._relays, wanted=self.is_closed, guard=directory.guard
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, server: GrpcServer, *, num_calls: Callable[[], int]) -> None:
         """`num_calls`: calls of other peers that came in."""
         self._server, self._num_calls = server, num_calls
-        self._directory.is_abroad = self._is_abroad
-        server.tell_tunnels(self._tunnels.local_ports)
-        server.prober.only_public = self._directory.guard.only_public
-        await self._tunnels.start()
+        await self.tunnels.start()
         jobs = [
-            self._places.run(),
+            self._reservations.run(),
             self._dial_backs.run(is_direct=lambda: self.verdict().state == DIRECT),
-            self._tell_changes(),
+            self._announce_changes(),
         ]
         self._tasks = [asyncio.create_task(job) for job in jobs]
 
     async def stop(self) -> None:
         await end_tasks(self._tasks)
-        await self._tunnels.stop()
+        await self.tunnels.stop()
 
     async def wait_for_dial_back(self) -> None:
         """Until the first peer has told whether it gets through; a few seconds at most."""
         await self._dial_backs.wait(FIRST_DIAL_BACK_S)
 
-    def live(self) -> Sequence[Candidate]:
-        """The seam `gossip.seams.Directory`: live peers, with the address of a tunnel where there is no other. Once
-        this peer holds a stage, those of its stage alone.
-
-        On the network thread alone.
-        """
-        return self._of_own_stage(self._tunnels.live())
-
-    def everyone(self) -> Sequence[Candidate]:
-        """Live peers of all stages, as their records say. Never waits; for any thread."""
-        return self._directory.live()
-
-    def mates(self) -> Sequence[Candidate]:
-        """The same, of the stage of this peer alone once it holds one."""
-        return self._of_own_stage(self.everyone())
-
-    def _of_own_stage(self, peers: Sequence[Candidate]) -> Sequence[Candidate]:
-        return peers if self.stage is None else [peer for peer in peers if peer.stage == self.stage]
-
-    def num_live(self) -> int:
-        """Of the same seam: peers that are alive, with this one, and of its stage alone once it holds one."""
-        others = self._directory.headcount().others
-        if self.stage is None:
-            return 1 + others
-        known = self.everyone()
-        return 1 + round(others * len(self._of_own_stage(known)) / max(1, len(known)))
-
-    def knows(self, peer_id: str) -> bool:
-        """Of the same seam: whether a live record of this peer was read."""
-        return self._directory.knows(peer_id)
-
-    def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """The same peers with such addresses. On the network thread alone: a tunnel is made where there is none."""
-        return self._tunnels.reached(candidates)
-
-    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
-        """The same for one particular peer, wherever its record lies."""
-        found = await self._directory.find(peer_id, timeout_s=timeout_s)
-        return self.reached([found])[0] if found else None
-
-    # what others are told
+    # what this peer publishes
 
     @property
     def address(self) -> str:
@@ -139,23 +97,23 @@ class Outside:
 
     def verdict(self) -> Verdict:
         """Whether other peers can dial this one, as far as they have told."""
-        return judge(
+        return assess(
             self.address,
             ports=self._ports(),
             dial_backs=self._dial_backs.seen(),
-            abroad=self._is_abroad(),
+            abroad=self._directory.is_abroad(),
             num_calls=self._num_calls(),
-            relayed=bool(self._places.circuits()),
+            relayed=bool(self._reservations.circuits()),
         )
 
     def addresses(self) -> tuple[str, ...]:
         """gRPC addresses for the record: a private one leads nowhere in a public swarm."""
-        leads_nowhere = self._is_abroad() and not is_public(host_of(self.address))
+        leads_nowhere = self._directory.is_abroad() and not is_public(host_of(self.address))
         return () if leads_nowhere else (self.address,)
 
     def ways_in(self) -> tuple[str, ...]:
         """Multiaddrs for the record; those by relays first, as they are the ones that work then."""
-        return (*self._places.circuits(), *self._directory.multiaddrs())
+        return (*self._reservations.circuits(), *self._directory.multiaddrs())
 
     def doors(self) -> list[str]:
         """Multiaddrs for a ticket: of this peer, of live ones that others reach, and those that it was given."""
@@ -165,15 +123,15 @@ class Outside:
         own = self._directory.multiaddrs()[:OWN_DOORS]
         return list(dict.fromkeys([*own, *met, *self._entrances.values()]))
 
-    async def _tell_changes(self) -> None:
-        """Others offer in vain, or not at all, until they hear of it."""
-        told = ("", ())
+    async def _announce_changes(self) -> None:
+        """Others offer in vain, or not at all, until they read it."""
+        announced = ("", ())
         while True:
-            now = (self.verdict().state, self._places.circuits())
-            if now != told:
+            now = (self.verdict().state, self._reservations.circuits())
+            if now != announced:
                 try:
                     await self._directory.announce_now()
-                    told = now
+                    announced = now
                 except DirectoryError as error:
                     log.debug("a change is not announced yet: %s", error)
             await asyncio.sleep(LOOK_S)
@@ -189,18 +147,12 @@ class Outside:
         announced_port = self._settings.announced[1]
         return (announced_port, announced_port + 1) if announced_port else (self._port, self._directory.port)
 
-    def _is_abroad(self) -> bool:
-        """Whether the swarm is on public addresses, where private ones lead nowhere."""
-        if is_public(self._settings.announced[0]):
-            return True
-        return is_abroad(self._entrances.values(), [candidate.address for candidate in self._directory.live()])
-
     def is_closed(self) -> bool:
         """Whether no other peer can dial this one, as far as they have told."""
         return self._server is not None and self.verdict().state in (OUTBOUND_ONLY, RELAYED)
 
     def _needs_tunnels(self) -> bool:
-        """Who can be called by nobody calls its kind by tunnels; so does a newcomer who finds nobody else."""
+        """Whether to call by tunnels: this peer is unreachable, or knows no reachable peer."""
         return self.is_closed() or not any(candidate.can_be_called for candidate in self._directory.live())
 
     def _relays(self) -> Mapping[str, Sequence[str]]:

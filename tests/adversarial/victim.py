@@ -1,4 +1,4 @@
-"""A peer's server in a process of its own, so that its memory is its own: `python -m badboy.victim` tells its port."""
+"""A peer's server in a process of its own, whose memory is its own: `python -m adversarial.victim` prints its port."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def victim() -> AsyncIterator[Victim]:
 def _started() -> subprocess.Popen[bytes]:
     paths = os.pathsep.join((str(TESTS), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")))
     return subprocess.Popen(
-        [sys.executable, "-m", "badboy.victim"],
+        [sys.executable, "-m", "adversarial.victim"],
         env={**os.environ, "PYTHONPATH": paths},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

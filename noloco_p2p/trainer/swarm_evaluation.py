@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SwarmEvaluation:
     spec: TrainerSpec
     model: PreTrainedModel  # with the mean of the slow weights
     losses: dict[Path, float]  # of each peer's slow weights, nats per token; empty when only the merge was asked for
@@ -34,14 +34,14 @@ class Verdict:
     num_sequences: int
 
 
-def judge(
+def evaluate_swarm(
     spec: TrainerSpec,
     folders: Sequence[Sequence[Path]],
     *,
     bindings: dict[str, str] | None = None,
     progress: Progress | None = None,
-) -> Verdict:
-    """Judge the mean of each stage, put together. `folders`: of each stage what its peers keep of the run; a run
+) -> SwarmEvaluation:
+    """Evaluate the mean of each stage, put together. `folders`: of each stage what its peers keep of the run; a run
     without stages has one.
 
     Raises CheckpointError when a stage has no checkpoint.
@@ -63,19 +63,21 @@ def judge(
     FlatParameters(model).take(parts)
     batches = _held_out(spec, bindings=bindings or {}, models={}, progress=progress)
     loss = evaluate_loss(model, batches, progress=progress)
-    return Verdict(spec, model, {}, loss, _share(math.hypot(*distances), math.hypot(*norms)), sum(map(len, batches)))
+    return SwarmEvaluation(
+        spec, model, {}, loss, _share(math.hypot(*distances), math.hypot(*norms)), sum(map(len, batches))
+    )
 
 
-def judge_each(
+def evaluate_each(
     folders: Sequence[Path],
     *,
     device: torch.device,
     bindings: Mapping[str, str],
     models: Mapping[str, str],
     progress: Progress | None = None,
-) -> Verdict:
+) -> SwarmEvaluation:
     """Every checkpoint by itself, and their mean. Raises CheckpointError, also when they are not of one run."""
-    assert folders, "nothing to judge"
+    assert folders, "nothing to evaluate"
     weights: dict[Path, Tensor] = {}
     states: list[TakenState] = []
     for folder in folders:
@@ -96,7 +98,7 @@ def judge_each(
     mean = _mean(replicas)
     flat.write(0, mean)
     merged_loss = evaluate_loss(model, batches, progress=progress)
-    return Verdict(spec, model, losses, merged_loss, spread(replicas, mean), sum(map(len, batches)))
+    return SwarmEvaluation(spec, model, losses, merged_loss, spread(replicas, mean), sum(map(len, batches)))
 
 
 def spread(replicas: Sequence[Tensor], mean: Tensor) -> float:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from noloco_p2p.swarm.dialing import ENOUGH_NEIGHBOURS, LONGEST_PAUSE_LOST_S, LOST_PEERS, DialPlan
+from noloco_p2p.swarm.dial_plan import ENOUGH_NEIGHBOURS, LONGEST_PAUSE_LOST_S, LOST_PEERS, DialPlan
 
 BOOT = {"boot": ["/boot/1"]}
 BOOK = {"b": ("/b/1",), "me": ("/me/1",)}

@@ -1,8 +1,8 @@
-"""The server's door: who makes a call, whether the call may go on, and how many of them at once.
+"""Authentication of callers: who makes a call, whether it may go on, and how many of them at once.
 
-Before a caller is proven it costs a connection for seconds, one of few of its network (`front.py`), and two greetings
+Before a caller is proven it costs a connection for seconds, one of few of its network (`proxy.py`), and two greetings
 and one refused call at most, for then the connection ends. What a proven peer may have open is counted by its id. Sizes
-of messages are bounded by `front.py` and `options.py`, and how many are held by the lanes of an accepted swap.
+of messages are bounded by `proxy.py` and `options.py`, and how many are held by the lanes of an accepted swap.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from noloco_p2p.gossip import frames
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert
 from noloco_p2p.net.connection import REFUSE_KEY, nobody_is_banned
-from noloco_p2p.net.front import Front
 from noloco_p2p.net.handshake import PROOF_KEY, Challenges
 from noloco_p2p.net.lanes import MAX_LANES
+from noloco_p2p.net.proxy import Proxy
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
@@ -46,18 +46,18 @@ class Caller:
     accepted: Callable[[], None]
 
 
-class Door:
+class Authenticator:
     """Without a session everybody may enter, under any name: for measurements and tests on one machine."""
 
     def __init__(
         self,
-        front: Front,
+        proxy: Proxy,
         session: Session | None = None,
         *,
         why_banned: Callable[[str], str] = nobody_is_banned,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._front = front
+        self._proxy = proxy
         self._why_banned = why_banned
         self._challenges = Challenges(session, clock=clock) if session else None
         self._open = Counter[str]()
@@ -69,8 +69,8 @@ class Door:
         try:
             if self._challenges is None:
                 raise Refused("nobody is greeted here", code=frames.RefuseCode.NOT_PROVEN.name)
-            address = self._front.address(context.peer())
-            self._front.greeted(context.peer())
+            address = self._proxy.address(context.peer())
+            self._proxy.greeted(context.peer())
             return self._challenges.answer(request, address)
         except PeerError as error:
             await self._turn_away(context, address, error)
@@ -80,7 +80,7 @@ class Door:
         """For the time of one call: its caller. Ends the call when it may not go on."""
         connection, address = context.peer(), ""
         try:
-            address = self._front.address(connection)
+            address = self._proxy.address(connection)
             caller = self._proven(context, address)
             if why := self._why_banned(caller):
                 raise Refused(f"you are {why}", code=frames.RefuseCode.BANNED.name, retry_after_s=60.0, peer=caller)
@@ -90,14 +90,14 @@ class Door:
                     code=frames.RefuseCode.BUSY.name,
                     retry_after_s=5.0,
                 )
-            self._front.proven(connection, caller)
+            self._proxy.proven(connection, caller)
         except PeerError as error:
             await self._turn_away(context, address, error)
         self._open[caller] += 1
         try:
-            yield Caller(caller, address, lambda: self._front.accepted(connection))
+            yield Caller(caller, address, lambda: self._proxy.accepted(connection))
         finally:
-            self._front.ended(connection)
+            self._proxy.ended(connection)
             self._open[caller] -= 1
             if not self._open[caller]:
                 del self._open[caller]
@@ -138,7 +138,7 @@ class Door:
     async def _turn_away(self, context: Any, address: str, error: PeerError) -> NoReturn:
         """End the call with a refusal in words, and then its connection."""
         self._turned_away.note(address or context.peer(), error)
-        self._front.turned_away(context.peer())
+        self._proxy.turned_away(context.peer())
         refuse = refuse_to_wire(error)
         metadata = ((REFUSE_KEY, refuse.SerializeToString()),)
         raise await context.abort(grpc.StatusCode.PERMISSION_DENIED, refuse.sentence, metadata)

@@ -13,10 +13,10 @@ UNSENT_BYTES = 256 * 1024
 UNACKNOWLEDGED_MS = 5_000  # then the other machine is gone; gRPC sets the same for its own connections
 AT_ONCE = struct.pack("ii", 1, 0)  # for SO_LINGER: closed without a trace in the table of ports
 
-_block = memoryview(bytearray(BLOCK_BYTES))  # of all passages: it holds nothing between two callbacks of the loop
+_block = memoryview(bytearray(BLOCK_BYTES))  # of all splices: it holds nothing between two callbacks of the loop
 
 
-class Way:
+class OneWay:
     """From `source` to `sink`. Reads only while nothing is held; `on_end` is called once, with whether it was peaceful.
 
     `may_take`: how many more bytes may come in; none left ends the way.
@@ -94,7 +94,7 @@ class Way:
         self._on_end(is_peaceful)
 
 
-class Passage:
+class Splice:
     """A caller's socket `near`, and a new connection to the server on `port` of this machine; owns both.
 
     `may_take`: how many more bytes of the caller may pass; `on_end` is called once, when both are closed.
@@ -108,8 +108,8 @@ class Passage:
         self.port: int = self._far.getsockname()[1]  # by which the server knows the connection
         self._on_end = on_end
         self._is_over = False
-        self._in = Way(near, self._far, may_take=may_take, on_end=self._caller_ended)
-        self._out = Way(self._far, near, may_take=lambda: BLOCK_BYTES, on_end=lambda _: self.close())
+        self._in = OneWay(near, self._far, may_take=may_take, on_end=self._caller_ended)
+        self._out = OneWay(self._far, near, may_take=lambda: BLOCK_BYTES, on_end=lambda _: self.close())
         self._in.start()
         self._out.start()
 

@@ -5,7 +5,7 @@ from typing import Any, cast
 from harness.identities import identity_of
 
 from noloco_p2p.dial_guard import DialGuard
-from noloco_p2p.peer.outside import Outside
+from noloco_p2p.peer.reachability import Reachability
 from noloco_p2p.settings import PeerSettings
 
 
@@ -38,5 +38,5 @@ def test_a_ticket_hands_on_the_best_address_of_each_entrance() -> None:
         f"/ip4/127.0.0.1/tcp/4001/p2p/{second}",
     ]
     nobody = cast(Any, Alone())
-    outside = Outside(nobody, PeerSettings(), nobody, entrances=entrances, ask=ask)
-    assert outside.doors() == [entrances[0], entrances[2]]
+    reachability = Reachability(nobody, PeerSettings(), nobody, entrances=entrances, ask=ask)
+    assert reachability.doors() == [entrances[0], entrances[2]]

@@ -1,4 +1,4 @@
-"""What a peer tells of itself: its record to the swarm, its status to its user, its numbers to a scraper."""
+"""What a peer publishes of itself: its record to the swarm, its status to its user, its numbers to a scraper."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from noloco_p2p.net.session import Session
 from noloco_p2p.peer.network import Network
 from noloco_p2p.peer.sketcher import Sketcher
 from noloco_p2p.settings import PeerSettings, split_address
-from noloco_p2p.swarm.reachability import OUTBOUND_ONLY
+from noloco_p2p.swarm.dial_back import OUTBOUND_ONLY
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.progress import Progress
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Account:
+class PeerStatus:
     """`network` is there once everything has started; until then only `hello` and what is counted are asked for.
 
     run: name and digest. `layout`: of the model, once it is there. `state`: what others see in the record; training,
@@ -120,7 +120,7 @@ class Account:
         self._traffic_before = Traffic(**{name: getattr(self._metrics, name) for name in counted})
         self._relayed_before = self._metrics.relayed_bytes
 
-    # what is told
+    # what is published
 
     def hello(self) -> Hello:
         """The first words of every call."""
@@ -132,7 +132,7 @@ class Account:
 
     def ticket(self) -> str:
         """Whoever has it can enter the run through this peer, its bootstraps, and others alive now."""
-        doors = tuple(self._net.outside.doors())[:MAX_ADDRESSES]
+        doors = tuple(self._net.reachability.doors())[:MAX_ADDRESSES]
         return Ticket(*self._run, doors, self._invitation).encode()
 
     def record(self) -> PeerRecord | None:
@@ -140,9 +140,9 @@ class Account:
         if not self.has_entered:
             return None
         self.count_traffic()
-        outside = self._net.outside
+        reachability = self._net.reachability
         listing = self._invitation.listing(self._run[1]) if self._invitation else None
-        reach = outside.verdict()
+        reach = reachability.verdict()
         if reach.state == OUTBOUND_ONLY and not self._told_outbound_only:
             self._told_outbound_only = True
             log.warning("outbound only: %s", reach.sentence)
@@ -150,8 +150,8 @@ class Account:
             peer_id=self._identity.peer_id,
             run_name="" if listing else self._run[0],
             spec_digest=listing.view if listing else self._run[1],
-            addresses=outside.addresses(),
-            multiaddrs=outside.ways_in(),
+            addresses=reachability.addresses(),
+            multiaddrs=reachability.ways_in(),
             state=self.state,
             metrics=self._metrics.recorded(),
             reachability=reach.state,
@@ -159,16 +159,16 @@ class Account:
             session_key=self._session.key_text,
             started_at_ms=self._session.started_at_ms,
             mark=listing.mark(self._identity.peer_id) if listing else "",
-            stage=outside.stage or 0,
+            stage=self._net.live_peers.stage or 0,
             stages=self._num_stages,
             sends_to=self._net.stage_flow.sends_to if self._net.stage_flow else (),
         )
 
-    def status(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """What `noloco status` shows; docs/monitoring.md tells what each key means."""
         self.count_traffic()
         now_s, net = time.time(), self._net
-        swap, reach, driver = net.watch.now(now_s=time.monotonic()), net.outside.verdict(), net.driver
+        swap, reach, driver = net.watch.now(now_s=time.monotonic()), net.reachability.verdict(), net.driver
         headcount = net.directory.headcount()
         return {
             "peer_id": self._identity.peer_id,
@@ -181,22 +181,22 @@ class Account:
             "running_since_s": round(now_s - self._started_at_s, 1),
             "doing": self._progress.now(),
             "swap": asdict(swap) if swap else None,
-            "stage": net.outside.stage,
+            "stage": net.live_peers.stage,
             "stages": self._num_stages,
             "waits_for_stages": self.waits_for_stages,
-            "address": net.outside.address,
+            "address": net.reachability.address,
             "reach": {"state": reach.state, "sentence": reach.sentence},
             "ticket": self.ticket(),
             "live_peers": headcount.others,
             "live_peers_is_estimate": headcount.is_estimate,
             "last_fault": driver.last_fault,
-            "last_fault_since_s": round(now_s - driver.faults.at_s, 1) if driver.last_fault else None,
-            "last_fault_advice": driver.faults.advice,
-            "settings": self._settings_told(),
+            "last_fault_since_s": round(now_s - driver.fault.at_s, 1) if driver.last_fault else None,
+            "last_fault_advice": driver.fault.advice,
+            "settings": self._settings_by_origin(),
             **self._metrics.as_dict(),
         }
 
-    def _settings_told(self) -> dict[str, dict[str, Any]]:
+    def _settings_by_origin(self) -> dict[str, dict[str, Any]]:
         values, origins = self._settings.model_dump(mode="json"), self._settings.origins()
         return {name: {"value": value, "origin": origins[name]} for name, value in values.items()}
 

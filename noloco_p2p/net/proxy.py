@@ -1,7 +1,7 @@
-"""What strangers connect to: a port in front of the gRPC server, which itself listens on this machine alone.
+"""What strangers connect to: a proxy in front of the gRPC server, which itself listens on this machine alone.
 
 gRPC takes connections by itself, first come, first served, and reads 1 MiB at a time before anybody asks who calls.
-Here a connection costs a socket until its first byte has come. Until the door has proved its caller it is one of few
+Here a connection costs a socket until its first byte has come. Until its caller has authenticated it is one of few
 of its network, and then, but for the time of what the server has accepted, one of few of its caller; the oldest makes
 room.
 Until something is accepted, so much may come in and no more. A call that is turned away is the last of its connection.
@@ -12,15 +12,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.hosts import ip_of, is_wildcard, network_of
-from noloco_p2p.net.crowd import Crowd
 from noloco_p2p.net.handshake import not_proven
-from noloco_p2p.net.passage import BLOCK_BYTES, Passage, tune
+from noloco_p2p.net.splice import BLOCK_BYTES, Splice, tune
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +36,13 @@ TAKEN_AT_ONCE = 64  # connections, before other work of the loop has its turn
 RETRY_S = 0.3  # when this process has no descriptor left
 
 
-class Guest:
+class Inbound:
     """A connection: from the moment it is there, through its first byte, to its end."""
 
     def __init__(self, near: socket.socket, address: str) -> None:
         self.near = near
         self.address = address  # as gRPC names it, ipv4:HOST:PORT
-        self.passage: Passage | None = None
+        self.splice: Splice | None = None
         self.num_greetings = self.num_calls = 0
         self.caller = ""  # peer id, once it is proven
         self.is_accepted = self.is_turned_away = False
@@ -50,28 +50,68 @@ class Guest:
 
     def may_take(self) -> int:
         """Bytes."""
-        if self.is_accepted or self.passage is None:
+        if self.is_accepted or self.splice is None:
             return BLOCK_BYTES
-        return UNACCEPTED_BYTES + self.passage.given_bytes // ANSWERED_SHARE - self.passage.taken_bytes
+        return UNACCEPTED_BYTES + self.splice.given_bytes // ANSWERED_SHARE - self.splice.taken_bytes
 
 
-class Front:
+class Quota:
+    """Members by number, each of a group; at most `of_one` of a group and `in_all` altogether. When too many have come,
+    the first one of the group that has the most goes."""
+
+    def __init__(self, *, of_one: int, in_all: int) -> None:
+        self._of_one = of_one
+        self._in_all = in_all
+        self._group_of: OrderedDict[int, str] = OrderedDict()  # in the order in which they came
+        self._groups: dict[str, OrderedDict[int, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._group_of)
+
+    def __contains__(self, member: int) -> bool:
+        return member in self._group_of
+
+    def enter(self, member: int, group: str) -> list[int]:
+        """Those that have to go for it, which are no members any more."""
+        self._group_of[member] = group
+        self._groups.setdefault(group, OrderedDict())[member] = None
+        gone = [next(iter(self._groups[group]))] if len(self._groups[group]) > self._of_one else []
+        if not gone and len(self) > self._in_all:
+            gone = [self._first_of_the_largest()]
+        for each in gone:
+            self.leave(each)
+        return gone
+
+    def leave(self, member: int) -> None:
+        """Nothing happens when it is no member."""
+        group = self._group_of.pop(member, None)
+        if group is not None:
+            del self._groups[group][member]
+            if not self._groups[group]:
+                del self._groups[group]
+
+    def _first_of_the_largest(self) -> int:
+        largest = max(map(len, self._groups.values()))
+        return next(member for member, group in self._group_of.items() if len(self._groups[group]) == largest)
+
+
+class Proxy:
     """`asks`: whether callers have to prove who they are; if not, all are accepted as they come, for measurements.
 
     `tunnelled`: ports of this machine from which calls come by a tunnel -> the relay they come from.
     """
 
-    def __init__(self, *, asks: bool) -> None:
+    def __init__(self, *, asks: bool, tunnelled: Mapping[int, str]) -> None:
         self._asks = asks
-        self.tunnelled: Mapping[int, str] = {}
+        self._tunnelled = tunnelled
         self._listener: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server_port = 0
-        self._guests: dict[int, Guest] = {}  # by number
+        self._inbound: dict[int, Inbound] = {}  # by number
         self._numbers: dict[str, int] = {}  # how gRPC names the connection behind -> number
         self._num_came = 0
-        self._unproven = Crowd(of_one=UNPROVEN_OF_ONE, in_all=UNPROVEN_IN_ALL)
-        self._waiting = Crowd(of_one=WAITING_OF_ONE, in_all=WAITING_IN_ALL)
+        self._unproven = Quota(of_one=UNPROVEN_OF_ONE, in_all=UNPROVEN_IN_ALL)
+        self._waiting = Quota(of_one=WAITING_OF_ONE, in_all=WAITING_IN_ALL)
 
     def listen(self, host: str, port: int) -> int:
         """The real port. Raises OSError when it is taken, or the host is none of this machine."""
@@ -94,33 +134,33 @@ class Front:
 
     def close(self) -> None:
         self.shut()
-        for number in list(self._guests):
+        for number in list(self._inbound):
             self._drop(number)
 
     # what the server tells, by the name that gRPC has for the connection
 
     def address(self, peer: str) -> str:
-        """Where the caller really is, as gRPC names addresses. Raises CorruptPayload for who came past the front, and
+        """Where the caller really is, as gRPC names addresses. Raises CorruptPayload for who came past the proxy, and
         Refused for who was turned away before."""
-        guest = self._guest(peer)
-        if guest.is_turned_away:
+        inbound = self._inbound_of(peer)
+        if inbound.is_turned_away:
             raise not_proven("a call on this connection was turned away")
-        return guest.address
+        return inbound.address
 
     def greeted(self, peer: str) -> None:
         """Raises Refused when it greets again and again."""
-        guest = self._guest(peer)
-        guest.num_greetings += 1
-        if guest.num_greetings > GREETINGS_OF_ONE:
+        inbound = self._inbound_of(peer)
+        inbound.num_greetings += 1
+        if inbound.num_greetings > GREETINGS_OF_ONE:
             raise not_proven(f"over {GREETINGS_OF_ONE} greetings came on one connection")
 
     def proven(self, peer: str, caller: str) -> None:
         """Who calls is known now. Raises Refused when somebody else was proven on the same connection."""
-        guest, number = self._guest(peer), self._numbers[peer]
-        if guest.caller not in ("", caller):
+        inbound, number = self._inbound_of(peer), self._numbers[peer]
+        if inbound.caller not in ("", caller):
             raise not_proven("this connection is that of another peer")
-        guest.caller = caller
-        guest.num_calls += 1
+        inbound.caller = caller
+        inbound.num_calls += 1
         if number in self._unproven:
             self._unproven.leave(number)
             self._wait(number, caller)
@@ -128,40 +168,40 @@ class Front:
     def turned_away(self, peer: str) -> None:
         """A call was refused: nothing more is taken from its connection, which ends once the caller could read why."""
         number = self._numbers.get(peer, -1)
-        guest = self._guests.get(number)
-        if guest is None or guest.is_turned_away or not self._asks:
+        inbound = self._inbound.get(number)
+        if inbound is None or inbound.is_turned_away or not self._asks:
             return
-        assert guest.passage is not None
+        assert inbound.splice is not None
         assert self._loop is not None
-        guest.is_turned_away = True
-        guest.passage.stop_taking()
+        inbound.is_turned_away = True
+        inbound.splice.stop_taking()
         self._end_deadline(number)
-        guest.deadline = self._loop.call_later(LAST_WORDS_S, self._drop, number)
+        inbound.deadline = self._loop.call_later(LAST_WORDS_S, self._drop, number)
 
     def accepted(self, peer: str) -> None:
         """An offer, a lane or an upload: now the call may bring as much as it likes, and is never dropped."""
         number = self._numbers.get(peer, -1)
-        if number in self._guests and not self._guests[number].is_turned_away:
+        if number in self._inbound and not self._inbound[number].is_turned_away:
             self._unproven.leave(number)
             self._waiting.leave(number)
-            self._guests[number].is_accepted = True
+            self._inbound[number].is_accepted = True
             self._end_deadline(number)
 
     def ended(self, peer: str) -> None:
         """A call of a proven caller is over: its connection is one of few again, as if nothing had been accepted."""
         number = self._numbers.get(peer, -1)
-        guest = self._guests.get(number)
-        if guest is None or not self._asks:
+        inbound = self._inbound.get(number)
+        if inbound is None or not self._asks:
             return
-        guest.num_calls -= 1
-        if not guest.num_calls and not guest.is_turned_away and number not in self._waiting:
-            self._wait(number, guest.caller)
+        inbound.num_calls -= 1
+        if not inbound.num_calls and not inbound.is_turned_away and number not in self._waiting:
+            self._wait(number, inbound.caller)
 
-    def _guest(self, peer: str) -> Guest:
-        guest = self._guests.get(self._numbers.get(peer, -1))
-        if guest is None:
+    def _inbound_of(self, peer: str) -> Inbound:
+        inbound = self._inbound.get(self._numbers.get(peer, -1))
+        if inbound is None:
             raise CorruptPayload("this connection did not come in by the port of this peer")
-        return guest
+        return inbound
 
     # connections
 
@@ -200,31 +240,31 @@ class Front:
         host, port = address[:2]
         self._num_came += 1
         number = self._num_came
-        guest = self._guests[number] = Guest(near, named(host, port))
+        inbound = self._inbound[number] = Inbound(near, named(host, port))
         self._loop.add_reader(near, self._first_byte, number)
         if not self._asks:
-            guest.is_accepted = True
+            inbound.is_accepted = True
             return
-        guest.deadline = self._loop.call_later(UNPROVEN_S, self._drop, number)
-        relay = self.tunnelled.get(port) if _is_own(near) else None
+        inbound.deadline = self._loop.call_later(UNPROVEN_S, self._drop, number)
+        relay = self._tunnelled.get(port) if _is_own(near) else None
         for each in self._unproven.enter(number, relay or network_of(host)):
             self._drop(each)
 
     def _first_byte(self, number: int) -> None:
         """Now it has a connection to the server."""
         assert self._loop is not None
-        guest = self._guests[number]
-        self._loop.remove_reader(guest.near)
+        inbound = self._inbound[number]
+        self._loop.remove_reader(inbound.near)
         try:
-            guest.passage = Passage(
-                guest.near, self._server_port, may_take=guest.may_take, on_end=lambda: self._forget(number)
+            inbound.splice = Splice(
+                inbound.near, self._server_port, may_take=inbound.may_take, on_end=lambda: self._forget(number)
             )
         except OSError as error:
             log.debug("a connection could not be passed on: %s", error)
-            guest.near.close()
+            inbound.near.close()
             self._forget(number)
         else:
-            self._numbers[named("127.0.0.1", guest.passage.port)] = number
+            self._numbers[named("127.0.0.1", inbound.splice.port)] = number
 
     def _wait(self, number: int, caller: str) -> None:
         self._end_deadline(number)
@@ -232,25 +272,25 @@ class Front:
             self._drop(each)
 
     def _drop(self, number: int) -> None:
-        guest = self._guests[number]
-        if guest.passage is not None:
-            guest.passage.close()
+        inbound = self._inbound[number]
+        if inbound.splice is not None:
+            inbound.splice.close()
             return
         if self._loop is not None:
-            self._loop.remove_reader(guest.near)
-        guest.near.close()
+            self._loop.remove_reader(inbound.near)
+        inbound.near.close()
         self._forget(number)
 
     def _forget(self, number: int) -> None:
         self._end_deadline(number)
-        guest = self._guests.pop(number)
-        if guest.passage is not None:
-            self._numbers.pop(named("127.0.0.1", guest.passage.port), None)
+        inbound = self._inbound.pop(number)
+        if inbound.splice is not None:
+            self._numbers.pop(named("127.0.0.1", inbound.splice.port), None)
         self._unproven.leave(number)
         self._waiting.leave(number)
 
     def _end_deadline(self, number: int) -> None:
-        if deadline := self._guests[number].deadline:
+        if deadline := self._inbound[number].deadline:
             deadline.cancel()
 
 

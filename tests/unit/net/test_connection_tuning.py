@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_p2p.net.climb import QUIET_SWAPS, REMEMBERED_PEERS, Climb, Direction, LaneMemory, LanePolicy, Measured
+from noloco_p2p.net.connection_tuning import (
+    QUIET_SWAPS,
+    REMEMBERED_PEERS,
+    ConnectionTuner,
+    Direction,
+    LaneMemory,
+    LanePolicy,
+    Measured,
+)
 
 POLICY = LanePolicy(max_lanes=8, window_s=1.5)
 FRAME_BYTES = 262_144
@@ -29,29 +37,29 @@ def capped(mb_s: float, most: float) -> Rate:
 
 
 def swap(
-    climb: Climb, sent: Rate, received: Rate, *, seconds: float, noise: float = 0.0, granted: int = 8
+    tuner: ConnectionTuner, sent: Rate, received: Rate, *, seconds: float, noise: float = 0.0, granted: int = 8
 ) -> list[int]:
     """Play frames at these rates, in virtual time; gives how many lanes there were, in order."""
     rng = random.Random(0)
     rates = {Direction.SENT: sent, Direction.RECEIVED: received}
-    lanes = min(climb.wanted, granted)
-    climb.in_place(lanes, 0.0)
+    lanes = min(tuner.wanted, granted)
+    tuner.in_place(lanes, 0.0)
     history = [lanes]
     due_s = dict.fromkeys(Direction, 0.0)
     number = 0
     while min(due_s.values()) < seconds:
         way = min(due_s, key=lambda way: due_s[way])
         number += 1
-        if climb.moved(way, FRAME_BYTES, due_s[way], lane=number // 2 % lanes):
-            lanes = min(climb.wanted, granted)
-            climb.in_place(lanes, due_s[way])
+        if tuner.moved(way, FRAME_BYTES, due_s[way], lane=number // 2 % lanes):
+            lanes = min(tuner.wanted, granted)
+            tuner.in_place(lanes, due_s[way])
             history.append(lanes)
         due_s[way] += FRAME_BYTES / (rates[way](lanes) * 1e6) * rng.uniform(1 - noise, 1 + noise)
     return history
 
 
-def fresh(policy: LanePolicy = POLICY) -> Climb:
-    return LaneMemory(policy).climb("there", settle_s=1.0)
+def fresh(policy: LanePolicy = POLICY) -> ConnectionTuner:
+    return LaneMemory(policy).tuner("there", settle_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +76,9 @@ def fresh(policy: LanePolicy = POLICY) -> Climb:
     ids=["lossy", "lossy up", "lossy down", "full", "full and slow", "four fill it", "one and a half fill it"],
 )
 def test_lanes_are_doubled_while_that_pays(sent: Rate, received: Rate, history: list[int]) -> None:
-    climb = fresh()
-    assert swap(climb, sent, received, seconds=120.0) == history
-    assert climb.is_settled
+    tuner = fresh()
+    assert swap(tuner, sent, received, seconds=120.0) == history
+    assert tuner.is_settled
 
 
 def test_a_trial_that_helps_one_direction_at_the_cost_of_the_other_does_not_pay() -> None:
@@ -79,19 +87,19 @@ def test_a_trial_that_helps_one_direction_at_the_cost_of_the_other_does_not_pay(
 
 def test_a_direction_that_stalls_for_a_moment_does_not_end_a_trial() -> None:
     """The frames of a new lane wait for the backlog of the others: one direction looks slow, once."""
-    climb = fresh()
-    climb.before = Measured(1, {Direction.SENT: 1e6, Direction.RECEIVED: 1e6})
-    climb.wanted = 2
-    climb.in_place(2, 0.0)
+    tuner = fresh()
+    tuner.before = Measured(1, {Direction.SENT: 1e6, Direction.RECEIVED: 1e6})
+    tuner.wanted = 2
+    tuner.in_place(2, 0.0)
     has_decided, number = False, 0
     while not has_decided:
         number += 1
         now_s = 1.0 + 0.1 * number
         ways = [Direction.RECEIVED] if now_s < 4.0 and number % 5 else list(Direction)
-        decisions = [climb.moved(way, FRAME_BYTES, now_s, lane=number % 2) for way in ways]
+        decisions = [tuner.moved(way, FRAME_BYTES, now_s, lane=number % 2) for way in ways]
         has_decided = any(decisions)
         assert number < 1000
-    assert climb.wanted == 4
+    assert tuner.wanted == 4
 
 
 def test_noise_is_not_taken_for_a_gain() -> None:
@@ -103,9 +111,9 @@ def test_a_short_swap_never_wants_a_second_lane() -> None:
 
 
 def test_with_one_lane_allowed_nothing_is_measured() -> None:
-    climb = fresh(LanePolicy(max_lanes=1))
-    assert swap(climb, each(1.0), each(1.0), seconds=60.0) == [1]
-    assert climb.is_settled
+    tuner = fresh(LanePolicy(max_lanes=1))
+    assert swap(tuner, each(1.0), each(1.0), seconds=60.0) == [1]
+    assert tuner.is_settled
 
 
 @pytest.mark.parametrize("granted", [1, 3])
@@ -117,16 +125,16 @@ def test_refused_lanes_are_not_asked_for_again(granted: int) -> None:
 
 def test_a_pause_between_two_parts_is_not_measured() -> None:
     """Frames for a second, then nothing for a minute, again and again: the rate is that of the seconds."""
-    climb = fresh()
-    climb.in_place(1, 0.0)
+    tuner = fresh()
+    tuner.in_place(1, 0.0)
     now_s, per_frame_s, decided = 0.0, 0.01, []
     for _ in range(10):
         for _ in range(100):
             now_s += per_frame_s
-            if climb.moved(Direction.SENT, FRAME_BYTES, now_s, lane=0):
-                decided.append(climb.before)
-                climb.in_place(climb.wanted, now_s)
-        climb.pause(Direction.SENT)
+            if tuner.moved(Direction.SENT, FRAME_BYTES, now_s, lane=0):
+                decided.append(tuner.before)
+                tuner.in_place(tuner.wanted, now_s)
+        tuner.pause(Direction.SENT)
         now_s += 60.0
     assert decided[0] is not None
     assert decided[0].rates == {Direction.SENT: pytest.approx(FRAME_BYTES / per_frame_s)}
@@ -142,9 +150,9 @@ def test_a_pause_between_two_parts_is_not_measured() -> None:
 @settings(max_examples=60, deadline=None)
 def test_lanes_stay_within_bounds_and_settle(up: float, down: float, per_lane: bool, noise: float, start: int) -> None:
     rate = each if per_lane else shared
-    climb = Climb(POLICY, start=start, is_trying=True, settle_s=1.0)
-    history = swap(climb, rate(up), rate(down), seconds=300.0, noise=noise)
-    assert climb.is_settled
+    tuner = ConnectionTuner(POLICY, start=start, is_trying=True, settle_s=1.0)
+    history = swap(tuner, rate(up), rate(down), seconds=300.0, noise=noise)
+    assert tuner.is_settled
     assert all(1 <= lanes <= 8 for lanes in history)
     assert len(history) <= 6
 
@@ -153,9 +161,9 @@ def test_lanes_stay_within_bounds_and_settle(up: float, down: float, per_lane: b
 
 
 def after(memory: LaneMemory, rate: Rate, *, seconds: float = 120.0, address: str = "there") -> list[int]:
-    climb = memory.climb(address, settle_s=1.0)
-    history = swap(climb, rate, rate, seconds=seconds)
-    memory.learn(address, climb)
+    tuner = memory.tuner(address, settle_s=1.0)
+    history = swap(tuner, rate, rate, seconds=seconds)
+    memory.learn(address, tuner)
     return history
 
 
@@ -197,9 +205,9 @@ def test_memory_is_bounded_and_of_each_address() -> None:
     memory = LaneMemory(POLICY)
     after(memory, each(0.3), address="first")
     assert (memory.num_lanes("first"), memory.num_lanes("second")) == (8, 1)
-    learned = memory.climb("first", settle_s=1.0)
+    learned = memory.tuner("first", settle_s=1.0)
     swap(learned, each(0.3), each(0.3), seconds=1.0)
-    long = Climb(POLICY, start=1, is_trying=True, settle_s=1.0)
+    long = ConnectionTuner(POLICY, start=1, is_trying=True, settle_s=1.0)
     swap(long, each(0.3), each(0.3), seconds=60.0)
     for index in range(REMEMBERED_PEERS):
         memory.learn(f"peer {index}", long)
@@ -209,7 +217,7 @@ def test_memory_is_bounded_and_of_each_address() -> None:
 
 def test_chunks_without_a_byte_have_no_rate() -> None:
     """By one of 0 bytes a second no gain could be told."""
-    climb = Climb(POLICY, start=1, is_trying=True, settle_s=0.0)
-    climb.in_place(1, 0.0)
-    assert not any(climb.moved(Direction.RECEIVED, 0, 0.1 * number, lane=1) for number in range(100))
-    assert not climb.has_measured
+    tuner = ConnectionTuner(POLICY, start=1, is_trying=True, settle_s=0.0)
+    tuner.in_place(1, 0.0)
+    assert not any(tuner.moved(Direction.RECEIVED, 0, 0.1 * number, lane=1) for number in range(100))
+    assert not tuner.has_measured

@@ -1,6 +1,6 @@
 """Strangers who open connections and prove nothing: no newcomer is kept out, and little memory is held for them.
 
-127.0.1.x plays another network than 127.0.0.x: the front counts by /24.
+127.0.1.x plays another network than 127.0.0.x: the proxy counts by /24.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import uvloop
 from harness.identities import identity_of
 from harness.patience import AT_ONCE_S, PATIENCE_S
 
-from badboy.connections import Silent, elsewhere
-from badboy.victim import DIGEST, ROUND, Victim, victim
+from adversarial.connections import Silent, elsewhere
+from adversarial.victim import DIGEST, ROUND, Victim, victim
 from noloco_p2p.errors import PeerError, Unreachable
 from noloco_p2p.gossip.frames import Chunk, Hello, SectionName
 from noloco_p2p.gossip.seams import Candidate

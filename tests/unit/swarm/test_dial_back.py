@@ -9,7 +9,7 @@ from harness.patience import PATIENCE_S
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.swarm.addresses import any_public, host_of, host_port, is_public, only_public
-from noloco_p2p.swarm.reachability import (
+from noloco_p2p.swarm.dial_back import (
     ASKED_PEERS,
     DIRECT,
     OUTBOUND_ONLY,
@@ -18,8 +18,8 @@ from noloco_p2p.swarm.reachability import (
     DialBack,
     DialBacks,
     Verdict,
+    assess,
     is_abroad,
-    judge,
 )
 
 PRIVATE, PUBLIC = "172.17.0.2:31337", "8.8.8.8:31337"
@@ -32,7 +32,7 @@ def verdict(
     announced: str, *reached: Mapping[int, str], abroad: bool = True, calls: int = 0, relayed: bool = False
 ) -> Verdict:
     seen = [DialBack("1.2.3.4", ports) for ports in reached]
-    return judge(announced, ports=(31337, 31338), dial_backs=seen, abroad=abroad, num_calls=calls, relayed=relayed)
+    return assess(announced, ports=(31337, 31338), dial_backs=seen, abroad=abroad, num_calls=calls, relayed=relayed)
 
 
 @pytest.mark.parametrize(

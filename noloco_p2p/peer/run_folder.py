@@ -1,4 +1,4 @@
-"""What a machine keeps of a run from one start to the next: its spec, and the invitation to a private one."""
+"""What a machine keeps of a run from one start to the next: its folder, the spec, the invitation to a private one."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def stage_folder(run_folder: Path, stage: int) -> Path:
 
 
 def check_checkpoint_folder(folder: Path) -> None:
-    """For who names one: asked before seconds of imports. Raises CheckpointError."""
+    """Fail fast, before the slow imports. Raises CheckpointError."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; a peer names its checkpoint when it leaves")
 
 
-def keep(spec: Spec, invitation: Invitation | None, folder: Path) -> None:
-    """For the next start. Raises SettingsError when the folder cannot be written."""
+def write_run(spec: Spec, invitation: Invitation | None, folder: Path) -> None:
+    """Keep both for the next start. Raises SettingsError when the folder cannot be written."""
     path = folder / SPEC_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def keep(spec: Spec, invitation: Invitation | None, folder: Path) -> None:
         raise SettingsError(f"{path}: cannot be written: {error.strerror}; use another --state-dir") from None
 
 
-def kept_spec(ticket: Ticket, state_dir: Path) -> Spec | None:
+def read_spec(ticket: Ticket, state_dir: Path) -> Spec | None:
     """The spec of the ticket's run, when this machine has it whole."""
     path = folder_of(state_dir, ticket.run_id) / SPEC_FILE
     if not path.exists():

@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.swarm.reachability import OUTBOUND_ONLY, RELAYED
+from noloco_p2p.swarm.dial_back import OUTBOUND_ONLY, RELAYED
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 
 MEMORY_S = 2 * TTL_S  # how long a sequence number is remembered, so that an old record cannot raise the dead
@@ -24,7 +24,7 @@ class Sighting:
     made_at_s: float
 
 
-class View:
+class Sightings:
     """Copy-on-write: any thread may read while the network thread merges."""
 
     def __init__(self, own_peer_id: str) -> None:

@@ -1,0 +1,54 @@
+"""The live peers that this one may call: as the directory knows them, by tunnel where needed, of its stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.tunnel import Tunnels
+
+
+class LivePeers:
+    """Implements the seam `gossip.seams.Directory`. `stage`: that this peer holds, in a run with stages; from then on
+    the seam knows peers of that stage alone.
+
+    `live`, `reached` and `find` belong to the network thread, as they may open a tunnel; the rest is for any thread.
+    """
+
+    def __init__(self, directory: SwarmDirectory, tunnels: Tunnels) -> None:
+        self.stage: int | None = None
+        self._directory = directory
+        self._tunnels = tunnels
+
+    def live(self) -> Sequence[Candidate]:
+        return self._of_own_stage(self._tunnels.live())
+
+    def num_live(self) -> int:
+        others = self._directory.headcount().others
+        if self.stage is None:
+            return 1 + others
+        known = self.everyone()
+        return 1 + round(others * len(self._of_own_stage(known)) / max(1, len(known)))
+
+    def knows(self, peer_id: str) -> bool:
+        return self._directory.knows(peer_id)
+
+    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
+        found = await self._directory.find(peer_id, timeout_s=timeout_s)
+        return self.reached([found])[0] if found else None
+
+    def everyone(self) -> Sequence[Candidate]:
+        """Live peers of all stages, as their records say. Never waits."""
+        return self._directory.live()
+
+    def mates(self) -> Sequence[Candidate]:
+        """The same, of the stage of this peer alone once it holds one."""
+        return self._of_own_stage(self.everyone())
+
+    def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """The same peers, with the address of a tunnel where there is no other."""
+        return self._tunnels.reached(candidates)
+
+    def _of_own_stage(self, peers: Sequence[Candidate]) -> Sequence[Candidate]:
+        return peers if self.stage is None else [peer for peer in peers if peer.stage == self.stage]
