@@ -38,6 +38,8 @@ def ring_of(rule: str, codec_name: str, *, num_elements: int) -> Ring:
     codec = get_codec(name)
 
     def coded(vector: Tensor) -> Tensor:
+        if not vector.isfinite().all():
+            return vector  # a run that diverges goes on to do so
         parts = [vector[start:stop] for start, stop in chunk_bounds(vector.numel())]
         return torch.cat([codec.decode(codec.encode(part), num_elements=part.numel()) for part in parts])
 
