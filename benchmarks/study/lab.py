@@ -144,7 +144,7 @@ FAMILIES: dict[str, Family] = {
         RATE,
     ),
     "DiLoCo": Family(
-        {  # rounds as in Streaming DiLoCo and in NoLoCo's baseline; DiLoCo's own have 500 steps, more than this schedule
+        {  # rounds as in Streaming DiLoCo and in NoLoCo's baseline; DiLoCo's own 500 steps do not fit
             "DiLoCo, Nesterov 0.9 0.7": Setting("diloco-nesterov", "adamw", 4e-3, 100, 0.9, 0.7, 0.1, "fp32"),
             "DiLoCo, 0.3 0.7": Setting("diloco", "adamw", 4e-3, 100, 0.3, 0.7, 0.1, "fp32"),
         },
