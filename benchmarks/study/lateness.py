@@ -155,8 +155,9 @@ class Toy:
         added = self.correction if self.variant.adds == "correction" else torch.zeros_like(left)
         curved = self.curved()
         for name, chosen in (("all", torch.ones_like(curved)), ("curved", curved)):
-            share = (left * self.correction * chosen).sum() / (self.correction.square() * chosen).sum()
-            self.undone[name].append(1 - share.item())
+            size = (self.correction.square() * chosen).sum()
+            if size:
+                self.undone[name].append(1 - ((left * self.correction * chosen).sum() / size).item())
         if self.variant.adds == "left":
             added = torch.cat(
                 [self.along(*pair) for pair in zip(self.split(left), self.split(self.correction), strict=True)], 1
