@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import fmean
 
-from runs import DOCS, Runs, study
+from lab_tables import PAGE_TABLES
+from runs import DOCS, Runs, study, table
 
 PAGE = DOCS / "results.md"
 SYNCHRONOUS_BYTES = 7.0  # that ddp sends a parameter and step
@@ -25,10 +26,6 @@ def percent(runs: Runs, against: Runs) -> str:
     seeds = runs.by_seed.keys() & against.by_seed.keys()
     ratio = fmean(runs.by_seed[seed] for seed in seeds) / fmean(against.by_seed[seed] for seed in seeds)
     return f"{100 * (ratio - 1):+.1f} %"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def distances(name: str, against: Mapping[str, str]) -> list[str]:
@@ -79,6 +76,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "groups": partial(distances, "groups", {"n = 2: pairs": "pairs"}),
     "learning_rate": partial(distances, "learning_rate", {"0.004": "0.004"}),
     "closing": partial(distances, "closing", {}),
+    **PAGE_TABLES,
 }
 
 

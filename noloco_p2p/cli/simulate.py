@@ -30,7 +30,10 @@ def simulate(
     ] = "8",
     rules: Annotated[
         str,
-        typer.Option(help="Outer rules to compare, with commas: noloco, diloco, ddp, local, gasloc, groups, pairs."),
+        typer.Option(
+            help="Outer rules to compare, with commas: noloco, diloco, diloco-nesterov, ddp, local, gasloc, groups, "
+            "pairs."
+        ),
     ] = "noloco",
     steps: Annotated[
         int | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from noloco_p2p.optim.allreduce import ring_bytes
+from noloco_p2p.optim.allreduce import Ring
 
 
 class DataParallel:
@@ -12,11 +12,14 @@ class DataParallel:
 
     is_collective = True
 
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+
     def mix_gradients(self, gradients: Tensor) -> None:
-        gradients.copy_(gradients.mean(0).expand_as(gradients))
+        gradients.copy_(self._ring.mean(gradients).expand_as(gradients))
 
     def outer_step(self, slow_weights: Tensor, fast_weights: Tensor) -> None:
         slow_weights.copy_(fast_weights)
 
     def sent_bytes(self, num_elements: int, num_replicas: int) -> tuple[float, float]:
-        return ring_bytes(num_elements, num_replicas), 0.0
+        return self._ring.sent_bytes(num_elements, num_replicas), 0.0

@@ -48,4 +48,4 @@ class Groups:
 
     def sent_bytes(self, num_elements: int, num_replicas: int) -> tuple[float, float]:
         num_vectors = 3 if self._strengths["alpha"] else 2  # slow weights, outer gradient, and momentum if there is one
-        return 0.0, num_vectors * ring_bytes(num_elements, min(self._size, num_replicas))
+        return 0.0, num_vectors * ring_bytes(4.0 * num_elements, min(self._size, num_replicas))

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from noloco_p2p.optim.allreduce import Ring
 from noloco_p2p.optim.ddp import DataParallel
 from noloco_p2p.optim.diloco import DiLoCo
 from noloco_p2p.optim.gasloc import GASLoC
@@ -36,16 +37,17 @@ class Rule(Protocol):
         ...
 
     def sent_bytes(self, num_elements: int, num_replicas: int) -> tuple[float, float]:
-        """What one replica sends (an inner step, a round), uncoded fp32."""
+        """What one replica sends (an inner step, a round)."""
         ...
 
 
-RULES: Mapping[str, Callable[[OuterSpec, random.Random], Rule]] = {
-    "diloco": lambda outer, rng: DiLoCo(alpha=outer.alpha, beta=outer.beta),
-    "ddp": lambda outer, rng: DataParallel(),
-    "local": lambda outer, rng: Local(),
-    "gasloc": lambda outer, rng: GASLoC(rng, outer_rate=outer.beta, momentum=outer.alpha),
-    "groups": lambda outer, rng: Groups(rng, alpha=outer.alpha, beta=outer.beta, gamma=outer.gamma),
-    "pairs": lambda outer, rng: PairAveraging(rng),
+RULES: Mapping[str, Callable[[OuterSpec, random.Random, Ring], Rule]] = {
+    "diloco": lambda outer, rng, ring: DiLoCo(ring, alpha=outer.alpha, beta=outer.beta),
+    "diloco-nesterov": lambda outer, rng, ring: DiLoCo(ring, alpha=outer.alpha, beta=outer.beta, is_nesterov=True),
+    "ddp": lambda outer, rng, ring: DataParallel(ring),
+    "local": lambda outer, rng, ring: Local(),
+    "gasloc": lambda outer, rng, ring: GASLoC(rng, outer_rate=outer.beta, momentum=outer.alpha),
+    "groups": lambda outer, rng, ring: Groups(rng, alpha=outer.alpha, beta=outer.beta, gamma=outer.gamma),
+    "pairs": lambda outer, rng, ring: PairAveraging(rng),
 }
 RULE_NAMES = (NOLOCO, *RULES)

@@ -7,7 +7,8 @@ import random
 import torch
 from torch import Tensor
 
-from noloco_p2p.optim.allreduce import ring_s
+from noloco_p2p.codec import chunk_bounds, get_codec, section_bytes
+from noloco_p2p.optim.allreduce import Ring, ring_bytes, ring_s
 from noloco_p2p.optim.rules import RULES, Rule
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.simulate.material import Material
@@ -18,8 +19,31 @@ from noloco_p2p.trainer.inner_step import InnerStep
 
 
 def simulate_lockstep(material: Material, plan: Plan, *, rule: str) -> Result:
-    """Everybody takes every step together. Of the plan, churn and closing rounds do not apply to these rules."""
+    """Everybody takes every step together. Calls that break (`churn.lose`) and closing rounds do not apply.
+
+    A replica that is absent from a round of a collective rule adds nothing to the mean, and gets the mean afterwards as
+    one more coded vector, so that it goes on with the weights of the others. No system loses less by an absence.
+    """
     return _Lockstep(material, plan, rule).run()
+
+
+def ring_of(rule: str, codec_name: str, *, num_elements: int) -> Ring:
+    """The ring of a collective rule in a run with this codec of outer gradients.
+
+    DiLoCo codes with that codec. ddp sends bf16 gradients as DDP's hook does, whatever the codec, but fp32 with fp32.
+    """
+    name = "bf16" if rule == "ddp" and codec_name != "fp32" else codec_name
+    if name == "fp32":
+        return Ring()
+    codec = get_codec(name)
+
+    def coded(vector: Tensor) -> Tensor:
+        if not vector.isfinite().all():
+            return vector  # a run that diverges goes on to do so
+        parts = [vector[start:stop] for start, stop in chunk_bounds(vector.numel())]
+        return torch.cat([codec.decode(codec.encode(part), num_elements=part.numel()) for part in parts])
+
+    return Ring(coded, section_bytes(codec, num_elements) / num_elements)
 
 
 class _Lockstep:
@@ -29,14 +53,20 @@ class _Lockstep:
         self.name = name
         self.outer = material.spec.outer
         self.train = material.spec.train
-        self.rule: Rule = RULES[name](self.outer, random.Random(f"rule/{plan.seed}"))
         self.models = [material.model() for _ in range(plan.num_replicas)]
         self.inner = [InnerStep(model, self.train) for model in self.models]
         self.flat = [FlatParameters(inner.model) for inner in self.inner]
         self.batches = [material.batches(peer_name(number), replica=number) for number in range(plan.num_replicas)]
         self.num_elements = self.flat[0].num_elements
         self.slow = self._fast()
+        self.ring = ring_of(name, material.spec.codec.outer_gradient, num_elements=self.num_elements)
+        self.rule: Rule = RULES[name](self.outer, random.Random(f"rule/{plan.seed}"), self.ring)
         self.step_bytes, self.round_bytes = self.rule.sent_bytes(self.num_elements, plan.num_replicas)
+        self.absences = [
+            random.Random(f"absent/{plan.seed}/{peer_name(number)}") for number in range(plan.num_replicas)
+        ]
+        self.present = list(range(plan.num_replicas))  # in this round
+        self.sent_bytes = 0.0  # mean over replicas
         self.virtual_s = 0.0
         self.curve: list[Point] = []
 
@@ -44,6 +74,7 @@ class _Lockstep:
         inner_steps = self.outer.first_inner_steps
         num_rounds = -(-self.train.total_steps // inner_steps)
         for round_index in range(num_rounds):
+            self._open_round()
             for step in range(inner_steps):
                 self._inner_step((round_index * inner_steps + step) / self.train.total_steps)
             self._outer_step()
@@ -51,19 +82,22 @@ class _Lockstep:
                 loss = self.material.loss(self.models[0])
                 self.curve.append(Point(0, (round_index + 1) * inner_steps, self.virtual_s, loss))
         steps = num_rounds * inner_steps
-        sent_bytes = steps * self.step_bytes + num_rounds * self.round_bytes
         judged = judge(self.material, list(self.slow))
         return Result(
             rule=self.name,
             **judged,
-            sent_bytes=sent_bytes,
-            sent_per_parameter_step=sent_bytes / steps / self.num_elements,
+            sent_bytes=self.sent_bytes,
+            sent_per_parameter_step=self.sent_bytes / steps / self.num_elements,
             steps=steps,
             **dict.fromkeys(("swapped", "half", "alone", "refused", "clipped", "cut_share", "late"), 0),
             **dict.fromkeys(("modulo_chunks", "plain_chunks", "broken_chunks"), 0),
             virtual_s=self.virtual_s,
             curve=tuple(self.curve),
         )
+
+    def _open_round(self) -> None:
+        absent = self.plan.churn.absent if self.rule.is_collective else 0.0
+        self.present = [number for number, rng in enumerate(self.absences) if rng.random() >= absent]
 
     def _inner_step(self, progress: float) -> None:
         for inner, batches in zip(self.inner, self.batches, strict=True):
@@ -78,18 +112,43 @@ class _Lockstep:
     def _mix_gradients(self) -> None:
         own = [inner.gradients() for inner in self.inner]
         stacked = torch.stack([torch.cat([gradient.flatten() for gradient in gradients]) for gradients in own])
-        self.rule.mix_gradients(stacked)
-        for gradients, mixed in zip(own, stacked, strict=True):
-            parts = mixed.split([gradient.numel() for gradient in gradients])
+        if not self.present:
+            stacked.zero_()  # the round is lost to all
+        else:
+            mixed = stacked[self.present]
+            self.rule.mix_gradients(mixed)
+            self._give_to_all(stacked, mixed)
+        self._count_bytes(self.step_bytes)
+        for gradients, row in zip(own, stacked, strict=True):
+            parts = row.split([gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
 
     @torch.no_grad()
     def _outer_step(self) -> None:
-        self.rule.outer_step(self.slow, self._fast())
-        for flat, slow in zip(self.flat, self.slow, strict=True):
-            flat.write(0, slow)
+        if self.present:
+            slow = self.slow[self.present]
+            self.rule.outer_step(slow, self._fast()[self.present])
+            self._give_to_all(self.slow, slow)
+        for flat, row in zip(self.flat, self.slow, strict=True):
+            flat.write(0, row)
+        self._count_bytes(self.round_bytes)
         self.virtual_s += self._exchange_s(self.round_bytes)
+
+    def _give_to_all(self, rows: Tensor, mixed: Tensor) -> None:
+        """`mixed` has the rows of the replicas that are present; absent ones take what the first of those has."""
+        rows[self.present] = mixed
+        absent = [number for number in range(len(rows)) if number not in self.present]
+        rows[absent] = mixed[:1].expand(len(absent), -1)
+
+    def _count_bytes(self, num_bytes: float) -> None:
+        """Of an exchange in which each replica sends `num_bytes` when all are present."""
+        num_replicas, num_present = self.plan.num_replicas, len(self.present)
+        if num_bytes and num_present < num_replicas:
+            vector = self.ring.bytes_per_element * self.num_elements
+            of_absent = (num_replicas - num_present) * vector if num_present else 0.0
+            num_bytes = (num_present * ring_bytes(vector, max(1, num_present)) + of_absent) / num_replicas
+        self.sent_bytes += num_bytes
 
     def _fast(self) -> Tensor:
         return torch.stack([flat.read(0, self.num_elements) for flat in self.flat])

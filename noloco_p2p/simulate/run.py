@@ -20,6 +20,8 @@ from noloco_p2p.simulate.staged import staged
 from noloco_p2p.simulate.swarm import simulate_swarm
 from noloco_p2p.spec import TrainerSpec
 
+BEAR_ABSENCE = (NOLOCO, "diloco", "diloco-nesterov", "ddp", "local")
+
 
 def check_rules(rules: Sequence[str], plan: Plan) -> None:
     """Raises SettingsError for a rule that does not exist, or a plan that it cannot follow."""
@@ -28,6 +30,8 @@ def check_rules(rules: Sequence[str], plan: Plan) -> None:
             raise SettingsError(f"--rules {rule}: must be one of {', '.join(RULE_NAMES)}")
         if rule != NOLOCO and plan.churn.events:
             raise SettingsError(f"--churn: replicas of {rule} cannot join, leave or crash; simulate it by itself")
+        if rule not in BEAR_ABSENCE and plan.churn.absent:
+            raise SettingsError(f"--churn: replicas of {rule} are never absent; leave it or absent out")
 
 
 def simulate(

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from noloco_p2p.optim.allreduce import ring_bytes, ring_s
+from noloco_p2p.codec import get_codec, section_bytes
+from noloco_p2p.optim.allreduce import Ring, ring_bytes, ring_s
 from noloco_p2p.optim.diloco import DiLoCo
 from noloco_p2p.optim.gasloc import GASLoC
 from noloco_p2p.optim.groups import Groups
 from noloco_p2p.optim.pair_averaging import average_pairs
 from noloco_p2p.optim.rules import RULES
+from noloco_p2p.simulate.lockstep import ring_of
 from noloco_p2p.spec import OuterSpec
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,7 +29,7 @@ def vectors(seed: int, num_replicas: int = 4) -> Tensor:
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_keeps_replicas_that_agree(name: str) -> None:
     """With one fast vector for all, no rule may pull them apart; and beta 1, alpha 0 makes each the plain step."""
-    rule = RULES[name](OuterSpec(alpha=0.0, beta=1.0), random.Random(0))
+    rule = RULES[name](OuterSpec(alpha=0.0, beta=1.0), random.Random(0), Ring())
     slow, fast = torch.zeros(4, 6), vectors(1)[:1].expand(4, 6).clone()
     rule.outer_step(slow, fast)
     assert torch.allclose(slow, fast)
@@ -44,13 +46,13 @@ def test_every_rule_is_told_in_the_help_and_in_the_docs(name: str) -> None:
 def test_only_data_parallel_mixes_gradients() -> None:
     for name, make in RULES.items():
         gradients = vectors(2)
-        make(OuterSpec(), random.Random(0)).mix_gradients(gradients)
+        make(OuterSpec(), random.Random(0), Ring()).mix_gradients(gradients)
         mixed = vectors(2).mean(0).expand(4, 6) if name == "ddp" else vectors(2)
         assert torch.equal(gradients, mixed), name
 
 
 def test_diloco_is_momentum_on_the_mean() -> None:
-    rule, slow = DiLoCo(alpha=0.5, beta=0.7), torch.zeros(4, 6)
+    rule, slow = DiLoCo(Ring(), alpha=0.5, beta=0.7), torch.zeros(4, 6)
     rule.outer_step(slow, vectors(3))
     first = 0.7 * vectors(3).mean(0)
     assert torch.allclose(slow, first.expand(4, 6))
@@ -59,7 +61,7 @@ def test_diloco_is_momentum_on_the_mean() -> None:
 
 
 def test_a_group_of_all_is_diloco_and_a_group_of_two_is_a_swap() -> None:
-    everybody, diloco = Groups(random.Random(0), alpha=0.5, beta=0.7, gamma=0.7), DiLoCo(alpha=0.5, beta=0.7)
+    everybody, diloco = Groups(random.Random(0), alpha=0.5, beta=0.7, gamma=0.7), DiLoCo(Ring(), alpha=0.5, beta=0.7)
     slow, expected = torch.zeros(4, 6), torch.zeros(4, 6)
     for seed in (3, 4):
         everybody.outer_step(slow, slow + vectors(seed))
@@ -93,8 +95,67 @@ def test_pairs_keep_the_mean_and_come_nearer(num_replicas: int) -> None:
     assert len(mixed.unique(dim=0)) == -(-num_replicas // 2)
 
 
+@pytest.mark.parametrize(("alpha", "beta", "is_nesterov"), [(0.9, 0.7, True), (0.3, 0.7, False), (0.0, 1.0, True)])
+def test_diloco_is_sgd_of_torch_on_the_outer_gradient(alpha: float, beta: float, is_nesterov: bool) -> None:
+    rule, slow = DiLoCo(Ring(), alpha=alpha, beta=beta, is_nesterov=is_nesterov), vectors(0)[:1].expand(4, 6).clone()
+    parameter = torch.nn.Parameter(slow[0].clone())
+    sgd = torch.optim.SGD([parameter], lr=beta, momentum=alpha, nesterov=is_nesterov and alpha > 0)
+    for seed in range(1, 6):
+        parameter.grad = -vectors(seed).mean(0)  # it points uphill
+        sgd.step()
+        rule.outer_step(slow, slow + vectors(seed))
+        assert torch.allclose(slow, parameter.detach().expand(4, 6), atol=1e-6)
+
+
+def test_nesterov_by_hand() -> None:
+    rule, slow = DiLoCo(Ring(), alpha=0.9, beta=0.7, is_nesterov=True), torch.zeros(2, 1)
+    rule.outer_step(slow, slow + 1)
+    assert slow.tolist() == [[pytest.approx(0.7 + 0.9 * 0.7)]] * 2
+    rule.outer_step(slow, slow + 2)
+    momentum = 0.9 * 0.7 + 0.7 * 2
+    assert slow.tolist() == [[pytest.approx(1.33 + 0.7 * 2 + 0.9 * momentum)]] * 2
+
+
+def to_tenths(values: Tensor) -> Tensor:
+    """A codec by hand: tenths, rounded to even."""
+    return (10 * values).round() / 10
+
+
+def test_a_coded_ring_rounds_every_partial_sum_and_then_the_mean() -> None:
+    """Three replicas, a segment each; it starts at the neighbour of its owner and ends at the owner."""
+    vectors = torch.tensor([[0.06, 0.11, 0.34], [0.16, 0.02, 0.21], [0.08, 0.29, 0.04]])
+    mean = Ring(to_tenths, 1.0).mean(vectors)
+    first = 0.3 + 0.06  # 0.16 -> 0.2, + 0.08 -> 0.3, + the owner's 0.06
+    second = 0.4 + 0.02  # 0.29 -> 0.3, + 0.11 -> 0.4, + the owner's 0.02
+    third = 0.5 + 0.04  # 0.34 -> 0.3, + 0.21 -> 0.5, + the owner's 0.04
+    assert mean.tolist() == pytest.approx([round(total / 3, 1) for total in (first, second, third)])
+
+
+def test_a_ring_of_one_codes_nothing_and_one_without_a_codec_is_the_mean() -> None:
+    assert torch.equal(Ring(to_tenths, 1.0).mean(vectors(1, 1)), vectors(1, 1)[0])
+    assert torch.equal(Ring().mean(vectors(1)), vectors(1).mean(0))
+
+
+@pytest.mark.parametrize(("rule", "codec", "coded"), [("diloco", "int8", "int8"), ("ddp", "int4", "bf16")])
+def test_the_ring_of_a_rule_has_the_errors_and_bytes_of_its_codec(rule: str, codec: str, coded: str) -> None:
+    """A hop on eight replicas loses what the codec loses on a sum of up to seven, and the last one an eighth of it."""
+    ring, exact = ring_of(rule, codec, num_elements=8 * 256), torch.randn(8, 8 * 256, generator=torch.manual_seed(0))
+    assert ring.bytes_per_element == section_bytes(get_codec(coded), 8 * 256) / (8 * 256)
+    assert ring.sent_bytes(8 * 256, 8) == pytest.approx(2 * 7 / 8 * section_bytes(get_codec(coded), 8 * 256))
+    error = (ring.mean(exact) - exact.mean(0)).norm() / exact.mean(0).norm()
+    once = get_codec(coded).decode(get_codec(coded).encode(exact[0, :256].contiguous()), num_elements=256)
+    of_codec = (once - exact[0, :256]).norm() / exact[0, :256].norm()
+    assert of_codec < error < 4 * of_codec
+
+
+def test_ddp_with_fp32_stays_exact() -> None:
+    assert ring_of("ddp", "fp32", num_elements=10) == Ring()
+
+
 def test_an_all_reduce_of_eight_sends_seven_bytes_a_parameter() -> None:
-    assert ring_bytes(100, 8) == 700
+    assert ring_bytes(400, 8) == 700
     assert ring_s(700, 8, bytes_per_s=100, delay_s=0.5) == 7 + 14 * 0.5
-    assert RULES["ddp"](OuterSpec(), random.Random(0)).sent_bytes(100, 8) == (700, 0)
-    assert RULES["diloco"](OuterSpec(), random.Random(0)).sent_bytes(100, 8) == (0, 700)
+    assert RULES["ddp"](OuterSpec(), random.Random(0), Ring()).sent_bytes(100, 8) == (700, 0)
+    assert RULES["diloco"](OuterSpec(), random.Random(0), Ring()).sent_bytes(100, 8) == (0, 700)
+    half = Ring(to_tenths, 2.0)
+    assert RULES["ddp"](OuterSpec(), random.Random(0), half).sent_bytes(100, 8) == (350, 0)

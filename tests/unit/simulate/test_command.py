@@ -38,7 +38,7 @@ def test_rules_side_by_side(spec: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert written["spec"]["train"]["total_steps"] == 4
     noloco, ddp = written["results"]
     assert noloco["swapped"] + noloco["half"] + noloco["alone"] == 4
-    assert ddp["sent_per_parameter_step"] == 4  # 2 (N - 1) / N of fp32
+    assert ddp["sent_per_parameter_step"] == 2  # 2 (N - 1) / N of bf16
     assert ddp["virtual_s"] > 4
     assert (pictures / "loss.png").stat().st_size > 1000
 

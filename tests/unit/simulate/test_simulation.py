@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 
 import pytest
 import torch
@@ -125,7 +126,9 @@ def test_other_rules_learn(rule: str) -> None:
     result, alone = (simulate_lockstep(material(), Plan(4), rule=name) for name in (rule, "local"))
     assert result.loss < result.curve[0].loss
     assert result.curve[0].loss - result.loss > 0.5 * (alone.curve[0].loss - alone.loss)
-    assert (result.spread == 0.0) == (rule in ("ddp", "diloco", "groups")), "everybody mixes, and so do four of four"
+    assert (result.spread == 0.0) == (rule in ("ddp", "diloco", "diloco-nesterov", "groups")), (
+        "everybody mixes, and so do four of four"
+    )
     assert result.virtual_s == pytest.approx(12.0)
 
 
@@ -136,6 +139,28 @@ def test_collective_rules_pay_for_the_slowest_link() -> None:
     assert result.virtual_s == pytest.approx(12 + 4 * per_round_s)
 
 
+@pytest.mark.parametrize("rule", ["ddp", "diloco"])
+def test_absent_replicas_of_a_collective_rule_take_the_mean_of_the_others(rule: str) -> None:
+    """All stay equal, fewer gradients count, and what each sends is 2 (n - 1) / N vectors and one for each absentee."""
+    clean, churned, lost = (
+        simulate_lockstep(material(), Plan(4, churn=Churn(absent=absent)), rule=rule) for absent in (0.0, 0.4, 1.0)
+    )
+    assert churned.spread == 0.0
+    assert churned.loss != clean.loss
+    assert churned.loss < churned.curve[0].loss
+    vector = 4 * clean.num_parameters
+    exchanges = 12 if rule == "ddp" else 4
+    assert clean.sent_bytes == exchanges * 1.5 * vector
+    sends = {n: (2 * (n - 1) + 4 - n) / 4 * vector if n else 0 for n in range(5)}
+    rounds = [sum(rng.random() >= 0.4 for rng in rngs) for rngs in [absences(4)] for _ in range(4)]
+    assert churned.sent_bytes == pytest.approx(exchanges / 4 * sum(sends[n] for n in rounds))
+    assert (lost.sent_bytes, lost.spread) == (0, 0), "every round is lost, and nobody moves"
+
+
+def absences(num_replicas: int) -> list[random.Random]:
+    return [random.Random(f"absent/0/replica-{number}") for number in range(num_replicas)]
+
+
 def test_a_seed_starts_from_other_weights_and_0_is_the_spec() -> None:
     assert seeded(SPEC, 0) == SPEC
     assert seeded(SPEC, 3).model.seed == 3
@@ -144,5 +169,7 @@ def test_a_seed_starts_from_other_weights_and_0_is_the_spec() -> None:
 def test_rules_are_checked_before_anything_trains() -> None:
     with pytest.raises(SettingsError, match="--rules fsdp: must be one of noloco, diloco"):
         check_rules(["noloco", "fsdp"], Plan(2))
+    with pytest.raises(SettingsError, match="replicas of gasloc are never absent"):
+        check_rules(["noloco", "gasloc"], Plan(2, churn=Churn(absent=0.2)))
     with pytest.raises(SettingsError, match="cannot join, leave or crash"):
         check_rules(["ddp"], Plan(2, churn=Churn((Event("crash", 0, 1.0),))))

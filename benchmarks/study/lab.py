@@ -1,0 +1,507 @@
+"""A fair lab: every rule with its published settings and with the best that one search, the same for all, finds.
+
+    python benchmarks/study/lab.py search|tokens|bytes|time|target|churn [--jobs 2] [--steps 400] [--results FILE]
+
+`search` comes first. Every other command makes one table of docs/results.md: it runs what the table lacks and prints
+it. Each run is appended to the results at once, and a command goes on where it stopped. It says at the start how many
+runs are missing and how many hours of one core they take. --steps: another length of all schedules, to try things out.
+
+**The search** is on the toy with 8 replicas, seed 0 and 400 steps. A rule has BUDGET = 40 runs. It is compared under
+two caps on what a replica sends, about a tenth and a hundredth of ddp's bf16 gradients (0.36 and 0.036 bytes a
+parameter and inner step; closing rounds come on top). Each setting has the shortest rounds that its codec can have
+under the cap. The 40 runs are 16 for Muon
+under the first cap and 8 each for Muon under the second and for AdamW under both; ddp and `local`, which have no cap,
+have 20 for each optimizer. A search descends coordinate by coordinate, from the published settings: it moves to the
+neighbour in the list of a coordinate as long as the loss falls, up first and then down, and ends when no coordinate
+moves or the runs are used up. The second cap starts where the first ended, and AdamW from the outer settings of Muon.
+The loss is the mean over replicas of the validation loss of their slow weights at the end of the schedule.
+
+**The winners** then run with the three seeds in SEEDS, none of which is that of the search.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import product, repeat
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from lab_clock import LINKS, SIZES, Clock, Size, clock_of, coding, round_bytes
+from runs import RESULTS
+from study import SMALL, TOY, Case, machine, run_case
+
+from noloco_p2p.optim.rules import NOLOCO
+from noloco_p2p.simulate.plan import Churn
+from noloco_p2p.spec import TrainerSpec
+
+BUDGET = 40  # runs of a rule in the search
+STEPS = 400
+REPLICAS, SEARCH_SEED, SEEDS = 8, 0, (1, 2, 3)
+PEERS = (4, 8, 16)
+CAPS = {"tenth": 0.36, "hundredth": 0.036}  # bytes a parameter and inner step; ddp sends 3.5
+ROUND_LENGTHS = (3, 5, 10, 20, 50, 100)  # that `time` and `target` choose from, by the loss of the search's seed
+LONG = 15  # steps of a round from which on it has the outer settings of the second cap
+SCHEDULES = (100, 140, 200, 280, 400, 560, 800)  # of `target`
+ABSENCES = (0.2, 0.5)
+SECONDS_A_STEP = {"toy": 0.008, "small": 0.09}  # of one replica on one core, before any run was measured
+FAILED = math.inf  # the loss of a run that diverged
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A rule with its settings. codec: of a ring, or of slow weights and outer gradients, as "modulo8+int4"."""
+
+    rule: str
+    optimizer: str
+    learning_rate: float
+    inner_steps: int = 1
+    alpha: float = 0.0
+    beta: float = 1.0
+    gamma: float = 1.0
+    codec: str = "bf16"
+    closes: bool = False  # with closing rounds
+
+    def changes(self, steps: int) -> dict[str, Any]:
+        """Of the toy's spec. The warm-up is a tenth of the schedule, as in the toy."""
+        slow_weights, _, outer_gradient = self.codec.rpartition("+")
+        swapped = {"codec.slow_weights": slow_weights, "codec.outer_momentum": slow_weights} if slow_weights else {}
+        return {
+            "train.total_steps": steps,
+            "train.warmup_steps": max(1, steps // 10),
+            "train.inner_optimizer": self.optimizer,
+            "train.learning_rate": self.learning_rate,
+            "outer.inner_steps": self.inner_steps,
+            "outer.alpha": self.alpha,
+            "outer.beta": self.beta,
+            "outer.gamma": self.gamma,
+            "outer.swap_momentum": self.rule != NOLOCO,  # its momentum stays at home; others need a wide bound of gamma
+            "codec.outer_gradient": outer_gradient,
+            **swapped,
+            "outer.closing_rounds": "auto" if self.closes else 0,
+        }
+
+    def spec(self, steps: int = STEPS) -> TrainerSpec:
+        return TrainerSpec.load(TOY).with_changes(self.changes(steps), origin=self.rule)
+
+    def round_bytes(self) -> float:
+        return bytes_of(self)
+
+    def words(self) -> str:
+        """All that is not the same for every setting of a family."""
+        outer = f"{self.inner_steps} steps, {self.alpha:g} {self.beta:g}"
+        gamma = f" {self.gamma:g}" if self.rule == NOLOCO else ""
+        nesterov = " Nesterov" if self.rule == "diloco-nesterov" else ""
+        mixing = f"{outer}{gamma}{nesterov}, {self.codec}, " if self.round_bytes() and self.rule != "ddp" else ""
+        return f"{mixing}{self.optimizer} {self.learning_rate:g}"
+
+
+@cache
+def bytes_of(setting: Setting) -> float:
+    """A round's, in bytes a parameter."""
+    return round_bytes(setting.rule, setting.spec(), num_replicas=REPLICAS)
+
+
+RATES = (1e-3, 1.5e-3, 2e-3, 3e-3, 4e-3, 6e-3, 8e-3, 12e-3, 16e-3, 24e-3, 32e-3, 48e-3, 64e-3)
+START_RATES = {"muon": 16e-3, "adamw": 4e-3}  # of the studies before
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A rule as the tables name it.
+
+    published: what its authors publish; the learning rates are the toy's. starts: of the search, Muon inside.
+    coordinates: field -> its values in order; `beta` of a NoLoCo sets gamma too.
+    """
+
+    published: Mapping[str, Setting]
+    starts: Sequence[Setting]
+    coordinates: Mapping[str, Sequence[Any]]
+
+    @property
+    def is_capped(self) -> bool:
+        return self.starts[0].rule not in ("ddp", "local")
+
+    def moved(self, setting: Setting, name: str, value: Any) -> Setting:
+        gamma = {"gamma": value} if name == "beta" and setting.rule == NOLOCO else {}
+        return replace(setting, **{name: value}, **gamma)
+
+
+RATE = {"learning_rate": RATES}
+SWAP_CODECS = ("fp32+fp32", "bf16+int8", "modulo8+int4", "modulo4+int4")
+FAMILIES: dict[str, Family] = {
+    "ddp": Family(
+        {"ddp": Setting("ddp", "adamw", 4e-3)},
+        [Setting("ddp", "muon", 16e-3)],
+        RATE,
+    ),
+    "DiLoCo": Family(
+        {  # rounds as in Streaming DiLoCo and in NoLoCo's baseline; DiLoCo's own 500 steps do not fit
+            "DiLoCo, Nesterov 0.9 0.7": Setting("diloco-nesterov", "adamw", 4e-3, 100, 0.9, 0.7, 0.1, "fp32"),
+            "DiLoCo, 0.3 0.7": Setting("diloco", "adamw", 4e-3, 100, 0.3, 0.7, 0.1, "fp32"),
+        },
+        [
+            Setting("diloco-nesterov", "muon", 16e-3, 1, 0.9, 0.7, 0.1, "int8"),
+            Setting("diloco", "muon", 16e-3, 1, 0.3, 0.7, 0.1, "int8"),
+        ],
+        {
+            **RATE,
+            "alpha": (0.0, 0.3, 0.5, 0.7, 0.8, 0.9),
+            "beta": (0.3, 0.5, 0.7, 1.0, 1.3),
+            "codec": ("int8", "int4"),
+            "rule": ("diloco", "diloco-nesterov"),
+        },
+    ),
+    "NoLoCo, the paper's momentum": Family(
+        {"NoLoCo, as published": Setting(NOLOCO, "adamw", 4e-3, 50, 0.5, 0.7, 0.7, "fp32+fp32")},
+        [Setting(NOLOCO, "muon", 16e-3, 1, 0.5, 0.7, 0.7, "modulo8+int4")],
+        {**RATE, "alpha": (0.1, 0.2, 0.3, 0.5, 0.6), "beta": (0.5, 0.7, 0.85, 1.0), "codec": SWAP_CODECS},
+    ),
+    "NoLoCo, as `noloco init` writes it": Family(
+        {"NoLoCo, as `noloco init` writes it": Setting(NOLOCO, "muon", 16e-3, 5, 0.0, 1.0, 1.0, "modulo8+int4", True)},
+        [Setting(NOLOCO, "muon", 16e-3, 1, 0.0, 1.0, 1.0, "modulo8+int4", True)],
+        {**RATE, "beta": (0.5, 0.7, 0.85, 1.0, 1.2), "codec": SWAP_CODECS},
+    ),
+    "local": Family(
+        {"local": Setting("local", "adamw", 4e-3)},
+        [Setting("local", "muon", 16e-3)],
+        RATE,
+    ),
+}
+OURS = "NoLoCo, as `noloco init` writes it"
+
+
+Winners = dict[tuple[str, str | None], Setting]  # (optimizer, cap) -> the best setting
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    setting: Setting
+    seed: int
+    replicas: int = REPLICAS
+    steps: int = STEPS
+    absent: float = 0.0
+    model: str = "toy"
+
+    def cost(self) -> float:
+        """Inner steps of all replicas, in seconds of the toy."""
+        return self.replicas * self.steps * SECONDS_A_STEP[self.model]
+
+
+class Lab:
+    """The runs that were done, in a file with one JSON object a line, and the means to do others."""
+
+    def __init__(self, path: Path, *, jobs: int = 1, steps: int = STEPS, may_run: bool = True) -> None:
+        self.path = path
+        self.may_run = may_run
+        self.jobs = jobs
+        self.steps = steps
+        self.rows: dict[Run, dict[str, Any]] = {}
+        self.winners: dict[str, Winners] = {}  # of each family whose search is done
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        for row in map(json.loads, lines):
+            self.rows[Run(Setting(**row["setting"]), **{name: row[name] for name in RUN_FIELDS})] = row
+
+    def loss(self, run: Run) -> float:
+        """Of a run, which is done now if it was not."""
+        self.complete([run])
+        return self.rows[run]["loss"] or FAILED
+
+    def complete(self, runs: Iterable[Run]) -> None:
+        """Do those that are missing."""
+        missing = [run for run in dict.fromkeys(runs) if run not in self.rows]
+        if missing and not self.may_run:
+            raise RuntimeError(f"{self.path} lacks {len(missing)} runs; do them with lab.py")
+        if len(missing) > 1:
+            print(f"{len(missing)} runs, about {self.hours(missing):.1f} hours of a core", flush=True)
+        if self.jobs == 1 or len(missing) == 1:
+            for run in missing:
+                self._keep(*perform(run))
+            return
+        with ProcessPoolExecutor(self.jobs, mp_context=get_context("spawn")) as pool:
+            for done in as_completed([pool.submit(perform, run) for run in missing]):
+                self._keep(*done.result())
+
+    def hours(self, runs: Iterable[Run]) -> float:
+        """By the runs of the file, or by SECONDS_A_STEP where there are none."""
+        measured = [row["cpu_s"] / run.cost() for run, row in self.rows.items()]
+        return (median(measured) if measured else 1.0) * sum(run.cost() for run in runs) / 3600
+
+    def _keep(self, run: Run, result: dict[str, Any]) -> None:
+        row = {"setting": asdict(run.setting), **{name: getattr(run, name) for name in RUN_FIELDS}, **result}
+        self.rows[run] = row
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        shown = "diverged" if row["loss"] is None else f"loss {row['loss']:.4f}"
+        print(f"{run.setting.words():<60} {run.replicas} x {run.steps}  seed {run.seed}  {shown}  {row['cpu_s']:.0f} s")
+
+
+RUN_FIELDS = ("seed", "replicas", "steps", "absent", "model")
+KEPT = ("loss", "worst_loss", "merged_loss", "spread", "sent_per_parameter_step", "swapped", "half", "alone")
+
+
+def perform(run: Run) -> tuple[Run, dict[str, Any]]:
+    """In a process of its own; loss None = it diverged."""
+    torch.set_num_threads(1)
+    sized = SMALL if run.model == "small" else {}
+    case = Case(
+        "lab", {**sized, **run.setting.changes(run.steps)}, {"churn": Churn(absent=run.absent)}, run.setting.rule
+    )
+    row = run_case(case, steps=run.steps, replicas=run.replicas, seed=run.seed)
+    result = {name: row[name] for name in KEPT}
+    if not math.isfinite(result["loss"]):
+        result |= dict.fromkeys(("loss", "worst_loss", "merged_loss", "spread"))
+    return run, {**result, "cpu_s": row["cpu_s"], "machine": machine()}
+
+
+# the search
+
+
+def capped(setting: Setting, cap: str | None) -> Setting:
+    """With the shortest rounds that the cap allows."""
+    return replace(setting, inner_steps=math.ceil(setting.round_bytes() / CAPS[cap])) if cap else setting
+
+
+def descend(
+    family: Family, starts: Sequence[Setting], *, cap: str | None, budget: int, loss_of: Callable[[Setting], float]
+) -> Setting:
+    """The best setting that coordinate descent finds with at most `budget` different settings tried."""
+    tried: dict[Setting, float] = {}
+
+    def value_of(setting: Setting) -> float:
+        if setting not in tried:
+            tried[setting] = loss_of(setting) if len(tried) < budget else FAILED
+        return tried[setting]
+
+    best = min((capped(start, cap) for start in starts), key=value_of)
+    has_moved = True
+    while has_moved and len(tried) < budget:
+        has_moved = False
+        for name, values in family.coordinates.items():
+            line = [capped(family.moved(best, name, value), cap) for value in values]
+            moved = climb(line, line.index(best), value_of)
+            has_moved |= moved != best
+            best = moved
+    return best
+
+
+def climb(line: Sequence[Setting], start: int, value_of: Callable[[Setting], float]) -> Setting:
+    """Along the line as long as the loss falls: up, or else down."""
+    for ahead in (line[start + 1 :], line[:start][::-1]):
+        best = line[start]
+        for candidate in ahead:
+            if not value_of(candidate) < value_of(best):
+                break
+            best = candidate
+        if best != line[start]:
+            return best
+    return line[start]
+
+
+def winners(lab: Lab, name: str) -> Winners:
+    """Of a family. Does the runs of the search that are missing."""
+    if name not in lab.winners:
+        lab.winners[name] = searched(lab, FAMILIES[name])
+    return lab.winners[name]
+
+
+def searched(lab: Lab, family: Family) -> Winners:
+
+    def loss_of(setting: Setting) -> float:
+        return lab.loss(Run(setting, SEARCH_SEED, steps=lab.steps))
+
+    found: Winners = {}
+    if not family.is_capped:
+        for optimizer, rate in START_RATES.items():
+            starts = [replace(start, optimizer=optimizer, learning_rate=rate) for start in family.starts]
+            found[optimizer, None] = descend(family, starts, cap=None, budget=BUDGET // 2, loss_of=loss_of)
+        return found
+    starts: Sequence[Setting] = family.starts
+    for (optimizer, rate), (cap, budget) in product(START_RATES.items(), (("tenth", 16), ("hundredth", 8))):
+        if optimizer == "adamw":
+            starts = [replace(found["muon", cap], optimizer=optimizer, learning_rate=rate)]
+        found[optimizer, cap] = descend(
+            family, starts, cap=cap, budget=budget if optimizer == "muon" else 8, loss_of=loss_of
+        )
+        starts = [found[optimizer, cap]]
+    return found
+
+
+def search(name: str, results: Path, steps: int) -> list[str]:
+    """All of one family; in a process of its own."""
+    found = winners(Lab(results, steps=steps), name)
+    return [f"best {name}, {optimizer}, {cap}: {setting.words()}" for (optimizer, cap), setting in found.items()]
+
+
+# what each table needs
+
+
+def entrants(lab: Lab) -> dict[str, Setting]:
+    """Row of a table -> setting: all that is published, and all winners."""
+    rows = {f"{name}; published": setting for family in FAMILIES.values() for name, setting in family.published.items()}
+    for name in FAMILIES:
+        for (optimizer, cap), setting in winners(lab, name).items():
+            rows[f"{name}; best, {optimizer}{f', a {cap}' if cap else ''}"] = setting
+    return rows
+
+
+def fitting(steps: float, inner_steps: int) -> int:
+    """The longest schedule of at most `steps` that is whole rounds, and a multiple of 10."""
+    unit = math.lcm(inner_steps, 10)
+    return int(steps + 1e-6) // unit * unit
+
+
+def best_at(lab: Lab, name: str, inner_steps: int) -> Setting:
+    """Muon inside; a family without a cap has no round length.
+
+    Without closing rounds: they would take up to half of so short a schedule, and one of 25,000 steps does not notice.
+    """
+    found = winners(lab, name)
+    if not FAMILIES[name].is_capped:
+        return found["muon", None]
+    cap = "tenth" if inner_steps < LONG else "hundredth"
+    return replace(found["muon", cap], inner_steps=inner_steps, closes=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    size: Size
+    link: str
+
+    def clock(self, setting: Setting) -> Clock:
+        return clock_at(self, setting)
+
+    def candidates(self, lab: Lab, name: str) -> Iterator[tuple[Setting, Clock]]:
+        """Settings of a family for this link."""
+        lengths = ROUND_LENGTHS if FAMILIES[name].is_capped else (1,)
+        for setting in dict.fromkeys(best_at(lab, name, length) for length in lengths):
+            if (clock := self.clock(setting)).is_hidden:
+                yield setting, clock
+
+    def schedules(self, lab: Lab, name: str) -> dict[Setting, int]:
+        """Setting -> steps of the schedule that ends when a card alone would have taken `lab.steps`."""
+        time_s = lab.steps * self.size.step_s
+        fits = {
+            setting: fitting((time_s - clock.closing_s) / clock.step_s, setting.inner_steps)
+            for setting, clock in self.candidates(lab, name)
+        }
+        return {setting: steps for setting, steps in fits.items() if steps >= 10}
+
+    def choice(self, lab: Lab, name: str) -> tuple[Setting, int] | None:
+        """The one with the lowest loss on the seed of the search; None where nothing fits."""
+        schedules = self.schedules(lab, name)
+        losses = {setting: lab.loss(Run(setting, SEARCH_SEED, steps=steps)) for setting, steps in schedules.items()}
+        best = min(losses, key=losses.__getitem__, default=None)
+        return None if best is None else (best, schedules[best])
+
+
+@cache
+def clock_at(place: Place, setting: Setting) -> Clock:
+    link = LINKS[place.link]
+    return clock_of(setting.rule, setting.spec(), place.size, link, num_replicas=REPLICAS, coding_s=coding())
+
+
+PLACES = [Place(size, link) for size in SIZES for link in LINKS]
+
+
+def seeds_of(setting: Setting, **options: Any) -> list[Run]:
+    return [Run(setting, seed, **options) for seed in SEEDS]
+
+
+def need_tokens(lab: Lab) -> Iterator[Run]:
+    for setting, replicas in product(entrants(lab).values(), PEERS):
+        yield from seeds_of(setting, replicas=replicas, steps=lab.steps)
+    for setting in entrants(lab).values():
+        yield Run(setting, SEEDS[0], steps=lab.steps, model="small")
+
+
+def need_bytes(lab: Lab) -> Iterator[Run]:
+    for setting in entrants(lab).values():
+        yield from seeds_of(setting, steps=lab.steps)
+
+
+def need_time(lab: Lab) -> Iterator[Run]:
+    searched = [
+        Run(setting, SEARCH_SEED, steps=steps)
+        for place, name in product(PLACES, FAMILIES)
+        for setting, steps in place.schedules(lab, name).items()
+    ]
+    lab.complete(searched)
+    for place, name in product(PLACES, FAMILIES):
+        if chosen := place.choice(lab, name):
+            yield from seeds_of(chosen[0], steps=chosen[1])
+
+
+def schedules_of(lab: Lab, setting: Setting) -> list[int]:
+    """The lengths of `target`."""
+    fits = (fitting(steps * lab.steps / STEPS, setting.inner_steps) for steps in SCHEDULES)
+    return [steps for steps in dict.fromkeys(fits) if steps >= 10]
+
+
+def need_target(lab: Lab) -> Iterator[Run]:
+    yield from seeds_of(target_setting(lab), steps=lab.steps)
+    chosen = {place.choice(lab, name) for place, name in product(PLACES, FAMILIES)}
+    for setting in dict.fromkeys(each[0] for each in chosen if each):
+        for steps in schedules_of(lab, setting):
+            yield from seeds_of(setting, steps=steps)
+
+
+def target_setting(lab: Lab) -> Setting:
+    """What sets the target: the best DiLoCo at a tenth of ddp's bytes, after a schedule of the usual length."""
+    return winners(lab, "DiLoCo")["muon", "tenth"]
+
+
+def mean_loss(lab: Lab, setting: Setting, **options: Any) -> float:
+    return fmean(lab.rows[run]["loss"] or FAILED for run in seeds_of(setting, **options))
+
+
+def churned(lab: Lab) -> dict[str, Setting]:
+    """The best of each family at a tenth, Muon inside."""
+    return {name: winners(lab, name)["muon", "tenth" if FAMILIES[name].is_capped else None] for name in FAMILIES}
+
+
+def need_churn(lab: Lab) -> Iterator[Run]:
+    for setting, absent in product(churned(lab).values(), (0.0, *ABSENCES)):
+        yield from seeds_of(setting, steps=lab.steps, absent=absent)
+
+
+NEEDS: Mapping[str, Callable[[Lab], Iterator[Run]]] = {
+    "tokens": need_tokens,
+    "bytes": need_bytes,
+    "time": need_time,
+    "target": need_target,
+    "churn": need_churn,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["search", *NEEDS])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on one core")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--results", type=Path, default=RESULTS / "lab.jsonl")
+    args = parser.parse_args()
+    lab = Lab(args.results, jobs=args.jobs, steps=args.steps)
+    if args.command == "search":
+        at_most = [Run(FAMILIES["ddp"].starts[0], seed, steps=args.steps) for seed in range(BUDGET * len(FAMILIES))]
+        print(f"at most {BUDGET} runs for each of {len(FAMILIES)} rules, {lab.hours(at_most):.1f} hours of a core")
+        with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+            for lines in pool.map(search, FAMILIES, repeat(args.results), repeat(args.steps)):
+                print("\n".join(lines), flush=True)
+        return
+    lab.complete(NEEDS[args.command](lab))
+    from lab_tables import LAB_TABLES
+
+    print("\n".join(LAB_TABLES[f"lab_{args.command}"](lab)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""The tables of the lab, from benchmarks/results/lab.jsonl; `tables.py` writes them into docs/results.md.
+
+Every table ends with a line for each rule that says where this project stands against it. A verdict needs all seeds on
+one side: "loses to" and "ahead of" mean so with every seed, and anything else is called undecided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from itertools import product
+from statistics import fmean
+
+from lab import (
+    ABSENCES,
+    CAPS,
+    FAMILIES,
+    OURS,
+    PEERS,
+    PLACES,
+    REPLICAS,
+    RESULTS,
+    SEEDS,
+    Lab,
+    Place,
+    Run,
+    Setting,
+    churned,
+    entrants,
+    mean_loss,
+    schedules_of,
+    target_setting,
+)
+from lab_clock import FLOP_PER_S, SIZES
+from runs import table
+
+SEVERAL = 3  # seeds that a verdict needs
+
+
+def losses(lab: Lab, setting: Setting, **options: object) -> list[float]:
+    """One a seed of the lab, for those that were run."""
+    runs = (Run(setting, seed, **options) for seed in SEEDS)  # pyright: ignore[reportArgumentType]
+    return [lab.rows[run]["loss"] for run in runs if run in lab.rows and lab.rows[run]["loss"] is not None]
+
+
+def shown(values: Sequence[float]) -> str:
+    """Mean, and the lowest to the highest of the seeds."""
+    if not values:
+        return "diverged or not run"
+    spread = f"{min(values):.4f}-{max(values):.4f}" if len(values) > 1 else "one seed"
+    return f"{fmean(values):.4f} ({spread})"
+
+
+def compared(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Seed by seed."""
+    if len(ours) < SEVERAL or len(ours) != len(theirs):
+        return "too few seeds for a verdict"
+    percent = f"{100 * (fmean(ours) / fmean(theirs) - 1):+.1f} %"
+    if all(one > other for one, other in zip(ours, theirs, strict=True)):
+        return f"loses ({percent})"
+    if all(one < other for one, other in zip(ours, theirs, strict=True)):
+        return f"ahead ({percent})"
+    return f"undecided ({percent})"
+
+
+def verdicts(groups: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
+    """A line for each other family. groups: where -> family -> losses, one a seed."""
+    lines = []
+    for name in FAMILIES:
+        found = [
+            f"{where}: {compared(rows[OURS], rows[name])}"
+            for where, rows in groups.items()
+            if rows.keys() >= {OURS, name}
+        ]
+        if name != OURS and found:
+            lines.append(f"* {OURS}, against {name}: {'; '.join(found)}.")
+    return ["", *lines] if lines else []
+
+
+def best_rows(lab: Lab, **options: object) -> dict[str, dict[str, list[float]]]:
+    """ "optimizer, cap" -> family -> losses of its winner; families without a cap stand beside every cap."""
+    rows = {tuple(name.split("; ")): setting for name, setting in entrants(lab).items()}
+    found: dict[str, dict[str, list[float]]] = {}
+    for optimizer, cap in product(("muon", "adamw"), CAPS):
+        for name, family in FAMILIES.items():
+            label = f"best, {optimizer}" + (f", a {cap}" if family.is_capped else "")
+            found.setdefault(f"{optimizer}, a {cap}", {})[name] = losses(lab, rows[name, label], **options)
+    return found
+
+
+def tokens(lab: Lab) -> list[str]:
+    head = ("", "setting", *(f"{peers} replicas" for peers in PEERS), "0.9M, 8 replicas")
+    rows = [
+        (
+            name.replace("; ", ": "),
+            setting.words(),
+            *(shown(losses(lab, setting, replicas=peers, steps=lab.steps)) for peers in PEERS),
+            shown(losses(lab, setting, steps=lab.steps, model="small")),
+        )
+        for name, setting in entrants(lab).items()
+    ]
+    stands = {
+        f"{peers} replicas, {where}": rows_of
+        for peers in PEERS
+        for where, rows_of in best_rows(lab, replicas=peers, steps=lab.steps).items()
+        if where.endswith("tenth")
+    }
+    return [
+        f"Losses of the toy after {lab.steps} inner steps of a replica: mean of {len(SEEDS)} seeds (lowest-highest).",
+        "",
+        *table(head, rows),
+        *verdicts(stands),
+    ]
+
+
+def by_bytes(lab: Lab) -> list[str]:
+    rows = []
+    for name, setting in entrants(lab).items():
+        done = [run for seed in SEEDS if (run := Run(setting, seed, steps=lab.steps)) in lab.rows]
+        sent = fmean(lab.rows[run]["sent_per_parameter_step"] for run in done) if done else 0.0
+        rows.append((sent, (name.replace("; ", ": "), f"{sent:.4f}", shown(losses(lab, setting, steps=lab.steps)))))
+    caps = ", ".join(f"{name} {cap:g}" for name, cap in CAPS.items())
+    return [
+        f"Losses of the toy with {REPLICAS} replicas beside the bytes that one sends, most first. A best setting has "
+        f"the shortest rounds under its cap ({caps} bytes a parameter and step).",
+        "",
+        *table(("", "bytes a parameter and step", "loss"), [row for _, row in sorted(rows, key=lambda each: -each[0])]),
+        *verdicts(best_rows(lab, steps=lab.steps)),
+    ]
+
+
+def clock_line() -> str:
+    sizes = "; ".join(f"{size.name}: {size.tokens:,} tokens and {size.step_s:.1f} s a step" for size in SIZES)
+    return (
+        f"The losses are those of the toy (0.12M parameters, {REPLICAS} replicas). The clock is that of models with "
+        f"the stated sizes on a card that delivers {FLOP_PER_S / 1e12:.0f} TFLOP/s ({sizes}), with waiting and coding."
+    )
+
+
+def places_table(lab: Lab, cell: Callable[[Place, str], str]) -> list[str]:
+    rows = [(f"{place.size.name}, {place.link}", *(cell(place, name) for name in FAMILIES)) for place in PLACES]
+    return table(("", *FAMILIES), rows)
+
+
+def at_time(lab: Lab) -> list[str]:
+    def cell(place: Place, name: str) -> str:
+        chosen = place.choice(lab, name)
+        if chosen is None:
+            return "no schedule of 10 steps fits"
+        setting, steps = chosen
+        return f"{shown(losses(lab, setting, steps=steps))}, {steps} steps in rounds of {setting.inner_steps}"
+
+    stands = {
+        f"{place.size.name}, {place.link}": {
+            name: losses(lab, chosen[0], steps=chosen[1]) for name in FAMILIES if (chosen := place.choice(lab, name))
+        }
+        for place in PLACES
+    }
+    return [
+        clock_line(),
+        f"Every rule has the time in which a card alone computes {lab.steps} steps, and a whole schedule that fits.",
+        "",
+        *places_table(lab, cell),
+        *verdicts(stands),
+    ]
+
+
+def to_target(lab: Lab) -> list[str]:
+    target = mean_loss(lab, target_setting(lab), steps=lab.steps)
+
+    @cache
+    def seconds(place: Place, name: str) -> tuple[float, int] | None:
+        chosen = place.choice(lab, name)
+        if chosen is None:
+            return None
+        reached = (steps for steps in schedules_of(lab, chosen[0]) if mean_loss(lab, chosen[0], steps=steps) <= target)
+        steps = min(reached, default=None)
+        return None if steps is None else (place.clock(chosen[0]).seconds(steps), steps)
+
+    def cell(place: Place, name: str) -> str:
+        found = seconds(place, name)
+        return "not reached" if found is None else f"{found[0] / 60:.1f} min, {found[1]} steps"
+
+    lines = []
+    for place in PLACES:
+        ours = seconds(place, OURS)
+        faster = [
+            name
+            for name in FAMILIES
+            if name != OURS and (theirs := seconds(place, name)) and (ours is None or theirs[0] < ours[0])
+        ]
+        lines.append(f"* {place.size.name}, {place.link}: faster than {OURS}: {', '.join(faster) or 'none'}.")
+    return [
+        clock_line(),
+        f"Time of the shortest whole schedule whose mean loss over {len(SEEDS)} seeds is at most {target:.4f}: that of "
+        f"DiLoCo ({target_setting(lab).words()}) after {lab.steps} steps.",
+        "",
+        *places_table(lab, cell),
+        "",
+        *lines,
+    ]
+
+
+def under_churn(lab: Lab) -> list[str]:
+    shares = (0.0, *ABSENCES)
+    rows = [
+        (name, setting.words(), *(shown(losses(lab, setting, steps=lab.steps, absent=absent)) for absent in shares))
+        for name, setting in churned(lab).items()
+    ]
+    stands = {
+        f"{absent:.0%} lost": {
+            name: losses(lab, setting, steps=lab.steps, absent=absent) for name, setting in churned(lab).items()
+        }
+        for absent in shares
+    }
+    return [
+        "A replica cannot be reached in a round that is lost. ddp and DiLoCo then average over the others, and the "
+        "replica gets their mean afterwards; in NoLoCo it steps alone.",
+        "",
+        *table(("", "setting", *(f"{absent:.0%} of the rounds lost" for absent in shares)), rows),
+        *verdicts(stands),
+    ]
+
+
+LAB_TABLES: Mapping[str, Callable[[Lab], list[str]]] = {
+    "lab_tokens": tokens,
+    "lab_bytes": by_bytes,
+    "lab_time": at_time,
+    "lab_target": to_target,
+    "lab_churn": under_churn,
+}
+
+
+def from_results(make: Callable[[Lab], list[str]]) -> list[str]:
+    """Raises RuntimeError where the results lack a run that a table needs to choose its settings."""
+    return make(Lab(RESULTS / "lab.jsonl", may_run=False))
+
+
+PAGE_TABLES: Mapping[str, Callable[[], list[str]]] = {
+    name: partial(from_results, make) for name, make in LAB_TABLES.items()
+}
