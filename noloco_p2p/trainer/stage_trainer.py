@@ -42,6 +42,7 @@ from noloco_p2p.trainer.stage_choice import draw_stage, missing_stages, needier_
 from noloco_p2p.trainer.stage_fitting import Fitting
 from noloco_p2p.trainer.stage_needs import StageNeeds
 from noloco_p2p.trainer.stage_work import StageWork
+from noloco_p2p.trainer.start import has_start, load_start
 
 log = logging.getLogger(__name__)
 
@@ -94,8 +95,10 @@ class StageTrainer(TrainerBase):
         )
         if self.outer.resumed:
             self._resume(self.outer.resumed)
-        elif revives:
-            self.outer.progress = median(other.progress for other in peer.stages.members())
+        elif not self.outer.entered:
+            if revives:
+                self.outer.progress = median([other.progress for other in peer.stages.members()] or [0.0])
+            self._begin_fork(is_revived=revives)
         length = spec.data.sequence_length
         self.gauges = Gauges(built.model, self.device, sequence_length=length)
         self._microbatch_tokens = spec.pipeline.microbatch * length
@@ -139,6 +142,8 @@ class StageTrainer(TrainerBase):
         if revives and settings.revive_from:
             revive(stage.model, settings.revive_from)
             self.say(f"stage {self.stage} goes on from {settings.revive_from}")
+        else:
+            load_start(stage.model, spec.model.start, state_dir=settings.state_dir)
         torch.nn.Module.to(stage.model, self.device)  # the type of transformers' own `to` is of no use
         return stage
 
@@ -152,23 +157,36 @@ class StageTrainer(TrainerBase):
         self.validation = [batch for batch in validation if len(batch) == microbatch]
 
     def _wait_for_state(self) -> bool:
-        """Until a peer of this stage is there, when the run has begun: only its peers know what the stage has learned.
+        """Until a peer of this stage is there, when the run has begun, as only its peers know what the stage has
+        learned, or when the state that the run starts from is not on this machine.
 
         True = nobody is there, and the weights are in `settings.revive_from`. Raises Left.
         """
         peer, told = self.peer, False
-        while any(other.progress > 0 for other in peer.stages.members()) and not peer.stages.answering():
+        while (why := self._lacks_state()) and not peer.stages.answering():
             if peer.settings.revive_from:
                 return True
             if not told:
                 told = True
-                self.say(
-                    f"stage {self.stage} has trained before, and nobody holds it now: this peer waits for one that has "
-                    "its checkpoint (the operator of the run can give one with --revive-from)"
-                )
+                self.say(f"{why} (the operator of the run can give one with --revive-from)")
             if peer.leave_requested.wait(LOOK_S):
                 raise Left("asked to leave before it began to train")
         return False
+
+    def _lacks_state(self) -> str:
+        """Why this peer cannot begin its stage without another peer of it; "" = it can."""
+        spec, settings = self.spec, self.peer.settings
+        if any(other.progress > 0 for other in self.peer.stages.members()):
+            return (
+                f"stage {self.stage} has trained before, and nobody holds it now: this peer waits for one that has its "
+                "checkpoint"
+            )
+        if not has_start(spec.model.start, state_dir=settings.state_dir):
+            return (
+                f"the state that the run starts from is not in {settings.state_dir}, and nobody holds stage "
+                f"{self.stage} now: this peer waits for one that does"
+            )
+        return ""
 
     # what the run needs of this machine
 
