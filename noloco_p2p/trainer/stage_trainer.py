@@ -31,7 +31,7 @@ from noloco_p2p.telemetry.console import count, numbered_stages
 from noloco_p2p.trainer.base import TrainerBase
 from noloco_p2p.trainer.compute import Compute, choose_device
 from noloco_p2p.trainer.cut import cut_of
-from noloco_p2p.trainer.gauges import Gauges
+from noloco_p2p.trainer.gauges import Gauges, RecentSpeed
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.model import build_tokenizer, check_vocabulary
 from noloco_p2p.trainer.needs import Needs, estimate
@@ -103,7 +103,6 @@ class StageTrainer(TrainerBase):
         self.gauges = Gauges(built.model, self.device, sequence_length=length)
         self._microbatch_tokens = spec.pipeline.microbatch * length
         self._begun = peer.metrics.microbatches, peer.metrics.lost_microbatches, peer.metrics.late_microbatches
-        self._num_done = 0  # microbatches, when speed was measured last
         self._loss_before = 0.0, 0
         self._evaluates_until_s: float | None = None
         self._looked_s = 0.0
@@ -228,7 +227,7 @@ class StageTrainer(TrainerBase):
         self._begin()
         self._evaluate()
         self.work.stage.model.train()
-        self._timed_from_s, self._timed_steps = time.monotonic(), 0
+        self._forget_speed()
         while self._loop.turn() and not self._is_leaving and metrics.step != last_step:
             self._look()
             if peer.pause_requested.is_set():
@@ -308,6 +307,7 @@ class StageTrainer(TrainerBase):
             return
         self._looked_s = now_s
         self._count(self._flow.counts)
+        self._note_speed()
         if self._loop.microbatch_s:
             self.peer.metrics.capacity = self._microbatch_tokens / self._loop.microbatch_s
         if self.work.loss_tokens > self._loss_before[1]:
@@ -372,13 +372,12 @@ class StageTrainer(TrainerBase):
         self._count(self._flow.counts)
 
     def _note_speed(self, *, aside_s: float = 0.0) -> None:
-        metrics, num_done, elapsed_s = self.peer.metrics, self._flow.counts.done, time.monotonic() - self._timed_from_s
-        metrics.inner_steps_per_s = (self._loop.steps - self._timed_steps) / elapsed_s
-        metrics.tokens_per_s = (num_done - self._num_done) * self._microbatch_tokens / elapsed_s
+        """Also between rounds, which do not end while the pipeline stands still."""
+        steps, done = self._speed.at(time.monotonic(), self._loop.steps, self._flow.counts.done)
+        self.peer.metrics.inner_steps_per_s, self.peer.metrics.tokens_per_s = steps, done * self._microbatch_tokens
 
-    def _time_steps(self) -> None:
-        super()._time_steps()
-        self._timed_steps, self._num_done = self._loop.steps, self._flow.counts.done
+    def _forget_speed(self) -> None:
+        self._speed = RecentSpeed(time.monotonic(), self._loop.steps, self._flow.counts.done)
 
     # evaluation
 
@@ -414,6 +413,7 @@ class StageTrainer(TrainerBase):
     def _pause(self) -> None:
         self._settle()
         self._wait_while_paused()
+        self._forget_speed()
         self._flow.rejoin()
 
     def _settle(self) -> None:

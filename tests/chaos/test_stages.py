@@ -126,6 +126,7 @@ def test_an_empty_stage_holds_the_others_until_its_checkpoint_comes_back(swarm: 
     victim.send(signal.SIGKILL)
     victim.wait()
     until(lambda: status(swarm.heads[0])["waits_for_stages"] == [2], what="a head that waits")
+    until(lambda: status(swarm.heads[0])["tokens_per_s"] == 0, what="a head that shows that nothing moves")
     kept = Checkpoints(victim.folder / "runs" / SPEC.run_id / "stage-2").newest()
     assert kept
     newcomer = swarm.join(ticket, "newcomer", "--stage", "2")
@@ -136,6 +137,7 @@ def test_an_empty_stage_holds_the_others_until_its_checkpoint_comes_back(swarm: 
     swarm.last = [back, newcomer]
     newcomer.event("started")
     swarm.assert_all_go_on()
+    assert status(swarm.heads[0])["tokens_per_s"] > 0
     assert newcomer.event("round")["progress"] >= kept.meta["outer"]["progress"]
     back.send(signal.SIGTERM)
     assert back.wait() == 0
