@@ -34,9 +34,9 @@ def kept(model: nn.Module, state_dir: Path) -> tuple[str, Path]:
 def test_a_model_gets_the_state_that_was_kept_and_keeping_it_again_gives_the_same_name(tmp_path: Path) -> None:
     model, other = model_of(2, 3), model_of(2, 3)
     start, folder = kept(model, tmp_path)
-    nn.init.zeros_(other[0].weight)
+    nn.init.zeros_(other.get_parameter("0.weight"))
     load_start(other, start, state_dir=tmp_path)
-    assert torch.equal(other[0].weight, model[0].weight)
+    assert torch.equal(other.get_parameter("0.weight"), model.get_parameter("0.weight"))
     assert kept(model, tmp_path) == (start, folder)
     assert [path.name for path in (tmp_path / "starts").iterdir()] == [folder.name]
 
@@ -46,9 +46,9 @@ def test_a_part_of_a_model_needs_its_own_files_alone(tmp_path: Path) -> None:
     start, folder = kept(model, tmp_path)
     (folder / "00001.safetensors").unlink()
     part = model_of(2)
-    nn.init.zeros_(part[0].weight)
+    nn.init.zeros_(part.get_parameter("0.weight"))
     load_start(part, start, state_dir=tmp_path)
-    assert torch.equal(part[0].weight, model[0].weight)
+    assert torch.equal(part.get_parameter("0.weight"), model.get_parameter("0.weight"))
     with pytest.raises(ModelError, match=r"for 1\.weight of shape \[3, 3\], model\.start has no values: a fork cannot"):
         load_start(model_of(2, 3), start, state_dir=tmp_path)
 
@@ -80,7 +80,7 @@ def test_a_state_that_is_not_here_changes_nothing(tmp_path: Path) -> None:
     for start in ("", "blake3:" + "0" * 64):
         load_start(model, start, state_dir=tmp_path)
         assert has_start(start, state_dir=tmp_path) is (not start)
-    assert torch.equal(model[0].weight, before["0.weight"])
+    assert torch.equal(model.get_parameter("0.weight"), before["0.weight"])
 
 
 def test_what_fails_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -97,9 +97,9 @@ def test_a_vector_that_was_kept_as_one_file_is_still_read(tmp_path: Path) -> Non
     path.parent.mkdir()
     save_file({"slow_weights": vector}, path)
     other = model_of(2, 3)
-    nn.init.zeros_(other[1].weight)
+    nn.init.zeros_(other.get_parameter("1.weight"))
     load_start(other, start, state_dir=tmp_path)
-    assert torch.equal(other[1].weight, model[1].weight)
+    assert torch.equal(other.get_parameter("1.weight"), model.get_parameter("1.weight"))
     with pytest.raises(ModelError, match=r"has 13 numbers, the model of this spec 4: a fork cannot"):
         load_start(model_of(2), start, state_dir=tmp_path)
     save_file({"slow_weights": vector + 1}, path)
