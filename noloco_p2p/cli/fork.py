@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from noloco_p2p.cli.options import Changes, parse_changes, takes_settings
 from noloco_p2p.errors import CheckpointError, SettingsError
 from noloco_p2p.settings import PeerSettings
+
+if TYPE_CHECKING:
+    from noloco_p2p.spec import TrainerSpec
+    from noloco_p2p.ticket import Ticket
+    from noloco_p2p.trainer.start import NewStart
 
 
 @takes_settings("models", "state_dir")
@@ -26,6 +31,7 @@ def fork(
     """Start a new run from where another one stands, with changed settings.
 
     A spec file takes the newest checkpoint on this machine, a ticket the state of a live peer: the middle one of five.
+    Of a run with stages, a ticket takes one state for each stage.
     """
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket, is_ticket
@@ -37,37 +43,96 @@ def fork(
     for key in values:
         if key.startswith("model."):
             raise SettingsError(f"--set {key}: a fork keeps the model of the run, as it starts from its weights")
-    folder, folders = settings.state_dir, settings.models
     entry = Ticket.decode(source) if is_ticket(source) else TrainerSpec.load(source)
     if isinstance(entry, TrainerSpec):
-        entry.with_changes(values, origin="--set")  # a wrong value is told before seconds of imports
+        _changed(entry, values)  # a wrong value is told before seconds of imports
     import uvloop
 
-    from noloco_p2p.peer.run_folder import folder_of
     from noloco_p2p.presets import render
-    from noloco_p2p.telemetry.bars import drawing
-    from noloco_p2p.telemetry.progress import Progress
-    from noloco_p2p.trainer.merge import from_checkpoint, state_from_swarm
-    from noloco_p2p.trainer.start import save_start
+    from noloco_p2p.trainer.start import new_start
 
-    if checkpoint:
-        state = from_checkpoint(checkpoint, folders=folders)
-    elif isinstance(entry, Ticket):
-        state = uvloop.run(state_from_swarm(entry, progress=Progress(drawing(print)), folders=folders))
-    else:
-        run_folder = folder_of(folder, entry.run_id)
-        if not run_folder.is_dir():
+    with new_start(settings.state_dir) as start:
+        if isinstance(entry, Ticket) and not checkpoint:
+            old, spec = uvloop.run(_take_live(entry, start, values, settings.models))
+        else:
+            old, spec = _take_kept(entry, checkpoint, start, values, settings)
+    new.write_text(render(spec.with_changes({"model.start": start.digest})), encoding="utf-8")
+    join = f"noloco join {new}"
+    if settings.origins()["state_dir"] == "flag":
+        join += f" --state-dir {settings.state_dir}"
+    if spec.pipeline.stages > 1:
+        join += " --stage 0"
+    print(f"wrote {new}: run {spec.name}, from the state of {old.name}; start it with: {join}")
+    if spec.pipeline.stages > 1:
+        print(
+            f"the first peer of each stage needs a copy of {start.folder} in the folder starts of its own --state-dir; "
+            "others fetch the state of their stage"
+        )
+
+
+def _take_kept(
+    entry: TrainerSpec | Ticket,
+    checkpoint: Path | None,
+    start: NewStart,
+    values: dict[str, Any],
+    settings: PeerSettings,
+) -> tuple[TrainerSpec, TrainerSpec]:
+    """Of a checkpoint on this machine. Gives the specs of the old run and of the new one."""
+    from noloco_p2p.peer.run_folder import folder_of
+    from noloco_p2p.spec import TrainerSpec
+    from noloco_p2p.trainer.merge import from_checkpoint
+
+    if checkpoint is None:
+        assert isinstance(entry, TrainerSpec), "a ticket takes the state of live peers"
+        checkpoint = folder_of(settings.state_dir, entry.run_id)
+        if not checkpoint.is_dir():
             raise CheckpointError(
-                f"this machine has no checkpoint of the run {entry.name} in {run_folder}; "
+                f"this machine has no checkpoint of the run {entry.name} in {checkpoint}; "
                 "fork with a ticket of a live peer, or name another --state-dir or --checkpoint"
             )
-        state = from_checkpoint(run_folder, folders=folders)
+    state = from_checkpoint(checkpoint, folders=settings.models)
     old = entry if isinstance(entry, TrainerSpec) else state.spec
-    values = {"name": f"{old.name}-fork", **values}
-    old.with_changes(values, origin="--set")  # a wrong value is told before the state is written
-    spec = old.with_changes({**values, "model.start": save_start(state.slow_weights, state_dir=folder)})
-    new.write_text(render(spec), encoding="utf-8")
-    for notice in state.notices():
-        print(notice)
-    join = f"noloco join {new}" + (f" --state-dir {folder}" if settings.origins()["state_dir"] == "flag" else "")
-    print(f"wrote {new}: run {spec.name}, from the state of {old.name}; start it with: {join}")
+    spec = _forked(old, values, settings.models)
+    start.add(state.by_name())
+    return old, spec
+
+
+async def _take_live(
+    ticket: Ticket, start: NewStart, values: dict[str, Any], folders: dict[str, str]
+) -> tuple[TrainerSpec, TrainerSpec]:
+    """One stage is in memory at a time. Gives the specs of the old run and of the new one."""
+    import asyncio
+
+    from noloco_p2p.telemetry.bars import drawing
+    from noloco_p2p.telemetry.progress import Progress
+    from noloco_p2p.trainer.merge import live_run
+
+    async with live_run(ticket, progress=Progress(drawing(print)), folders=folders) as live:
+        old, spec = live.spec, _forked(live.spec, values, folders)  # a wrong value is told before anything is fetched
+        live.check_stages()
+        for stage in live.stages():
+            state = await live.state_in_the_middle(stage)
+            await asyncio.to_thread(start.add, state.by_name())
+            for notice in state.notices():
+                print(notice)
+            del state
+        return old, spec
+
+
+def _changed(old: TrainerSpec, values: dict[str, Any]) -> TrainerSpec:
+    """The spec of the fork, still without its cut where the number of stages changes. Raises SpecError."""
+    automatic: dict[str, Any] = {"name": f"{old.name}-fork"}
+    if "pipeline.stages" in values:
+        automatic["pipeline.cut"] = "auto"
+        automatic["model.parameter_seeds"] = old.model.parameter_seeds or values["pipeline.stages"] != 1
+    return old.with_changes(automatic | values, origin="--set")
+
+
+def _forked(old: TrainerSpec, values: dict[str, Any], folders: dict[str, str]) -> TrainerSpec:
+    """The spec of the fork, to which its start state is to be added. Raises SpecError and ModelError."""
+    from noloco_p2p.trainer.stage_needs import StageNeeds
+
+    spec = _changed(old, values)
+    if spec.pipeline.stages > 1 and spec.pipeline.cut == "auto":
+        return StageNeeds.of(spec, spec.pipeline.stages, folders=folders).spec
+    return spec

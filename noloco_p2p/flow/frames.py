@@ -8,7 +8,7 @@ upstream, stage s                downstream, stage s + 1
                           <-     Answer(id, is_taken)       TAKEN: it is yours no longer; DROP: try somebody else
                           <-     Backward(id, payload)      no answer: nothing would depend on it
                           <-     Lost(id)                   the Backward will not come
-  Mark(ticket)           <-->    Mark(ticket)               a head has finished; passed on to everybody, once
+  Mark(ticket)           <-->    Mark(ticket)               a head launches no more; passed on to everybody, once
 
 The last stage returns its Forward to the head without a Want: the head reserved room for it at launch. The answer to a
 Want is a Credit, or DROP.
@@ -95,7 +95,8 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The head of this ticket has trained to its mark, 1, and launches nothing any more."""
+    """The head of this ticket launches nothing any more: at the mark 1 it has finished, and below 1, with 0 tokens, it
+    pauses or leaves, and has no vote until it launches again."""
 
     ticket: Ticket
 

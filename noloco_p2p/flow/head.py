@@ -254,11 +254,11 @@ class Head:
         self.tasks.end()
         self._num_steps += 1
         self.progress = progress
-        return self._settle([Broadcast(self._final_mark())] if progress >= FINAL_MARK else [], now_s)
+        return self._settle([Broadcast(self._last_mark())] if progress >= FINAL_MARK else [], now_s)
 
     def stream_opened(self, peer: str, now_s: float) -> list[Action]:
         """A neighbour that was not here when this head finished hears of it now, and passes it on."""
-        return self._settle([Send(peer, self._final_mark())] if self.progress >= FINAL_MARK else [], now_s)
+        return self._settle([Send(peer, self._last_mark())] if self.progress >= FINAL_MARK else [], now_s)
 
     def hold_steps(self) -> None:
         """No step closes until `release_steps`. Tasks go on, and their gradients count toward the next step."""
@@ -283,9 +283,11 @@ class Head:
         return self._settle(actions + self.departures.look_again(now_s), now_s)
 
     def leave(self, now_s: float) -> list[Action]:
-        """Nothing is launched from now on; what is in flight is finished, and what has not left is given up."""
+        """Nothing is launched from now on; what is in flight is finished, and what has not left is given up.
+
+        All replicas hear of it: the mark of this head must not hold up the median."""
         self._is_leaving = True
-        actions: list[Action] = []
+        actions: list[Action] = [] if self.progress >= FINAL_MARK else [Broadcast(self._last_mark())]
         for id in list(self.in_flight):
             if self._is_unsent(id):
                 actions += self._lose(id, now_s)
@@ -296,8 +298,8 @@ class Head:
         self._is_leaving = False
         return self._settle([], now_s)
 
-    def _final_mark(self) -> Mark:
-        return Mark(Ticket(self._new_id(), FINAL_MARK, num_tokens=0))
+    def _last_mark(self) -> Mark:
+        return Mark(Ticket(self._new_id(), min(self.progress, FINAL_MARK), num_tokens=0))
 
     def _new_id(self) -> MicrobatchId:
         self._next_number += 1

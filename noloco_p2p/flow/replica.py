@@ -280,7 +280,9 @@ class Replica:
         return self.departures.lost_there(peer, id, now_s)
 
     def _mark(self, peer: str, mark: Mark, now_s: float) -> list[Action]:
-        is_news = mark.ticket.mark >= FINAL_MARK and self.steps.vote(mark.ticket, now_s)
+        ticket, has_finished = mark.ticket, mark.ticket.mark >= FINAL_MARK
+        # Below 1, a Mark with tokens is the ticket of a microbatch, which its head sent as a Want alone.
+        is_news = (has_finished or ticket.num_tokens == 0) and self.steps.vote(ticket, now_s, is_away=not has_finished)
         return [Broadcast(mark, but=peer)] if is_news else []
 
     # the end of a microbatch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from noloco_p2p.flow.frames import Ticket
 from noloco_p2p.flow.limits import (
@@ -25,14 +25,18 @@ class _Vote:
     mark: float
     heard_s: float
     usual_s: float | None = None  # between two of its microbatches here, smoothed
+    is_away: bool = False  # it said so, with this number
 
     def after(self, number: int, mark: float, now_s: float) -> _Vote:
         """The next one of the same head."""
-        passed_s = now_s - self.heard_s
-        usual_s = passed_s if self.usual_s is None else self.usual_s + SMOOTHING * (passed_s - self.usual_s)
+        passed_s, usual_s = now_s - self.heard_s, self.usual_s
+        if not self.is_away:
+            usual_s = passed_s if usual_s is None else usual_s + SMOOTHING * (passed_s - usual_s)
         return _Vote(number, mark, now_s, usual_s)
 
     def counts(self, now_s: float) -> bool:
+        if self.is_away:
+            return False
         lasts_s = VOTE_S
         if self.usual_s is not None:
             lasts_s = min(max(VOTE_INTERVALS * self.usual_s, SHORTEST_VOTE_S), VOTE_S)
@@ -53,13 +57,15 @@ class MedianSteps:
         self._last_median = progress
         self._votes: OrderedDict[str, _Vote] = OrderedDict()  # the last heard at the end
 
-    def vote(self, ticket: Ticket, now_s: float) -> bool:
-        """True = the ticket is newer than what was known of its head."""
+    def vote(self, ticket: Ticket, now_s: float, *, is_away: bool = False) -> bool:
+        """True = the ticket is newer than what was known of its head. is_away: the head has no vote until a newer one
+        comes."""
         before = self._votes.get(ticket.id.head)
         if before is not None and ticket.id.number <= before.number:
             return False  # overtaken, or repeated by somebody who wants a dead head to have a vote
         make = before.after if before else _Vote
-        self._votes[ticket.id.head] = make(ticket.id.number, ticket.mark, now_s)
+        vote = make(ticket.id.number, ticket.mark, now_s)
+        self._votes[ticket.id.head] = replace(vote, is_away=is_away)
         self._votes.move_to_end(ticket.id.head)
         if len(self._votes) > MAX_HEADS:
             self._votes.popitem(last=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 from noloco_p2p.data.faults import Fault, Faults
 from noloco_p2p.data.prefetch import Prefetcher
 from noloco_p2p.data.stream import TokenStream, validation_batches
-from noloco_p2p.errors import CheckpointError
+from noloco_p2p.errors import CheckpointError, ModelError
 from noloco_p2p.gossip.outcome import Alone, LonelyCause
 from noloco_p2p.optim.mixing import closing_rounds, closing_wait_s
 from noloco_p2p.outer.checkpoint import Checkpoint
@@ -26,6 +26,7 @@ from noloco_p2p.telemetry.console import loss as show_loss
 from noloco_p2p.telemetry.events import EventLog
 from noloco_p2p.trainer.cut import check_stages
 from noloco_p2p.trainer.evaluate import perplexity
+from noloco_p2p.trainer.start import has_start
 from noloco_p2p.trainer.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -198,6 +199,20 @@ class TrainerBase:
         return folder
 
     # checkpoints
+
+    def _begin_fork(self, *, is_revived: bool = False) -> None:
+        """Of a run that starts from the state of another one: newcomers may have no weights but those of this peer.
+
+        is_revived: its weights are neither those nor drawn. Raises ModelError when it has none either.
+        """
+        start, state_dir = self.spec.model.start, self.peer.settings.state_dir
+        if not (is_revived or has_start(start, state_dir=state_dir)):
+            raise ModelError(
+                f"the run {self.spec.name} starts from the state {start}, which is not on this machine, and no "
+                "live peer gave its state; join with a ticket of a live peer, or make it again with `noloco fork`"
+            )
+        if start:
+            self._save()
 
     def _save(self) -> Path | None:
         """Write the last checkpoint. Logs an error and returns None if that fails, for example on a full disk."""

@@ -121,8 +121,6 @@ def check_stages(spec: TrainerSpec, settings: PeerSettings) -> None:
     if settings.revive_from and settings.stage is None:
         raise SettingsError("--revive-from goes with --stage: name the stage that it holds")
     cut_of(spec)
-    if spec.model.start:
-        raise SpecError("model.start must be empty in a run with stages: a fork cannot be cut yet")
     if settings.gpus > 1:
         raise SettingsError("--gpus cannot be used in a run with stages yet")
     if settings.max_loss_rise is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import psutil
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,9 @@ PEAKS = {
     "MI210": 181e12,
 }
 
+RECENT_S = 30.0
+SHORTEST_S = 1.0  # that a speed is taken over
+
 
 class Gauges:
     """Of one model on one device, or split over several of its kind. `take` reads them into metrics, once a round."""
@@ -44,7 +49,7 @@ class Gauges:
         self._waited_s = 0.0
 
     def take(self, metrics: Metrics, *, gradient_norm: Tensor | None, waited_s: float) -> None:
-        """`metrics.tokens_per_s` is that of the round; `waited_s`: for data, in all. Waits for the accelerator."""
+        """`metrics.tokens_per_s` is up to date; `waited_s`: for data, in all. Waits for the accelerator."""
         metrics.data_wait_s, self._waited_s = waited_s - self._waited_s, waited_s
         metrics.gradient_norm = None if gradient_norm is None else float(gradient_norm)
         if self._peak:
@@ -53,6 +58,23 @@ class Gauges:
             metrics.memory_bytes = psutil.Process().memory_info().rss
         else:
             metrics.memory_bytes = peak_bytes(self._device)
+
+
+class RecentSpeed:
+    """How fast numbers grow, over the last RECENT_S: 0 where none does. Times are in seconds, of any one clock."""
+
+    def __init__(self, now_s: float, *counts: int) -> None:
+        self._samples: deque[tuple[float, tuple[int, ...]]] = deque([(now_s, counts)])
+
+    def at(self, now_s: float, *counts: int) -> tuple[float, ...]:
+        """Of each count, by how much it has grown in a second."""
+        samples = self._samples
+        samples.append((now_s, counts))
+        while samples[1][0] <= now_s - RECENT_S and len(samples) > 2:
+            samples.popleft()
+        began_s, before = samples[0]
+        elapsed_s = max(now_s - began_s, SHORTEST_S)
+        return tuple((now - then) / elapsed_s for now, then in zip(counts, before, strict=True))
 
 
 def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:

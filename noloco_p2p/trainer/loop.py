@@ -13,7 +13,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from noloco_p2p.data.prefetch import Prefetcher
-from noloco_p2p.errors import DataError, ModelError
+from noloco_p2p.errors import DataError
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.noloco import NoLoCo
@@ -69,7 +69,7 @@ class Trainer(TrainerBase):
             self.model = build_model(spec.model, **size)
         check_vocabulary(self.model, tokenizer)
         self._losses: list[Tensor] = []
-        has_start = load_start(self.model, spec.model.start, state_dir=settings.state_dir)
+        load_start(self.model, spec.model.start, state_dir=settings.state_dir)
         self.inner_step, parameters = self._place_model(ranks, compute)
         rise = settings.max_loss_rise
         check = LossCheck(self._private_loss, rise) if rise is not None else None
@@ -85,11 +85,8 @@ class Trainer(TrainerBase):
         )
         if self.outer.resumed:
             self._resume(self.outer.resumed)
-        elif not (has_start or self.outer.entered):
-            raise ModelError(
-                f"the run {spec.name} starts from the state {spec.model.start}, which is not on this machine, and no "
-                "live peer gave its state; join with a ticket of a live peer, or make it again with `noloco fork`"
-            )
+        elif not self.outer.entered:
+            self._begin_fork()
         self._batch = self.validation[0]  # the one of now; its own order of the data is what no partner knows
         self.gauges = Gauges(
             self.model,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from noloco_p2p.errors import CheckpointError, SpecError, Unreachable
+from noloco_p2p.errors import CheckpointError, Unreachable
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate, Transport
 from noloco_p2p.net.client import GrpcTransport
@@ -100,7 +100,8 @@ def from_checkpoint(folder: Path, *, stage: int | None = None, folders: Mapping[
     if stage is None and spec.pipeline.stages > 1:
         raise CheckpointError(
             f"{checkpoint.path}: holds one of the {spec.pipeline.stages} stages of the run {spec.name}, which alone is "
-            "no model; `noloco export TICKET DIR --merge` writes the whole model while peers of every stage are live"
+            "no model; while peers of every stage are live, `noloco export TICKET DIR --merge` writes the whole model, "
+            "and `noloco fork TICKET NEW.toml` forks the run"
         )
     model = _build(spec, stage, folders)
     check_layout(checkpoint.meta["outer"], FlatParameters(model).model_layout, origin=str(checkpoint.path))
@@ -148,6 +149,11 @@ class LiveRun:
         self._transport = transport
         self._live = live
 
+    def stages(self) -> Sequence[int | None]:
+        """Those whose states are a whole model together; None = a peer holds all of it."""
+        num_stages = self.spec.pipeline.stages
+        return range(num_stages) if num_stages > 1 else [None]
+
     def check_stages(self) -> None:
         """Before any is fetched. Raises Unreachable for a stage that nobody holds."""
         held = {peer.stage for peer in self._live() if peer.can_be_called}
@@ -165,12 +171,9 @@ class LiveRun:
             mean = await asyncio.to_thread(robust_mean, fetched.states)
             return fetched.take(mean.weights, len(mean.admitted), far=mean.left_out, shortened=mean.shortened)
 
-    async def state_in_the_middle(self) -> TakenState:
-        """The state of one live peer: of COMPARED, the one nearest to their coordinate-wise median. Raises as above,
-        and SpecError for a run with stages."""
-        if self.spec.pipeline.stages > 1:
-            raise SpecError(f"the run {self.spec.name} has stages, and cannot be forked yet")
-        async with self._fetched(None, sample=COMPARED) as fetched:
+    async def state_in_the_middle(self, stage: int | None) -> TakenState:
+        """The state of one live peer: of COMPARED, the one nearest to their coordinate-wise median. Raises as above."""
+        async with self._fetched(stage, sample=COMPARED) as fetched:
             distances, far = await asyncio.to_thread(leave_out_far, fetched.states)
             nearest = min(distances.of_each, key=distances.of_each.__getitem__)
             return fetched.take(fetched.states[nearest].clone(), 1, far=far)
@@ -213,14 +216,6 @@ async def live_run(
         peers = [peer for peer in directory.live() if peer.can_be_called]
         spec = TrainerSpec.of(await fetch_spec(transport, peers, expected_digest=ticket.spec_digest))
         yield LiveRun(spec, transport, live=directory.live, progress=progress, folders=folders)
-
-
-async def state_from_swarm(
-    ticket: Ticket, *, progress: Progress | None = None, folders: Mapping[str, str] | None = None
-) -> TakenState:
-    """The state of one live peer. Raises what `live_run` and `LiveRun.state_in_the_middle` raise."""
-    async with live_run(ticket, progress=progress, folders=folders) as live:
-        return await live.state_in_the_middle()
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ from noloco_p2p.telemetry.console import count, numbered_stages
 from noloco_p2p.trainer.base import TrainerBase
 from noloco_p2p.trainer.compute import Compute, choose_device
 from noloco_p2p.trainer.cut import cut_of
-from noloco_p2p.trainer.gauges import Gauges
+from noloco_p2p.trainer.gauges import Gauges, RecentSpeed
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.model import build_tokenizer, check_vocabulary
 from noloco_p2p.trainer.needs import Needs, estimate
@@ -42,6 +42,7 @@ from noloco_p2p.trainer.stage_choice import draw_stage, missing_stages, needier_
 from noloco_p2p.trainer.stage_fitting import Fitting
 from noloco_p2p.trainer.stage_needs import StageNeeds
 from noloco_p2p.trainer.stage_work import StageWork
+from noloco_p2p.trainer.start import has_start, load_start
 
 log = logging.getLogger(__name__)
 
@@ -94,13 +95,14 @@ class StageTrainer(TrainerBase):
         )
         if self.outer.resumed:
             self._resume(self.outer.resumed)
-        elif revives:
-            self.outer.progress = median(other.progress for other in peer.stages.members())
+        elif not self.outer.entered:
+            if revives:
+                self.outer.progress = median([other.progress for other in peer.stages.members()] or [0.0])
+            self._begin_fork(is_revived=revives)
         length = spec.data.sequence_length
         self.gauges = Gauges(built.model, self.device, sequence_length=length)
         self._microbatch_tokens = spec.pipeline.microbatch * length
         self._begun = peer.metrics.microbatches, peer.metrics.lost_microbatches, peer.metrics.late_microbatches
-        self._num_done = 0  # microbatches, when speed was measured last
         self._loss_before = 0.0, 0
         self._evaluates_until_s: float | None = None
         self._looked_s = 0.0
@@ -139,6 +141,8 @@ class StageTrainer(TrainerBase):
         if revives and settings.revive_from:
             revive(stage.model, settings.revive_from)
             self.say(f"stage {self.stage} goes on from {settings.revive_from}")
+        else:
+            load_start(stage.model, spec.model.start, state_dir=settings.state_dir)
         torch.nn.Module.to(stage.model, self.device)  # the type of transformers' own `to` is of no use
         return stage
 
@@ -152,23 +156,36 @@ class StageTrainer(TrainerBase):
         self.validation = [batch for batch in validation if len(batch) == microbatch]
 
     def _wait_for_state(self) -> bool:
-        """Until a peer of this stage is there, when the run has begun: only its peers know what the stage has learned.
+        """Until a peer of this stage is there, when the run has begun, as only its peers know what the stage has
+        learned, or when the state that the run starts from is not on this machine.
 
         True = nobody is there, and the weights are in `settings.revive_from`. Raises Left.
         """
         peer, told = self.peer, False
-        while any(other.progress > 0 for other in peer.stages.members()) and not peer.stages.answering():
+        while (why := self._lacks_state()) and not peer.stages.answering():
             if peer.settings.revive_from:
                 return True
             if not told:
                 told = True
-                self.say(
-                    f"stage {self.stage} has trained before, and nobody holds it now: this peer waits for one that has "
-                    "its checkpoint (the operator of the run can give one with --revive-from)"
-                )
+                self.say(f"{why} (the operator of the run can give one with --revive-from)")
             if peer.leave_requested.wait(LOOK_S):
                 raise Left("asked to leave before it began to train")
         return False
+
+    def _lacks_state(self) -> str:
+        """Why this peer cannot begin its stage without another peer of it; "" = it can."""
+        spec, settings = self.spec, self.peer.settings
+        if any(other.progress > 0 for other in self.peer.stages.members()):
+            return (
+                f"stage {self.stage} has trained before, and nobody holds it now: this peer waits for one that has its "
+                "checkpoint"
+            )
+        if not has_start(spec.model.start, state_dir=settings.state_dir):
+            return (
+                f"the state that the run starts from is not in {settings.state_dir}, and nobody holds stage "
+                f"{self.stage} now: this peer waits for one that does"
+            )
+        return ""
 
     # what the run needs of this machine
 
@@ -210,7 +227,7 @@ class StageTrainer(TrainerBase):
         self._begin()
         self._evaluate()
         self.work.stage.model.train()
-        self._timed_from_s, self._timed_steps = time.monotonic(), 0
+        self._forget_speed()
         while self._loop.turn() and not self._is_leaving and metrics.step != last_step:
             self._look()
             if peer.pause_requested.is_set():
@@ -290,6 +307,7 @@ class StageTrainer(TrainerBase):
             return
         self._looked_s = now_s
         self._count(self._flow.counts)
+        self._note_speed()
         if self._loop.microbatch_s:
             self.peer.metrics.capacity = self._microbatch_tokens / self._loop.microbatch_s
         if self.work.loss_tokens > self._loss_before[1]:
@@ -354,13 +372,12 @@ class StageTrainer(TrainerBase):
         self._count(self._flow.counts)
 
     def _note_speed(self, *, aside_s: float = 0.0) -> None:
-        metrics, num_done, elapsed_s = self.peer.metrics, self._flow.counts.done, time.monotonic() - self._timed_from_s
-        metrics.inner_steps_per_s = (self._loop.steps - self._timed_steps) / elapsed_s
-        metrics.tokens_per_s = (num_done - self._num_done) * self._microbatch_tokens / elapsed_s
+        """Also between rounds, which do not end while the pipeline stands still."""
+        steps, done = self._speed.at(time.monotonic(), self._loop.steps, self._flow.counts.done)
+        self.peer.metrics.inner_steps_per_s, self.peer.metrics.tokens_per_s = steps, done * self._microbatch_tokens
 
-    def _time_steps(self) -> None:
-        super()._time_steps()
-        self._timed_steps, self._num_done = self._loop.steps, self._flow.counts.done
+    def _forget_speed(self) -> None:
+        self._speed = RecentSpeed(time.monotonic(), self._loop.steps, self._flow.counts.done)
 
     # evaluation
 
@@ -396,6 +413,7 @@ class StageTrainer(TrainerBase):
     def _pause(self) -> None:
         self._settle()
         self._wait_while_paused()
+        self._forget_speed()
         self._flow.rejoin()
 
     def _settle(self) -> None:

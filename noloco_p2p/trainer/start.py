@@ -1,69 +1,139 @@
-"""Start states: the weights that a forked run begins with, kept under the digest that its spec names."""
+"""Start states: the weights that a forked run begins with, kept under the digest that its spec names.
+
+A start state is a folder: the parameters by name, and the digest of each in DIGESTS, whose own digest is that of the
+state. So a peer of a stage reads and checks its own part alone, however the run that was forked is cut. Older ones are
+one file with the flat vector of a whole model.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from blake3 import blake3
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from noloco_p2p.errors import CheckpointError, ModelError
-from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.outer.flat import FlatParameters, content_digest
 
-HASHED_AT_ONCE = 1 << 20  # numbers; what is copied for the digest
+DIGESTS = "digests.json"
 
 
-def save_start(slow_weights: Tensor, *, state_dir: Path) -> str:
-    """Keep a flat fp32 vector as a start state; gives the "blake3:<hex>" for `model.start`. Raises CheckpointError."""
-    digest = _digest(slow_weights)
-    path = _path(digest, state_dir)
-    temporary = path.with_suffix(".tmp")
+class NewStart:
+    """A start state that is written part by part. digest: the "blake3:<hex>" for `model.start`, once it is kept in
+    `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.digest = ""
+        self.folder = folder
+        self._digests: dict[str, str] = {}
+        self._num_files = 0
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """tensors: fp32, by the names of parameters."""
+        save_file(dict(tensors), self.folder / f"{self._num_files:05d}.safetensors")
+        self._num_files += 1
+        self._digests |= {name: content_digest(values) for name, values in tensors.items()}
+
+    def finish(self) -> None:
+        listed = json.dumps(self._digests, sort_keys=True).encode()
+        (self.folder / DIGESTS).write_bytes(listed)
+        self.digest = _digest(listed)
+
+
+@contextmanager
+def new_start(state_dir: Path) -> Iterator[NewStart]:
+    """A start state that is kept at the end, and not when something fails. Raises CheckpointError."""
+    starts = state_dir / "starts"
+    partial: Path | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"slow_weights": slow_weights}, temporary)
-        temporary.rename(path)
+        starts.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=starts))
+        start = NewStart(partial)
+        yield start
+        start.finish()
+        start.folder = _folder(start.digest, state_dir)
+        if not start.folder.exists():  # else the same state was forked before
+            partial.rename(start.folder)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"the start state cannot be written to {path}: {error}") from None
-    return digest
+        raise CheckpointError(f"the start state cannot be written to {starts}: {error}") from None
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
-def load_start(model: nn.Module, start: str, *, state_dir: Path) -> bool:
-    """Give the model the start state that its spec names; True when there is none to be had or it is done.
+def has_start(start: str, *, state_dir: Path) -> bool:
+    """Whether the state that a spec names is on this machine, or the spec names none."""
+    return not start or _folder(start, state_dir).exists() or _file(start, state_dir).exists()
 
-    False when the state is not on this machine. Raises ModelError when it is damaged or of another model.
-    """
+
+def load_start(model: nn.Module, start: str, *, state_dir: Path) -> None:
+    """Give a model, or a stage of one, the start state that its spec names, where there is one and it is on this
+    machine. Raises ModelError when it is damaged or of another model."""
     if not start:
-        return True
-    path = _path(start, state_dir)
-    if not path.exists():
-        return False
+        return
     parameters = FlatParameters(model)
+    if (folder := _folder(start, state_dir)).exists():
+        parameters.take(_named(parameters, start, folder))
+    elif (path := _file(start, state_dir)).exists():
+        parameters.write(0, _flat(parameters, start, path))
+
+
+def _named(parameters: FlatParameters, start: str, folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    try:
+        listed = (folder / DIGESTS).read_bytes()
+        for path in folder.glob("*.safetensors"):
+            with safe_open(path, framework="pt") as file:
+                held = set(file.keys())
+                found |= {name: file.get_tensor(name) for name, _ in parameters.named if name in held}
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{folder}: cannot be read: {error}") from None
+    digests = json.loads(listed) if _digest(listed) == start else {}
+    if not digests or any(content_digest(values) != digests.get(name) for name, values in found.items()):
+        raise _damaged(folder)
+    for name, param in parameters.named:
+        if name not in found or found[name].shape != param.shape:
+            has = f"the shape {list(found[name].shape)}" if name in found else "no values"
+            raise _other_sizes(f"for {name} of shape {list(param.shape)}, model.start has {has}")
+    return found
+
+
+def _flat(parameters: FlatParameters, start: str, path: Path) -> Tensor:
     try:
         slow_weights = load_file(path)["slow_weights"]
     except (SafetensorError, KeyError, OSError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None
-    if _digest(slow_weights) != start:
-        raise ModelError(f"{path}: is damaged, its digest is not what model.start says; remove it and fork again")
+    if slow_weights.dtype is not torch.float32 or "blake3:" + content_digest(slow_weights) != start:
+        raise _damaged(path)
     if slow_weights.numel() != parameters.num_elements:
-        raise ModelError(
-            f"model.start has {slow_weights.numel()} numbers, the model of this spec {parameters.num_elements}: "
-            "a fork cannot change the sizes of the model"
-        )
-    parameters.write(0, slow_weights)
-    return True
+        numbers = f"model.start has {slow_weights.numel()} numbers, the model of this spec {parameters.num_elements}"
+        raise _other_sizes(numbers)
+    return slow_weights
 
 
-def _digest(slow_weights: Tensor) -> str:
-    assert slow_weights.dtype is torch.float32
-    hasher = blake3()
-    for chunk in slow_weights.split(HASHED_AT_ONCE):
-        hasher.update(chunk.numpy().tobytes())
-    return "blake3:" + hasher.hexdigest()
+def _damaged(path: Path) -> ModelError:
+    return ModelError(f"{path}: is damaged, its digest is not what model.start says; remove it and fork again")
 
 
-def _path(start: str, state_dir: Path) -> Path:
-    return state_dir / "starts" / f"{start.removeprefix('blake3:')[:64]}.safetensors"
+def _other_sizes(what: str) -> ModelError:
+    return ModelError(f"{what}: a fork cannot change the sizes of the model")
+
+
+def _digest(listed: bytes) -> str:
+    return f"blake3:{blake3(listed).hexdigest()}"
+
+
+def _folder(start: str, state_dir: Path) -> Path:
+    return state_dir / "starts" / start.removeprefix("blake3:")[:64]
+
+
+def _file(start: str, state_dir: Path) -> Path:
+    return _folder(start, state_dir).with_suffix(".safetensors")

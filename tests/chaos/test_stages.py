@@ -5,6 +5,7 @@ One swarm for all tests of this file, in the order of the story: two heads, two 
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.processes import PeerProcess, small_spec, until, write_spec
+from harness.processes import PeerProcess, noloco, small_spec, until, write_spec
 
 from noloco_p2p.control import ask
 from noloco_p2p.outer.checkpoint import Checkpoints
@@ -125,6 +126,7 @@ def test_an_empty_stage_holds_the_others_until_its_checkpoint_comes_back(swarm: 
     victim.send(signal.SIGKILL)
     victim.wait()
     until(lambda: status(swarm.heads[0])["waits_for_stages"] == [2], what="a head that waits")
+    until(lambda: status(swarm.heads[0])["tokens_per_s"] == 0, what="a head that shows that nothing moves")
     kept = Checkpoints(victim.folder / "runs" / SPEC.run_id / "stage-2").newest()
     assert kept
     newcomer = swarm.join(ticket, "newcomer", "--stage", "2")
@@ -135,6 +137,7 @@ def test_an_empty_stage_holds_the_others_until_its_checkpoint_comes_back(swarm: 
     swarm.last = [back, newcomer]
     newcomer.event("started")
     swarm.assert_all_go_on()
+    assert status(swarm.heads[0])["tokens_per_s"] > 0
     assert newcomer.event("round")["progress"] >= kept.meta["outer"]["progress"]
     back.send(signal.SIGTERM)
     assert back.wait() == 0
@@ -169,3 +172,22 @@ def test_a_pause_holds_a_stage_and_a_stage_that_does_not_exist_is_refused(swarm:
     with PeerProcess(swarm.heads[0].ticket, swarm.folder / "small", "--max-memory", "0.1MB") as small:
         assert small.wait() == 3
         assert "no stage fits here: stage 0 takes at least" in small.text
+
+
+def test_a_fork_with_fewer_stages_goes_on_from_the_weights_of_all(swarm: Swarm, tmp_path: Path) -> None:
+    """The machine of the fork holds one stage; the other stage begins with a copy, and a newcomer fetches its state."""
+    new, head_folder, inner_folder = tmp_path / "new.toml", tmp_path / "head", tmp_path / "inner"
+    before = swarm.heads[0].events("evaluated")[0]["validation_loss"]
+    sets = ("--set", "pipeline.stages=2", "--set", "outer.inner_steps=5")
+    done = noloco("fork", swarm.heads[0].ticket, new, "--state-dir", head_folder, *sets)
+    assert done.returncode == 0, done.stderr
+    assert f"noloco join {new} --state-dir {head_folder} --stage 0" in done.stdout
+    with ExitStack() as stack:
+        head = stack.enter_context(PeerProcess(new, head_folder, "--stage", "0"))
+        inner = stack.enter_context(PeerProcess(head.ticket, inner_folder, "--stage", "1"))
+        inner.wait_for("nobody holds stage 1 now: this peer waits for one that does")
+        shutil.copytree(head_folder / "starts", inner_folder / "starts")
+        mate = stack.enter_context(PeerProcess(head.ticket, tmp_path / "mate", "--stage", "1"))
+        assert head.event("evaluated")["validation_loss"] < before - 0.5, "the weights are those of the old run"
+        mate.swap_with(inner)
+        assert not [peer.text for peer in (head, inner, mate) if "Traceback" in peer.text]

@@ -111,6 +111,9 @@ class Bench:
     def mark(self, peer: str, id: str, mark: str = "1") -> str:
         return self._frame(peer, Mark(ticket(id, float(mark))))
 
+    def away(self, peer: str, id: str, mark: str) -> str:
+        return self._frame(peer, Mark(Ticket(microbatch(id), float(mark), 0)))
+
     def closed(self, peer: str) -> str:
         return self.words(self.machine.stream_closed(peer, self.now_s))
 

@@ -219,12 +219,15 @@ an evaluation ends with its loss
 # leaving
 
 a head that leaves finishes what is on its way
-    window 3; TAKEN; launch; leave -> give up h.2; computed -> nothing; can_launch -> no; is_idle -> no;
+    window 3; TAKEN; launch; leave -> tell all 0, give up h.2; computed -> nothing; can_launch -> no; is_idle -> no;
     forward v h.1 -> taken v h.1, compute loss h.1; computed; backward x h.1; computed; is_idle -> yes
 a head that leaves gives up what has no room
-    ASKING; leave -> lost x h.1, give up h.1; is_idle -> yes
+    ASKING; leave -> tell all 0, lost x h.1, give up h.1; is_idle -> yes
 a head that comes back launches again
-    ASKING; leave -> lost x h.1, give up h.1; can_launch -> no; at 2; rejoin -> nothing; can_launch -> yes
+    ASKING; leave -> tell all 0, lost x h.1, give up h.1; can_launch -> no; at 2; rejoin -> nothing; can_launch -> yes;
+    launch -> compute forward h.3
+a head that has finished does not take its mark back
+    head 4 1; leave -> nothing
 """,
     BEGINNINGS,
 )
@@ -277,6 +280,13 @@ def test_the_final_mark_has_a_number_of_its_own() -> None:
     bench = steps(f"trained; {BACKWARD}; computed -> close 40")
     (told,) = bench.machine.step_closed(1.0, 0.0)
     assert told == Broadcast(Mark(Ticket(MicrobatchId("h", 2), 1.0, 0)))
+
+
+def test_a_head_that_leaves_says_so_without_the_tokens_of_a_microbatch() -> None:
+    """Of a ticket with tokens, a peer on the path could make the same frame."""
+    bench = steps(ASKING)
+    bench.machine.progress = 0.25
+    assert bench.machine.leave(0.0)[0] == Broadcast(Mark(Ticket(MicrobatchId("h", 2), 0.25, 0)))
 
 
 def test_an_evaluation_after_the_end_carries_the_final_mark() -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from pipeline_network import MICROBATCH_TOKENS, Network, Rates
 
 from noloco_p2p.flow.actions import Kind
+from noloco_p2p.flow.limits import SHORTEST_VOTE_S
 
 DRAIN_S = 150.0  # longer than the first deadline: what was lost has expired
 EXAMPLES = settings(max_examples=12, deadline=None)
@@ -150,6 +151,22 @@ def test_a_peer_that_leaves_finishes_what_it_has() -> None:
     before = network.heads[1].num_done
     network.run(9.0)
     assert network.heads[1].num_done > before
+    drain(network)
+
+
+def test_a_head_that_pauses_does_not_hold_up_the_steps_of_the_others() -> None:
+    """Of two heads, the one that is behind is the median: its silence would cost the shortest time of a vote."""
+    network = Network(seed=0, num_heads=2)
+    network.run(20.0)
+    paused = network.nodes["h0"]
+    network._do(paused, paused.machine.leave(network.now_s))
+    network.run(2.0)
+    before = [replica.steps.progress for replica in network.replicas]
+    network.run(SHORTEST_VOTE_S / 3)
+    assert all(replica.steps.progress > then for replica, then in zip(network.replicas, before, strict=True))
+    network._do(paused, paused.machine.rejoin(network.now_s))
+    network.run(5.0)
+    assert not any(replica.steps._votes["h0"].is_away for replica in network.replicas)
     drain(network)
 
 

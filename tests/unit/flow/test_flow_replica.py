@@ -22,7 +22,15 @@ from pipeline_table import (
 
 from noloco_p2p.flow.actions import Send
 from noloco_p2p.flow.frames import Credit, Forward, Want
-from noloco_p2p.flow.limits import ASK_AGAIN_S, ASK_PATIENCE_S, MAX_SINKS, MAX_WANTS_PER_PEER, VOTE_S, num_rooms
+from noloco_p2p.flow.limits import (
+    ASK_AGAIN_S,
+    ASK_PATIENCE_S,
+    MAX_SINKS,
+    MAX_WANTS_PER_PEER,
+    SHORTEST_VOTE_S,
+    VOTE_S,
+    num_rooms,
+)
 from noloco_p2p.flow.replica import Replica
 from noloco_p2p.flow.routing import Routing
 
@@ -249,6 +257,21 @@ the median is over one vote a head
 a head that is not heard from has no vote
     count 4; want a h.1 0; want a i.1 0.1; at {VOTE_S - 1}; want a i.2 0.1; at {VOTE_S + 1};
     tick -> lost a h.1, lost a i.1, credit a i.2, close 40 at 0.1
+a head that pauses or leaves has no vote from then on
+    count 4; want a h.1 0; want a i.1 0.1; away a h.2 0 -> tell all but a 0, close 40 at 0.1
+a head that comes back votes again, and the time of its pause does not count
+    want a h.1 0; at 1; want a h.2 0; away a h.3 0; at 500; tick; count 4; want a h.4 0; want a i.1 0.1;
+    at {500 + SHORTEST_VOTE_S}; tick -> nothing; at {501 + SHORTEST_VOTE_S}; tick -> close 40 at 0.1
+what was on its way when a head left is no vote
+    count 4; away a h.3 0 -> tell all but a 0; want a i.1 0.1 -> credit a i.1, close 40 at 0.1; step_closed; count 4;
+    want a h.2 0 -> credit a h.2; want a i.2 0.2 -> wait a i.2, close 40 at 0.2
+that a head leaves is passed on once
+    away a h.2 0.5 -> tell all but a 0.5; away b h.2 0.5 -> nothing; away b h.1 0.5 -> nothing
+nobody makes a head leave with the ticket of one of its microbatches
+    count 4; want a h.1 0; want a i.1 0.1; mark a h.2 0 -> nothing; tick -> nothing
+without the heads that left, what remains has finished
+    want a h.1 0.9; lost a h.1; mark a i.1 -> tell all but a 1; is_over -> no; away a h.2 0.9 -> tell all but a 0.9;
+    is_over -> yes
 a mark that was overtaken is no vote
     count 4; want a h.2 0.1 -> credit a h.2, close 40 at 0.1; step_closed; count 4; want a h.1 0 -> credit a h.1;
     want a h.3 0.1 -> wait a h.3
@@ -265,8 +288,6 @@ the end of training closes what there is
     step_closed -> nothing; is_over -> yes
 a final mark is passed on once
     mark a h.2 -> tell all but a 1; mark b h.2 -> nothing
-a mark that is not final is not passed on
-    mark a h.2 0.5 -> nothing
 after the end the others are served
     mark a h.2; mark a i.2; want b j.1 0.9 -> credit b j.1; is_over -> no;
     forward b j.1 -> taken b j.1, compute forward j.1; computed; closed b; is_over -> no;

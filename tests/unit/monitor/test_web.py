@@ -21,6 +21,7 @@ from noloco_p2p.monitor.collect import Watcher
 from noloco_p2p.monitor.history import History
 from noloco_p2p.monitor.web import MAX_READERS, ROW, STATIC, SwarmFeed, app
 from noloco_p2p.telemetry.http import HttpServer
+from noloco_p2p.telemetry.prometheus import STAGES
 from noloco_p2p.ticket import Ticket
 
 NOW_S = time.time()
@@ -109,6 +110,33 @@ def test_prometheus_gets_few_series_however_large_the_swarm() -> None:
         assert sum(s.value for s in samples if s.name == "noloco_swarm_peers") == 200
 
     on_site(check, num_peers=200)
+
+
+def test_prometheus_gets_one_series_for_each_stage() -> None:
+    async def check(made: Site) -> None:
+        assert "noloco_swarm_stage" not in (await made.get("metrics"))[1].decode(), "peers hold whole models"
+        head, inner, other, *_ = made.crowd.peers
+        made.crowd.peers[:] = [
+            changed(head, stages=3, capacity=10.0, queue=2, microbatches=8, late_microbatches=1),
+            replace(changed(inner, capacity=3.0, queue=1, lost_microbatches=4), stages=3, stage=1),
+            replace(changed(other, capacity=4.0, queue=5, lost_microbatches=2), stages=3, stage=1),
+        ]
+        made.feed.watcher.roster.members.clear()
+        await made.look(after_s=2.0)
+        families = list(text_string_to_metric_families((await made.get("metrics"))[1].decode()))
+        found = {
+            family.name.removeprefix("noloco_swarm_stage_"): {s.labels["stage"]: s.value for s in family.samples}
+            for family in families
+            if family.name.startswith("noloco_swarm_stage_")
+        }
+        assert found.keys() == {family.name.removeprefix("noloco_swarm_stage_") for family in STAGES}
+        assert found["peers"] == {"0": 1, "1": 2, "2": 0}
+        assert found["capacity"] == {"0": 10, "1": 7, "2": 0}
+        assert found["queue"] == {"0": 2, "1": 6, "2": 0}
+        assert found["late_microbatches"] == {"0": 1, "1": 0, "2": 0}
+        assert found["lost_microbatches"] == {"0": 0, "1": 6, "2": 0}
+
+    on_site(check)
 
 
 def test_a_reader_gets_the_whole_and_then_only_what_changed() -> None:

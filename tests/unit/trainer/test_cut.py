@@ -127,5 +127,3 @@ def test_what_a_run_with_stages_cannot_do_is_refused() -> None:
         Trainer(peer, say=print)  # also with a ticket, whose spec nobody has seen before
     with pytest.raises(SpecError, match=r"pipeline\.cut is 'auto'"):
         check_stages(staged.with_changes({"pipeline.cut": "auto"}), PeerSettings())
-    with pytest.raises(SpecError, match=r"model\.start must be empty in a run with stages"):
-        check_stages(staged.with_changes({"model.start": "blake3:" + "0" * 64}), PeerSettings())

@@ -21,11 +21,13 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.peer.run_folder import stage_folder
+from noloco_p2p.presets import render
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.trainer.cut import cut_of
 from noloco_p2p.trainer.model import build_model
-from noloco_p2p.trainer.stage import build_part
+from noloco_p2p.trainer.stage import build_part, build_stage
+from noloco_p2p.trainer.start import load_start
 from noloco_p2p.trainer.swarm_evaluation import evaluate_swarm, spread
 from noloco_p2p.transfer.donor import SavedState, describe_state
 
@@ -158,12 +160,88 @@ def test_a_stage_of_which_nobody_gives_a_state_is_named_and_nothing_is_left_behi
     assert not list((tmp_path / "exports").iterdir())
 
 
-def test_a_run_with_stages_cannot_be_forked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("changes", "cut"),
+    [
+        (["outer.alpha=0.3"], (1, 1, 1)),
+        (["pipeline.stages=2"], (1, 2)),
+        (["pipeline.stages=2", "pipeline.cut=[2, 1]"], (2, 1)),
+        (["pipeline.stages=1"], "auto"),
+    ],
+    ids=["as-it-was", "fewer-stages", "another-cut", "whole"],
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_fork_begins_with_the_weights_of_every_stage(
+    tied: bool, changes: list[str], cut: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stage of the new run reads its own part, and together they are replicas of the old one."""
+    old, new = SPECS[tied], tmp_path / "new.toml"
+    ticket, state_dir = use(crowd_of(old, tmp_path), monkeypatch), tmp_path / "state"
+    sets = [part for change in changes for part in ("--set", change)]
+    assert run(["fork", ticket, str(new), "--state-dir", str(state_dir), *sets]) == 0
+    spec, length = TrainerSpec.load(new), old.data.sequence_length
+    assert (spec.name, spec.pipeline.cut) == ("staged-fork", cut)
+    if spec.pipeline.stages == 1:
+        models = [build_model(spec.model, sequence_length=length)]
+    else:
+        stages = range(spec.pipeline.stages)
+        models = [build_stage(spec.model, cut_of(spec), index=stage, sequence_length=length).model for stage in stages]
+    found: dict[str, Tensor] = {}
+    for model in models:
+        load_start(model, spec.model.start, state_dir=state_dir)
+        found |= {name: param.detach() for name, param in model.named_parameters()}
+    replicas = [replica(old, number) for number in range(NUM_REPLICAS)]
+    assert found.keys() == replicas[0].keys()
+    for stage in range(NUM_STAGES):
+        names = [name for name, _ in layout_of(old, stage).named]
+        assert any(all(torch.equal(found[name], each[name]) for name in names) for each in replicas), stage
+
+
+@pytest.mark.parametrize("cut", [(1, 2), "auto"])
+def test_a_whole_model_can_be_forked_into_stages(cut: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = spec_of(1, **{"model.num_layers": 3, "model.parameter_seeds": False})
+    weights, crowd = replica(old, 0), Crowd(old)
+    model = build_model(old.model, sequence_length=old.data.sequence_length)
+    flat = FlatParameters(model)
+    vector = torch.cat([weights[name].flatten() for name, _ in flat.named])
+    save_file({"slow_weights": vector}, tmp_path / "state.safetensors")
+    state = describe_state(
+        tmp_path / "state.safetensors",
+        layout=flat.layout(),
+        num_elements=flat.num_elements,
+        round_index=ROUND,
+        progress=PROGRESS,
+    )
+    crowd.add(Candidate(peer(0, 0), peer(0, 0), round=ROUND, progress=PROGRESS), state)
+    new, ticket = tmp_path / "new.toml", use(crowd, monkeypatch)
+    sets = ["--set", "pipeline.stages=2"] + (["--set", "pipeline.cut=[1, 2]"] if cut != "auto" else [])
+    assert run(["fork", ticket, str(new), "--state-dir", str(tmp_path / "state"), *sets]) == 0
+    spec = TrainerSpec.load(new)
+    assert spec.pipeline.cut == (1, 2)
+    stage = build_stage(spec.model, (1, 2), index=1, sequence_length=old.data.sequence_length)
+    load_start(stage.model, spec.model.start, state_dir=tmp_path / "state")
+    for name, param in stage.model.named_parameters():
+        assert torch.equal(param, weights[name]), name
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("pipeline.stages=9", "pipeline.stages 9 must be at most the 3 blocks of the model"),
+        ("pipeline.cut=[2, 2, 2]", "pipeline.cut has 6 blocks in all, and model.num_layers is 3"),
+        ("model.num_layers=4", "a fork keeps the model of the run"),
+    ],
+)
+def test_a_fork_that_cannot_be_cut_is_refused_before_anything_is_fetched(
+    change: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ticket = use(crowd_of(SPECS[True], tmp_path), monkeypatch)
-    assert run(["fork", ticket, str(tmp_path / "new.toml")]) != 0
-    assert "the run staged has stages, and cannot be forked yet" in capsys.readouterr().err
+    arguments = ["fork", ticket, str(tmp_path / "new.toml"), "--state-dir", str(tmp_path / "state"), "--set", change]
+    assert run(arguments) != 0
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert "fetching" not in printed.out
+    assert not list(tmp_path.glob("state/starts/*"))
 
 
 def checkpoints_of(spec: TrainerSpec, folder: Path) -> list[list[Path]]:
@@ -204,15 +282,21 @@ def test_the_judge_names_a_stage_without_a_checkpoint(tmp_path: Path) -> None:
         evaluate_swarm(SPECS[True], [folders[0], [tmp_path / "nobody"], folders[2]])
 
 
-@pytest.mark.parametrize("command", ["export", "evaluate"])
+@pytest.mark.parametrize("command", ["export", "evaluate", "fork"])
 def test_a_checkpoint_of_one_stage_is_no_model(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_folder = checkpoints_of(SPECS[True], tmp_path)[1][0]
+    (tmp_path / "run.toml").write_text(render(SPECS[True]))
     target = [str(tmp_path / "model")] if command == "export" else []
     for folder in (run_folder, stage_folder(run_folder, 1), next(stage_folder(run_folder, 1).glob("0*"))):
-        assert run([command, str(folder), *target]) != 0
+        arguments = [command, str(folder), *target]
+        if command == "fork":
+            arguments = ["fork", str(tmp_path / "run.toml"), str(tmp_path / "model"), "--checkpoint", str(folder)]
+            arguments += ["--state-dir", str(tmp_path / "state")]
+        assert run(arguments) != 0
         error = capsys.readouterr().err
         assert "holds one of the 3 stages of the run staged, which alone is no model" in error
         assert "`noloco export TICKET DIR --merge`" in error
+        assert "`noloco fork TICKET NEW.toml`" in error
     assert not (tmp_path / "model").exists()

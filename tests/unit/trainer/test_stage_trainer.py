@@ -11,7 +11,7 @@ import pytest
 import torch
 from staged_reference import spec_of
 
-from noloco_p2p.errors import CheckpointError, Left, SettingsError
+from noloco_p2p.errors import CheckpointError, Left, ModelError, SettingsError
 from noloco_p2p.flow.actions import Compute, Kind
 from noloco_p2p.flow.frames import MicrobatchId
 from noloco_p2p.gossip.seams import Candidate
@@ -26,6 +26,7 @@ from noloco_p2p.trainer import stage_trainer
 from noloco_p2p.trainer.export import export_model
 from noloco_p2p.trainer.model import build_model, build_tokenizer
 from noloco_p2p.trainer.stage_trainer import StageTrainer
+from noloco_p2p.trainer.start import new_start
 
 SPEC = spec_of(steps=100)
 
@@ -171,6 +172,37 @@ def test_what_cannot_revive_a_stage_is_refused(tmp_path: Path) -> None:
         ):
             with pytest.raises(CheckpointError, match=why):
                 trainer_of(swarm, tmp_path / "new", others=[other(0, 0.5)], stage=2, revive_from=source)
+
+
+def test_a_stage_of_a_fork_begins_from_its_part_of_the_start_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And serves it at once: a newcomer without the state waits for such a peer, or for what the operator gives it."""
+    monkeypatch.setattr(stage_trainer, "LOOK_S", 0.01)
+    whole = build_model(SPEC.model.model_copy(update={"seed": 7}), sequence_length=SPEC.data.sequence_length)
+    weights = {name: param.detach() for name, param in whole.named_parameters()}
+    with new_start(tmp_path / "first") as start:
+        start.add(weights)
+    forked = SPEC.with_changes({"model.start": start.digest})
+    with MemorySwarm(forked) as swarm:
+        first = trainer_of(swarm, tmp_path / "first", stage=2)
+        for name, param in first.inner_step.trainable.items():
+            assert torch.equal(param, weights[name]), name
+        kept = Checkpoint(next(stage_folder(tmp_path / "first", 2).glob("*-round-*")))
+        assert kept.meta["outer"]["round"] == 0
+        said: list[str] = []
+        with pytest.raises(Left):
+            trainer_of(swarm, tmp_path / "second", stage=2, said=said, leaves=True)
+        assert len(said) == 1
+        assert (
+            "nobody holds stage 2 now: this peer waits for one that does (the operator of the run can give" in said[0]
+        )
+        with pytest.raises(ModelError, match=r"starts from the state blake3:.* which is not on this machine"):
+            trainer_of(swarm, tmp_path / "second", stage=2, others=[other(2, 0.0)])
+        revived = trainer_of(swarm, tmp_path / "third", stage=2, revive_from=stage_folder(tmp_path / "first", 2))
+        assert revived.outer.progress == 0.0
+        for name, param in revived.inner_step.trainable.items():
+            assert torch.equal(param, weights[name]), name
 
 
 def test_a_peer_takes_only_what_fits_and_reads_data_only_where_it_has_them(tmp_path: Path) -> None:
