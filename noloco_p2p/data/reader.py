@@ -120,7 +120,7 @@ class Reader:
         self._stop = stop
         self._at = place
         self._row = place.row
-        self._failures: Counter[int] = Counter()  # by index in the order of this pass
+        self._failures: Counter[int] = Counter()  # by index in the order of this pass; a restart counts anew
         self._tries = 0  # failures since the last row
         self._waited_s = 0.0  # since the last row
 

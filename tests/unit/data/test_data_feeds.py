@@ -18,7 +18,7 @@ from transformers import ByT5Tokenizer
 
 from noloco_p2p.data.documents import Document, Piece, Unavailable
 from noloco_p2p.data.prefetch import Prefetcher
-from noloco_p2p.data.reader import START, Source
+from noloco_p2p.data.reader import MAX_FAILURES, START, Source
 from noloco_p2p.data.sources import unused_bindings
 from noloco_p2p.data.stream import TokenStream, validation_batches
 from noloco_p2p.errors import DataError, SpecError
@@ -113,7 +113,7 @@ def test_bindings_of_no_use_are_known() -> None:
 
 @settings(max_examples=12)
 @given(
-    failing=st.sets(st.tuples(st.integers(0, 5), st.integers(0, 39)), max_size=10),
+    failing=st.sets(st.tuples(st.integers(0, 5), st.integers(0, 39)), max_size=MAX_FAILURES),
     after=st.integers(1, 30),
     others=st.sets(st.tuples(st.integers(0, 5), st.integers(0, 39)), max_size=6),
 )
