@@ -25,9 +25,10 @@ import torch
 from claims import Claim
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from noloco_p2p.data.corpus import Source, builtin_corpus
+from noloco_p2p.data.documents import Document, Piece, Row
 from noloco_p2p.data.prefetch import Prefetcher
-from noloco_p2p.data.reader import Document, Piece, Row
+from noloco_p2p.data.reader import Source
+from noloco_p2p.data.sources import builtin_corpus
 from noloco_p2p.data.stream import TokenStream
 from noloco_p2p.spec import DataSpec
 
@@ -61,17 +62,15 @@ def packing(files: str, *, num_blocks: int) -> list[Claim]:
     """Tokens of documents that reach no batch, and padding, over the tokens read."""
     data = DataSpec(source="c4", sequence_length=1024)
     stream = TokenStream(data, tokenizer=ByT5Tokenizer(), bindings={"c4": files}, peer_id="a", batch_size=1)
-    given = padding = blocks = 0
-    start = stream.state_dict()
+    given = padding = blocks = lost = taken = 0
     while blocks < num_blocks:
         batch = next(stream)
-        state = stream.state_dict()
-        if state["block"] != start["block"]:  # this batch is the first one of the next block: the last one is whole
-            blocks, start = blocks + 1, state
-            taken, carry = start["feeds"][0]["taken_tokens"], len(start["carry"])
-            lost = taken - carry - given
         given += batch.numel()
         padding += int((batch == PAD).sum())
+        at = stream.position
+        if not len(at.rest):  # of a whole block, then
+            blocks, taken = blocks + 1, at.feeds[0]["taken_tokens"]
+            lost = taken - len(at.carry) - given
     return [Claim("packing waste", 100 * (lost + padding) / taken, "%", "under 0.1 %", (lost + padding) / taken < 1e-3)]
 
 

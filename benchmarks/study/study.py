@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from noloco_p2p.data.corpus import builtin_corpus, is_held_out
-from noloco_p2p.data.reader import Document
+from noloco_p2p.data.documents import Document, is_held_out
+from noloco_p2p.data.sources import builtin_corpus
 from noloco_p2p.simulate.plan import Churn, Plan
 from noloco_p2p.simulate.run import simulate
 from noloco_p2p.spec import TrainerSpec

@@ -43,7 +43,7 @@ def check(
     from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.trainer.model import build_tokenizer
 
-    logging.getLogger("noloco_p2p.data.faults").setLevel(logging.ERROR)  # the report names them
+    logging.getLogger("noloco_p2p.data.documents").setLevel(logging.ERROR)  # the report names them
     report = check_data(
         spec.data,
         tokenizer=build_tokenizer(spec.data, folders=settings.models),

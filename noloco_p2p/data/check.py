@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from noloco_p2p.data.corpus import Source
-from noloco_p2p.data.faults import Fault, Faults
-from noloco_p2p.data.reader import Document, Unavailable
+from noloco_p2p.data.documents import Document, Fault, Faults, Unavailable
+from noloco_p2p.data.reader import Source
 from noloco_p2p.data.sources import open_source
 from noloco_p2p.data.stream import TokenStream, validation_batches
 from noloco_p2p.spec import DataSpec, SourceSpec
@@ -61,15 +60,7 @@ def check_data(
     Raises DataError when the run could not train here at all.
     """
     report, progress = DataReport(), progress or Progress()
-    seen: set[Fault] = set()
-
-    def note(fault: Fault) -> None:
-        if fault not in seen:
-            seen.add(fault)
-            report.num_faults += 1
-            report.faults.extend([fault] if len(report.faults) < KEPT_FAULTS else [])
-
-    faults = Faults(note)
+    faults = Faults(lambda fault: report.faults.extend([fault] if len(report.faults) < KEPT_FAULTS else []))
     for part, _ in data.parts():
         report.sources.append(_look(part, open_source(part, bindings), faults, full=full, progress=progress))
     stream = TokenStream(
@@ -84,16 +75,16 @@ def check_data(
     held_out = validation_batches(
         data, tokenizer=tokenizer, bindings=bindings, num_sequences=num_sequences, batch_size=8, faults=faults
     )
-    report.num_held_out = sum(map(len, held_out))
+    report.num_held_out, report.num_faults = sum(map(len, held_out)), faults.count
     return report
 
 
 def _look(part: SourceSpec, source: Source, faults: Faults, *, full: bool, progress: Progress) -> SourceReport:
     pieces = source.pieces if full or not part.source.startswith("hub:") else source.pieces[:HUB_SHARDS]
     found = SourceReport(part.source, len(source.pieces), len(pieces))
-    with progress.task(f"looking into {part.source}", unit="files") as told:
+    with progress.task(f"looking into {part.source}", unit="files") as tell:
         for number, piece in enumerate(pieces):
-            told(number, len(pieces))
+            tell(number, len(pieces))
             try:
                 for row in islice(piece.rows(0), None if full else ROWS_OF_A_FILE):
                     found.num_rows += 1

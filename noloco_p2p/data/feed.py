@@ -3,39 +3,53 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from noloco_p2p.data.corpus import Source, is_held_out
-from noloco_p2p.data.encode import Encode
-from noloco_p2p.data.faults import Fault
-from noloco_p2p.data.reader import START, Context, Document, Place, Reader
+from noloco_p2p.data.documents import Document, Fault, Faults, is_held_out
+from noloco_p2p.data.reader import START, Place, Reader, Source
 from noloco_p2p.errors import DataError
-from noloco_p2p.spec import SourceSpec
+from noloco_p2p.spec import DataSpec, SourceSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
+BYTE_OFFSET = 3  # ByT5: 0 pad, 1 end of text, 2 unknown, then the 256 bytes
 MAX_DOCUMENTS = 64  # encoded at once
 MAX_CHARS = 1 << 16
+
+Encode = Callable[[Sequence[Document]], list[np.ndarray]]
 
 
 class Feed:
     """`read` gives a few documents at a time. `state_dict` is where the next one stands."""
 
     def __init__(
-        self, part: SourceSpec, source: Source, *, peer_id: str, encode: Encode, holdout: float, context: Context
+        self,
+        part: SourceSpec,
+        source: Source,
+        *,
+        peer_id: str,
+        encode: Encode,
+        holdout: float,
+        faults: Faults,
+        stop: threading.Event,
     ) -> None:
         """`holdout`: the share of documents to leave out; 0 = the source has none that others validate on."""
         self.name = part.source
         self.taken_tokens = 0
         self.epoch = 0
-        self.context = context
         self._source = source
         self._peer_id = peer_id
         self._encode = encode
         self._holdout = holdout
+        self._faults = faults
+        self._stop = stop
         self._found = False  # a document in this epoch
         self._reader: Reader
         self._documents: Iterator[Document]
@@ -46,16 +60,14 @@ class Feed:
 
         Raises DataError when a whole epoch held no document, or none could be read for long.
         """
-        arrays = self._encoded(self._next_documents())
-        while not arrays and (documents := self._next_documents()):
-            arrays = self._encoded(documents)
-        if arrays:
-            self._found = True
-            self.taken_tokens += sum(map(len, arrays))
-            return arrays
+        while documents := self._next_documents():
+            if arrays := self._encode(documents):
+                self._found = True
+                self.taken_tokens += sum(map(len, arrays))
+                return arrays
         if not self._found:
-            last = self.context.faults.last
-            why = f"; the last fault of {self.context.faults.count}: {last}" if last else ""
+            last = self._faults.last
+            why = f"; the last fault of {self._faults.count}: {last}" if last else ""
             raise DataError(f"data source {self.name!r} holds no document to train on{why}")
         self.epoch += 1
         self._found = False
@@ -79,14 +91,15 @@ class Feed:
         self.epoch, self.taken_tokens = int(state["epoch"]), int(state["taken_tokens"])
         place, known = Place.from_list(state["place"]), state["source"] == self._source.fingerprint
         if not known:
-            log.warning("the files of %s are not those of before: data epoch %d starts", self.name, self.epoch + 1)
-            self.epoch, place = self.epoch + 1, START
+            self.epoch, place = self.epoch + (place != START), START
+            log.warning("the files of %s are not those of before: data epoch %d starts", self.name, self.epoch)
         self._found = known and place != START
         self._open(place)
         return known
 
     def _open(self, place: Place) -> None:
-        self._reader = self._source.read(order=f"{self._peer_id}/{self.epoch}", place=place, context=self.context)
+        order = f"{self._peer_id}/{self.epoch}"
+        self._reader = self._source.read(order=order, place=place, faults=self._faults, stop=self._stop)
         self._documents = iter(self._reader)
 
     def _next_documents(self) -> list[Document]:
@@ -101,11 +114,50 @@ class Feed:
                 num_chars += len(document.content)
         return documents
 
-    def _encoded(self, documents: Sequence[Document]) -> list[np.ndarray]:
-        arrays: list[np.ndarray] = []
-        for encoded in self._encode(documents):
-            if isinstance(encoded, Fault):
-                self.context.faults.note(encoded)
-            else:
-                arrays.append(encoded)
-        return arrays
+
+def make_encoder(data: DataSpec, tokenizer: PreTrainedTokenizerBase, faults: Faults) -> Encode:
+    """A function from documents to the token ids (int32) of each, with the end-of-text token behind them.
+
+    Several texts at once, as a tokenizer of the hub spreads them over the cores. Bytes are added up directly: the
+    tokenizer's own path runs in Python, a letter at a time, and it would read a "</s>" in a text as the end of the
+    text. Token ids that do not fit the tokenizer are a fault, and left out. Raises DataError for a tokenizer of no use.
+    """
+    end, num_ids = tokenizer.eos_token_id, len(tokenizer)
+    if not isinstance(end, int):
+        raise DataError(f"tokenizer {data.tokenizer!r} has no end-of-text token; choose another one (data.tokenizer)")
+
+    def encode(documents: Sequence[Document]) -> list[np.ndarray]:
+        texts = [document.content for document in documents if isinstance(document.content, str)]
+        encoded = iter(map(_encode_bytes, texts) if data.tokenizer == "bytes" else encode_texts(texts))
+        contents = (
+            next(encoded) if isinstance(document.content, str) else fitting_ids(document, document.content)
+            for document in documents
+        )
+        return [with_end(ids) for ids in contents if ids is not None]
+
+    def encode_texts(texts: list[str]) -> Sequence[np.ndarray]:
+        if not texts:
+            return []
+        clean = [text.encode("utf-8", "replace").decode() for text in texts]  # lone surrogates are refused
+        rows = tokenizer(clean, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        return [np.asarray(ids, np.int32) for ids in rows]
+
+    def fitting_ids(document: Document, ids: np.ndarray) -> np.ndarray | None:
+        if not len(ids) or 0 <= int(ids.min()) <= int(ids.max()) < num_ids:
+            return ids
+        reason = (
+            f"token ids from {ids.min()} to {ids.max()} do not fit the {num_ids} of tokenizer "
+            f"{data.tokenizer!r} (data.tokenizer)"
+        )
+        faults.note(Fault(document.origin, document.line, reason))
+        return None
+
+    def with_end(ids: np.ndarray) -> np.ndarray:
+        ended = len(ids) > 0 and ids[-1] == end
+        return np.append(ids, [] if ended else [end]).astype(np.int32)
+
+    return encode
+
+
+def _encode_bytes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32) + BYTE_OFFSET

@@ -1,4 +1,8 @@
-"""Data sets of the Hugging Face hub, streamed shard by shard; nothing is copied into a cache."""
+"""Data sets of the Hugging Face hub, which `datasets` finds and reads, shard by shard; nothing is copied into a cache.
+
+A shard is a stream of its own, so that an error of the library costs the rest of one shard (a fault with its row), or
+sets it aside where it may be the network.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,13 @@ import gzip
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from noloco_p2p.data.corpus import Source
-from noloco_p2p.data.faults import Fault
+from noloco_p2p.data.documents import Fault, Piece, Row, Unavailable
 from noloco_p2p.data.files import ROWS_A_READ, first_line, table_rows
-from noloco_p2p.data.reader import Piece, Row, Unavailable
+from noloco_p2p.data.reader import Source
 from noloco_p2p.errors import DataError, SpecError
 from noloco_p2p.spec import SourceSpec
 
@@ -64,19 +68,14 @@ def _check_files(files: Mapping[str, Sequence[str]], name: str) -> None:
 
 def shard_source(stream: IterableDataset, *, name: str, text_field: str) -> Source:
     """The shards of a streamed data set as pieces; a peer reads them in its own order."""
-    pieces = []
-    for index in range(stream.num_shards):
-        shard = stream.shard(num_shards=stream.num_shards, index=index)
-        piece_name = f"{name}#{index}"
-        pieces.append(Piece(piece_name, _reading(shard, piece_name, text_field)))
+    shards = {
+        f"{name}#{index}": stream.shard(num_shards=stream.num_shards, index=index) for index in range(stream.num_shards)
+    }
+    pieces = [Piece(name, partial(_shard_rows, shard, name, text_field)) for name, shard in shards.items()]
     return Source(pieces, thin=False)
 
 
-def _reading(shard: IterableDataset, name: str, text_field: str) -> Callable[[int], Iterator[Row]]:
-    return lambda start: _shard_rows(shard, name, start, text_field)
-
-
-def _shard_rows(shard: IterableDataset, name: str, start: int, text_field: str) -> Iterator[Row]:
+def _shard_rows(shard: IterableDataset, name: str, text_field: str, start: int) -> Iterator[Row]:
     number = start
     try:
         for table in shard.skip(start).with_format("arrow").iter(batch_size=ROWS_A_READ):

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from noloco_p2p.data.stream import TokenStream
+from noloco_p2p.data.stream import Position, TokenStream
 
 MIN_AHEAD = 4  # batches
 AHEAD_TOKENS = 1 << 19  # as many batches as hold these: 4 MB, and a block is made while the last one is trained on
@@ -23,16 +23,19 @@ class Prefetcher:
 
     `state_dict` is that of the batches given out, whatever was read ahead. An error of the stream is raised where its
     batch would have come. `close` ends the thread, even while it waits for the network.
+
+    torch's DataLoader has no state. torchdata's `nodes.Prefetcher` has one, but its `next` waits without end, and a
+    peer must be able to leave.
     """
 
     def __init__(self, stream: TokenStream, *, pin_memory: bool = False) -> None:
         self._stream = stream
         self._pin_memory = pin_memory
         num_ahead = max(MIN_AHEAD, AHEAD_TOKENS // (stream.batch_size * stream.sequence_length))
-        self._ready: queue.Queue[tuple[Tensor, dict[str, Any]] | BaseException] = queue.Queue(num_ahead)
+        self._ready: queue.Queue[tuple[Tensor, Position] | BaseException] = queue.Queue(num_ahead)
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._state: dict[str, Any] | None = None
+        self._position = stream.position
         self.waited_s = 0.0  # in all, for batches that were not ready
 
     def __iter__(self) -> Prefetcher:
@@ -61,18 +64,18 @@ class Prefetcher:
             self.waited_s += time.monotonic() - began_s
             if isinstance(item, BaseException):
                 raise item
-            batch, self._state = item
+            batch, self._position = item
             return batch
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        return self._stream.state_dict() if self._state is None else self._state
+        return self._position.as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Before the first batch only."""
         assert self._thread is None, "a stream that is read cannot go elsewhere"
         self._stream.load_state_dict(state)
-        self._state = self._stream.state_dict()
+        self._position = self._stream.position
 
     def close(self) -> None:
         """Safe to call twice and from any thread."""
@@ -84,13 +87,13 @@ class Prefetcher:
     def _main(self) -> None:
         try:
             for batch in self._stream:
-                self._put((batch.pin_memory() if self._pin_memory else batch, self._stream.state_dict()))
+                self._put((batch.pin_memory() if self._pin_memory else batch, self._stream.position))
                 if self._closed.is_set():
                     return
         except BaseException as error:  # noqa: BLE001 - raised again by the training thread
             self._put(error)
 
-    def _put(self, item: tuple[Tensor, dict[str, Any]] | BaseException) -> None:
+    def _put(self, item: tuple[Tensor, Position] | BaseException) -> None:
         while not self._closed.is_set():
             try:
                 self._ready.put(item, timeout=POLL_S)

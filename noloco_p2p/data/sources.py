@@ -1,15 +1,24 @@
-"""Sources that a run spec names: files bound on this machine with `--data NAME=GLOB`, and data sets of the hub."""
+"""Sources that a run spec names: the built-in corpus, files bound with `--data NAME=GLOB`, and data sets of the hub."""
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping
+import os
+import sysconfig
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from noloco_p2p.data.corpus import Source, builtin_corpus
+from noloco_p2p.data.documents import Document, Fault, Piece, Row
 from noloco_p2p.data.files import file_piece
+from noloco_p2p.data.hub import hub_source
+from noloco_p2p.data.reader import Source
 from noloco_p2p.errors import DataError
 from noloco_p2p.spec import DataSpec, SourceSpec
+
+# encodings/ is tables of code points, tests are not typical text, the rest is not the standard library
+SKIPPED_FOLDERS = frozenset(
+    {"__pycache__", "dist-packages", "encodings", "idle_test", "site-packages", "test", "tests", "lib-dynload"}
+)
 
 
 def open_source(part: SourceSpec, bindings: Mapping[str, str]) -> Source:
@@ -17,7 +26,7 @@ def open_source(part: SourceSpec, bindings: Mapping[str, str]) -> Source:
     if part.source == "stdlib":
         return builtin_corpus()
     if part.source.startswith("hub:"):
-        return _hub_source(part, part.split)
+        return hub_source(part, part.split)
     paths = bound_files(part.source, bindings)
     kept_apart = {path.resolve() for path in _validation_files(part, bindings)}
     return _file_source([path for path in paths if path.resolve() not in kept_apart], part)
@@ -26,7 +35,7 @@ def open_source(part: SourceSpec, bindings: Mapping[str, str]) -> Source:
 def open_validation(part: SourceSpec, bindings: Mapping[str, str]) -> tuple[Source, bool]:
     """Where held-out documents are, and whether all documents there are held out (else: those the hash chooses)."""
     if part.source.startswith("hub:") and part.validation_split:
-        return _hub_source(part, part.validation_split), True
+        return hub_source(part, part.validation_split), True
     if paths := _validation_files(part, bindings):
         return _file_source(paths, part), True
     return open_source(part, bindings), False
@@ -81,7 +90,34 @@ def _file_source(paths: list[Path], part: SourceSpec) -> Source:
     return Source([file_piece(path, part.text_field) for path in paths])
 
 
-def _hub_source(part: SourceSpec, split: str) -> Source:
-    from noloco_p2p.data.hub import hub_source  # the library behind it takes a second to import
+def builtin_corpus() -> Source:
+    """The sources of Python's own standard library, about 11 MB; there is nothing to download.
 
-    return hub_source(part, split)
+    Held-out files are chosen by path, so that peers with different versions of Python hold out the same ones.
+    Raises DataError where Python comes without its sources.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    paths = sorted(_python_files(folder), key=lambda path: path.relative_to(folder).as_posix())
+    if not paths:
+        raise DataError(
+            f"no Python sources in {folder}, so the built-in corpus (data.source = 'stdlib') is empty; "
+            "install Python's standard library sources, or use other data"
+        )
+    return Source([_python_piece(path, path.relative_to(folder).as_posix()) for path in paths])
+
+
+def _python_files(folder: Path) -> Iterator[Path]:
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("config-")]
+        yield from (Path(parent, name) for name in files if name.endswith(".py"))
+
+
+def _python_piece(path: Path, name: str) -> Piece:
+    def rows(start: int) -> Iterator[Row]:
+        if start == 0:
+            try:
+                yield Document(path.read_bytes().decode("utf-8", "replace"), origin=str(path), name=name)
+            except OSError as error:
+                yield Fault(str(path), None, f"cannot be read: {error.strerror or error}", rest=True)
+
+    return Piece(name, rows)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from noloco_p2p.data.faults import Fault, Faults
+from noloco_p2p.data.documents import Fault, Faults
 from noloco_p2p.data.prefetch import Prefetcher
 from noloco_p2p.data.stream import TokenStream, validation_batches
 from noloco_p2p.errors import CheckpointError, ModelError

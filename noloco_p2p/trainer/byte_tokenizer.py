@@ -8,7 +8,7 @@ from __future__ import annotations
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from noloco_p2p.data.encode import BYTE_OFFSET
+from noloco_p2p.data.feed import BYTE_OFFSET
 
 
 def for_export(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

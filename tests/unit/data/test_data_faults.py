@@ -17,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import ByT5Tokenizer
 
-from noloco_p2p.data.corpus import Source
-from noloco_p2p.data.faults import Fault, Faults
-from noloco_p2p.data.reader import MAX_FAILURES, START, Context, Document, Piece, Place, Row, Unavailable
+from noloco_p2p.data.documents import Document, Fault, Faults, Piece, Row, Unavailable
+from noloco_p2p.data.reader import MAX_FAILURES, START, Place, Source
 from noloco_p2p.data.sources import open_source
 from noloco_p2p.data.stream import TokenStream
 from noloco_p2p.errors import DataError
@@ -44,7 +43,7 @@ def read_all(path: Path) -> tuple[list[str], list[Fault]]:
     """Texts and faults of one file."""
     found: list[Fault] = []
     source = open_source(MINE, {"mine": str(path)})
-    texts = [str(document.content) for document in source.read(context=Context(faults=Faults(found.append)))]
+    texts = [str(document.content) for document in source.read(faults=Faults(found.append))]
     return texts, found
 
 
@@ -150,7 +149,7 @@ def test_reading_a_damaged_group_from_any_row_gives_the_same_rows(tmp_path: Path
 
 
 def test_faults_are_told_at_the_first_and_then_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="noloco_p2p.data.faults")  # `noloco data check` turns it down
+    caplog.set_level(logging.WARNING, logger="noloco_p2p.data.documents")  # `noloco data check` turns it down
     faults = Faults()
     for number in range(1, 1201):
         faults.note(Fault("f.jsonl", number, "not JSON"))
@@ -217,39 +216,26 @@ def test_whatever_fails_for_a_while_is_read_once_and_a_restart_goes_on(
     num_pieces: int, fails: dict[tuple[int, int], int], stop_at: int
 ) -> None:
     flaky = Flaky(num_pieces, 7, fails)
-    context = Context(stop=Instant())
-    reader = flaky.source.read(order="a", context=context)
+    reader = flaky.source.read(order="a", stop=Instant())
     documents = iter(reader)
     head = [document.content for _, document in zip(range(stop_at), documents, strict=False)]
     place = Place.from_list(json.loads(json.dumps(reader.place.as_list())))
-    rest = [document.content for document in flaky.source.read(order="a", place=place, context=context)]
+    rest = [document.content for document in flaky.source.read(order="a", place=place, stop=Instant())]
     everything = {f"{index}/{row}" for index in range(num_pieces) for row in range(7)}
     assert Counter(head + rest) == Counter(everything)
-
-
-@settings(max_examples=50)
-@given(num_pieces=st.integers(1, 6), fails=FAILS)
-def test_the_detours_of_a_reader_are_its_way_again(num_pieces: int, fails: dict[tuple[int, int], int]) -> None:
-    first = Context(stop=Instant())
-    way = [d.content for d in Flaky(num_pieces, 7, fails).source.read(order="a", context=first)]
-    quiet = Context(stop=Instant(), script=json.loads(json.dumps(first.detours)), steadfast=True)
-    assert [d.content for d in Flaky(num_pieces, 7, {}).source.read(order="a", context=quiet)] == way
-    troubled = Context(stop=Instant(), script=list(first.detours), steadfast=True)  # other failures than then
-    others = {(index, row): 1 for index in range(num_pieces) for row in (1, 4)}
-    assert [d.content for d in Flaky(num_pieces, 7, others).source.read(order="a", context=troubled)] == way
 
 
 def test_another_piece_is_read_meanwhile_at_once_and_back_off_begins_with_the_second_failure() -> None:
     stop = Instant()
     flaky = Flaky(3, 2, {(index, 0): 3 for index in range(3)})
-    read = [d.content for d in flaky.source.read(context=Context(stop=stop))]
+    read = [d.content for d in flaky.source.read(stop=stop)]
     assert len(read) == 6
     assert stop.waits[0] == 0.0
     assert stop.waits[1:4] == [1.0, 2.0, 4.0]
     assert max(stop.waits) <= 60.0
     stop = Instant()
     one_bad = Flaky(3, 2, {(0, 1): 1})
-    assert [d.content for d in one_bad.source.read(context=Context(stop=stop))] == [
+    assert [d.content for d in one_bad.source.read(stop=stop)] == [
         "0/0",
         "1/0",
         "1/1",
@@ -263,7 +249,7 @@ def test_another_piece_is_read_meanwhile_at_once_and_back_off_begins_with_the_se
 def test_a_piece_that_always_fails_while_others_do_not_is_left_out_and_told() -> None:
     found: list[Fault] = []
     flaky = Flaky(30, 2, {(3, 1): 1000})
-    read = [d.content for d in flaky.source.read(context=Context(stop=Instant(), faults=Faults(found.append)))]
+    read = [d.content for d in flaky.source.read(stop=Instant(), faults=Faults(found.append))]
     assert len(read) == 59
     assert flaky.fails[3, 1] == 1000 - MAX_FAILURES - 1
     (fault,) = found
@@ -275,12 +261,12 @@ def test_a_network_that_never_comes_back_is_an_error_and_a_wait_ends_when_it_is_
     flaky = Flaky(3, 2, {(index, 0): 1 << 30 for index in range(3)})
     stop = Instant()
     with pytest.raises(DataError, match=r"no data could be read for 36\d\d s: piece"):
-        list(flaky.source.read(context=Context(stop=stop)))
+        list(flaky.source.read(stop=stop))
     assert 60 < len(stop.waits) < 80
     told = threading.Event()
     told.set()
     with pytest.raises(DataError, match="no data could be read for 0 s"):
-        list(flaky.source.read(context=Context(stop=told)))
+        list(flaky.source.read(stop=told))
 
 
 def test_places_of_something_else_are_refused() -> None:

@@ -1,0 +1,103 @@
+"""What a source gives, row by row: a document, or what is wrong there.
+
+The hold-out is by hash, because all machines must agree on it without asking each other. `datasets` splits by a seed
+and the number of rows: with one document more on a machine, four in five of its held-out documents are other ones
+(benchmarks/data_library.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from blake3 import blake3
+
+from noloco_p2p.errors import DataError
+
+log = logging.getLogger(__name__)
+
+REMEMBERED = 100_000  # places; of faults beyond them some are counted once an epoch
+LOGGED_OF_A_FILE = 5  # each by itself; then every tenfold number of them
+
+
+class Unavailable(DataError):
+    """A piece cannot be read now, and may be in a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text, or the token ids of one (1-D integers). `name`: a text known by its name rather than its content."""
+
+    content: str | np.ndarray
+    origin: str  # for messages: the file or data set it comes from
+    name: str = ""
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A line (from 1; of a table a row) that could not be used; `rest`: nor anything of its file behind it."""
+
+    file: str
+    line: int | None
+    reason: str
+    rest: bool = False
+
+    def __str__(self) -> str:
+        place = self.file if self.line is None else f"{self.file}, line {self.line}"
+        return f"{place}: {self.reason}" + ("; the rest of the file is left out" if self.rest else "")
+
+
+Row = Document | Fault | None  # None: a row without a document
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One file or shard. `rows(start)` reads from row `start` on; raises Unavailable."""
+
+    name: str
+    rows: Callable[[int], Iterator[Row]]
+
+
+def is_held_out(document: Document, share: float) -> bool:
+    """Whether a document belongs to the `share` kept for validation: its hash decides, so all machines agree."""
+    if document.name:
+        key = document.name.encode()
+    elif isinstance(document.content, str):
+        key = document.content.encode("utf-8", "replace")
+    else:
+        key = document.content.astype("<i8").tobytes()
+    return int.from_bytes(blake3(key).digest(8)) < share * 2**64
+
+
+class Faults:
+    """Counts and logs each fault once; none is fatal. `on_fault` is called for it, on the thread that reads."""
+
+    def __init__(self, on_fault: Callable[[Fault], None] | None = None) -> None:
+        self.on_fault = on_fault
+        self.last: Fault | None = None
+        self._of_file: Counter[str] = Counter()
+        self._seen: set[tuple[str, int | None]] = set()
+
+    @property
+    def count(self) -> int:
+        return self._of_file.total()
+
+    def note(self, fault: Fault) -> None:
+        place = (fault.file, fault.line)
+        if place in self._seen:  # an epoch comes by again
+            return
+        if len(self._seen) < REMEMBERED:
+            self._seen.add(place)
+        self.last = fault
+        self._of_file[fault.file] += 1
+        number = self._of_file[fault.file]
+        if fault.rest or number <= LOGGED_OF_A_FILE:
+            log.warning("skipped: %s", fault)
+        elif str(number).strip("0") == "1":
+            log.warning("skipped: %d lines of %s by now, the last one for: %s", number, fault.file, fault.reason)
+        if self.on_fault:
+            self.on_fault(fault)
