@@ -364,6 +364,11 @@ class CodecSpec(Section):
         about('int8 loses nothing in published runs, int4 hardly anything; "none" = not sent, nothing is waited for'),
     ] = "int8"
 
+    @property
+    def has_late_part(self) -> bool:
+        """Outer gradients travel, at the end of each round."""
+        return self.outer_gradient != "none"
+
     @model_validator(mode="after")
     def _weights_need_bits(self) -> CodecSpec:
         if self.slow_weights == "int4":
@@ -443,6 +448,22 @@ class Spec(Section):
     def schedule_steps(self) -> int:
         """Inner steps of the whole run: `progress` is counted in shares of them."""
         raise NotImplementedError
+
+    @property
+    def boundary_wait_s(self) -> float:
+        """How long training may wait at the end of a round; not at all where swaps have no late part."""
+        return self.outer.max_wait_s if self.codec.has_late_part else 0.0
+
+    def warnings(self) -> list[str]:
+        """What is set and has no effect, or is unwise."""
+        warnings = self.outer.warnings()
+        if not self.codec.has_late_part:
+            why = "outer gradients do not travel (codec.outer_gradient = 'none')"
+            if self.outer.weigh_tokens:
+                warnings.append(f"outer.weigh_tokens is ignored: {why}")
+            if self.outer.max_wait_s != OuterSpec.model_fields["max_wait_s"].default:
+                warnings.append(f"outer.max_wait_s has an effect in closing rounds alone: {why}")
+        return warnings
 
     def canonical_json(self) -> bytes:
         """One byte string for one spec: sorted keys, no spaces; all fields, defaults too, but those of YOUNG and, in an
