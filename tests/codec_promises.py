@@ -23,7 +23,8 @@ class Promise:
     """golden: bytes of VALUES, hexadecimal. ramp_digest: 16 bytes of BLAKE3 of those of RAMP. by_hand: payload and
     number of elements to values, written without the codec. error_bound: exact values, float64, to the largest error
     of each. gaussian_error: most of a normal vector's length that is lost. largest: any value up to it can be coded.
-    lone_error: of a value alone in its block, relative. keeps_zeros: beside other values.
+    gaussian_length: of a normal vector once decoded, over the true one. lone_error: relative, of a value alone in its
+    block. keeps_zeros: beside other values.
     """
 
     golden: str
@@ -33,6 +34,7 @@ class Promise:
     error_bound: Callable[[Tensor], Tensor]
     gaussian_error: float
     largest: float = 2.0**127
+    gaussian_length: float = 1.0
     lone_error: float = 2.0**-7
     keeps_zeros: bool = True
 
@@ -124,6 +126,7 @@ PROMISES: Mapping[str, Promise] = {
             clipped, block=128, max_code=3, scale_of=lambda part: part.square().mean().sqrt() * 0.49785
         ),
         gaussian_error=0.35,
+        gaussian_length=0.94,
         largest=2.0**60,
         lone_error=0.5,
         keeps_zeros=False,
@@ -135,6 +138,7 @@ PROMISES: Mapping[str, Promise] = {
         by_hand=partial(odd_by_hand, block=256, bits=1),
         error_bound=partial(clipped, block=256, max_code=1, scale_of=lambda part: part.abs().mean()),
         gaussian_error=0.61,
+        gaussian_length=0.80,
         largest=2.0**119,
         keeps_zeros=False,
     ),

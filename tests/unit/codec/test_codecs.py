@@ -119,11 +119,14 @@ def test_decode_gives_memory_of_its_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
-def test_relative_error_for_a_gaussian(name: str) -> None:
+def test_relative_error_and_length_for_a_gaussian(name: str) -> None:
     values = torch.randn(CHUNK_ELEMENTS, generator=torch.Generator().manual_seed(0))
-    error = (round_trip(name, values) - values).norm() / values.norm()
+    decoded = round_trip(name, values)
+    error = (decoded - values).norm() / values.norm()
     most = PROMISES[name].gaussian_error
     assert most / 4 <= error.item() <= most
+    # The gates compare lengths of decoded vectors with lengths of true ones (optim/gates.py).
+    assert (decoded.norm() / values.norm()).item() == pytest.approx(PROMISES[name].gaussian_length, rel=0.01)
 
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
