@@ -28,8 +28,7 @@ with int2, or longer at all with sign1. So a partner is refused for a gradient t
 the own exact ones. Of two normal vectors with the cosine c, the decoded ones have 0.89 c (int2) or 2 / pi asin(c)
 (sign1): the limit of -0.1 stands for -0.11 or -0.16 of the exact ones. Honest partners are refused less often for it,
 and what a liar may send is bounded as before. A run whose outer gradients do not travel has the gates on weights and
-the loss alone; its offsets
-are as long as outer gradients, so their clipping begins later (`WITHOUT_LATE_PART`).
+the loss alone. Its offsets are as long as outer gradients, so that clipping begins later (`WITHOUT_LATE_PART`).
 
 Slow weights have no cosine gate: islands that come together again may lie either way.
 """

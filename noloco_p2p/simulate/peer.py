@@ -34,8 +34,7 @@ class SimulatedPeer:
     """The counters can be read at any time.
 
     train: for the inner optimizer. absent: share of the rounds in which nobody reaches this peer. gates: None =
-    those of the spec. follows_caller: see
-    `Rounds`.
+    those of the spec. follows_caller: see `Rounds`.
     """
 
     def __init__(
