@@ -1,6 +1,6 @@
 """What the gates cost an honest swarm, and what they hold when one of eight lies: simulated swarms of the studies' toy.
 
-    python benchmarks/attacks.py [--quick] [--greedy] [--seeds 0,1,2] [--jobs 2] [--json FILE]
+    python benchmarks/attacks.py [--quick] [--greedy] [--late CODEC] [--seeds 0,1,2] [--jobs 2] [--json FILE]
 
 Losses are validation losses, mean over the honest replicas at the end. "open" = no gate but the finite check. The noise
 is what another seed of the same honest swarm makes of the loss. With --greedy the liar is a ninth peer, which makes
@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,7 +28,7 @@ from claims import machine
 from harness.hostile import ADAPTIVE, Attack, GreedyReplica
 from harness.hostile_swarm import simulate_hostile
 
-from noloco_p2p.optim.gates import LIMITS, OPEN
+from noloco_p2p.optim.gates import OPEN
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
@@ -51,6 +51,7 @@ class Case:
     num_liars: int = 1
     is_greedy: bool = False
     settings: str = "toy"  # of optimizer, outer step and codecs: those of the toy, or those that `noloco init` writes
+    late: str = ""  # codec of the outer gradient; "" = that of the settings
 
 
 def greedy_cases(seeds: list[int]) -> list[Case]:
@@ -78,20 +79,22 @@ def settings_of_init() -> dict[str, Any]:
 
 def run_case(case: Case, *, steps: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    changes = {
+    changes: dict[str, Any] = {
         "train.total_steps": steps,
         "train.warmup_steps": steps // 10,
         "outer.inner_steps": max(1, steps // NUM_ROUNDS),
     }
     if case.settings == "init":
         changes = settings_of_init() | changes
+    if case.late:
+        changes["codec.outer_gradient"] = case.late
     spec = TrainerSpec.load(TOY).with_changes(changes, origin="attacks.py")
     liars = range(case.num_peers - case.num_liars, case.num_peers)
     plan = Plan(
         case.num_peers,
         seed=case.seed,
         evaluations=1,
-        gates=LIMITS if case.gates == "on" else OPEN,
+        gates=None if case.gates == "on" else OPEN,
     )
     attacks = {} if case.attack == HONEST else {liar: Attack(case.attack) for liar in liars}
     row: dict[str, Any] = asdict(case) | {"steps": steps}
@@ -165,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="40 steps and no attack")
     parser.add_argument("--greedy", action="store_true", help="liars that make offers to everybody at once")
+    parser.add_argument("--late", default="", metavar="CODEC", help="of the outer gradient, none included")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--jobs", type=int, default=1)
@@ -172,10 +176,11 @@ def main() -> None:
     args = parser.parse_args()
     steps = 40 if args.quick else args.steps
     rows: list[dict[str, Any]] = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
-    keys = ("attack", "gates", "seed", "num_peers", "num_liars", "settings")
-    done = {tuple(row.get(key, getattr(Case, key, None)) for key in keys) for row in rows}
+    keys = ("attack", "gates", "seed", "num_peers", "num_liars", "settings", "late")
+    done = {tuple((asdict(Case("", "", 0)) | row)[key] for key in keys) for row in rows}
     seeds = [int(seed) for seed in args.seeds.split(",")]
-    wanted = greedy_cases(seeds) if args.greedy else cases(seeds, quick=args.quick)
+    plain = greedy_cases(seeds) if args.greedy else cases(seeds, quick=args.quick)
+    wanted = [replace(case, late=args.late) for case in plain]
     todo = [case for case in wanted if tuple(asdict(case)[key] for key in keys) not in done]
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         for future in as_completed([pool.submit(run_case, case, steps=steps) for case in todo]):

@@ -16,13 +16,12 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-import torch
 from bare_stream import BareStream
 from claims import Claim, run
 from harness.specs import published
 from pair import Side, run_pair
 
-from noloco_p2p.codec import CHUNK_ELEMENTS, chunk_bounds, get_codec
+from noloco_p2p.codec import chunk_bounds, get_codec
 from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.spec import RunSpec
 
@@ -93,30 +92,13 @@ def rates(side: Callable[..., None], num_elements: int, *args: bool, repeats: in
     return [(a_bytes + b_bytes) / max(a_s, b_s) / 1e6 for (a_s, a_bytes), (b_s, b_bytes) in results]
 
 
-def codec_speed(name: str) -> tuple[float, float]:
-    """GB/s of fp32 (encode, decode) on one thread, best of many full chunks."""
-    torch.set_num_threads(1)
-    codec, values = get_codec(name), torch.randn(CHUNK_ELEMENTS)
-    payload = codec.encode(values)
-
-    def best(action: Callable[[], object]) -> float:
-        times = []
-        for _ in range(200):
-            began_s = time.perf_counter()
-            action()
-            times.append(time.perf_counter() - began_s)
-        return 4 * CHUNK_ELEMENTS / min(times) / 1e9
-
-    return best(lambda: codec.encode(values)), best(lambda: codec.decode(payload, num_elements=CHUNK_ELEMENTS))
-
-
 def measure(quick: bool) -> list[Claim]:
     num_elements, repeats = (12_500_000, 5) if quick else (125_000_000, 4)
     plain = max(rates(bare_side, num_elements, True, repeats=repeats))
     bare = max(rates(bare_side, num_elements, False, repeats=repeats))
     swap = max(rates(swap_side, num_elements, repeats=repeats))
     tcp = max(rates(tcp_side, num_elements, repeats=repeats))
-    claims = [
+    return [
         Claim("raw TCP, both ways", tcp, "MB/s"),
         Claim("bare gRPC stream without TLS, both ways", plain, "MB/s"),
         Claim("bare gRPC stream, both ways", bare, "MB/s"),
@@ -124,10 +106,6 @@ def measure(quick: bool) -> list[Claim]:
         Claim("swap / bare gRPC stream", swap / bare, "ratio", ">= 0.8", swap / bare >= 0.8),
         Claim("swap / raw TCP", swap / tcp, "ratio"),
     ]
-    for name in ("fp32", "bf16", "int8", "int4"):
-        for way, speed in zip(("encode", "decode"), codec_speed(name), strict=True):
-            claims.append(Claim(f"{name} {way}, one core", speed, "GB/s of fp32", ">= 1", speed >= 1))
-    return claims
 
 
 if __name__ == "__main__":

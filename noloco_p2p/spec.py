@@ -24,10 +24,13 @@ SPEC_VERSION = 1
 MAX_SPEC_BYTES = 64 * 1024  # a spec that comes from the network is refused above this size
 
 CodecName = Literal["fp32", "bf16", "int8", "int4"]
+# coarse: for outer gradients alone, as what a code loses stays between partners, and slow weights mix it away
+CoarseName = Literal["int2", "sign1"]
+GradientCodecName = Literal[CodecName, CoarseName, "none"]
 # modulo: for what partners have nearly in common
 ModuloName = Literal["modulo8", "modulo4"]
 StateCodecName = Literal[CodecName, ModuloName]
-CODECS, STATE_CODECS = ", ".join(get_args(CodecName)), ", ".join(get_args(ModuloName))
+CODECS, COARSE_CODECS, STATE_CODECS = (", ".join(get_args(names)) for names in (CodecName, CoarseName, ModuloName))
 MAX_STAGES = 64
 MAX_LAYERS = 4096  # to count what a model takes walks over its layers
 
@@ -356,7 +359,15 @@ class CodecSpec(Section):
         StateCodecName, about("int8 or better; modulo8 has int8's bytes and is far more exact; modulo4 half of them")
     ] = "bf16"
     outer_momentum: Annotated[StateCodecName, about("bf16 or modulo8 recommended")] = "bf16"
-    outer_gradient: Annotated[CodecName, about("int8 loses nothing in published runs, int4 hardly anything")] = "int8"
+    outer_gradient: Annotated[
+        GradientCodecName,
+        about('int8 loses nothing in published runs, int4 hardly anything; "none" = not sent, nothing is waited for'),
+    ] = "int8"
+
+    @property
+    def has_late_part(self) -> bool:
+        """Outer gradients travel, at the end of each round."""
+        return self.outer_gradient != "none"
 
     @model_validator(mode="after")
     def _weights_need_bits(self) -> CodecSpec:
@@ -426,13 +437,33 @@ class Spec(Section):
         OuterSpec, about("The NoLoCo outer step (arXiv 2506.10911): mixing with one random live peer after each round.")
     ] = OuterSpec()
     codec: Annotated[
-        CodecSpec, about(f"How vectors travel: {CODECS}; slow weights and momentum also {STATE_CODECS}.")
+        CodecSpec,
+        about(
+            f"How vectors travel: {CODECS}; slow weights and momentum also {STATE_CODECS}, "
+            f"outer gradients {COARSE_CODECS}."
+        ),
     ] = CodecSpec()
 
     @property
     def schedule_steps(self) -> int:
         """Inner steps of the whole run: `progress` is counted in shares of them."""
         raise NotImplementedError
+
+    @property
+    def boundary_wait_s(self) -> float:
+        """How long training may wait at the end of a round; not at all where swaps have no late part."""
+        return self.outer.max_wait_s if self.codec.has_late_part else 0.0
+
+    def warnings(self) -> list[str]:
+        """What is set and has no effect, or is unwise."""
+        warnings = self.outer.warnings()
+        if not self.codec.has_late_part:
+            why = "outer gradients do not travel (codec.outer_gradient = 'none')"
+            if self.outer.weigh_tokens:
+                warnings.append(f"outer.weigh_tokens is ignored: {why}")
+            if self.outer.max_wait_s != OuterSpec.model_fields["max_wait_s"].default:
+                warnings.append(f"outer.max_wait_s has an effect in closing rounds alone: {why}")
+        return warnings
 
     def canonical_json(self) -> bytes:
         """One byte string for one spec: sorted keys, no spaces; all fields, defaults too, but those of YOUNG and, in an

@@ -23,6 +23,8 @@ class Promise:
     """golden: bytes of VALUES, hexadecimal. ramp_digest: 16 bytes of BLAKE3 of those of RAMP. by_hand: payload and
     number of elements to values, written without the codec. error_bound: exact values, float64, to the largest error
     of each. gaussian_error: most of a normal vector's length that is lost. largest: any value up to it can be coded.
+    gaussian_length: of a normal vector once decoded, over the true one. lone_error: relative, of a value alone in its
+    block. keeps_zeros: beside other values.
     """
 
     golden: str
@@ -32,6 +34,9 @@ class Promise:
     error_bound: Callable[[Tensor], Tensor]
     gaussian_error: float
     largest: float = 2.0**127
+    gaussian_length: float = 1.0
+    lone_error: float = 2.0**-7
+    keeps_zeros: bool = True
 
 
 def bf16(data: bytes) -> list[float]:
@@ -49,6 +54,26 @@ def blocks_by_hand(payload: bytes, num_elements: int, *, block: int, is_packed: 
         high = [(code - part) // 16 for code, part in zip(codes, low, strict=True)]
         codes = (low + high)[:num_elements]
     return [code * scales[i // block] for i, code in enumerate(codes)]
+
+
+def odd_by_hand(payload: bytes, num_elements: int, *, block: int, bits: int) -> list[float]:
+    """Scales in bf16, then signed fields c from the lowest bits on: code 2 c + 1 of element i + j * number of bytes."""
+    num_blocks = -(-num_elements // block)
+    scales, fields = bf16(payload[: 2 * num_blocks]), payload[2 * num_blocks :]
+    modulus = 1 << bits
+    unsigned = [(byte >> bits * j) % modulus for j in range(8 // bits) for byte in fields]
+    codes = [2 * (field - modulus * (field >= modulus // 2)) + 1 for field in unsigned]
+    return [code * scales[i // block] for i, code in enumerate(codes[:num_elements])]
+
+
+def clipped(exact: Tensor, *, block: int, max_code: int, scale_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """To the next odd code it is at most one scale, beyond the last one all of the rest."""
+    if not len(exact):
+        return exact
+    scale = torch.cat([scale_of(part).expand(len(part)) for part in exact.split(block)])
+    beyond = exact.abs() - max_code * scale
+    # The scale is rounded to bf16, below the smallest normal fp32 number up to that. Squares may be lost below 2^-63.
+    return torch.maximum(scale, beyond) + max_code * scale * 2**-8 * (1 + 2**-10) + 2.0**-59
 
 
 def half_a_step(exact: Tensor, *, block: int, max_code: int) -> Tensor:
@@ -92,6 +117,30 @@ PROMISES: Mapping[str, Promise] = {
         error_bound=partial(half_a_step, block=128, max_code=7),
         gaussian_error=0.125,
     ),
+    "int2": Promise(
+        golden="0f40 00 3c 13",
+        ramp_digest="84b950907f0ffe26af0e273a8bc57aea",
+        bytes_a_parameter=0.25 + 2 / 128,
+        by_hand=partial(odd_by_hand, block=128, bits=2),
+        error_bound=partial(
+            clipped, block=128, max_code=3, scale_of=lambda part: part.square().mean().sqrt() * 0.49785
+        ),
+        gaussian_error=0.35,
+        gaussian_length=0.94,
+        largest=2.0**60,
+        lone_error=0.5,
+        keeps_zeros=False,
+    ),
+    "sign1": Promise(
+        golden="1840 06 08",
+        ramp_digest="77510dfb62a1b695bc18e63229bba1cc",
+        bytes_a_parameter=0.125 + 2 / 256,
+        by_hand=partial(odd_by_hand, block=256, bits=1),
+        error_bound=partial(clipped, block=256, max_code=1, scale_of=lambda part: part.abs().mean()),
+        gaussian_error=0.61,
+        gaussian_length=0.80,
+        largest=2.0**119,
+        keeps_zeros=False,
+    ),
 }
 assert set(PROMISES) == set(CODEC_NAMES), "a codec without a row here; add what it promises"
-LARGEST = min(promise.largest for promise in PROMISES.values())

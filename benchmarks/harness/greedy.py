@@ -158,6 +158,9 @@ class GreedyPeer:
         return self._bounds.setdefault((partner, plan.name), Bounds(plan.num_elements, codec=plan.modulo))
 
     async def _stage(self, partner: str, plan: SectionPlan, staged: Staged) -> None:
+        """plan: of the last section."""
+        if plan.part is not Part.LATE:
+            return
         while (gradient := self._liar.gradient(partner)) is None:  # noqa: ASYNC110 (nothing tells it)
             await asyncio.sleep(self._pause_s)
         slab = self._memory.take(plan.num_bytes)

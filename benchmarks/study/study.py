@@ -83,6 +83,14 @@ def adamw(learning_rate: float) -> dict[str, Any]:
     return {"train.learning_rate": learning_rate}
 
 
+EARLY_CODECS, LATE_CODECS = ("modulo8", "modulo4"), ("int4", "int2", "sign1", "none")
+
+
+def late_case(size: dict[str, Any], inner_steps: int, early: str, late: str) -> Case:
+    coded = codec(early, "modulo8", late)
+    return Case(f"{inner_steps}: {early}, {late}", {**size, **muon(24e-3), **averaging(inner_steps), **coded, **CLOSED})
+
+
 STUDIES: dict[str, list[Case]] = {
     "rules": [
         Case("ddp", rule="ddp"),
@@ -219,6 +227,19 @@ STUDIES: dict[str, list[Case]] = {
             ("50 % of the rounds absent", {"churn": Churn(absent=0.5)}),
             ("half of the calls break", {"churn": Churn(lose=0.5)}),
         )
+    ],
+    "late": [  # what a coarse late part costs, and none at all, with rounds of many lengths and both early codecs
+        Case("ddp", muon(16e-3), rule="ddp"),
+        *(
+            late_case({}, steps, early, late)
+            for early in EARLY_CODECS
+            for steps in (5, 3, 8, 20)
+            for late in LATE_CODECS
+        ),
+    ],
+    "late_small": [  # whether it holds for seven times the parameters
+        Case("ddp", {**SMALL, **muon(16e-3)}, rule="ddp"),
+        *(late_case(SMALL, 3, "modulo8", late) for late in LATE_CODECS),
     ],
     "closing": [Case(f"{rounds} closing rounds", {"outer.closing_rounds": rounds}) for rounds in (0, 3, 6)],
 }

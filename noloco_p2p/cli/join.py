@@ -89,7 +89,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
         _say(f"peer {peer.peer_id} of run {spec.name} ({spec.digest()[:16]}), announces {peer.address}")
         if peer.metrics_address:
             _say(f"metrics at http://{peer.metrics_address}/metrics")
-        for warning in [*spec.outer.warnings(), *unused_data(spec, settings), *unknown_name(settings)]:
+        for warning in [*spec.warnings(), *unused_data(spec, settings), *unknown_name(settings)]:
             log.warning(warning)
         trainer = StageTrainer(peer, say=_say) if spec.pipeline.stages > 1 else Trainer(peer, say=_say, ranks=ranks)
         for warning in trainer.inner_step.compute.warnings(here, spec):

@@ -1,19 +1,26 @@
-"""int8 and int4: blocks of elements that share a scale.
+"""int8, int4, int2 and sign1: blocks of elements that share a scale.
 
 Payload of a chunk of n elements: ceil(n / block) scales (bf16), then the codes. An element is `code * scale`.
 
-* A scale is (largest magnitude of the block) / max_code, rounded *up* to bf16: no code is ever above max_code, so
-  nothing clips and no clamp is needed. It is at least the smallest normal number (also for a block of zeros), so its
-  reciprocal is finite and flushed subnormals change nothing.
+* int8, int4: a scale is (largest magnitude of the block) / max_code, rounded *up* to bf16: no code is ever above
+  max_code, so nothing clips and no clamp is needed.
+* int2, sign1: the codes are odd (-3, -1, 1, 3 and -1, 1), and larger elements clip. The scale of int2 is 0.4979 times
+  the root mean square of the block: with that step four equidistant levels have the least mean squared error for a
+  Gaussian, 0.1188 (J. Max, "Quantizing for minimum distortion", IRE Trans. Inf. Theory 6, 1960, table II; levels that
+  are not equidistant reach 0.1175). The scale of sign1 is the mean magnitude, which is best for signs of anything.
+* A scale is at least the smallest normal number (also for a block of zeros), so its reciprocal is finite and flushed
+  subnormals change nothing.
 * A code of up to 8 bits times a bf16 of 8 significant bits is exact in fp32: every machine decodes the same numbers.
-* int4 packs element i of the first half of the chunk with element i of the second half, `low + 16 * high`, rather
-  than neighbours: both halves are then plain runs of memory, which is what vector units like.
+* Codes that share a byte are not neighbours: int4 packs element i of the first half of the chunk with element i of the
+  second half, `low + 16 * high`, int2 packs four quarters and sign1 eight eighths. Each part is then a plain run of
+  memory, which is what vector units like.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,16 +39,26 @@ from noloco_p2p.errors import NotFinite
 
 FLOAT32 = torch.finfo(torch.float32)
 SCALE_BYTES = 2
+GAUSSIAN_SCALE = 0.9957 / 2  # of int2: half a step, for a root mean square of 1
+# Of the fields in a byte: what each but the lowest counts, and the factor that moves each to the top.
+PLACES = {bits: torch.tensor([float(1 << j) for j in range(bits, 8, bits)]) for bits in (1, 2)}
+TO_THE_TOP = {bits: torch.tensor([1 << 8 - bits - j for j in range(0, 8, bits)]).to(torch.int8) for bits in (1, 2)}
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCodec:
-    """Symmetric codes -max_code..max_code, `codes_a_byte` of them in a byte, one bf16 scale for `block_elements`."""
+    """Symmetric codes -max_code..max_code, `codes_a_byte` of them in a byte, one bf16 scale for `block_elements`.
+
+    quantize: takes blocks, shape (num_blocks, block_elements), the last one filled up with zeros beyond num_elements,
+    and memory of that shape. It leaves whole numbers there, which `pack` takes and may overwrite, and returns the
+    scales: bf16 values in fp32, not valid where a block is not finite.
+    """
 
     name: str
     block_elements: int
     max_code: int
     codes_a_byte: int
+    quantize: Callable[[Tensor, int, Tensor], Tensor]
     pack: Callable[[Tensor, Tensor], None]
     unpack: Callable[[Tensor, Tensor, Scratch], None]
 
@@ -57,14 +74,11 @@ class BlockCodec:
         num_elements = values.numel()
         blocks = self._as_blocks(values.detach().to(torch.float32))
         workspace = scratch.take("blocks", blocks.numel(), dtype=torch.float32, device=values.device).view_as(blocks)
-        torch.abs(blocks, out=workspace)
-        scales = block_scales(workspace.amax(dim=1), max_code=self.max_code)
-        torch.mul(blocks, scales.reciprocal()[:, None], out=workspace)
-        codes = workspace.round_().view(-1)[:num_elements]
+        scales = self.quantize(blocks, num_elements, workspace)
         coded = out if values.device == out.device else torch.empty_like(out, device=values.device)
         scale_bytes, code_bytes = self._parts(coded, num_elements=num_elements)
         scale_bytes.copy_(scales)  # exact: they are bf16 values already
-        self.pack(codes, code_bytes)
+        self.pack(workspace.view(-1), code_bytes)
         if coded is not out:
             out.copy_(coded)
         if not self._scales_valid(self._parts(out, num_elements=num_elements)[0]):
@@ -124,8 +138,39 @@ def block_scales(largest: Tensor, *, max_code: int) -> Tensor:
     return scales
 
 
+def quantize_largest(blocks: Tensor, num_elements: int, workspace: Tensor, *, max_code: int) -> Tensor:
+    scales = block_scales(torch.abs(blocks, out=workspace).amax(dim=1), max_code=max_code)
+    torch.mul(blocks, scales.reciprocal()[:, None], out=workspace).round_()
+    return scales
+
+
+def quantize_rms(blocks: Tensor, num_elements: int, workspace: Tensor) -> Tensor:
+    """Leaves c of the nearest code 2 c + 1, within -2..1."""
+    block_elements = blocks.shape[1]
+    scales = torch.linalg.vector_norm(blocks, dim=1).mul_(GAUSSIAN_SCALE * block_elements**-0.5)
+    if rest := num_elements % block_elements:
+        scales[-1] *= (block_elements / rest) ** 0.5
+    scales = _nearest_bf16(scales)
+    torch.mul(blocks, scales.reciprocal().mul_(0.5)[:, None], out=workspace).floor_().clamp_(-2, 1)
+    return scales
+
+
+def quantize_signs(blocks: Tensor, num_elements: int, workspace: Tensor) -> Tensor:
+    """Leaves c of the code 2 c + 1: -1 below zero, or 0."""
+    block_elements = blocks.shape[1]
+    scales = torch.abs(blocks, out=workspace).sum(dim=1).mul_(1 / block_elements)
+    if rest := num_elements % block_elements:
+        scales[-1] *= block_elements / rest
+    torch.clamp(blocks, -1, 0, out=workspace).floor_()
+    return _nearest_bf16(scales)
+
+
+def _nearest_bf16(scales: Tensor) -> Tensor:
+    return scales.clamp_min_(FLOAT32.tiny).to(torch.bfloat16).to(torch.float32)
+
+
 def pack_bytes(codes: Tensor, code_bytes: Tensor) -> None:
-    code_bytes.copy_(codes)
+    code_bytes.copy_(codes[: code_bytes.numel()])
 
 
 def unpack_bytes(code_bytes: Tensor, codes: Tensor, scratch: Scratch) -> None:
@@ -133,10 +178,10 @@ def unpack_bytes(code_bytes: Tensor, codes: Tensor, scratch: Scratch) -> None:
 
 
 def pack_nibbles(codes: Tensor, code_bytes: Tensor) -> None:
-    """`codes` (n,) fp32 is overwritten; `code_bytes` has ceil(n / 2). The high code of an odd n's last byte is 0."""
+    """The high code of an odd number's last byte is 0."""
     half = code_bytes.numel()
-    codes[: codes.numel() - half].add_(codes[half:], alpha=16)  # at most 7 + 16 * 7 = 119: fits a signed byte
-    code_bytes.copy_(codes[:half])
+    packed = codes[:half].add_(codes[half : 2 * half], alpha=16)  # at most 7 + 16 * 7 = 119: fits a signed byte
+    code_bytes.copy_(packed)
 
 
 def unpack_nibbles(code_bytes: Tensor, codes: Tensor, scratch: Scratch) -> None:
@@ -150,9 +195,64 @@ def unpack_nibbles(code_bytes: Tensor, codes: Tensor, scratch: Scratch) -> None:
     codes[half:].copy_(nibbles[: codes.numel() - half])
 
 
+def pack_odd(codes: Tensor, code_bytes: Tensor, *, bits: int) -> None:
+    """`codes` holds c of each code 2 c + 1.
+
+    c of element i + j * len(code_bytes) is the signed field of `bits` bits of byte i, from bit `bits * j` on. Fields
+    beyond the last element are 0.
+    """
+    size, num_fields, half = code_bytes.numel(), 8 // bits, 1 << bits - 1
+    # One product is faster than a sum for each field, and exact: these are whole numbers below 256.
+    others = codes[size : num_fields * size].view(num_fields - 1, size)
+    packed = codes[:size].addmv_(others.t(), PLACES[bits].to(codes.device))
+    # With `half` added to every c, the sum is the byte of these unsigned fields; less 128 it is a signed byte, with the
+    # topmost bit flipped. Flipping the top bits of the other fields, too, takes `half` off again.
+    lift = half * 255 // ((1 << bits) - 1) - 128
+    code_bytes.copy_(packed.add_(lift)).bitwise_xor_(lift)
+
+
+def unpack_odd(code_bytes: Tensor, codes: Tensor, scratch: Scratch, *, bits: int) -> None:
+    size, num_fields = code_bytes.numel(), 8 // bits
+    fields = scratch.take("fields", num_fields * size, dtype=torch.int8).view(num_fields, size)
+    # Each field goes to the top of its byte, and down again to all but one bit: 2 c, and a bit below it that becomes 1.
+    # A product of signed bytes keeps the low eight bits, and is faster than a shift.
+    torch.mul(code_bytes, TO_THE_TOP[bits][:, None], out=fields)
+    codes.copy_(fields.bitwise_right_shift_(7 - bits).bitwise_or_(1).view(-1)[: codes.numel()])
+
+
 INT8 = BlockCodec(
-    name="int8", block_elements=256, max_code=127, codes_a_byte=1, pack=pack_bytes, unpack=unpack_bytes
+    name="int8",
+    block_elements=256,
+    max_code=127,
+    codes_a_byte=1,
+    quantize=partial(quantize_largest, max_code=127),
+    pack=pack_bytes,
+    unpack=unpack_bytes,
 )  # 1.0078 bytes a parameter
 INT4 = BlockCodec(
-    name="int4", block_elements=128, max_code=7, codes_a_byte=2, pack=pack_nibbles, unpack=unpack_nibbles
+    name="int4",
+    block_elements=128,
+    max_code=7,
+    codes_a_byte=2,
+    quantize=partial(quantize_largest, max_code=7),
+    pack=pack_nibbles,
+    unpack=unpack_nibbles,
 )  # 0.5156 bytes a parameter
+INT2 = BlockCodec(
+    name="int2",
+    block_elements=128,
+    max_code=3,
+    codes_a_byte=4,
+    quantize=quantize_rms,
+    pack=partial(pack_odd, bits=2),
+    unpack=partial(unpack_odd, bits=2),
+)  # 0.2656 bytes a parameter
+SIGN1 = BlockCodec(
+    name="sign1",
+    block_elements=256,
+    max_code=1,
+    codes_a_byte=8,
+    quantize=quantize_signs,
+    pack=partial(pack_odd, bits=1),
+    unpack=partial(unpack_odd, bits=1),
+)  # 0.1328 bytes a parameter

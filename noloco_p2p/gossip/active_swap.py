@@ -103,17 +103,20 @@ class ActiveSwap:
     def expected_s(self, now_s: float, goodput: Goodput) -> float:
         """When the late part should be here: after the rest of the early part, the partner's boundary and the transfer.
 
-        What is not known counts as no time.
+        What is not known counts as no time. Without a late part: when the early part should be here.
         """
         early, late = (self.swap.num_bytes(part) for part in Part)
         early_left, late_left = max(0, early - self.swap.bytes_moved), min(late, early + late - self.swap.bytes_moved)
+        early_s = now_s + (goodput.seconds_for(early_left) or 0.0)
+        if not late:
+            return early_s
         there_s = self.swap.partner_staged_s or self.began_s + (self.theirs.seconds_to_boundary or 0.0)
-        ready_s = max(now_s + (goodput.seconds_for(early_left) or 0.0), there_s)
+        ready_s = max(early_s, there_s)
         return ready_s + (goodput.seconds_for(max(0, late_left)) or 0.0)
 
     def lateness_s(self, now_s: float) -> float:
         """How long this peer stood at its boundary before the partner's late part began to arrive."""
-        if self.boundary_s is None:
+        if self.boundary_s is None or not self.swap.num_bytes(Part.LATE):
             return 0.0
         there_s = self.swap.partner_staged_s
         return max(0.0, (now_s if there_s is None else there_s) - self.boundary_s)

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar, TypeVarTuple
 from torch import Tensor
 
 from noloco_p2p.codec import section_bytes
-from noloco_p2p.gossip.frames import SectionName
+from noloco_p2p.gossip.frames import Part, SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, Outcome
 from noloco_p2p.gossip.rate_estimators import StepRate
 from noloco_p2p.gossip.round_driver import RoundDriver
@@ -64,7 +64,8 @@ class Exchange(Protocol):
     def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
         """At the boundary: code the outer gradient chunk by chunk where it lies, and hand it over.
 
-        `chunks()` yields it in order; it is not called when no partner can be had in this round. A gradient that is not
+        `chunks()` yields it in order; it is not called when no partner can be had in this round, or when swaps have no
+        late part. A gradient that is not
         finite is not sent: the swap stays half.
         """
         ...
@@ -133,9 +134,9 @@ class LoopExchange:
         self._ask(lambda: self._driver.open(opening, plans), None, even_late=True)
 
     def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
-        if not self._ask(self._driver.reach_boundary, False):
+        may_swap, plan = self._ask(self._driver.reach_boundary, False), self._plans[-1]
+        if not may_swap or plan.part is not Part.LATE:
             return
-        plan = self._plans[-1]
         slab = self._driver.memory.take(section_bytes(plan.codec, plan.num_elements))
         try:
             for values in chunks():

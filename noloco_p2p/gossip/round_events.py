@@ -19,7 +19,7 @@ class RoundPhase(Enum):
     OFFERING = auto()  # an offer of mine is out
     SWAPPING = auto()  # a partner is found, the early part is on its way
     EARLY = auto()  # the early part is committed
-    DONE = auto()  # both parts are committed
+    DONE = auto()  # all parts are committed
     HALF = auto()  # the early part is committed, the late part will never come
     CLOSED = auto()
 

@@ -73,10 +73,14 @@ def measure_link(
 class RoundLength:
     """Chooses the length of each round; `inner_steps` is that of the round of now. A fixed one never changes."""
 
-    def __init__(self, outer: OuterSpec, *, first_inner_steps: int | None = None) -> None:
-        """first_inner_steps: None = `outer.first_inner_steps`, whatever the length of the run is."""
+    def __init__(
+        self, outer: OuterSpec, *, first_inner_steps: int | None = None, max_wait_s: float | None = None
+    ) -> None:
+        """first_inner_steps: None = `outer.first_inner_steps`, whatever the length of the run is. max_wait_s: of a
+        boundary; None = `outer.max_wait_s`, as in a run whose swaps have a late part."""
         self.inner_steps = first_inner_steps or outer.first_inner_steps
         self._outer = outer
+        self._max_wait_s = outer.max_wait_s if max_wait_s is None else max_wait_s
         self._swaps_s: deque[float] = deque(maxlen=WINDOW_SWAPS)
         self._blocked_s: deque[float] = deque(maxlen=WINDOW_SWAPS)
         self._given_up_s: deque[float] = deque(maxlen=2)  # without a whole one since
@@ -92,7 +96,7 @@ class RoundLength:
             self._given_up_s.clear()
         if link.is_whole or link.swap_s > cautious(self._swaps_s):
             self._swaps_s.append(link.swap_s)
-            self._blocked_s.append(min(link.late_s, self._outer.max_wait_s))
+            self._blocked_s.append(min(link.late_s, self._max_wait_s))
             if not link.is_whole:
                 self._given_up_s.append(link.swap_s)
 
@@ -105,7 +109,7 @@ class RoundLength:
             own_s = self.shortest_s(seconds_per_step)
             target_s = max(own_s, usual_s([own_s, *(each for each in others_s if each > 0)]))
             wanted = self._bounded(math.ceil(min(target_s / seconds_per_step, self._outer.max_inner_steps)))
-            still = STILL_WAITING if self._outer.max_wait_s else STILL
+            still = STILL_WAITING if self._max_wait_s else STILL
             if not 1 / still <= wanted / self.inner_steps <= still:
                 self.inner_steps = self._nearer_to(wanted)
         return self.inner_steps

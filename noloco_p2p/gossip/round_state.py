@@ -5,6 +5,8 @@
        +--refused-+--failed---+          +--late part failed--> HALF
     any -> CLOSED when the round ends
 
+In a run whose swaps have no late part, SWAPPING -> DONE: the early part is all there is.
+
 A round has at most one partner whose early part is committed. Nothing is reserved before an offer is accepted. When a
 round ends before its late part is committed, its swap trails into the next round, and the late part becomes a
 correction. `round_driver.py` performs the actions.
@@ -455,7 +457,8 @@ class RoundState:
             self.active.committed(part, now_s, self.goodput)
             if part is Part.EARLY:
                 assert self.phase is RoundPhase.SWAPPING, self.phase
-                self.phase = RoundPhase.EARLY
+                has_late_part = any(plan.part is Part.LATE for plan in self.plans)
+                self.phase = RoundPhase.EARLY if has_late_part else RoundPhase.DONE
                 self._pairing.met(self.active.partner)
             else:
                 assert self.phase is RoundPhase.EARLY, self.phase

@@ -42,13 +42,11 @@ class SectionPlan:
 
 
 def section_plans(codecs: CodecSpec, *, swap_momentum: bool, num_elements: int) -> tuple[SectionPlan, ...]:
-    """The sections of every swap of a run, in the order in which they travel."""
+    """The sections of every swap of a run, in the order in which they travel. Without a codec for the outer gradient
+    there is no late part."""
     momentum = [(SectionName.OUTER_MOMENTUM, Part.EARLY, codecs.outer_momentum)] if swap_momentum else []
-    rows = [
-        (SectionName.SLOW_WEIGHTS, Part.EARLY, codecs.slow_weights),
-        *momentum,
-        (SectionName.OUTER_GRADIENT, Part.LATE, codecs.outer_gradient),
-    ]
+    gradient = [(SectionName.OUTER_GRADIENT, Part.LATE, codecs.outer_gradient)] if codecs.has_late_part else []
+    rows = [(SectionName.SLOW_WEIGHTS, Part.EARLY, codecs.slow_weights), *momentum, *gradient]
     return tuple(_plan(name, part, codec, num_elements) for name, part, codec in rows)
 
 

@@ -104,11 +104,12 @@ class Swap:
         self._num_bytes = {plan.name: plan.num_bytes for plan in plans}  # exact once the grids are agreed on
         self._squares = Squares()  # of the outer gradients
         sizes = {plan.name: section_bytes(plan.codec, plan.num_elements) for plan in plans}
-        self._own_slabs = {name: memory.take(size) for name, size in sizes.items() if name in early_state}
-        self._own_slabs[SectionName.OUTER_GRADIENT] = memory.take(0)  # staged already
+        # The outer gradient is staged already.
+        self._own_slabs = {name: memory.take(size if name in early_state else 0) for name, size in sizes.items()}
         self._their_slabs = {name: memory.take(size) for name, size in sizes.items()}
         self._partner_ready: set[Part] = set()
-        self._sent = {part: asyncio.Event() for part in Part}
+        self._parts = [part for part in Part if self._plans_of(part)]
+        self._sent = {part: asyncio.Event() for part in self._parts}
         self._send_lock = asyncio.Lock()
         self._early_done = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -156,7 +157,7 @@ class Swap:
             self._abandoned.exception()  # retrieved here, as `run` may already be gone
 
     async def run(self) -> None:
-        """Returns when both parts are committed. Raises PeerError otherwise; the ledger tells how far it came."""
+        """Returns when all parts are committed. Raises PeerError otherwise; the ledger tells how far it came."""
         sender = asyncio.create_task(self._send_parts())
         receiver = asyncio.create_task(self._receive_parts())
         alive = asyncio.create_task(self._keep_alive())
@@ -207,7 +208,7 @@ class Swap:
     async def _send_parts(self) -> None:
         for name, proposal in self._proposals.items():
             await self._send(Grid(name, proposal))
-        for part in Part:
+        for part in self._parts:
             for plan in self._plans_of(part):
                 coding = await self._codings[plan.name]
                 await self._send_section(coding, range(num_chunks(plan.num_elements)))
@@ -267,7 +268,7 @@ class Swap:
             await self._take_parts()
 
     async def _take_parts(self) -> None:
-        for part in Part:
+        for part in self._parts:
             broken = [(plan, await self._receive_section(plan)) for plan in self._plans_of(part)]
             if part is Part.EARLY:
                 await self._repair([(plan, indices) for plan, indices in broken if indices])
@@ -307,13 +308,13 @@ class Swap:
             self._early_done.set()
 
     async def _committed_after_silence(self) -> bool:
-        """Only a Ready may be missing: ask for it before giving up. True = both parts are committed now."""
-        for part in Part:
+        """Only a Ready may be missing: ask for it before giving up. True = all parts are committed now."""
+        for part in self._parts:
             if part not in self.ledger.verified - self.ledger.committed or not self._sent[part].is_set():
                 continue
             if part in (await self._ask_partner(self.partner, self.swap_id)).verified:
                 self._commit(part)
-        return Part.LATE in self.ledger.committed
+        return self.ledger.committed.issuperset(self._parts)
 
     async def _receive_section(self, plan: SectionPlan) -> list[int]:
         """Which of its chunks are to be sent again, as modulo coding could not carry them."""

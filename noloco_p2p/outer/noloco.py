@@ -24,6 +24,7 @@ from noloco_p2p.gossip.exchange import ThreadedExchange
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.outcome import Alone, Half, LonelyCause, Outcome, Swapped
+from noloco_p2p.optim.gates import gate_limits
 from noloco_p2p.outer import saved_state
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
@@ -149,7 +150,7 @@ class NoLoCo:
         self._exchange = peer.exchange
         self._model = model
         self._inner, self._hooked = inner_state(optimizer, model)
-        self._state = OuterState(parameters or model, self.spec.outer)
+        self._state = OuterState(parameters or model, self.spec.outer, limits=gate_limits(self.spec.codec))
         update_filter = UpdateFilter(self._state, peer.metrics, loss_check, on_change=peer.membership.weights_change)
         self._rounds = Rounds(self.spec, self._exchange, self._state, update_filter, follows_caller=follows_caller)
         self._save_every_rounds = save_every_rounds

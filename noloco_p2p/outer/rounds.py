@@ -77,7 +77,7 @@ class Rounds:
     ) -> None:
         self.spec = spec
         self.exchange = exchange
-        self.length = RoundLength(spec.outer, first_inner_steps=spec.first_inner_steps)
+        self.length = RoundLength(spec.outer, first_inner_steps=spec.first_inner_steps, max_wait_s=spec.boundary_wait_s)
         self.follows_caller = follows_caller
         self.progress = 0.0  # fraction of the run's schedule; the learning rate follows it
         self.round = 0
@@ -132,10 +132,10 @@ class Rounds:
         return self.steps >= self.inner_steps
 
     def reach_boundary(self, *, wait_s: float | None = None) -> None:
-        """Stage the outer gradient. `poll` then gives up after `wait_s`; None = `outer.max_wait_s`."""
+        """Stage the outer gradient. `poll` then gives up after `wait_s`; None = `Spec.boundary_wait_s`."""
         self._boundary_s = self._clock()
         self.exchange.stage(self._vectors.outer_gradient)
-        self._until_s = self._clock() + (self.spec.outer.max_wait_s if wait_s is None else wait_s)
+        self._until_s = self._clock() + (self.spec.boundary_wait_s if wait_s is None else wait_s)
 
     @property
     def wait_left_s(self) -> float:

@@ -17,7 +17,7 @@ from noloco_p2p.gossip.frames import Hello, SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, Half, Outcome, Swapped
 from noloco_p2p.gossip.rate_estimators import StepRate
 from noloco_p2p.gossip.round_stack import build_round_stack
-from noloco_p2p.optim.gates import LIMITS, GateLimits
+from noloco_p2p.optim.gates import GateLimits, gate_limits
 from noloco_p2p.optim.mixing import closing_wait_s
 from noloco_p2p.outer.outer_state import OuterState
 from noloco_p2p.outer.rounds import RoundEnd, Rounds
@@ -33,8 +33,8 @@ from noloco_p2p.trainer.inner_step import InnerStep
 class SimulatedPeer:
     """The counters can be read at any time.
 
-    train: for the inner optimizer. absent: share of the rounds in which nobody reaches this peer. follows_caller: see
-    `Rounds`.
+    train: for the inner optimizer. absent: share of the rounds in which nobody reaches this peer. gates: None =
+    those of the spec. follows_caller: see `Rounds`.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class SimulatedPeer:
         network: LinkNetwork,
         absent: float,
         seed: int,
-        gates: GateLimits = LIMITS,
+        gates: GateLimits | None = None,
         wrap: Wrap = unchanged,
         follows_caller: bool = False,
         deadlines: Deadlines = INTERNET,
     ) -> None:
         self.peer_id = peer_id
         self.model = model
-        self.state = OuterState(model, spec.outer, limits=gates)
+        self.state = OuterState(model, spec.outer, limits=gates or gate_limits(spec.codec))
         self.inner = InnerStep(model, train)
         self.steps = 0
         self.cut_share = 0.0  # sum over swaps, of `Clipped`

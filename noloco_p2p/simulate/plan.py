@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.optim.gates import LIMITS, GateLimits
+from noloco_p2p.optim.gates import GateLimits
 from noloco_p2p.simulate.network import IDEAL, LINKS
 from noloco_p2p.testing.link_proxy import LinkProfile
 
@@ -58,7 +58,7 @@ class Plan:
     speeds: tuple[float, ...] = (1.0,)
     links: tuple[LinkProfile, ...] = (IDEAL,)
     churn: Churn = Churn()
-    gates: GateLimits = LIMITS  # of all replicas
+    gates: GateLimits | None = None  # of all replicas; None = those of the spec
     evaluations: int = 4  # points of the curve of validation loss
 
     def seconds_per_step(self, replica: int) -> float:

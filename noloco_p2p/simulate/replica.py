@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from noloco_p2p.optim.gates import LIMITS, GateLimits
+from noloco_p2p.optim.gates import GateLimits
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.network import LinkNetwork
 from noloco_p2p.simulate.peer import SimulatedPeer, now_s
@@ -28,7 +28,7 @@ class Replica(SimulatedPeer):
         absent: float,
         num_points: int,
         seed: int,
-        gates: GateLimits = LIMITS,
+        gates: GateLimits | None = None,
         wrap: Wrap = unchanged,
     ) -> None:
         super().__init__(

@@ -90,13 +90,18 @@ def test_a_swap_over_grpc_brings_the_bits_of_its_twin_in_memory(swarm: LoopbackS
             assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("position", [1, 2, 5, 8, 9, 11, 12])
-def test_a_connection_that_breaks_at_any_frame_leaves_both_sides_alike(swarm: LoopbackSwarm, position: int) -> None:
+@pytest.mark.parametrize(
+    ("gradient", "position"),
+    [*(("fp32", position) for position in (1, 2, 5, 8, 9, 11, 12)), *(("none", position) for position in (1, 2, 5, 8))],
+)
+def test_a_connection_that_breaks_at_any_frame_leaves_both_sides_alike(gradient: str, position: int) -> None:
+    """The eighth frame of a peer is its first Ready, the last frame where there is no late part."""
     faults = FaultPlan().fail_at(At(nth=position), send=Cut()).wrapper()
-    peers = [swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")]
-    began_s = time.monotonic()
-    outcomes = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=PATIENCE_S)
-    assert time.monotonic() - began_s < AT_ONCE_S
+    with LoopbackSwarm(SPEC.with_changes({"codec.outer_gradient": gradient}), deadlines=PATIENT) as swarm:
+        peers = [swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")]
+        began_s = time.monotonic()
+        outcomes = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=PATIENCE_S)
+        assert time.monotonic() - began_s < AT_ONCE_S
     assert faults.fired
     assert len({type(outcome) for outcome in outcomes}) == 1
 

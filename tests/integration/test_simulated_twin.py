@@ -44,7 +44,7 @@ def train(peer: MemoryPeer, model: PreTrainedModel, material: Material, step_tog
     for step in range(INNER_STEPS * NUM_ROUNDS):
         inner(next(batches), progress=outer.progress)
         if (step + 1) % INNER_STEPS == 0:
-            wait_until(lambda: peer.driver.phase is RoundPhase.EARLY)
+            wait_until(lambda: peer.driver.phase in (RoundPhase.EARLY, RoundPhase.DONE))
             step_together.wait(PATIENCE_S)
         result = outer.step()
         assert result is None or isinstance(result.outcome, Swapped), result
@@ -54,9 +54,11 @@ def train(peer: MemoryPeer, model: PreTrainedModel, material: Material, step_tog
     return flat.read(0, flat.num_elements)
 
 
-@pytest.mark.parametrize("inner_optimizer", ["adamw", "muon"])
-def test_two_simulated_replicas_are_two_peers_over_grpc(tmp_path: Path, inner_optimizer: str) -> None:
-    spec = SPEC.with_changes({"train.inner_optimizer": inner_optimizer})
+@pytest.mark.parametrize(
+    ("inner_optimizer", "gradient"), [("adamw", "int8"), ("muon", "int8"), ("muon", "sign1"), ("muon", "none")]
+)
+def test_two_simulated_replicas_are_two_peers_over_grpc(tmp_path: Path, inner_optimizer: str, gradient: str) -> None:
+    spec = SPEC.with_changes({"train.inner_optimizer": inner_optimizer, "codec.outer_gradient": gradient})
     material = Material.of(spec, {})
     simulated: list[Replica] = []
     result = simulate_swarm(material, Plan(2), on_made=simulated.extend)

@@ -119,6 +119,34 @@ def test_what_has_no_effect_is_warned_of() -> None:
     assert "outer.max_inner_steps is ignored" in OuterSpec(max_inner_steps=100).warnings()[0]
 
 
+def test_what_has_no_effect_without_a_late_part_is_warned_of() -> None:
+    early = SPEC.with_changes({"codec.outer_gradient": "none"})
+    assert early.boundary_wait_s == 0.0 < SPEC.boundary_wait_s == SPEC.outer.max_wait_s
+    assert early.warnings() == SPEC.warnings() == []
+    changes = {"outer.weigh_tokens": True, "outer.max_wait_s": 5.0}
+    assert SPEC.with_changes(changes).warnings() == []
+    weigh, wait = early.with_changes(changes).warnings()
+    assert weigh.startswith("outer.weigh_tokens is ignored: outer gradients do not travel")
+    assert wait.startswith("outer.max_wait_s has an effect in closing rounds alone")
+
+
+@pytest.mark.parametrize("field", ["codec.slow_weights", "codec.outer_momentum", "pipeline.activations"])
+@pytest.mark.parametrize("name", ["int2", "sign1", "none"])
+def test_coarse_codecs_are_for_outer_gradients_alone(field: str, name: str) -> None:
+    assert SPEC.with_changes({"codec.outer_gradient": name}).codec.outer_gradient == name
+    with pytest.raises(SpecError, match=f"{field}: Input should be 'fp32', 'bf16', 'int8'"):
+        SPEC.with_changes({field: name})
+
+
+def test_a_codec_of_a_later_version_is_refused_with_the_known_ones() -> None:
+    """What a peer of another version gets by ticket: it must say which field it is."""
+    values = SPEC.model_dump(mode="json")
+    values["codec"]["outer_gradient"] = "int3"
+    data = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+    with pytest.raises(SpecError, match=r"peer: codec.outer_gradient: Input should be 'fp32', .* or 'none'"):
+        TrainerSpec.from_json(data, expected_digest=SPEC.digest(), origin="peer")
+
+
 def test_the_first_round_is_of_the_fixed_length_or_between_the_bounds() -> None:
     assert OuterSpec(inner_steps=7).first_inner_steps == 7
     assert OuterSpec(inner_steps="auto").first_inner_steps == 32

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_p2p.codec import CHUNK_ELEMENTS, CODEC_NAMES, Codec, get_codec
+from noloco_p2p.codec.blocks import INT2, INT4, INT8, SIGN1
 from noloco_p2p.errors import CorruptPayload
 
 NAN, INF = float("nan"), float("inf")
+BLOCK_CODECS = {codec.name: codec for codec in (INT8, INT4, INT2, SIGN1)}
 each_codec = pytest.mark.parametrize("name", CODEC_NAMES)
 
 
@@ -50,7 +52,7 @@ def test_encode_refuses_every_kind_of_nan(name: str, bits: int) -> None:
 @pytest.mark.parametrize("name", [name for name in CODEC_NAMES if name != "fp32"])
 def test_encode_refuses_what_its_own_decoder_would_refuse(name: str) -> None:
     with pytest.raises(ValueError, match=f"element 2 of 3 .* is too large for {name}"):
-        get_codec(name).encode(torch.tensor([1.0, 2.0, torch.finfo(torch.float32).max]))
+        get_codec(name).encode(torch.tensor([0.9, 0.9, 1.0]) * torch.finfo(torch.float32).max)
 
 
 @each_codec
@@ -91,7 +93,7 @@ def test_decode_refuses_every_other_length(name: str, num_elements: int, length:
 
 @each_codec
 def test_every_flip_of_bits_in_a_byte_is_decoded_or_refused(name: str) -> None:
-    codec, num_elements = get_codec(name), 260  # int8: two blocks; int4: three, the last one short
+    codec, num_elements = get_codec(name), 260  # blocks of 256: two; of 128: three, the last one short
     payload = bytearray(codec.encode(torch.linspace(-2, 3, num_elements)))
     for position in range(len(payload)):
         for mask in (1, 2, 4, 8, 16, 32, 64, 128, 255):
@@ -108,21 +110,21 @@ def test_arbitrary_bytes_are_decoded_or_refused(name: str, num_elements: int, da
     decodes_to_finite_or_is_refused(get_codec(name), payload, num_elements=num_elements)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", BLOCK_CODECS)
 def test_scales_are_decoded_or_refused_whatever_the_codes(name: str) -> None:
     """Every seventh bf16 pattern. Good are the normal positive ones whose product with the largest code is finite."""
-    codec = get_codec(name)
-    num_elements = 256 if name == "int8" else 128  # one block
-    codes = bytes(range(num_elements)) if name == "int8" else bytes(range(128, 192))
+    codec = BLOCK_CODECS[name]
+    num_elements = codec.block_elements
+    codes = bytes(byte % 256 for byte in range(128, 128 + num_elements // codec.codes_a_byte))
     good = 0
     for bits in range(0, 65_536, 7):
         payload = struct.pack("<H", bits) + codes
         good += decodes_to_finite_or_is_refused(codec, payload, num_elements=num_elements)
-    largest = 0x7F80 - (7 if name == "int8" else 3) * 128  # its bits: 2^121 and 2^125
+    largest = 0x7F80 - codec.max_code.bit_length() * 128  # its bits: 2^121, 2^125, 2^126 and 2^127
     assert good == len([bits for bits in range(0, 65_536, 7) if 0x0080 <= bits < largest])
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", BLOCK_CODECS)
 @pytest.mark.parametrize("bits", [0x0000, 0x8000, 0x007F, 0xBF80, 0x7F80, 0x7FC0, 0x7F00])
 def test_a_scale_that_no_encoder_writes_is_refused(name: str, bits: int) -> None:
     with pytest.raises(CorruptPayload, match="scale"):

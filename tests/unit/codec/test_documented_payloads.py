@@ -21,5 +21,5 @@ def test_the_payloads_of_the_protocol_page() -> None:
     assert shown["seed"] == grid.seed
     for codec in (MODULO8, MODULO4):
         assert codec.encode(values, grid=grid, chunk_index=0).hex() == shown[codec.name]
-    for name in ("int8", "int4"):
+    for name in ("int8", "int4", "int2", "sign1"):
         assert bytes(get_codec(name).encode(values)).hex() == shown[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from harness.patience import PATIENCE_S
 from harness.rounds import Vectors, one_round
 from harness.specs import FP32, published
@@ -65,16 +66,19 @@ def plan_of(faults: list[tuple[Part, Fault, bool]]) -> FaultPlan:
     return plan
 
 
+@pytest.mark.parametrize("gradient", ["fp32", "none"])
 @settings(max_examples=15)
-@given(faults_of_ready)
-def test_a_part_is_committed_at_most_once_and_the_outcome_says_which(faults: list[tuple[Part, Fault, bool]]) -> None:
+@given(faults=faults_of_ready)
+def test_a_part_is_committed_at_most_once_and_the_outcome_says_which(
+    gradient: str, faults: list[tuple[Part, Fault, bool]]
+) -> None:
     swap_ids: list[bytes] = []
     faulty = plan_of(faults).wrapper()
 
     def wrap(stream: FrameStream) -> FrameStream:
         return Listening(faulty(stream), swap_ids)
 
-    with MemorySwarm(SPEC, deadlines=SHORT) as swarm:
+    with MemorySwarm(SPEC.with_changes({"codec.outer_gradient": gradient}), deadlines=SHORT) as swarm:
         peers = [
             swarm.peer("a", wrap=wrap, wrap_accepted=faulty),
             swarm.peer("b", wrap=lambda stream: Listening(stream, swap_ids)),

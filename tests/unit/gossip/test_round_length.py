@@ -137,6 +137,16 @@ def test_nobody_waits_longer_than_the_spec_says() -> None:
     assert length.needed_s() == pytest.approx(max(12.0 / FILL, 19 * 1.0))
 
 
+def test_without_a_late_part_rounds_are_those_of_a_swarm_that_never_waits() -> None:
+    waiting = OuterSpec(inner_steps="auto", max_wait_s=60.0)
+    alike = [RoundLength(waiting, max_wait_s=0.0), RoundLength(EAGER)]
+    one, other = (
+        train(length, num_rounds=60, step_s=1.0, bytes_per_s=12.5e6, noise=random.Random(1)) for length in alike
+    )
+    assert one == other
+    assert one != train(RoundLength(waiting), num_rounds=60, step_s=1.0, bytes_per_s=12.5e6, noise=random.Random(1))
+
+
 # the swarm
 
 

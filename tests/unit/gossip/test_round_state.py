@@ -59,7 +59,9 @@ from noloco_p2p.spec import CodecSpec
 
 STEPS, STEP_S = 10, 2.0  # of a round, which lasts 20 s
 EARLY_BYTES, LATE_BYTES = 200, 100
-PLANS = section_plans(CodecSpec(), swap_momentum=False, num_elements=100)
+PLANS, EARLY_PLANS = (
+    section_plans(CodecSpec(outer_gradient=codec), swap_momentum=False, num_elements=100) for codec in ("int8", "none")
+)
 HERE = Boundary(0, None, None, 0.0)
 BOUNDARIES = {
     "near": HERE,
@@ -76,12 +78,13 @@ def hello(peer_id: str, *, layout: str = "model") -> Hello:
 class FakeSwap:
     """Counters that a test sets."""
 
-    def __init__(self) -> None:
+    def __init__(self, late_bytes: int) -> None:
+        self._late_bytes = late_bytes
         self.bytes_sent = self.bytes_received = self.bytes_moved = 0
         self.partner_staged_s: float | None = None
 
     def num_bytes(self, part: Part) -> int:
-        return EARLY_BYTES if part is Part.EARLY else LATE_BYTES
+        return EARLY_BYTES if part is Part.EARLY else self._late_bytes
 
     def pair(self, name: SectionName) -> Any:
         return name
@@ -108,6 +111,7 @@ class Bench:
             step_rate=self.step_rate,
             pairing=Pairing(random.Random(seed)),
         )
+        self.plans = PLANS
         self.rounds = 0
         self.asked: Ask | None = None
         self.incoming: dict[str, Incoming] = {}
@@ -123,7 +127,7 @@ class Bench:
     def _word(self, action: Action) -> str:
         match action:
             case Bind(_, partner):
-                active, more = self.state.swap_began(action, FakeSwap(), self.now_s)
+                active, more = self.state.swap_began(action, self._swap(), self.now_s)
                 self.swaps[partner] = active
                 return ", ".join(filter(None, [f"swap with {partner}", self.words(more)]))
             case Reply(to, refuse):
@@ -137,7 +141,14 @@ class Bench:
             case Report():
                 return "report"
 
+    def _swap(self) -> FakeSwap:
+        return FakeSwap(LATE_BYTES if self.plans is PLANS else 0)
+
     # the world
+
+    def no_late_part(self) -> None:
+        """Of this run's swaps."""
+        self.plans = EARLY_PLANS
 
     def at(self, seconds: str) -> None:
         self.now_s = float(seconds)
@@ -176,7 +187,7 @@ class Bench:
         opening = Opening(self.rounds, 0.0, 1000, STEPS, {}, float(patience_s))
         self.rounds += 1
         self.step_rate.open_round(self.now_s)
-        return self.words(self.state.open(opening, PLANS, self.now_s))
+        return self.words(self.state.open(opening, self.plans, self.now_s))
 
     def seek(self) -> str:
         match self.state.seek(self.now_s):
@@ -406,6 +417,27 @@ what can come in time is waited for
 a partner is found at the boundary
     live alpha; open; boundary [SEEKING]; is_over 10 -> no; offer_from alpha -> swap with alpha; is_over 10 -> no
 
+# a run whose swaps have no late part
+
+the early part is all, and nothing is waited for
+    no_late_part; PAIRED; early alpha [DONE]; boundary; is_over 10 -> yes; end -> swapped with alpha [CLOSED]
+an early part that is not here at the boundary is given up
+    no_late_part; PAIRED; boundary; end -> alone slow measured, abandon alpha [CLOSED]
+nothing trails into the next round
+    no_late_part; PAIRED; early alpha; boundary; end -> swapped with alpha; correction 1 -> none; live gamma; open;
+    seek -> ask gamma
+another partner is refused
+    no_late_part; PAIRED; early alpha; offer_from gamma -> refuse gamma TAKEN [DONE]
+withdrawn, the round keeps its swap
+    no_late_part; PAIRED; early alpha; withdraw -> swapped with alpha [CLOSED]
+a swap that fails before its early part gives way to another
+    no_late_part; PAIRED; breaks alpha -> report [SEEKING]; live alpha gamma; seek -> ask gamma
+a closing round waits for the early part, and not for the boundary of the partner
+    no_late_part; live alpha; goodput 100; open 30; seek; accepted far -> swap with alpha; boundary;
+    is_over 1 -> yes; is_over 3 -> no; early alpha; is_over 3 -> yes
+a late part would wait for that boundary
+    live alpha; goodput 100; open 30; seek; accepted far -> swap with alpha; boundary; is_over 10 -> yes
+
 # the late part trails
 
 a late part after its boundary becomes a correction
@@ -629,6 +661,14 @@ def test_a_swap_tells_the_lateness_of_the_partner_from_the_transfer() -> None:
     assert (received.seconds, received.lateness_s, received.transfer_s) == (13.0, 2.0, 1.0)
 
 
+def test_without_a_late_part_nobody_was_late() -> None:
+    bench = steps("no_late_part; live alpha; open 30; seek; accepted; at 1; boundary; at 5; early alpha; at 6")
+    outcome, _ = bench.state.end(bench.now_s)
+    assert isinstance(outcome, Swapped)
+    assert (outcome.received.lateness_s, outcome.received.transfer_s, outcome.received.link.late_s) == (0.0, 0.0, 0.0)
+    assert outcome.received.link.swap_s == 5.0
+
+
 @pytest.mark.parametrize("how", ["breaks alpha", "withdraw"])
 def test_an_early_part_that_did_not_come_is_a_measurement_of_the_link(how: str) -> None:
     bench = steps("live alpha; open; seek; accepted; at 10; moved alpha 50")
@@ -643,9 +683,12 @@ def test_an_early_part_that_did_not_come_is_a_measurement_of_the_link(how: str) 
 class RoundMachine(RuleBasedStateMachine):
     """What a driver may do to a round, in any order."""
 
+    plans = PLANS
+
     def __init__(self) -> None:
         super().__init__()
         self.bench = Bench()
+        self.bench.plans = self.plans
         self.state = self.bench.state
         self.bench.open()
         self.committed: list[str] = []
@@ -734,8 +777,21 @@ class RoundMachine(RuleBasedStateMachine):
             assert self.state.active is not None
 
 
+class EarlyRoundMachine(RoundMachine):
+    """The same in a run whose swaps have no late part."""
+
+    plans = EARLY_PLANS
+
+    @invariant()
+    def nothing_is_left_of_a_round(self) -> None:
+        assert self.state.phase not in (RoundPhase.EARLY, RoundPhase.HALF)
+        assert self.state.trailing is None
+
+
 TestRoundMachine = RoundMachine.TestCase
 TestRoundMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestEarlyRoundMachine = EarlyRoundMachine.TestCase
+TestEarlyRoundMachine.settings = TestRoundMachine.settings
 
 
 # Crossed offers. Each side: its offer goes out (at once, as both are seeking), and two messages reach it: the other's

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from noloco_p2p.codec import CHUNK_ELEMENTS, CODEC_NAMES, chunk_bounds
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Received, Swapped
 from noloco_p2p.gossip.round_events import RoundPhase
-from noloco_p2p.spec import CodecSpec, RunSpec
+from noloco_p2p.spec import CodecName, CodecSpec, RunSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 
 SPEC = RunSpec(name="swap", codec=FP32, outer=published())
@@ -60,9 +61,9 @@ def test_both_sides_commit_everything_of_the_other(swarm: MemorySwarm, num_eleme
 
 @pytest.mark.parametrize("codec", [name for name in CODEC_NAMES if name != "fp32"])
 def test_the_two_half_differences_are_opposite_bit_for_bit(codec: str) -> None:
-    coded = CodecSpec.model_validate(
-        {"slow_weights": "int8" if codec == "int4" else codec, "outer_momentum": codec, "outer_gradient": codec}
-    )
+    momentum = codec if codec in get_args(CodecName) else "int8"
+    weights = "int8" if codec == "int4" else momentum
+    coded = CodecSpec.model_validate({"slow_weights": weights, "outer_momentum": momentum, "outer_gradient": codec})
     with MemorySwarm(SPEC.model_copy(update={"codec": coded})) as swarm:
         one, other = one_round([swarm.peer("a"), swarm.peer("b")], [A, B], wait_s=PATIENCE_S)
     for section in SECTIONS:
@@ -76,6 +77,27 @@ def test_momentum_stays_at_home_when_the_spec_says_so() -> None:
         outcomes = one_round([swarm.peer("a"), swarm.peer("b")], [A, B], wait_s=PATIENCE_S)
     for outcome in outcomes:
         assert set(received(outcome).sections) == {SectionName.SLOW_WEIGHTS, SectionName.OUTER_GRADIENT}
+
+
+def test_without_a_late_part_the_early_part_is_a_whole_swap_and_no_boundary_waits() -> None:
+    spec = SPEC.with_changes({"codec.outer_gradient": "none"})
+    with MemorySwarm(spec, deadlines=PATIENT) as swarm:
+        a, b = swarm.peer("a"), swarm.peer("b")
+        for index in range(3):
+            for peer, own in ((a, A), (b, B)):
+                open_round(peer, own, round_index=index)
+            wait_until(lambda: all(peer.driver.phase is RoundPhase.DONE for peer in (a, b)))
+            outcomes = []
+            for peer in (a, b):  # one thread: the other one is not at its boundary
+                peer.exchange.stage(lambda: pytest.fail("nothing codes a gradient that does not travel"))
+                outcomes.append(peer.exchange.collect(0.0))
+            assert [type(outcome) for outcome in outcomes] == [Swapped, Swapped]
+            ours, theirs = (received(outcome).sections for outcome in outcomes)
+            assert set(ours) == set(theirs) == {SectionName.SLOW_WEIGHTS, SectionName.OUTER_MOMENTUM}
+            for name in ours:
+                assert torch.equal(ours[name].half_difference(0), -theirs[name].half_difference(0))
+            assert (received(outcomes[0]).bytes_sent, received(outcomes[0]).bytes_received) == (800, 800)
+            assert a.exchange.late(index + 1) is None
 
 
 def test_what_was_sent_and_received_is_counted(swarm: MemorySwarm) -> None:

@@ -15,10 +15,12 @@ from noloco_p2p.optim.gates import (
     PieceNorms,
     Pieces,
     clip_offset_,
+    gate_limits,
     gradient_scales,
     offset_radius,
     shorten_longer_,
 )
+from noloco_p2p.spec import CodecSpec
 
 norms = st.floats(1e-12, 1e12)
 
@@ -71,6 +73,12 @@ def test_an_honest_offset_keeps_its_bits() -> None:
     norm, kept = clip_offset_(offset, float(before.norm()) * 1.01)
     assert norm == kept
     assert torch.equal(offset, before)
+
+
+def test_without_a_late_part_offsets_may_be_as_long_as_the_own_gradient() -> None:
+    for gradient, radius in (("int4", 2.0), ("none", 4.0)):
+        limits = gate_limits(CodecSpec.model_validate({"outer_gradient": gradient}))
+        assert offset_radius(usual=0.1, own_gradient=4.0, limits=limits) == radius
 
 
 def test_a_liar_in_one_swap_of_three_does_not_move_the_radius() -> None:

@@ -32,7 +32,10 @@ from noloco_p2p.spec import CodecSpec, OuterSpec, TrainerSpec, TrainSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.transfer.donor import state_file_bytes
 
-COARSE = CodecSpec(slow_weights="int8", outer_momentum="int8", outer_gradient="int4")
+COARSE, COARSER, COARSEST = (
+    CodecSpec.model_validate({"slow_weights": "int8", "outer_momentum": "int8", "outer_gradient": gradient})
+    for gradient in ("int4", "int2", "sign1")
+)
 
 
 def make_spec(*, codec: CodecSpec = FP32, inner_steps: int = 2, max_wait_s: float = PATIENCE_S) -> TrainerSpec:
@@ -115,7 +118,7 @@ def test_alone_is_the_solo_outer_step(tmp_path: Path) -> None:
         assert (peer.metrics.rounds_here, peer.metrics.alone, peer.metrics.round) == (2, 2, 2)
 
 
-@pytest.mark.parametrize("codec", [FP32, CodecSpec(), COARSE])
+@pytest.mark.parametrize("codec", [FP32, CodecSpec(), COARSE, COARSER, COARSEST])
 def test_a_swap_moves_the_mean_of_a_pair_by_the_mean_of_exact_gradients(tmp_path: Path, codec: CodecSpec) -> None:
     with MemorySwarm(make_spec(codec=codec)) as swarm:
         models = [make_model(1), make_neighbour()]
@@ -138,6 +141,34 @@ def test_a_swap_moves_the_mean_of_a_pair_by_the_mean_of_exact_gradients(tmp_path
         if codec == FP32:  # and the replicas come nearer to each other by 1 - gamma
             apart = flat(models[0]) - flat(models[1])
             assert torch.allclose(apart, 0.3 * (flat(make_model(1)) - flat(make_neighbour())), atol=1e-5)
+
+
+@pytest.mark.parametrize("weights", ["fp32", "int8", "modulo8"])
+def test_without_a_late_part_each_adds_its_own_gradient_to_the_middle(tmp_path: Path, weights: str) -> None:
+    """One thread takes both boundaries, one after the other: neither waits."""
+    codec = CodecSpec.model_validate({"slow_weights": weights, "outer_gradient": "none"})
+    spec = make_spec(codec=codec).with_changes({"outer.alpha": 0.0, "outer.beta": 1.0, "outer.gamma": 1.0})
+    with MemorySwarm(spec, deadlines=PATIENT) as swarm:
+        models, amounts = [make_model(1), make_neighbour()], (0.1, 0.2)  # offsets of half the own outer gradient
+        middle = (flat(models[0]).double() + flat(models[1]).double()) / 2
+        outers = [
+            NoLoCo(model, None, swarm.peer(name, run_folder=tmp_path / name), save_every_rounds=0)
+            for name, model in zip("ab", models, strict=True)
+        ]
+        for num_rounds in range(1, 4):
+            results: list[RoundResult | None] = []
+            for step in range(2):
+                if step:
+                    wait_until(lambda: all(peer.driver.phase is RoundPhase.DONE for peer in swarm.peers))
+                for outer, model, amount in zip(outers, models, amounts, strict=True):
+                    nudge(model, amount)
+                    results.append(outer.step())
+            assert results[:2] == [None, None]
+            assert all(result and isinstance(result.outcome, Swapped) for result in results[2:])
+            after = (flat(models[0]).double() + flat(models[1]).double()) / 2
+            assert torch.allclose(after, middle + num_rounds * 0.3, atol=1e-6), "the mean moves by the mean gradient"
+            if weights == "fp32":  # the slow weights meet, and the own gradients stay apart
+                assert torch.allclose(flat(models[1]) - flat(models[0]), torch.tensor(0.2), atol=1e-6)
 
 
 def test_closing_rounds_bring_two_peers_to_the_middle_and_nowhere_else(tmp_path: Path) -> None:
