@@ -25,7 +25,7 @@ MAX_SPEC_BYTES = 64 * 1024  # a spec that comes from the network is refused abov
 
 CodecName = Literal["fp32", "bf16", "int8", "int4"]
 # modulo: for what partners have nearly in common
-ModuloName = Literal["modulo8", "modulo4"]
+ModuloName = Literal["modulo8", "modulo4", "modulo"]
 StateCodecName = Literal[CodecName, ModuloName]
 CODECS, STATE_CODECS = ", ".join(get_args(CodecName)), ", ".join(get_args(ModuloName))
 MAX_STAGES = 64
