@@ -46,9 +46,9 @@ UNKNOWN = 127  # as an exponent: nothing is known of this block, its chunk is no
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -100, 100  # steps, their reciprocals and all h are then normal fp32 numbers
 FINEST = 24  # a step is at least 2**-24 of the largest value of its block: fp32 itself knows no finer one
 REMEMBERED = 4  # swaps in which a largest distance was seen
-# By need: a step over the root mean square of the last distance, which rounds up to the power of two next to that one.
-# Above a ratio of 2.4 the error of a swap (step**2 / 6 a number) is longer than the distance: replicas would not meet.
-STEP_OVER_DISTANCE = 2**-0.5
+# By need: a step over the root mean square of the last distance, before it is rounded up to a power of two. Above a
+# ratio of 2.4 the error of a swap (step**2 / 6 a number) is longer than the distance: replicas would not come together.
+STEP_OVER_DISTANCE = 0.75
 MOST_HALVINGS = 2  # of a step, one for each round without a partner since the last swap
 
 
@@ -254,7 +254,11 @@ class Bounds:
         if codec.margin is None:
             self._measure, num_swaps, self._distance_to_step = _root_mean_square, 1, STEP_OVER_DISTANCE
         else:  # rounding adds less than one to a difference
-            self._measure, num_swaps, self._distance_to_step = _largest, REMEMBERED, codec.margin / (codec.half_range - 1)
+            self._measure, num_swaps, self._distance_to_step = (
+                _largest,
+                REMEMBERED,
+                codec.margin / (codec.half_range - 1),
+            )
         self._distances = torch.zeros(num_swaps, num_blocks(num_elements))  # newest first
         self._magnitudes = torch.zeros(num_blocks(num_elements))  # of the values, in the last swap
 

@@ -95,8 +95,8 @@ class CheckBehind:
     """Checks chunks in batches while the next ones arrive. An error is raised by a later `add`, or by `finish`.
 
     kept: what `Coding.half_difference` takes as the partner's side, in order, in memory of `slab`. broken: chunks whose
-    bound did not hold. Of these `kept` has all payloads so far, if more bits follow, or nothing, if they are sent anew without
-    modulo. With `squares` the squares of all are added to `squares.partner`.
+    bound did not hold; `kept` has all their payloads so far if more bits follow, and nothing if they are sent anew
+    without modulo. With `squares` the squares of all are added to `squares.partner`.
     """
 
     def __init__(
@@ -201,6 +201,8 @@ def _checked(coding: Coding, chunk: Chunk, slab: Slab, beside: Beside | None) ->
     else:
         kept = _kept(coding, chunk, slab)
         half = coding.plan.codec.decode(kept, num_elements=own.numel()).sub_(own).mul_(0.5)
+        if coding.plan.codec.encode(own) == kept:
+            half.zero_()  # what is left is the error of the codec, not a distance
     beside.bounds.update(chunk.index, half_difference=half, values=own)
     return kept, True
 

@@ -159,5 +159,6 @@ class SectionPair:
     def decoded(self, index: int, *, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Both sides' vectors of chunk `index`, see `Coding.decoded`."""
         own = self.own[index]
-        assert own is not None and not isinstance(own, ModuloCodec), "coded modulo"
+        assert own is not None, index
+        assert not isinstance(own, ModuloCodec), "coded modulo"
         return self.coding.decoded(own, self.partner[index], index, scratch=scratch)

@@ -101,7 +101,9 @@ class Swap:
             plan.name: [None] * num_chunks(plan.num_elements) for plan in plans if plan.part is Part.EARLY
         }
         self._theirs: dict[SectionName, list[Payload]] = {}
-        self._num_bytes = {plan.name: plan.num_bytes for plan in plans}  # of first payloads exact once the grids are agreed on
+        self._num_bytes = {
+            plan.name: plan.num_bytes for plan in plans
+        }  # of first payloads exact once the grids are agreed on
         self._squares = Squares()  # of the outer gradients
         sizes = {plan.name: section_bytes(plan.codec, plan.num_elements) for plan in plans}
         self._own_slabs = {name: memory.take(size) for name, size in sizes.items() if name in early_state}
@@ -297,7 +299,9 @@ class Swap:
         while broken:
             again = [(coding.follows or Coding(coding.plan), indices) for coding, indices in broken]
             self._again.put_nowait(again)
-            broken = [(coding, left) for coding, indices in again if (left := await self._receive_again(coding, indices))]
+            broken = [
+                (coding, left) for coding, indices in again if (left := await self._receive_again(coding, indices))
+            ]
         self._again.put_nowait([])
 
     async def _receive_again(self, coding: Coding, indices: Sequence[int]) -> Sequence[int]:
