@@ -353,7 +353,10 @@ class CodecSpec(Section):
     """How each section of a swap is coded."""
 
     slow_weights: Annotated[
-        StateCodecName, about("int8 or better; modulo8 has int8's bytes and is far more exact; modulo4 half of them")
+        StateCodecName,
+        about(
+            "int8 or better; modulo8 has int8's bytes and is far more exact; modulo takes half while partners are near"
+        ),
     ] = "bf16"
     outer_momentum: Annotated[StateCodecName, about("bf16 or modulo8 recommended")] = "bf16"
     outer_gradient: Annotated[CodecName, about("int8 loses nothing in published runs, int4 hardly anything")] = "int8"
