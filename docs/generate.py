@@ -132,7 +132,8 @@ BANDWIDTH_HEAD = """# What a run sends
 Written by `docs/generate.py` from the presets and the sizes of the codecs: change those, not this page.
 
 A peer sends this much in each round with a partner, and receives as much. Frames and digests add less than 0.1 %;
-modulo coding up to a tenth, for chunks whose bound broke and that are sent again. "With momentum" is `outer.alpha`
+modulo coding up to a tenth, for chunks whose bound broke and that are sent again; `modulo` up to half a byte a number,
+for chunks that take more than four bits. "With momentum" is `outer.alpha`
 above 0 with `outer.swap_momentum`. A round should last at least three times as long as its swap takes:
 `outer.inner_steps = "auto"` sees to it.
 """
@@ -140,7 +141,7 @@ CODECS = {
     "fp32": ("fp32", "fp32", "fp32"),
     "bf16 + int8": ("bf16", "bf16", "int8"),
     "modulo8 + int4": ("modulo8", "modulo8", "int4"),
-    "modulo4 + int4": ("modulo4", "modulo4", "int4"),
+    "modulo4 or modulo + int4": ("modulo4", "modulo4", "int4"),
 }
 SIZES = ("small", "medium", "large")
 ROUND_MINUTES = (5, 30)

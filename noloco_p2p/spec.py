@@ -28,7 +28,7 @@ CodecName = Literal["fp32", "bf16", "int8", "int4"]
 CoarseName = Literal["int2", "sign1"]
 GradientCodecName = Literal[CodecName, CoarseName, "none"]
 # modulo: for what partners have nearly in common
-ModuloName = Literal["modulo8", "modulo4"]
+ModuloName = Literal["modulo8", "modulo4", "modulo"]
 StateCodecName = Literal[CodecName, ModuloName]
 CODECS, COARSE_CODECS, STATE_CODECS = (", ".join(get_args(names)) for names in (CodecName, CoarseName, ModuloName))
 MAX_STAGES = 64
@@ -356,7 +356,10 @@ class CodecSpec(Section):
     """How each section of a swap is coded."""
 
     slow_weights: Annotated[
-        StateCodecName, about("int8 or better; modulo8 has int8's bytes and is far more exact; modulo4 half of them")
+        StateCodecName,
+        about(
+            "int8 or better; modulo8 has int8's bytes and is far more exact; modulo takes half while partners are near"
+        ),
     ] = "bf16"
     outer_momentum: Annotated[StateCodecName, about("bf16 or modulo8 recommended")] = "bf16"
     outer_gradient: Annotated[

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from noloco_p2p import ticket as tickets
 from noloco_p2p.codec import CODECS, sketch
 from noloco_p2p.codec.activations import ACTIVATION_CODECS
-from noloco_p2p.codec.modulo import agree
+from noloco_p2p.codec.modulo import EIGHT_BITS, FOUR_BITS, SIX_BITS, Grid, agree
 from noloco_p2p.errors import CorruptPayload, PeerError, SpecError, TicketError
 from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.layout import ModelLayout
@@ -61,6 +61,7 @@ FRAMES: list[frames.Frame] = [
     frames.Ready(frames.Part.LATE),
     frames.Abort(frames.AbortCode.CORRUPT, "no"),
 ]
+ONES, GRID = torch.ones(9), Grid(bytes(1), seed=1)
 RECORD = PeerRecord(
     ME.peer_id,
     "run",
@@ -120,6 +121,12 @@ def _prove(reply: pb.GreetReply) -> object:
 def _signed_record(body: bytes) -> PeerRecord:
     """Everybody can sign: the signature is no bound."""
     return believable(decode_record(ME.sign(DOMAIN + body) + body), only_public=False)
+
+
+def _last_bits(data: bytes) -> object:
+    """Of a chunk whose first bits are known; what differs is no fault, only another length is."""
+    earlier = b"".join(codec.encode(-ONES, grid=GRID, chunk_index=0) for codec in (FOUR_BITS, SIX_BITS))
+    return EIGHT_BITS.differences(ONES, data, grid=GRID, chunk_index=0, earlier=earlier)
 
 
 def _sealed_ticket(fields: bytes) -> object:
@@ -205,6 +212,8 @@ def targets() -> dict[str, Target]:
         "spec": Target(_spec, (SpecError,), (json.dumps({"name": "run"}).encode(),)),
         "layout": Target(ModelLayout.from_json, (ValueError,), (layout.as_json(),)),
         "grid": Target(lambda data: agree(bytes(3), data), wire, (bytes(3),)),
+        "grid by need": Target(lambda data: agree(bytes(3), data, by_need=True), wire, (bytes(3),)),
+        "bits by need": Target(_last_bits, wire, (EIGHT_BITS.encode(ONES, grid=GRID, chunk_index=0),)),
         "address of a caller": Target(
             lambda data: caller_host(data.decode("latin-1")), wire, (b"ipv4:192.0.2.7:1", b"ipv6:[::1]:1")
         ),

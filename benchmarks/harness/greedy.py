@@ -155,7 +155,7 @@ class GreedyPeer:
 
     def _bounds_of(self, partner: str, plan: SectionPlan) -> Bounds:
         assert plan.modulo
-        return self._bounds.setdefault((partner, plan.name), Bounds(plan.num_elements, codec=plan.modulo))
+        return self._bounds.setdefault((partner, plan.name), Bounds(plan.num_elements, codec=plan.modulo[0]))
 
     async def _stage(self, partner: str, plan: SectionPlan, staged: Staged) -> None:
         """plan: of the last section."""

@@ -57,6 +57,7 @@ def outer(inner_steps: int, alpha: float, beta: float, gamma: float, **more: Any
 PAPER_MOMENTUM = {"outer.swap_momentum": False}
 MODULO = codec("modulo8", "modulo8", "int4")
 MODULO4 = codec("modulo4", "modulo8", "int4")
+BY_NEED = codec("modulo", "modulo8", "int4")
 CLOSED = {"outer.closing_rounds": "auto"}
 SMALL = {  # 0.9M parameters
     "name": "small",
@@ -221,12 +222,12 @@ STUDIES: dict[str, list[Case]] = {
     ],
     "modulo_churn": [  # whether modulo coding, which needs partners that are near, bears lost swaps
         Case(f"{codec_name}, {churn_name}", {**muon(24e-3), **averaging(6), **coded, **CLOSED}, plan)
-        for codec_name, coded in (("modulo4", MODULO4), ("modulo8", MODULO))
         for churn_name, plan in (
             ("no churn", {}),
             ("50 % of the rounds absent", {"churn": Churn(absent=0.5)}),
             ("half of the calls break", {"churn": Churn(lose=0.5)}),
         )
+        for codec_name, coded in (("modulo8", MODULO), ("modulo", BY_NEED), ("modulo4", MODULO4))
     ],
     "late": [  # what a coarse late part costs, and none at all, with rounds of many lengths and both early codecs
         Case("ddp", muon(16e-3), rule="ddp"),
@@ -290,7 +291,7 @@ def link_of(spec: TrainerSpec, *, seconds: float) -> Any:
 
 def show(row: dict[str, Any]) -> str:
     rounds = f"{row['swapped']}/{row['half']}/{row['alone']} late {row['late']}"
-    chunks = f"{row['modulo_chunks']}/{row['plain_chunks']}/{row['broken_chunks']}"
+    chunks = f"{row['modulo_chunks']}/{row['plain_chunks']}/{row.get('extended_chunks', 0)}/{row['broken_chunks']}"
     return (
         f"{row['case']:<40} seed {row['seed']}  loss {row['loss']:.4f}  merged {row['merged_loss']:.4f}  "
         f"spread {100 * row['spread']:.2f} %  {row['sent_per_parameter_step']:.3f} B/param/step  "

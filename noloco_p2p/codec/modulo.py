@@ -11,9 +11,15 @@ from residues: a payload ends with a digest of the sender's unreduced integers, 
 own ones. Both sides see the same breakage, in the same chunk, and code that chunk again without modulo.
 (Moniqua, arXiv 2002.11787, has the modulo and the shared dither; the grid, its bounds and the digest are ours.)
 
+Codec `modulo` sends the lowest 4 bits. For a chunk that is broken bits 4 and 5 of each integer follow, and then bits 6
+and 7. So the bits follow from the distance that there is, not from one that was foreseen, and the grid need not be
+coarse for a distance that it may have to span.
+
 Payload of a chunk of n elements: residues, then the first 16 bytes of blake3 over the seed (8 bytes), the exponents of
 the chunk (a byte each) and the n integers as int32, all little-endian. So peers whose grids differ see that, too.
-8 bits: a byte an element. 4 bits: byte i is residue i + 16 * residue (i + ceil(n / 2)), as in `blocks.py`.
+8 bits: a byte an element. 4 bits: byte i is residue i + 16 * residue (i + ceil(n / 2)), as in `blocks.py`. 2 bits: byte
+i has the residues i, i + q, i + 2 q and i + 3 q, q = ceil(n / 4), the first in its lowest bits. Of a payload that
+follows others, of b bits together, the residues are those of k // 2**b; the digest is the same.
 """
 
 from __future__ import annotations
@@ -39,7 +45,11 @@ MAX_INTEGER = 2.0**30  # in magnitude; own integer plus difference then fits int
 UNKNOWN = 127  # as an exponent: nothing is known of this block, its chunk is not coded modulo
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -100, 100  # steps, their reciprocals and all h are then normal fp32 numbers
 FINEST = 24  # a step is at least 2**-24 of the largest value of its block: fp32 itself knows no finer one
-REMEMBERED = 4  # swaps in which it was seen
+REMEMBERED = 4  # swaps in which a largest distance was seen
+# By need: a step over the root mean square of the last distance, before it is rounded up to a power of two. Above a
+# ratio of 2.4 the error of a swap (step**2 / 6 a number) is longer than the distance: replicas would not come together.
+STEP_OVER_DISTANCE = 0.75
+MOST_HALVINGS = 2  # of a step, one for each round without a partner since the last swap
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,25 +87,46 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class ModuloCodec:
-    """`bits` low-order bits of each grid integer. margin: of a bound over the largest distance that was seen."""
+    """`bits` low-order bits of each grid integer, or those above what `after` carries, whose chunk was broken.
+
+    margin: of a bound over the largest distance that was seen lately; None for a codec by need, whose step follows from
+    the error alone.
+    """
 
     name: str
     bits: int
-    margin: float
+    margin: float | None = None
+    after: ModuloCodec | None = None
+
+    @property
+    def is_by_need(self) -> bool:
+        """More bits follow where these do not reach, so that the grid need not be coarse for that."""
+        return self.margin is None
+
+    @property
+    def below(self) -> int:
+        """Bits of each integer that earlier payloads have carried."""
+        return self.after.known_bits if self.after else 0
+
+    @property
+    def known_bits(self) -> int:
+        """Of each integer, with those of earlier payloads."""
+        return self.below + self.bits
 
     @property
     def half_range(self) -> int:
         """Grid integers must differ by less than this."""
-        return 1 << (self.bits - 1)
+        return 1 << (self.known_bits - 1)
 
     def num_bytes(self, num_elements: int) -> int:
         """Exact size of a payload."""
-        return self.num_difference_bytes(num_elements) + DIGEST_BYTES
+        check_num_elements(num_elements)
+        return -(-num_elements * self.bits // 8) + DIGEST_BYTES
 
     def num_difference_bytes(self, num_elements: int) -> int:
         """Exact size of what `differences` returns."""
         check_num_elements(num_elements)
-        return -(-num_elements * self.bits // 8)
+        return num_elements if self.known_bits > 4 else -(-num_elements // 2)
 
     def encode(self, values: Tensor, *, grid: Grid, chunk_index: int) -> bytes:
         """Code chunk `chunk_index`: 1-D, contiguous, any floating dtype, any device, at most CHUNK_ELEMENTS.
@@ -108,22 +139,31 @@ class ModuloCodec:
         digest = grid.digest(chunk_index)
         for place, integers in _grid_integers(values, grid=grid, chunk_index=chunk_index):
             if integers is None:
-                return bytes(self.num_difference_bytes(values.numel())) + OFF_GRID
-            residues[place].copy_(integers)  # the lowest byte of each
+                return bytes(self.num_bytes(values.numel()) - DIGEST_BYTES) + OFF_GRID
+            residues[place].copy_(integers >> self.below if self.below else integers)  # the lowest byte of each
             digest.update(_little_endian(integers))
-        return self._pack(residues) + digest.digest(DIGEST_BYTES)
+        return _packed(residues, bits=self.bits) + digest.digest(DIGEST_BYTES)
 
-    def differences(self, values: Tensor, partner: bytes | memoryview, *, grid: Grid, chunk_index: int) -> bytes | None:
+    def differences(
+        self,
+        values: Tensor,
+        partner: bytes | memoryview,
+        *,
+        grid: Grid,
+        chunk_index: int,
+        earlier: bytes | memoryview = b"",
+    ) -> bytes | None:
         """k_partner - k_own of a chunk, `num_difference_bytes` of them, for `half_difference`; None when it is broken.
 
-        values: the own chunk, as `encode` had it; the partner's payload. None comes to both sides or to neither. Raises
-        ValueError as `encode` does, and CorruptPayload for another length.
+        values: the own chunk, as `encode` had it. partner: its payload; earlier: those before, one after another, that
+        `after` has checked. None comes to both sides or to neither. Raises ValueError as `encode` does, and
+        CorruptPayload for another length.
         """
         check_values(values)
         self.check(partner, num_elements=values.numel())
         if memoryview(partner)[-DIGEST_BYTES:] == OFF_GRID:
             return None
-        residues = self._unpack(memoryview(partner)[:-DIGEST_BYTES], values.numel()).to(values.device)
+        residues = self._residues(partner, earlier, values.numel()).to(values.device)
         digest = grid.digest(chunk_index)
         for place, integers in _grid_integers(values, grid=grid, chunk_index=chunk_index):
             if integers is None:
@@ -134,7 +174,7 @@ class ModuloCodec:
             digest.update(_little_endian(integers.add_(centred)))
         if digest.digest(DIGEST_BYTES) != memoryview(partner)[-DIGEST_BYTES:]:
             return None
-        return self._pack(residues)
+        return _packed(residues, bits=4 if self.known_bits == 4 else 8)
 
     def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
         """Raises CorruptPayload for a payload of another length; any residues of the right length are good."""
@@ -146,37 +186,38 @@ class ModuloCodec:
         """h of a chunk, fp32 on the CPU: exactly the opposite of what the partner gets, element by element."""
         if len(differences) != self.num_difference_bytes(num_elements):
             raise ValueError(f"{len(differences)} bytes are not the differences of {num_elements} elements")
-        half = self._centred(self._unpack(differences, num_elements)).to(torch.float32)
+        residues = _unpacked(differences, num_elements, bits=4 if self.known_bits == 4 else 8)
+        half = self._centred(residues).to(torch.float32)
         for place, exponent in grid.blocks(chunk_index, num_elements=num_elements):
             half[place].mul_(2.0 ** (exponent - 1))  # small integer times power of two: exact
         return half
 
+    def _residues(self, payload: bytes | memoryview, earlier: bytes | memoryview, num_elements: int) -> Tensor:
+        """The partner's, of all bits that are known; bits above those may be anything."""
+        residues = _unpacked(memoryview(payload)[:-DIGEST_BYTES], num_elements, bits=self.bits)
+        if self.after is None:
+            return residues
+        end = len(earlier) - self.after.num_bytes(num_elements)
+        lower = self.after._residues(memoryview(earlier)[end:], memoryview(earlier)[:end], num_elements)
+        return residues.bitwise_left_shift_(self.below).bitwise_or_(lower.bitwise_and_((1 << self.below) - 1))
+
     def _centred(self, residues: Tensor) -> Tensor:
-        """uint8 -> int8 in [-half_range, half_range - 1], congruent to it; the bits above `bits` are dropped."""
-        unused = 8 - self.bits
+        """uint8 -> int8 in [-half_range, half_range - 1], congruent to it; the bits above those known are dropped."""
+        unused = 8 - self.known_bits
         return (residues << unused).view(torch.int8) >> unused if unused else residues.view(torch.int8)
-
-    def _pack(self, residues: Tensor) -> bytes:
-        """`residues` (n,) uint8; overwritten."""
-        if self.bits == 4:
-            half = -(-len(residues) // 2)
-            low, high = residues[:half].bitwise_and_(15), residues[half:]
-            low[: len(high)].bitwise_or_(high << 4)
-            residues = low
-        return residues.cpu().numpy().tobytes()
-
-    def _unpack(self, packed: bytes | memoryview, num_elements: int) -> Tensor:
-        """(n,) uint8 on the CPU, in memory of its own; bits above `bits` may be anything."""
-        if not num_elements:
-            return torch.empty(0, dtype=torch.uint8)
-        residues = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        return torch.cat([residues, residues >> 4])[:num_elements] if self.bits == 4 else residues
 
 
 MODULO8 = ModuloCodec(name="modulo8", bits=8, margin=2.0)  # 1.0001 bytes a parameter
 # 0.5001 bytes a parameter. Seven steps from 0 to the bound, so an error is as large as a typical difference: it wants
 # a bound that is close, and breaks a little more often for it. With gamma 0.7 replicas did not come together.
 MODULO4 = ModuloCodec(name="modulo4", bits=4, margin=1.0)
+# 0.5001 bytes a parameter for a chunk whose largest distance is below 7 steps, 0.7502 up to 31 steps, 1.0002 up to 127.
+FOUR_BITS = ModuloCodec(name="modulo", bits=4)
+SIX_BITS = ModuloCodec(name="modulo", bits=2, after=FOUR_BITS)
+EIGHT_BITS = ModuloCodec(name="modulo", bits=2, after=SIX_BITS)
+
+# By the name in a run spec: the codec of a chunk, and those that follow while it is broken.
+MODULO_CODECS = {"modulo8": (MODULO8,), "modulo4": (MODULO4,), "modulo": (FOUR_BITS, SIX_BITS, EIGHT_BITS)}
 
 
 def num_blocks(num_elements: int) -> int:
@@ -184,10 +225,11 @@ def num_blocks(num_elements: int) -> int:
     return -(-num_elements // BLOCK_ELEMENTS)
 
 
-def agree(own: bytes, partner: bytes) -> bytes:
+def agree(own: bytes, partner: bytes, *, by_need: bool = False) -> bytes:
     """The exponents of a swap from both proposals: the coarser step, UNKNOWN where a side knows none.
 
-    Raises CorruptPayload when the partner's proposal has another length or an exponent that no peer proposes.
+    by_need: the finer step instead, UNKNOWN only where neither side knows one. Raises CorruptPayload when the partner's
+    proposal has another length or an exponent that no peer proposes.
     """
     if len(partner) != len(own):
         raise CorruptPayload(f"it proposes a grid of {len(partner)} blocks, the section has {len(own)}")
@@ -197,37 +239,79 @@ def agree(own: bytes, partner: bytes) -> bytes:
     strange = (theirs != UNKNOWN) & ((theirs < LOWEST_EXPONENT) | (theirs > HIGHEST_EXPONENT))
     if strange.any():
         raise CorruptPayload(f"it proposes the grid step 2**{int(theirs[strange][0])}")
-    return torch.maximum(mine, theirs).numpy().tobytes()
+    return (torch.minimum if by_need else torch.maximum)(mine, theirs).numpy().tobytes()  # UNKNOWN is the largest
 
 
 class Bounds:
     """How far apart partners were lately, block by block: what the next grid of a section is proposed from.
 
-    REMEMBERED + 1 numbers a block. Each chunk is updated by one thread at a time; chunks do not meet.
+    REMEMBERED + 1 numbers a block at most. Each chunk is updated by one thread at a time; chunks do not meet.
     """
 
     def __init__(self, num_elements: int, *, codec: ModuloCodec) -> None:
-        self._distance_to_step = codec.margin / (codec.half_range - 1)  # rounding adds less than one to a difference
-        self._distances = torch.zeros(REMEMBERED, num_blocks(num_elements))  # newest first
+        self.codec = codec
+        self._round = self._round_of_swap = 0
+        if codec.margin is None:
+            self._measure, num_swaps, self._distance_to_step = _root_mean_square, 1, STEP_OVER_DISTANCE
+        else:  # rounding adds less than one to a difference
+            self._measure, num_swaps, self._distance_to_step = (
+                _largest,
+                REMEMBERED,
+                codec.margin / (codec.half_range - 1),
+            )
+        self._distances = torch.zeros(num_swaps, num_blocks(num_elements))  # newest first
         self._magnitudes = torch.zeros(num_blocks(num_elements))  # of the values, in the last swap
+
+    def begin_swap(self, round_index: int) -> None:
+        """Rounds since the last swap in which something was received count as rounds without a partner."""
+        self._round = round_index
 
     def update(self, chunk_index: int, *, half_difference: Tensor, values: Tensor) -> None:
         """Take note of a chunk that was received, by whatever codec: its h and the own values, both finite."""
+        self._round_of_swap = self._round
         first = chunk_index * BLOCKS_A_CHUNK
         parts = zip(half_difference.split(BLOCK_ELEMENTS), values.split(BLOCK_ELEMENTS), strict=True)
         for block, (half, own) in enumerate(parts, first):
             self._distances[1:, block] = self._distances[:-1, block].clone()
-            self._distances[0, block] = 2 * _largest(half)
+            self._distances[0, block] = 2 * self._measure(half)
             self._magnitudes[block] = _largest(own)
 
     def propose(self) -> bytes:
-        """One exponent a block. UNKNOWN where no distance was seen, or none but 0, which says nothing of the next."""
+        """One exponent a block. UNKNOWN where no distance was seen, or none but 0, which says nothing of the next.
+
+        By need it is lower after rounds without a partner: mixing is rarer then, so that errors stay for longer.
+        """
         largest = self._distances.amax(dim=0)
         wanted = _above(largest * self._distance_to_step)
+        if self.codec.is_by_need:
+            num_alone = self._round - self._round_of_swap - 1
+            wanted -= min(MOST_HALVINGS, max(0, num_alone))
         finest = _above(self._magnitudes) - FINEST
         exponents = torch.maximum(wanted, finest).clamp_min_(LOWEST_EXPONENT)
-        exponents[(largest == 0) | (exponents > HIGHEST_EXPONENT)] = UNKNOWN
+        exponents[(largest == 0) | ~largest.isfinite() | (exponents > HIGHEST_EXPONENT)] = UNKNOWN
         return exponents.to(torch.int8).numpy().tobytes()
+
+
+def _root_mean_square(values: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(values) / len(values) ** 0.5
+
+
+def _packed(residues: Tensor, *, bits: int) -> bytes:
+    """`residues` (n,) uint8, of which `bits` count; overwritten."""
+    packed, *others = residues.split(max(1, -(-len(residues) * bits // 8)))
+    if bits < 8:
+        packed.bitwise_and_((1 << bits) - 1)
+    for place, part in enumerate(others, 2):
+        packed[: len(part)].bitwise_or_((part << (8 - bits)) >> (8 - bits * place))
+    return packed.cpu().numpy().tobytes()
+
+
+def _unpacked(packed: bytes | memoryview, num_elements: int, *, bits: int) -> Tensor:
+    """(n,) uint8 on the CPU, in memory of its own; those above `bits` may be anything."""
+    if not num_elements:
+        return torch.empty(0, dtype=torch.uint8)
+    residues = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    return torch.cat([residues, *(residues >> place for place in range(bits, 8, bits))])[:num_elements]
 
 
 def _above(values: Tensor) -> Tensor:

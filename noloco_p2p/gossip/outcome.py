@@ -91,6 +91,7 @@ class Traffic:
     bytes_received: int = 0
     modulo_chunks: int = 0
     plain_chunks: int = 0
+    extended_chunks: int = 0
     broken_chunks: int = 0
     refused_not_finite: int = 0
     refused_over_share: int = 0

@@ -22,6 +22,8 @@ from noloco_p2p.gossip.sections import Coding, Squares
 
 BATCH_CHUNKS = 4  # 4 MiB of fp32; two batches each way are on their way at most
 
+Checked = tuple[Payload, bool]  # what is kept of a chunk, and whether it is whole, or modulo coding could not carry it
+
 
 class Staged:
     """The coded outer gradient of this round, filled chunk by chunk at the boundary. Lives on the network thread."""
@@ -79,18 +81,22 @@ async def code_ahead(
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What modulo coding needs on the receiving side: the own vector, unchanged since it was coded, and its bounds."""
+    """What modulo coding needs on the receiving side: the own vector, unchanged since it was coded, and its bounds.
+
+    earlier: what was kept of the partner's chunks, for those whose further bits come now.
+    """
 
     values: Tensor
     bounds: Bounds
+    earlier: Sequence[Payload]
 
 
 class CheckBehind:
     """Checks chunks in batches while the next ones arrive. An error is raised by a later `add`, or by `finish`.
 
     kept: what `Coding.half_difference` takes as the partner's side, in order, in memory of `slab`. broken: chunks whose
-    bound did not hold, to be sent again without modulo; empty in `kept`. With `squares` their squares are added to
-    `squares.partner`.
+    bound did not hold; `kept` has all their payloads so far if more bits follow, and nothing if they are sent anew
+    without modulo. With `squares` the squares of all are added to `squares.partner`.
     """
 
     def __init__(
@@ -111,7 +117,7 @@ class CheckBehind:
         self._slab = slab
         self._beside = beside
         self._batch: list[Chunk] = []
-        self._checking: asyncio.Future[list[Payload | None]] | None = None
+        self._checking: asyncio.Future[list[Checked]] | None = None
         self._indices: list[int] = []
 
     async def add(self, chunk: Chunk) -> None:
@@ -131,23 +137,22 @@ class CheckBehind:
         self._indices = [chunk.index for chunk in batch]
         self._checking = asyncio.get_running_loop().run_in_executor(self._executor, self._check, batch)
 
-    def _check(self, chunks: list[Chunk]) -> list[Payload | None]:
-        """What is kept of each chunk; None for one that modulo coding could not carry. Raises CorruptPayload."""
-        kept = [_checked(self._coding, chunk, self._slab, self._beside) for chunk in chunks]
+    def _check(self, chunks: list[Chunk]) -> list[Checked]:
+        """Raises CorruptPayload."""
+        checked = [_checked(self._coding, chunk, self._slab, self._beside) for chunk in chunks]
         if self._squares is not None:
-            for chunk, payload in zip(chunks, kept, strict=True):
-                assert payload is not None, "coded modulo"
+            for chunk, (payload, _) in zip(chunks, checked, strict=True):
                 self._squares.partner += self._coding.square(payload, chunk.index, scratch=self._scratch)
-        return kept
+        return checked
 
     async def _settle(self) -> None:
         if self._checking is None:
             return
         checking, self._checking = self._checking, None
-        for index, payload in zip(self._indices, await checking, strict=True):
-            if payload is None:
+        for index, (payload, is_whole) in zip(self._indices, await checking, strict=True):
+            if not is_whole:
                 self.broken.append(index)
-            self.kept.append(payload or b"")
+            self.kept.append(payload)
 
 
 def _batches(indices: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -180,23 +185,26 @@ def _wrap(coding: Coding, indices: Sequence[int], payloads: Sequence[Payload]) -
     return [Chunk(name, index, payload, chunk_digest(payload)) for index, payload in pairs]
 
 
-def _checked(coding: Coding, chunk: Chunk, slab: Slab, beside: Beside | None) -> Payload | None:
+def _checked(coding: Coding, chunk: Chunk, slab: Slab, beside: Beside | None) -> Checked:
     if chunk_digest(chunk.payload) != chunk.digest:
         raise CorruptPayload(f"chunk {chunk.index} of {coding.plan.name.name.lower()} is damaged")
     if beside is None:
-        return _kept(coding, chunk, slab)
+        return _kept(coding, chunk, slab), True
     own = beside.values[slice(*chunk_range(len(beside.values), chunk.index))]
     if on_grid := coding.modulo(chunk.index):
         codec, grid = on_grid
-        differences = codec.differences(own, chunk.payload, grid=grid, chunk_index=chunk.index)
+        earlier = beside.earlier[chunk.index] if coding.times_broken else b""
+        differences = codec.differences(own, chunk.payload, grid=grid, chunk_index=chunk.index, earlier=earlier)
         if differences is None:
-            return None
-        kept, half = slab.keep(differences), coding.half_difference(None, differences, chunk.index)
+            return b"".join((earlier, chunk.payload)) if coding.follows else b"", False
+        kept, half = slab.keep(differences), coding.half_difference(codec, differences, chunk.index)
     else:
         kept = _kept(coding, chunk, slab)
         half = coding.plan.codec.decode(kept, num_elements=own.numel()).sub_(own).mul_(0.5)
+        if coding.plan.codec.encode(own) == kept:
+            half.zero_()  # what is left is the error of the codec, not a distance
     beside.bounds.update(chunk.index, half_difference=half, values=own)
-    return kept
+    return kept, True
 
 
 def _kept(coding: Coding, chunk: Chunk, slab: Slab) -> Payload:

@@ -429,7 +429,7 @@ class RoundDriver:
             partner=partner,
             plans=plans,
             early_state=opening.early_state,
-            bounds=self._bounds_of(plans),
+            bounds=self._bounds_of(plans, opening.round),
             staged=self._staged,
             executor=self._executor,
             memory=self.memory,
@@ -439,11 +439,13 @@ class RoundDriver:
             deadlines=self._deadlines,
         )
 
-    def _bounds_of(self, plans: Iterable[SectionPlan]) -> dict[SectionName, Bounds]:
+    def _bounds_of(self, plans: Iterable[SectionPlan], round_index: int) -> dict[SectionName, Bounds]:
         """Those of each section that is coded modulo; they learn from swap to swap."""
         for plan in plans:
             if plan.modulo and plan.name not in self._bounds:
-                self._bounds[plan.name] = Bounds(plan.num_elements, codec=plan.modulo)
+                self._bounds[plan.name] = Bounds(plan.num_elements, codec=plan.modulo[0])
+        for bounds in self._bounds.values():
+            bounds.begin_swap(round_index)
         return {plan.name: self._bounds[plan.name] for plan in plans if plan.modulo}
 
     async def _run_swap(self, active: ActiveSwap) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from noloco_p2p.codec import Codec, Scratch, chunk_range, get_codec, section_bytes
-from noloco_p2p.codec.modulo import MODULO4, MODULO8, Grid, ModuloCodec
+from noloco_p2p.codec.modulo import MODULO_CODECS, Grid, ModuloCodec
 from noloco_p2p.gossip.frames import Part, Payload, SectionName
 from noloco_p2p.optim.halves import half_difference_
 from noloco_p2p.spec import CodecSpec
 
-MODULO_CODECS = {codec.name: codec for codec in (MODULO8, MODULO4)}
 BESIDE_MODULO = "int8"  # for a chunk whose bounds are not known yet, or were broken
 
 
@@ -22,23 +21,24 @@ BESIDE_MODULO = "int8"  # for a chunk whose bounds are not known yet, or were br
 class SectionPlan:
     """One named vector of a swap, as both sides must see it.
 
-    codec: for every chunk; with `modulo` only for the chunks that cannot be coded modulo.
+    codec: for every chunk; with `modulo` only for the chunks that cannot be coded modulo. modulo: the codec of all
+    other chunks, then those of the bits that follow, one after another, while a chunk is broken; () without.
     """
 
     name: SectionName
     part: Part
     codec: Codec
     num_elements: int
-    modulo: ModuloCodec | None = None
+    modulo: tuple[ModuloCodec, ...] = ()
 
     @property
     def codec_name(self) -> str:
-        return self.modulo.name if self.modulo else self.codec.name
+        return self.modulo[0].name if self.modulo else self.codec.name
 
     @property
     def num_bytes(self) -> int:
         """Sum of the payloads; with modulo as long as every bound is known and holds."""
-        return section_bytes(self.modulo or self.codec, self.num_elements)
+        return section_bytes(self.modulo[0] if self.modulo else self.codec, self.num_elements)
 
 
 def section_plans(codecs: CodecSpec, *, swap_momentum: bool, num_elements: int) -> tuple[SectionPlan, ...]:
@@ -56,7 +56,7 @@ def part_bytes(plans: Iterable[SectionPlan], part: Part) -> int:
 
 
 def _plan(name: SectionName, part: Part, codec: str, num_elements: int) -> SectionPlan:
-    modulo = MODULO_CODECS.get(codec)
+    modulo = MODULO_CODECS.get(codec, ())
     return SectionPlan(name, part, get_codec(BESIDE_MODULO if modulo else codec), num_elements, modulo)
 
 
@@ -64,17 +64,25 @@ def _plan(name: SectionName, part: Part, codec: str, num_elements: int) -> Secti
 class Coding:
     """How the chunks of a section are coded in one swap, equal on both sides.
 
-    grid: what both agreed on; None for a section, or a repair of one, that goes without modulo.
+    grid: what both agreed on; None for a section, or a repair of one, that goes without modulo. times_broken: of the
+    chunks that this coding is for.
     """
 
     plan: SectionPlan
     grid: Grid | None = None
+    times_broken: int = 0
+
+    @property
+    def follows(self) -> Coding | None:
+        """What codes the further bits of broken chunks; None where they are sent anew, without modulo."""
+        is_last = self.times_broken + 1 >= len(self.plan.modulo)
+        return None if is_last else replace(self, times_broken=self.times_broken + 1)
 
     def modulo(self, index: int) -> tuple[ModuloCodec, Grid] | None:
         """Codec and grid of a chunk; None when the plan's plain codec codes it."""
-        if self.plan.modulo is None or self.grid is None or not self.grid.covers(index):
+        if not self.plan.modulo or self.grid is None or not self.grid.covers(index):
             return None
-        return self.plan.modulo, self.grid
+        return self.plan.modulo[self.times_broken], self.grid
 
     def num_elements(self, index: int) -> int:
         start, stop = chunk_range(self.plan.num_elements, index)
@@ -88,20 +96,16 @@ class Coding:
         on_grid = self.modulo(index)
         return (on_grid[0] if on_grid else self.plan.codec).num_bytes(self.num_elements(index))
 
-    def half_difference(
-        self, own: Payload | None, partner: Payload, index: int, *, scratch: Scratch | None = None
-    ) -> Tensor:
+    def half_difference(self, own: Kept, partner: Payload, index: int, *, scratch: Scratch | None = None) -> Tensor:
         """h of chunk `index`, fp32 on the CPU: (Q(partner) - Q(own)) / 2.
 
-        own: None for a chunk that was coded modulo; `partner` then holds the differences of the grid's integers. In
-        memory of its own; with `scratch` only until the next half-difference that is made with it.
+        With a modulo codec in `own`, `partner` holds the differences of the grid's integers. In memory of its own; with
+        `scratch` only until the next half-difference that is made with it.
         """
         size = self.num_elements(index)
-        if own is None:
-            on_grid = self.modulo(index)
-            assert on_grid, index
-            codec, grid = on_grid
-            return codec.half_difference(partner, num_elements=size, grid=grid, chunk_index=index)
+        if isinstance(own, ModuloCodec):
+            assert self.grid, index
+            return own.half_difference(partner, num_elements=size, grid=self.grid, chunk_index=index)
         return half_difference_(*self.decoded(own, partner, index, scratch=scratch or Scratch()))
 
     def decoded(self, own: Payload, partner: Payload, index: int, *, scratch: Scratch) -> tuple[Tensor, Tensor]:
@@ -129,6 +133,9 @@ class Squares:
     partner: float = 0.0
 
 
+Kept = Payload | ModuloCodec  # what is kept of an own chunk: its payload, or the codec that carried it modulo
+
+
 @dataclass(frozen=True, slots=True)
 class SectionPair:
     """What is left of both sides' coded vectors in a committed section, chunk by chunk, as `Coding` takes it.
@@ -137,16 +144,19 @@ class SectionPair:
     """
 
     coding: Coding
-    own: list[Payload | None]
+    own: Sequence[Kept | None]
     partner: list[Payload]
     squares: Squares
 
     def half_difference(self, index: int, *, scratch: Scratch | None = None) -> Tensor:
         """h of chunk `index`, see `Coding.half_difference`."""
-        return self.coding.half_difference(self.own[index], self.partner[index], index, scratch=scratch)
+        own = self.own[index]
+        assert own is not None, index
+        return self.coding.half_difference(own, self.partner[index], index, scratch=scratch)
 
     def decoded(self, index: int, *, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Both sides' vectors of chunk `index`, see `Coding.decoded`."""
         own = self.own[index]
-        assert own is not None, "coded modulo"
+        assert own is not None, index
+        assert not isinstance(own, ModuloCodec), "coded modulo"
         return self.coding.decoded(own, self.partner[index], index, scratch=scratch)

@@ -38,9 +38,10 @@ from noloco_p2p.gossip.outcome import Traffic
 from noloco_p2p.gossip.payload_memory import PayloadMemory
 from noloco_p2p.gossip.pipeline import Beside, CheckBehind, Staged, code_ahead
 from noloco_p2p.gossip.seams import FrameStream
-from noloco_p2p.gossip.sections import Coding, SectionPair, SectionPlan, Squares
+from noloco_p2p.gossip.sections import Coding, Kept, SectionPair, SectionPlan, Squares
 
 ALIVE_PER_PROGRESS = 4  # signs of life in the time without one that ends a swap
+Again = tuple[Coding, Sequence[int]]  # chunks that are broken or sent again, and how
 RECEIVE_TIMEOUT_S = 86_400.0  # `_progress` and the owner of the swap end it long before
 
 
@@ -96,12 +97,13 @@ class Swap:
         self._ask_partner = ask_partner
         self._deadlines = deadlines
         self._codings: dict[SectionName, asyncio.Future[Coding]] = {}
-        self._own: dict[SectionName, list[Payload | None]] = {  # None: not coded yet, or coded modulo
-            plan.name: staged.chunks if plan.part is Part.LATE else [None] * num_chunks(plan.num_elements)
-            for plan in plans
+        self._own: dict[SectionName, list[Kept | None]] = {  # of the early part; None: not coded yet
+            plan.name: [None] * num_chunks(plan.num_elements) for plan in plans if plan.part is Part.EARLY
         }
         self._theirs: dict[SectionName, list[Payload]] = {}
-        self._num_bytes = {plan.name: plan.num_bytes for plan in plans}  # exact once the grids are agreed on
+        self._num_bytes = {
+            plan.name: plan.num_bytes for plan in plans
+        }  # of first payloads exact once the grids are agreed on
         self._squares = Squares()  # of the outer gradients
         sizes = {plan.name: section_bytes(plan.codec, plan.num_elements) for plan in plans}
         # The outer gradient is staged already.
@@ -115,9 +117,9 @@ class Swap:
         self._loop = asyncio.get_running_loop()
         for plan in plans:
             self._codings[plan.name] = self._loop.create_future()
-            if plan.modulo is None:
+            if not plan.modulo:
                 self._codings[plan.name].set_result(Coding(plan))
-        self._broken: asyncio.Future[Sequence[tuple[SectionPlan, list[int]]]] = self._loop.create_future()
+        self._again: asyncio.Queue[Sequence[Again]] = asyncio.Queue()
         self._abandoned: asyncio.Future[None] = self._loop.create_future()
         self._timer = asyncio.timeout(None)
 
@@ -129,13 +131,14 @@ class Swap:
         assert self._plan(name).part in self.ledger.committed, (name, self.ledger.committed)
         for slabs in (self._own_slabs, self._their_slabs):
             slabs.pop(name)
-        return SectionPair(self._codings[name].result(), self._own.pop(name), self._theirs.pop(name), self._squares)
+        own = self._own.pop(name, self._staged.chunks)
+        return SectionPair(self._codings[name].result(), own, self._theirs.pop(name), self._squares)
 
     def pairs(self) -> dict[SectionName, SectionPair]:
         return {plan.name: self.pair(plan.name) for plan in self._plans if plan.part in self.ledger.committed}
 
     def num_bytes(self, part: Part) -> int:
-        """What a part moves each way, but for chunks that are sent again."""
+        """What a part moves each way, as far as it is known: chunks that are sent again count from then on."""
         return sum(self._num_bytes[plan.name] for plan in self._plans if plan.part is part)
 
     @property
@@ -213,8 +216,9 @@ class Swap:
                 coding = await self._codings[plan.name]
                 await self._send_section(coding, range(num_chunks(plan.num_elements)))
             if part is Part.EARLY:
-                for plan, indices in await self._broken:
-                    await self._send_section(Coding(plan), indices)
+                while again := await self._again.get():
+                    for coding, indices in again:
+                        await self._send_section(coding, indices)
             self._sent[part].set()
             self._progress()
             if part is Part.EARLY:
@@ -244,12 +248,13 @@ class Swap:
 
     async def _each(self, batches: AsyncIterator[list[Chunk]], coding: Coding) -> AsyncIterator[Chunk]:
         """Chunk after chunk; what the half-differences need of early payloads is kept (the staged ones are)."""
-        name, own = coding.plan.name, self._own[coding.plan.name]
+        name, own = coding.plan.name, self._own.get(coding.plan.name)
         try:
             async for batch in batches:
                 for chunk in batch:
-                    if coding.plan.part is Part.EARLY:
-                        own[chunk.index] = None if coding.modulo(chunk.index) else chunk.payload
+                    if own is not None:
+                        on_grid = coding.modulo(chunk.index)
+                        own[chunk.index] = on_grid[0] if on_grid else chunk.payload
                     yield chunk
         except ValueError as error:
             raise CorruptPayload(f"own {name.name.lower()} cannot be sent: {error}") from None  # nobody else's fault
@@ -269,9 +274,9 @@ class Swap:
 
     async def _take_parts(self) -> None:
         for part in self._parts:
-            broken = [(plan, await self._receive_section(plan)) for plan in self._plans_of(part)]
+            broken = [await self._receive_section(plan) for plan in self._plans_of(part)]
             if part is Part.EARLY:
-                await self._repair([(plan, indices) for plan, indices in broken if indices])
+                await self._repair([(coding, indices) for coding, indices in broken if indices])
             self.ledger.verified.add(part)
             self._progress()
             with contextlib.suppress(Unreachable):  # the partner may still be heard, or asked
@@ -285,19 +290,33 @@ class Swap:
         frame = await self._receive()
         if not isinstance(frame, Grid) or frame.section is not name:
             raise CorruptPayload(f"expected the grid of {name.name.lower()}, got {_show(frame)}")
-        exponents = agree(proposal, frame.exponents)
+        exponents = agree(proposal, frame.exponents, by_need=self._bounds[name].codec.is_by_need)
         coding = Coding(self._plan(name), AgreedGrid(exponents, dither_seed(self.swap_id, name)))
         self._num_bytes[name] = coding.num_bytes(range(num_chunks(coding.plan.num_elements)))
         self._codings[name].set_result(coding)
 
-    async def _repair(self, broken: Sequence[tuple[SectionPlan, list[int]]]) -> None:
-        """Both sides saw the same bounds broken; those chunks travel again, without modulo."""
-        self._broken.set_result(broken)
-        for plan, indices in broken:
-            check = await self._receive_chunks(Coding(plan), indices)
-            for index, payload in zip(indices, check.kept, strict=True):
-                self._theirs[plan.name][index] = payload
+    async def _repair(self, broken: Sequence[Again]) -> None:
+        """Both sides saw the same chunks broken: more bits of them travel, and at last all of them without modulo."""
+        while broken:
+            again = [(coding.follows or Coding(coding.plan), indices) for coding, indices in broken]
+            self._again.put_nowait(again)
+            broken = [
+                (coding, left) for coding, indices in again if (left := await self._receive_again(coding, indices))
+            ]
+        self._again.put_nowait([])
+
+    async def _receive_again(self, coding: Coding, indices: Sequence[int]) -> Sequence[int]:
+        """Which of these chunks are still broken."""
+        name = coding.plan.name
+        self._num_bytes[name] += coding.num_bytes(indices)
+        check = await self._receive_chunks(coding, indices)
+        for index, payload in zip(indices, check.kept, strict=True):
+            self._theirs[name][index] = payload
+        if coding.grid:
+            self._traffic.extended_chunks += len(indices)
+        else:
             self._traffic.broken_chunks += len(indices)
+        return check.broken
 
     def _commit(self, part: Part) -> None:
         if self.ledger.has_ended:
@@ -316,8 +335,8 @@ class Swap:
                 self._commit(part)
         return self.ledger.committed.issuperset(self._parts)
 
-    async def _receive_section(self, plan: SectionPlan) -> list[int]:
-        """Which of its chunks are to be sent again, as modulo coding could not carry them."""
+    async def _receive_section(self, plan: SectionPlan) -> Again:
+        """How it was coded, and the chunks that modulo coding could not carry."""
         indices = range(num_chunks(plan.num_elements))
         coding = await self._codings[plan.name]
         check = await self._receive_chunks(coding, indices)
@@ -326,7 +345,7 @@ class Swap:
             num_modulo = sum(coding.modulo(index) is not None for index in indices)
             self._traffic.modulo_chunks += num_modulo
             self._traffic.plain_chunks += len(indices) - num_modulo
-        return check.broken
+        return coding, check.broken
 
     async def _receive_chunks(self, coding: Coding, indices: Sequence[int]) -> CheckBehind:
         plan = coding.plan
@@ -337,7 +356,7 @@ class Swap:
             self.partner_staged_s = self._loop.time()
         self._progress()
         digests = blake3()
-        beside = Beside(self._early_state[plan.name], self._bounds[plan.name]) if plan.modulo else None
+        beside = self._beside(plan) if plan.modulo else None
         squares = self._squares if plan.part is Part.LATE else None
         slab = self._their_slabs[plan.name]
         check = CheckBehind(coding, executor=self._executor, slab=slab, beside=beside, squares=squares)
@@ -355,6 +374,9 @@ class Swap:
             raise CorruptPayload(f"{plan.name.name.lower()} does not end as it should")
         await check.finish()
         return check
+
+    def _beside(self, plan: SectionPlan) -> Beside:
+        return Beside(self._early_state[plan.name], self._bounds[plan.name], self._theirs.get(plan.name, ()))
 
     async def _hear_ready(self, part: Part) -> None:
         while part not in self._partner_ready:

@@ -90,7 +90,7 @@ class _Lockstep:
             sent_per_parameter_step=self.sent_bytes / steps / self.num_elements,
             steps=steps,
             **dict.fromkeys(("swapped", "half", "alone", "refused", "clipped", "cut_share", "late"), 0),
-            **dict.fromkeys(("modulo_chunks", "plain_chunks", "broken_chunks"), 0),
+            **dict.fromkeys(("modulo_chunks", "plain_chunks", "extended_chunks", "broken_chunks"), 0),
             virtual_s=self.virtual_s,
             curve=tuple(self.curve),
         )

@@ -52,6 +52,7 @@ class Result:
     late: int  # gradients that came after their boundary, and were applied
     modulo_chunks: int
     plain_chunks: int
+    extended_chunks: int
     broken_chunks: int
     virtual_s: float
     curve: tuple[Point, ...]

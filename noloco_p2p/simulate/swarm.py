@@ -162,6 +162,7 @@ class _Swarm:
             late=sum(replica.late for replica in everybody),
             modulo_chunks=sum(each.modulo_chunks for each in traffic),
             plain_chunks=sum(each.plain_chunks for each in traffic),
+            extended_chunks=sum(each.extended_chunks for each in traffic),
             broken_chunks=sum(each.broken_chunks for each in traffic),
             virtual_s=asyncio.get_running_loop().time(),
             curve=tuple(point for replica in everybody for point in replica.curve),

@@ -251,6 +251,12 @@ class Metrics:
     plain_chunks: int = _metric(
         "counter", "chunks", "chunks of modulo sections received as int8 because no bound was known", 0
     )
+    extended_chunks: int = _metric(
+        "counter",
+        "chunks",
+        "times that two more bits of a chunk of the codec modulo were received, as it was broken",
+        0,
+    )
     broken_chunks: int = _metric(
         "counter", "chunks", "chunks received in modulo coding whose bound broke; they were sent again as int8", 0
     )

@@ -90,6 +90,23 @@ def test_a_swap_over_grpc_brings_the_bits_of_its_twin_in_memory(swarm: LoopbackS
             assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_bits_by_need_travel_over_grpc() -> None:
+    """One number runs away: with the second swap out of the reach of four bits, with the third of six."""
+    with LoopbackSwarm(SPEC.with_changes({"codec.slow_weights": "modulo"}), deadlines=PATIENT) as swarm:
+        peers = [swarm.peer("a"), swarm.peer("b")]
+        vectors = [Vectors.random(seed, num_elements=600_000) for seed in (1, 2)]
+        num_extended = []
+        for index in range(3):
+            vectors[0].slow_weights[300_000] += 30.0 * index  # a step is 1 to 2
+            outcomes = one_round(peers, vectors, wait_s=PATIENCE_S, round_index=index)
+            ours, theirs = (half_differences(outcome)[SectionName.SLOW_WEIGHTS] for outcome in outcomes)
+            assert torch.equal(ours, -theirs)
+            assert (ours - (vectors[1].slow_weights - vectors[0].slow_weights) / 2).abs().max() <= 1.01
+            num_extended.append([peer.driver.traffic.extended_chunks for peer in peers])
+        assert num_extended == [[0, 0], [1, 1], [3, 3]]
+        assert [peer.driver.traffic.broken_chunks for peer in peers] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("gradient", "position"),
     [*(("fp32", position) for position in (1, 2, 5, 8, 9, 11, 12)), *(("none", position) for position in (1, 2, 5, 8))],

@@ -13,9 +13,12 @@ from noloco_p2p.codec.dither import fill_dither
 from noloco_p2p.codec.modulo import (
     BLOCK_ELEMENTS,
     DIGEST_BYTES,
+    EIGHT_BITS,
+    FOUR_BITS,
     MODULO4,
     MODULO8,
     OFF_GRID,
+    SIX_BITS,
     UNKNOWN,
     Grid,
     ModuloCodec,
@@ -23,7 +26,8 @@ from noloco_p2p.codec.modulo import (
 )
 from noloco_p2p.errors import CorruptPayload
 
-CODECS = (MODULO8, MODULO4)
+CODECS = (MODULO8, MODULO4)  # the first of those by need codes as MODULO4 does
+BY_NEED = (FOUR_BITS, SIX_BITS, EIGHT_BITS)
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 codecs = st.sampled_from(CODECS)
 seeds = st.integers(0, 2**64 - 1)
@@ -267,3 +271,96 @@ def test_bytes_a_parameter(codec: ModuloCodec) -> None:
     assert codec.num_bytes(3) == (19 if codec is MODULO8 else 18)
     with pytest.raises(ValueError, match=f"not {CHUNK_ELEMENTS + 1}"):
         codec.num_bytes(CHUNK_ELEMENTS + 1)
+
+
+# by need: bits that follow those of a broken chunk
+
+
+def swap_by_need(own: Tensor, partner: Tensor, grid: Grid) -> tuple[ModuloCodec, Tensor, Tensor] | None:
+    """The codec that carried the chunk, and h of both sides; None when eight bits do not carry it either."""
+    earlier = {"own": b"", "partner": b""}
+    for codec in BY_NEED:
+        sides = {"own": (own, partner), "partner": (partner, own)}
+        payloads = {side: codec.encode(theirs, grid=grid, chunk_index=0) for side, (_, theirs) in sides.items()}
+        apart = {
+            side: codec.differences(mine, payloads[side], grid=grid, chunk_index=0, earlier=earlier[side])
+            for side, (mine, _) in sides.items()
+        }
+        assert (apart["own"] is None) == (apart["partner"] is None), "only one side sees the breakage"
+        halves = [
+            codec.half_difference(each, num_elements=len(own), grid=grid, chunk_index=0)
+            for each in apart.values()
+            if each is not None
+        ]
+        if halves:
+            return codec, *halves
+        earlier = {side: earlier[side] + payloads[side] for side in sides}
+    return None
+
+
+@settings(deadline=None, max_examples=300)
+@given(seed=seeds, exponent=st.integers(-20, 20), data=st.data())
+def test_the_first_codec_that_reaches_carries_a_chunk_exactly(seed: int, exponent: int, data: st.DataObject) -> None:
+    step = 2.0**exponent
+    reach = data.draw(st.sampled_from([7, 8, 31, 32, 127, 128, 300]))
+    apart = data.draw(st.lists(st.integers(-reach, reach), min_size=1, max_size=40))
+    apart[data.draw(st.integers(0, len(apart) - 1))] = data.draw(st.sampled_from([reach, -reach]))
+    eighths = data.draw(st.lists(st.integers(-30_000, 30_000), min_size=len(apart), max_size=len(apart)))
+    own = torch.tensor(eighths) * (step / 8)
+    partner = own + torch.tensor(apart) * step
+    both = swap_by_need(own, partner, one_grid(exponent, num_elements=len(apart), seed=seed))
+    exact = integers(partner, step, seed) - integers(own, step, seed)
+    reached = [codec for codec in BY_NEED if exact.abs().max() < codec.half_range]
+    if both is None:
+        assert not reached
+        return
+    codec, ours, theirs = both
+    assert codec is reached[0]
+    assert torch.equal(ours, exact * (step / 2))
+    assert torch.equal(theirs, -ours)
+
+
+@pytest.mark.parametrize("num_elements", [1, 2, 3, 5, 600, BLOCK_ELEMENTS + 1, CHUNK_ELEMENTS])
+@pytest.mark.parametrize("codec", BY_NEED, ids=lambda codec: f"{codec.known_bits} bits")
+def test_any_length_by_need(codec: ModuloCodec, num_elements: int) -> None:
+    own = torch.sin(torch.arange(num_elements, dtype=torch.float32))
+    partner = own + torch.cos(torch.arange(num_elements, dtype=torch.float32) * 1.7) / 64
+    partner[num_elements // 2] = own[num_elements // 2] + (codec.half_range - 2) * 2.0**-8  # just within its reach
+    both = swap_by_need(own, partner, one_grid(-8, num_elements=num_elements))
+    assert both is not None
+    assert both[0] is codec
+    assert torch.equal(both[1], -both[2])
+    assert ((both[1] - (partner - own) / 2).abs() <= 2.0**-9 * 1.001).all()
+
+
+@pytest.mark.parametrize("codec", BY_NEED, ids=lambda codec: f"{codec.known_bits} bits")
+@pytest.mark.parametrize("excess", [-1, 1])
+def test_every_other_length_is_refused_by_need(codec: ModuloCodec, excess: int) -> None:
+    own, grid = torch.ones(9), one_grid(0, num_elements=9)
+    earlier = b"".join(each.encode(own, grid=grid, chunk_index=0) for each in BY_NEED[: BY_NEED.index(codec)])
+    with pytest.raises(CorruptPayload, match=f"must have {codec.num_bytes(9)} bytes"):
+        codec.differences(own, bytes(codec.num_bytes(9) + excess), grid=grid, chunk_index=0, earlier=earlier)
+
+
+@pytest.mark.parametrize("codec", BY_NEED, ids=lambda codec: f"{codec.known_bits} bits")
+def test_every_flipped_bit_that_counts_is_seen_by_need(codec: ModuloCodec) -> None:
+    own, grid = torch.randn(260), one_grid(-6, num_elements=260)
+    payloads = [each.encode(own, grid=grid, chunk_index=0) for each in BY_NEED[: BY_NEED.index(codec) + 1]]
+    flipped, earlier = bytearray(payloads[-1]), b"".join(payloads[:-1])
+    for position in range(len(flipped)):
+        flipped[position] ^= 1
+        assert codec.differences(own, bytes(flipped), grid=grid, chunk_index=0, earlier=earlier) is None
+        flipped[position] ^= 1
+    assert codec.differences(own, bytes(flipped), grid=grid, chunk_index=0, earlier=earlier) is not None
+
+
+def test_bytes_a_parameter_by_need() -> None:
+    sizes = [codec.num_bytes(CHUNK_ELEMENTS) for codec in BY_NEED]
+    assert sizes == [CHUNK_ELEMENTS * bits // 8 + DIGEST_BYTES for bits in (4, 2, 2)]
+    assert [codec.num_bytes(5) for codec in BY_NEED] == [19, 18, 18]
+
+
+def test_a_value_too_large_for_the_grid_is_broken_at_any_number_of_bits() -> None:
+    own = torch.zeros(100)
+    own[40] = 1.0
+    assert swap_by_need(own, torch.zeros(100), one_grid(-60, num_elements=100)) is None

@@ -14,9 +14,12 @@ from noloco_p2p.codec.dither import dither_seed
 from noloco_p2p.codec.modulo import (
     BLOCK_ELEMENTS,
     BLOCKS_A_CHUNK,
+    FOUR_BITS,
     MODULO4,
     MODULO8,
+    MOST_HALVINGS,
     REMEMBERED,
+    STEP_OVER_DISTANCE,
     UNKNOWN,
     Bounds,
     Grid,
@@ -89,6 +92,44 @@ def test_both_sides_agree_on_the_coarser_step(pairs: list[tuple[int, int]]) -> N
     own, partner = (bytes(pair[side] & 0xFF for pair in pairs) for side in (0, 1))
     assert agree(own, partner) == agree(partner, own)
     assert signed(agree(own, partner)) == [max(pair) for pair in pairs]  # UNKNOWN is above every exponent
+
+
+@given(pairs=st.lists(st.tuples(exponents, exponents), max_size=50))
+def test_by_need_both_sides_agree_on_the_finer_step_that_either_knows(pairs: list[tuple[int, int]]) -> None:
+    own, partner = (bytes(pair[side] & 0xFF for pair in pairs) for side in (0, 1))
+    assert agree(own, partner, by_need=True) == agree(partner, own, by_need=True)
+    assert signed(agree(own, partner, by_need=True)) == [min(pair) for pair in pairs]
+
+
+@given(distance=st.floats(1e-6, 1e6))
+def test_by_need_the_step_is_about_as_long_as_the_last_distance(distance: float) -> None:
+    bounds = Bounds(100, codec=FOUR_BITS)
+    seen(bounds, 1e3 * distance, value=0.0, num_elements=100)
+    (exponent,) = seen(bounds, distance, value=0.0, num_elements=100)  # one number of 100 is that far away
+    ratio = 2.0**exponent / (distance / 10)
+    assert STEP_OVER_DISTANCE * 0.999999 <= ratio <= 2 * STEP_OVER_DISTANCE * 1.000001
+
+
+def test_by_need_each_round_alone_halves_the_step_and_the_most_is_known() -> None:
+    bounds = Bounds(10, codec=FOUR_BITS)
+    bounds.begin_swap(4)
+    (usual,) = seen(bounds, 1.0)
+    for alone, halvings in ((0, 0), (1, 1), (2, 2), (30, MOST_HALVINGS)):
+        bounds.begin_swap(5 + alone)
+        assert signed(bounds.propose()) == [usual - halvings]
+    assert seen(bounds, 1.0) == [usual], "a swap has ended the rounds alone"
+    coarse = Bounds(10, codec=MODULO8)
+    usual = seen(coarse, 1.0)
+    coarse.begin_swap(9)
+    assert signed(coarse.propose()) == usual
+
+
+def test_by_need_nothing_is_known_from_equal_peers_or_from_what_overflows() -> None:
+    bounds = Bounds(10, codec=FOUR_BITS)
+    assert signed(bounds.propose()) == [UNKNOWN]
+    assert seen(bounds, 0.0) == [UNKNOWN]
+    assert seen(bounds, 1e35) == [UNKNOWN]
+    assert seen(bounds, 0.1) != [UNKNOWN]
 
 
 @pytest.mark.parametrize("strange", [-128, -101, 101, 126])

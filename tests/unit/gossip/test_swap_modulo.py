@@ -12,14 +12,15 @@ from harness.rounds import Vectors, end_round, one_round, open_round, wait_until
 from harness.specs import published
 
 from noloco_p2p.codec import CHUNK_ELEMENTS, chunk_bounds, section_bytes
+from noloco_p2p.codec.base import Sized
 from noloco_p2p.codec.blocks import INT4, INT8
-from noloco_p2p.codec.modulo import MODULO4, MODULO8
-from noloco_p2p.gossip.frames import Chunk, Grid, SectionName
+from noloco_p2p.codec.modulo import EIGHT_BITS, FOUR_BITS, MODULO4, MODULO8, SIX_BITS
+from noloco_p2p.gossip.frames import Chunk, Grid, Header, SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Received, Swapped
 from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.spec import CodecSpec, TrainerSpec
-from noloco_p2p.testing.faults import At, FaultPlan, FlipBit, Replace
+from noloco_p2p.testing.faults import Announce, At, FaultPlan, FlipBit, Replace
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 
 NUM_ELEMENTS = 2 * CHUNK_ELEMENTS + 1000
@@ -105,13 +106,85 @@ def test_chunks_whose_bound_is_broken_are_sent_again_without_modulo(swarm: Memor
     assert swapped(peers, vectors, 2)[0].bytes_sent == 2 * MODULO_BYTES + INT4_BYTES, "the bound has followed"
 
 
+BY_NEED = SPEC.with_changes({"codec.slow_weights": "modulo", "codec.outer_momentum": "modulo"})
+
+
+def run_away(vectors: list[Vectors], *, further: float) -> None:
+    """One number of the second chunk of one side; the steps there are 1 to 2 thousandths."""
+    vectors[0].slow_weights[CHUNK_ELEMENTS + 5] += further
+
+
+def test_by_need_partners_whose_largest_distance_is_near_the_usual_one_send_half_a_byte_a_number() -> None:
+    own = [torch.sin(1e4 * near(seed).slow_weights) for seed in (1, 2)]  # at most 2 apart, and 1 mostly
+    vectors = [Vectors(each, each, near(1).outer_gradient) for each in own]
+    with MemorySwarm(BY_NEED, deadlines=PATIENT) as swarm:
+        peers = [swarm.peer("a"), swarm.peer("b")]
+        sent = [swapped(peers, vectors, index)[0].bytes_sent for index in range(3)]
+        assert [peer.driver.traffic.extended_chunks for peer in peers] == [0, 0]
+    half_a_byte = 2 * section_bytes(FOUR_BITS, NUM_ELEMENTS) + INT4_BYTES
+    assert sent == [2 * INT8_BYTES + INT4_BYTES, half_a_byte, half_a_byte]
+
+
+@pytest.mark.parametrize(
+    ("further", "codecs"),
+    [(0.03, (SIX_BITS,)), (0.12, (SIX_BITS, EIGHT_BITS)), (3.0, (SIX_BITS, EIGHT_BITS, INT8))],
+    ids=["6 bits", "8 bits", "int8"],
+)
+def test_by_need_more_bits_of_a_broken_chunk_follow(further: float, codecs: tuple[Sized, ...]) -> None:
+    with MemorySwarm(BY_NEED, deadlines=PATIENT) as swarm:
+        peers, vectors = [swarm.peer("a"), swarm.peer("b")], [near(1), near(2)]
+        usual = [swapped(peers, vectors, index)[0].bytes_sent for index in range(3)][-1]
+        num_before = peers[0].driver.traffic.extended_chunks
+        run_away(vectors, further=further)
+        received = swapped(peers, vectors, 3)
+        assert [each.bytes_sent - usual for each in received] == [
+            sum(each.num_bytes(CHUNK_ELEMENTS) for each in codecs)
+        ] * 2
+        assert peers[0].driver.traffic.extended_chunks - num_before == sum(codec is not INT8 for codec in codecs)
+        assert [peer.driver.traffic.broken_chunks for peer in peers] == [int(INT8 in codecs)] * 2
+    ours, theirs = (halves(each, SectionName.SLOW_WEIGHTS) for each in received)
+    assert torch.equal(ours, -theirs)
+    error = (ours - (vectors[1].slow_weights - vectors[0].slow_weights) / 2).abs()
+    assert error[:CHUNK_ELEMENTS].max() < 1.1e-3, "half a step"
+    assert error[CHUNK_ELEMENTS + 5] < (0.02 if INT8 in codecs else 1.1e-3)
+
+
+@pytest.mark.parametrize(
+    ("at", "send", "fault"),
+    [
+        (At(Chunk, section=SectionName.SLOW_WEIGHTS, index=1, nth=2), FlipBit(7), "damaged"),
+        (At(Header, section=SectionName.SLOW_WEIGHTS, nth=2), Announce(num_bytes=1 << 40), "announced"),
+        (At(Header, section=SectionName.SLOW_WEIGHTS, nth=2), Announce(num_chunks=2), "announced"),
+        (At(Header, section=SectionName.SLOW_WEIGHTS, nth=2), Announce(codec="int8"), "announced"),
+    ],
+    ids=["damage", "more bytes", "more chunks", "another codec"],
+)
+def test_by_need_what_follows_is_checked_as_what_came_first(at: At, send: FlipBit | Announce, fault: str) -> None:
+    faults = FaultPlan().fail_at(at, send=send).wrapper()
+    rounds: list[int] = []
+
+    def wrap(stream: FrameStream) -> FrameStream:
+        return faults(stream) if len(rounds) == 3 else stream
+
+    with MemorySwarm(BY_NEED, deadlines=PATIENT) as swarm:
+        peers, vectors = [swarm.peer("a", wrap=wrap, wrap_accepted=wrap), swarm.peer("b")], [near(1), near(2)]
+        for index in range(3):
+            swapped(peers, vectors, index)
+            rounds.append(index)
+        run_away(vectors, further=0.03)
+        outcomes = one_round(peers, vectors, wait_s=PATIENCE_S, round_index=3)
+        assert faults.fired
+        assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
+        assert fault in peers[1].driver.last_fault
+
+
 def test_equal_vectors_stay_without_a_grid_until_they_differ(swarm: MemorySwarm) -> None:
     """As at the start of a run: momentum is zero everywhere, which tells nothing of the next round."""
     zero = Vectors(near(1).slow_weights, torch.zeros(NUM_ELEMENTS), near(1).outer_gradient)
     peers = [swarm.peer("a"), swarm.peer("b")]
     swapped(peers, [zero, zero], 0)
     received = swapped(peers, [zero, zero], 1)[0]
-    assert received.bytes_sent == MODULO_BYTES + INT8_BYTES + INT4_BYTES
+    assert received.bytes_sent == 2 * INT8_BYTES + INT4_BYTES
     assert not halves(received, SectionName.SLOW_WEIGHTS).any()
 
 
