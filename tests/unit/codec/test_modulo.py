@@ -293,7 +293,8 @@ def swap_by_need(own: Tensor, partner: Tensor, grid: Grid) -> tuple[ModuloCodec,
             if each is not None
         ]
         if halves:
-            return codec, *halves
+            ours, theirs = halves
+            return codec, ours, theirs
         earlier = {side: earlier[side] + payloads[side] for side in sides}
     return None
 

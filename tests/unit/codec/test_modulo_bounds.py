@@ -50,6 +50,7 @@ def seen(bounds: Bounds, distance: float, *, value: float = 1.0, num_elements: i
 @given(distance=st.floats(1e-6, 1e6))
 def test_the_step_is_the_power_of_two_above_what_the_margin_needs(codec: ModuloCodec, distance: float) -> None:
     (exponent,) = seen(Bounds(10, codec=codec), distance, value=0.0)
+    assert codec.margin is not None
     needed = codec.margin * distance / (codec.half_range - 1)
     assert needed * 0.999999 <= 2.0**exponent <= 2.000001 * needed
 
@@ -146,6 +147,7 @@ def test_a_proposal_of_another_length_is_refused() -> None:
 @settings(deadline=None, max_examples=50)
 @given(seed=st.integers(0, 2**31), spread=st.floats(1e-5, 10.0))
 def test_a_partner_within_the_margin_is_never_broken(seed: int, spread: float) -> None:
+    assert MODULO8.margin is not None
     generator = torch.Generator().manual_seed(seed)
     own = torch.randn(500, generator=generator)
     half = torch.randn(500, generator=generator) * spread / 2
