@@ -69,7 +69,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "rounds": partial(distances, "rounds", {}),
     "codecs": partial(distances, "codecs", {"fp32": "fp32"}),
     "churn": partial(distances, "churn", {"no churn": "no churn"}),
-    "modulo_churn": partial(distances, "modulo_churn", {"modulo4, no churn": "modulo4, no churn"}),
+    "modulo_churn": partial(distances, "modulo_churn", {"modulo8, no churn": "modulo8, no churn"}),
     "waiting": partial(distances, "waiting", {}),
     "gamma": partial(distances, "gamma", {"gamma 0.7": "gamma 0.7"}),
     "alpha": partial(distances, "alpha", {"alpha 0.5": "alpha 0.5"}),
