@@ -63,8 +63,13 @@ class Stages:
         return self._network().live_peers.num_live() - 1
 
     def hold(self, stage: int) -> None:
-        """Before a NoLoCo is made: this peer swaps with peers of that stage alone, and fetches their state."""
-        self._network().live_peers.stage = stage
+        """Before a NoLoCo is made: this peer swaps with peers of that stage alone, and fetches their state.
+
+        It forgets the layout of a stage that it held before, since peers of the new stage refuse that as another model.
+        """
+        network = self._network()
+        network.live_peers.stage = stage
+        self._status.layout = network.driver.layout = network.states.layout = None
 
     def wait_for(self, stages: Sequence[int]) -> None:
         """Show what this peer waits for: stages that nobody holds; none = it waits no longer."""
