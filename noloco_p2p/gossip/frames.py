@@ -20,7 +20,7 @@ from enum import IntEnum
 import xxhash
 from blake3 import blake3
 
-PROTOCOL_VERSION = "1.0"  # same major number = can talk
+PROTOCOL_VERSION = "2.0"  # same major number = can talk
 STATE_CHUNK_BYTES = 1 << 20
 MAX_CHUNKS_PER_REQUEST = 16_384  # 16 GiB, named in 48 KiB; the rest of a larger state is asked for in further calls
 
@@ -147,7 +147,7 @@ def other_kind(ours: Hello, theirs: Hello) -> Refuse | None:
     """Why these two peers can never swap: another protocol version, run, spec or model; None when they can."""
     versions = [hello.protocol_version.split(".")[0] for hello in (ours, theirs)]
     if versions[0] != versions[1]:
-        what = f"protocol version {PROTOCOL_VERSION} here, {theirs.protocol_version or 'none'} there"
+        what = f"protocol version {ours.protocol_version} here, {theirs.protocol_version or 'none'} there"
         return Refuse(RefuseCode.OTHER_VERSION, what)
     if ours.run_name != theirs.run_name:
         return Refuse(RefuseCode.OTHER_RUN, f"run {ours.run_name} here, {theirs.run_name!r} there")
@@ -183,6 +183,11 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
+    """A chunk, or a few: the payloads of chunk `index` and of those that follow it, one after another.
+
+    Where one ends follows from the codec of the section. A message has a whole number of them.
+    """
+
     section: SectionName
     index: int
     payload: Payload
@@ -192,7 +197,7 @@ class Chunk:
 @dataclass(frozen=True, slots=True)
 class End:
     section: SectionName
-    digest: bytes  # blake3 over the digests of all chunks in order, 32 bytes
+    digest: bytes  # blake3 over the digests of all messages of the section in order, 32 bytes
 
 
 @dataclass(frozen=True, slots=True)

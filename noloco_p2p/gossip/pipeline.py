@@ -1,12 +1,13 @@
 """Coding ahead and checking behind: what a swap does with payloads besides moving them, off the event loop.
 
-Both work in batches of a few chunks. A hop to another thread and back costs more than coding a chunk does, as the event
-loop, the codec thread and the training thread pass one interpreter lock around.
+Both work message by message, and a message carries several chunks. A hop to another thread and back costs more than
+coding a chunk does, as the event loop, the codec thread and the training thread pass one interpreter lock around.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from noloco_p2p.gossip.frames import Chunk, Payload, chunk_digest
 from noloco_p2p.gossip.payload_memory import Slab
 from noloco_p2p.gossip.sections import Coding, Squares
 
-BATCH_CHUNKS = 4  # 4 MiB of fp32; two batches each way are on their way at most
+MESSAGE_BYTES = 528 << 10  # of payload: two chunks of 8 bits or four of 4 bits, which a slow link carries in seconds
 
 
 class Staged:
@@ -49,28 +50,30 @@ async def code_ahead(
     *,
     executor: Executor,
     slab: Slab,
+    own: list[Payload | None],
     squares: Squares,
-) -> AsyncGenerator[list[Chunk]]:
-    """These chunks of a section in batches; the next batch is coded while the caller sends this one.
+) -> AsyncGenerator[Chunk]:
+    """These chunks of a section in messages; the next one is coded while the caller sends this one.
 
     `source`: a flat vector to code, or payloads that the training thread codes, whose squares are added to
-    `squares.own`. Raises ValueError for a vector that is not finite.
+    `squares.own`. own: gets what half-differences need of the payloads of a vector, by index. Raises ValueError for a
+    vector that is not finite.
     """
-    batches, scratch = _batches(indices), Scratch()
+    messages, scratch = _messages(coding, indices), Scratch()
 
-    async def batch() -> list[Chunk] | None:
-        mine = next(batches, None)
+    async def message() -> Chunk | None:
+        mine = next(messages, None)
         if mine is None:
             return None
         if isinstance(source, Staged):
             work = (_measure_own, coding, mine, await source.get(mine), squares, scratch)
             return await asyncio.get_running_loop().run_in_executor(executor, *work)
-        return await asyncio.get_running_loop().run_in_executor(executor, _code, coding, mine, source, slab)
+        return await asyncio.get_running_loop().run_in_executor(executor, _code, coding, mine, source, slab, own)
 
-    coming = asyncio.create_task(batch())
+    coming = asyncio.create_task(message())
     try:
         while (chunks := await coming) is not None:
-            coming = asyncio.create_task(batch())
+            coming = asyncio.create_task(message())
             yield chunks
     finally:
         coming.cancel()
@@ -86,16 +89,17 @@ class Beside:
 
 
 class CheckBehind:
-    """Checks chunks in batches while the next ones arrive. An error is raised by a later `add`, or by `finish`.
+    """Checks each message while the next one arrives. An error is raised by a later `add`, or by `finish`.
 
-    kept: what `Coding.half_difference` takes as the partner's side, in order, in memory of `slab`. broken: chunks whose
-    bound did not hold, to be sent again without modulo; empty in `kept`. With `squares` their squares are added to
-    `squares.partner`.
+    indices: of the chunks to come, in order. kept: what `Coding.half_difference` takes as the partner's side, in order,
+    in memory of `slab`. broken: chunks whose bound did not hold, to be sent again without modulo; empty in `kept`. With
+    `squares` their squares are added to `squares.partner`.
     """
 
     def __init__(
         self,
         coding: Coding,
+        indices: Sequence[int],
         *,
         executor: Executor,
         slab: Slab,
@@ -104,58 +108,84 @@ class CheckBehind:
     ) -> None:
         self.kept: list[Payload] = []
         self.broken: list[int] = []
+        self._missing = deque(indices)
         self._squares = squares
         self._scratch = Scratch()
         self._coding = coding
         self._executor = executor
         self._slab = slab
         self._beside = beside
-        self._batch: list[Chunk] = []
         self._checking: asyncio.Future[list[Payload | None]] | None = None
-        self._indices: list[int] = []
+        self._checked_indices: list[int] = []
 
-    async def add(self, chunk: Chunk) -> None:
-        """Raises CorruptPayload for this or an earlier chunk. Waits when the check falls two batches behind."""
-        self._batch.append(chunk)
-        if len(self._batch) >= BATCH_CHUNKS:
-            await self._flush()
+    @property
+    def next_index(self) -> int | None:
+        """Of the first chunk of the next message; None when all have come."""
+        return self._missing[0] if self._missing else None
+
+    async def add(self, message: Chunk) -> None:
+        """Raises CorruptPayload for this or an earlier message. Waits while an earlier one is being checked."""
+        parts = self._split(message)
+        await self._settle()
+        self._checked_indices = [index for index, _ in parts]
+        work = (self._check, message, parts)
+        self._checking = asyncio.get_running_loop().run_in_executor(self._executor, *work)
 
     async def finish(self) -> None:
         """All chunks are checked when this returns. Raises CorruptPayload."""
-        await self._flush()
         await self._settle()
 
-    async def _flush(self) -> None:
-        await self._settle()
-        batch, self._batch = self._batch, []
-        self._indices = [chunk.index for chunk in batch]
-        self._checking = asyncio.get_running_loop().run_in_executor(self._executor, self._check, batch)
+    def _split(self, message: Chunk) -> list[tuple[int, Payload]]:
+        """(index, payload) of each chunk. The last one may be too short; its check finds that."""
+        parts: list[tuple[int, Payload]] = []
+        payload, start = memoryview(message.payload), 0
+        while start < len(payload) or not parts:
+            if not self._missing:
+                raise CorruptPayload(f"{len(payload) - start} bytes follow the last chunk of {_name(self._coding)}")
+            index = self._missing.popleft()
+            stop = start + self._coding.num_bytes([index])
+            parts.append((index, payload[start:stop]))
+            start = stop
+        return parts
 
-    def _check(self, chunks: list[Chunk]) -> list[Payload | None]:
+    def _check(self, message: Chunk, parts: list[tuple[int, Payload]]) -> list[Payload | None]:
         """What is kept of each chunk; None for one that modulo coding could not carry. Raises CorruptPayload."""
-        kept = [_checked(self._coding, chunk, self._slab, self._beside) for chunk in chunks]
+        if chunk_digest(message.payload) != message.digest:
+            raise CorruptPayload(f"the message with chunk {message.index} of {_name(self._coding)} is damaged")
+        kept = [_checked(self._coding, index, payload, self._slab, self._beside) for index, payload in parts]
         if self._squares is not None:
-            for chunk, payload in zip(chunks, kept, strict=True):
+            for (index, _), payload in zip(parts, kept, strict=True):
                 assert payload is not None, "coded modulo"
-                self._squares.partner += self._coding.square(payload, chunk.index, scratch=self._scratch)
+                self._squares.partner += self._coding.square(payload, index, scratch=self._scratch)
         return kept
 
     async def _settle(self) -> None:
         if self._checking is None:
             return
         checking, self._checking = self._checking, None
-        for index, payload in zip(self._indices, await checking, strict=True):
+        for index, payload in zip(self._checked_indices, await checking, strict=True):
             if payload is None:
                 self.broken.append(index)
             self.kept.append(payload or b"")
 
 
-def _batches(indices: Sequence[int]) -> Iterator[Sequence[int]]:
-    return (indices[start : start + BATCH_CHUNKS] for start in range(0, len(indices), BATCH_CHUNKS))
+def _messages(coding: Coding, indices: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Which chunks travel together: as many as MESSAGE_BYTES hold, and one at least."""
+    first, num_bytes = 0, 0
+    for at, index in enumerate(indices):
+        size = coding.num_bytes([index])
+        if at > first and num_bytes + size > MESSAGE_BYTES:
+            yield indices[first:at]
+            first, num_bytes = at, 0
+        num_bytes += size
+    if indices:
+        yield indices[first:]
 
 
-def _code(coding: Coding, indices: Sequence[int], source: Tensor, slab: Slab) -> list[Chunk]:
+def _code(coding: Coding, indices: Sequence[int], source: Tensor, slab: Slab, own: list[Payload | None]) -> Chunk:
     payloads = [_coded(coding, index, source[slice(*chunk_range(len(source), index))], slab) for index in indices]
+    for index, payload in zip(indices, payloads, strict=True):
+        own[index] = None if coding.modulo(index) else payload
     return _wrap(coding, indices, payloads)
 
 
@@ -169,39 +199,41 @@ def _coded(coding: Coding, index: int, values: Tensor, slab: Slab) -> Payload:
 
 def _measure_own(
     coding: Coding, indices: Sequence[int], payloads: Sequence[Payload], squares: Squares, scratch: Scratch
-) -> list[Chunk]:
+) -> Chunk:
     for index, payload in zip(indices, payloads, strict=True):
         squares.own += coding.square(payload, index, scratch=scratch)
     return _wrap(coding, indices, payloads)
 
 
-def _wrap(coding: Coding, indices: Sequence[int], payloads: Sequence[Payload]) -> list[Chunk]:
-    name, pairs = coding.plan.name, zip(indices, payloads, strict=True)
-    return [Chunk(name, index, payload, chunk_digest(payload)) for index, payload in pairs]
+def _wrap(coding: Coding, indices: Sequence[int], payloads: Sequence[Payload]) -> Chunk:
+    payload = payloads[0] if len(payloads) == 1 else b"".join(payloads)
+    return Chunk(coding.plan.name, indices[0], payload, chunk_digest(payload))
 
 
-def _checked(coding: Coding, chunk: Chunk, slab: Slab, beside: Beside | None) -> Payload | None:
-    if chunk_digest(chunk.payload) != chunk.digest:
-        raise CorruptPayload(f"chunk {chunk.index} of {coding.plan.name.name.lower()} is damaged")
+def _name(coding: Coding) -> str:
+    return coding.plan.name.name.lower()
+
+
+def _checked(coding: Coding, index: int, payload: Payload, slab: Slab, beside: Beside | None) -> Payload | None:
     if beside is None:
-        return _kept(coding, chunk, slab)
-    own = beside.values[slice(*chunk_range(len(beside.values), chunk.index))]
-    if on_grid := coding.modulo(chunk.index):
+        return _kept(coding, index, payload, slab)
+    own = beside.values[slice(*chunk_range(len(beside.values), index))]
+    if on_grid := coding.modulo(index):
         codec, grid = on_grid
-        differences = codec.differences(own, chunk.payload, grid=grid, chunk_index=chunk.index)
+        differences = codec.differences(own, payload, grid=grid, chunk_index=index)
         if differences is None:
             return None
-        kept, half = slab.keep(differences), coding.half_difference(None, differences, chunk.index)
+        kept, half = slab.keep(differences), coding.half_difference(None, differences, index)
     else:
-        kept = _kept(coding, chunk, slab)
+        kept = _kept(coding, index, payload, slab)
         half = coding.plan.codec.decode(kept, num_elements=own.numel()).sub_(own).mul_(0.5)
-    beside.bounds.update(chunk.index, half_difference=half, values=own)
+    beside.bounds.update(index, half_difference=half, values=own)
     return kept
 
 
-def _kept(coding: Coding, chunk: Chunk, slab: Slab) -> Payload:
-    codec, num_elements = coding.plan.codec, coding.num_elements(chunk.index)
-    fits = len(chunk.payload) == codec.num_bytes(num_elements)
-    payload = slab.keep(chunk.payload) if fits else chunk.payload
+def _kept(coding: Coding, index: int, payload: Payload, slab: Slab) -> Payload:
+    codec, num_elements = coding.plan.codec, coding.num_elements(index)
+    if len(payload) == codec.num_bytes(num_elements):
+        payload = slab.keep(payload)
     codec.check(payload, num_elements=num_elements)  # of the copy, as torch wants writable memory
     return payload

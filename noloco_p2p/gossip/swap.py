@@ -222,8 +222,8 @@ class Swap:
 
     async def _send_section(self, coding: Coding, indices: Sequence[int]) -> None:
         digests, has_begun = blake3(), False
-        async with contextlib.aclosing(self._code_ahead(coding, indices)) as batches:
-            async for chunk in self._each(batches, coding):
+        async with contextlib.aclosing(self._code_ahead(coding, indices)) as messages:
+            async for chunk in self._each(messages, coding):
                 if not has_begun:
                     has_begun = True
                     self._progress()
@@ -235,23 +235,19 @@ class Swap:
                 self._progress()
         await self._send(End(coding.plan.name, digests.digest()))
 
-    def _code_ahead(self, coding: Coding, indices: Sequence[int]) -> AsyncGenerator[list[Chunk]]:
+    def _code_ahead(self, coding: Coding, indices: Sequence[int]) -> AsyncGenerator[Chunk]:
         name = coding.plan.name
         source = self._staged if coding.plan.part is Part.LATE else self._early_state[name]
-        slab, squares = self._own_slabs[name], self._squares
-        return code_ahead(coding, indices, source, executor=self._executor, slab=slab, squares=squares)
+        slab, own, squares = self._own_slabs[name], self._own[name], self._squares
+        return code_ahead(coding, indices, source, executor=self._executor, slab=slab, own=own, squares=squares)
 
-    async def _each(self, batches: AsyncIterator[list[Chunk]], coding: Coding) -> AsyncIterator[Chunk]:
-        """Chunk after chunk; what the half-differences need of early payloads is kept (the staged ones are)."""
-        name, own = coding.plan.name, self._own[coding.plan.name]
+    async def _each(self, messages: AsyncIterator[Chunk], coding: Coding) -> AsyncIterator[Chunk]:
         try:
-            async for batch in batches:
-                for chunk in batch:
-                    if coding.plan.part is Part.EARLY:
-                        own[chunk.index] = None if coding.modulo(chunk.index) else chunk.payload
-                    yield chunk
+            async for message in messages:
+                yield message
         except ValueError as error:
-            raise CorruptPayload(f"own {name.name.lower()} cannot be sent: {error}") from None  # nobody else's fault
+            name = coding.plan.name.name.lower()
+            raise CorruptPayload(f"own {name} cannot be sent: {error}") from None  # nobody else's fault
 
     async def _send(self, frame: Frame) -> None:
         async with self._send_lock:  # sections and Ready come from two tasks; a stream takes one writer
@@ -339,8 +335,8 @@ class Swap:
         beside = Beside(self._early_state[plan.name], self._bounds[plan.name]) if plan.modulo else None
         squares = self._squares if plan.part is Part.LATE else None
         slab = self._their_slabs[plan.name]
-        check = CheckBehind(coding, executor=self._executor, slab=slab, beside=beside, squares=squares)
-        for index in indices:
+        check = CheckBehind(coding, indices, executor=self._executor, slab=slab, beside=beside, squares=squares)
+        while (index := check.next_index) is not None:
             chunk = await self._receive()
             if not isinstance(chunk, Chunk) or (chunk.section, chunk.index) != (plan.name, index):
                 wanted = f"chunk {index} of {plan.name.name.lower()}"

@@ -118,7 +118,7 @@ def test_equal_vectors_stay_without_a_grid_until_they_differ(swarm: MemorySwarm)
 @pytest.mark.parametrize("digests", ["stale", "section"], ids=["damaged", "a lie"])
 def test_a_chunk_that_only_one_side_sees_broken_ends_the_swap(digests: Literal["stale", "section"]) -> None:
     """Damage shows in the digest of the payload; a partner that lies must not make the two sides apply different h."""
-    at = At(Chunk, section=SectionName.SLOW_WEIGHTS, index=1)
+    at = At(Chunk, section=SectionName.SLOW_WEIGHTS)
     faults = FaultPlan().fail_at(at, send=FlipBit(77, digests=digests)).wrapper()
     rounds: list[int] = []
 

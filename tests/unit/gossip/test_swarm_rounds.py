@@ -14,7 +14,7 @@ from harness.rounds import Vectors, end_round, one_round, open_round, wait_until
 from harness.specs import published
 
 from noloco_p2p.gossip.deadlines import Deadlines
-from noloco_p2p.gossip.frames import Chunk, Part, Ready, SectionName
+from noloco_p2p.gossip.frames import PROTOCOL_VERSION, Chunk, Part, Ready, SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
 from noloco_p2p.gossip.round_events import Phase
 from noloco_p2p.spec import RunSpec
@@ -155,14 +155,14 @@ def test_a_partner_that_dies_after_the_early_part_leaves_a_half(swarm: MemorySwa
 class Stranger(NamedTuple):
     words: tuple[str, ...]
     spec: RunSpec = SPEC
-    protocol_version: str = "1.0"
+    protocol_version: str = PROTOCOL_VERSION
     layout: str = "this-model"
 
 
 @pytest.mark.parametrize(
     "stranger",
     [
-        Stranger(("protocol version", "1.0", "2.0"), protocol_version="2.0"),
+        Stranger(("protocol version", PROTOCOL_VERSION, "1.0"), protocol_version="1.0"),
         Stranger(("run", "rounds", "another"), spec=RunSpec(name="another", outer=published())),
         Stranger(("spec digest", SPEC.digest()[:16]), spec=RunSpec(name="rounds", outer=published(alpha=0.3))),
         Stranger(("model layout", "this-model", "another-model"), layout="another-model"),

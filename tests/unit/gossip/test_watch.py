@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.patience import PATIENCE_S
 from harness.rounds import Vectors, end_round, open_round, together, wait_until
-from harness.specs import published
+from harness.specs import FP32, published
 
 from noloco_p2p.codec import CHUNK_ELEMENTS, section_bytes
 from noloco_p2p.gossip.frames import Chunk, Part, SectionName
@@ -15,7 +15,7 @@ from noloco_p2p.testing.faults import At, FaultPlan, NotFinite, Stall
 from noloco_p2p.testing.peers import MemorySwarm
 
 NUM_ELEMENTS = CHUNK_ELEMENTS + 100
-SPEC = RunSpec(name="watched", outer=published())
+SPEC = RunSpec(name="watched", codec=FP32, outer=published())  # a message for each chunk
 
 
 def test_a_swap_is_told_from_its_early_part_to_its_end() -> None:
