@@ -66,7 +66,7 @@ class Front:
         self.tunnelled: Mapping[int, str] = {}
         self._listener: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._server_port = 0
+        self._behind = ""
         self._guests: dict[int, Guest] = {}  # by number
         self._numbers: dict[str, int] = {}  # how gRPC names the connection behind -> number
         self._num_came = 0
@@ -78,10 +78,10 @@ class Front:
         self._listener = _listening(host, port)
         return self._listener.getsockname()[1]
 
-    def open(self, server_port: int) -> None:
-        """From now on connections are taken; on the event loop."""
+    def open(self, behind: str) -> None:
+        """From now on connections are taken, for the server at `behind`; on the event loop."""
         assert self._listener is not None
-        self._server_port, self._loop = server_port, asyncio.get_running_loop()
+        self._behind, self._loop = behind, asyncio.get_running_loop()
         self._loop.add_reader(self._listener, self._take)
 
     def shut(self) -> None:
@@ -217,14 +217,14 @@ class Front:
         self._loop.remove_reader(guest.near)
         try:
             guest.passage = Passage(
-                guest.near, self._server_port, may_take=guest.may_take, on_end=lambda: self._forget(number)
+                guest.near, self._behind, may_take=guest.may_take, on_end=lambda: self._forget(number)
             )
         except OSError as error:
             log.debug("a connection could not be passed on: %s", error)
             guest.near.close()
             self._forget(number)
         else:
-            self._numbers[named("127.0.0.1", guest.passage.port)] = number
+            self._numbers[guest.passage.name] = number
 
     def _wait(self, number: int, caller: str) -> None:
         self._end_deadline(number)
@@ -245,7 +245,7 @@ class Front:
         self._end_deadline(number)
         guest = self._guests.pop(number)
         if guest.passage is not None:
-            self._numbers.pop(named("127.0.0.1", guest.passage.port), None)
+            self._numbers.pop(guest.passage.name, None)
         self._unproven.leave(number)
         self._waiting.leave(number)
 

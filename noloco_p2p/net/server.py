@@ -24,6 +24,7 @@ from noloco_p2p.net.connection import nobody_is_banned
 from noloco_p2p.net.door import Caller, Door, refuse_to_wire
 from noloco_p2p.net.front import Front
 from noloco_p2p.net.lanes import MAX_LANES, Lane, LaneStream, call_cancelled
+from noloco_p2p.net.passage import address_behind
 from noloco_p2p.net.probe import Prober
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import UNLIMITED, Limits
@@ -32,7 +33,6 @@ from noloco_p2p.owned_tasks import OwnedTasks
 
 log = logging.getLogger(__name__)
 
-BEHIND = "127.0.0.1:0"  # where gRPC listens, for the front alone
 SERVICE = "noloco_p2p.wire.v1.Peer"
 JOIN_S = 5.0  # from the call of a lane to its Join
 FIRST_WORDS_S = 5.0  # from any other call to its request
@@ -66,17 +66,18 @@ class GrpcServer:
         """Raises SettingsError when the port is taken."""
         try:
             self.port = self._front.listen(host, port)
+            behind = address_behind()
             if self._session:
-                behind = self._server.add_secure_port(BEHIND, self._session.server_credentials())
+                port = self._server.add_secure_port(behind, self._session.server_credentials())
             else:
-                behind = self._server.add_insecure_port(BEHIND)
+                port = self._server.add_insecure_port(behind)
         except (OSError, RuntimeError):
             raise SettingsError(
                 f"cannot listen on {host}:{port}: the port is in use or not allowed; "
                 "choose another with --listen HOST:PORT"
             ) from None
         await self._server.start()
-        self._front.open(behind)
+        self._front.open(behind.replace(":0", f":{port}"))  # a Unix socket has no port
 
     @property
     def serve_flow(self) -> ServeFlow | None:
