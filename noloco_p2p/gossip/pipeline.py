@@ -59,7 +59,7 @@ async def code_ahead(
     `squares.own`. own: gets what half-differences need of the payloads of a vector, by index. Raises ValueError for a
     vector that is not finite.
     """
-    messages, scratch = _messages(coding, indices), Scratch()
+    messages, scratch = together(coding, indices), Scratch()
 
     async def message() -> Chunk | None:
         mine = next(messages, None)
@@ -169,8 +169,8 @@ class CheckBehind:
             self.kept.append(payload or b"")
 
 
-def _messages(coding: Coding, indices: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Which chunks travel together: as many as MESSAGE_BYTES hold, and one at least."""
+def together(coding: Coding, indices: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Which chunks travel in one message: as many as MESSAGE_BYTES hold, and one at least."""
     first, num_bytes = 0, 0
     for at, index in enumerate(indices):
         size = coding.num_bytes([index])
