@@ -141,7 +141,9 @@ class CheckBehind:
         payload, start = memoryview(message.payload), 0
         while start < len(payload) or not parts:
             if not self._missing:
-                raise CorruptPayload(f"{len(payload) - start} bytes follow the last chunk of {_name(self._coding)}")
+                raise CorruptPayload(
+                    f"the rest of {_name(self._coding)} must have {start} bytes, it has {len(payload)}"
+                )
             index = self._missing.popleft()
             stop = start + self._coding.num_bytes([index])
             parts.append((index, payload[start:stop]))

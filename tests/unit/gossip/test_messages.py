@@ -97,7 +97,7 @@ def test_a_sender_may_put_any_number_of_chunks_into_a_message() -> None:
         ([message(0, b"")], "must have"),
         ([message(0, payloads("int4")[0][:-1])], "must have"),
         ([message(0, payloads("int4")[0] + b"x")], "must have"),
-        ([message(0, b"".join(payloads("int4")) + b"x")], "1 bytes follow the last chunk"),
+        ([message(0, b"".join(payloads("int4")) + b"x")], "the rest of outer_gradient must have"),
         ([Chunk(SectionName.OUTER_GRADIENT, 0, b"".join(payloads("int4")[:2]), bytes(16))], "is damaged"),
     ],
     ids=["empty", "cut", "longer", "too many", "digest"],
