@@ -240,6 +240,7 @@ class StageTrainer(TrainerBase):
         if self.batches:
             self.batches.close()
         if self.switches_to is not None:
+            self.outer.withdraw()  # an open round would draw partners of the other stage, for the vectors of this one
             self.peer.announce("paused")  # nobody sends to it until it has entered the other stage
             self.peer.stages.stop_flow()
         return self._finish()
