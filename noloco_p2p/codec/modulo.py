@@ -256,13 +256,10 @@ class Bounds:
         self.codec = codec
         self._round = self._round_of_swap = 0
         if codec.margin is None:
-            self._measure, num_swaps, self._distance_to_step = _root_mean_square, 1, STEP_OVER_DISTANCE
-        else:  # rounding adds less than one to a difference
-            self._measure, num_swaps, self._distance_to_step = (
-                _largest,
-                REMEMBERED,
-                codec.margin / (codec.half_range - 1),
-            )
+            self._measure, self._distance_to_step = _root_mean_square, STEP_OVER_DISTANCE
+        else:
+            self._measure, self._distance_to_step = _largest, codec.margin / (codec.half_range - 1)  # rounding adds < 1
+        num_swaps = 1 if codec.is_by_need else REMEMBERED
         self._distances = torch.zeros(num_swaps, num_blocks(num_elements))  # newest first
         self._magnitudes = torch.zeros(num_blocks(num_elements))  # of the values, in the last swap
 
