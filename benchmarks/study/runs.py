@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
+
+from noloco_p2p.codec.blocks import INT8
+from noloco_p2p.codec.modulo import MODULO_CODECS, SIX_BITS
 
 RESULTS = Path(__file__).parent.parent / "results"
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -33,10 +37,28 @@ class Runs:
         return f"{min(self.losses):.4f}-{max(self.losses):.4f}" if len(self.losses) > 1 else "one seed"
 
 
+def early_bytes(row: Mapping[str, Any]) -> float:
+    """Bytes of the early part a parameter and swap, by the chunks that came; its one section is one chunk, modulo.
+
+    The name of the case begins with the codec.
+    """
+    codec, num_elements = MODULO_CODECS[row["case"].split(",")[0]][0], row["num_parameters"]
+    num_bytes = (
+        row["modulo_chunks"] * codec.num_bytes(num_elements)
+        + row["extended_chunks"] * SIX_BITS.num_bytes(num_elements)
+        + (row["plain_chunks"] + row["broken_chunks"]) * INT8.num_bytes(num_elements)
+    )
+    return num_bytes / (row["modulo_chunks"] + row["plain_chunks"]) / num_elements
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    path = RESULTS / f"study_{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+
+
 def study(name: str) -> dict[str, Runs]:
     """Cases of one study in the order in which they were run first; none where it was not."""
-    path = RESULTS / f"study_{name}.json"
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    rows = rows_of(name)
     cases = {row["case"]: [each for each in rows if each["case"] == row["case"]] for row in rows}
     return {
         case: Runs(

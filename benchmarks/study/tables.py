@@ -14,7 +14,7 @@ from functools import partial
 from statistics import fmean
 
 from lab_tables import PAGE_TABLES
-from runs import DOCS, Runs, study, table
+from runs import DOCS, Runs, early_bytes, rows_of, study, table
 
 PAGE = DOCS / "results.md"
 SYNCHRONOUS_BYTES = 7.0  # that ddp sends a parameter and step
@@ -56,6 +56,21 @@ def sizes(name: str) -> list[str]:
     return table(("", *(f"{size} replicas" for size in SIZES)), rows)
 
 
+def modulo_churn() -> list[str]:
+    """Every case beside the one of modulo8 under the same churn, and the bytes of its early part."""
+    cases, rows = study("modulo_churn"), rows_of("modulo_churn")
+    early = {case: fmean(early_bytes(row) for row in rows if row["case"] == case) for case in cases}
+    head = ("", "loss", "lowest to highest", "against modulo8", "spread", "early part, bytes a parameter and swap")
+    lines = []
+    for case, runs in cases.items():
+        codec, churn = case.split(", ", 1)
+        against = "" if codec == "modulo8" else percent(runs, cases[f"modulo8, {churn}"])
+        lines.append(
+            (case, f"{runs.loss:.4f}", runs.range, against, f"{100 * runs.spread:.2f} %", f"{early[case]:.3f}")
+        )
+    return table((*head, "bytes a parameter and step"), [(*line, f"{cases[line[0]].num_bytes:.3f}") for line in lines])
+
+
 def _with_range(runs: Runs | None) -> str:
     return "" if runs is None else f"{runs.loss:.4f} ({runs.range})"
 
@@ -69,7 +84,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "rounds": partial(distances, "rounds", {}),
     "codecs": partial(distances, "codecs", {"fp32": "fp32"}),
     "churn": partial(distances, "churn", {"no churn": "no churn"}),
-    "modulo_churn": partial(distances, "modulo_churn", {"modulo8, no churn": "modulo8, no churn"}),
+    "modulo_churn": modulo_churn,
     "waiting": partial(distances, "waiting", {}),
     "gamma": partial(distances, "gamma", {"gamma 0.7": "gamma 0.7"}),
     "alpha": partial(distances, "alpha", {"alpha 0.5": "alpha 0.5"}),

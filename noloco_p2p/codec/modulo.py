@@ -114,6 +114,10 @@ class ModuloCodec:
         return self.below + self.bits
 
     @property
+    def _difference_bits(self) -> int:
+        return 4 if self.known_bits == 4 else 8
+
+    @property
     def half_range(self) -> int:
         """Grid integers must differ by less than this."""
         return 1 << (self.known_bits - 1)
@@ -126,7 +130,7 @@ class ModuloCodec:
     def num_difference_bytes(self, num_elements: int) -> int:
         """Exact size of what `differences` returns."""
         check_num_elements(num_elements)
-        return num_elements if self.known_bits > 4 else -(-num_elements // 2)
+        return -(-num_elements * self._difference_bits // 8)
 
     def encode(self, values: Tensor, *, grid: Grid, chunk_index: int) -> bytes:
         """Code chunk `chunk_index`: 1-D, contiguous, any floating dtype, any device, at most CHUNK_ELEMENTS.
@@ -174,7 +178,7 @@ class ModuloCodec:
             digest.update(_little_endian(integers.add_(centred)))
         if digest.digest(DIGEST_BYTES) != memoryview(partner)[-DIGEST_BYTES:]:
             return None
-        return _packed(residues, bits=4 if self.known_bits == 4 else 8)
+        return _packed(residues, bits=self._difference_bits)
 
     def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
         """Raises CorruptPayload for a payload of another length; any residues of the right length are good."""
@@ -186,7 +190,7 @@ class ModuloCodec:
         """h of a chunk, fp32 on the CPU: exactly the opposite of what the partner gets, element by element."""
         if len(differences) != self.num_difference_bytes(num_elements):
             raise ValueError(f"{len(differences)} bytes are not the differences of {num_elements} elements")
-        residues = _unpacked(differences, num_elements, bits=4 if self.known_bits == 4 else 8)
+        residues = _unpacked(differences, num_elements, bits=self._difference_bits)
         half = self._centred(residues).to(torch.float32)
         for place, exponent in grid.blocks(chunk_index, num_elements=num_elements):
             half[place].mul_(2.0 ** (exponent - 1))  # small integer times power of two: exact
@@ -252,13 +256,10 @@ class Bounds:
         self.codec = codec
         self._round = self._round_of_swap = 0
         if codec.margin is None:
-            self._measure, num_swaps, self._distance_to_step = _root_mean_square, 1, STEP_OVER_DISTANCE
-        else:  # rounding adds less than one to a difference
-            self._measure, num_swaps, self._distance_to_step = (
-                _largest,
-                REMEMBERED,
-                codec.margin / (codec.half_range - 1),
-            )
+            self._measure, self._distance_to_step = _root_mean_square, STEP_OVER_DISTANCE
+        else:
+            self._measure, self._distance_to_step = _largest, codec.margin / (codec.half_range - 1)  # rounding adds < 1
+        num_swaps = 1 if codec.is_by_need else REMEMBERED
         self._distances = torch.zeros(num_swaps, num_blocks(num_elements))  # newest first
         self._magnitudes = torch.zeros(num_blocks(num_elements))  # of the values, in the last swap
 
