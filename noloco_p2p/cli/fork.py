@@ -45,7 +45,7 @@ def fork(
             raise SettingsError(f"--set {key}: a fork keeps the model of the run, as it starts from its weights")
     entry = Ticket.decode(source) if is_ticket(source) else TrainerSpec.load(source)
     if isinstance(entry, TrainerSpec):
-        _changed(entry, values)  # a wrong value is told before seconds of imports
+        _changed(entry, values)  # fail before the slow imports
     import uvloop
 
     from noloco_p2p.presets import render
@@ -108,7 +108,7 @@ async def _take_live(
     from noloco_p2p.trainer.merge import live_run
 
     async with live_run(ticket, progress=Progress(drawing(print)), folders=folders) as live:
-        old, spec = live.spec, _forked(live.spec, values, folders)  # a wrong value is told before anything is fetched
+        old, spec = live.spec, _forked(live.spec, values, folders)  # fail before anything is fetched
         live.check_stages()
         for stage in live.stages():
             state = await live.state_in_the_middle(stage)

@@ -108,7 +108,7 @@ class SwarmDirectory:
             every_s=timing.dial_s,
             heard_of=lambda: {record.peer_id for record, _ in self.records()},
             on_met=self._meet,
-            on_wrong_clock=self._view.somebody.set,  # who waits is told
+            on_wrong_clock=self._view.somebody.set,  # wakes whatever waits for a first peer
             guard=guard,
         )
         self._tasks: list[asyncio.Task[None]] = []
