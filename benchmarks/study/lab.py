@@ -48,7 +48,7 @@ STEPS = 400
 REPLICAS, SEARCH_SEED, SEEDS = 8, 0, (1, 2, 3)
 PEERS = (4, 8, 16)
 CAPS = {"tenth": 0.36, "hundredth": 0.036}  # bytes a parameter and inner step; ddp sends 3.5
-ROUND_LENGTHS = (3, 5, 10, 20, 50, 100)  # that `time` and `target` choose from, by the loss of the search's seed
+ROUND_LENGTHS = (1, 2, 3, 5, 10, 20, 50, 100)  # that `time` and `target` choose from, by the loss of the search's seed
 LONG = 15  # steps of a round from which on it has the outer settings of the second cap
 SCHEDULES = (100, 140, 200, 280, 400, 560, 800)  # of `target`
 ABSENCES = (0.2, 0.5)
@@ -136,7 +136,15 @@ class Family:
 
 
 RATE = {"learning_rate": RATES}
-SWAP_CODECS = ("fp32+fp32", "bf16+int8", "modulo8+int4", "modulo4+int4")
+SWAP_CODECS = (
+    "fp32+fp32",
+    "bf16+int8",
+    "modulo8+int4",
+    "modulo4+int4",
+    "modulo4+int2",
+    "modulo4+sign1",
+    "modulo4+none",
+)
 FAMILIES: dict[str, Family] = {
     "ddp": Family(
         {"ddp": Setting("ddp", "adamw", 4e-3)},
@@ -447,16 +455,18 @@ def schedules_of(lab: Lab, setting: Setting) -> list[int]:
 
 
 def need_target(lab: Lab) -> Iterator[Run]:
-    yield from seeds_of(target_setting(lab), steps=lab.steps)
+    for setting in target_settings(lab).values():
+        yield from seeds_of(setting, steps=lab.steps)
     chosen = {place.choice(lab, name) for place, name in product(PLACES, FAMILIES)}
     for setting in dict.fromkeys(each[0] for each in chosen if each):
         for steps in schedules_of(lab, setting):
             yield from seeds_of(setting, steps=steps)
 
 
-def target_setting(lab: Lab) -> Setting:
-    """What sets the target: the best DiLoCo at a tenth of ddp's bytes, after a schedule of the usual length."""
-    return winners(lab, "DiLoCo")["muon", "tenth"]
+def target_settings(lab: Lab) -> dict[str, Setting]:
+    """What sets the targets, after a schedule of the usual length: the best ddp, and the best DiLoCo at a tenth of its
+    bytes, Muon inside."""
+    return {"ddp": winners(lab, "ddp")["muon", None], "DiLoCo": winners(lab, "DiLoCo")["muon", "tenth"]}
 
 
 def mean_loss(lab: Lab, setting: Setting, **options: Any) -> float:

@@ -90,7 +90,7 @@ def clock_of(
     steps = spec.outer.first_inner_steps
     if rule == NOLOCO:
         early_s, late_s = (
-            exchange_s(num_bytes) + delays * delay_s
+            exchange_s(num_bytes) + delays * delay_s if num_bytes else 0.0
             for num_bytes, delays in zip(
                 swap_bytes(spec, size.num_parameters), (EARLY_DELAYS, LATE_DELAYS), strict=True
             )
