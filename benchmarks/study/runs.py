@@ -51,9 +51,17 @@ def early_bytes(row: Mapping[str, Any]) -> float:
     return num_bytes / (row["modulo_chunks"] + row["plain_chunks"]) / num_elements
 
 
-def rows_of(name: str) -> list[dict[str, Any]]:
+def _report(name: str) -> dict[str, Any]:
     path = RESULTS / f"study_{name}.json"
-    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"replicas": 0, "rows": []}
+
+
+def num_replicas(name: str) -> int:
+    return _report(name)["replicas"]
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    return _report(name)["rows"]
 
 
 def study(name: str) -> dict[str, Runs]:
