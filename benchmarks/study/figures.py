@@ -1,12 +1,14 @@
 """The figures that pages quote from benchmarks/results: each stands in a phrase of its page, which is listed here.
 
-    python benchmarks/quoted.py [--check]
+    python benchmarks/study/quoted.py [--check]
 
 `quoted.py` lists the phrases. A phrase is the text of the page with a format in place of each figure: "keep {:.2f} of
-their rate". How the page breaks its lines does not matter. A phrase without a format holds numbers that nobody measured:
-settings, targets, arithmetic. Without --check the pages get the figures of today's results. With it, the script names
-every figure that is not what the results say, every phrase that its page lacks, and every percentage and decimal number
-that stands in no phrase, table of `study/tables.py` or code.
+their rate". How the page breaks its lines does not matter. A phrase without a format holds numbers that nobody
+measured: settings, targets, arithmetic.
+
+Without --check the pages get the figures of today's results. With it, the script names every figure that is not what
+the results say, every phrase that its page lacks, and every percentage and decimal number that stands in no phrase,
+table of `tables.py` or code.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-NUMBER = r"([-+]?\d[\d,]*(?:\.\d+)?)"
+NUMBER = r"([-+]?\d+(?:,\d{3})*(?:\.\d+)?)"
 SUSPECT = re.compile(r"\d+\.\d+|\d+(?= %)")
 NOT_PROSE = re.compile(r"```.*?```|`[^`\n]*`|<!-- (\w+) -->.*?<!-- /\1 -->|\]\([^)]*\)", re.DOTALL)
 
@@ -70,9 +72,11 @@ def result(name: str) -> Any:
 
 
 def claim(name: str, text: str) -> float:
-    """The one claim of a results file that begins with `text`. Raises ValueError when it is not one."""
-    (value,) = (row["value"] for row in result(name) if row["claim"].startswith(text))
-    return value
+    """The one claim of a results file that is `text`, or else begins with it. Raises ValueError when it is not one."""
+    values = {row["claim"]: row["value"] for row in result(name)}
+    if text not in values:
+        (text,) = (claim for claim in values if claim.startswith(text))
+    return values[text]
 
 
 def line(name: str, pattern: str) -> float:
@@ -136,5 +140,5 @@ def run(pages: Mapping[str, Callable[[], Sequence[Phrase]]]) -> int:
         return 0
     wrong = [text for name, phrases in pages.items() for text in check(name, phrases())]
     if wrong:
-        print(*wrong, "run python benchmarks/quoted.py, or list what is new there", sep="\n")
+        print(*wrong, "run python benchmarks/study/quoted.py, or list what is new there", sep="\n")
     return 1 if wrong else 0
