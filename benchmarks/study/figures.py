@@ -126,6 +126,14 @@ def check(name: str, phrases: Sequence[Phrase]) -> Iterator[str]:
             yield f"{name} has a figure without a source, {found[0]}: ...{around}..."
 
 
+def check_transcript(name: str, result_name: str) -> Iterator[str]:
+    """The lines of a page's code block with a merged model must be lines of the output of `noloco demo`."""
+    lines = {"...", *(RESULTS / result_name).read_text(encoding="utf-8").splitlines()}
+    for block in re.findall(r"^```\n(.*?)^```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        if "merged model" in block:
+            yield from (f"{name}: {result_name} has no {each!r}" for each in block.splitlines() if each not in lines)
+
+
 def rewrite(name: str, phrases: Sequence[Phrase]) -> None:
     page = (ROOT / name).read_text(encoding="utf-8")
     for each in phrases:
@@ -133,12 +141,13 @@ def rewrite(name: str, phrases: Sequence[Phrase]) -> None:
     (ROOT / name).write_text(page, encoding="utf-8")
 
 
-def run(pages: Mapping[str, Callable[[], Sequence[Phrase]]]) -> int:
+def run(pages: Mapping[str, Callable[[], Sequence[Phrase]]], transcripts: Mapping[str, str]) -> int:
     if "--check" not in sys.argv[1:]:
         for name, phrases in pages.items():
             rewrite(name, phrases())
         return 0
     wrong = [text for name, phrases in pages.items() for text in check(name, phrases())]
+    wrong += [text for name, output in transcripts.items() for text in check_transcript(name, output)]
     if wrong:
         print(*wrong, "run python benchmarks/study/quoted.py, or list what is new there", sep="\n")
     return 1 if wrong else 0

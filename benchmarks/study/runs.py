@@ -23,6 +23,7 @@ class Runs:
     by_seed: Mapping[int, float]  # loss
     spread: float
     num_bytes: float  # a parameter and step
+    num_replicas: int
 
     @property
     def losses(self) -> list[float]:
@@ -51,17 +52,9 @@ def early_bytes(row: Mapping[str, Any]) -> float:
     return num_bytes / (row["modulo_chunks"] + row["plain_chunks"]) / num_elements
 
 
-def _report(name: str) -> dict[str, Any]:
-    path = RESULTS / f"study_{name}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"replicas": 0, "rows": []}
-
-
-def num_replicas(name: str) -> int:
-    return _report(name)["replicas"]
-
-
 def rows_of(name: str) -> list[dict[str, Any]]:
-    return _report(name)["rows"]
+    path = RESULTS / f"study_{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
 
 
 def study(name: str) -> dict[str, Runs]:
@@ -73,6 +66,7 @@ def study(name: str) -> dict[str, Runs]:
             {row["seed"]: row["loss"] for row in runs},
             fmean(row["spread"] for row in runs),
             fmean(row["sent_per_parameter_step"] for row in runs),
+            runs[0]["num_replicas"],
         )
         for case, runs in cases.items()
     }

@@ -14,7 +14,7 @@ from functools import partial
 from statistics import fmean
 
 from lab_tables import PAGE_TABLES
-from runs import DOCS, Runs, early_bytes, num_replicas, rows_of, study, table
+from runs import DOCS, Runs, early_bytes, rows_of, study, table
 
 from noloco_p2p.optim.allreduce import ring_bytes
 
@@ -31,7 +31,7 @@ def percent(runs: Runs, against: Runs) -> str:
 
 def distances(name: str, against: Mapping[str, str]) -> list[str]:
     """Every case of a study beside those in `against` (case -> what the column calls it), and its share of bytes."""
-    cases, synchronous = study(name), ring_bytes(4.0, num_replicas(name))  # ddp sends fp32
+    cases = study(name)
     against = {case: label for case, label in against.items() if case in cases}
     head = ("", "loss", "lowest to highest", *(f"against {label}" for label in against.values()), "spread")
     rows = [
@@ -42,7 +42,7 @@ def distances(name: str, against: Mapping[str, str]) -> list[str]:
             *("" if case == other else percent(runs, cases[other]) for other in against),
             f"{100 * runs.spread:.2f} %",
             f"{runs.num_bytes:.3f}",
-            f"{100 * runs.num_bytes / synchronous:.1f} %",
+            f"{100 * runs.num_bytes / ring_bytes(4.0, runs.num_replicas):.1f} %",  # ddp sends fp32
         )
         for case, runs in cases.items()
     ]
