@@ -62,7 +62,7 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.session import Session
 from noloco_p2p.outer.chunk_filter import ChunkFilter
-from noloco_p2p.spec import CodecSpec, OuterSpec, TrainerSpec
+from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
 
 RATE_MBIT_S, ROUND_TRIP_MS = 100.0, 50.0
 REST_S, QUICK_REST_S = 2.0, 0.5  # an idle connection starts slowly again, as it would after a real round
@@ -252,7 +252,7 @@ def decoded_int8(
     coded: torch.Tensor, values: torch.Tensor, scratch: Scratch
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(chunk of `values`, what the payload says for it), chunk by chunk; the second is the same memory each time."""
-    payload, memory = memoryview(coded.numpy()), torch.empty(CHUNK_ELEMENTS)
+    payload, memory = coded.numpy().data, torch.empty(CHUNK_ELEMENTS)
     for start, stop, first, last in _int8_bounds(values.numel()):
         decoded = memory[: stop - start]
         INT8.decode(payload[first:last], num_elements=stop - start, out=decoded, scratch=scratch)
@@ -361,7 +361,7 @@ class Peer:
 
     def __init__(self, seat: Seat, table: Table) -> None:
         self._seat, self._table = seat, table
-        spec = TrainerSpec(name="versus", outer=OuterSpec(inner_steps=1), codec=CODECS)
+        spec = RunSpec(name="versus", outer=OuterSpec(inner_steps=1), codec=CODECS)
         with tempfile.TemporaryDirectory() as folder:
             session = Session(Identity.load_or_create(Path(folder) / "key"))
         self._peer = BarePeer(str(seat.rank), spec, seat.num_elements, host="0.0.0.0", session=session)

@@ -639,8 +639,8 @@ def _stage_settings() -> list[Phrase]:
             for words, digits in codecs.items()
         ),
         phrase(
-            "it took {:.0f} s for {:.0f} steps ([output](../benchmarks/results/demo_stages.txt)); the merged model had a"
-            " validation loss of {:.3f}",
+            "it took {:.0f} s for {:.0f} steps ([output](../benchmarks/results/demo_stages.txt)); the merged model had"
+            " a validation loss of {:.3f}",
             line("demo_stages.txt", r"wall time: ([\d.]+) s"),
             line("demo_stages.txt", r"the head, takes ([\d,]+) inner steps"),
             line("demo_stages.txt", r"merged model .*: validation loss ([\d.]+)"),
