@@ -1,4 +1,4 @@
-"""The figures that pages quote from benchmarks/results: each stands in a phrase of its page, which is listed here.
+"""The figures that pages quote from benchmarks/results: each stands in a phrase of its page.
 
     python benchmarks/study/quoted.py [--check]
 
@@ -35,7 +35,7 @@ class Phrase:
     """A piece of a page: `template` with a format for each of `values`."""
 
     template: str
-    values: tuple[float | str, ...]
+    values: tuple[float, ...]
 
     def pattern(self) -> re.Pattern[str]:
         """Groups are the figures; where the template has a space the page may break its line."""
@@ -59,7 +59,7 @@ class Phrase:
         return text
 
 
-def phrase(template: str, *values: float | str) -> Phrase:
+def phrase(template: str, *values: float) -> Phrase:
     return Phrase(template, values)
 
 

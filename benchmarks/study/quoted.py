@@ -169,23 +169,21 @@ def _rules() -> list[Phrase]:
             *by_seed("rules_8", "noloco", "noloco, 0 1 1"),
         ),
         phrase(
-            "8 steps {:.4f} with 0.5 0.7 0.7; 20 steps {:.4f} against {:.4f} with 0 1 1; 50 steps {:.4f} against"
+            "with 20 steps to {:.4f} with 0.5 0.7 0.7 against {:.4f} with 0 1 1, and with 50 steps to {:.4f} against"
             " {:.4f}. Swapped momentum gave {:.4f} at 20 steps, for {:.1f} times the bytes.",
             *(each["merged_loss"] for each in muon),
-            muon[-1]["sent_per_parameter_step"] / muon[1]["sent_per_parameter_step"],
+            muon[-1]["sent_per_parameter_step"] / muon[0]["sent_per_parameter_step"],
         ),
     ]
 
 
 _MUON_MOMENTUM = (
-    "8: 0.5 0.7 0.7, 0.024",
     "20: 0.5 0.7 0.7, 0.016",
     "20: 0 1 1, 0.016",
     "50: 0.5 0.7 0.7, 0.016",
     "50: 0 1 1, 0.016",
     "20: 0.5 0.7 0.7, 0.024, momentum swapped",
 )
-
 
 _CODED = ("bf16+int8", "int8+int4", "modulo8+int4")
 
@@ -295,7 +293,10 @@ def _allreduce() -> list[Phrase]:
     ]
     return [
         *rows,
-        phrase("{:.1f} times shorter than the all-reduce", claim("versus_allreduce", _RATIO + "gloo int8 / waiting")),
+        phrase(
+            "blocks training {:.1f} times as long as a swap that waits",
+            claim("versus_allreduce", _RATIO + "gloo int8 / waiting"),
+        ),
         phrase(
             "busy for {:.2f} of the time of a waiting swap",
             claim("versus_allreduce", "N = 8, 32M: the line of a round, gloo int8"),
@@ -316,7 +317,7 @@ def _missed() -> list[Phrase]:
         phrase("| blocked time with 8 peers is at most 1.2 times that with 2 |"),
         phrase("| within 2 % of synchronous training"),
         phrase("| {:.2f} ([overhead]", claim("overhead", "a swap at 100 Mbit/s: training")),
-        phrase("a bare gRPC stream leaves {:.2f}:", claim("overhead", "a bare stream at 100 Mbit/s: training")),
+        phrase("a bare gRPC stream leaves {:.2f},", claim("overhead", "a bare stream at 100 Mbit/s: training")),
         phrase("| {:.2f} (overhead)", claim("overhead", "a swap at 1000 Mbit/s: training")),
         phrase("a bare stream leaves {:.2f};", claim("overhead", "a bare stream at 1000 Mbit/s: training")),
         phrase("| {:.2f} ([goodput]", claim("goodput", "swap / bare gRPC stream")),
