@@ -356,14 +356,13 @@ def harms(name: str, attack: str) -> list[float]:
     ]
 
 
+_NAIVE = ("scaled", "scaled-state", "sign-flipped", "flipped-gradient-x9", "noise", "stale", "nan")
+
+
 def faults() -> list[Phrase]:
     soak = result("soak_60min")
     greedy = [claim("greedy", f"a live record: {which}") for which in ("43", "75", "165", "468")]
-    worst = max(
-        harm
-        for attack in ("flipped-gradient-x9", "noise", "stale", "sign-flipped")
-        for harm in harms("attacks_greedy", attack)
-    )
+    worst = max(harm for attack in _NAIVE for harm in harms("attacks_greedy", attack))
 
     def one(attack: str, name: str = "attacks") -> float:
         return harms(name, attack)[0]
@@ -438,7 +437,8 @@ def faults() -> list[Phrase]:
         ),
         phrase(
             "One liar of eight: at worst {:+.1f} %, but for the one of row 52 ({:+.0f} %)",
-            *(one("sign-flipped", "attacks_none"), one("adaptive-back", "attacks_none")),
+            max(one(attack, "attacks_none") for attack in _NAIVE),
+            one("adaptive-back", "attacks_none"),
         ),
         phrase(
             "costs more than 3 % of loss | {:+.0f} and {:+.1f} % (row 52)",
@@ -563,11 +563,6 @@ def speed(name: str, case: str) -> float:
 
 def lateness(name: str, case: str) -> list[float]:
     return [stage["lateness"] for stage in row(f"stages_{name}", case)["stages"]]
-
-
-def of_flow(what: str) -> list[float]:
-    """What all lines of flow.py reached."""
-    return [each["value"] for each in result("flow") if each["claim"].endswith(what)]
 
 
 GATE = "3 stages x 4, 32 sequences, 0.024, int8, 5 % lost"
