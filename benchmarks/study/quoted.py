@@ -162,7 +162,7 @@ def _rules() -> list[Phrase]:
             *(loss("momentum", f"{steps}: {alpha}") for steps, alpha in momentum),
         ),
         phrase(
-            "wins with 4 replicas ({:.4f} against {:.4f}, in two of three seeds) and 8 replicas are undecided"
+            "is ahead with 4 replicas ({:.4f} against {:.4f}, in two of three seeds) and 8 replicas are undecided"
             " ({:+.1f}, {:+.1f} and {:+.1f} %)",
             loss("rules_4", "noloco"),
             loss("rules_4", "noloco, 0 1 1"),
