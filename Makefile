@@ -63,6 +63,7 @@ lint: $(STAMP)
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python docs/generate.py --check
 	$(BIN)/python benchmarks/study/tables.py --check
+	$(BIN)/python benchmarks/study/quoted.py --check
 	$(BIN)/hadolint docker/Dockerfile
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker/compose.yaml
 

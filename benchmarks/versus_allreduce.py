@@ -6,17 +6,21 @@ N peers, one process each in a network namespace of its own (`netlab.py`): 100 M
 All methods synchronise the same fp32 vector over the same links, one after the other. *Blocked* is what the training
 thread waits at the boundary of a round:
 
-    gloo fp32       `all_reduce` of the vector, as DiLoCo does it with its outer gradient
-    gloo bf16       the vector copied to bf16, `all_reduce` of the copy, copied back
-    hivemind fp16   from the trigger of a step to its end, group found and all connections made before
-    waiting         stage + collect of the swap with one partner, its outer gradient waited for
-    eager           stage + collect without waiting, and later the time to add the partner's half
+    gloo fp32         `all_reduce` of the vector, as DiLoCo does it with its outer gradient
+    gloo bf16         the vector copied to bf16, `all_reduce` of the copy, copied back
+    gloo int8         a ring of sends whose every hop is coded to int8, as PRIME has it
+    ..., overlapped   bf16 and int8 beside the next inner steps: a copy is made, and later the mean is added
+    hivemind fp16     from the trigger of a step to its end, group found and all connections made before
+    waiting           stage + collect of the swap with one partner, its outer gradient waited for
+    eager             stage + collect without waiting, and later the time to add the partner's half
 
-Slow weights (modulo8) and the outer momentum, if swapped (modulo8), travel during the round: here the boundary comes
-when the early part is committed everywhere and the line has rested, as it would in a longer round. A round before all
-that is measured tells modulo coding how far partners are apart. A barrier right before the
-boundary makes partners punctual; what is left of their lateness is within "blocked" and reported apart. Medians over
-peers and repeats. "Sent" is what a peer puts on its uplink: IP packets, acknowledgements and all.
+Swaps go over TLS, as peers have it; gloo and hivemind do not encrypt. Slow weights (modulo8) and the outer momentum, if
+swapped (modulo8), travel during the round: here the boundary comes when the early part is committed everywhere and the
+line has rested, as it would in a longer round. A round before all that is measured tells modulo coding how far partners
+are apart. A barrier right before the boundary makes partners punctual; what is left of their lateness is within
+"blocked" and reported apart. *The line of a round* is blocked time and hidden early part: no round can be shorter,
+overlapped or not. Medians over peers and repeats. "Sent" is what a peer puts on its uplink: IP packets,
+acknowledgements and all.
 
 Peers of a swarm have a machine each; here N of them share the cores of one. What waits for the network hardly notices.
 What computes does: so the pairs of "eager" take their boundaries one after the other, which is no help to them on the
@@ -30,8 +34,10 @@ import logging
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -47,13 +53,16 @@ from claims import Claim, run
 from netlab import DEVICE, LabError, NetLab, enter, home
 from pair import PATIENCE_S, BarePeer
 
-from noloco_p2p.codec import chunk_bounds
+from noloco_p2p.codec import CHUNK_ELEMENTS, Scratch, chunk_bounds, section_bytes
+from noloco_p2p.codec.blocks import INT8
 from noloco_p2p.gossip.exchange import ThreadedExchange
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, Half
 from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.identity import Identity
+from noloco_p2p.net.session import Session
 from noloco_p2p.outer.chunk_filter import ChunkFilter
-from noloco_p2p.spec import CodecSpec, OuterSpec, TrainerSpec
+from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
 
 RATE_MBIT_S, ROUND_TRIP_MS = 100.0, 50.0
 REST_S, QUICK_REST_S = 2.0, 0.5  # an idle connection starts slowly again, as it would after a real round
@@ -63,8 +72,7 @@ CODECS = CodecSpec(slow_weights="modulo8", outer_momentum="modulo8", outer_gradi
 SAMPLE_STRIDE, SAMPLE_TOLERANCE = 997, 0.2  # bf16 rounds sums of 40 to 0.125
 
 QUICK_ELEMENTS = 2_000_000
-PAIR_ELEMENTS = 125_000_000  # at N = 2
-COMMON_ELEMENTS = 64_000_000  # at N = 2, 4 and 8, if 8 fit: more would take more than a quarter of an hour in all
+COMMON_ELEMENTS = 32_000_000  # at N = 2, 4 and 8, if 8 fit: more would take more than a quarter of an hour in all
 # Of a peer at its worst moment, with all its processes (hivemind needs most, 20 bytes a number), measured.
 MEMORY_PER_ELEMENT, MEMORY_PER_PEER, MEMORY_SHARE = 20, 400_000_000, 0.85
 
@@ -163,30 +171,120 @@ def all_reduce_on_gloo(seat: Seat, table: Table) -> list[Sample]:
         timeout=timedelta(seconds=PATIENCE_S),
     )
 
-    def in_fp32(vector: torch.Tensor) -> None:
-        dist.all_reduce(vector)
-        vector.div_(seat.size)
-
-    def in_bf16(vector: torch.Tensor) -> None:
-        copy = vector.to(torch.bfloat16)
-        dist.all_reduce(copy)
-        vector.copy_(copy).div_(seat.size)
-
+    ways: dict[str, Callable[[torch.Tensor], None]] = {"fp32": mean_in_fp32, "bf16": mean_in_bf16, "int8": mean_in_int8}
     dist.all_reduce(torch.zeros(1 << 18))  # connects everybody with everybody
     samples = []
-    for kind, reduce in (("gloo fp32", in_fp32), ("gloo bf16", in_bf16)):
+    for name, hides in (("fp32", False), ("bf16", False), ("int8", False), ("bf16", True), ("int8", True)):
         judge = Judge(seat)
         table.meet()
         time.sleep(seat.rest_s)
         table.meet()
-        before, began_s = table.sent_bytes, time.monotonic()
-        reduce(judge.vector)
-        blocked_s = time.monotonic() - began_s
+        before, began_s, cpu_s = table.sent_bytes, time.monotonic(), time.thread_time()
+        if hides:
+            blocked_s, apply_s, late_s = reduce_beside_training(judge.vector, ways[name])
+        else:
+            ways[name](judge.vector)
+            blocked_s = late_s = time.monotonic() - began_s
+            apply_s = 0.0
+        cpu_s = time.thread_time() - cpu_s
         table.meet()
-        share = judge.share_of_mean()
-        samples.append(Sample(kind, blocked_s, began_s, table.sent_bytes - before, share=share))
+        sample = Sample(
+            f"gloo {name}{', overlapped' if hides else ''}",
+            blocked_s,
+            began_s,
+            table.sent_bytes - before,
+            apply_s=apply_s,
+            cpu_s=cpu_s if hides else 0.0,
+            late_s=late_s,
+            share=judge.share_of_mean(),
+        )
+        samples.append(sample)
     dist.destroy_process_group()
     return samples
+
+
+def mean_in_fp32(vector: torch.Tensor) -> None:
+    dist.all_reduce(vector)
+    vector.div_(dist.get_world_size())
+
+
+def mean_in_bf16(vector: torch.Tensor) -> None:
+    copy = vector.to(torch.bfloat16)
+    dist.all_reduce(copy)
+    vector.copy_(copy).div_(dist.get_world_size())
+
+
+def mean_in_int8(vector: torch.Tensor) -> None:
+    """A ring, as gloo itself sums no codes: N - 1 hops add up one part each, then N - 1 pass the coded means on."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parts, scratch = vector.tensor_split(size), Scratch()
+
+    def hop(sent: torch.Tensor, index: int) -> torch.Tensor:
+        """Send to the next, and receive part `index` from the one before."""
+        request = dist.isend(sent, (rank + 1) % size)
+        coded = torch.empty(section_bytes(INT8, parts[index].numel()), dtype=torch.uint8)
+        dist.recv(coded, (rank - 1) % size)
+        request.wait()  # pyright: ignore[reportOptionalMemberAccess]
+        return coded
+
+    for step in range(size - 1):
+        index = (rank - step - 1) % size
+        received = hop(coded_int8(parts[(index + 1) % size], scratch), index)
+        for values, decoded in decoded_int8(received, parts[index], scratch):
+            values.add_(decoded)
+    coded = coded_int8(parts[(rank + 1) % size].div_(size), scratch)
+    for step in range(size):
+        index = (rank + 1 - step) % size
+        for values, decoded in decoded_int8(coded, parts[index], scratch):
+            values.copy_(decoded)
+        if step < size - 1:
+            coded = hop(coded, (index - 1) % size)
+
+
+def coded_int8(values: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    coded = torch.empty(section_bytes(INT8, values.numel()), dtype=torch.uint8)
+    for start, stop, first, last in _int8_bounds(values.numel()):
+        INT8.encode_into(values[start:stop], coded[first:last], scratch=scratch)
+    return coded
+
+
+def decoded_int8(
+    coded: torch.Tensor, values: torch.Tensor, scratch: Scratch
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(chunk of `values`, what the payload says for it), chunk by chunk; the second is the same memory each time."""
+    payload, memory = coded.numpy().data, torch.empty(CHUNK_ELEMENTS)
+    for start, stop, first, last in _int8_bounds(values.numel()):
+        decoded = memory[: stop - start]
+        INT8.decode(payload[first:last], num_elements=stop - start, out=decoded, scratch=scratch)
+        yield values[start:stop], decoded
+
+
+def _int8_bounds(num_elements: int) -> Iterator[tuple[int, int, int, int]]:
+    """(start, stop) of each chunk, and those of its payload."""
+    first = 0
+    for start, stop in chunk_bounds(num_elements):
+        last = first + INT8.num_bytes(stop - start)
+        yield start, stop, first, last
+        first = last
+
+
+def reduce_beside_training(vector: torch.Tensor, mean: Callable[[torch.Tensor], None]) -> tuple[float, float, float]:
+    """Seconds that training is blocked, those of them that add the mean, and seconds until the mean is here.
+
+    A thread takes the mean of a copy, while this one would train on; what is late is added to slow and fast weights.
+    """
+    began_s = time.monotonic()
+    copy = vector.clone()
+    copied_s = time.monotonic() - began_s
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(mean, copy).result()
+    late_s = time.monotonic() - began_s
+    fast = vector.clone()  # any vector will do
+    began_s = time.monotonic()
+    fast.add_(copy)
+    vector.copy_(copy)
+    apply_s = time.monotonic() - began_s
+    return copied_s + apply_s, apply_s, late_s
 
 
 def average_with_hivemind(seat: Seat, table: Table) -> list[Sample]:
@@ -263,12 +361,15 @@ class Peer:
 
     def __init__(self, seat: Seat, table: Table) -> None:
         self._seat, self._table = seat, table
-        spec = TrainerSpec(name="versus", outer=OuterSpec(inner_steps=1), codec=CODECS)
-        self._peer = BarePeer(str(seat.rank), spec, seat.num_elements, host="0.0.0.0")
-        ports = table.meet(self._peer.server.port)
+        spec = RunSpec(name="versus", outer=OuterSpec(inner_steps=1), codec=CODECS)
+        with tempfile.TemporaryDirectory() as folder:
+            session = Session(Identity.load_or_create(Path(folder) / "key"))
+        self._peer = BarePeer(str(seat.rank), spec, seat.num_elements, host="0.0.0.0", session=session)
+        words = table.meet((self._peer.server.port, session.identity.peer_id, session.key))
+        self._ranks = {peer_id: rank for rank, (_, peer_id, _) in enumerate(words)}
         self._peer.directory.others = [
-            Candidate(str(rank), f"{seat.addresses[rank]}:{port}")
-            for rank, port in enumerate(ports)
+            Candidate(peer_id, f"{seat.addresses[rank]}:{port}", session_key=key)
+            for rank, (port, peer_id, key) in enumerate(words)
             if rank != seat.rank
         ]
         self._fast = self._peer.slow_weights + self._peer.outer_gradient
@@ -287,7 +388,9 @@ class Peer:
         self._round += 1
         peer.wait_for_early()
         early_s = time.monotonic() - opened_s
-        turns_before, turns_after = self._turns(table.meet(int(peer.driver.partner)), by_turns=by_turns)
+        turns_before, turns_after = self._turns(
+            table.meet(self._ranks.get(peer.driver.partner or "", self._seat.rank)), by_turns=by_turns
+        )
         for _ in range(turns_before + 1):
             table.meet()
 
@@ -304,7 +407,7 @@ class Peer:
             blocked_s, cpu_s = blocked_s + apply_s, cpu_s + apply_cpu_s
         elif isinstance(outcome, Alone | Half):
             fault = outcome.reason
-        partner = None if isinstance(outcome, Alone) else int(outcome.received.partner)
+        partner = None if isinstance(outcome, Alone) else self._ranks[outcome.received.partner]
         for _ in range(turns_after):
             table.meet()
         return Sample(
@@ -504,10 +607,8 @@ def measure(quick: bool) -> list[Claim]:
             results[num_peers, common] = measure_peers(num_peers, common, methods=methods, rest_s=QUICK_REST_S)
     else:
         common = largest_vector(8, wanted=COMMON_ELEMENTS)
-        largest = largest_vector(2, wanted=PAIR_ELEMENTS)
-        for num_peers, num_elements in dict.fromkeys([(2, largest), (2, common), (4, common), (8, common)]):
-            result = measure_peers(num_peers, num_elements, methods=list(METHODS), rest_s=REST_S)
-            results[num_peers, num_elements] = result
+        for num_peers in (2, 4, 8):
+            results[num_peers, common] = measure_peers(num_peers, common, methods=list(METHODS), rest_s=REST_S)
     claims = [claim for result in results.values() for claim in claims_of(result)]
     return claims + comparison(results[8, common]) + flatness(results[2, common], results[8, common])
 
@@ -522,9 +623,10 @@ def claims_of(result: Result) -> list[Claim]:
             return result.median(kind, what) or 0.0
 
         claims.append(Claim(f"{head}, {kind}: blocked", figure("blocked_s"), "s"))
-        if kind.startswith("eager"):
-            claims.append(Claim(f"{head}, {kind}: of it to add the late half", figure("apply_s"), "s"))
-            claims.append(Claim(f"{head}, {kind}: late half here after", figure("late_s"), "s"))
+        if figure("apply_s"):
+            what = "half" if kind.startswith("eager") else "mean"
+            claims.append(Claim(f"{head}, {kind}: of it to add the late {what}", figure("apply_s"), "s"))
+            claims.append(Claim(f"{head}, {kind}: late {what} here after", figure("late_s"), "s"))
         if figure("cpu_s"):
             claims.append(Claim(f"{head}, {kind}: CPU of the training thread", figure("cpu_s"), "s"))
         if figure("early_s"):
@@ -547,10 +649,13 @@ def comparison(result: Result) -> list[Claim]:
     targets = [
         ("gloo fp32", "waiting", 10.0),
         ("gloo bf16", "waiting", 3.0),
+        ("gloo int8", "waiting", None),
         ("hivemind fp16", "waiting", None),
         ("gloo fp32", "eager", 50.0),
         ("gloo fp32", "eager, all at once", 50.0),
-        ("gloo bf16", "eager", None),
+        ("gloo bf16, overlapped", "eager", None),
+        ("gloo int8, overlapped", "eager", None),
+        ("gloo int8, overlapped", "eager, all at once", None),
         ("hivemind fp16", "eager", None),
     ]
     claims = []
@@ -564,11 +669,21 @@ def comparison(result: Result) -> list[Claim]:
             claims.append(Claim(name, ratio, "ratio"))
         else:
             claims.append(Claim(name, ratio, "ratio", f">= {target:g}", ratio >= target))
+    busy_s = {kind: line_s(result, kind) for kind in ("gloo int8", "gloo bf16", "waiting")}
+    for other in ("gloo bf16", "gloo int8"):
+        if busy_s["waiting"]:
+            name = f"N = {result.num_peers}, {result.num_elements / 1e6:g}M: the line of a round, {other} / waiting"
+            claims.append(Claim(name, busy_s[other] / busy_s["waiting"], "ratio"))
     payload = result.median("waiting", "payload_bytes")
     if payload is not None:
         each = payload / result.num_elements
         claims.append(Claim("payload, modulo8 + int4, without momentum", each, "bytes/number", "<= 1.52", each <= 1.52))
     return claims
+
+
+def line_s(result: Result, kind: str) -> float:
+    """Seconds in which a round keeps the line busy, hidden or not: no round can be shorter."""
+    return (result.median(kind) or 0.0) + (result.median(kind, "early_s") or 0.0)
 
 
 def flatness(few: Result, many: Result) -> list[Claim]:

@@ -136,6 +136,9 @@ modulo coding up to a tenth, for chunks whose bound broke and that are sent agai
 for chunks that take more than four bits. "With momentum" is `outer.alpha`
 above 0 with `outer.swap_momentum`. A round should last at least three times as long as its swap takes:
 `outer.inner_steps = "auto"` sees to it.
+
+These are sizes. What a swap reaches on a link, and which targets it missed (overhead, goodput, blocked time), is in the
+[results](results.md#targets-that-were-missed).
 """
 CODECS = {
     "fp32": ("fp32", "fp32", "fp32"),

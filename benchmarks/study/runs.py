@@ -23,6 +23,7 @@ class Runs:
     by_seed: Mapping[int, float]  # loss
     spread: float
     num_bytes: float  # a parameter and step
+    num_replicas: int
 
     @property
     def losses(self) -> list[float]:
@@ -65,6 +66,7 @@ def study(name: str) -> dict[str, Runs]:
             {row["seed"]: row["loss"] for row in runs},
             fmean(row["spread"] for row in runs),
             fmean(row["sent_per_parameter_step"] for row in runs),
+            runs[0]["num_replicas"],
         )
         for case, runs in cases.items()
     }

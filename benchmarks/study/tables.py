@@ -16,8 +16,9 @@ from statistics import fmean
 from lab_tables import PAGE_TABLES
 from runs import DOCS, Runs, early_bytes, rows_of, study, table
 
+from noloco_p2p.optim.allreduce import ring_bytes
+
 PAGE = DOCS / "results.md"
-SYNCHRONOUS_BYTES = 7.0  # that ddp sends a parameter and step
 SIZES = (4, 8, 16)
 
 
@@ -41,7 +42,7 @@ def distances(name: str, against: Mapping[str, str]) -> list[str]:
             *("" if case == other else percent(runs, cases[other]) for other in against),
             f"{100 * runs.spread:.2f} %",
             f"{runs.num_bytes:.3f}",
-            f"{100 * runs.num_bytes / SYNCHRONOUS_BYTES:.1f} %",
+            f"{100 * runs.num_bytes / ring_bytes(4.0, runs.num_replicas):.1f} %",  # ddp sends fp32
         )
         for case, runs in cases.items()
     ]
