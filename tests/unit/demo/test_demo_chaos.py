@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from noloco_p2p.demo import Chaos
+from noloco_p2p.demo.swarm import Chaos
 
 
 class Puppet:
