@@ -12,7 +12,7 @@ from typing import Protocol
 from noloco_p2p.errors import TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Chunk, FetchItem, FetchWant, Frame, Grid, Hello, PeerStatus
 from noloco_p2p.gossip.seams import Candidate, FrameStream
-from noloco_p2p.testing.link_proxy import BUFFER_S, PROFILES, LinkProfile, Shape
+from noloco_p2p.testing.links import BUFFER_S, PROFILES, LinkProfile, Shape
 from noloco_p2p.testing.memory import MemoryNetwork, Wrap, unchanged
 
 FRAME_BYTES = 64  # of a frame beside its payload

@@ -16,7 +16,7 @@ from enum import IntEnum
 
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.simulate.network import Link
-from noloco_p2p.testing.link_proxy import BUFFER_S, LinkProfile
+from noloco_p2p.testing.links import BUFFER_S, LinkProfile
 
 SWAP_SHARE = 0.2  # of a link on which frames of the pipeline wait
 FASTEST = 1e15  # bytes per second of a link without a limit: infinity times no time is no number

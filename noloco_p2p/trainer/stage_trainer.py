@@ -38,8 +38,7 @@ from noloco_p2p.trainer.needs import Needs, estimate
 from noloco_p2p.trainer.pipeline import StageLoop
 from noloco_p2p.trainer.revive import revive
 from noloco_p2p.trainer.stage import Stage, build_stage, train_of_stage
-from noloco_p2p.trainer.stage_choice import draw_stage, missing_stages, needier_stage
-from noloco_p2p.trainer.stage_fitting import Fitting
+from noloco_p2p.trainer.stage_choice import Fitting, draw_stage, missing_stages, needier_stage
 from noloco_p2p.trainer.stage_needs import StageNeeds
 from noloco_p2p.trainer.stage_work import StageWork
 from noloco_p2p.trainer.start import has_start, load_start

@@ -15,6 +15,7 @@ import pytest
 import torch
 import uvloop
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - missing in the stubs
+from harness.link_proxy import LinkProxy
 from harness.loopback import LoopbackSwarm
 from harness.patience import PATIENCE_S
 from harness.rounds import Vectors, end_round, one_round, open_round, together, wait_until
@@ -46,7 +47,7 @@ from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.throttle import UNLIMITED
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.spec import CodecSpec, RunSpec
-from noloco_p2p.testing.link_proxy import HOME_FIBRE, LinkProfile, LinkProxy
+from noloco_p2p.testing.links import HOME_FIBRE, LinkProfile
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 
 SPEC = RunSpec(name="lanes", codec=CodecSpec(slow_weights="int8", outer_momentum="int8", outer_gradient="int8"))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from noloco_p2p.flow.frames import MicrobatchId, Ticket, Want
 from noloco_p2p.flow.limits import MAX_HEADS, SEEN_NUMBERS, SHORTEST_VOTE_S, VOTE_INTERVALS, VOTE_S
-from noloco_p2p.flow.seen import SeenForwards
+from noloco_p2p.flow.replica import SeenForwards
 from noloco_p2p.flow.steps import BatchSteps, MedianSteps
 from noloco_p2p.flow.wants import Waiting, Wants
 

@@ -23,7 +23,7 @@ from noloco_p2p.simulate.result import Result, table
 from noloco_p2p.simulate.run import check_rules, seeded
 from noloco_p2p.simulate.swarm import simulate_swarm
 from noloco_p2p.spec import TrainerSpec, TrainSpec
-from noloco_p2p.testing.link_proxy import LinkProfile
+from noloco_p2p.testing.links import LinkProfile
 
 SPEC = tiny_llama(
     "simulated",
