@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from noloco_p2p.cli import entry
 from noloco_p2p.cli.options import Changes, parse_changes
-from noloco_p2p.errors import SettingsError
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -68,8 +68,7 @@ def demo(
     from noloco_p2p.demo.swarm import Demo
     from noloco_p2p.telemetry.bars import drawing
 
-    if json_file:
-        _check_writable(json_file)
+    entry.check_writable(json_file, flag="--json")
     values = parse_changes(changes)
     folder = keep or Path(tempfile.mkdtemp(prefix="noloco-demo-"))
     plan = DemoPlan(
@@ -112,14 +111,6 @@ def demo(
     if keep is None:
         for child in folder.glob("peer-*"):
             shutil.rmtree(child)
-
-
-def _check_writable(file: Path) -> None:
-    """Minutes before it is written."""
-    try:
-        file.open("a").close()
-    except OSError as error:
-        raise SettingsError(f"--json {file}: cannot be written: {error.strerror}") from None
 
 
 def _watch(swarm: Demo) -> None:

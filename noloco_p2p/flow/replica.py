@@ -30,7 +30,7 @@ from noloco_p2p.flow.frames import (
     Lost,
     Mark,
     MicrobatchId,
-    Ticket,
+    MicrobatchTicket,
     Want,
 )
 from noloco_p2p.flow.limits import LONGEST_DEADLINE_S, MAX_HEADS, MAX_SINKS, SEEN_NUMBERS
@@ -40,7 +40,7 @@ from noloco_p2p.flow.tasks import Tasks
 from noloco_p2p.flow.wants import Waiting, Wants
 
 
-class Phase(Enum):
+class ReplicaPhase(Enum):
     RESERVED = auto()
     FORWARD = auto()
     AWAY = auto()
@@ -51,11 +51,11 @@ class Phase(Enum):
 class Stashed:
     """data: the encoded input, exactly as received, from which the backward recomputes. gradient: the encoded one."""
 
-    ticket: Ticket
+    ticket: MicrobatchTicket
     sinks: tuple[str, ...]
     upstream: str  # "" once its stream has closed
     deadline_s: float
-    phase: Phase = Phase.RESERVED
+    phase: ReplicaPhase = ReplicaPhase.RESERVED
     step: int = 0  # in which its forward was computed
     data: object = None
     gradient: object = None
@@ -145,7 +145,7 @@ class Replica:
             if held.upstream != peer:
                 continue
             held.upstream = ""
-            if self.departures.place(id) is not Place.TAKEN and held.phase is not Phase.BACKWARD:
+            if self.departures.place(id) is not Place.TAKEN and held.phase is not ReplicaPhase.BACKWARD:
                 actions += self._lose(id)  # it has not come further than here, and all before give it up
         return self._settle(actions, now_s)
 
@@ -163,7 +163,7 @@ class Replica:
             if held.upstream:
                 actions.append(Send(held.upstream, Backward(task.id, result)))
             return self._settle(actions, now_s)
-        held.phase, held.step = Phase.AWAY, self._num_steps
+        held.phase, held.step = ReplicaPhase.AWAY, self._num_steps
         if not held.ticket.is_training:
             held.data = None
         actions = self.departures.begin(held.ticket, result, sinks=held.sinks, deadline_s=held.deadline_s, now_s=now_s)
@@ -195,7 +195,7 @@ class Replica:
         self.wants.expire(now_s)
         actions: list[Action] = []
         for id, held in list(self.stash.items()):
-            if held.deadline_s <= now_s and held.phase is not Phase.BACKWARD:
+            if held.deadline_s <= now_s and held.phase is not ReplicaPhase.BACKWARD:
                 actions += self._lose(id)
         return self._settle(actions + self.departures.look_again(now_s), now_s)
 
@@ -218,7 +218,7 @@ class Replica:
             self.steps.vote(want.ticket, now_s)
         held = self.stash.get(id)
         if held is not None and held.upstream == peer:  # repeated
-            return [Send(peer, Credit(id, has_room=True))] if held.phase is Phase.RESERVED else []
+            return [Send(peer, Credit(id, has_room=True))] if held.phase is ReplicaPhase.RESERVED else []
         if held is not None or id in self.seen or self._is_leaving:
             return [_drop(peer, id)]
         deadline_s = now_s + min(want.remaining_s, LONGEST_DEADLINE_S)
@@ -243,12 +243,12 @@ class Replica:
         held = self.stash.get(id)
         if held is None or held.upstream != peer:
             return [_drop(peer, id)]
-        if held.phase is not Phase.RESERVED:  # repeated
+        if held.phase is not ReplicaPhase.RESERVED:  # repeated
             return [Send(peer, Answer(id, is_taken=True))]
         if forward.payload is None:
             return [*self._release(id), _drop(peer, id)]
         self.seen.add(id)
-        held.phase, held.data = Phase.FORWARD, forward.payload
+        held.phase, held.data = ReplicaPhase.FORWARD, forward.payload
         held.deadline_s = now_s + min(forward.remaining_s, LONGEST_DEADLINE_S)
         self.tasks.add(Kind.FORWARD, id)
         return [Send(peer, Answer(id, is_taken=True))]
@@ -260,7 +260,7 @@ class Replica:
             return []
         if backward.payload is None:
             return self._lose(backward.id)
-        held.phase, held.gradient = Phase.BACKWARD, backward.payload
+        held.phase, held.gradient = ReplicaPhase.BACKWARD, backward.payload
         self.tasks.add(Kind.BACKWARD, backward.id)
         return self.departures.end(backward.id)
 
@@ -275,7 +275,7 @@ class Replica:
     def _lost(self, peer: str, id: MicrobatchId, now_s: float) -> list[Action]:
         self.wants.remove(id, peer)
         held = self.stash.get(id)
-        if held is not None and held.upstream == peer and held.phase is Phase.RESERVED:
+        if held is not None and held.upstream == peer and held.phase is ReplicaPhase.RESERVED:
             return self._release(id)
         return self.departures.lost_there(peer, id, now_s)
 

@@ -122,7 +122,7 @@ class SharedWay:
 
 
 class SwapWay:
-    """A `network.Way` for the swaps on a shared one."""
+    """A `network.LinkDirection` for the swaps on a shared one."""
 
     def __init__(self, way: SharedWay, delay_s: float) -> None:
         self._way = way

@@ -113,7 +113,7 @@ def _write(
 
 
 def _for_export(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The ids of ByT5 for the same bytes, without its end, which would close every prompt; any other tokenizer as it is."""
+    """The ids of ByT5 for the same bytes, without its end, which would close a prompt; any other tokenizer as it is."""
     if not isinstance(tokenizer, ByT5Tokenizer):
         return tokenizer
     special = [tokenizer.pad_token, tokenizer.eos_token, tokenizer.unk_token]

@@ -16,7 +16,7 @@ from harness.identities import identity_of
 from harness.patience import PATIENCE_S
 
 from noloco_p2p.errors import CorruptPayload, Unreachable
-from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Frame, Lost, MicrobatchId, Ticket, Want
+from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Frame, Lost, MicrobatchId, MicrobatchTicket, Want
 from noloco_p2p.gossip.frames import Hello, RefuseCode, chunk_digest
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import flow_wire
@@ -235,7 +235,7 @@ def test_urgent_frames_overtake_a_forward_and_time_in_the_queue_counts() -> None
             first, second = forward(1), forward(2)
             node.links.send(other.peer_id, first, since_s=began_s)
             node.links.send(other.peer_id, second, since_s=began_s)
-            ticket = Ticket(id_of(4), 0.5, 3, signature=bytes(64))
+            ticket = MicrobatchTicket(id_of(4), 0.5, 3, signature=bytes(64))
             node.links.send(other.peer_id, backward(3))
             node.links.send(other.peer_id, Want(ticket, 50.0), since_s=began_s)
             await until(lambda: len(other.frames) == 4)
