@@ -18,7 +18,7 @@ from noloco_p2p.flow.frames import Backward, Forward, Frame, Want
 from noloco_p2p.gossip.frames import Refuse, chunk_digest
 from noloco_p2p.net import flow_wire
 from noloco_p2p.net.flow_wire import PIECE_BYTES, BackwardAnnounced, FlowHello, ForwardAnnounced, Piece, WireFrame
-from noloco_p2p.net.lanes import Wire
+from noloco_p2p.net.swap_stream import Wire
 
 STUCK_S = 30.0  # for a message to be taken, or for the next one while a payload is incomplete: 1 MiB at 0.3 Mbit/s
 MAX_QUEUED = 1024  # frames without payload; a neighbour that lets the queue fill up is stuck
