@@ -79,7 +79,9 @@ def report_lines(report: dict[str, Any]) -> list[str]:
 
 def _report_rows(peers: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     stage = () if peers[0]["stage"] is None else ("stage",)
-    rows = [("peer", *stage, "id", "rounds", "swaps", "half", "solo", "validation loss", "sent", "received")]
+    rows: list[tuple[str, ...]] = [
+        ("peer", *stage, "id", "rounds", "swaps", "half", "solo", "validation loss", "sent", "received")
+    ]
     for index, peer in enumerate(peers):
         change = f"{loss(peer['loss_start'])} -> {loss(peer['loss_end'])}"
         row = (
