@@ -22,7 +22,7 @@ from torch import Tensor
 
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.outer.robust_mean import robust_mean
-from noloco_p2p.simulate import replica as replicas
+from noloco_p2p.simulate import peer as simulated_peer
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.replica import SimulatedReplica
@@ -53,7 +53,7 @@ def histories(material: Material, *, seed: int, cut: int) -> list[list[Tensor]]:
     def note(each: SimulatedReplica, history: list[Tensor]) -> None:
         history.append(each.state.slow_weights.clone())
 
-    replicas.MemoryDirectory = Islands
+    simulated_peer.MemoryDirectory = Islands
     simulate_swarm(material, Plan(NUM_REPLICAS, seed=seed, evaluations=1), on_made=watch)
     return found
 

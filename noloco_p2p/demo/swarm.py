@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from noloco_p2p.demo.plan import (
     MANY_STEPS,
@@ -243,27 +243,15 @@ def _state(peer: DemoPeer) -> str:
     return peer.status["state"]
 
 
-class Mortal(Protocol):
-    """What chaos needs of a peer."""
-
-    def is_done(self) -> bool: ...
-
-    def is_back(self) -> bool: ...
-
-    def kill(self) -> None: ...
-
-    def start(self, target: str) -> None: ...
-
-
 class Chaos:
     """Kills a peer now and then, and starts it again: which and when follow from the seed."""
 
-    def __init__(self, peers: Sequence[Mortal], *, ticket: str, seed: int, now_s: float) -> None:
+    def __init__(self, peers: Sequence[DemoPeer], *, ticket: str, seed: int, now_s: float) -> None:
         self._peers = peers
         self._ticket = ticket
         self._rng = random.Random(seed)
         self._next_s = now_s + self._rng.uniform(*KILL_EVERY_S)
-        self._dead: tuple[Mortal, float] | None = None  # and when it comes back
+        self._dead: tuple[DemoPeer, float] | None = None  # and when it comes back
 
     @property
     def somebody_is_dead(self) -> bool:

@@ -44,7 +44,7 @@ from noloco_p2p.flow.limits import (
 )
 from noloco_p2p.flow.routing import Routing, Rule
 from noloco_p2p.flow.steps import FINAL_MARK, BatchSteps
-from noloco_p2p.flow.tasks import Tasks
+from noloco_p2p.flow.tasks import Machine
 
 
 class HeadPhase(Enum):
@@ -123,7 +123,7 @@ class HeadDeadlines:
         self._latencies_s.append(seconds)
 
 
-class Head:
+class Head(Machine):
     """max_in_flight: as `limits.num_rooms` gives it. `rng` draws the path. Methods are events, and return what to do.
 
     first_number: larger than any that this head has used, also before it was started again; Unix milliseconds do.
@@ -142,32 +142,22 @@ class Head:
         progress: float = 0.0,
     ) -> None:
         assert num_stages > 1, "one stage is no pipeline"
+        super().__init__()
         self.in_flight: dict[MicrobatchId, InFlight] = {}
         self.steps = BatchSteps(batch_tokens=batch_tokens)
         self.window = Window(max_in_flight)
         self.deadlines = HeadDeadlines()
-        self.tasks = Tasks()
         self.progress = progress
-        self.num_done = self.num_lost = 0
-        self.num_late = 0  # of those done: their forward was in an earlier step
-        self._num_steps = 0
         self._peer_id = peer_id
         self._draws_sinks = num_stages == 2
         self._next_number = first_number
         self._rng = rng
-        self._is_leaving = False
-        self._holds_steps = False
         self._neighbours: frozenset[str] = frozenset()
         self._sinks: tuple[str, ...] = ()
         self.departures = Departures(routing=Routing(rng, rule), candidates=self._candidates, gives_up=False)
 
     def _candidates(self, departure: Departure) -> Collection[str]:
         return self._sinks if self._draws_sinks else self._neighbours
-
-    @property
-    def next_task(self) -> Compute | None:
-        """What will be computed next, unless something more urgent arrives."""
-        return self.tasks.peek(self._task)
 
     @property
     def is_idle(self) -> bool:
@@ -271,15 +261,6 @@ class Head:
         """A neighbour that was not here when this head finished hears of it now, and passes it on."""
         return self._settle([Send(peer, self._last_mark())] if self.progress >= FINAL_MARK else [], now_s)
 
-    def hold_steps(self) -> None:
-        """No step closes until `release_steps`. Tasks go on, and their gradients count toward the next step."""
-        self._holds_steps = True
-
-    def release_steps(self, now_s: float) -> list[Action]:
-        """The outer step that was waited for is taken."""
-        self._holds_steps = False
-        return self._settle([], now_s)
-
     def tick(self, now_s: float) -> list[Action]:
         """Due every TICK_S: deadlines pass, and neighbours are asked again."""
         actions: list[Action] = []
@@ -303,11 +284,6 @@ class Head:
             if self._is_unsent(id):
                 actions += self._lose(id, now_s)
         return self._settle(actions, now_s)
-
-    def rejoin(self, now_s: float) -> list[Action]:
-        """Launch again, after `leave`."""
-        self._is_leaving = False
-        return self._settle([], now_s)
 
     def _last_mark(self) -> Mark:
         return Mark(MicrobatchTicket(self._new_id(), min(self.progress, FINAL_MARK), num_tokens=0))

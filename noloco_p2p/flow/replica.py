@@ -36,7 +36,7 @@ from noloco_p2p.flow.frames import (
 from noloco_p2p.flow.limits import LONGEST_DEADLINE_S, MAX_HEADS, MAX_SINKS, SEEN_NUMBERS
 from noloco_p2p.flow.routing import Routing, Rule
 from noloco_p2p.flow.steps import FINAL_MARK, MedianSteps
-from noloco_p2p.flow.tasks import Tasks
+from noloco_p2p.flow.tasks import Machine
 from noloco_p2p.flow.wants import Waiting, Wants
 
 
@@ -61,7 +61,7 @@ class Stashed:
     gradient: object = None
 
 
-class Replica:
+class Replica(Machine):
     """num_rooms: as `limits.num_rooms` gives it. `rng` draws the path. Methods are events, and return what to do."""
 
     def __init__(
@@ -76,19 +76,14 @@ class Replica:
         progress: float = 0.0,
     ) -> None:
         assert 0 < stage < num_stages, "stage 0 is the head's"
+        super().__init__()
         self.stash: dict[MicrobatchId, Stashed] = {}
         self.steps = MedianSteps(batch_tokens=batch_tokens, progress=progress)
         self.wants = Wants()
         self.seen = SeenForwards()
-        self.tasks = Tasks()
-        self.num_done = self.num_late = 0  # with a backward; late: their forward was in an earlier step
-        self.num_lost = 0  # those that ended here without a backward
-        self._num_steps = 0
         self._num_rooms = num_rooms
         self._is_first = stage == 1
         self._draws_sinks = stage == num_stages - 2
-        self._is_leaving = False
-        self._holds_steps = False
         self._neighbours: frozenset[str] = frozenset()
         self.departures = Departures(
             routing=Routing(rng, rule), candidates=self._candidates, returns=stage == num_stages - 1
@@ -96,11 +91,6 @@ class Replica:
 
     def _candidates(self, departure: Departure) -> Collection[str]:
         return departure.sinks if self._draws_sinks else self._neighbours
-
-    @property
-    def next_task(self) -> Compute | None:
-        """What will be computed next, unless something more urgent arrives."""
-        return self.tasks.peek(self._task)
 
     @property
     def is_idle(self) -> bool:
@@ -181,15 +171,6 @@ class Replica:
         self._num_steps += 1
         return self._settle([], now_s)
 
-    def hold_steps(self) -> None:
-        """No step closes until `release_steps`. Tasks go on, and their gradients count toward the next step."""
-        self._holds_steps = True
-
-    def release_steps(self, now_s: float) -> list[Action]:
-        """The outer step that was waited for is taken."""
-        self._holds_steps = False
-        return self._settle([], now_s)
-
     def tick(self, now_s: float) -> list[Action]:
         """Due every TICK_S: deadlines pass, and neighbours are asked again."""
         self.wants.expire(now_s)
@@ -204,11 +185,6 @@ class Replica:
         self._is_leaving = True
         refused = self.wants.take_all()
         return self._settle([_drop(waiting.peer, waiting.want.ticket.id) for waiting in refused], now_s)
-
-    def rejoin(self, now_s: float) -> list[Action]:
-        """Take part again, after `leave`."""
-        self._is_leaving = False
-        return self._settle([], now_s)
 
     # frames
 

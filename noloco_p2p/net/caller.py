@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 # Called with bytes: framing.py makes and reads the messages.
 SWAP_METHOD = "/noloco_p2p.wire.v1.Peer/Swap"
 CONNECTION_METHOD = "/noloco_p2p.wire.v1.Peer/Lane"
-OPEN_LANE_S = 5.0  # to connect, and again for the answer
+OPEN_CONNECTION_S = 5.0  # to connect, and again for the answer
 
 
 class CallerWire:
@@ -133,10 +133,10 @@ class CallerStream(SwapStream):
         """The swap goes on as before when it cannot be had."""
         try:
             wire = await connect(
-                self._connector, self._candidate, CONNECTION_METHOD, timeout_s=OPEN_LANE_S, limits=self._limits
+                self._connector, self._candidate, CONNECTION_METHOD, timeout_s=OPEN_CONNECTION_S, limits=self._limits
             )
             try:
-                await asyncio.wait_for(self._join(wire, offer), OPEN_LANE_S)
+                await asyncio.wait_for(self._join(wire, offer), OPEN_CONNECTION_S)
             except BaseException:
                 await wire.close()
                 raise
