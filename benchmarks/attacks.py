@@ -32,7 +32,7 @@ from noloco_p2p.optim.gates import OPEN
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
-from noloco_p2p.simulate.replica import Replica
+from noloco_p2p.simulate.replica import SimulatedReplica
 from noloco_p2p.spec import TrainerSpec
 
 TOY = Path(__file__).parent / "study" / "toy.toml"
@@ -98,7 +98,7 @@ def run_case(case: Case, *, steps: int) -> dict[str, Any]:
     )
     attacks = {} if case.attack == HONEST else {liar: Attack(case.attack) for liar in liars}
     row: dict[str, Any] = asdict(case) | {"steps": steps}
-    made: list[Replica] = []
+    made: list[SimulatedReplica] = []
     try:
         result = simulate_hostile(Material.of(spec, {}), plan, attacks, are_greedy=case.is_greedy, on_made=made.extend)
     except ValueError as error:  # weights that cannot be coded any more

@@ -18,13 +18,14 @@ from multiprocessing.connection import Connection
 from statistics import median
 
 from claims import Claim, run
+from harness.link_proxy import LinkProxy
 from pair import Side, run_pair, start_loop
 
 from noloco_p2p.codec import get_codec, section_bytes
 from noloco_p2p.gossip.outcome import Alone, Correction
 from noloco_p2p.outer.chunk_filter import ChunkFilter
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
-from noloco_p2p.testing.link_proxy import LinkProfile, LinkProxy
+from noloco_p2p.testing.links import LinkProfile
 
 LINK = LinkProfile("100 Mbit/s, 50 ms", down_mbit_s=100, up_mbit_s=100, delay_ms=25, jitter_ms=0)
 CODECS = CodecSpec(slow_weights="bf16", outer_momentum="bf16", outer_gradient="int4")

@@ -39,7 +39,7 @@ from noloco_p2p.simulate.stage_result import StagedResult
 from noloco_p2p.simulate.stage_work import TaskFlops
 from noloco_p2p.simulate.staged import staged
 from noloco_p2p.spec import CodecSpec, DataSpec, ModelSpec, OuterSpec, PipelineSpec, TrainerSpec, TrainSpec
-from noloco_p2p.testing.link_proxy import LinkProfile
+from noloco_p2p.testing.links import LinkProfile
 from noloco_p2p.trainer.cut import link_bytes_per_token, link_tokens_per_s
 from noloco_p2p.trainer.model import build_on_meta
 from noloco_p2p.trainer.stage import measure as measure_parts

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.outer.robust_mean import robust_mean
-from noloco_p2p.simulate import replica as replicas
+from noloco_p2p.simulate import peer as simulated_peer
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
-from noloco_p2p.simulate.replica import Replica
+from noloco_p2p.simulate.replica import SimulatedReplica
 from noloco_p2p.simulate.swarm import simulate_swarm
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.testing.memory import MemoryDirectory
@@ -44,16 +44,16 @@ def histories(material: Material, *, seed: int, cut: int) -> list[list[Tensor]]:
             own = names.index(self._own_id) < cut
             return [each for each in super().live() if (names.index(each.peer_id) < cut) == own]
 
-    def watch(made: list[Replica]) -> None:
+    def watch(made: list[SimulatedReplica]) -> None:
         for each in made:
             names.append(each.peer_id)
             found.append([each.state.slow_weights.clone()])
             setattr(each, "_note_point", partial(note, each, found[-1]))  # noqa: B010 (it is called after each round)
 
-    def note(each: Replica, history: list[Tensor]) -> None:
+    def note(each: SimulatedReplica, history: list[Tensor]) -> None:
         history.append(each.state.slow_weights.clone())
 
-    replicas.MemoryDirectory = Islands
+    simulated_peer.MemoryDirectory = Islands
     simulate_swarm(material, Plan(NUM_REPLICAS, seed=seed, evaluations=1), on_made=watch)
     return found
 

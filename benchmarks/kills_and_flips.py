@@ -14,6 +14,7 @@ import random
 
 import torch
 from claims import Claim, run
+from harness.injector import Phase
 from harness.rounds import Vectors, one_round
 from harness.specs import published
 
@@ -23,7 +24,6 @@ from noloco_p2p.gossip.frames import Chunk, SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome
 from noloco_p2p.spec import CodecSpec, RunSpec
 from noloco_p2p.testing.faults import At, Cut, Fault, FaultPlan, FlipBit
-from noloco_p2p.testing.injector import Phase
 from noloco_p2p.testing.peers import MemorySwarm
 
 NUM_ELEMENTS = 100

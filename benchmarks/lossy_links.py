@@ -1,12 +1,13 @@
-"""Goodput of a swap over lines that lose packets, with several lanes and with one.
+"""Goodput of a swap over lines that lose packets, with several connections and with one.
 
     python benchmarks/lossy_links.py [--quick] [--json FILE]
 
 Two network namespaces, 100 Mbit/s and 50 ms there and back, 1 % of the packets lost, TCP with cubic and with bbr; and
-the same line without loss, where further lanes cannot help. The swap is the production one, both ways at once: int8
-slow weights and an int4 outer gradient. With lanes, two peers swap several times: the first swap finds out how many
-lanes the line needs, the last one begins with that number. Goodput is that of payloads, each way, over the whole swap:
-offer, both parts and commits. With loss, the swap on one lane is four times smaller. Needs root (see netlab.py).
+the same line without loss, where further connections cannot help. The swap is the production one, both ways at once:
+int8 slow weights and an int4 outer gradient. With several connections, two peers swap several times: the first swap
+finds out how many the line needs, the last one begins with that number. Goodput is that of payloads, each way, over the
+whole swap: offer, both parts and commits. With loss, the swap on one connection is four times smaller. Needs root (see
+netlab.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from netlab import LabError, NetLab, enter, home
 from pair import Side, run_pair
 
 from noloco_p2p.gossip.outcome import Swapped
-from noloco_p2p.net.connection_tuning import LanePolicy
+from noloco_p2p.net.connection_tuning import ConnectionPolicy
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
 
 RATE_MBIT_S, ROUND_TRIP_MS, LOSS = 100, 50, 0.01
@@ -29,15 +30,20 @@ SPEC = RunSpec(
     outer=OuterSpec(inner_steps=1, max_wait_s=600.0, swap_momentum=False),
     codec=CodecSpec(slow_weights="int8", outer_gradient="int4"),
 )
-ONE_LANE = LanePolicy(max_lanes=1)
+ONE_CONNECTION = ConnectionPolicy(max_connections=1)
 
 
 def side(
-    name: str, pipe: Connection, namespaces: dict[str, str], num_elements: int, lanes: LanePolicy, repeats: int
+    name: str,
+    pipe: Connection,
+    namespaces: dict[str, str],
+    num_elements: int,
+    connections: ConnectionPolicy,
+    repeats: int,
 ) -> None:
-    """Sends (seconds, payload bytes received, lanes that were learned) per swap. Only `a` makes offers."""
+    """Sends (seconds, payload bytes received, connections that were learned) per swap. Only `a` makes offers."""
     enter(namespaces[name])
-    peer = Side(name, pipe, SPEC, num_elements, host="0.0.0.0", lanes=lanes)
+    peer = Side(name, pipe, SPEC, num_elements, host="0.0.0.0", connections=connections)
     others = peer.directory.others
     address = others[0].address
     if name == "b":
@@ -52,40 +58,42 @@ def side(
         assert isinstance(outcome, Swapped), outcome
         seconds = time.monotonic() - began_s
         time.sleep(1.0)  # the stream is closed, and what it taught is noted
-        pipe.send((seconds, outcome.received.bytes_received, peer.transport.memory.num_lanes(address)))
+        pipe.send((seconds, outcome.received.bytes_received, peer.transport.memory.num_connections(address)))
         del outcome
     peer.stop()
 
 
 def goodputs(
-    congestion_control: str, *, loss: float, lanes: LanePolicy, num_elements: int, repeats: int
+    congestion_control: str, *, loss: float, connections: ConnectionPolicy, num_elements: int, repeats: int
 ) -> list[tuple[float, int]]:
-    """(Mbit/s each way, lanes learned) of each swap."""
+    """(Mbit/s each way, connections learned) of each swap."""
     line = home(rate_mbit_s=RATE_MBIT_S, round_trip_ms=ROUND_TRIP_MS, loss=loss)
     # Also without loss no offload: the figures are to differ by the loss alone.
     with NetLab([line] * 2, congestion_control=congestion_control, offload=False) as lab:
         a, b = lab.nodes
         namespaces = {"a": a.namespace, "b": b.namespace}
         hosts = a.address, b.address
-        results = run_pair(side, namespaces, num_elements, lanes, repeats=repeats, hosts=hosts)
+        results = run_pair(side, namespaces, num_elements, connections, repeats=repeats, hosts=hosts)
     return [
-        ((a_bytes + b_bytes) / 2 * 8e-6 / max(a_s, b_s), num_lanes)
-        for (a_s, a_bytes, num_lanes), (b_s, b_bytes, _) in results
+        ((a_bytes + b_bytes) / 2 * 8e-6 / max(a_s, b_s), num_connections)
+        for (a_s, a_bytes, num_connections), (b_s, b_bytes, _) in results
     ]
 
 
 def compare(congestion_control: str, *, loss: float, num_elements: int, repeats: int) -> list[Claim]:
-    """One lane, the first swap and the last one with lanes."""
+    """One connection, the first swap and the last one with connections."""
     name = f"{congestion_control}, {loss:.0%} loss"
-    fewer = num_elements // 4 if loss else num_elements  # a lane of 2 Mbit/s would take minutes
-    alone = goodputs(congestion_control, loss=loss, lanes=ONE_LANE, num_elements=fewer, repeats=1)[0][0]
-    swaps = goodputs(congestion_control, loss=loss, lanes=LanePolicy(), num_elements=num_elements, repeats=repeats)
-    (first, _), (last, num_lanes) = swaps[0], swaps[-1]
+    fewer = num_elements // 4 if loss else num_elements  # a connection of 2 Mbit/s would take minutes
+    alone = goodputs(congestion_control, loss=loss, connections=ONE_CONNECTION, num_elements=fewer, repeats=1)[0][0]
+    swaps = goodputs(
+        congestion_control, loss=loss, connections=ConnectionPolicy(), num_elements=num_elements, repeats=repeats
+    )
+    (first, _), (last, num_connections) = swaps[0], swaps[-1]
     claims = [
         Claim(f"{name}: one lane only", alone, "Mbit/s"),
         Claim(f"{name}: lanes, first swap", first, "Mbit/s"),
         Claim(f"{name}: lanes, swap {repeats}", last, "Mbit/s"),
-        Claim(f"{name}: lanes learned", num_lanes, "lanes"),
+        Claim(f"{name}: lanes learned", num_connections, "lanes"),
     ]
     ratio = last / alone
     if loss and congestion_control == "cubic":

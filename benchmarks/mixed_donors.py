@@ -18,7 +18,7 @@ from claims import Claim, run
 
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
-from noloco_p2p.simulate.replica import Replica
+from noloco_p2p.simulate.replica import SimulatedReplica
 from noloco_p2p.simulate.swarm import simulate_swarm
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer.inner_step import InnerStep
@@ -51,7 +51,7 @@ def half_and_half(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def measure(quick: bool) -> list[Claim]:
     torch.set_num_threads(1)
     material = Material.of(spec(100 if quick else 400), {})
-    made: list[Replica] = []
+    made: list[SimulatedReplica] = []
     result = simulate_swarm(material, Plan(8), on_made=made.extend)
     pairs = list(itertools.combinations([replica.state.slow_weights for replica in made], 2))[:: 14 if quick else 4]
     donors = [after(material, each) for pair in pairs for each in pair]

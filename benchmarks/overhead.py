@@ -20,6 +20,7 @@ from statistics import median
 import torch
 from bare_stream import BareStream
 from claims import Claim, run
+from harness.link_proxy import LinkProxy
 from harness.specs import published
 from pair import Side, run_pair, start_loop
 from torch import nn
@@ -27,7 +28,7 @@ from torch import nn
 from noloco_p2p.codec import chunk_bounds, get_codec
 from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.link_proxy import LinkProfile, LinkProxy
+from noloco_p2p.testing.links import LinkProfile
 
 SPEC = RunSpec(name="overhead", outer=published(inner_steps=1, max_wait_s=300.0))
 BF16 = get_codec("bf16")  # slow weights and momentum, as SPEC has them

@@ -26,8 +26,8 @@ from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.gossip.round_stack import build_round_stack
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity
-from noloco_p2p.net.client import LANES, GrpcTransport
-from noloco_p2p.net.connection_tuning import LanePolicy
+from noloco_p2p.net.client import POLICY, GrpcTransport
+from noloco_p2p.net.connection_tuning import ConnectionPolicy
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.spec import RunSpec
@@ -69,7 +69,7 @@ class BarePeer:
         num_elements: int,
         *,
         host: str = "127.0.0.1",
-        lanes: LanePolicy = LANES,
+        connections: ConnectionPolicy = POLICY,
         session: Session | None = None,
     ) -> None:
         torch.set_num_threads(1)
@@ -77,7 +77,7 @@ class BarePeer:
         self.name, self.spec, self.num_elements = name, spec, num_elements
         self.loop = start_loop()
         self.directory = Told()
-        self.transport = GrpcTransport(self._hello, lanes=lanes, session=session)
+        self.transport = GrpcTransport(self._hello, connections=connections, session=session)
         self.driver, self.server = self.on_loop(self._build(host))
         self.step_rate = self.driver.step_rate
         self.exchange = ThreadedExchange(spec, self.driver, self.loop)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from harness.identities import identity_of
 
-from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus
 from noloco_p2p.gossip.seams import Candidate, FrameStream
-from noloco_p2p.spec import Spec
+from noloco_p2p.spec import Spec, TrainerSpec
 from noloco_p2p.testing.memory import MemoryNetwork, MemoryTransport
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer import merge
+from noloco_p2p.trainer.merge import LiveRun
 from noloco_p2p.transfer.donor import SavedState, StateServer
+from noloco_p2p.transfer.fetch import fetch_spec
 
 
 class Donor:
@@ -47,18 +48,13 @@ class Crowd:
         self.spec = spec
         self.network = MemoryNetwork()
         self.candidates: list[Candidate] = []
-        self.peer_id, self.identity = "reader", identity_of("reader")
-        self.guard = DialGuard()
 
     def add(self, candidate: Candidate, saved: SavedState | None) -> None:
         self.network.add(candidate.peer_id, Donor(self.spec, candidate, saved))
         self.candidates.append(candidate)
 
-    def live(self) -> Sequence[Candidate]:
+    def live(self) -> list[Candidate]:
         return self.candidates
-
-    async def wait_until_whole(self, timeout_s: float) -> bool:
-        return True
 
     def transport(self) -> MemoryTransport:
         return MemoryTransport(self.network, lambda: Hello("reader", self.spec.name, self.spec.digest()))
@@ -68,15 +64,11 @@ def use(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> str:
     """The commands meet this crowd, and ask the first one first; the ticket for them."""
 
     @asynccontextmanager
-    async def reader(ticket: Ticket) -> AsyncIterator[Crowd]:
-        yield crowd
+    async def live_run(ticket: Ticket, **rest: Any) -> AsyncIterator[LiveRun]:
+        transport = crowd.transport()
+        spec = TrainerSpec.of(await fetch_spec(transport, crowd.candidates, expected_digest=ticket.spec_digest))
+        yield LiveRun(spec, transport, live=crowd.live, shuffle=lambda peers: None, **rest)
 
-    async def find_somebody(ticket: Ticket, directory: object) -> None: ...
-
-    monkeypatch.setattr(merge, "reader", reader)
-    monkeypatch.setattr(merge, "find_somebody", find_somebody)
-    monkeypatch.setattr(merge, "GrpcTransport", lambda hello, session, guard: crowd.transport())
-    monkeypatch.setattr(merge, "random", SimpleNamespace(shuffle=lambda peers: None))
-    monkeypatch.setattr(merge, "Session", lambda identity, invitation: SimpleNamespace())
-    doors = ("/ip4/127.0.0.1/tcp/9/p2p/" + crowd.identity.peer_id,)
+    monkeypatch.setattr(merge, "live_run", live_run)
+    doors = ("/ip4/127.0.0.1/tcp/9/p2p/" + identity_of("reader").peer_id,)
     return Ticket(crowd.spec.name, crowd.spec.digest(), doors).encode()

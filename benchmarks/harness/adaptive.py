@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness.hostile import Attack, GreedyReplica
 from noloco_p2p.gossip.frames import SectionName
-from noloco_p2p.simulate.replica import Replica
+from noloco_p2p.simulate.replica import SimulatedReplica
 
 BELOW, MARGIN = 0.9, 0.02  # of thresholds, as a codec adds errors of its own
 
@@ -20,7 +20,7 @@ BELOW, MARGIN = 0.9, 0.02  # of thresholds, as a codec adds errors of its own
 class AdaptiveReplica(GreedyReplica):
     """A `GreedyReplica` that makes its vectors anew for each partner. swarm: all replicas, by peer id."""
 
-    def attack_with(self, attack: Attack, *, seed: int, swarm: Mapping[str, Replica]) -> None:
+    def attack_with(self, attack: Attack, *, seed: int, swarm: Mapping[str, SimulatedReplica]) -> None:
         super().attack_with(attack, seed=seed, swarm=swarm)
         self._attack, self._swarm = attack, swarm
         self._first = self.state.slow_weights.clone()
@@ -50,7 +50,7 @@ class AdaptiveReplica(GreedyReplica):
             _stretch_(lie, float(piece.norm()))
         return limits.clip_above * (cosine * own + (1 - cosine**2) ** 0.5 * aside)
 
-    def _harm(self, victim: Replica) -> Tensor:
+    def _harm(self, victim: SimulatedReplica) -> Tensor:
         """Its direction, of any length."""
         match self._attack:
             case Attack.ADAPTIVE_BACK:
@@ -61,7 +61,7 @@ class AdaptiveReplica(GreedyReplica):
                 return self._drift.clone()
 
 
-def _pieces(victim: Replica) -> list[tuple[int, int]]:
+def _pieces(victim: SimulatedReplica) -> list[tuple[int, int]]:
     """Where in the flat vector the gates look at a piece by itself."""
     ends, start = [], 0
     for places in victim.state.gating.pieces.in_chunk:

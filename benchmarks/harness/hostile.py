@@ -18,7 +18,7 @@ from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.network import LinkTransport
 from noloco_p2p.simulate.peer import Absent, Around
-from noloco_p2p.simulate.replica import Replica
+from noloco_p2p.simulate.replica import SimulatedReplica
 from noloco_p2p.testing.faults import At, FaultPlan, NotFinite
 from noloco_p2p.testing.memory import Wrap, unchanged
 
@@ -82,10 +82,10 @@ class Alteration:
                 return vector * SCALE[self._attack][part]
 
 
-class HostileReplica(Replica):
+class HostileReplica(SimulatedReplica):
     """Trains alone, and gives its partners what `attack` makes of its vectors."""
 
-    def attack_with(self, attack: Attack, *, seed: int, swarm: Mapping[str, Replica]) -> None:
+    def attack_with(self, attack: Attack, *, seed: int, swarm: Mapping[str, SimulatedReplica]) -> None:
         self._exchange = Lying(self._exchange, Alteration(attack, seed=seed))
 
 
@@ -107,10 +107,10 @@ class Lying(Around):
         return Alone("an attacker takes nothing") if outcome else None
 
 
-class GreedyReplica(Replica):
+class GreedyReplica(SimulatedReplica):
     """A `HostileReplica` that makes offers to everybody at once, for as long as it trains, and accepts every offer."""
 
-    def attack_with(self, attack: Attack, *, seed: int, swarm: Mapping[str, Replica]) -> None:
+    def attack_with(self, attack: Attack, *, seed: int, swarm: Mapping[str, SimulatedReplica]) -> None:
         self._hidden = Hidden(self._exchange, Alteration(attack, seed=seed))
         self.greedy = GreedyPeer(
             self,

@@ -9,7 +9,7 @@ from harness.adaptive import AdaptiveReplica
 from harness.hostile import ADAPTIVE, Attack, GreedyReplica, HostileReplica, streams_of
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
-from noloco_p2p.simulate.replica import Replica
+from noloco_p2p.simulate.replica import SimulatedReplica
 from noloco_p2p.simulate.result import Result
 from noloco_p2p.simulate.swarm import simulate_swarm
 
@@ -20,14 +20,14 @@ def simulate_hostile(
     attacks: Mapping[int, Attack],
     *,
     are_greedy: bool = False,
-    on_made: Callable[[list[Replica]], None] = lambda replicas: None,
+    on_made: Callable[[list[SimulatedReplica]], None] = lambda replicas: None,
 ) -> Result:
     """As `simulate_swarm`, with liars by the number of their replica; all are there from the start.
 
     are_greedy: liars make offers to everybody at once.
     """
 
-    def arm(replicas: list[Replica]) -> None:
+    def arm(replicas: list[SimulatedReplica]) -> None:
         swarm = {replica.peer_id: replica for replica in replicas}
         for replica in replicas:
             if isinstance(replica, HostileReplica | GreedyReplica):
@@ -41,7 +41,7 @@ def simulate_hostile(
     return simulate_swarm(material, plan, on_made=arm, liars=liars)
 
 
-def _kind(attack: Attack, *, are_greedy: bool) -> type[Replica]:
+def _kind(attack: Attack, *, are_greedy: bool) -> type[SimulatedReplica]:
     if attack in ADAPTIVE:
         return AdaptiveReplica
     return GreedyReplica if are_greedy else HostileReplica

@@ -11,8 +11,8 @@ from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.round_stack import PeerService
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Service, Transport
-from noloco_p2p.net.client import LANES, GrpcTransport
-from noloco_p2p.net.connection_tuning import LanePolicy
+from noloco_p2p.net.client import POLICY, GrpcTransport
+from noloco_p2p.net.connection_tuning import ConnectionPolicy
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.throttle import Limits
 from noloco_p2p.spec import Spec
@@ -26,13 +26,13 @@ class LoopbackSwarm(MemorySwarm):
     `rates` caps a peer that is made later: upload and download, in bytes a second.
     """
 
-    def __init__(self, spec: Spec, *, deadlines: Deadlines = INTERNET, lanes: LanePolicy = LANES) -> None:
+    def __init__(self, spec: Spec, *, deadlines: Deadlines = INTERNET, connections: ConnectionPolicy = POLICY) -> None:
         super().__init__(spec, deadlines=deadlines)
         self.addresses: dict[str, str] = {}
         self.rates: dict[str, tuple[float | None, float | None]] = {}
         self.servers: dict[str, GrpcServer] = {}
         self._limits: dict[str, Limits] = {}
-        self._lanes = lanes
+        self._connections = connections
 
     def _new_loop(self) -> asyncio.AbstractEventLoop:
         return uvloop.new_event_loop()
@@ -40,7 +40,7 @@ class LoopbackSwarm(MemorySwarm):
     def _outside(self, peer_id: str, hello: Callable[[], Hello], wrap: Wrap) -> tuple[Transport, Directory]:
         upload, download = self.rates.get(peer_id, (None, None))
         limits = self._limits[peer_id] = Limits.of(upload_bytes_per_s=upload, download_bytes_per_s=download)
-        transport = GrpcTransport(hello, limits, lanes=self._lanes)
+        transport = GrpcTransport(hello, limits, connections=self._connections)
         return _WrappedTransport(transport, wrap), _Listed(self.addresses, own_id=peer_id)
 
     async def _connect(self, peer_id: str, service: PeerService, wrap: Wrap) -> None:

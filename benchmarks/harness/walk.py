@@ -25,7 +25,7 @@ from noloco_p2p.simulate.network import Link, LinkNetwork, LinkTransport
 from noloco_p2p.simulate.peer import now_s
 from noloco_p2p.spec import CodecSpec, OuterSpec, TrainerSpec, TrainSpec
 from noloco_p2p.swarm.buckets import Bucket, BucketSampler, best_depth, bucket_of
-from noloco_p2p.testing.link_proxy import LinkProfile
+from noloco_p2p.testing.links import LinkProfile
 from noloco_p2p.testing.memory import MemoryDirectory
 
 LINE = LinkProfile("line", down_mbit_s=float("inf"), up_mbit_s=float("inf"), delay_ms=20, jitter_ms=5)

@@ -31,7 +31,7 @@ from noloco_p2p.optim.mixing import closing_rounds
 from noloco_p2p.optim.rules import NOLOCO
 from noloco_p2p.simulate.lockstep import ring_of
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.testing.link_proxy import CABLE, HOME_FIBRE, LinkProfile
+from noloco_p2p.testing.links import CABLE, HOME_FIBRE, LinkProfile
 
 FLOP_PER_S = 40e12  # delivered by a 24 GB card: a quarter of the bf16 peak of an RTX 4090, half of that of an RTX 3090
 BACKWARD_SHARE = 2 / 3

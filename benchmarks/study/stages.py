@@ -35,7 +35,7 @@ from noloco_p2p.simulate.stage_plan import StagedPlan
 from noloco_p2p.simulate.stage_work import TaskFlops
 from noloco_p2p.simulate.staged import staged
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.testing.link_proxy import LinkProfile
+from noloco_p2p.testing.links import LinkProfile
 from noloco_p2p.trainer.cut import link_bytes_per_token
 from noloco_p2p.trainer.model import build_on_meta
 from noloco_p2p.trainer.stage import measure

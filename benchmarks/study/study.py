@@ -282,7 +282,7 @@ def write_slices(folder: Path, num_slices: int, *, holdout: float) -> None:
 def link_of(spec: TrainerSpec, *, seconds: float) -> Any:
     """A link that carries the outer gradient of this spec in so many virtual seconds."""
     from noloco_p2p.codec import get_codec, section_bytes
-    from noloco_p2p.testing.link_proxy import LinkProfile
+    from noloco_p2p.testing.links import LinkProfile
 
     num_bytes = section_bytes(get_codec(spec.codec.outer_gradient), spec.model.num_parameters())
     rate = num_bytes * 8 / 1e6 / seconds

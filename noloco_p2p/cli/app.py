@@ -93,8 +93,9 @@ def run(arguments: list[str]) -> int:
     Typer itself tells of usage errors (2), and turns Ctrl-C (130) and a reader that has gone (1) into exit codes.
     """
     everywhere = [argument for argument in arguments if argument in VERBOSITY]
+    rest = [argument for argument in arguments if argument not in VERBOSITY]
     try:
-        app([*everywhere, *(argument for argument in arguments if argument not in VERBOSITY)], prog_name="noloco")
+        app([*everywhere, *rest], prog_name="noloco", obj=run)  # the demo runs it in other processes
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0
     except (SpecError, SettingsError, TicketError, IdentityError) as error:

@@ -14,18 +14,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from noloco_p2p.cli import entry
 from noloco_p2p.cli.options import Changes, parse_changes
-from noloco_p2p.errors import SettingsError
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from noloco_p2p.demo import Demo, DemoPlan, View
+    from noloco_p2p.demo.plan import DemoPlan
+    from noloco_p2p.demo.swarm import Demo, View
 
 PLAIN_EVERY_S = 30.0
 
 
 def demo(
+    context: typer.Context,
     peers: Annotated[
         int | None,
         typer.Option(help="Number of peers, each a process.", min=1, max=64, show_default="4, or two for each stage"),
@@ -61,12 +63,12 @@ def demo(
     ] = None,
 ) -> None:
     """Train a small model on a swarm of real peers on this machine, and report."""
-    from noloco_p2p.cli.app import run
-    from noloco_p2p.demo import Demo, DemoPlan, failure_lines, report_lines
+    from noloco_p2p.demo.plan import DemoPlan
+    from noloco_p2p.demo.report import failure_lines, report_lines
+    from noloco_p2p.demo.swarm import Demo
     from noloco_p2p.telemetry.bars import drawing
 
-    if json_file:
-        _check_writable(json_file)
+    entry.check_writable(json_file, flag="--json")
     values = parse_changes(changes)
     folder = keep or Path(tempfile.mkdtemp(prefix="noloco-demo-"))
     plan = DemoPlan(
@@ -79,7 +81,7 @@ def demo(
         changes=values,
         chaos_seed=chaos,
     )
-    swarm = Demo(plan, run)
+    swarm = Demo(plan, context.obj)
     print(f"{_who(plan)} on this machine; logs: {folder}/peer-*/log.txt", flush=True)
     if keep is None:
         print("(logs and checkpoints are deleted at the end; --keep DIR keeps them)", flush=True)
@@ -101,7 +103,7 @@ def demo(
         print(line)
     if json_file:
         json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    failures = failure_lines(swarm)
+    failures = failure_lines(swarm.peers)
     for line in failures:
         print(line, file=sys.stderr)
     if failures:
@@ -109,14 +111,6 @@ def demo(
     if keep is None:
         for child in folder.glob("peer-*"):
             shutil.rmtree(child)
-
-
-def _check_writable(file: Path) -> None:
-    """Minutes before it is written."""
-    try:
-        file.open("a").close()
-    except OSError as error:
-        raise SettingsError(f"--json {file}: cannot be written: {error.strerror}") from None
 
 
 def _watch(swarm: Demo) -> None:
@@ -158,7 +152,7 @@ class _Lines:
         self._doing = ""
 
     def show(self, view: View) -> None:
-        from noloco_p2p.demo import aligned
+        from noloco_p2p.telemetry.console import aligned
 
         now_s = time.monotonic()
         if view.doing == self._doing and now_s < self._next_s:

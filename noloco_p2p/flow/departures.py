@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from noloco_p2p.flow.actions import Action, Send
-from noloco_p2p.flow.frames import Answer, Credit, Forward, Lost, MicrobatchId, Ticket, Want
+from noloco_p2p.flow.frames import Answer, Credit, Forward, Lost, MicrobatchId, MicrobatchTicket, Want
 from noloco_p2p.flow.limits import ASK_AGAIN_S, ASK_PATIENCE_S, MAX_UNDER_WAY
 from noloco_p2p.flow.routing import Routing
 
@@ -27,7 +27,7 @@ class Place(Enum):
 
 @dataclass(slots=True, eq=False)
 class Departure:
-    ticket: Ticket
+    ticket: MicrobatchTicket
     payload: object  # until TAKEN
     sinks: tuple[str, ...]
     deadline_s: float
@@ -76,7 +76,7 @@ class Departures:
         return departure.peer if departure else ""
 
     def begin(
-        self, ticket: Ticket, payload: object, *, sinks: tuple[str, ...], deadline_s: float, now_s: float
+        self, ticket: MicrobatchTicket, payload: object, *, sinks: tuple[str, ...], deadline_s: float, now_s: float
     ) -> list[Action]:
         """The last stage sends at once; all others ask in `start`."""
         departure = Departure(ticket, payload, sinks, deadline_s)

@@ -28,7 +28,7 @@ class MicrobatchId(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class MicrobatchTicket:
     """What a head says of one of its microbatches, under its signature. No replica on the path can change it.
 
     mark: progress of the head at launch, 0 to 1. num_tokens: in the loss, whose gradients are of the sum.
@@ -50,7 +50,7 @@ class Want:
     remaining_s: until the deadline of the microbatch. Wall clocks differ, so each hop subtracts the time it held it.
     """
 
-    ticket: Ticket
+    ticket: MicrobatchTicket
     remaining_s: float
     sinks: tuple[str, ...] = ()
 
@@ -98,7 +98,7 @@ class Mark:
     """The head of this ticket launches nothing any more: at the mark 1 it has finished, and below 1, with 0 tokens, it
     pauses or leaves, and has no vote until it launches again."""
 
-    ticket: Ticket
+    ticket: MicrobatchTicket
 
 
 Frame = Want | Credit | Forward | Backward | Answer | Lost | Mark

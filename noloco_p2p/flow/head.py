@@ -20,7 +20,18 @@ from statistics import median
 
 from noloco_p2p.flow.actions import Action, Broadcast, CloseStep, Compute, GaveUp, Kind, Send
 from noloco_p2p.flow.departures import Departure, Departures, Place
-from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Frame, Lost, Mark, MicrobatchId, Ticket, Want
+from noloco_p2p.flow.frames import (
+    Answer,
+    Backward,
+    Credit,
+    Forward,
+    Frame,
+    Lost,
+    Mark,
+    MicrobatchId,
+    MicrobatchTicket,
+    Want,
+)
 from noloco_p2p.flow.limits import (
     DEADLINE_LATENCIES,
     FIRST_DEADLINE_S,
@@ -33,10 +44,10 @@ from noloco_p2p.flow.limits import (
 )
 from noloco_p2p.flow.routing import Routing, Rule
 from noloco_p2p.flow.steps import FINAL_MARK, BatchSteps
-from noloco_p2p.flow.tasks import Tasks
+from noloco_p2p.flow.tasks import Machine
 
 
-class Phase(Enum):
+class HeadPhase(Enum):
     FORWARD = auto()
     AWAY = auto()  # no loss yet, from here on or
     LOSS = auto()
@@ -46,11 +57,11 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    ticket: Ticket
+    ticket: MicrobatchTicket
     microbatch: object
     sent_s: float  # or was not sent yet then
     deadline_s: float
-    phase: Phase = Phase.FORWARD
+    phase: HeadPhase = HeadPhase.FORWARD
     step: int = 0  # in which its forward was computed
     is_lost_upstream: bool = False  # no gradient will come for the front
     returned_by: str = ""  # the replica of the last stage
@@ -96,7 +107,7 @@ class Window:
         self._resume_s, self._pause_s = now_s + self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
 
 
-class Deadlines:
+class HeadDeadlines:
     """A multiple of the median latency. One that passed counts as a latency, so that deadlines grow with the path."""
 
     def __init__(self) -> None:
@@ -112,7 +123,7 @@ class Deadlines:
         self._latencies_s.append(seconds)
 
 
-class Head:
+class Head(Machine):
     """max_in_flight: as `limits.num_rooms` gives it. `rng` draws the path. Methods are events, and return what to do.
 
     first_number: larger than any that this head has used, also before it was started again; Unix milliseconds do.
@@ -131,32 +142,22 @@ class Head:
         progress: float = 0.0,
     ) -> None:
         assert num_stages > 1, "one stage is no pipeline"
+        super().__init__()
         self.in_flight: dict[MicrobatchId, InFlight] = {}
         self.steps = BatchSteps(batch_tokens=batch_tokens)
         self.window = Window(max_in_flight)
-        self.deadlines = Deadlines()
-        self.tasks = Tasks()
+        self.deadlines = HeadDeadlines()
         self.progress = progress
-        self.num_done = self.num_lost = 0
-        self.num_late = 0  # of those done: their forward was in an earlier step
-        self._num_steps = 0
         self._peer_id = peer_id
         self._draws_sinks = num_stages == 2
         self._next_number = first_number
         self._rng = rng
-        self._is_leaving = False
-        self._holds_steps = False
         self._neighbours: frozenset[str] = frozenset()
         self._sinks: tuple[str, ...] = ()
         self.departures = Departures(routing=Routing(rng, rule), candidates=self._candidates, gives_up=False)
 
     def _candidates(self, departure: Departure) -> Collection[str]:
         return self._sinks if self._draws_sinks else self._neighbours
-
-    @property
-    def next_task(self) -> Compute | None:
-        """What will be computed next, unless something more urgent arrives."""
-        return self.tasks.peek(self._task)
 
     @property
     def is_idle(self) -> bool:
@@ -194,7 +195,7 @@ class Head:
         """num_tokens: in the loss of this microbatch."""
         assert self.can_launch(now_s, is_training=is_training)
         id = self._new_id()
-        ticket = Ticket(id, min(self.progress, FINAL_MARK), num_tokens, is_training)
+        ticket = MicrobatchTicket(id, min(self.progress, FINAL_MARK), num_tokens, is_training)
         self.in_flight[id] = InFlight(ticket, microbatch, now_s, now_s + self.deadlines.seconds)
         self.tasks.add(Kind.FORWARD, id)
         return id, self._settle([], now_s)
@@ -231,7 +232,7 @@ class Head:
             return self._settle([], now_s)
         actions: list[Action] = []
         if task.kind is Kind.FORWARD:
-            flying.phase, flying.step = Phase.AWAY, self._num_steps
+            flying.phase, flying.step = HeadPhase.AWAY, self._num_steps
             flying.sent_s, flying.deadline_s = now_s, now_s + self.deadlines.seconds
             actions = self.departures.begin(
                 flying.ticket, result, sinks=self._sinks, deadline_s=flying.deadline_s, now_s=now_s
@@ -260,24 +261,15 @@ class Head:
         """A neighbour that was not here when this head finished hears of it now, and passes it on."""
         return self._settle([Send(peer, self._last_mark())] if self.progress >= FINAL_MARK else [], now_s)
 
-    def hold_steps(self) -> None:
-        """No step closes until `release_steps`. Tasks go on, and their gradients count toward the next step."""
-        self._holds_steps = True
-
-    def release_steps(self, now_s: float) -> list[Action]:
-        """The outer step that was waited for is taken."""
-        self._holds_steps = False
-        return self._settle([], now_s)
-
     def tick(self, now_s: float) -> list[Action]:
         """Due every TICK_S: deadlines pass, and neighbours are asked again."""
         actions: list[Action] = []
         for id, flying in list(self.in_flight.items()):
-            if flying.phase is Phase.AWAY and not self.departures.has_left(id):
+            if flying.phase is HeadPhase.AWAY and not self.departures.has_left(id):
                 # Its time runs from its first Forward on. One that is refused again and again does not stay for ever.
                 flying.sent_s, flying.deadline_s = now_s, now_s + self.deadlines.seconds
                 self.departures.postpone(id, flying.deadline_s)
-            elif flying.deadline_s <= now_s and flying.phase in (Phase.AWAY, Phase.BEHIND):
+            elif flying.deadline_s <= now_s and flying.phase in (HeadPhase.AWAY, HeadPhase.BEHIND):
                 self.deadlines.measured(self.deadlines.seconds)
                 actions += self._lose(id, now_s)
         return self._settle(actions + self.departures.look_again(now_s), now_s)
@@ -293,20 +285,15 @@ class Head:
                 actions += self._lose(id, now_s)
         return self._settle(actions, now_s)
 
-    def rejoin(self, now_s: float) -> list[Action]:
-        """Launch again, after `leave`."""
-        self._is_leaving = False
-        return self._settle([], now_s)
-
     def _last_mark(self) -> Mark:
-        return Mark(Ticket(self._new_id(), min(self.progress, FINAL_MARK), num_tokens=0))
+        return Mark(MicrobatchTicket(self._new_id(), min(self.progress, FINAL_MARK), num_tokens=0))
 
     def _new_id(self) -> MicrobatchId:
         self._next_number += 1
         return MicrobatchId(self._peer_id, self._next_number - 1)
 
     def _is_unsent(self, id: MicrobatchId) -> bool:
-        return self.in_flight[id].phase is Phase.FORWARD or self.departures.place(id) is Place.ASKING
+        return self.in_flight[id].phase is HeadPhase.FORWARD or self.departures.place(id) is Place.ASKING
 
     # frames
 
@@ -315,10 +302,10 @@ class Head:
         flying = self.in_flight.get(forward.id)
         if flying is not None and flying.returned_by == peer:  # repeated
             return [Send(peer, Answer(forward.id, is_taken=True))]
-        is_away = flying is not None and flying.phase is Phase.AWAY and bool(self.departures.peer(forward.id))
+        is_away = flying is not None and flying.phase is HeadPhase.AWAY and bool(self.departures.peer(forward.id))
         if flying is None or not is_away or forward.payload is None:
             return [Send(peer, Answer(forward.id, is_taken=False))]
-        flying.phase, flying.returned_by, flying.received = Phase.LOSS, peer, forward.payload
+        flying.phase, flying.returned_by, flying.received = HeadPhase.LOSS, peer, forward.payload
         self.tasks.add(Kind.LOSS, forward.id)
         return [Send(peer, Answer(forward.id, is_taken=True))]
 
@@ -327,17 +314,17 @@ class Head:
         if not flying.ticket.is_training:
             return self._done(flying, now_s)
         self.steps.count_loss(flying.ticket.num_tokens)
-        flying.phase = Phase.BEHIND
+        flying.phase = HeadPhase.BEHIND
         actions: list[Action] = [Send(flying.returned_by, Backward(flying.ticket.id, gradient))]
         return actions + self._lose(flying.ticket.id, now_s) if flying.is_lost_upstream else actions
 
     def _backward(self, peer: str, backward: Backward, now_s: float) -> list[Action]:
         flying = self.in_flight.get(backward.id)
-        if flying is None or flying.phase is not Phase.BEHIND or self.departures.peer(backward.id) != peer:
+        if flying is None or flying.phase is not HeadPhase.BEHIND or self.departures.peer(backward.id) != peer:
             return []
         if backward.payload is None:
             return self._lose(backward.id, now_s)
-        flying.phase, flying.received = Phase.BACKWARD, backward.payload
+        flying.phase, flying.received = HeadPhase.BACKWARD, backward.payload
         self.tasks.add(Kind.BACKWARD, backward.id)
         return self.departures.end(backward.id)
 
@@ -354,7 +341,7 @@ class Head:
 
     def _path_lost(self, id: MicrobatchId, now_s: float) -> list[Action]:
         flying = self.in_flight.get(id)
-        if flying is None or flying.phase is not Phase.LOSS:
+        if flying is None or flying.phase is not HeadPhase.LOSS:
             return self._lose(id, now_s)
         flying.is_lost_upstream = True  # the loss is valid all the same, and so are the gradients of later stages
         return []
@@ -366,10 +353,10 @@ class Head:
         self.num_lost += 1
         self.window.lost(flying.sent_s, now_s)
         actions = self._release(id)
-        if flying.phase in (Phase.BEHIND, Phase.BACKWARD):
+        if flying.phase in (HeadPhase.BEHIND, HeadPhase.BACKWARD):
             self.steps.count_done(flying.ticket.num_tokens)
             return actions
-        if flying.phase is Phase.LOSS:
+        if flying.phase is HeadPhase.LOSS:
             actions.append(Send(flying.returned_by, Lost(id)))  # the path frees its rooms
         return [*actions, GaveUp(id, flying.microbatch, flying.ticket.is_training)]
 

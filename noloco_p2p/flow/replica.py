@@ -14,6 +14,7 @@ this replica and those before it lose it; those behind, whose backward is throug
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -29,18 +30,17 @@ from noloco_p2p.flow.frames import (
     Lost,
     Mark,
     MicrobatchId,
-    Ticket,
+    MicrobatchTicket,
     Want,
 )
-from noloco_p2p.flow.limits import LONGEST_DEADLINE_S, MAX_SINKS
+from noloco_p2p.flow.limits import LONGEST_DEADLINE_S, MAX_HEADS, MAX_SINKS, SEEN_NUMBERS
 from noloco_p2p.flow.routing import Routing, Rule
-from noloco_p2p.flow.seen import SeenForwards
 from noloco_p2p.flow.steps import FINAL_MARK, MedianSteps
-from noloco_p2p.flow.tasks import Tasks
+from noloco_p2p.flow.tasks import Machine
 from noloco_p2p.flow.wants import Waiting, Wants
 
 
-class Phase(Enum):
+class ReplicaPhase(Enum):
     RESERVED = auto()
     FORWARD = auto()
     AWAY = auto()
@@ -51,17 +51,17 @@ class Phase(Enum):
 class Stashed:
     """data: the encoded input, exactly as received, from which the backward recomputes. gradient: the encoded one."""
 
-    ticket: Ticket
+    ticket: MicrobatchTicket
     sinks: tuple[str, ...]
     upstream: str  # "" once its stream has closed
     deadline_s: float
-    phase: Phase = Phase.RESERVED
+    phase: ReplicaPhase = ReplicaPhase.RESERVED
     step: int = 0  # in which its forward was computed
     data: object = None
     gradient: object = None
 
 
-class Replica:
+class Replica(Machine):
     """num_rooms: as `limits.num_rooms` gives it. `rng` draws the path. Methods are events, and return what to do."""
 
     def __init__(
@@ -76,19 +76,14 @@ class Replica:
         progress: float = 0.0,
     ) -> None:
         assert 0 < stage < num_stages, "stage 0 is the head's"
+        super().__init__()
         self.stash: dict[MicrobatchId, Stashed] = {}
         self.steps = MedianSteps(batch_tokens=batch_tokens, progress=progress)
         self.wants = Wants()
         self.seen = SeenForwards()
-        self.tasks = Tasks()
-        self.num_done = self.num_late = 0  # with a backward; late: their forward was in an earlier step
-        self.num_lost = 0  # those that ended here without a backward
-        self._num_steps = 0
         self._num_rooms = num_rooms
         self._is_first = stage == 1
         self._draws_sinks = stage == num_stages - 2
-        self._is_leaving = False
-        self._holds_steps = False
         self._neighbours: frozenset[str] = frozenset()
         self.departures = Departures(
             routing=Routing(rng, rule), candidates=self._candidates, returns=stage == num_stages - 1
@@ -96,11 +91,6 @@ class Replica:
 
     def _candidates(self, departure: Departure) -> Collection[str]:
         return departure.sinks if self._draws_sinks else self._neighbours
-
-    @property
-    def next_task(self) -> Compute | None:
-        """What will be computed next, unless something more urgent arrives."""
-        return self.tasks.peek(self._task)
 
     @property
     def is_idle(self) -> bool:
@@ -145,7 +135,7 @@ class Replica:
             if held.upstream != peer:
                 continue
             held.upstream = ""
-            if self.departures.place(id) is not Place.TAKEN and held.phase is not Phase.BACKWARD:
+            if self.departures.place(id) is not Place.TAKEN and held.phase is not ReplicaPhase.BACKWARD:
                 actions += self._lose(id)  # it has not come further than here, and all before give it up
         return self._settle(actions, now_s)
 
@@ -163,7 +153,7 @@ class Replica:
             if held.upstream:
                 actions.append(Send(held.upstream, Backward(task.id, result)))
             return self._settle(actions, now_s)
-        held.phase, held.step = Phase.AWAY, self._num_steps
+        held.phase, held.step = ReplicaPhase.AWAY, self._num_steps
         if not held.ticket.is_training:
             held.data = None
         actions = self.departures.begin(held.ticket, result, sinks=held.sinks, deadline_s=held.deadline_s, now_s=now_s)
@@ -181,21 +171,12 @@ class Replica:
         self._num_steps += 1
         return self._settle([], now_s)
 
-    def hold_steps(self) -> None:
-        """No step closes until `release_steps`. Tasks go on, and their gradients count toward the next step."""
-        self._holds_steps = True
-
-    def release_steps(self, now_s: float) -> list[Action]:
-        """The outer step that was waited for is taken."""
-        self._holds_steps = False
-        return self._settle([], now_s)
-
     def tick(self, now_s: float) -> list[Action]:
         """Due every TICK_S: deadlines pass, and neighbours are asked again."""
         self.wants.expire(now_s)
         actions: list[Action] = []
         for id, held in list(self.stash.items()):
-            if held.deadline_s <= now_s and held.phase is not Phase.BACKWARD:
+            if held.deadline_s <= now_s and held.phase is not ReplicaPhase.BACKWARD:
                 actions += self._lose(id)
         return self._settle(actions + self.departures.look_again(now_s), now_s)
 
@@ -205,11 +186,6 @@ class Replica:
         refused = self.wants.take_all()
         return self._settle([_drop(waiting.peer, waiting.want.ticket.id) for waiting in refused], now_s)
 
-    def rejoin(self, now_s: float) -> list[Action]:
-        """Take part again, after `leave`."""
-        self._is_leaving = False
-        return self._settle([], now_s)
-
     # frames
 
     def _want(self, peer: str, want: Want, now_s: float) -> list[Action]:
@@ -218,7 +194,7 @@ class Replica:
             self.steps.vote(want.ticket, now_s)
         held = self.stash.get(id)
         if held is not None and held.upstream == peer:  # repeated
-            return [Send(peer, Credit(id, has_room=True))] if held.phase is Phase.RESERVED else []
+            return [Send(peer, Credit(id, has_room=True))] if held.phase is ReplicaPhase.RESERVED else []
         if held is not None or id in self.seen or self._is_leaving:
             return [_drop(peer, id)]
         deadline_s = now_s + min(want.remaining_s, LONGEST_DEADLINE_S)
@@ -243,12 +219,12 @@ class Replica:
         held = self.stash.get(id)
         if held is None or held.upstream != peer:
             return [_drop(peer, id)]
-        if held.phase is not Phase.RESERVED:  # repeated
+        if held.phase is not ReplicaPhase.RESERVED:  # repeated
             return [Send(peer, Answer(id, is_taken=True))]
         if forward.payload is None:
             return [*self._release(id), _drop(peer, id)]
         self.seen.add(id)
-        held.phase, held.data = Phase.FORWARD, forward.payload
+        held.phase, held.data = ReplicaPhase.FORWARD, forward.payload
         held.deadline_s = now_s + min(forward.remaining_s, LONGEST_DEADLINE_S)
         self.tasks.add(Kind.FORWARD, id)
         return [Send(peer, Answer(id, is_taken=True))]
@@ -260,7 +236,7 @@ class Replica:
             return []
         if backward.payload is None:
             return self._lose(backward.id)
-        held.phase, held.gradient = Phase.BACKWARD, backward.payload
+        held.phase, held.gradient = ReplicaPhase.BACKWARD, backward.payload
         self.tasks.add(Kind.BACKWARD, backward.id)
         return self.departures.end(backward.id)
 
@@ -275,7 +251,7 @@ class Replica:
     def _lost(self, peer: str, id: MicrobatchId, now_s: float) -> list[Action]:
         self.wants.remove(id, peer)
         held = self.stash.get(id)
-        if held is not None and held.upstream == peer and held.phase is Phase.RESERVED:
+        if held is not None and held.upstream == peer and held.phase is ReplicaPhase.RESERVED:
             return self._release(id)
         return self.departures.lost_there(peer, id, now_s)
 
@@ -319,3 +295,37 @@ class Replica:
 
 def _drop(peer: str, id: MicrobatchId) -> Send:
     return Send(peer, Answer(id, is_taken=False))
+
+
+class SeenForwards:
+    """Which forwards a replica has taken, as it processes each once at most: a sliding window of numbers for each head.
+    What is older than the window counts as seen.
+
+    Backwards need no window: each uses up the stash entry of its forward.
+    """
+
+    def __init__(self) -> None:
+        self._windows: OrderedDict[str, tuple[int, int]] = OrderedDict()  # head -> highest number, bits of those below
+
+    def __contains__(self, id: MicrobatchId) -> bool:
+        if id.head not in self._windows:
+            return False
+        highest, bits = self._windows[id.head]
+        age = highest - id.number
+        return age >= SEEN_NUMBERS or (age >= 0 and bool(bits >> age & 1))
+
+    def add(self, id: MicrobatchId) -> None:
+        highest, bits = self._windows.get(id.head, (id.number, 0))
+        if id.number > highest:
+            # Not shifted by the whole distance: numbers may jump by a clock's worth when a head starts again.
+            distance = min(id.number - highest, SEEN_NUMBERS)
+            highest, bits = id.number, (bits << distance) & ((1 << SEEN_NUMBERS) - 1)
+        if highest - id.number < SEEN_NUMBERS:
+            bits |= 1 << (highest - id.number)
+        self._windows[id.head] = (highest, bits)
+        self._windows.move_to_end(id.head)
+        if len(self._windows) > MAX_HEADS:
+            self._windows.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._windows)

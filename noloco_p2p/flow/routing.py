@@ -9,7 +9,7 @@ from typing import Literal
 
 from blake3 import blake3
 
-from noloco_p2p.flow.frames import Ticket
+from noloco_p2p.flow.frames import MicrobatchTicket
 
 SMOOTHING = 0.2  # weight of a new measurement: some five microbatches decide
 
@@ -27,7 +27,7 @@ class Routing:
         self._rule = rule
         self._seconds: dict[str, float] = {}  # from sending a Forward to TAKEN
 
-    def order(self, candidates: Iterable[str], ticket: Ticket) -> list[str]:
+    def order(self, candidates: Iterable[str], ticket: MicrobatchTicket) -> list[str]:
         """For an evaluation one candidate alone, so that all evaluations of a head take one path."""
         names = sorted(candidates)  # sets have no order that a seed decides
         if not ticket.is_training:  # rendezvous hash: the path changes only where a neighbour goes

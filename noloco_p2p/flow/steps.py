@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
-from noloco_p2p.flow.frames import Ticket
+from noloco_p2p.flow.frames import MicrobatchTicket
 from noloco_p2p.flow.limits import (
     LARGEST_STEP_BATCHES,
     MAX_HEADS,
@@ -57,7 +57,7 @@ class MedianSteps:
         self._last_median = progress
         self._votes: OrderedDict[str, _Vote] = OrderedDict()  # the last heard at the end
 
-    def vote(self, ticket: Ticket, now_s: float, *, is_away: bool = False) -> bool:
+    def vote(self, ticket: MicrobatchTicket, now_s: float, *, is_away: bool = False) -> bool:
         """True = the ticket is newer than what was known of its head. is_away: the head has no vote until a newer one
         comes."""
         before = self._votes.get(ticket.id.head)

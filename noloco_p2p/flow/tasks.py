@@ -1,15 +1,18 @@
-"""The tasks of one node: one is out at a time, the most urgent kind first, each kind in order of arrival."""
+"""The tasks of one machine, a head or an inner replica, and what the two machines have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from noloco_p2p.flow.actions import CloseStep, Compute, Kind
+from noloco_p2p.flow.actions import Action, CloseStep, Compute, Kind
 from noloco_p2p.flow.frames import MicrobatchId
 
 
 class Tasks:
-    """`take` gives the next task once none is out. A step closes first, and no task runs while it does."""
+    """One is out at a time, the most urgent kind first, each kind in order of arrival.
+
+    `take` gives the next one once none is out. A step closes first, and no task runs while it does.
+    """
 
     def __init__(self) -> None:
         self.running: Compute | CloseStep | None = None
@@ -51,3 +54,43 @@ class Tasks:
             return False
         self.running = None
         return True
+
+
+class Machine:
+    """A stage of one peer. Methods are events, and return what to do.
+
+    num_done: microbatches with a backward here; num_late: of those, the ones whose forward was in an earlier step.
+    """
+
+    def __init__(self) -> None:
+        self.tasks = Tasks()
+        self.num_done = self.num_late = self.num_lost = 0
+        self._num_steps = 0
+        self._is_leaving = False
+        self._holds_steps = False
+
+    @property
+    def next_task(self) -> Compute | None:
+        """What will be computed next, unless something more urgent arrives."""
+        return self.tasks.peek(self._task)
+
+    def hold_steps(self) -> None:
+        """No step closes until `release_steps`. Tasks go on, and their gradients count toward the next step."""
+        self._holds_steps = True
+
+    def release_steps(self, now_s: float) -> list[Action]:
+        """The outer step that was waited for is taken."""
+        self._holds_steps = False
+        return self._settle([], now_s)
+
+    def rejoin(self, now_s: float) -> list[Action]:
+        """Take part again, after leaving."""
+        self._is_leaving = False
+        return self._settle([], now_s)
+
+    def _task(self, kind: Kind, id: MicrobatchId) -> Compute:
+        raise NotImplementedError
+
+    def _settle(self, actions: list[Action], now_s: float) -> list[Action]:
+        """The actions, and what may be done now."""
+        raise NotImplementedError

@@ -22,7 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.training_args import ParallelMode
 
 from noloco_p2p.errors import CheckpointError, SettingsError
-from noloco_p2p.integrations.session import Host, Session, logged_values, no_outer_state, refuse
+from noloco_p2p.integrations.session import Host, TrainingSession, logged_values, no_outer_state, refuse
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.flat import content_digest
 from noloco_p2p.outer.noloco import NoLoCo
@@ -51,7 +51,7 @@ class NoLoCoCallback(TrainerCallback):
     def __init__(self, peer: Host, **options: Any) -> None:
         self.peer = peer
         self._options = options
-        self._session: Session | None = None
+        self._session: TrainingSession | None = None
 
     @property
     def outer(self) -> NoLoCo:
@@ -59,7 +59,7 @@ class NoLoCoCallback(TrainerCallback):
         return self._begun.outer
 
     @property
-    def _begun(self) -> Session:
+    def _begun(self) -> TrainingSession:
         if self._session is None:
             raise SettingsError("the Trainer has not begun to train, so there is no NoLoCo yet")
         return self._session
@@ -76,7 +76,7 @@ class NoLoCoCallback(TrainerCallback):
         saved = None
         if state.global_step and "resume" not in self._options:
             saved = load_outer_state(checkpoint_folder(args, state), model)
-        self._session = Session(model, [optimizer], self.peer, self._options, saved=saved)
+        self._session = TrainingSession(model, [optimizer], self.peer, self._options, saved=saved)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._begun.pause_if_asked()

@@ -19,7 +19,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.integrations.session import Host, Session, logged_values, no_outer_state, refuse
+from noloco_p2p.integrations.session import Host, TrainingSession, logged_values, no_outer_state, refuse
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.noloco import NoLoCo, RoundResult
 
@@ -42,7 +42,7 @@ class NoLoCoCallback(Callback):
     def __init__(self, peer: Host, **options: Any) -> None:
         self.peer = peer
         self._options = options
-        self._session: Session | None = None
+        self._session: TrainingSession | None = None
         self._saved: dict[str, Any] | None = None  # what Lightning has loaded, until training begins
         self._losses: list[Tensor] = []
         self._num_steps = 0  # when this callback looked last
@@ -53,7 +53,7 @@ class NoLoCoCallback(Callback):
         return self._begun.outer
 
     @property
-    def _begun(self) -> Session:
+    def _begun(self) -> TrainingSession:
         if self._session is None:
             raise SettingsError("the Trainer has not begun to train, so there is no NoLoCo yet")
         return self._session
@@ -74,7 +74,7 @@ class NoLoCoCallback(Callback):
         def told(result: RoundResult) -> None:
             self._round_ended(trainer)
 
-        self._session = Session(pl_module, optimizers, self.peer, options, saved=self._saved, told=told)
+        self._session = TrainingSession(pl_module, optimizers, self.peer, options, saved=self._saved, told=told)
         self._saved, self._losses, self._num_steps = None, [], self.outer.num_steps
 
     def on_train_batch_end(

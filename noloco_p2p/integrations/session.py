@@ -27,7 +27,7 @@ class Host(Swarm, Protocol):
     def wait_while_paused(self) -> None: ...
 
 
-class Session:
+class TrainingSession:
     """One training. It logs a line for each round and passes the round on to `told` and to the user's `on_round`.
 
     options: of `NoLoCo`, as the user gave them. They win over `saved`.

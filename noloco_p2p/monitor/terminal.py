@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.monitor.roster import Health
 from noloco_p2p.monitor.stages import Stage
-from noloco_p2p.telemetry.console import count, duration, loss, mib, named
+from noloco_p2p.telemetry.console import aligned, count, duration, loss, mib, named
 from noloco_p2p.telemetry.metrics import IN_COLUMNS, METRICS, About
 
 if TYPE_CHECKING:
@@ -241,6 +241,4 @@ def plain(swarm: dict[str, Any], choice: Choice | None = None) -> list[str]:
 
 def _aligned(rows: Sequence[dict[str, Any]], columns: Sequence[Column]) -> list[str]:
     """A header, and a line for each row."""
-    cells = [tuple(column.name for column in columns), *fitting(rows, columns, width=None)[1]]
-    widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return aligned([tuple(column.name for column in columns), *fitting(rows, columns, width=None)[1]])

@@ -2,7 +2,7 @@
 
 Before a caller is proven it costs a connection for seconds, one of few of its network (`proxy.py`), and two greetings
 and one refused call at most, for then the connection ends. What a proven peer may have open is counted by its id. Sizes
-of messages are bounded by `proxy.py` and `options.py`, and how many are held by the lanes of an accepted swap.
+of messages are bounded by `proxy.py` and `options.py`, and how many are held by the connections of an accepted swap.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert
 from noloco_p2p.net.connection import REFUSE_KEY, nobody_is_banned
 from noloco_p2p.net.handshake import PROOF_KEY, Challenges
-from noloco_p2p.net.lanes import MAX_LANES
 from noloco_p2p.net.proxy import Proxy
 from noloco_p2p.net.session import Session
+from noloco_p2p.net.swap_stream import MAX_CONNECTIONS
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-MAX_CALLS_PER_PEER = MAX_LANES + 4  # a swap; an offer, a question, a fetch and one more beside it
+MAX_CALLS_PER_PEER = MAX_CONNECTIONS + 4  # a swap; an offer, a question, a fetch and one more beside it
 MAX_FETCHES_PER_PEER = 2  # of chunks: the one that counts, and one before it
 TELL_EVERY_S = 60.0
 

@@ -1,4 +1,4 @@
-"""The caller's side of a swap: its connections, and the further lanes that it opens while they pay."""
+"""The caller's side of a swap: its first connection, and the further ones that it opens while they pay."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from noloco_p2p.gossip.frames import Chunk, End, Frame, Header, Hello, Offer
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import convert
 from noloco_p2p.net.connection import Connector, refused, translate
-from noloco_p2p.net.connection_tuning import ConnectionTuner, Direction, LaneMemory
-from noloco_p2p.net.lanes import LEAVE, Lane, LaneStream, call_cancelled
+from noloco_p2p.net.connection_tuning import ConnectionMemory, ConnectionTuner, Direction
+from noloco_p2p.net.swap_stream import LEAVE, SwapConnection, SwapStream, call_cancelled
 from noloco_p2p.net.throttle import Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 # Called with bytes: framing.py makes and reads the messages.
 SWAP_METHOD = "/noloco_p2p.wire.v1.Peer/Swap"
-LANE_METHOD = "/noloco_p2p.wire.v1.Peer/Lane"
-OPEN_LANE_S = 5.0  # to connect, and again for the answer
+CONNECTION_METHOD = "/noloco_p2p.wire.v1.Peer/Lane"
+OPEN_CONNECTION_S = 5.0  # to connect, and again for the answer
 
 
 class CallerWire:
@@ -81,8 +81,8 @@ class CallerWire:
         raise fault
 
 
-class CallerStream(LaneStream):
-    """Opens as many lanes as its tuner wants."""
+class CallerStream(SwapStream):
+    """Opens as many connections as its tuner wants."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class CallerStream(LaneStream):
         *,
         connector: Connector,
         hello: Callable[[], Hello],
-        memory: LaneMemory,
+        memory: ConnectionMemory,
         settle_s: float,
         limits: Limits,
     ) -> None:
@@ -108,42 +108,42 @@ class CallerStream(LaneStream):
     def _agreed(self, offer: Offer) -> None:
         self._growing = asyncio.create_task(self._grow(offer))
 
-    def _moved(self, direction: Direction, frame: Frame, *, lane: int) -> None:
+    def _moved(self, direction: Direction, frame: Frame, *, connection: int) -> None:
         if isinstance(frame, Header | End):
             self._tuner.pause(direction)
         elif isinstance(frame, Chunk):
-            has_decided = self._tuner.moved(direction, len(frame.payload), time.monotonic(), lane=lane)
+            has_decided = self._tuner.moved(direction, len(frame.payload), time.monotonic(), connection=connection)
             if has_decided:
                 self._decided.set()
 
     async def _grow(self, offer: Offer) -> None:
-        """Brings the lanes to the number that the tuner wants, until it has settled."""
+        """Brings the connections to the number that the tuner wants, until it has settled."""
         while True:
             self._decided.clear()
             wanted = self._tuner.wanted
-            missing = range(wanted - self.num_lanes)
-            await asyncio.gather(*(self._open_lane(offer) for _ in missing))
-            await asyncio.gather(*(self._leave(lane) for lane in self._lanes[wanted:]))
-            self._tuner.in_place(self.num_lanes, time.monotonic())
+            missing = range(wanted - self.num_connections)
+            await asyncio.gather(*(self._open_connection(offer) for _ in missing))
+            await asyncio.gather(*(self._leave(connection) for connection in self._connections[wanted:]))
+            self._tuner.in_place(self.num_connections, time.monotonic())
             if self._tuner.is_settled:
                 return
             await self._decided.wait()
 
-    async def _open_lane(self, offer: Offer) -> None:
+    async def _open_connection(self, offer: Offer) -> None:
         """The swap goes on as before when it cannot be had."""
         try:
             wire = await connect(
-                self._connector, self._candidate, LANE_METHOD, timeout_s=OPEN_LANE_S, limits=self._limits
+                self._connector, self._candidate, CONNECTION_METHOD, timeout_s=OPEN_CONNECTION_S, limits=self._limits
             )
             try:
-                await asyncio.wait_for(self._join(wire, offer), OPEN_LANE_S)
+                await asyncio.wait_for(self._join(wire, offer), OPEN_CONNECTION_S)
             except BaseException:
                 await wire.close()
                 raise
         except (PeerError, TimeoutError) as error:
-            log.debug("%s takes no further lane: %s", self._candidate.address, error)
+            log.debug("%s takes no further connection: %s", self._candidate.address, error)
             return
-        self.add(Lane(wire))
+        self.add(SwapConnection(wire))
 
     async def _join(self, wire: CallerWire, offer: Offer) -> None:
         """Raises Refused, or another PeerError."""
@@ -152,29 +152,29 @@ class CallerStream(LaneStream):
         try:
             answer = pb.Frame.FromString(await wire.read() or b"")
         except DecodeError:
-            raise CorruptPayload("the answer to a further lane is no frame", peer=self._peer) from None
+            raise CorruptPayload("the answer to a further connection is no frame", peer=self._peer) from None
         if answer.HasField("refuse"):
             raise refused(answer.refuse, self._peer)
         if not answer.HasField("join"):
-            raise CorruptPayload("the answer to a further lane was neither yes nor no", peer=self._peer)
+            raise CorruptPayload("the answer to a further connection was neither yes nor no", peer=self._peer)
 
-    async def _leave(self, lane: Lane) -> None:
+    async def _leave(self, connection: SwapConnection) -> None:
         """Nothing more is put on it; the other side hears all that was, and ends the call."""
-        lane.leaving = True
-        await self._written(lane)
-        if lane is not self._first:
-            await self._write(lane, LEAVE)
-        await lane.wire.finish()
+        connection.leaving = True
+        await self._written(connection)
+        if connection is not self._first:
+            await self._write(connection, LEAVE)
+        await connection.wire.finish()
 
     async def _last_words(self) -> None:
         if self._growing:
             self._growing.cancel()
             await asyncio.wait({self._growing})
-        lanes = list(self._lanes)
-        await asyncio.gather(*(self._leave(lane) for lane in lanes))
-        for lane in lanes:
-            if lane.reading:
-                await asyncio.wait({lane.reading})  # until the other side has closed the stream, too
+        connections = list(self._connections)
+        await asyncio.gather(*(self._leave(connection) for connection in connections))
+        for connection in connections:
+            if connection.reading:
+                await asyncio.wait({connection.reading})  # until the other side has closed the stream, too
 
     async def _end(self) -> None:
         if self._growing:

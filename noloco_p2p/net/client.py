@@ -17,13 +17,13 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import convert
 from noloco_p2p.net.caller import SWAP_METHOD, CallerStream, connect
 from noloco_p2p.net.connection import Connector, check_parsed, nobody_is_banned, refused, translate
-from noloco_p2p.net.connection_tuning import LaneMemory, LanePolicy
+from noloco_p2p.net.connection_tuning import ConnectionMemory, ConnectionPolicy
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 
-LANES = LanePolicy()
+POLICY = ConnectionPolicy()
 MAX_MANIFEST_CHUNKS = 1 << 20  # 1 TiB of state; a manifest that names more is refused
 
 
@@ -38,7 +38,7 @@ class GrpcTransport:
         hello: Callable[[], frames.Hello],
         limits: Limits = UNLIMITED,
         *,
-        lanes: LanePolicy = LANES,
+        connections: ConnectionPolicy = POLICY,
         session: Session | None = None,
         why_banned: Callable[[str], str] = nobody_is_banned,
         guard: DialGuard | None = None,
@@ -46,15 +46,15 @@ class GrpcTransport:
         self._hello = hello
         self._limits = limits
         self._connector = Connector(session, limits, why_banned=why_banned, guard=guard)
-        self._lanes = lanes
-        self.memory = LaneMemory(lanes)
+        self._connections = connections
+        self.memory = ConnectionMemory(connections)
 
     async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> CallerStream:
         """Connect, and open a swap stream. Raises Unreachable or TimedOut."""
         began_s = time.monotonic()
         wire = await connect(self._connector, candidate, SWAP_METHOD, timeout_s=timeout_s, limits=self._limits)
         # To connect takes three round trips or four; a new TCP stream finds its rate in some twenty.
-        settle_s = max(self._lanes.window_s / 2, 10 * (time.monotonic() - began_s))
+        settle_s = max(self._connections.window_s / 2, 10 * (time.monotonic() - began_s))
         return CallerStream(
             candidate,
             wire,

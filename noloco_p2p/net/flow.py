@@ -88,6 +88,7 @@ class FlowLinks:
         why_banned: Callable[[str], str] = nobody_is_banned,
         strike: Callable[[str, str], None],
         stuck_s: float = STUCK_S,
+        max_accepted: int = MAX_ACCEPTED,
     ) -> None:
         self._hello = hello
         self._stage, self._num_stages = stage, num_stages
@@ -98,6 +99,7 @@ class FlowLinks:
         self._why_banned = why_banned
         self._strike = strike
         self._stuck_s = stuck_s
+        self._max_accepted = max_accepted
         self._links: dict[str, FlowLink] = {}
         self._dials: dict[str, Dial] = {}
         self._tasks = OwnedTasks("a stream of the pipeline")
@@ -240,11 +242,11 @@ class FlowLinks:
         if is_ours_first and (peer in self._dials or has_just_called):
             raise Refused("my own call to you stands", peer=peer, code=RefuseCode.CROSSED.name)
         others = [other for other in self._links.values() if other is not link and not other.is_dialled]
-        if len(others) < MAX_ACCEPTED:
+        if len(others) < self._max_accepted:
             return None
         idle = min(others, key=lambda other: other.worked_s)
         if now_s - idle.worked_s < self._stuck_s:
-            sentence = f"{MAX_ACCEPTED} neighbours have a stream here"
+            sentence = f"{self._max_accepted} neighbours have a stream here"
             raise Refused(sentence, peer=peer, code=RefuseCode.BUSY.name, retry_after_s=self._stuck_s)
         return idle
 

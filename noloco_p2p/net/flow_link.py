@@ -18,7 +18,7 @@ from noloco_p2p.flow.frames import Backward, Forward, Frame, Want
 from noloco_p2p.gossip.frames import Refuse, chunk_digest
 from noloco_p2p.net import flow_wire
 from noloco_p2p.net.flow_wire import PIECE_BYTES, BackwardAnnounced, FlowHello, ForwardAnnounced, Piece, WireFrame
-from noloco_p2p.net.lanes import Wire
+from noloco_p2p.net.swap_stream import Wire
 
 STUCK_S = 30.0  # for a message to be taken, or for the next one while a payload is incomplete: 1 MiB at 0.3 Mbit/s
 MAX_QUEUED = 1024  # frames without payload; a neighbour that lets the queue fill up is stuck
@@ -56,7 +56,7 @@ class Outbound:
         return ForwardAnnounced(frame.id, _left(frame.remaining_s, now_s - since_s), payload.nbytes)
 
 
-class Inbound:
+class ArrivingPayload:
     """A payload that arrives. `frame`: what announced it."""
 
     def __init__(self, frame: ForwardAnnounced | BackwardAnnounced, now_s: float) -> None:
@@ -113,7 +113,7 @@ class FlowLink:
         self._stuck_s = stuck_s
         self._control: deque[tuple[Frame, float]] = deque()
         self._backwards, self._forwards = Outbound(), Outbound()
-        self._inbound: dict[bool, Inbound] = {}  # by: is it a Backward
+        self._inbound: dict[bool, ArrivingPayload] = {}  # by: is it a Backward
         self._something_to_send = asyncio.Event()
         self._few_queued = asyncio.Event()
         self._few_queued.set()
@@ -236,7 +236,7 @@ class FlowLink:
         if frame.num_bytes != expected or is_backward in self._inbound:
             why = f"{frame.num_bytes} bytes, not {expected}" if frame.num_bytes != expected else "it comes too early"
             raise CorruptPayload(f"a payload that cannot be was announced: {why}", peer=self.peer)
-        self._inbound[is_backward] = Inbound(frame, self._clock())
+        self._inbound[is_backward] = ArrivingPayload(frame, self._clock())
 
     def _piece(self, piece: Piece) -> Forward | Backward | None:
         inbound = self._inbound.get(piece.is_backward)

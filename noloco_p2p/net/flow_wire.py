@@ -14,7 +14,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from noloco_p2p.errors import CorruptPayload
-from noloco_p2p.flow.frames import Answer, Credit, Lost, Mark, MicrobatchId, Ticket, Want
+from noloco_p2p.flow.frames import Answer, Credit, Lost, Mark, MicrobatchId, MicrobatchTicket, Want
 from noloco_p2p.flow.limits import MAX_SINKS
 from noloco_p2p.gossip.frames import Hello, Refuse
 from noloco_p2p.net import convert
@@ -88,7 +88,7 @@ def _id_from_wire(message: pb.MicrobatchId) -> MicrobatchId:
     return MicrobatchId(convert.text(message.head), message.number)
 
 
-def _ticket_to_wire(ticket: Ticket) -> pb.Ticket:
+def _ticket_to_wire(ticket: MicrobatchTicket) -> pb.Ticket:
     return pb.Ticket(
         id=_id_to_wire(ticket.id),
         mark=ticket.mark,
@@ -98,11 +98,11 @@ def _ticket_to_wire(ticket: Ticket) -> pb.Ticket:
     )
 
 
-def _ticket_from_wire(message: pb.Ticket) -> Ticket:
+def _ticket_from_wire(message: pb.Ticket) -> MicrobatchTicket:
     if len(message.signature) != SIGNATURE_BYTES:
         raise CorruptPayload(f"a ticket arrived without a signature of {SIGNATURE_BYTES} bytes")
     mark = convert.finite(message.mark)
-    return Ticket(_id_from_wire(message.id), mark, message.num_tokens, message.is_training, message.signature)
+    return MicrobatchTicket(_id_from_wire(message.id), mark, message.num_tokens, message.is_training, message.signature)
 
 
 def _want_from_wire(message: pb.Want) -> Want:

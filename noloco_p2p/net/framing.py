@@ -3,7 +3,7 @@
 Nearly all bytes of a swap are payloads of chunks. protobuf would copy each three times on its way out and in; here a
 chunk is written by hand, with one copy, and read without any. On the wire it is the same message: a test compares them.
 
-A swap on several lanes numbers its frames (lanes.py); the number is the last field of the message, 0 = not numbered.
+A swap on several connections numbers its frames (swap_stream.py); the number is the last field, 0 = not numbered.
 """
 
 from __future__ import annotations

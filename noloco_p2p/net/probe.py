@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote
 
@@ -32,6 +32,17 @@ PORTS_A_MINUTE_OF_ONE = 16  # peer; it has two
 PORTS_A_MINUTE = 48  # of all peers of one network
 
 
+async def _dial(host: str, port: int) -> str:
+    """Empty when a connection could be made, else one sentence for every reason."""
+    try:
+        async with asyncio.timeout(DIAL_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except OSError:  # TimeoutError is one
+        return f"no connection within {DIAL_S:.0f} s"
+    writer.close()
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Probed:
     """What another peer saw of this one. `reached`: port -> "" or why not."""
@@ -43,7 +54,10 @@ class Probed:
 
 
 class Prober:
-    """The answering side. `tunnelled` and `only_public` are those of `GrpcServer`."""
+    """The answering side. `tunnelled` and `only_public` are those of `GrpcServer`.
+
+    dial: tries one port of a host, and gives why it cannot be reached, or "".
+    """
 
     def __init__(
         self,
@@ -51,7 +65,9 @@ class Prober:
         tunnelled: Mapping[int, str],
         only_public: bool,
         clock: Callable[[], float] = time.monotonic,
+        dial: Callable[[str, int], Awaitable[str]] = _dial,
     ) -> None:
+        self._dial = dial
         self._tunnelled = tunnelled
         self._only_public = only_public
         self._of_one = Rates.a_minute(PORTS_A_MINUTE_OF_ONE, clock=clock)
@@ -72,7 +88,7 @@ class Prober:
         if not self._of_one.take(peer_id, num_ports) or not self._of_network.take(network_of(host), num_ports):
             raise Refused("I dial back a few times a minute", code=frames.RefuseCode.BUSY.name, retry_after_s=60.0)
         told_s = time.time()
-        sentences = await asyncio.gather(*(_dial(host, port) for port in request.ports))
+        sentences = await asyncio.gather(*(self._dial(host, port) for port in request.ports))
         ports = [
             pb.PortProbe(port=port, is_reached=not sentence, sentence=sentence)
             for port, sentence in zip(request.ports, sentences, strict=True)
@@ -135,14 +151,3 @@ def caller_host(caller: str) -> str:
     if kind not in ("ipv4", "ipv6") or not host:
         raise CorruptPayload(f"the address {caller!r} cannot be dialled")
     return host
-
-
-async def _dial(host: str, port: int) -> str:
-    """Empty when a connection could be made, else one sentence for every reason."""
-    try:
-        async with asyncio.timeout(DIAL_S):
-            _, writer = await asyncio.open_connection(host, port)
-    except OSError:  # TimeoutError is one
-        return f"no connection within {DIAL_S:.0f} s"
-    writer.close()
-    return ""

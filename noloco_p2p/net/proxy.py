@@ -179,7 +179,7 @@ class Proxy:
         inbound.deadline = self._loop.call_later(LAST_WORDS_S, self._drop, number)
 
     def accepted(self, peer: str) -> None:
-        """An offer, a lane or an upload: now the call may bring as much as it likes, and is never dropped."""
+        """An offer, a connection or an upload: now the call may bring as much as it likes, and is never dropped."""
         number = self._numbers.get(peer, -1)
         if number in self._inbound and not self._inbound[number].is_turned_away:
             self._unproven.leave(number)

@@ -23,10 +23,10 @@ from noloco_p2p.net import convert, options
 from noloco_p2p.net.authentication import Authenticator, Caller, refuse_to_wire
 from noloco_p2p.net.connection import nobody_is_banned
 from noloco_p2p.net.connection_tuning import Direction
-from noloco_p2p.net.lanes import MAX_LANES, Lane, LaneStream, call_cancelled
 from noloco_p2p.net.probe import Prober
 from noloco_p2p.net.proxy import Proxy
 from noloco_p2p.net.session import Session
+from noloco_p2p.net.swap_stream import MAX_CONNECTIONS, SwapConnection, SwapStream, call_cancelled
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.owned_tasks import OwnedTasks
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 BEHIND = "127.0.0.1:0"  # where gRPC listens, for the proxy alone
 SERVICE = "noloco_p2p.wire.v1.Peer"
-JOIN_S = 5.0  # from the call of a lane to its Join
+JOIN_S = 5.0  # from the call of a connection to its Join
 FIRST_WORDS_S = 5.0  # from any other call to its request
 TAKE_S = 20.0  # for one answer, of 1 MiB at most: who reads slower would hold an upload for ever
 MANIFEST_DIGESTS_PER_REPLY = 16_384
@@ -144,14 +144,14 @@ class ServerWire:
 ServeFlow = Callable[[ServerWire, str, Callable[[frames.Hello], None]], Awaitable[None]]
 
 
-class ServerStream(LaneStream):
-    """The acceptor's side of a swap. Once it has accepted, its caller may join further lanes."""
+class ServerStream(SwapStream):
+    """The acceptor's side of a swap. Once it has accepted, its caller may join further connections."""
 
     def __init__(self, first: ServerWire, running: dict[bytes, ServerStream], *, visitor: Caller) -> None:
         self._running = running
         self._visitor = visitor
         self._swap_id = b""
-        self.caller = ""  # peer id; empty until the swap takes lanes
+        self.caller = ""  # peer id; empty until the swap takes connections
         super().__init__(first.peer, first)
 
     def _agreed(self, offer: Offer) -> None:
@@ -159,10 +159,10 @@ class ServerStream(LaneStream):
             self._swap_id, self.caller = offer.swap_id, offer.hello.peer_id
             self._running[offer.swap_id] = self
 
-    async def _put(self, lane: Lane, frame: Frame, sequence: int) -> None:
+    async def _put(self, connection: SwapConnection, frame: Frame, sequence: int) -> None:
         if isinstance(frame, Offer):
             check_name(self._visitor.peer_id, frame.hello)
-        await super()._put(lane, frame, sequence)
+        await super()._put(connection, frame, sequence)
 
     def _heed(self, frame: Frame, direction: Direction) -> None:
         super()._heed(frame, direction)
@@ -170,10 +170,10 @@ class ServerStream(LaneStream):
             self._visitor.accepted()
 
     def join(self, wire: ServerWire, answer: bytes) -> None:
-        """Raises Refused when the swap has as many lanes as it may have."""
-        if self.num_lanes >= MAX_LANES:
-            raise _no_lane(f"this swap has {MAX_LANES} lanes already")
-        self.add(Lane(wire), first_words=answer)
+        """Raises Refused when the swap has as many connections as it may have."""
+        if self.num_connections >= MAX_CONNECTIONS:
+            raise _no_connection(f"this swap has {MAX_CONNECTIONS} connections already")
+        self.add(SwapConnection(wire), first_words=answer)
 
     def lose(self, fault: PeerError) -> None:
         super().lose(fault)
@@ -184,10 +184,10 @@ class ServerStream(LaneStream):
         self.lose(Unreachable("the stream is closed", peer=self._peer))
         await super()._end()
 
-    def _check_end(self, lane: Lane) -> None:
+    def _check_end(self, connection: SwapConnection) -> None:
         # What a lost connection looks like from here. The first one has always ended so.
-        if lane is not self._first:
-            raise Unreachable("a lane of the swap was lost", peer=self._peer)
+        if connection is not self._first:
+            raise Unreachable("a connection of the swap was lost", peer=self._peer)
 
 
 def check_name(proven: str, hello: frames.Hello) -> None:
@@ -196,7 +196,7 @@ def check_name(proven: str, hello: frames.Hello) -> None:
         raise CorruptPayload(f"the caller is ..{short_id(proven)} and says that it is another peer", peer=proven)
 
 
-def _no_lane(sentence: str) -> Refused:
+def _no_connection(sentence: str) -> Refused:
     return Refused(sentence, code=frames.RefuseCode.MALFORMED.name)
 
 
@@ -318,28 +318,28 @@ class _Servicer:
                 caller.accepted()
                 stream.join(wire, pb.Frame(join=pb.Join()).SerializeToString())
             except (PeerError, TimeoutError) as error:
-                refuse = refuse_to_wire(error if isinstance(error, PeerError) else _no_lane("no Join came"))
+                refuse = refuse_to_wire(error if isinstance(error, PeerError) else _no_connection("no Join came"))
                 with contextlib.suppress(PeerError):  # it did not wait for the answer
                     await wire.write(pb.Frame(refuse=refuse).SerializeToString())
                 return
             try:
                 await wire.closed()
             finally:
-                if not wire.is_closed:  # the caller is gone, and with it what this lane held
-                    stream.lose(Unreachable("a lane of the swap was lost", peer=stream.peer))
+                if not wire.is_closed:  # the caller is gone, and with it what this connection held
+                    stream.lose(Unreachable("a connection of the swap was lost", peer=stream.peer))
 
     def _joined(self, data: bytes, caller: Caller) -> ServerStream:
-        """The swap that a lane is for. Raises PeerError when there is none that the caller may join."""
+        """The swap that a connection is for. Raises PeerError when there is none that the caller may join."""
         try:
             message = pb.Frame.FromString(data)
         except DecodeError:
             raise CorruptPayload("what came is no message of this protocol") from None
         if not message.HasField("join"):
-            raise CorruptPayload("a lane begins with a Join")
+            raise CorruptPayload("a connection begins with a Join")
         hello = self._admitted(message.join.hello, caller)
         stream = self._joinable.get(message.join.swap_id)
         if stream is None or stream.caller != hello.peer_id:
-            raise _no_lane("no swap with this id runs here with you")
+            raise _no_connection("no swap with this id runs here with you")
         return stream
 
     async def Flow(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802

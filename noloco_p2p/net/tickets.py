@@ -6,7 +6,7 @@ import struct
 from dataclasses import replace
 
 from noloco_p2p.errors import CorruptPayload
-from noloco_p2p.flow.frames import Ticket
+from noloco_p2p.flow.frames import MicrobatchTicket
 from noloco_p2p.identity import Identity, short_id, verify
 
 TICKET = b"noloco_p2p ticket 1\0"
@@ -23,20 +23,20 @@ class Tickets:
         self._spec_digest = bytes.fromhex(spec_digest)
         self._max_tokens = max_tokens
 
-    def signed(self, ticket: Ticket) -> Ticket:
+    def signed(self, ticket: MicrobatchTicket) -> MicrobatchTicket:
         """A ticket of this peer with its signature. Those of others, and signed ones, stay as they are."""
         if ticket.signature or ticket.id.head != self._identity.peer_id:
             return ticket
         return replace(ticket, signature=self._identity.sign(self._words(ticket)))
 
-    def check(self, ticket: Ticket) -> None:
+    def check(self, ticket: MicrobatchTicket) -> None:
         """Raises CorruptPayload for a ticket that its head has not signed, or that no head of this run would sign."""
         if ticket.num_tokens > self._max_tokens or not 0 <= ticket.mark <= 1:
             raise CorruptPayload(f"no microbatch has {ticket.num_tokens} tokens at progress {ticket.mark:g}")
         if not verify(ticket.id.head, self._words(ticket), ticket.signature):
             raise CorruptPayload(f"a ticket is not signed by its head, ..{short_id(ticket.id.head)}")
 
-    def _words(self, ticket: Ticket) -> bytes:
+    def _words(self, ticket: MicrobatchTicket) -> bytes:
         """Each part but the last is of fixed length, so no two tickets share a string of bytes."""
         number, head = ticket.id.number, ticket.id.head
         numbers = struct.pack(">QdQ?", number, ticket.mark, ticket.num_tokens, ticket.is_training)

@@ -85,8 +85,14 @@ class Entering:
         expects_others: bool,
         progress: Progress,
         leaving: threading.Event,
+        fetch: Callable[..., Coroutine[Any, Any, StateManifest | None]] = fetch_state,
+        catch_up_timeout_s: float = CATCH_UP_TIMEOUT_S,
+        ask_again_s: float = ASK_AGAIN_S,
     ) -> None:
         self._spec = spec
+        self._fetch = fetch
+        self._catch_up_timeout_s = catch_up_timeout_s
+        self._pause_s = ask_again_s
         self._thread = thread
         self._directory = directory
         self._transport = transport
@@ -127,7 +133,7 @@ class Entering:
             if not told:
                 told = True
                 log.warning("no peer of the run answers: this one waits until one does, or none is listed any more")
-            if self._leaving.wait(ASK_AGAIN_S):
+            if self._leaving.wait(self._pause_s):
                 raise Left("asked to leave before a peer of the run answered")
             donors = self._look_for_donors()
         if told and not donors and self._live_peers.stage is not None:
@@ -164,7 +170,7 @@ class Entering:
         )
         try:
             manifest = self._fetch_state(
-                ahead, layout, target=target, newer_than=progress, timeout_s=CATCH_UP_TIMEOUT_S
+                ahead, layout, target=target, newer_than=progress, timeout_s=self._catch_up_timeout_s
             )
         except Left:
             return None
@@ -244,7 +250,7 @@ class Entering:
             waits = now_waits
 
         def fetching(report: Report) -> Coroutine[Any, Any, StateManifest | None]:
-            return fetch_state(
+            return self._fetch(
                 self._transport,
                 donors,
                 layout=layout.digest(),

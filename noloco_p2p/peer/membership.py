@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.peer.network import Network
-from noloco_p2p.peer.status import PeerStatus
+from noloco_p2p.peer.status import PublishedStatus
 from noloco_p2p.transfer.donor import SavedState
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Membership:
 
     def __init__(
         self,
-        status: PeerStatus,
+        status: PublishedStatus,
         *,
         total_steps: int,
         network: Callable[[], Network],
@@ -76,8 +76,8 @@ class Membership:
     def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
         """After an outer step: sketch these weights in the background, for the record of this peer, where `progress`
         reached a mark that all peers share; `at_rest`: training is over, and the newest weights count."""
-        self._status.sketch(slow_weights, progress=progress, at_rest=at_rest)
+        self._status.sketcher.sketch(slow_weights, progress=progress, at_rest=at_rest)
 
     def weights_change(self) -> None:
         """Call before the slow weights change; a sketch of them that is not done is thrown away."""
-        self._status.weights_change()
+        self._status.sketcher.weights_change()

@@ -46,7 +46,7 @@ from noloco_p2p.peer.ports import Ports
 from noloco_p2p.peer.reachability import Reachability
 from noloco_p2p.peer.run_folder import find_invitation, folder_of, write_run
 from noloco_p2p.peer.stages import Stages
-from noloco_p2p.peer.status import PeerStatus
+from noloco_p2p.peer.status import PublishedStatus
 from noloco_p2p.peer.verbs import verbs
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec
@@ -105,7 +105,7 @@ class Peer:
         self._identity: Identity
         self._invitation: Invitation | None = None
         self._session: Session
-        self._status: PeerStatus
+        self._status: PublishedStatus
         self.bans = BanList(settings.state_dir / "bans.json")
         self._thread: NetworkThread | None = None
         self._network: Network | None = None
@@ -285,7 +285,7 @@ class Peer:
             self._identity = Identity.load_or_create(self.settings.state_dir / "identity.key")
             self._invitation = find_invitation(self._target, self.settings)
             self._session = Session(self._identity, self._invitation)
-            self._status = PeerStatus(
+            self._status = PublishedStatus(
                 self._run,
                 self._identity,
                 self._session,

@@ -14,7 +14,7 @@ from noloco_p2p.net.throttle import Limits
 from noloco_p2p.peer.membership import START_TIMEOUT_S
 from noloco_p2p.peer.network import Network
 from noloco_p2p.peer.stage_flow import StageFlow, StagePlan, Surroundings
-from noloco_p2p.peer.status import PeerStatus
+from noloco_p2p.peer.status import PublishedStatus
 from noloco_p2p.peer.threaded_flow import ThreadedFlow
 
 
@@ -24,7 +24,7 @@ class Stages:
 
     def __init__(
         self,
-        status: PeerStatus,
+        status: PublishedStatus,
         identity: Identity,
         session: Session,
         *,

@@ -26,14 +26,12 @@ from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import MAX_ADDRESSES, Ticket
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from noloco_p2p.telemetry.http import HttpServer
 
 log = logging.getLogger(__name__)
 
 
-class PeerStatus:
+class PublishedStatus:
     """`network` is there once everything has started; until then only `hello` and what is counted are asked for.
 
     run: name and digest. `layout`: of the model, once it is there. `state`: what others see in the record; training,
@@ -64,7 +62,7 @@ class PeerStatus:
         self._settings = settings
         self._metrics = metrics
         self._progress = progress
-        self._sketcher = Sketcher(run[1])
+        self.sketcher = Sketcher(run[1])
         self._started_at_s = self._state_since_s = time.time()
         self._traffic_before, self._relayed_before = Traffic(), 0  # before a restart
         self._told_outbound_only = False
@@ -84,7 +82,7 @@ class PeerStatus:
     async def stop(self) -> None:
         if self._metrics_server:
             await self._metrics_server.stop()
-        self._sketcher.close()
+        self.sketcher.close()
 
     def enter(self) -> None:
         """From now on there is something to tell."""
@@ -94,14 +92,6 @@ class PeerStatus:
         if state != self.state:
             self._state_since_s = time.time()
         self.state = state
-
-    def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
-        """An outer step ended there: sketch these weights in the background, for the record, if a mark is reached."""
-        self._sketcher.sketch(slow_weights, progress=progress, at_rest=at_rest)
-
-    def weights_change(self) -> None:
-        """The slow weights are about to change: a sketch of them that is not done is thrown away."""
-        self._sketcher.weights_change()
 
     # what is counted
 
@@ -155,7 +145,7 @@ class PeerStatus:
             state=self.state,
             metrics=self._metrics.recorded(),
             reachability=reach.state,
-            sketch=self._sketcher.latest,
+            sketch=self.sketcher.latest,
             session_key=self._session.key_text,
             started_at_ms=self._session.started_at_ms,
             mark=listing.mark(self._identity.peer_id) if listing else "",

@@ -12,7 +12,7 @@ from typing import Protocol
 from noloco_p2p.errors import TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Chunk, FetchItem, FetchWant, Frame, Grid, Hello, PeerStatus
 from noloco_p2p.gossip.seams import Candidate, FrameStream
-from noloco_p2p.testing.link_proxy import BUFFER_S, PROFILES, LinkProfile, Shape
+from noloco_p2p.testing.links import BUFFER_S, PROFILES, LinkProfile, Shape
 from noloco_p2p.testing.memory import MemoryNetwork, Wrap, unchanged
 
 FRAME_BYTES = 64  # of a frame beside its payload
@@ -20,7 +20,7 @@ IDEAL = LinkProfile("ideal", down_mbit_s=float("inf"), up_mbit_s=float("inf"), d
 LINKS = {IDEAL.name: IDEAL, **PROFILES}
 
 
-class Way(Protocol):
+class LinkDirection(Protocol):
     """One direction of one peer's link; frames of all its swaps share it."""
 
     def carry(self, num_bytes: int, then: Callable[[], None]) -> None:
@@ -33,7 +33,7 @@ class Way(Protocol):
 
 
 class ShapedWay:
-    """A `Way` with one queue."""
+    """A `LinkDirection` with one queue."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
@@ -50,8 +50,8 @@ class ShapedWay:
 class Link:
     """A peer's link to everybody: up away from it, down towards it."""
 
-    up: Way
-    down: Way
+    up: LinkDirection
+    down: LinkDirection
     delay_s: float
 
     @classmethod
@@ -131,7 +131,7 @@ class LinkTransport:
 class LinkStream:
     """One end of a stream. What it sends comes out of its up link, then of the other end's down link, in order."""
 
-    def __init__(self, peer: str, up: Way, down: Way) -> None:
+    def __init__(self, peer: str, up: LinkDirection, down: LinkDirection) -> None:
         self.other: LinkStream | None = None
         self.has_ended = False
         self._peer = peer

@@ -10,7 +10,7 @@ from typing import Literal
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.optim.gates import GateLimits
 from noloco_p2p.simulate.network import IDEAL, LINKS
-from noloco_p2p.testing.link_proxy import LinkProfile
+from noloco_p2p.testing.links import LinkProfile
 
 EVENT = re.compile(r"(join|leave|crash):(?:(\d+)\.)?(\d+)@(\d+(?:\.\d+)?)")
 RATE_AND_DELAY = re.compile(r"(\d+(?:\.\d+)?)mbit-(\d+(?:\.\d+)?)ms")

@@ -14,7 +14,7 @@ from noloco_p2p.testing.memory import Wrap, unchanged
 AT_POINT = 1e-6  # progress is a sum of fractions
 
 
-class Replica(SimulatedPeer):
+class SimulatedReplica(SimulatedPeer):
     """`run` trains until the schedule is done or `leave` is called; the counters can be read at any time."""
 
     def __init__(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.simulate.material import Material
-from noloco_p2p.telemetry.console import mib
+from noloco_p2p.telemetry.console import aligned, mib
 from noloco_p2p.trainer.swarm_evaluation import spread
 
 COLUMNS = (
@@ -86,6 +86,4 @@ def judge(material: Material, weights: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def table(results: Sequence[Result]) -> list[str]:
-    rows = [COLUMNS, *(result.row() for result in results)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return aligned([COLUMNS, *(result.row() for result in results)], num_left=0)

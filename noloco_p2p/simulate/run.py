@@ -15,7 +15,7 @@ from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.result import Result
 from noloco_p2p.simulate.stage_plan import StagedPlan
 from noloco_p2p.simulate.stage_result import StagedResult
-from noloco_p2p.simulate.staged import simulate_stages as run_pipeline
+from noloco_p2p.simulate.stage_result import simulate_stages as run_pipeline
 from noloco_p2p.simulate.staged import staged
 from noloco_p2p.simulate.swarm import simulate_swarm
 from noloco_p2p.spec import TrainerSpec

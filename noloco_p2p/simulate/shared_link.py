@@ -16,7 +16,7 @@ from enum import IntEnum
 
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.simulate.network import Link
-from noloco_p2p.testing.link_proxy import BUFFER_S, LinkProfile
+from noloco_p2p.testing.links import BUFFER_S, LinkProfile
 
 SWAP_SHARE = 0.2  # of a link on which frames of the pipeline wait
 FASTEST = 1e15  # bytes per second of a link without a limit: infinity times no time is no number
@@ -122,7 +122,7 @@ class SharedWay:
 
 
 class SwapWay:
-    """A `network.Way` for the swaps on a shared one."""
+    """A `network.LinkDirection` for the swaps on a shared one."""
 
     def __init__(self, way: SharedWay, delay_s: float) -> None:
         self._way = way

@@ -1,28 +1,28 @@
-"""What a simulation of a pipeline found, as values, as JSON and as a table."""
+"""Simulate a pipeline; what that found, as values, as JSON and as a table."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.flow.head import Head
-from noloco_p2p.outer.flat import FlatParameters
-from noloco_p2p.telemetry.console import mib
+from noloco_p2p.simulate.clock import run_virtual
+from noloco_p2p.simulate.material import Material
+from noloco_p2p.simulate.stage_node import StageNode
+from noloco_p2p.simulate.stage_plan import StagedPlan
+from noloco_p2p.simulate.staged import StagedSwarm
+from noloco_p2p.telemetry.console import aligned, mib
 from noloco_p2p.trainer.cut import link_tokens_per_s
 from noloco_p2p.trainer.swarm_evaluation import spread
-
-if TYPE_CHECKING:
-    from noloco_p2p.simulate.stage_node import StageNode
-    from noloco_p2p.simulate.staged import StagedSwarm
 
 COLUMNS = (
     *("stage", "replicas", "parameters", "steps", "computing %", "up %", "down %", "late steps", "late %", "lost %"),
@@ -128,8 +128,26 @@ class StagedResult:
             f"links and compute allow; {self.tokens:,} tokens in {self.virtual_s:,.1f} virtual s",
             f"a microbatch takes {self.latency_s:.2f} s; {100 * lost:.1f} % of {self.num_lost + self.num_done:,} lost; "
             f"at most {self.num_rooms} in flight for a head",
-            *_aligned([COLUMNS, *(stage.row() for stage in self.stages)]),
+            *aligned([COLUMNS, *(stage.row() for stage in self.stages)], num_left=0),
         ]
+
+
+def simulate_stages(
+    material: Material, plan: StagedPlan, *, on_made: Callable[[list[StageNode]], None] | None = None
+) -> StagedResult:
+    """material: of a spec that `staged` gave. `on_made` gets the nodes before they run, so that the caller can inspect
+    them afterwards."""
+
+    async def run() -> StagedResult:
+        swarm = StagedSwarm(material, plan)
+        await swarm.train(on_made)
+        speed = Speed.of(swarm)
+        await swarm.finish()
+        result = judge_stages(swarm, speed)
+        await swarm.stop()
+        return result
+
+    return run_virtual(run())
 
 
 def judge_stages(swarm: StagedSwarm, speed: Speed) -> StagedResult:
@@ -142,7 +160,7 @@ def judge_stages(swarm: StagedSwarm, speed: Speed) -> StagedResult:
     return StagedResult(
         rule="noloco" if swarm.plan.gossips else "local",
         loss=_path_loss(swarm, weights),
-        merged_loss=merged_loss(swarm, weights),
+        merged_loss=swarm.merged_loss(weights),
         tokens=speed.tokens,
         trained_tokens=sum(node.trained_tokens for node in swarm.stages[0]),
         virtual_s=speed.virtual_s,
@@ -155,10 +173,6 @@ def judge_stages(swarm: StagedSwarm, speed: Speed) -> StagedResult:
         stages=stages,
         curve=tuple(swarm.curve),
     )
-
-
-def merged_loss(swarm: StagedSwarm, weights: Sequence[Sequence[Tensor]]) -> float:
-    return _loss(swarm, [torch.stack(list(own)).mean(0) for own in weights])
 
 
 def predicted_tokens_per_s(swarm: StagedSwarm, nodes: Iterable[StageNode]) -> float:
@@ -206,19 +220,4 @@ def _stage(swarm: StagedSwarm, stage: int, weights: Sequence[Tensor], speed: Spe
 def _path_loss(swarm: StagedSwarm, weights: Sequence[Sequence[Tensor]]) -> float:
     rng = random.Random(f"paths/{swarm.plan.seed}")
     paths = [[rng.choice(own) for own in weights] for _ in range(NUM_PATHS)]
-    return fmean(_loss(swarm, path) for path in paths)
-
-
-def _loss(swarm: StagedSwarm, weights: Sequence[Tensor]) -> float:
-    """Validation loss of one flat vector a stage, put together to a whole model."""
-    model = swarm.material.model()
-    parts: dict[str, Tensor] = {}
-    for stage, vector in enumerate(weights):
-        parts |= swarm.stages[stage][0].state.parameters.by_name(vector)
-    FlatParameters(model).take(parts)
-    return swarm.material.loss(model)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return fmean(swarm.loss(path) for path in paths)

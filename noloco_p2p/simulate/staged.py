@@ -6,6 +6,9 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 
+import torch
+from torch import Tensor
+
 from noloco_p2p.codec import CHUNK_ELEMENTS, get_codec, section_bytes
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.flow.actions import Compute, Kind
@@ -15,14 +18,13 @@ from noloco_p2p.flow.limits import VOTE_S
 from noloco_p2p.flow.replica import Replica
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.optim.mixing import closing_rounds
-from noloco_p2p.simulate.clock import run_virtual
+from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.network import LinkNetwork
 from noloco_p2p.simulate.plan import Event
 from noloco_p2p.simulate.shared_link import SharedLink, patient
 from noloco_p2p.simulate.stage_node import StageNode
 from noloco_p2p.simulate.stage_plan import StagedPlan
-from noloco_p2p.simulate.stage_result import Speed, StagedResult, judge_stages, merged_loss
 from noloco_p2p.simulate.stage_work import LateStageWork, TaskFlops
 from noloco_p2p.simulate.swarm import LISTED_S, peer_name
 from noloco_p2p.spec import TrainerSpec
@@ -35,17 +37,6 @@ from noloco_p2p.transfer.donor import state_file_bytes
 NUM_NEIGHBOURS = 4  # downstream, and as many sinks of a head
 NUM_HEADS = 2  # to which each replica of the last stage keeps a stream
 STUCK_S = 3600.0  # without one loss in the whole pipeline
-
-
-def simulate_stages(
-    material: Material, plan: StagedPlan, *, on_made: Callable[[list[StageNode]], None] | None = None
-) -> StagedResult:
-    """`on_made` gets the nodes before they run, so that the caller can inspect them afterwards."""
-
-    async def run() -> StagedResult:
-        return await StagedSwarm(material, plan).run(on_made)
-
-    return run_virtual(run())
 
 
 def staged(spec: TrainerSpec, num_stages: int) -> TrainerSpec:
@@ -79,10 +70,12 @@ class StagedSwarm:
         self.stages: list[list[StageNode]] = [[] for _ in plan.num_replicas]
         self.losses_s: list[float] = []  # when a microbatch came to its loss
         self.curve: list[tuple[float, float, float]] = []  # progress, virtual seconds, loss of the merged model
+        self._events: list[asyncio.Task[None]] = []
         self._losses = random.Random(f"lost/{plan.seed}")
         self._lost_at: dict[MicrobatchId, tuple[Kind, int]] = {}
 
-    async def run(self, on_made: Callable[[list[StageNode]], None] | None) -> StagedResult:
+    async def train(self, on_made: Callable[[list[StageNode]], None] | None) -> None:
+        """Until the last head has finished; peers come and go meanwhile."""
         churn = self.plan.churn
         for stage, num in enumerate(self.plan.num_replicas):
             for number in range(num):
@@ -92,23 +85,38 @@ class StagedSwarm:
             on_made(list(self.nodes.values()))
         for node in self.nodes.values():
             self.neighbours(node, is_new_round=False)
-        events = [asyncio.create_task(self._at(event)) for event in churn.events]
+        self._events = [asyncio.create_task(self._at(event)) for event in churn.events]
         await self._until_heads_finish()
-        speed = Speed.of(self)
-        for event in events:  # from here on nobody comes or goes
+
+    async def finish(self) -> None:
+        """What is under way comes to its end, and the closing rounds are taken; nobody comes or goes any more."""
+        for event in self._events:
             event.cancel()
-        await asyncio.gather(*events, return_exceptions=True)
+        await asyncio.gather(*self._events, return_exceptions=True)
         await self._until_replicas_finish()
         for node in self.nodes.values():
             node.freeze()
         if self.plan.gossips:
             await self._close()
-        result = judge_stages(self, speed)
+
+    async def stop(self) -> None:
         for node in self.nodes.values():
             await node.stop()
         for network in self.networks:
             await network.close()
-        return result
+
+    def loss(self, weights: Sequence[Tensor]) -> float:
+        """Validation loss of one flat vector a stage, put together to a whole model."""
+        model = self.material.model()
+        parts: dict[str, Tensor] = {}
+        for stage, vector in enumerate(weights):
+            parts |= self.stages[stage][0].state.parameters.by_name(vector)
+        FlatParameters(model).take(parts)
+        return self.material.loss(model)
+
+    def merged_loss(self, weights: Sequence[Sequence[Tensor]]) -> float:
+        """Of the mean of each stage."""
+        return self.loss([torch.stack(list(own)).mean(0) for own in weights])
 
     def living(self, stage: int) -> list[StageNode]:
         return [node for node in self.stages[stage] if node.is_alive]
@@ -153,7 +161,7 @@ class StagedSwarm:
         """Validation loss of the merged model, where the first head passes the next of the points."""
         heads = self.living(0)
         if heads and node is heads[0] and node.progress * self.plan.evaluations >= len(self.curve) + 1 - 1e-6:
-            loss = merged_loss(self, [[each.fast_weights() for each in self.living(s)] for s in range(len(self.cut))])
+            loss = self.merged_loss([[each.fast_weights() for each in self.living(s)] for s in range(len(self.cut))])
             self.curve.append((node.progress, asyncio.get_running_loop().time(), loss))
 
     # who is there

@@ -18,7 +18,7 @@ from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.network import Link, LinkNetwork
 from noloco_p2p.simulate.plan import Event, Plan
-from noloco_p2p.simulate.replica import Replica
+from noloco_p2p.simulate.replica import SimulatedReplica
 from noloco_p2p.simulate.result import Result, judge
 from noloco_p2p.transfer.donor import state_file_bytes
 
@@ -29,12 +29,12 @@ def simulate_swarm(
     material: Material,
     plan: Plan,
     *,
-    on_made: Callable[[list[Replica]], None] | None = None,
-    liars: Mapping[int, Callable[..., Replica]] | None = None,
+    on_made: Callable[[list[SimulatedReplica]], None] | None = None,
+    liars: Mapping[int, Callable[..., SimulatedReplica]] | None = None,
 ) -> Result:
     """`on_made` gets the replicas before they run, so that the caller can inspect them afterwards.
 
-    liars: how replicas with these numbers are made, instead of as a `Replica`; results do not count them.
+    liars: how replicas with these numbers are made, instead of as a `SimulatedReplica`; results do not count them.
     """
     return run_virtual(_Swarm(material, plan, liars or {}).run(on_made))
 
@@ -50,7 +50,7 @@ def _late_median(values: Sequence[float]) -> float:
 
 
 class _Swarm:
-    def __init__(self, material: Material, plan: Plan, liars: Mapping[int, Callable[..., Replica]]) -> None:
+    def __init__(self, material: Material, plan: Plan, liars: Mapping[int, Callable[..., SimulatedReplica]]) -> None:
         self.material = material
         self.plan = plan
         self.liars = liars
@@ -62,11 +62,11 @@ class _Swarm:
         self.state_bytes = state_file_bytes(num_elements, material.spec.outer)
         frames_a_swap = 1 + len(plans) * (3 + num_chunks(num_elements)) + 2
         self.network = LinkNetwork(lose=plan.churn.lose, frames_a_swap=frames_a_swap, seed=plan.seed)
-        self.replicas: dict[int, Replica] = {}
+        self.replicas: dict[int, SimulatedReplica] = {}
         self.runs: dict[int, asyncio.Task[None]] = {}
         self.crashed: set[int] = set()
 
-    async def run(self, on_made: Callable[[list[Replica]], None] | None) -> Result:
+    async def run(self, on_made: Callable[[list[SimulatedReplica]], None] | None) -> Result:
         churn = self.plan.churn
         for number in range(self.plan.num_replicas):
             if churn.joins_at_s(number) is None:
@@ -85,10 +85,10 @@ class _Swarm:
         await self.network.close()
         return self._result()
 
-    def _start(self, number: int) -> Replica:
+    def _start(self, number: int) -> SimulatedReplica:
         plan, name = self.plan, peer_name(number)
         self.network.links[name] = Link.of(plan.link(number), seed=number)
-        replica = self.replicas[number] = self.liars.get(number, Replica)(
+        replica = self.replicas[number] = self.liars.get(number, SimulatedReplica)(
             number,
             peer_id=name,
             material=self.material,
@@ -102,7 +102,7 @@ class _Swarm:
         self.runs[number] = asyncio.create_task(self._life(replica))
         return replica
 
-    def _life(self, replica: Replica) -> Coroutine[Any, Any, None]:
+    def _life(self, replica: SimulatedReplica) -> Coroutine[Any, Any, None]:
         return replica.run(closing_rounds=closing_rounds(self.material.spec.outer, self.plan.num_replicas))
 
     async def _at(self, event: Event) -> None:

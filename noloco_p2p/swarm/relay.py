@@ -38,7 +38,7 @@ MAX_RESERVATIONS = 32
 MAX_STREAMS_OF_A_RESERVATION = 2  # the second for a peer that is back before the first is known to be broken
 BEATS = Rate(per_s=1.0, burst=5.0)  # of one stream; the first two come together
 MAX_CALLS = 32
-MAX_CALLS_OF_ONE = 9  # a swap has up to eight lanes
+MAX_CALLS_OF_ONE = 9  # a swap has up to eight connections
 MAX_CALL_BYTES = 4 << 30  # each way; then its connection ends
 MAX_CALL_S = 1800.0
 MAX_PORTS = 2

@@ -69,3 +69,16 @@ def named(peer_id: str) -> str:
 def numbered_stages(stages: Sequence[int]) -> str:
     """[2] -> 'stage 2', [1, 2] -> 'stages 1, 2'."""
     return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+
+
+def aligned(rows: Sequence[Sequence[str]], *, num_left: int | None = None) -> list[str]:
+    """A line a row. The first `num_left` columns (None = all) are aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = len(widths) if num_left is None else num_left
+    return [
+        "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

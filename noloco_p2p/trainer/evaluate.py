@@ -23,13 +23,14 @@ def evaluate_loss(
     *,
     progress: Progress | None = None,
     logits: Callable[[nn.Module, Tensor], Tensor] = causal_lm_logits,
+    logits_bytes: int = LOGITS_BYTES,
 ) -> float:
     """Mean cross-entropy in nats per predicted token over `batches` of token ids, (batch, sequence) each.
 
     Each token counts once, whatever the size of its batch; the first token of a sequence is not predicted. A batch goes
     through the model in as many parts as its logits need, which are far larger than all else where the vocabulary is.
-    `logits` gives (batch, sequence, vocabulary). Draws no random number and leaves the model as it was. One sync with
-    the device, at the end.
+    `logits` gives (batch, sequence, vocabulary); those of one pass have `logits_bytes` at most, or are of one sequence.
+    Draws no random number and leaves the model as it was. One sync with the device, at the end.
     """
     assert batches, "nothing to evaluate on"
     device = next(model.parameters()).device
@@ -39,7 +40,7 @@ def evaluate_loss(
     with evaluating(model), torch.no_grad(), task as report:
         for index, batch in enumerate(batches):
             report(index, len(batches))
-            for part in batch.to(device).split(rows_at_once(model, batch.shape[1])):
+            for part in batch.to(device).split(_rows_at_once(model, batch.shape[1], logits_bytes)):
                 losses.append(_summed_loss(logits(model, part), part))
             num_predicted += batch[:, 1:].numel()
         total = sum(torch.stack(losses).tolist())
@@ -47,10 +48,10 @@ def evaluate_loss(
     return total / num_predicted
 
 
-def rows_at_once(model: nn.Module, sequence_length: int) -> int:
+def _rows_at_once(model: nn.Module, sequence_length: int, logits_bytes: int) -> int:
     """How many sequences go through the model together. From sizes alone: the same on every rank of a sharded one."""
     vocabulary = max((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), default=1)
-    return max(1, LOGITS_BYTES // (4 * sequence_length * vocabulary))
+    return max(1, logits_bytes // (4 * sequence_length * vocabulary))
 
 
 def _summed_loss(logits: Tensor, tokens: Tensor) -> Tensor:

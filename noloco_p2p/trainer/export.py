@@ -12,13 +12,14 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import ByT5Tokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from noloco_p2p.data.feed import BYTE_OFFSET
 from noloco_p2p.errors import CheckpointError, SettingsError
 from noloco_p2p.spec import ModelSpec, TrainerSpec
-from noloco_p2p.trainer.byte_tokenizer import for_export
 from noloco_p2p.trainer.lora import has_adapters, merged_weights, save_adapters
 from noloco_p2p.trainer.model import build_on_meta, build_tokenizer, configured_for_export, quiet, save_config
 
@@ -64,7 +65,7 @@ class StageShards:
         (self._folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         with quiet(), configured_for_export(model, tokenizer):
             save_config(model, self._folder)
-            for_export(tokenizer).save_pretrained(self._folder)
+            _for_export(tokenizer).save_pretrained(self._folder)
 
 
 @contextmanager
@@ -108,4 +109,29 @@ def _write(
             model.save_pretrained(folder, state_dict=merged_weights(model))
         else:
             model.save_pretrained(folder)
-        for_export(tokenizer).save_pretrained(folder)
+        _for_export(tokenizer).save_pretrained(folder)
+
+
+def _for_export(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The ids of ByT5 for the same bytes, without its end, which would close a prompt; any other tokenizer as it is."""
+    if not isinstance(tokenizer, ByT5Tokenizer):
+        return tokenizer
+    special = [tokenizer.pad_token, tokenizer.eos_token, tokenizer.unk_token]
+    vocabulary = {str(token): number for number, token in enumerate(special)}
+    vocabulary |= {letter: BYTE_OFFSET + byte for byte, letter in enumerate(_letters())}
+    coder = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=tokenizer.unk_token))
+    coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    coder.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=coder,
+        pad_token=tokenizer.pad_token,
+        eos_token=tokenizer.eos_token,
+        unk_token=tokenizer.unk_token,
+    )
+
+
+def _letters() -> list[str]:
+    """What `ByteLevel` writes for each byte: itself where it can be seen in Latin-1, else the next from 256 on."""
+    seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in seen else next(others)) for byte in range(256)]

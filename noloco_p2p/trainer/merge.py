@@ -132,7 +132,10 @@ def _build(spec: TrainerSpec, stage: int | None, folders: Mapping[str, str] | No
 
 
 class LiveRun:
-    """A run that is seen from outside, while peers train it. folders: of models, by name."""
+    """A run that is seen from outside, while peers train it. folders: of models, by name.
+
+    shuffle: the peers, before they are asked one after the other.
+    """
 
     def __init__(
         self,
@@ -142,12 +145,14 @@ class LiveRun:
         live: Callable[[], Sequence[Candidate]],
         progress: Progress,
         folders: Mapping[str, str] | None,
+        shuffle: Callable[[list[Candidate]], None] = random.shuffle,
     ) -> None:
         self.spec = spec
         self.progress = progress
         self.folders = folders
         self._transport = transport
         self._live = live
+        self._shuffle = shuffle
 
     def stages(self) -> Sequence[int | None]:
         """Those whose states are a whole model together; None = a peer holds all of it."""
@@ -188,7 +193,7 @@ class LiveRun:
         spec, transport = self.spec, self._transport
         with tempfile.TemporaryDirectory(prefix="noloco-states-") as folder:
             peers = [peer for peer in live() if peer.can_be_called]
-            random.shuffle(peers)
+            self._shuffle(peers)
             admission = StateAdmission(spec, transport, live=live)
             fetched = _Fetched(spec, _build(spec, stage, self.folders), stage=stage, refused=admission.refused)
             try:
@@ -201,11 +206,8 @@ class LiveRun:
 
 
 @asynccontextmanager
-async def live_run(
-    ticket: Ticket, *, progress: Progress | None = None, folders: Mapping[str, str] | None = None
-) -> AsyncIterator[LiveRun]:
+async def live_run(ticket: Ticket, *, progress: Progress, folders: Mapping[str, str] | None) -> AsyncIterator[LiveRun]:
     """Find the live peers of the run that `ticket` names. Raises Unreachable when there is none."""
-    progress = progress or Progress()
     async with reader(ticket) as directory:
         with progress.task("looking for live peers"):
             await find_somebody(ticket, directory)

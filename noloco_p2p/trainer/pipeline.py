@@ -39,6 +39,7 @@ class StageLoop:
         outer: NoLoCo,
         *,
         on_round: Callable[[RoundResult], None] = lambda result: None,
+        poll_s: float = POLL_S,
     ) -> None:
         self.steps = 0
         self.is_at_boundary = False
@@ -48,6 +49,7 @@ class StageLoop:
         self._inner = inner
         self._outer = outer
         self._on_round = on_round
+        self._poll_s = poll_s
         self._has_finished = outer.progress >= FINAL_MARK
         self._polled_s = 0.0
 
@@ -69,7 +71,7 @@ class StageLoop:
         ended; a peer that goes on serves those that evaluate. Raises what the data of a head raises."""
         if self.is_at_boundary:
             self._poll_round()
-        if handed := self._flow.take(POLL_S if self.is_at_boundary else LOOK_S):
+        if handed := self._flow.take(self._poll_s if self.is_at_boundary else LOOK_S):
             self._perform(handed)
             return True
         if self._flow.is_over and not self._has_finished and not self.is_at_boundary:
@@ -133,7 +135,7 @@ class StageLoop:
     def _poll_round(self) -> None:
         """Between two tasks: the outer step, once the round has ended."""
         now_s = time.monotonic()
-        if now_s - self._polled_s < POLL_S:
+        if now_s - self._polled_s < self._poll_s:
             return
         self._polled_s = now_s
         if result := self._outer.poll():

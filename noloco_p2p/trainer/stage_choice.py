@@ -1,4 +1,4 @@
-"""Which stage a peer takes, and when it switches. Pure.
+"""Which stages a machine can hold, which one its peer takes, and when it switches.
 
 A newcomer draws by need, so that many who come at once do not all take the same stage. A peer switches only where that
 helps the whole run a lot, as it costs a fetch of the other stage's state.
@@ -12,8 +12,15 @@ from statistics import fmean
 
 from blake3 import blake3
 
+from noloco_p2p.data.sources import check_bindings
+from noloco_p2p.errors import DataError
 from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.records import SERVING
+from noloco_p2p.telemetry.console import mib
+from noloco_p2p.trainer.cut import cut_of
+from noloco_p2p.trainer.needs import memory_limit
+from noloco_p2p.trainer.stage_needs import StageNeeds
 
 WORTH = 1.25  # after a switch, both stages have to have so much more than the poorer one had
 LEFT_BEHIND = 2  # replicas that a switch leaves in its stage, at least
@@ -71,3 +78,33 @@ def needier_stage(
     # The least of all stages would not do: where two stages are equally poor, no single switch raises it.
     is_worth_it = min(then[own.stage], then[target]) >= WORTH * now[target]
     return target if target in fitting and target != own.stage and is_worth_it else None
+
+
+class Fitting(list[int]):
+    """Stages that this machine can hold. reasons: why it cannot hold the others, in a sentence each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: dict[int, str] = {}
+
+    @classmethod
+    def of(cls, needs: StageNeeds, settings: PeerSettings) -> Fitting:
+        """By memory, and a head by its data."""
+        fitting, limit = cls(), memory_limit(settings)
+        for stage in range(len(cut_of(needs.spec))):
+            needed = needs.memory(stage)
+            if needed > limit:
+                fitting.reasons[stage] = f"stage {stage} takes at least {mib(needed)} of memory, not {mib(limit)}"
+            elif stage == 0 and (why := _why_no_head(needs, settings)):
+                fitting.reasons[stage] = why
+            else:
+                fitting.append(stage)
+        return fitting
+
+
+def _why_no_head(needs: StageNeeds, settings: PeerSettings) -> str:
+    try:
+        check_bindings(needs.spec.data, settings.data)
+    except DataError as error:
+        return f"stage 0 reads the data, and {error}"
+    return ""

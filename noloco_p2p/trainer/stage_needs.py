@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.telemetry.console import count, mib
+from noloco_p2p.telemetry.console import aligned, count, mib
 from noloco_p2p.trainer.cut import (
     Part,
     Sizes,
@@ -67,7 +67,7 @@ class StageNeeds:
             places = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else str(blocks[0])
             rows.append((name, places, count(self.part(index).num_parameters), mib(self.memory(index))))
         about = "memory is for weights, gradients, moments and slow weights; activations and swaps come on top"
-        return [*_table(rows), about]
+        return [*aligned(rows, num_left=1), about]
 
     def _links(self) -> list[str]:
         pipeline, size = self.spec.pipeline, self.sizes.hidden_size
@@ -82,7 +82,7 @@ class StageNeeds:
         own = self.spec.train.batch_size * length
         return [
             f"for each token, a stage sends {forward} to the next stage and {back} back",
-            *_table(rows),
+            *aligned(rows, num_left=1),
             f"the smallest batch per replica and step keeps links 60 to 70 % busy; this spec has {own:,} tokens",
             "use links of at least 1 Gbit/s and 5 ms: on slower ones, stages learn less per token (docs/stages.md)",
         ]
@@ -100,15 +100,3 @@ class StageNeeds:
 def _measured(spec: TrainerSpec, folders: Mapping[str, str] | None) -> Sizes:
     length = spec.data.sequence_length
     return measure(build_on_meta(spec.model, sequence_length=length, folders=folders), sequence_length=length)
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Align the first column to the left, and the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]

@@ -38,8 +38,7 @@ from noloco_p2p.trainer.needs import Needs, estimate
 from noloco_p2p.trainer.pipeline import StageLoop
 from noloco_p2p.trainer.revive import revive
 from noloco_p2p.trainer.stage import Stage, build_stage, train_of_stage
-from noloco_p2p.trainer.stage_choice import draw_stage, missing_stages, needier_stage
-from noloco_p2p.trainer.stage_fitting import Fitting
+from noloco_p2p.trainer.stage_choice import Fitting, draw_stage, missing_stages, needier_stage
 from noloco_p2p.trainer.stage_needs import StageNeeds
 from noloco_p2p.trainer.stage_work import StageWork
 from noloco_p2p.trainer.start import has_start, load_start
@@ -61,7 +60,10 @@ class StageTrainer(TrainerBase):
     newcomer waits. Raises what `Trainer` raises, and Left.
     """
 
-    def __init__(self, peer: Peer, *, say: Callable[[str], None], stage: int | None = None) -> None:
+    def __init__(
+        self, peer: Peer, *, say: Callable[[str], None], stage: int | None = None, look_s: float = LOOK_S
+    ) -> None:
+        self._look_s = look_s
         spec, settings = TrainerSpec.of(peer.spec), peer.settings
         super().__init__(peer, spec, say=say)
         self.device = choose_device(settings.device)
@@ -168,7 +170,7 @@ class StageTrainer(TrainerBase):
             if not told:
                 told = True
                 self.say(f"{why} (the operator of the run can give one with --revive-from)")
-            if peer.leave_requested.wait(LOOK_S):
+            if peer.leave_requested.wait(self._look_s):
                 raise Left("asked to leave before it began to train")
         return False
 
@@ -304,7 +306,7 @@ class StageTrainer(TrainerBase):
         """Beside the tasks, about once a second: what is counted, which stages are missing, whether an evaluation has
         ended."""
         now_s = time.monotonic()
-        if now_s - self._looked_s < LOOK_S:
+        if now_s - self._looked_s < self._look_s:
             return
         self._looked_s = now_s
         self._count(self._flow.counts)

@@ -46,7 +46,7 @@ GIVING = ("training", "paused", "done")  # states of peers that may have a state
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class FetchLimits:
     """How a newcomer treats its donors.
 
     least_retry_s, longest_retry_s: bounds of the pause before a busy donor is asked again, whatever it says. window_s:
@@ -64,7 +64,7 @@ class Limits:
     chunks_per_call: int = MAX_CHUNKS_PER_REQUEST
 
 
-INTERNET = Limits()
+INTERNET = FetchLimits()
 
 
 class Admission(Protocol):
@@ -122,7 +122,7 @@ async def fetch_state(
     may_end_busy: bool = True,
     on_progress: Report = ignore,
     on_wait: Callable[[bool], None] = lambda waits: None,
-    limits: Limits = INTERNET,
+    limits: FetchLimits = INTERNET,
     clock: Callable[[], float] = time.monotonic,
 ) -> StateManifest | None:
     """Write the state of a live peer to `target`; None when no donor has one that fits.
@@ -159,10 +159,10 @@ async def fetch_state(
         return await fetch.run(donors)
 
 
-class Rate:
+class DonorRate:
     """The rate of one donor over all calls to it. The caller passes the time."""
 
-    def __init__(self, num_bytes: int, limits: Limits) -> None:
+    def __init__(self, num_bytes: int, limits: FetchLimits) -> None:
         self._num_bytes = num_bytes  # of the whole state
         self._limits = limits
         self._began_s: float | None = None
@@ -208,12 +208,12 @@ class _Fetch:
     may_end_busy: bool
     on_progress: Report
     on_wait: Callable[[bool], None]
-    limits: Limits
+    limits: FetchLimits
     clock: Callable[[], float]
     to_ask: deque[Candidate] = field(default_factory=deque[Candidate], init=False)
     busy: dict[Candidate, float] = field(default_factory=dict[Candidate, float], init=False)
     slow: dict[Candidate, float] = field(default_factory=dict[Candidate, float], init=False)
-    rates: dict[str, Rate] = field(default_factory=dict[str, Rate], init=False)
+    rates: dict[str, DonorRate] = field(default_factory=dict[str, DonorRate], init=False)
     known: set[str] = field(default_factory=set[str], init=False)
     moved_s: float = field(default=0.0, init=False)  # when the last chunk arrived
 
@@ -307,7 +307,7 @@ class _Fetch:
 
     async def _chunks(self, donor: Candidate, manifest: StateManifest, *, may_be_slow: bool) -> None:
         """Fetch what is missing, in as many calls as that takes; all of it unless the donor leaves something out."""
-        rate = self.rates.setdefault(donor.peer_id, Rate(self.num_bytes, self.limits))
+        rate = self.rates.setdefault(donor.peer_id, DonorRate(self.num_bytes, self.limits))
         while wanted := tuple(self.kept.missing[: self.limits.chunks_per_call]):
             want = WantChunks(manifest.digest(), wanted)
             async with aclosing(self.transport.fetch(donor, want, timeout_s=MESSAGE_TIMEOUT_S)) as items:

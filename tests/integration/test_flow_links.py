@@ -7,6 +7,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import uvloop
@@ -15,14 +16,14 @@ from harness.identities import identity_of
 from harness.patience import PATIENCE_S
 
 from noloco_p2p.errors import CorruptPayload, Unreachable
-from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Frame, Lost, MicrobatchId, Ticket, Want
+from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Frame, Lost, MicrobatchId, MicrobatchTicket, Want
 from noloco_p2p.gossip.frames import Hello, RefuseCode, chunk_digest
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.net import flow, flow_wire
+from noloco_p2p.net import flow_wire
 from noloco_p2p.net.caller import CallerWire, connect
 from noloco_p2p.net.connection import Connector
 from noloco_p2p.net.flow import FLOW_METHOD, FlowLinks
-from noloco_p2p.net.flow_link import STUCK_S, PayloadSizes
+from noloco_p2p.net.flow_link import PayloadSizes
 from noloco_p2p.net.flow_wire import PIECE_BYTES, BackwardAnnounced, FlowHello, ForwardAnnounced, Piece, WireFrame
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
@@ -46,7 +47,7 @@ def hello_of(name: str, *, run_name: str = "flow") -> Hello:
 class Node:
     """A peer: its server, its streams, and what came of them. `gate` holds back whatever arrives."""
 
-    def __init__(self, town: Town, name: str, stage: int, stuck_s: float) -> None:
+    def __init__(self, town: Town, name: str, stage: int, **limits: Any) -> None:
         self.name, self.stage, self.peer_id = name, stage, identity_of(name).peer_id
         self.events: list[tuple[str, str]] = []  # opened or closed, and who
         self.frames: list[Frame] = []
@@ -64,7 +65,7 @@ class Node:
             find=town.find,
             why_banned=self.why_banned,
             strike=lambda peer, why: self.strikes.append(why),
-            stuck_s=stuck_s,
+            **limits,
         )
         self.links.neighbourhood = self
         self.server = GrpcServer(Admitting(hello_of(name)), session=self.session, serve_flow=self.links.serve)
@@ -99,25 +100,25 @@ class Node:
 class Town:
     """Who can be found. A peer that cannot be dialled is found, and takes no calls."""
 
-    def __init__(self, *, stuck_s: float) -> None:
+    def __init__(self, **limits: Any) -> None:
         self.nodes: dict[str, Node] = {}
         self.undialled: set[str] = set()
-        self._stuck_s = stuck_s
+        self._limits = limits
 
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
         node = self.nodes.get(peer_id)
         return node.candidate if node and node.name not in self.undialled else None
 
     async def start(self, name: str, stage: int) -> Node:
-        node = Node(self, name, stage, self._stuck_s)
+        node = Node(self, name, stage, **self._limits)
         await node.server.start("127.0.0.1", 0)
         self.nodes[node.peer_id] = node
         return node
 
 
 @asynccontextmanager
-async def town(*stages: tuple[str, int], stuck_s: float = STUCK_S) -> AsyncGenerator[tuple[Town, list[Node]]]:
-    made = Town(stuck_s=stuck_s)
+async def town(*stages: tuple[str, int], **limits: Any) -> AsyncGenerator[tuple[Town, list[Node]]]:
+    made = Town(**limits)
     nodes = [await made.start(name, stage) for name, stage in stages]
     try:
         yield made, nodes
@@ -234,7 +235,7 @@ def test_urgent_frames_overtake_a_forward_and_time_in_the_queue_counts() -> None
             first, second = forward(1), forward(2)
             node.links.send(other.peer_id, first, since_s=began_s)
             node.links.send(other.peer_id, second, since_s=began_s)
-            ticket = Ticket(id_of(4), 0.5, 3, signature=bytes(64))
+            ticket = MicrobatchTicket(id_of(4), 0.5, 3, signature=bytes(64))
             node.links.send(other.peer_id, backward(3))
             node.links.send(other.peer_id, Want(ticket, 50.0), since_s=began_s)
             await until(lambda: len(other.frames) == 4)
@@ -404,13 +405,12 @@ def num_accepted(node: Node) -> int:
     return sum(inbound.is_accepted for inbound in node.server._proxy._inbound.values())
 
 
-def test_streams_that_carry_nothing_make_room_for_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_that_carry_nothing_make_room_for_a_neighbour() -> None:
     """Strangers hold all places. Control frames, and calls of the same peer again, keep none."""
-    monkeypatch.setattr(flow, "MAX_ACCEPTED", 4)
     busy, dripping, *idle = (f"holder {number}" for number in range(4))
 
     async def main() -> None:
-        async with town((LOW, 1), stuck_s=0.3) as (_, [node]):
+        async with town((LOW, 1), stuck_s=0.3, max_accepted=4) as (_, [node]):
             wires = {name: await stranger(node, name, FlowHello(hello_of(name), 0), LOST) for name in (busy, dripping)}
             for name in (*idle, idle[0]):
                 wires[name] = await stranger(node, name, FlowHello(hello_of(name), 0), LOST)
@@ -431,13 +431,10 @@ def test_streams_that_carry_nothing_make_room_for_a_neighbour(monkeypatch: pytes
     run(main)
 
 
-def test_where_all_streams_are_in_use_a_newcomer_is_refused_and_brings_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(flow, "MAX_ACCEPTED", 2)
+def test_where_all_streams_are_in_use_a_newcomer_is_refused_and_brings_nothing() -> None:
 
     async def main() -> None:
-        async with town((LOW, 1)) as (_, [node]):
+        async with town((LOW, 1), max_accepted=2) as (_, [node]):
             wires = {
                 name: await stranger(node, name, FlowHello(hello_of(name), 0), LOST) for name in ("first", "second")
             }

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import pytest
+from harness.link_proxy import LinkProxy
 from harness.loopback import LoopbackSwarm
 from harness.patience import AT_ONCE_S, PATIENCE_S
 from harness.rounds import Vectors, end_round, one_round, open_round, together, wait_until
@@ -18,7 +19,7 @@ from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.outcome import Alone, Half, Swapped
 from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.link_proxy import HOME_FIBRE, LinkProfile, LinkProxy
+from noloco_p2p.testing.links import HOME_FIBRE, LinkProfile
 from noloco_p2p.testing.peers import MemoryPeer
 
 NUM_TRIES = 5

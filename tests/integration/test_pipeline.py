@@ -19,7 +19,7 @@ from harness.rounds import wait_until
 from staged_reference import FP32, material_of, spec_of, trained_alone
 
 from noloco_p2p.errors import PeerError
-from noloco_p2p.flow.frames import Answer, Credit, Lost, MicrobatchId, Ticket, Want
+from noloco_p2p.flow.frames import Answer, Credit, Lost, MicrobatchId, MicrobatchTicket, Want
 from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.replica import Replica
 from noloco_p2p.gossip.exchange import ThreadedExchange
@@ -322,10 +322,10 @@ async def ended(wire: CallerWire) -> None:
             await heard(wire)
 
 
-def ticket_of(peer: StagePeer, number: int) -> Ticket:
+def ticket_of(peer: StagePeer, number: int) -> MicrobatchTicket:
     head = identity_of("stranger")
     tickets = Tickets(head, spec_digest=peer.spec.digest(), max_tokens=15)
-    return tickets.signed(Ticket(MicrobatchId(head.peer_id, number), 0.0, 15))
+    return tickets.signed(MicrobatchTicket(MicrobatchId(head.peer_id, number), 0.0, 15))
 
 
 async def send_forward(wire: CallerWire, peer: StagePeer, number: int, value: float) -> None:

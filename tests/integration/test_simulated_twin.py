@@ -22,7 +22,7 @@ from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
-from noloco_p2p.simulate.replica import Replica
+from noloco_p2p.simulate.replica import SimulatedReplica
 from noloco_p2p.simulate.swarm import peer_name, simulate_swarm
 from noloco_p2p.spec import TrainSpec
 from noloco_p2p.testing.peers import MemoryPeer
@@ -60,7 +60,7 @@ def train(peer: MemoryPeer, model: PreTrainedModel, material: Material, step_tog
 def test_two_simulated_replicas_are_two_peers_over_grpc(tmp_path: Path, inner_optimizer: str, gradient: str) -> None:
     spec = SPEC.with_changes({"train.inner_optimizer": inner_optimizer, "codec.outer_gradient": gradient})
     material = Material.of(spec, {})
-    simulated: list[Replica] = []
+    simulated: list[SimulatedReplica] = []
     result = simulate_swarm(material, Plan(2), on_made=simulated.extend)
     assert (result.swapped, result.half, result.alone) == (2 * NUM_ROUNDS, 0, 0)
 

@@ -21,8 +21,8 @@ from noloco_p2p.gossip.frames import Chunk, FetchItem, FetchWant, Hello, PeerSta
 from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.lanes import WINDOW_FRAMES
 from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.net.swap_stream import WINDOW_FRAMES
 from noloco_p2p.net.throttle import DEPTH_S, READ_AHEAD_S, Limits, Throttle
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.spec import TrainerSpec
@@ -146,7 +146,7 @@ def test_a_download_takes_what_the_cap_says_and_slows_the_sender(num_streams: in
         server = GrpcServer(sink, download(RATE))
         seconds = await send_all(sink, server, [caller(Limits()) for _ in range(num_streams)], on_sent)
         assert is_about(seconds, NUM_CHUNKS * CHUNK_BYTES / RATE)
-        # Unread in HTTP/2, in the window of a lane, one in the hands of the receiver and two of the sender: a second.
+        # Unread in HTTP/2, in the window of a connection, one held by the receiver and two by the sender: a second.
         per_stream = READ_AHEAD_S * RATE + (WINDOW_FRAMES + 4) * CHUNK_BYTES
         assert max(ahead) <= num_streams * per_stream
         assert largest_burst(sink.arrived, window_s=0.5) <= (0.5 + DEPTH_S) * RATE + (1 + num_streams) * CHUNK_BYTES

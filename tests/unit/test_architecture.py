@@ -76,6 +76,16 @@ def test_arrows_point_right(path: Path) -> None:
                 assert RANK[there] > RANK[here], f"{path}: {here} -> {there}"
 
 
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Imports in functions and for types count, too."""
+    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in files()}
+    uses = {name: {used for used in imports(path) if used in names} for name, path in names.items()}
+    while free := [name for name, used in uses.items() if not used & uses.keys()]:
+        for name in free:
+            del uses[name]
+    assert not uses, f"these import each other: {sorted(uses)}"
+
+
 HIVEMIND = PACKAGE / "swarm" / "kademlia"
 
 

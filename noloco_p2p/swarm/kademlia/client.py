@@ -45,7 +45,7 @@ _opened: ContextVar[list[asyncio.StreamWriter]] = ContextVar("connections to p2p
 known_id = lru_cache(maxsize=1024)(PeerID)  # a hash and a base58 text each
 
 
-class Connector(DaemonConnector):
+class NotingConnector(DaemonConnector):
     """Notes the connections that a question opens: hivemind leaves that of a failed one open."""
 
     async def open_connection(self) -> Any:
@@ -152,7 +152,7 @@ class DaemonClient(P2P):
     async def _connected(self, control_socket: str) -> Any:
         client: Any = Client(_initialized_with_create=True)
         client.control = await BoundedControl.create(
-            Connector(Multiaddr(f"/unix{control_socket}")),
+            NotingConnector(Multiaddr(f"/unix{control_socket}")),
             self._client_listen_maddr,
             persistent_conn_max_msg_size=MAX_MESSAGE_BYTES,
         )

@@ -58,7 +58,7 @@ MAX_PINGS = 8  # at once, to see whether a neighbour makes room for a newcomer
 CHECKED_AT_ONCE = 16  # signatures, before the loop gets its turn
 
 
-class Refused(DirectoryError):
+class RefusedRequest(DirectoryError):
     """A request that this node does not answer; the sentence is told to who has asked."""
 
 
@@ -112,12 +112,12 @@ class BoundedProtocol(DHTProtocol):
     def _answer(
         self, work: Callable[[bytes, PeerID], bytes | Awaitable[bytes]], data: bytes, peer: PeerID
     ) -> bytes | Awaitable[bytes]:
-        """Raises Refused before the request is parsed when it is too long, or one too many."""
+        """Raises RefusedRequest before the request is parsed when it is too long, or one too many."""
         peer_id, now_s = str(peer), time.monotonic()
         if len(data) > MAX_REQUEST_BYTES:
-            raise Refused(f"a request of {len(data)} bytes; the limit is {MAX_REQUEST_BYTES}")
+            raise RefusedRequest(f"a request of {len(data)} bytes; the limit is {MAX_REQUEST_BYTES}")
         if not self._allowance.admits(peer_id, now_s=now_s):
-            raise Refused("too many requests; ask again later")
+            raise RefusedRequest("too many requests; ask again later")
         self._allowance.charge(peer_id, 1.0, now_s=now_s)
         answer = work(data, peer)
         if isinstance(answer, bytes):
@@ -147,7 +147,7 @@ class BoundedProtocol(DHTProtocol):
     def _find(self, request: Any, peer: PeerID) -> Any:
         keys = [_key(raw) for raw in request.keys[: MAX_KEYS + 1]]
         if len(keys) > MAX_KEYS or len(set(keys)) < len(keys):
-            raise Refused(f"a question has at most {MAX_KEYS} keys, each of them once")
+            raise RefusedRequest(f"a question has at most {MAX_KEYS} keys, each of them once")
         asker = _key(request.peer.node_id) if request.peer.node_id else None
         results = [self._found(key, asker, most_bytes=MAX_ANSWER_BYTES // len(keys)) for key in keys]
         return _message("FindResponse", results=results, peer=self.node_info)
@@ -168,7 +168,9 @@ class BoundedProtocol(DHTProtocol):
     def _store(self, request: Any, peer: PeerID) -> Any:
         columns = (request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache)
         if len({len(column) for column in columns}) > 1 or len(request.keys) > MAX_STORED_AT_ONCE:
-            raise Refused(f"at most {MAX_STORED_AT_ONCE} records are stored at once, each with all that belongs to it")
+            raise RefusedRequest(
+                f"at most {MAX_STORED_AT_ONCE} records are stored at once, each with all that belongs to it"
+            )
         kept = [
             not in_cache and self._keep(peer, DHTRecord(*record)) for *record, in_cache in zip(*columns, strict=True)
         ]
@@ -311,5 +313,5 @@ def _message(name: str, **fields: Any) -> Any:
 
 def _key(raw: bytes) -> DHTID:
     if len(raw) != DHTID.HASH_NBYTES:
-        raise Refused(f"a key has {DHTID.HASH_NBYTES} bytes")
+        raise RefusedRequest(f"a key has {DHTID.HASH_NBYTES} bytes")
     return DHTID.from_bytes(raw)

@@ -14,8 +14,7 @@ from harness.patience import PATIENCE_S
 
 from noloco_p2p.doctor import machine
 from noloco_p2p.doctor.check import Check, is_healthy, report, versions
-from noloco_p2p.doctor.stages import stages
-from noloco_p2p.doctor.swarm import _model, clock, model, needs, reachability
+from noloco_p2p.doctor.swarm import _model, clock, model, needs, reachability, stages
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.probe import Probed
 from noloco_p2p.presets import PRESETS

@@ -10,7 +10,7 @@ import random
 from typing import Any
 
 from noloco_p2p.flow.actions import Action, Broadcast, CloseStep, Compute, GaveUp, Send
-from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Lost, Mark, MicrobatchId, Ticket, Want
+from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Lost, Mark, MicrobatchId, MicrobatchTicket, Want
 
 MICROBATCH_TOKENS, BATCH_TOKENS = 10, 40
 
@@ -30,8 +30,8 @@ def microbatch(text: str) -> MicrobatchId:
     return MicrobatchId(head, int(number))
 
 
-def ticket(text: str, mark: float, *, is_training: bool = True) -> Ticket:
-    return Ticket(microbatch(text), mark, MICROBATCH_TOKENS, is_training)
+def ticket(text: str, mark: float, *, is_training: bool = True) -> MicrobatchTicket:
+    return MicrobatchTicket(microbatch(text), mark, MICROBATCH_TOKENS, is_training)
 
 
 def word(action: Action) -> str:
@@ -112,7 +112,7 @@ class Bench:
         return self._frame(peer, Mark(ticket(id, float(mark))))
 
     def away(self, peer: str, id: str, mark: str) -> str:
-        return self._frame(peer, Mark(Ticket(microbatch(id), float(mark), 0)))
+        return self._frame(peer, Mark(MicrobatchTicket(microbatch(id), float(mark), 0)))
 
     def closed(self, peer: str) -> str:
         return self.words(self.machine.stream_closed(peer, self.now_s))

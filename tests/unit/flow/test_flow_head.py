@@ -10,8 +10,8 @@ import pytest
 from pipeline_table import BATCH_TOKENS, MICROBATCH_TOKENS, Bench, InOrder, events_without_a_row, microbatch, rows
 
 from noloco_p2p.flow.actions import Broadcast, GaveUp, Send
-from noloco_p2p.flow.frames import Credit, Forward, Mark, MicrobatchId, Ticket, Want
-from noloco_p2p.flow.head import Deadlines, Head, Window
+from noloco_p2p.flow.frames import Credit, Forward, Mark, MicrobatchId, MicrobatchTicket, Want
+from noloco_p2p.flow.head import Head, HeadDeadlines, Window
 from noloco_p2p.flow.limits import (
     DEADLINE_LATENCIES,
     FIRST_DEADLINE_S,
@@ -259,7 +259,9 @@ def test_a_want_carries_the_progress_of_the_head_and_its_sinks() -> None:
     assert bench.task
     (want,) = bench.machine.computed(bench.task, "output", bench.now_s)
     sinks = tuple(sorted(f"v{i}" for i in range(2 * MAX_SINKS)))[:MAX_SINKS]
-    assert want == Send("x", Want(Ticket(microbatch("h.1"), 0.25, MICROBATCH_TOKENS), FIRST_DEADLINE_S, sinks))
+    assert want == Send(
+        "x", Want(MicrobatchTicket(microbatch("h.1"), 0.25, MICROBATCH_TOKENS), FIRST_DEADLINE_S, sinks)
+    )
 
 
 def test_the_time_of_a_microbatch_begins_when_it_leaves() -> None:
@@ -279,14 +281,14 @@ def test_the_final_mark_has_a_number_of_its_own() -> None:
     """Replicas take the mark of the highest number."""
     bench = steps(f"trained; {BACKWARD}; computed -> close 40")
     (told,) = bench.machine.step_closed(1.0, 0.0)
-    assert told == Broadcast(Mark(Ticket(MicrobatchId("h", 2), 1.0, 0)))
+    assert told == Broadcast(Mark(MicrobatchTicket(MicrobatchId("h", 2), 1.0, 0)))
 
 
 def test_a_head_that_leaves_says_so_without_the_tokens_of_a_microbatch() -> None:
     """Of a ticket with tokens, a peer on the path could make the same frame."""
     bench = steps(ASKING)
     bench.machine.progress = 0.25
-    assert bench.machine.leave(0.0)[0] == Broadcast(Mark(Ticket(MicrobatchId("h", 2), 0.25, 0)))
+    assert bench.machine.leave(0.0)[0] == Broadcast(Mark(MicrobatchTicket(MicrobatchId("h", 2), 0.25, 0)))
 
 
 def test_an_evaluation_after_the_end_carries_the_final_mark() -> None:
@@ -342,7 +344,7 @@ def test_a_head_that_loses_again_and_again_pauses_longer_each_time() -> None:
 
 
 def test_a_deadline_is_a_multiple_of_the_median_latency_within_bounds() -> None:
-    deadlines = Deadlines()
+    deadlines = HeadDeadlines()
     assert deadlines.seconds == FIRST_DEADLINE_S
     for seconds, deadline_s in [
         (5.0, DEADLINE_LATENCIES * 5.0),

@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_p2p.flow.actions import Action, CloseStep, Compute, Kind
-from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Lost, Mark, MicrobatchId, Ticket, Want
+from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Lost, Mark, MicrobatchId, MicrobatchTicket, Want
 from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.limits import LONGEST_DEADLINE_S, MAX_UNDER_WAY, MAX_WANTS_PER_PEER
 from noloco_p2p.flow.replica import Replica
 
 PEERS = ["a", "b", "x", "y", "h"]
 IDS = st.builds(MicrobatchId, st.sampled_from(["h", "i"]), st.integers(1, 4))
-TICKETS = st.builds(Ticket, IDS, st.sampled_from([0.0, 0.5, 1.0]), st.just(10), st.sampled_from([True, True, False]))
+TICKETS = st.builds(
+    MicrobatchTicket, IDS, st.sampled_from([0.0, 0.5, 1.0]), st.just(10), st.sampled_from([True, True, False])
+)
 SECONDS = st.sampled_from([-1.0, 0.0, 5.0, 1e9])
 PAYLOADS = st.sampled_from(["payload", "payload", None])
 FRAMES = st.one_of(

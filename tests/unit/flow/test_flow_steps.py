@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_p2p.flow.frames import MicrobatchId, Ticket, Want
+from noloco_p2p.flow.frames import MicrobatchId, MicrobatchTicket, Want
 from noloco_p2p.flow.limits import MAX_HEADS, SEEN_NUMBERS, SHORTEST_VOTE_S, VOTE_INTERVALS, VOTE_S
-from noloco_p2p.flow.seen import SeenForwards
+from noloco_p2p.flow.replica import SeenForwards
 from noloco_p2p.flow.steps import BatchSteps, MedianSteps
 from noloco_p2p.flow.wants import Waiting, Wants
 
 
 def vote(steps: MedianSteps, head: str, number: int, mark: float, now_s: float = 0.0) -> None:
-    steps.vote(Ticket(MicrobatchId(head, number), mark, 10), now_s)
+    steps.vote(MicrobatchTicket(MicrobatchId(head, number), mark, 10), now_s)
 
 
 def test_the_median_is_the_lower_one() -> None:
@@ -115,7 +115,7 @@ def test_windows_are_bounded() -> None:
 def want(wants: Wants, *ids: str) -> None:
     for id in ids:
         head, _, number = id.partition(".")
-        ticket = Ticket(MicrobatchId(head, int(number)), 0.0, 10)
+        ticket = MicrobatchTicket(MicrobatchId(head, int(number)), 0.0, 10)
         assert wants.add(Waiting(Want(ticket, 60.0), f"peer {id}", 60.0))
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_p2p.errors import CorruptPayload
-from noloco_p2p.flow.frames import Answer, Credit, Lost, Mark, MicrobatchId, Ticket, Want
+from noloco_p2p.flow.frames import Answer, Credit, Lost, Mark, MicrobatchId, MicrobatchTicket, Want
 from noloco_p2p.flow.limits import MAX_SINKS
 from noloco_p2p.gossip.frames import Hello, Refuse, RefuseCode, chunk_digest
 from noloco_p2p.net import flow_wire
@@ -35,7 +35,7 @@ NUMBER = st.floats(allow_nan=False, allow_infinity=False)
 SECONDS = st.floats(0, allow_nan=False, allow_infinity=False)
 UINT64 = st.integers(0, 2**64 - 1)
 ID = st.builds(MicrobatchId, TEXT, st.integers(0, MAX_NUMBER))
-TICKET = st.builds(Ticket, ID, NUMBER, UINT64, st.booleans(), st.binary(min_size=64, max_size=64))
+TICKET = st.builds(MicrobatchTicket, ID, NUMBER, UINT64, st.booleans(), st.binary(min_size=64, max_size=64))
 HELLO = st.builds(Hello, TEXT, TEXT, TEXT, protocol_version=TEXT, features=st.tuples(TEXT))
 FRAME: st.SearchStrategy[WireFrame] = st.one_of(
     st.builds(FlowHello, HELLO, st.integers(0, 2**32 - 1)),
@@ -52,7 +52,7 @@ FRAME: st.SearchStrategy[WireFrame] = st.one_of(
 HEAD = identity_of("head")
 SPEC_DIGEST = "ab" * 32
 ID_7 = MicrobatchId("head", 7)
-UNSIGNED = Ticket(MicrobatchId(HEAD.peer_id, 7), 0.25, 30)
+UNSIGNED = MicrobatchTicket(MicrobatchId(HEAD.peer_id, 7), 0.25, 30)
 
 
 @given(FRAME)

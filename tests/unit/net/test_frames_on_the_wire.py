@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
+from typing import Any, get_args
 
 import pytest
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
@@ -29,17 +30,22 @@ PART = st.sampled_from(frames.Part)
 HELLO = st.builds(frames.Hello, TEXT, TEXT, TEXT, protocol_version=TEXT, layout=TEXT, features=st.tuples(TEXT, TEXT))
 BOUNDARY = st.builds(frames.Boundary, ROUND, st.none() | NUMBER, st.none() | NUMBER, PROGRESS, UINT64)
 RETRY = st.floats(0, 3600)
-FRAME: st.SearchStrategy[frames.Frame] = st.one_of(
-    st.builds(frames.Offer, HELLO, BYTES, BOUNDARY),
-    st.builds(frames.Accept, HELLO, BOUNDARY),
-    st.builds(frames.Refuse, st.sampled_from(frames.RefuseCode), TEXT, RETRY),
-    st.builds(frames.Grid, SECTION, BYTES),
-    st.builds(frames.Header, SECTION, TEXT, UINT64, UINT64, UINT64),
-    st.builds(frames.Chunk, SECTION, UINT64, BYTES, BYTES),
-    st.builds(frames.End, SECTION, BYTES),
-    st.builds(frames.Ready, PART),
-    st.builds(frames.Abort, st.sampled_from(frames.AbortCode), TEXT),
-)
+KINDS: dict[type, tuple[st.SearchStrategy[Any], ...]] = {
+    frames.Offer: (HELLO, BYTES, BOUNDARY),
+    frames.Accept: (HELLO, BOUNDARY),
+    frames.Refuse: (st.sampled_from(frames.RefuseCode), TEXT, RETRY),
+    frames.Grid: (SECTION, BYTES),
+    frames.Header: (SECTION, TEXT, UINT64, UINT64, UINT64),
+    frames.Chunk: (SECTION, UINT64, BYTES, BYTES),
+    frames.End: (SECTION, BYTES),
+    frames.Ready: (PART,),
+    frames.Abort: (st.sampled_from(frames.AbortCode), TEXT),
+}
+FRAME: st.SearchStrategy[frames.Frame] = st.one_of(*(st.builds(kind, *fields) for kind, fields in KINDS.items()))
+
+
+def test_every_kind_of_frame_is_tried() -> None:
+    assert KINDS.keys() == set(get_args(frames.Frame))
 
 
 @given(FRAME)

@@ -111,7 +111,7 @@ def test_nobody_is_dialled_again_and_again() -> None:
     asyncio.run(main())
 
 
-def dials(monkeypatch: pytest.MonkeyPatch, num_peers: int) -> list[float]:
+def dials(num_peers: int) -> list[float]:
     """When a host of this network was dialled, for minutes in which peers of it ask ten times a second."""
     now_s, dialled_s = 1000.0, list[float]()
 
@@ -119,8 +119,7 @@ def dials(monkeypatch: pytest.MonkeyPatch, num_peers: int) -> list[float]:
         dialled_s.append(now_s)
         return ""
 
-    monkeypatch.setattr(probe, "_dial", dial)
-    prober = probe.Prober(tunnelled={}, only_public=False, clock=lambda: now_s)
+    prober = probe.Prober(tunnelled={}, only_public=False, clock=lambda: now_s, dial=dial)
 
     async def main() -> None:
         nonlocal now_s
@@ -134,10 +133,8 @@ def dials(monkeypatch: pytest.MonkeyPatch, num_peers: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("num_peers", "most"), [(1, 16), (50, 48)])
-def test_in_no_minute_are_more_ports_dialled_than_promised(
-    monkeypatch: pytest.MonkeyPatch, num_peers: int, most: int
-) -> None:
-    dialled_s = dials(monkeypatch, num_peers)
+def test_in_no_minute_are_more_ports_dialled_than_promised(num_peers: int, most: int) -> None:
+    dialled_s = dials(num_peers)
     busiest = max(sum(begin <= each < begin + 60.0 for each in dialled_s) for begin in dialled_s)
     assert most / 2 < busiest <= most
 

@@ -16,9 +16,9 @@ from noloco_p2p.gossip.frames import PeerStatus
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.staleness import STALE_ROUNDS
-from noloco_p2p.peer import entering
 from noloco_p2p.peer.entering import Entering
 from noloco_p2p.peer.network_thread import NetworkThread
+from noloco_p2p.presets import PRESETS
 from noloco_p2p.telemetry.progress import Progress
 
 ROUND = 1e-3  # of the run
@@ -57,26 +57,21 @@ class Others:
         return PeerStatus(cast(Any, None), "training", 700, self.told)
 
 
-def asked_of(
-    others: Others, *, is_told_stale: bool, monkeypatch: pytest.MonkeyPatch, num_rounds: int = 1
-) -> list[Candidate]:
+def asked_of(others: Others, *, is_told_stale: bool, num_rounds: int = 1) -> list[Candidate]:
     """Those whose state this peer would take."""
     found: list[Candidate] = []
 
     async def fetch(transport: object, donors: list[Candidate], **rest: Any) -> None:
         found.extend(donors)
 
-    monkeypatch.setattr(entering, "fetch_state", fetch)
-    catch_up(others, is_told_stale=is_told_stale, monkeypatch=monkeypatch, num_rounds=num_rounds)
+    catch_up(others, is_told_stale=is_told_stale, num_rounds=num_rounds, fetch=fetch)
     return found
 
 
-def catch_up(
-    others: Others, *, is_told_stale: bool = False, monkeypatch: pytest.MonkeyPatch, num_rounds: int = 1
-) -> None:
+def catch_up(others: Others, *, num_rounds: int = 1, **rest: Any) -> None:
     """Nobody gives a state."""
     thread = NetworkThread()
-    made = made_for(others, thread, is_told_stale=is_told_stale, monkeypatch=monkeypatch)
+    made = made_for(others, thread, **rest)
     try:
         for _ in range(num_rounds):
             assert made.catch_up(LAYOUT, progress=OWN, round_progress=ROUND, target=Path("nowhere")) is None
@@ -84,12 +79,9 @@ def catch_up(
         thread.stop()
 
 
-def made_for(
-    others: Others, thread: NetworkThread, *, is_told_stale: bool = False, monkeypatch: pytest.MonkeyPatch
-) -> Entering:
-    monkeypatch.setattr(entering, "state_file_bytes", lambda *_: 0)
+def made_for(others: Others, thread: NetworkThread, *, is_told_stale: bool = False, **rest: Any) -> Entering:
     return Entering(
-        cast(Any, type("Spec", (), {"outer": None})),
+        PRESETS["tiny"],
         thread=thread,
         directory=cast(Any, others),
         transport=cast(Any, others),
@@ -99,50 +91,45 @@ def made_for(
         expects_others=True,
         progress=Progress(),
         leaving=threading.Event(),
+        **rest,
     )
 
 
-def test_what_the_records_say_is_believed_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_records_say_is_believed_without_a_call() -> None:
     others = Others(recorded=FAR, told=FAR)
-    assert len(asked_of(others, is_told_stale=False, monkeypatch=monkeypatch)) == 3
+    assert len(asked_of(others, is_told_stale=False)) == 3
     assert others.num_asked == 0
-    assert not asked_of(Others(recorded=NEAR, told=FAR), is_told_stale=False, monkeypatch=monkeypatch)
+    assert not asked_of(Others(recorded=NEAR, told=FAR), is_told_stale=False)
 
 
-def test_who_is_reached_by_a_tunnel_alone_gives_its_state_to_the_thread_that_trains(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_who_is_reached_by_a_tunnel_alone_gives_its_state_to_the_thread_that_trains() -> None:
     others = Others(recorded=FAR, told=FAR)
     others.candidates = [Candidate("relayed", "", progress=FAR, can_be_called=False)]
-    assert [donor.peer_id for donor in asked_of(others, is_told_stale=False, monkeypatch=monkeypatch)] == ["relayed"]
+    assert [donor.peer_id for donor in asked_of(others, is_told_stale=False)] == ["relayed"]
 
 
-def test_who_was_refused_for_its_place_asks_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    donors = asked_of(Others(recorded=NEAR, told=FAR), is_told_stale=True, monkeypatch=monkeypatch)
+def test_who_was_refused_for_its_place_asks_where_the_others_are() -> None:
+    donors = asked_of(Others(recorded=NEAR, told=FAR), is_told_stale=True)
     assert {(donor.peer_id, donor.round, donor.progress) for donor in donors} == {("a", 700, FAR), ("b", 700, FAR)}
 
 
-def test_one_refusal_moves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_refusal_moves_nobody() -> None:
     others = Others(recorded=NEAR, told=NEAR)
-    assert not asked_of(others, is_told_stale=True, monkeypatch=monkeypatch, num_rounds=5)
+    assert not asked_of(others, is_told_stale=True, num_rounds=5)
     assert others.num_asked == 3, "once, however often it is refused"
 
 
-def test_training_does_not_wait_for_a_donor_without_end(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_training_does_not_wait_for_a_donor_without_end(caplog: pytest.LogCaptureFixture) -> None:
     async def fetch(*_: object, **rest: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(entering, "fetch_state", fetch)
-    monkeypatch.setattr(entering, "CATCH_UP_TIMEOUT_S", 0.05)
-    catch_up(Others(recorded=FAR, told=FAR), monkeypatch=monkeypatch, num_rounds=2)
+    catch_up(Others(recorded=FAR, told=FAR), num_rounds=2, fetch=fetch, catch_up_timeout_s=0.05)
     assert caplog.text.count("did not come within") == 1, "the second round does not try at once"
 
 
 @pytest.mark.parametrize("stage", [None, 2])
 def test_a_newcomer_waits_while_those_who_are_listed_are_dead(
-    stage: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stage: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A stage that has trained never begins again from its first weights; a whole model does, when nobody is left."""
     others = Others(recorded=FAR, told=FAR)
@@ -154,11 +141,9 @@ def test_a_newcomer_waits_while_those_who_are_listed_are_dead(
         if others.num_fetches == 3:  # the record has run out
             others.candidates = []
 
-    monkeypatch.setattr(entering, "fetch_state", fetch)
-    monkeypatch.setattr(entering, "ASK_AGAIN_S", 0.0)
     thread = NetworkThread()
     try:
-        made = made_for(others, thread, monkeypatch=monkeypatch)
+        made = made_for(others, thread, fetch=fetch, ask_again_s=0.0)
         if stage is None:
             assert made.enter(LAYOUT, target=Path("nowhere")) is None
         else:

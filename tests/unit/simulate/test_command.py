@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from noloco_p2p.cli.app import run
+from noloco_p2p.optim.rules import RULE_NAMES
 from noloco_p2p.presets import render
 from noloco_p2p.spec import DataSpec, EvaluateSpec, ModelSpec, OuterSpec, TrainerSpec
 
@@ -19,6 +21,7 @@ SPEC = TrainerSpec(
     evaluate=EvaluateSpec(num_sequences=4),
 )
 STAGES = ["--stages", "2"]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -26,6 +29,12 @@ def spec(tmp_path: Path) -> Path:
     path = tmp_path / "spec.toml"
     path.write_text(render(SPEC), encoding="utf-8")
     return path
+
+
+def test_help_and_docs_name_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["simulate", "--help"])
+    told = capsys.readouterr().out, (ROOT / "docs" / "simulate.md").read_text(encoding="utf-8")
+    assert all(re.search(rf"\b{rule}\b", text) for rule in RULE_NAMES for text in told)
 
 
 def test_rules_side_by_side(spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from noloco_p2p.outer.state_checks import check_position, check_sketches
 from noloco_p2p.simulate import peer as simulated_peer
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
-from noloco_p2p.simulate.replica import Replica
+from noloco_p2p.simulate.replica import SimulatedReplica
 from noloco_p2p.simulate.swarm import simulate_swarm
 from noloco_p2p.spec import TrainSpec
 from noloco_p2p.testing.memory import MemoryDirectory
@@ -34,7 +34,7 @@ ROUNDS = [1, 3, 6, NUM_ROUNDS]
 @functools.cache
 def histories(num_apart: int) -> list[list[Tensor]]:
     """The slow weights of each replica after each of its rounds; the first `num_apart` never meet the others."""
-    made: list[Replica] = []
+    made: list[SimulatedReplica] = []
 
     class Islands(MemoryDirectory):
         def live(self) -> Sequence[Candidate]:
@@ -45,7 +45,9 @@ def histories(num_apart: int) -> list[list[Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulated_peer, "MemoryDirectory", Islands)
         patch.setattr(
-            Replica, "_note_point", lambda replica: found[replica.number].append(replica.state.slow_weights.clone())
+            SimulatedReplica,
+            "_note_point",
+            lambda replica: found[replica.number].append(replica.state.slow_weights.clone()),
         )
         simulate_swarm(Material.of(SPEC, {}), Plan(NUM_REPLICAS, evaluations=1), on_made=made.extend)
     return found

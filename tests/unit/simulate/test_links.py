@@ -12,7 +12,7 @@ from noloco_p2p.gossip.frames import Chunk, FetchItem, FetchWant, Frame, Hello, 
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.simulate.network import FRAME_BYTES, Link, LinkNetwork, LinkTransport
-from noloco_p2p.testing.link_proxy import LinkProfile
+from noloco_p2p.testing.links import LinkProfile
 
 SLOW_UP = LinkProfile("slow-up", down_mbit_s=80, up_mbit_s=8, delay_ms=100, jitter_ms=0)  # 1 MB/s up, 10 MB/s down
 CHUNK_BYTES = 1_000_000 - FRAME_BYTES

@@ -18,12 +18,12 @@ from noloco_p2p.simulate.lockstep import simulate_lockstep
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.network import IDEAL
 from noloco_p2p.simulate.plan import Churn, Event, Plan
-from noloco_p2p.simulate.replica import Replica
+from noloco_p2p.simulate.replica import SimulatedReplica
 from noloco_p2p.simulate.result import Result, table
 from noloco_p2p.simulate.run import check_rules, seeded
 from noloco_p2p.simulate.swarm import simulate_swarm
 from noloco_p2p.spec import TrainerSpec, TrainSpec
-from noloco_p2p.testing.link_proxy import LinkProfile
+from noloco_p2p.testing.links import LinkProfile
 
 SPEC = tiny_llama(
     "simulated",
@@ -42,7 +42,7 @@ def _material(canonical: bytes, digest: str) -> Material:
 
 
 def weights_after(spec: TrainerSpec, plan: Plan) -> tuple[Result, list[Tensor]]:
-    made: list[Replica] = []
+    made: list[SimulatedReplica] = []
     result = simulate_swarm(material(spec), plan, on_made=made.extend)
     return result, [replica.state.slow_weights for replica in made]
 

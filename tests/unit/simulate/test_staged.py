@@ -10,8 +10,7 @@ from noloco_p2p.errors import SettingsError
 from noloco_p2p.simulate.plan import Churn, Event, parse_links
 from noloco_p2p.simulate.stage_node import StageNode
 from noloco_p2p.simulate.stage_plan import StagedPlan
-from noloco_p2p.simulate.stage_result import StagedResult
-from noloco_p2p.simulate.staged import simulate_stages
+from noloco_p2p.simulate.stage_result import StagedResult, simulate_stages
 from noloco_p2p.spec import TrainerSpec
 
 SLOW = (parse_links(["1mbit-20ms"]),)

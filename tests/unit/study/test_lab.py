@@ -18,7 +18,7 @@ from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.swarm import simulate_swarm
 from noloco_p2p.spec import CodecSpec, DataSpec, EvaluateSpec, ModelSpec, OuterSpec, TrainerSpec, TrainSpec
-from noloco_p2p.testing.link_proxy import LinkProfile
+from noloco_p2p.testing.links import LinkProfile
 
 
 def bowl(setting: Setting, seed: int = 0) -> float:

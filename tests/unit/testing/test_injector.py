@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness.injector import Injector, Phase
 from harness.patience import PATIENCE_S, PATIENT
 from harness.rounds import Vectors, one_round
 from harness.specs import FP32, published
 
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.injector import Injector, Phase
 from noloco_p2p.testing.peers import MemorySwarm
 
 SPEC = RunSpec(name="inject", codec=FP32, outer=published())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_p2p.testing.link_proxy import PROFILES, Shape
+from noloco_p2p.testing.links import PROFILES, Shape
 
 
 def shape(*, mbit_s: float = 8.0, delay_ms: float = 100.0, jitter_ms: float = 0.0, seed: int = 0) -> Shape:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from noloco_p2p.spec import ModelSpec
-from noloco_p2p.trainer import evaluate
 from noloco_p2p.trainer.evaluate import evaluate_loss, perplexity
 from noloco_p2p.trainer.model import build_model
 
@@ -50,15 +49,13 @@ def test_each_token_counts_once_whatever_its_batch() -> None:
     assert evaluate_loss(model, [rows]) == pytest.approx(evaluate_loss(model, [rows[:1], rows[1:4], rows[4:]]))
 
 
-def test_a_batch_goes_through_in_parts_where_its_logits_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_goes_through_in_parts_where_its_logits_are_large() -> None:
     model, rows, passes = Bigram(20), torch.randint(0, 20, (7, 5)), list[int]()
     whole = evaluate_loss(model, [rows])
     model.register_forward_pre_hook(lambda _, args, kwargs: passes.append(len(kwargs["input_ids"])), with_kwargs=True)
-    monkeypatch.setattr(evaluate, "LOGITS_BYTES", 4 * 5 * 20 * 3)
-    assert evaluate_loss(model, [rows]) == pytest.approx(whole)
+    assert evaluate_loss(model, [rows], logits_bytes=4 * 5 * 20 * 3) == pytest.approx(whole)
     assert passes == [3, 3, 1]
-    monkeypatch.setattr(evaluate, "LOGITS_BYTES", 1)
-    assert evaluate_loss(model, [rows]) == pytest.approx(whole), "one at a time is the least"
+    assert evaluate_loss(model, [rows], logits_bytes=1) == pytest.approx(whole), "one at a time is the least"
 
 
 def test_evaluation_leaves_modes_gradients_and_random_state_alone() -> None:

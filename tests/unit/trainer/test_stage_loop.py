@@ -9,7 +9,6 @@ from typing import Any, cast
 from noloco_p2p.flow.actions import CloseStep, Compute, Kind
 from noloco_p2p.flow.frames import MicrobatchId
 from noloco_p2p.peer.flow_driver import Handed
-from noloco_p2p.trainer import pipeline
 from noloco_p2p.trainer.pipeline import StageLoop
 
 
@@ -86,12 +85,11 @@ def run(num_tasks: int) -> tuple[list[str], Outer]:
     log: list[str] = []
     outer = Outer()
     flow, parts = Flow(log, num_tasks=num_tasks), (Work(), object(), outer)
-    StageLoop(cast(Any, flow), *cast(tuple[Any, Any, Any], parts)).run(threading.Event())
+    StageLoop(cast(Any, flow), *cast(tuple[Any, Any, Any], parts), poll_s=0.0).run(threading.Event())
     return log, outer
 
 
-def test_tasks_go_on_while_a_round_is_at_its_boundary(monkeypatch: Any) -> None:
-    monkeypatch.setattr(pipeline, "POLL_S", 0.0)
+def test_tasks_go_on_while_a_round_is_at_its_boundary() -> None:
     log, _ = run(24)
     hold, release = log.index("hold"), log.index("release")
     assert log[:hold] == ["task", "task", "step 0.25", "task", "task"]
@@ -99,16 +97,14 @@ def test_tasks_go_on_while_a_round_is_at_its_boundary(monkeypatch: Any) -> None:
     assert log[hold + 2 : release] == ["task"] * 4
 
 
-def test_a_replica_that_counted_nothing_for_the_last_step_ends_its_round_as_the_others_do(monkeypatch: Any) -> None:
-    monkeypatch.setattr(pipeline, "POLL_S", 0.0)
+def test_a_replica_that_counted_nothing_for_the_last_step_ends_its_round_as_the_others_do() -> None:
     log, outer = run(5)
     assert log[-1] == "hold", "and it waits until the round has ended"
     assert outer.progress == 1
     assert outer.num_polled == 5
 
 
-def test_the_last_round_ends_with_the_schedule_and_no_step_follows(monkeypatch: Any) -> None:
-    monkeypatch.setattr(pipeline, "POLL_S", 0.0)
+def test_the_last_round_ends_with_the_schedule_and_no_step_follows() -> None:
     log, outer = run(40)
     last = max(index for index, entry in enumerate(log) if entry.startswith("step"))
     assert float(log[last].split()[1]) >= 1

@@ -22,7 +22,6 @@ from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
-from noloco_p2p.trainer import stage_trainer
 from noloco_p2p.trainer.export import export_model
 from noloco_p2p.trainer.model import build_model, build_tokenizer
 from noloco_p2p.trainer.stage_trainer import StageTrainer
@@ -82,7 +81,7 @@ def trainer_of(
     ready = cast("StagedPeer", peer).begin(PeerSettings(state_dir=folder, device="cpu", **settings), others)
     if leaves:
         ready.leave_requested.set()
-    return StageTrainer(ready, say=(said if said is not None else []).append)
+    return StageTrainer(ready, say=(said if said is not None else []).append, look_s=0.01)
 
 
 def train_some(trainer: StageTrainer, number: int) -> None:
@@ -127,8 +126,7 @@ def other(stage: int, progress: float) -> Candidate:
     return Candidate(f"other-{stage}", "", stage=stage, progress=progress)
 
 
-def test_a_newcomer_does_not_begin_a_stage_that_has_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_trainer, "LOOK_S", 0.01)
+def test_a_newcomer_does_not_begin_a_stage_that_has_trained(tmp_path: Path) -> None:
     said: list[str] = []
     with MemorySwarm(SPEC) as swarm:
         with pytest.raises(Left):
@@ -174,11 +172,8 @@ def test_what_cannot_revive_a_stage_is_refused(tmp_path: Path) -> None:
                 trainer_of(swarm, tmp_path / "new", others=[other(0, 0.5)], stage=2, revive_from=source)
 
 
-def test_a_stage_of_a_fork_begins_from_its_part_of_the_start_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_of_a_fork_begins_from_its_part_of_the_start_state(tmp_path: Path) -> None:
     """And serves it at once: a newcomer without the state waits for such a peer, or for what the operator gives it."""
-    monkeypatch.setattr(stage_trainer, "LOOK_S", 0.01)
     whole = build_model(SPEC.model.model_copy(update={"seed": 7}), sequence_length=SPEC.data.sequence_length)
     weights = {name: param.detach() for name, param in whole.named_parameters()}
     with new_start(tmp_path / "first") as start:

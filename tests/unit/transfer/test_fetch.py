@@ -37,11 +37,11 @@ from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.memory import MemoryNetwork, MemoryTransport
 from noloco_p2p.transfer import kept_chunks
 from noloco_p2p.transfer.donor import SavedState, StateServer, describe_state
-from noloco_p2p.transfer.fetch import INTERNET, Limits, Rate, fetch_spec, fetch_state
+from noloco_p2p.transfer.fetch import INTERNET, DonorRate, FetchLimits, fetch_spec, fetch_state
 from noloco_p2p.transfer.slots import NUM_SLOTS
 
 SPEC = RunSpec(name="fetch", outer=published())
-QUICK = Limits(least_retry_s=0.01, longest_retry_s=0.01)
+QUICK = FetchLimits(least_retry_s=0.01, longest_retry_s=0.01)
 NUM_BYTES = 3 * STATE_CHUNK_BYTES + 500  # four chunks
 
 
@@ -436,7 +436,7 @@ def test_a_donor_that_gives_one_chunk_a_call_is_slow(fetching: Fetching) -> None
 )
 def test_a_large_state_may_take_its_time_over_a_fast_link(bytes_per_s: float, whole_s: float, is_slow: bool) -> None:
     """The minimum rate is 1 MB/s, or the whole state in an hour."""
-    rate = Rate(int(bytes_per_s * whole_s), INTERNET)
+    rate = DonorRate(int(bytes_per_s * whole_s), INTERNET)
     assert rate.too_slow_s(1, 500.0) is None, "the time before the first chunk does not count"
     assert rate.too_slow_s(int(bytes_per_s * 59), 559.0) is None
     assert (rate.too_slow_s(int(bytes_per_s), 560.0) is not None) is is_slow

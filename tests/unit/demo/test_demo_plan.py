@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from noloco_p2p.demo import FEWEST_STEPS, DemoPlan, _half_reasons, report_lines, step_s_of_all, steps_that_fit
+from noloco_p2p.demo.plan import FEWEST_STEPS, DemoPlan, step_s_of_all, steps_that_fit
+from noloco_p2p.demo.report import _half_reasons, report_lines
 from noloco_p2p.errors import SettingsError, SpecError
 
 ALONE = "alone: ..abc123 refused: I have a partner for round 3"

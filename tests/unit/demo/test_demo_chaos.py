@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 
-from noloco_p2p.demo import Chaos
+from noloco_p2p.demo.processes import DemoPeer
+from noloco_p2p.demo.swarm import Chaos
 
 
-class Puppet:
+class Puppet(DemoPeer):
     """A peer that is back as soon as it is started, unless told otherwise."""
 
     def __init__(self, story: list[str], name: str) -> None:

@@ -1,12 +1,13 @@
-"""One swap over several channels ("lanes"): frames spread over them, and put in order again.
+"""The stream of frames of one swap, over one connection or more: spread over them, and put in order again.
 
-A lane is one gRPC call on a connection of its own. The sender numbers its frames and puts each on the lane that is free
-first; a lane is free when it has taken its last frame. The receiver holds early frames back until their turn, and does
-not read on from a lane that is too far ahead. So each side holds, for every lane, WINDOW_FRAMES and one more that are
-read and one that is written, of 1 MiB at most: with eight lanes 48 MiB, most of it payloads that a swap keeps anyway.
+Each connection carries one gRPC call. The sender numbers its frames and puts each on the connection that is free first;
+it is free when it has taken its last frame. The receiver holds early frames back until their turn, and does not read on
+from a connection that is too far ahead. So each side holds, for every connection, WINDOW_FRAMES and one more that are
+read and one that is written, of 1 MiB at most: with eight of them 48 MiB, most of it payloads that a swap keeps anyway.
 
-Only the caller of a swap opens further lanes and leaves them, for it knows an address; both sides send on all. A lane
-that breaks ends the swap, as nobody keeps what it took; one that is left takes nothing with it.
+Only the caller of a swap opens further connections and leaves them, for it knows an address; both sides send on all.
+One that breaks ends the swap, as nobody keeps what it took; one that is left takes nothing with it. On the wire a
+further connection is the call `Lane`, and the feature is named "lanes".
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from noloco_p2p.net import framing
 from noloco_p2p.net.connection_tuning import Direction
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
-FEATURE = "lanes"  # in Hello: this peer joins lanes to a swap
-MAX_LANES = 8
-WINDOW_FRAMES = 4  # per lane
+FEATURE = "lanes"  # in Hello: this peer joins connections to a swap
+MAX_CONNECTIONS = 8
+WINDOW_FRAMES = 4  # per connection
 LEAVE = pb.Frame(leave=pb.Leave()).SerializeToString()
 LAST_WORDS_S = 0.5  # from the end of what is sent to the end of the stream
 
@@ -76,7 +77,7 @@ class Order:
         return frame
 
 
-class Lane:
+class SwapConnection:
     """A wire and what a stream knows of it."""
 
     def __init__(self, wire: Wire) -> None:
@@ -92,13 +93,13 @@ class Lane:
         return not self.leaving and (self.writing is None or self.writing.done())
 
 
-class LaneStream:
-    """A FrameStream over one lane or more; both sides of a swap share it. Its tasks end in `close`, or with `lose`."""
+class SwapStream:
+    """A FrameStream over one connection or more, for both sides of a swap. Its tasks end in `close`, or with `lose`."""
 
     def __init__(self, peer: str, first: Wire) -> None:
         self._peer = peer
-        self._lanes: list[Lane] = []
-        self._first = Lane(first)
+        self._connections: list[SwapConnection] = []
+        self._first = SwapConnection(first)
         self._order = Order()
         self._num_sent = 0
         self._num_added = 0
@@ -115,19 +116,19 @@ class LaneStream:
         return self._peer
 
     @property
-    def num_lanes(self) -> int:
+    def num_connections(self) -> int:
         """Without those that are being left."""
-        return sum(not lane.leaving for lane in self._lanes)
+        return sum(not connection.leaving for connection in self._connections)
 
     async def send(self, frame: Frame) -> None:
-        """Waits until a lane is free; with one lane, until it has taken the frame."""
-        lane = await self._free_lane()
+        """Waits until a connection is free; with one connection, until it has taken the frame."""
+        connection = await self._free_connection()
         self._num_sent += 1
         frame = _with_feature(frame)
         self._heed(frame, Direction.SENT)
         data = framing.encode(frame, sequence=self._num_sent if self._is_numbered else 0)
-        writing = self._write(lane, data, frame)
-        if len(self._lanes) == 1:
+        writing = self._write(connection, data, frame)
+        if len(self._connections) == 1:
             # A write that is cancelled would take the call with it, and the farewell that is to follow.
             fault = await asyncio.shield(writing)
             if fault:
@@ -166,25 +167,30 @@ class LaneStream:
     # what differs between the two sides
 
     def _agreed(self, offer: Offer) -> None:
-        """The offer is accepted, and both sides know lanes."""
+        """The offer is accepted, and both sides can have several connections."""
 
-    def _moved(self, direction: Direction, frame: Frame, *, lane: int) -> None:
+    def _moved(self, direction: Direction, frame: Frame, *, connection: int) -> None:
         """A frame is through."""
 
     async def _last_words(self) -> None:
         """Until all that was sent is out, or longer."""
-        for lane in list(self._lanes):
-            await self._written(lane)
+        for connection in list(self._connections):
+            await self._written(connection)
 
-    def _check_end(self, lane: Lane) -> None:
-        """The other side has ended the lane without a Leave. Raises Unreachable when that is no peaceful end."""
+    def _check_end(self, connection: SwapConnection) -> None:
+        """The other side has ended the connection without a Leave. Raises Unreachable when that is no peaceful end."""
 
     async def _end(self) -> None:
         """Ends all tasks and calls."""
-        lanes, self._lanes = self._lanes, []
-        for lane in lanes:
-            await lane.wire.close()
-        tasks = [task for lane in lanes for task in (lane.reading, lane.writing) if task and not task.done()]
+        connections, self._connections = self._connections, []
+        for connection in connections:
+            await connection.wire.close()
+        tasks = [
+            task
+            for connection in connections
+            for task in (connection.reading, connection.writing)
+            if task and not task.done()
+        ]
         if tasks:
             # They end with their call; none is cut off inside gRPC that can do without.
             await asyncio.wait(tasks, timeout=LAST_WORDS_S)
@@ -192,57 +198,59 @@ class LaneStream:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # lanes
+    # connections
 
-    def add(self, lane: Lane, *, first_words: bytes = b"") -> None:
+    def add(self, connection: SwapConnection, *, first_words: bytes = b"") -> None:
         """From now on frames are numbered, and may go this way."""
-        self._lanes.append(lane)
-        lane.number = self._num_added = self._num_added + 1
-        self._is_numbered = len(self._lanes) > 1 or self._is_numbered
+        self._connections.append(connection)
+        connection.number = self._num_added = self._num_added + 1
+        self._is_numbered = len(self._connections) > 1 or self._is_numbered
         if first_words:
-            self._write(lane, first_words)
-        lane.reading = asyncio.create_task(self._read(lane))
+            self._write(connection, first_words)
+        connection.reading = asyncio.create_task(self._read(connection))
         self._freed.set()
 
-    def _left(self, lane: Lane) -> None:
+    def _left(self, connection: SwapConnection) -> None:
         """It takes nothing more in either direction."""
-        if lane in self._lanes:
-            self._lanes.remove(lane)
-        if not self._lanes:
+        if connection in self._connections:
+            self._connections.remove(connection)
+        if not self._connections:
             self.lose(Unreachable("the other side closed the stream", peer=self._peer))
 
-    async def _written(self, lane: Lane) -> None:
-        """Until the lane has taken what was given to it."""
-        if lane.writing:
-            await asyncio.wait({lane.writing})
+    async def _written(self, connection: SwapConnection) -> None:
+        """Until the connection has taken what was given to it."""
+        if connection.writing:
+            await asyncio.wait({connection.writing})
 
     # sending
 
-    async def _free_lane(self) -> Lane:
+    async def _free_connection(self) -> SwapConnection:
         while True:
             if self._gone:
                 raise self._gone
-            for lane in self._lanes:
-                if lane.is_free:
-                    return lane
+            for connection in self._connections:
+                if connection.is_free:
+                    return connection
             self._freed.clear()
             await self._freed.wait()
 
-    def _write(self, lane: Lane, data: bytes, frame: Frame | None = None) -> asyncio.Task[PeerError | None]:
+    def _write(
+        self, connection: SwapConnection, data: bytes, frame: Frame | None = None
+    ) -> asyncio.Task[PeerError | None]:
         async def write() -> PeerError | None:
             try:
-                await lane.wire.write(data)
+                await connection.wire.write(data)
             except PeerError as fault:
-                lane.leaving = True  # the stream ends when its reader finds the end, behind what has arrived
+                connection.leaving = True  # the stream ends when its reader finds the end, behind what has arrived
                 return fault
             finally:
                 self._freed.set()
             if frame is not None:
-                self._moved(Direction.SENT, frame, lane=lane.number)
+                self._moved(Direction.SENT, frame, connection=connection.number)
             return None
 
-        lane.writing = asyncio.create_task(write())
-        return lane.writing
+        connection.writing = asyncio.create_task(write())
+        return connection.writing
 
     # receiving
 
@@ -254,30 +262,32 @@ class LaneStream:
             await self._arrived.wait()
         return frame
 
-    async def _read(self, lane: Lane) -> None:
-        """Runs for the life of a lane. What breaks one lane ends the stream."""
+    async def _read(self, connection: SwapConnection) -> None:
+        """Runs for the life of a connection. What breaks one connection ends the stream."""
         try:
-            while (data := await lane.wire.read()) is not None:
+            while (data := await connection.wire.read()) is not None:
                 if data == LEAVE:
                     break
                 frame, sequence = framing.decode(data)
-                await self._put(lane, frame, sequence)
+                await self._put(connection, frame, sequence)
             else:
-                self._check_end(lane)
-            lane.leaving = True
-            await self._written(lane)
-            await lane.wire.close()
-            self._left(lane)
+                self._check_end(connection)
+            connection.leaving = True
+            await self._written(connection)
+            await connection.wire.close()
+            self._left(connection)
         except PeerError as fault:
             self.lose(fault)
 
-    async def _put(self, lane: Lane, frame: Frame, sequence: int) -> None:
-        sequence = sequence or lane.last_received + 1
-        if sequence <= lane.last_received:
-            raise CorruptPayload(f"frame {sequence} came after frame {lane.last_received}", peer=self._peer)
-        lane.last_received = sequence
-        self._moved(Direction.RECEIVED, frame, lane=lane.number)
-        while not self._order.has_room(sequence, window=WINDOW_FRAMES * len(self._lanes)) and not self._is_closing:
+    async def _put(self, connection: SwapConnection, frame: Frame, sequence: int) -> None:
+        sequence = sequence or connection.last_received + 1
+        if sequence <= connection.last_received:
+            raise CorruptPayload(f"frame {sequence} came after frame {connection.last_received}", peer=self._peer)
+        connection.last_received = sequence
+        self._moved(Direction.RECEIVED, frame, connection=connection.number)
+        while (
+            not self._order.has_room(sequence, window=WINDOW_FRAMES * len(self._connections)) and not self._is_closing
+        ):
             self._taken.clear()
             await self._taken.wait()
         if self._is_closing:
@@ -287,7 +297,7 @@ class LaneStream:
         self._arrived.set()
 
     def _heed(self, frame: Frame, direction: Direction) -> None:
-        """An offer one way and its answer the other way tell whether there may be lanes."""
+        """An offer one way and its answer the other way tell whether there may be several connections."""
         if isinstance(frame, Offer) and self._offer is None:
             self._offer = frame, direction
         elif isinstance(frame, Accept) and self._offer and self._offer[1] is not direction and not self._is_answered:

@@ -1,4 +1,4 @@
-"""Frames over several lanes: in order, nothing lost, nothing twice, little held back; and what a broken lane does."""
+"""Frames over several connections: in order, nothing lost, nothing twice, little held back; what a broken one does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from noloco_p2p.errors import CorruptPayload, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Accept, Boundary, Chunk, Hello, Offer, Part, Ready, SectionName
 from noloco_p2p.net import framing
-from noloco_p2p.net.lanes import FEATURE, LEAVE, WINDOW_FRAMES, Lane, LaneStream, Order
+from noloco_p2p.net.swap_stream import FEATURE, LEAVE, WINDOW_FRAMES, Order, SwapConnection, SwapStream
 
 HELLO = Hello("peer", "run", "digest", features=(FEATURE,))
 STRANGER = Hello("peer", "run", "digest")
@@ -66,7 +66,7 @@ class MemoryWire:
         messages.put_nowait(None)
 
 
-class Stream(LaneStream):
+class Stream(SwapStream):
     """Notes what the two real sides act on."""
 
     def __init__(self, first: MemoryWire) -> None:
@@ -85,23 +85,23 @@ def chunk(index: int) -> Chunk:
     return Chunk(SectionName.SLOW_WEIGHTS, index, b"payload", bytes(16))
 
 
-def linked(lanes: list[list[int]]) -> tuple[Stream, Stream, list[tuple[MemoryWire, MemoryWire]]]:
-    wires = [MemoryWire.pair(delays) for delays in lanes]
+def linked(connections: list[list[int]]) -> tuple[Stream, Stream, list[tuple[MemoryWire, MemoryWire]]]:
+    wires = [MemoryWire.pair(delays) for delays in connections]
     here, there = Stream(wires[0][0]), Stream(wires[0][1])
     for ours, theirs in wires[1:]:
-        here.add(Lane(ours))
-        there.add(Lane(theirs))
+        here.add(SwapConnection(ours))
+        there.add(SwapConnection(theirs))
     return here, there, wires
 
 
 @given(
-    lanes=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=7), min_size=1, max_size=8),
+    connections=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=7), min_size=1, max_size=8),
     num_frames=st.integers(0, 60),
     reader_delays=st.lists(st.integers(0, 6), min_size=1, max_size=5),
 )
 @settings(max_examples=60, deadline=None)
-def test_frames_come_in_the_order_sent_whatever_the_lanes_do(
-    lanes: list[list[int]], num_frames: int, reader_delays: list[int]
+def test_frames_come_in_the_order_sent_whatever_the_connections_do(
+    connections: list[list[int]], num_frames: int, reader_delays: list[int]
 ) -> None:
     most_held = 0
 
@@ -122,7 +122,7 @@ def test_frames_come_in_the_order_sent_whatever_the_lanes_do(
         return indices
 
     async def main() -> None:
-        here, there, _ = linked(lanes)
+        here, there, _ = linked(connections)
         _, _, received, back = await asyncio.gather(send(here), send(there), receive(there), receive(here))
         assert received == back == list(range(num_frames))
         with pytest.raises(TimedOut):
@@ -130,7 +130,7 @@ def test_frames_come_in_the_order_sent_whatever_the_lanes_do(
         await asyncio.gather(here.close(), there.close())
 
     run(main)
-    assert most_held <= WINDOW_FRAMES * len(lanes)
+    assert most_held <= WINDOW_FRAMES * len(connections)
 
 
 @given(st.permutations(range(1, 30)))
@@ -147,12 +147,12 @@ def test_every_number_comes_out_once(numbers: list[int]) -> None:
     assert len(order) == 0
 
 
-@pytest.mark.parametrize("num_lanes", [1, 3, 8])
-def test_a_reader_that_does_not_read_stops_the_sender(num_lanes: int) -> None:
+@pytest.mark.parametrize("num_connections", [1, 3, 8])
+def test_a_reader_that_does_not_read_stops_the_sender(num_connections: int) -> None:
     """Held back: the window, one frame in each reader; beyond them only what the wires take."""
 
     async def main() -> None:
-        here, there, _ = linked([[0]] * num_lanes)
+        here, there, _ = linked([[0]] * num_connections)
         sent = 0
 
         async def send() -> None:
@@ -163,9 +163,9 @@ def test_a_reader_that_does_not_read_stops_the_sender(num_lanes: int) -> None:
 
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(send(), 0.1)
-        queued_and_in_write = 3 * num_lanes
-        assert len(there._order) == WINDOW_FRAMES * num_lanes
-        assert sent <= WINDOW_FRAMES * num_lanes + num_lanes + queued_and_in_write
+        queued_and_in_write = 3 * num_connections
+        assert len(there._order) == WINDOW_FRAMES * num_connections
+        assert sent <= WINDOW_FRAMES * num_connections + num_connections + queued_and_in_write
         for index in range(sent):
             frame = await there.receive(PATIENCE_S)
             assert isinstance(frame, Chunk)
@@ -175,28 +175,28 @@ def test_a_reader_that_does_not_read_stops_the_sender(num_lanes: int) -> None:
     run(main)
 
 
-def test_one_lane_says_no_numbers_and_a_second_one_begins_to() -> None:
+def test_one_connection_says_no_numbers_and_a_second_one_begins_to() -> None:
     async def main() -> None:
         (first, first_end), (second, second_end) = MemoryWire.pair([0]), MemoryWire.pair([0])
         here = Stream(first)
         await here.send(chunk(0))
         assert framing.decode(await first_end.read() or b"") == (chunk(0), 0)
-        here.add(Lane(second))
+        here.add(SwapConnection(second))
         await here.send(chunk(1))
         assert framing.decode(await first_end.read() or b"") == (chunk(1), 2)
-        assert second_end.incoming.messages.empty(), "the first lane was free"
+        assert second_end.incoming.messages.empty(), "the first connection was free"
         await here.close()
 
     run(main)
 
 
-def test_a_lane_that_dies_ends_the_stream_behind_what_is_here() -> None:
+def test_a_connection_that_dies_ends_the_stream_behind_what_is_here() -> None:
     async def main() -> None:
         here, there, wires = linked([[0], [0]])
         await here.send(chunk(0))
         assert await there.receive(PATIENCE_S) == chunk(0)
         await wires[0][0].outgoing.put(framing.encode(chunk(1), sequence=2))
-        await wires[0][0].outgoing.put(framing.encode(chunk(3), sequence=4))  # 3 was on the lane that dies
+        await wires[0][0].outgoing.put(framing.encode(chunk(3), sequence=4))  # 3 was on the connection that dies
         await wires[1][0].outgoing.put(Unreachable("cut", peer="peer"))
         assert await there.receive(PATIENCE_S) == chunk(1)
         with pytest.raises(Unreachable, match="cut"):
@@ -210,7 +210,7 @@ def test_a_lane_that_dies_ends_the_stream_behind_what_is_here() -> None:
     run(main)
 
 
-def test_a_lane_that_is_left_takes_nothing_with_it() -> None:
+def test_a_connection_that_is_left_takes_nothing_with_it() -> None:
     async def main() -> None:
         here, there, wires = linked([[0], [0]])
         await wires[1][0].outgoing.put(framing.encode(chunk(0), sequence=1))
@@ -219,7 +219,7 @@ def test_a_lane_that_is_left_takes_nothing_with_it() -> None:
         await wires[0][0].outgoing.put(framing.encode(chunk(1), sequence=2))
         assert await there.receive(PATIENCE_S) == chunk(1)
         assert wires[1][1].is_closed
-        assert there.num_lanes == 1
+        assert there.num_connections == 1
         await there.close()
         await here.close()
 
@@ -228,7 +228,7 @@ def test_a_lane_that_is_left_takes_nothing_with_it() -> None:
 
 @pytest.mark.parametrize("sequence", [0, 1, 2**63])
 def test_numbers_that_cannot_be_are_refused_or_waited_for(sequence: int) -> None:
-    """A used number is refused, also an implied one; one far ahead is held back and stops its lane."""
+    """A used number is refused, also an implied one; one far ahead is held back and stops its connection."""
 
     async def main() -> None:
         here, there, wires = linked([[0], [0]])
@@ -244,8 +244,8 @@ def test_numbers_that_cannot_be_are_refused_or_waited_for(sequence: int) -> None
     run(main)
 
 
-@pytest.mark.parametrize("answer", [HELLO, STRANGER], ids=["both know lanes", "the other does not"])
-def test_lanes_are_agreed_by_an_offer_and_its_answer(answer: Hello) -> None:
+@pytest.mark.parametrize("answer", [HELLO, STRANGER], ids=["both know the feature", "the other does not"])
+def test_connections_are_agreed_by_an_offer_and_its_answer(answer: Hello) -> None:
     async def main() -> None:
         first, first_end = MemoryWire.pair([0])
         here = Stream(first)

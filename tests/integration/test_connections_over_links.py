@@ -1,4 +1,4 @@
-"""A swap over real gRPC and a link: it takes further lanes when they help, and only then, and ends cleanly on each."""
+"""A swap over real gRPC and a link: it takes further connections only when they help, and ends cleanly on each."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 import uvloop
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - missing in the stubs
+from harness.link_proxy import LinkProxy
 from harness.loopback import LoopbackSwarm
 from harness.patience import PATIENCE_S
 from harness.rounds import Vectors, end_round, one_round, open_round, together, wait_until
@@ -38,20 +39,20 @@ from noloco_p2p.gossip.outcome import Alone, Outcome, Swapped
 from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.net import convert, framing, options
-from noloco_p2p.net.caller import LANE_METHOD, SWAP_METHOD, connect
+from noloco_p2p.net.caller import CONNECTION_METHOD, SWAP_METHOD, connect
 from noloco_p2p.net.connection import Connector
-from noloco_p2p.net.connection_tuning import LanePolicy
-from noloco_p2p.net.lanes import FEATURE, LEAVE, MAX_LANES
+from noloco_p2p.net.connection_tuning import ConnectionPolicy
 from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.net.swap_stream import FEATURE, LEAVE, MAX_CONNECTIONS
 from noloco_p2p.net.throttle import UNLIMITED
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.spec import CodecSpec, RunSpec
-from noloco_p2p.testing.link_proxy import HOME_FIBRE, LinkProfile, LinkProxy
+from noloco_p2p.testing.links import HOME_FIBRE, LinkProfile
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 
 SPEC = RunSpec(name="lanes", codec=CodecSpec(slow_weights="int8", outer_momentum="int8", outer_gradient="int8"))
 SHORT = Deadlines(dial_s=2.0, offer_s=2.0, status_s=0.5, progress_s=3.0, farewell_s=0.2)
-QUICK = LanePolicy(window_s=0.4)
+QUICK = ConnectionPolicy(window_s=0.4)
 
 
 @pytest.fixture(autouse=True)
@@ -80,9 +81,9 @@ class Bench:
 
 
 @contextmanager
-def bench(*, mbit_s: float, own_rates: bool, lanes: LanePolicy = QUICK) -> Iterator[Bench]:
+def bench(*, mbit_s: float, own_rates: bool, connections: ConnectionPolicy = QUICK) -> Iterator[Bench]:
     profile = LinkProfile("test", down_mbit_s=mbit_s, up_mbit_s=mbit_s, delay_ms=2, jitter_ms=0)
-    with LoopbackSwarm(SPEC, deadlines=SHORT, lanes=lanes) as swarm:
+    with LoopbackSwarm(SPEC, deadlines=SHORT, connections=connections) as swarm:
         caller, acceptor = swarm.peer("caller"), swarm.peer("acceptor")
         link = LinkProxy(swarm.addresses["acceptor"], profile, own_rates=own_rates)
         on_loop(swarm, link.start())
@@ -108,12 +109,12 @@ def mbit_s(outcome: Outcome, seconds: float) -> float:
 
 
 def close_of(bench: Bench) -> None:
-    """All lanes have gone by themselves."""
+    """All connections have gone by themselves."""
     wait_until(lambda: bench.link.num_open == 0)
 
 
 def test_when_each_connection_is_slow_a_swap_gets_several_times_the_rate_of_one() -> None:
-    # Long against the 4 MB that the kernel takes for each new lane at once: a shorter swap measures that.
+    # Long against the 4 MB that the kernel takes for each new connection at once: a shorter swap measures that.
     rate_mbit_s, both = 20.0, vectors(20_000_000)
     with bench(mbit_s=rate_mbit_s, own_rates=True) as there:
         there.swap(both, round_index=0)
@@ -124,7 +125,7 @@ def test_when_each_connection_is_slow_a_swap_gets_several_times_the_rate_of_one(
         close_of(there)
 
 
-def test_when_the_link_is_full_a_swap_settles_at_few_lanes() -> None:
+def test_when_the_link_is_full_a_swap_settles_at_few_connections() -> None:
     both = vectors(4_000_000)
     with bench(mbit_s=40, own_rates=False) as there:
         before = 0
@@ -137,7 +138,7 @@ def test_when_the_link_is_full_a_swap_settles_at_few_lanes() -> None:
         close_of(there)
 
 
-def test_what_comes_over_many_lanes_is_what_was_sent() -> None:
+def test_what_comes_over_many_connections_is_what_was_sent() -> None:
     both = vectors(8_000_000)
     with bench(mbit_s=20, own_rates=True) as there:
         outcomes, _ = there.swap(both, round_index=0)
@@ -160,14 +161,14 @@ def half_differences(outcome: Outcome) -> dict[SectionName, torch.Tensor]:
     }
 
 
-def test_a_short_swap_on_a_fast_link_takes_one_lane() -> None:
-    with bench(mbit_s=1000, own_rates=True, lanes=LanePolicy()) as there:
+def test_a_short_swap_on_a_fast_link_takes_one_connection() -> None:
+    with bench(mbit_s=1000, own_rates=True, connections=ConnectionPolicy()) as there:
         there.swap(vectors(300_000), round_index=0)
         assert there.link.num_connections == 1
 
 
 @pytest.mark.parametrize("fault", ["cut", "stop"])
-def test_a_swap_that_breaks_on_many_lanes_ends_alike_on_both_sides(fault: str) -> None:
+def test_a_swap_that_breaks_on_many_connections_ends_alike_on_both_sides(fault: str) -> None:
     both = vectors(30_000_000)
     with bench(mbit_s=20, own_rates=True) as there:
         peers = [there.acceptor, there.caller]
@@ -184,7 +185,7 @@ def test_a_swap_that_breaks_on_many_lanes_ends_alike_on_both_sides(fault: str) -
         assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
 
 
-# a lane, by hand
+# a connection, by hand
 
 
 class Holding:
@@ -245,7 +246,7 @@ def own_channel(address: str) -> grpc.aio.Channel:
 
 
 async def ask(channel: grpc.aio.Channel, first_words: bytes) -> tuple[Any, pb.Frame]:
-    call = channel.stream_stream(LANE_METHOD)()
+    call = channel.stream_stream(CONNECTION_METHOD)()
     await call.write(first_words)
     return call, pb.Frame.FromString(await read(call))
 
@@ -271,7 +272,7 @@ def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
     ],
     ids=["unknown id", "no id", "another peer", "another run", "no join", "garbage"],
 )
-def test_a_lane_that_belongs_to_no_swap_is_refused_with_a_sentence(first_words: bytes, sentence: str) -> None:
+def test_a_connection_that_belongs_to_no_swap_is_refused_with_a_sentence(first_words: bytes, sentence: str) -> None:
     async def main() -> None:
         async with one_swap() as (service, address, _), own_channel(address) as channel:
             _, answer = await ask(channel, first_words)
@@ -283,24 +284,24 @@ def test_a_lane_that_belongs_to_no_swap_is_refused_with_a_sentence(first_words: 
     run(main)
 
 
-def test_a_swap_has_so_many_lanes_and_no_more_and_none_when_it_is_over() -> None:
+def test_a_swap_has_so_many_connections_and_no_more_and_none_when_it_is_over() -> None:
     async def main() -> None:
         async with one_swap() as (service, address, call), AsyncExitStack() as channels:
 
-            async def ask_for_a_lane() -> tuple[Any, pb.Frame]:
+            async def ask_for_a_connection() -> tuple[Any, pb.Frame]:
                 return await ask(await channels.enter_async_context(own_channel(address)), join())
 
-            calls = [await ask_for_a_lane() for _ in range(MAX_LANES - 1)]
+            calls = [await ask_for_a_connection() for _ in range(MAX_CONNECTIONS - 1)]
             assert all(answer.HasField("join") for _, answer in calls)
-            _, answer = await ask_for_a_lane()
-            assert f"{MAX_LANES} lanes" in answer.refuse.sentence
+            _, answer = await ask_for_a_connection()
+            assert f"{MAX_CONNECTIONS} connections" in answer.refuse.sentence
             await calls[0][0].write(LEAVE)
             assert await read(calls[0][0]) is EOF
-            _, answer = await ask_for_a_lane()
+            _, answer = await ask_for_a_connection()
             assert answer.HasField("join"), "one was left"
             calls[1][0].cancel()
-            assert await read(call) is EOF, "the swap ends, and says so on its other lanes"
-            _, answer = await ask_for_a_lane()
+            assert await read(call) is EOF, "the swap ends, and says so on its other connections"
+            _, answer = await ask_for_a_connection()
             assert "no swap with this id" in answer.refuse.sentence
             assert [type(fault) for fault in service.faults] == [Unreachable]
 
@@ -308,14 +309,14 @@ def test_a_swap_has_so_many_lanes_and_no_more_and_none_when_it_is_over() -> None
 
 
 def test_a_connection_ends_with_its_wire_while_somebody_keeps_what_was_cancelled_on_it() -> None:
-    """As when a swap ends while it asks for a lane: a task keeps its CancelledError, and a stream its tasks."""
+    """As when a swap ends while it asks for a connection: a task keeps its CancelledError, and a stream its tasks."""
 
     async def main() -> None:
         server = GrpcServer(Holding())
         await server.start("127.0.0.1", 0)
         async with LinkProxy(f"127.0.0.1:{server.port}", HOME_FIBRE) as link:
             there = Candidate("acceptor", link.address)
-            wire = await connect(Connector(), there, LANE_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
+            wire = await connect(Connector(), there, CONNECTION_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
             reading = asyncio.create_task(wire.read())
             await asyncio.sleep(0.1)
             reading.cancel()

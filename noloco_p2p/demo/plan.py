@@ -1,0 +1,153 @@
+"""What a demo does: its spec, and as many inner steps as fit into a time on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.flow.limits import IN_FLIGHT_SHARE
+from noloco_p2p.presets import PRESETS
+from noloco_p2p.spec import TrainerSpec
+
+MEASURED_S, MEASURED_STEPS = 3.0, 8  # of inner steps, after the first; both at least
+FEWEST_STEPS, FEWEST_ROUNDS = 60, 12
+MANY_STEPS = 10_000  # of a spec that is checked and measured before the number of steps is known
+UPKEEP = 1.35  # time of a step beside swaps, evaluation and the network thread, over that of a step alone
+START_AND_END_S = 12.0  # peers find each other; closing rounds, leaving, merging; and the steps below
+START_AND_END_STEPS = 30  # evaluations at the start and at the end, and the measurements of each peer
+MICROBATCH = 2  # sequences; of one, the streams would cost as much as the computing; of four, stages would wait
+PIPELINE_UPKEEP = 2.4  # as UPKEEP, of a step of a pipeline: also for codecs, and the streams between stages
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPlan:
+    """`folder` holds everything: the spec, a folder per peer with its log, the exported model.
+
+    num_steps: None = as many as fit into `minutes` on this machine.
+    """
+
+    folder: Path
+    num_peers: int = 4
+    num_steps: int | None = None
+    minutes: float = 4.0
+    port_base: int = 0  # peer i listens on port_base + 2 i; 0 = free ports
+    changes: Mapping[str, Any] = field(default_factory=dict)  # dotted fields of the spec
+    chaos_seed: int | None = None  # peers are killed and come back, when and which by this seed
+    num_stages: int = 1
+
+    def check(self) -> None:
+        """A mistake is an error before anything starts. Raises SettingsError and SpecError."""
+        spec, stages = self.spec(self.num_steps or MANY_STEPS), self.num_stages
+        if spec.pipeline.stages != stages:
+            raise SettingsError(f"--set pipeline.stages={spec.pipeline.stages}: name their number with --stages")
+        if not spec.model.pretrained and spec.model.num_layers < stages:
+            raise SettingsError(
+                f"--stages {stages}: the model has {spec.model.num_layers} blocks, and each stage needs one; "
+                f"--set model.num_layers={stages} gives it more"
+            )
+        if self.num_peers < stages:
+            raise SettingsError(f"--peers {self.num_peers}: {stages} stages need a peer each, at least")
+        if stages > 1 and self.chaos_seed is not None and self.num_peers < 2 * stages:
+            raise SettingsError(
+                f"--chaos with --peers {self.num_peers}: {stages} stages need {2 * stages} peers, two each; what a "
+                "stage has learned is gone with its only peer"
+            )
+
+    def stage(self, index: int) -> int | None:
+        """That peer `index` holds, where there are stages."""
+        return index % self.num_stages if self.num_stages > 1 else None
+
+    def spec(self, num_steps: int) -> TrainerSpec:
+        """The preset `tiny` with a schedule of `num_steps`, and rounds so short that there are a dozen of them."""
+        tiny = PRESETS["tiny"]
+        longest = max(1, min(tiny.outer.max_inner_steps, num_steps // FEWEST_ROUNDS))
+        changes = {
+            "name": "demo",
+            "train.total_steps": num_steps,
+            "train.warmup_steps": min(tiny.train.warmup_steps, num_steps // 4),
+            "outer.min_inner_steps": min(tiny.outer.min_inner_steps, longest),
+            "outer.max_inner_steps": longest,
+        }
+        if self.num_stages > 1:
+            changes |= {
+                "model.parameter_seeds": True,
+                "pipeline.stages": self.num_stages,
+                "pipeline.microbatch": MICROBATCH,
+            }
+        return tiny.with_changes(changes, origin="--steps").with_changes(dict(self.changes), origin="--set")
+
+
+def step_s_of_all(plan: DemoPlan, spec: TrainerSpec, *, step_s: float, num_cores: int) -> float:
+    """Seconds in which each peer takes an inner step, or each head of a pipeline.
+
+    step_s: of an inner step with one thread while every core computes one; of a pipeline, in all stages together.
+    """
+    if plan.num_stages == 1:
+        return step_s * UPKEEP * max(1.0, plan.num_peers / num_cores)
+    num_heads = -(-plan.num_peers // plan.num_stages)
+    in_flight = max(1, int(IN_FLIGHT_SHARE * spec.train.batch_size / spec.pipeline.microbatch))
+    return step_s * PIPELINE_UPKEEP * max(num_heads / num_cores, 1 / min(in_flight, plan.num_stages))
+
+
+def steps_that_fit(seconds: float, *, each_s: float) -> int:
+    """How many inner steps each peer can take in that time, starting and ending included; rounded to tens."""
+    fitting = (seconds - START_AND_END_S) / each_s - START_AND_END_STEPS
+    return max(FEWEST_STEPS, int(fitting) // 10 * 10)
+
+
+def measure_step_s(spec: TrainerSpec) -> float:
+    """Seconds of an inner step of `spec` on random tokens, with one thread; for a process of its own."""
+    import torch
+
+    from noloco_p2p.trainer.inner_step import InnerStep
+    from noloco_p2p.trainer.model import build_model
+
+    torch.set_num_threads(1)
+    size = (spec.train.batch_size, spec.data.sequence_length)
+    step = InnerStep(build_model(spec.model, sequence_length=spec.data.sequence_length), spec.train)
+    batch = torch.randint(0, min(256, spec.model.vocab_size or 256), size)
+
+    def timed() -> float:
+        began_s = time.monotonic()
+        step(batch, progress=0.0)
+        return time.monotonic() - began_s
+
+    timed()
+    return _lower_quartile_s(timed)
+
+
+def measure_pipeline_s(spec: TrainerSpec) -> float:
+    """As `measure_step_s`, of the batch of one head: in all stages together, one after the other."""
+    import torch
+
+    from noloco_p2p.trainer.cut import cut_of
+    from noloco_p2p.trainer.stage import build_stage
+    from noloco_p2p.trainer.stage_work import StageWork
+
+    torch.set_num_threads(1)
+    length, cut = spec.data.sequence_length, cut_of(spec)
+    works = [
+        StageWork(build_stage(spec.model, cut, index=stage, sequence_length=length), spec) for stage in range(len(cut))
+    ]
+    microbatch_s = _lower_quartile_s(lambda: sum(work.probe() for work in works))
+    return microbatch_s * spec.train.batch_size / spec.pipeline.microbatch
+
+
+def _lower_quartile_s(measure: Callable[[], float]) -> float:
+    """Of many measurements: other programs slow some of the steps down, and may be gone in a moment."""
+    durations_s: list[float] = []
+    while sum(durations_s) < MEASURED_S or len(durations_s) < MEASURED_STEPS:
+        durations_s.append(measure())
+    return sorted(durations_s)[len(durations_s) // 4]
+
+
+def cut_model(spec: TrainerSpec) -> tuple[int, ...]:
+    """The blocks of each stage, for a process that has torch already. Raises SpecError."""
+    from noloco_p2p.trainer.cut import cut_of
+    from noloco_p2p.trainer.stage_needs import StageNeeds
+
+    return cut_of(StageNeeds.of(spec, spec.pipeline.stages).spec)

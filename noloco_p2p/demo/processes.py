@@ -1,0 +1,180 @@
+"""Processes of a fork server that has imported torch, transformers and hivemind once.
+
+Each import takes some four seconds of a core, and a peer that is forked need not repeat it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from noloco_p2p.control import ask
+from noloco_p2p.demo.plan import DemoPlan
+from noloco_p2p.errors import NolocoError, SettingsError
+
+PRELOADED = [
+    "noloco_p2p.trainer.loop",
+    "noloco_p2p.trainer.stage_trainer",
+    "noloco_p2p.trainer.stage_needs",
+    "noloco_p2p.trainer.swarm_evaluation",
+    "noloco_p2p.trainer.export",
+]
+ASK_TIMEOUT_S = 1.0  # a peer on a busy machine may not answer at once; its row then stays as it was
+CHAOS_SAVES_EVERY = "3"  # rounds: a peer that is killed every few seconds must not lose a minute each time
+
+
+def fork_server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def start_fork_server() -> None:
+    """With SIGINT blocked: the terminal sends it to the server, too, which imports for seconds before it ignores it."""
+    resource_tracker.ensure_running()  # it unblocks SIGINT again when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        fork_server()
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def workers(num_processes: int, *, what: str) -> Iterator[ProcessPoolExecutor]:
+    """Processes that have torch; an interrupt ends them at once. Raises NolocoError when what they do fails."""
+    pool = ProcessPoolExecutor(num_processes, mp_context=fork_server(), initializer=_begin_worker)
+    try:
+        yield pool
+    except NolocoError:
+        raise
+    except BrokenProcessPool:
+        raise NolocoError(f"the process of the {what} was killed; is memory short?") from None
+    except Exception as error:
+        raise NolocoError(f"the {what} failed: {error}") from error
+    finally:
+        for process in [*(pool._processes or {}).values()]:
+            process.kill()
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the demo, too
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def run_peer(main: Callable[[list[str]], int], arguments: list[str], log: Path) -> None:
+    """Be a peer, in a process of the fork server and a session of its own: the terminal's Ctrl-C reaches only the demo.
+
+    The peer ends when the demo does, however that ends.
+    """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    os.setsid()
+    os.environ["NO_COLOR"] = "1"
+    with log.open("ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    sys.exit(main(arguments))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class DemoPeer:
+    """One `noloco join` in a process. `status` is what it last said of itself, as `noloco status --json`; or None."""
+
+    def __init__(self, index: int, *, plan: DemoPlan, main: Callable[[list[str]], int]) -> None:
+        self.index = index
+        self.stage = plan.stage(index)
+        self.kills = 0
+        self.status: dict[str, Any] | None = None
+        self.folder = plan.folder / f"peer-{index}"
+        self.folder.mkdir()
+        self.log = self.folder / "log.txt"
+        self.log.touch()
+        self.ticket_file = self.folder / "ticket"
+        self._plan = plan
+        self._main = main
+        self._port = plan.port_base + 2 * index if plan.port_base else 0
+        self.process: ForkServerProcess | None = None
+
+    def start(self, target: str) -> None:
+        """Also again, after a kill: it goes on from its last checkpoint."""
+        arguments = ["join", target, "--listen", f"127.0.0.1:{self._port}", "--state-dir", str(self.folder)]
+        arguments += ["--threads", "1", "--device", "cpu", "--ticket-file", str(self.ticket_file)]
+        if self.stage is not None:
+            arguments += ["--stage", str(self.stage)]
+        if self._plan.chaos_seed is not None:
+            arguments += ["--save-every-rounds", CHAOS_SAVES_EVERY]
+        process = fork_server().Process(target=run_peer, args=(self._main, arguments, self.log))
+        process.start()
+        self.process = process
+
+    def ask(self) -> None:
+        """Bring `status` up to date; a peer that does not answer in time keeps the last one."""
+        try:
+            answer = ask(self.folder, "status", timeout_s=ASK_TIMEOUT_S)
+        except SettingsError:
+            return
+        self.status = answer or self.status
+
+    def last_line(self) -> str:
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "nothing"
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs, and before; negative after a signal."""
+        return self.process.exitcode if self.process else None
+
+    @property
+    def ending(self) -> str:
+        """Of one that failed: its process ended by itself, or something killed it."""
+        code = self.exit_code or 0
+        return f"was killed (signal {-code})" if code < 0 else f"failed (exit code {code})"
+
+    def is_done(self) -> bool:
+        return self.exit_code is not None or (self.status or {}).get("state") == "done"
+
+    def is_back(self) -> bool:
+        """Since its last kill it has begun to train again."""
+        return (self.status or {}).get("state", "entering") != "entering"
+
+    def kill(self) -> None:
+        """As a machine that loses its power: nobody hears of it."""
+        assert self.process is not None
+        self.kills += 1
+        self.process.kill()
+        self.process.join()
+        self.status = None
+
+    def ask_to_leave(self) -> None:
+        if self.process and self.exit_code is None:
+            self.process.terminate()
+
+    def wait_gone(self, until_s: float) -> None:
+        """Wait, and in the end kill: nobody outlives the demo."""
+        if self.process is None:
+            return
+        self.process.join(max(0.1, until_s - time.monotonic()))
+        if self.exit_code is None:
+            self.process.kill()
+            self.process.join()

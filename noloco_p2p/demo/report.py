@@ -1,0 +1,124 @@
+"""What a demo came to: from what its peers wrote, and from the mean of their models."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from noloco_p2p.demo.processes import DemoPeer
+from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.telemetry.console import aligned, loss, mib, named
+from noloco_p2p.telemetry.events import read_events
+
+WHY_SOLO = {
+    "nobody": "no other peer trained",
+    "refused": "the peers that it asked were busy",
+    "no_answer": "no peer had answered at the boundary",
+    "failed": "the swap broke",
+    "slow": "the swap was not ready at the boundary",
+    "refused_state": "a gate refused what the partner sent",
+}
+
+
+def evaluate_and_export(spec: TrainerSpec, folders: Sequence[Sequence[Path]], export_dir: Path) -> dict[str, float]:
+    """Of the mean of the newest checkpoints in these folders of the run, those of each stage, for a process that has
+    torch already."""
+    from noloco_p2p.trainer.export import export_model
+    from noloco_p2p.trainer.model import build_tokenizer
+    from noloco_p2p.trainer.swarm_evaluation import evaluate_swarm
+
+    evaluation = evaluate_swarm(spec, folders)
+    export_model(evaluation.model, build_tokenizer(spec.data), export_dir)
+    return {"merged_loss": evaluation.merged_loss, "spread": evaluation.spread}
+
+
+def result_of(peer: DemoPeer) -> dict[str, Any]:
+    events = [event for path in peer.folder.glob("runs/*/events.jsonl") for event in read_events(path)]
+    losses = [event["validation_loss"] for event in events if event["event"] == "evaluated"]
+    rounds = [event for event in events if event["event"] in ("round", "finished", "stopped")]
+    last = rounds[-1] if rounds else {}
+    started = [event["peer_id"] for event in events if event["event"] == "started"]
+    return {
+        "peer_id": started[0] if started else "",
+        "stage": peer.stage,
+        "rounds": last.get("rounds_here", 0),
+        **{key: last.get(key, 0) for key in ("swaps", "halves", "alone")},
+        "half_reasons": _half_reasons(events),
+        "solo_reasons": {why: last[f"alone_{cause}"] for cause, why in WHY_SOLO.items() if last.get(f"alone_{cause}")},
+        "loss_start": losses[0] if losses else None,
+        "loss_end": losses[-1] if losses else None,
+        **{key: last.get(key, 0) for key in ("bytes_sent", "bytes_received")},
+        "exit_code": peer.exit_code,
+        "kills": peer.kills,
+    }
+
+
+def _half_reasons(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Reasons for half rounds, with how often each was; `half with ..abc123: REASON` is the outcome of a round."""
+    outcomes = [event["last_outcome"] for event in events if event["event"] in ("round", "closed")]
+    return Counter(outcome.partition(": ")[2] for outcome in outcomes if outcome.startswith("half "))
+
+
+def report_lines(report: dict[str, Any]) -> list[str]:
+    """The report for people."""
+    peers = report["peers"]
+    mean = "mean" if peers[0]["stage"] is None else "mean of each stage,"
+    return [
+        *aligned(_report_rows(peers)),
+        *_reason_lines(peers),
+        "",
+        f"merged model ({mean} of {report['merged_peers']} peers): validation loss {loss(report['merged_loss'])}",
+        f"spread of the weights: {100 * report['spread']:.2f} % of their norm",
+        f"exported for transformers: {report['export_dir']}",
+        f"wall time: {report['wall_s']:.0f} s",
+        *_kill_lines(peers),
+    ]
+
+
+def _report_rows(peers: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    stage = () if peers[0]["stage"] is None else ("stage",)
+    rows: list[tuple[str, ...]] = [
+        ("peer", *stage, "id", "rounds", "swaps", "half", "solo", "validation loss", "sent", "received")
+    ]
+    for index, peer in enumerate(peers):
+        change = f"{loss(peer['loss_start'])} -> {loss(peer['loss_end'])}"
+        row = (
+            named(peer["peer_id"]) if peer["peer_id"] else "-",
+            *(str(peer[key]) for key in ("rounds", "swaps", "halves", "alone")),
+            "-" if peer["stage"] else change,
+            mib(peer["bytes_sent"]),
+            mib(peer["bytes_received"]),
+        )
+        rows.append((f"peer {index}", *(str(peer[key]) for key in stage), *row))
+    return rows
+
+
+def _reason_lines(peers: list[dict[str, Any]]) -> list[str]:
+    """Why rounds were half or solo, a line for each peer that had some."""
+    lines = []
+    for index, peer in enumerate(peers):
+        parts = [
+            f"{number} {kind} ({', '.join(f'{reason}: {times}' for reason, times in reasons.items())})"
+            for kind, reasons in (("half", peer["half_reasons"]), ("solo", peer["solo_reasons"]))
+            if (number := sum(reasons.values()))
+        ]
+        if parts:
+            lines.append(f"peer {index}: {', '.join(parts)}")
+    return ["", *lines] if lines else []
+
+
+def _kill_lines(peers: list[dict[str, Any]]) -> list[str]:
+    killed = [f"peer {index} {peer['kills']}" for index, peer in enumerate(peers) if peer["kills"]]
+    total = sum(peer["kills"] for peer in peers)
+    return [f"killed and back again: {total} times ({', '.join(killed)})"] if killed else []
+
+
+def failure_lines(peers: Sequence[DemoPeer]) -> list[str]:
+    """Which peers did not come to their end, and how; empty when all did."""
+    return [
+        f"peer {peer.index} {peer.ending}; its log {peer.log} ends with: {peer.last_line()}"
+        for peer in peers
+        if peer.exit_code
+    ]

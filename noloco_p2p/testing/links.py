@@ -1,0 +1,50 @@
+"""Links of peers by name, and when bytes come out of one: for simulations, and for a proxy that makes loopback slow."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+BUFFER_S = 0.05  # what the link holds at its full rate before it takes no more, as a modem does
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProfile:
+    """The link of one peer. `down` is towards it, `up` away from it; delay and jitter are one way."""
+
+    name: str
+    down_mbit_s: float
+    up_mbit_s: float
+    delay_ms: float
+    jitter_ms: float  # added to the delay, uniform between 0 and this
+
+
+HOME_FIBRE = LinkProfile("home-fibre", down_mbit_s=500, up_mbit_s=200, delay_ms=4, jitter_ms=1)
+CABLE = LinkProfile("cable", down_mbit_s=200, up_mbit_s=20, delay_ms=10, jitter_ms=4)
+CONGESTED_WIFI = LinkProfile("congested-wifi", down_mbit_s=20, up_mbit_s=10, delay_ms=15, jitter_ms=25)
+WEAK_4G = LinkProfile("weak-4g", down_mbit_s=8, up_mbit_s=3, delay_ms=45, jitter_ms=30)
+SATELLITE = LinkProfile("satellite", down_mbit_s=50, up_mbit_s=5, delay_ms=300, jitter_ms=20)
+PROFILES = {link.name: link for link in (HOME_FIBRE, CABLE, CONGESTED_WIFI, WEAK_4G, SATELLITE)}
+
+
+class Shape:
+    """When bytes come out of one direction of a link. Pure: it is given the time; same seed, same times."""
+
+    def __init__(self, *, mbit_s: float, delay_ms: float, jitter_ms: float, seed: int) -> None:
+        self._bytes_per_s = mbit_s * 1e6 / 8
+        self._delay_s = delay_ms / 1e3
+        self._jitter_s = jitter_ms / 1e3
+        self._rng = random.Random(seed)
+        self._free_s = 0.0  # when the last byte has been sent
+        self._last_due_s = 0.0
+
+    def due_s(self, now_s: float, num_bytes: int) -> float:
+        """When `num_bytes` that enter now have come out; never before what entered earlier."""
+        self._free_s = max(self._free_s, now_s) + num_bytes / self._bytes_per_s
+        due_s = self._free_s + self._delay_s + self._rng.uniform(0.0, self._jitter_s)
+        self._last_due_s = max(self._last_due_s, due_s)
+        return self._last_due_s
+
+    def backlog_s(self, now_s: float) -> float:
+        """How long the link will take to send what has entered."""
+        return max(0.0, self._free_s - now_s)
