@@ -185,20 +185,13 @@ class ModuloCodec:
         check_length(payload, codec=self, num_elements=num_elements)
 
     def half_difference(
-        self,
-        differences: bytes | memoryview,
-        *,
-        num_elements: int,
-        grid: Grid,
-        chunk_index: int,
-        out: Tensor | None = None,
+        self, differences: bytes | memoryview, *, num_elements: int, grid: Grid, chunk_index: int
     ) -> Tensor:
-        """h of a chunk, fp32 on the CPU: exactly the opposite of what the partner gets, element by element. `out`, or a
-        new tensor."""
+        """h of a chunk, fp32 on the CPU: exactly the opposite of what the partner gets, element by element."""
         if len(differences) != self.num_difference_bytes(num_elements):
             raise ValueError(f"{len(differences)} bytes are not the differences of {num_elements} elements")
         residues = _unpacked(differences, num_elements, bits=self._difference_bits)
-        half = (torch.empty(num_elements) if out is None else out).copy_(self._centred(residues))
+        half = self._centred(residues).to(torch.float32)
         for place, exponent in grid.blocks(chunk_index, num_elements=num_elements):
             half[place].mul_(2.0 ** (exponent - 1))  # small integer times power of two: exact
         return half
@@ -319,8 +312,6 @@ def _unpacked(packed: bytes | memoryview, num_elements: int, *, bits: int) -> Te
     if not num_elements:
         return torch.empty(0, dtype=torch.uint8)
     residues = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-    if bits == 8:
-        return residues
     return torch.cat([residues, *(residues >> place for place in range(bits, 8, bits))])[:num_elements]
 
 

@@ -139,7 +139,7 @@ class CheckBehind:
 
     def _check(self, chunks: list[Chunk]) -> list[Checked]:
         """Raises CorruptPayload."""
-        checked = [_checked(self._coding, chunk, self._slab, self._beside, self._scratch) for chunk in chunks]
+        checked = [_checked(self._coding, chunk, self._slab, self._beside) for chunk in chunks]
         if self._squares is not None:
             for chunk, (payload, _) in zip(chunks, checked, strict=True):
                 self._squares.partner += self._coding.square(payload, chunk.index, scratch=self._scratch)
@@ -185,7 +185,7 @@ def _wrap(coding: Coding, indices: Sequence[int], payloads: Sequence[Payload]) -
     return [Chunk(name, index, payload, chunk_digest(payload)) for index, payload in pairs]
 
 
-def _checked(coding: Coding, chunk: Chunk, slab: Slab, beside: Beside | None, scratch: Scratch) -> Checked:
+def _checked(coding: Coding, chunk: Chunk, slab: Slab, beside: Beside | None) -> Checked:
     if chunk_digest(chunk.payload) != chunk.digest:
         raise CorruptPayload(f"chunk {chunk.index} of {coding.plan.name.name.lower()} is damaged")
     if beside is None:
@@ -197,8 +197,7 @@ def _checked(coding: Coding, chunk: Chunk, slab: Slab, beside: Beside | None, sc
         differences = codec.differences(own, chunk.payload, grid=grid, chunk_index=chunk.index, earlier=earlier)
         if differences is None:
             return b"".join((earlier, chunk.payload)) if coding.follows else b"", False
-        kept = slab.keep(differences)
-        half = coding.half_difference(codec, kept, chunk.index, scratch=scratch)
+        kept, half = slab.keep(differences), coding.half_difference(codec, differences, chunk.index)
     else:
         kept = _kept(coding, chunk, slab)
         half = coding.plan.codec.decode(kept, num_elements=own.numel()).sub_(own).mul_(0.5)

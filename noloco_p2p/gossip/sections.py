@@ -102,13 +102,11 @@ class Coding:
         With a modulo codec in `own`, `partner` holds the differences of the grid's integers. In memory of its own; with
         `scratch` only until the next half-difference that is made with it.
         """
-        scratch = scratch or Scratch()
+        size = self.num_elements(index)
         if isinstance(own, ModuloCodec):
             assert self.grid, index
-            size = self.num_elements(index)
-            out = scratch.take("partner", size, dtype=torch.float32)
-            return own.half_difference(partner, num_elements=size, grid=self.grid, chunk_index=index, out=out)
-        return half_difference_(*self.decoded(own, partner, index, scratch=scratch))
+            return own.half_difference(partner, num_elements=size, grid=self.grid, chunk_index=index)
+        return half_difference_(*self.decoded(own, partner, index, scratch=scratch or Scratch()))
 
     def decoded(self, own: Payload, partner: Payload, index: int, *, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Q(own), Q(partner) of a chunk that was not coded modulo, fp32 on the CPU, until `scratch` is used again."""
