@@ -3,8 +3,8 @@
     python benchmarks/boundary.py [--quick] [--json FILE]
 
 Training waits for "boundary" and "eager"; "behind" is done on the codec thread. One torch thread, the codecs that
-`noloco init` writes, tensors of a Llama. Each is measured several times, the best counts. A copy of as many
-fp32 numbers in memory stands beside them: nothing that reads the model's weights and writes them is faster.
+`noloco init` writes, tensors of a Llama. Processor time is measured several times, and the best counts. A copy of as
+many fp32 numbers in memory stands beside them: nothing that reads the model's weights and writes them is faster.
 """
 
 from __future__ import annotations
