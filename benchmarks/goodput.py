@@ -5,8 +5,9 @@
 Two processes, one for each side, as in real life. The swap is the production one: coding, digests, checks, commit. The
 bare stream sends messages of the same sizes and does nothing with them. Both are over TLS, as between peers; the bare
 stream is measured without it, too. All are measured one after the other, several times, and the best of each counts:
-the machine is shared. Bytes are of payloads, both directions added up. Processor time, of all threads of both processes, tells more where others use the
-cores, too. Both the codecs of the published runs (bf16, bf16, int4) and those that `noloco init` writes are measured.
+the machine is shared. Bytes are of payloads, both directions added up. Processor time, of all threads of both
+processes, tells more where others use the cores, too. Both the codecs of the published runs (bf16, bf16, int4) and
+those that `noloco init` writes are measured.
 """
 
 from __future__ import annotations

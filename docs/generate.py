@@ -137,7 +137,7 @@ for chunks that take more than four bits. "With momentum" is `outer.alpha`
 above 0 with `outer.swap_momentum`. A round should last at least three times as long as its swap takes:
 `outer.inner_steps = "auto"` sees to it.
 """
-BANDWIDTH_TAIL = """
+BANDWIDTH_TAIL = """\
 ## What a swap costs this machine
 
 Measured on two cores (AMD EPYC with AVX2) that ran other work, with a load average of 19 to 28. So the figures are
@@ -150,7 +150,7 @@ processor time where nothing else is said. The scripts are in `benchmarks/`, the
 | adding an outer gradient that came late, 125M | 0.20 s of one core | |
 | a copy of 125M fp32 numbers in memory, to compare with | 0.03 s of one core | |
 | coding and checking beside training, 125M, modulo8 + int4 | 0.77 s of one core | |
-| training beside a swap at 100 Mbit/s, two cores | 0.95 of its speed | 0.98: missed |
+| training beside a swap (bf16) at 100 Mbit/s, two cores | 0.95 of its speed | 0.98: missed |
 | training beside a swap at 100 Mbit/s, one core | 0.75 of its speed | |
 | training beside a swap at 1 Gbit/s, two cores | 0.88 of its speed | 0.88: met |
 | training beside a swap at 1 Gbit/s, one core | 0.48 of its speed | |
@@ -163,10 +163,8 @@ processor time of the process. Both still contain what other work does to the ca
 
 Coding and adding read each number from main memory once, and then take 7 and about 20 passes over a chunk of 1 MiB in
 cache. Smaller pieces do not help: with chunks of 65,536 numbers coding took 1.6 times as long and adding 1.6 times, as
-each operation of torch has a fixed cost. Coding is done where the model lies, an accelerator too, and only payloads come
-to the CPU. Slow weights lie in main memory, so adding is done there.
-
-Goodput is limited by coding on the codec thread for modulo8 + int4, and by the network thread for the rest.
+each operation of torch has a fixed cost. Coding is done where the model lies, an accelerator too, and only payloads
+come to the CPU. Slow weights lie in main memory, so adding is done there.
 """
 CODECS = {
     "fp32": ("fp32", "fp32", "fp32"),
