@@ -154,7 +154,7 @@ processor time where nothing else is said. The scripts are in `benchmarks/`, the
 | training beside a swap at 100 Mbit/s, one core | 0.75 of its speed | |
 | training beside a swap at 1 Gbit/s, two cores | 0.88 of its speed | 0.88: met |
 | training beside a swap at 1 Gbit/s, one core | 0.48 of its speed | |
-| goodput of a swap over that of a bare TLS stream, loopback, on 2026-11-21 with the code of that day | 0.47 | 0.6: missed |
+| goodput of a swap over that of a bare TLS stream, loopback, 2026-11-21 | 0.47 | 0.6: missed |
 | processor time of a swap, bf16 + bf16 + int4 | 2.7 ms/MB (bare TLS stream: 1.2) | |
 | processor time of a swap, modulo8 + int4 | 9.9 ms/MB | |
 
