@@ -140,6 +140,35 @@ above 0 with `outer.swap_momentum`. A round should last at least three times as 
 These are sizes. What a swap reaches on a link, and which targets it missed (overhead, goodput, blocked time), is in the
 [results](results.md#targets-that-were-missed).
 """
+BANDWIDTH_TAIL = """\
+## What a swap costs this machine
+
+Measured on two cores (AMD EPYC with AVX2) that ran other work, with a load average of 19 to 28. So the figures are
+processor time where nothing else is said. The scripts are in `benchmarks/`, their output in `benchmarks/results/`.
+
+| what | reached | target |
+|---|---|---|
+| coding the outer gradient at the boundary, 125M, modulo8 + int4 | 0.13 s of one core | |
+| adding at the boundary, 125M, modulo8 + int4 | 0.35 s of one core | |
+| adding an outer gradient that came late, 125M | 0.20 s of one core | |
+| a copy of 125M fp32 numbers in memory, to compare with | 0.03 s of one core | |
+| coding and checking beside training, 125M, modulo8 + int4 | 0.77 s of one core | |
+| training beside a swap (bf16) at 100 Mbit/s, two cores | 0.95 of its speed | 0.98: missed |
+| training beside a swap at 100 Mbit/s, one core | 0.75 of its speed | |
+| training beside a swap at 1 Gbit/s, two cores | 0.88 of its speed | 0.88: met |
+| training beside a swap at 1 Gbit/s, one core | 0.48 of its speed | |
+| goodput of a swap over that of a bare TLS stream, loopback, 2026-11-21 | 0.47 | 0.6: missed |
+| processor time of a swap, bf16 + bf16 + int4 | 2.7 ms/MB (bare TLS stream: 1.2) | |
+| processor time of a swap, modulo8 + int4 | 9.9 ms/MB | |
+
+"Two cores" takes off the time in which the training thread waits for a core. "One core" is steps for each second of
+processor time of the process. Both still contain what other work does to the caches.
+
+Coding and adding read each number from main memory once, and then take 7 and about 20 passes over a chunk of 1 MiB in
+cache. Smaller pieces do not help: with chunks of 65,536 numbers coding took 1.6 times as long and adding 1.6 times, as
+each operation of torch has a fixed cost. Coding is done where the model lies, an accelerator too, and only payloads
+come to the CPU. Slow weights lie in main memory, so adding is done there.
+"""
 CODECS = {
     "fp32": ("fp32", "fp32", "fp32"),
     "bf16 + int8": ("bf16", "bf16", "int8"),
@@ -163,7 +192,7 @@ def bandwidth_page() -> list[str]:
         for codecs in CODECS
         for sends_momentum in (False, True)
     ]
-    return [BANDWIDTH_HEAD, *table([heads, *rows])]
+    return [BANDWIDTH_HEAD, *table([heads, *rows]), BANDWIDTH_TAIL.rstrip()]
 
 
 def _bandwidth_row(size: str, codecs: str, *, sends_momentum: bool) -> tuple[str, ...]:
