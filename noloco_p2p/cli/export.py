@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from noloco_p2p.trainer.merge import LiveRun, TakenState
 
 
-@takes_settings("models")
+@takes_settings("models", "push_to_hub")
 def export(
     source: Annotated[
         str, typer.Argument(metavar="CHECKPOINT|TICKET", help="A checkpoint folder; a ticket with --merge.")
@@ -42,23 +42,33 @@ def export(
         check_checkpoint_folder(Path(source))
     if sample and not merge:
         raise SettingsError("--sample goes with --merge")
-    folders = settings.models
+    folders, repo = settings.models, settings.push_to_hub
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.trainer.export import check_export_folder
     from noloco_p2p.trainer.merge import from_checkpoint
 
     check_export_folder(folder)
+    if repo:
+        from noloco_p2p.trainer.push import claim
+
+        claim(repo)
     progress = Progress(drawing(print))
     if merge:
         import uvloop
 
         uvloop.run(_merge(Ticket.decode(source), folder, folders, adapters=adapters, sample=sample, progress=progress))
-        return
-    with progress.task("reading the checkpoint"):
-        state = from_checkpoint(Path(source), folders=folders)
-    _write(state, folder, folders, adapters=adapters, progress=progress)
-    print(f"wrote {folder}: the checkpoint of run {state.spec.name}")
+    else:
+        with progress.task("reading the checkpoint"):
+            state = from_checkpoint(Path(source), folders=folders)
+        _write(state, folder, folders, adapters=adapters, progress=progress)
+        print(f"wrote {folder}: the checkpoint of run {state.spec.name}")
+    if repo:
+        from noloco_p2p.trainer.push import push
+
+        with progress.task("pushing the model"):
+            address = push(folder, repo)
+        print(f"pushed to {address}")
 
 
 async def _merge(
