@@ -137,7 +137,7 @@ class PeerSettings(BaseModel):
     ] = None
     push_to_hub: Annotated[
         str,
-        about("Push the exported model there, or the last checkpoint when this peer leaves; private if new."),
+        about("Upload the last checkpoint to the Hugging Face hub when this peer leaves; private if new."),
         Flag(metavar="OWNER/NAME", default="none"),
     ] = ""
     state_dir: Annotated[

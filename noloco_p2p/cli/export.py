@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from noloco_p2p.trainer.merge import LiveRun, TakenState
 
 
-@takes_settings("models", "push_to_hub")
+@takes_settings("models")
 def export(
     source: Annotated[
         str, typer.Argument(metavar="CHECKPOINT|TICKET", help="A checkpoint folder; a ticket with --merge.")
@@ -31,6 +31,9 @@ def export(
     sample: Annotated[
         int | None, typer.Option(help="With --merge: of so many peers.", show_default="all", min=1)
     ] = None,
+    push_to_hub: Annotated[
+        str, typer.Option(metavar="OWNER/NAME", help="Upload the folder to the Hugging Face hub; private if new.")
+    ] = "",
 ) -> None:
     """Write a model folder for transformers, from a checkpoint or from the live swarm."""
     from noloco_p2p.peer.run_folder import check_checkpoint_folder
@@ -42,17 +45,17 @@ def export(
         check_checkpoint_folder(Path(source))
     if sample and not merge:
         raise SettingsError("--sample goes with --merge")
-    folders, repo = settings.models, settings.push_to_hub
+    folders = settings.models
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.trainer.export import check_export_folder
     from noloco_p2p.trainer.merge import from_checkpoint
 
     check_export_folder(folder)
-    if repo:
+    if push_to_hub:
         from noloco_p2p.trainer.push import claim
 
-        claim(repo)
+        claim(push_to_hub)
     progress = Progress(drawing(print))
     if merge:
         import uvloop
@@ -63,11 +66,11 @@ def export(
             state = from_checkpoint(Path(source), folders=folders)
         _write(state, folder, folders, adapters=adapters, progress=progress)
         print(f"wrote {folder}: the checkpoint of run {state.spec.name}")
-    if repo:
+    if push_to_hub:
         from noloco_p2p.trainer.push import push
 
         with progress.task("pushing the model"):
-            address = push(folder, repo)
+            address = push(folder, push_to_hub)
         print(f"pushed to {address}")
 
 
