@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install demo test test-slow coverage chaos fuzz audit format lint types check docker-check clean
+.PHONY: install demo test test-slow coverage chaos fuzz audit format lint types check docker-check release-check pin clean
 
 install: $(STAMP)
 
@@ -65,12 +65,21 @@ lint: $(STAMP)
 	$(BIN)/python benchmarks/study/tables.py --check
 	$(BIN)/python benchmarks/study/quoted.py --check
 	$(BIN)/hadolint docker/Dockerfile
-	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker/compose.yaml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker/compose.yaml docker/compose.gpu.yaml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/check.yml .github/workflows/release.yml
 
 types: $(STAMP)
 	$(BIN)/basedpyright
 
 check: lint types test test-slow
+
+# Wheel, sdist and workflows, as far as no account is needed; what runs where is in CONTRIBUTING.md.
+release-check: $(STAMP)
+	.ci/release
+
+# Actions and base images to the newest commits and digests; needs the network. Read the diff.
+pin:
+	$(PYTHON) .ci/pin.py
 
 # Minutes, and gigabytes: not a part of `check`. Needs Docker, Podman, or root on Debian.
 docker-check:

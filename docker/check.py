@@ -2,9 +2,9 @@
 
     python docker/check.py [--engine docker|podman|sandbox] [--keep DIR]
 
-Checks that the peers swap, that `docker stop` is polite and in time, and that the same command resumes. Takes Docker
-where its daemon answers, else Podman where it can pull the base image, else sandbox.py, which needs neither a daemon
-nor a registry. Whatever happens, no container, volume, network, namespace or image is left.
+Checks that the demo runs, that the peers swap, that `docker stop` is polite and in time, and that the same command
+resumes. Takes Docker where its daemon answers, else Podman where it can pull the base image, else sandbox.py, which
+needs neither a daemon nor a registry. Whatever happens, no container, volume, network, namespace or image is left.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ BUILD_S = 3600.0
 COMMAND_S = 60.0
 START_S = 180.0  # importing torch on a busy machine, and the first evaluation
 SWAP_S = 300.0
+DEMO_S = 600.0
 GRACE_S = 10  # what `docker stop` gives when nobody says otherwise
 POLL_S = 0.5
 
@@ -59,7 +60,7 @@ class Engine:
     def __init__(self, command: str, *, prefix: str, run_flags: tuple[str, ...] = ()) -> None:
         self.command = command
         self.prefix = prefix
-        self._run_flags = run_flags
+        self.run_flags = run_flags
         self._containers: list[str] = []
         self._volumes: list[str] = []
 
@@ -75,13 +76,13 @@ class Engine:
         full_name = f"{self.prefix}-{name}"
         self._containers.append(full_name)
         where = ("--name", full_name, "--network", self.prefix)
-        self("run", "--detach", *where, *LOCKED, *self._run_flags, *flags, image, *arguments)
+        self("run", "--detach", *where, *LOCKED, *self.run_flags, *flags, image, *arguments)
         return Container(self, full_name)
 
     def once(self, image: str, script: str) -> str:
         """What a shell script in the image prints, without any network."""
         lonely = ("--network", "none", "--user", "0", "--entrypoint", "sh")
-        return self("run", "--rm", *lonely, *self._run_flags, image, "-c", script)
+        return self("run", "--rm", *lonely, *self.run_flags, image, "-c", script)
 
     def volume(self, name: str) -> str:
         self._volumes.append(f"{self.prefix}-{name}")
@@ -210,6 +211,14 @@ def check_swarm(engine: Engine, image: str) -> None:
         say(f"  {what} stopped in {container.stop():.1f} s, exit code 0")
 
 
+def check_demo(engine: Engine, image: str) -> None:
+    """`docker run IMAGE demo`: peers, a DHT and a corpus, with no network and a root file system that is read-only."""
+    began_s = time.monotonic()
+    flags = ("--network", "none", *LOCKED, *engine.run_flags)
+    engine("run", "--rm", *flags, image, "demo", "--peers", "2", "--minutes", "1", timeout_s=DEMO_S)
+    say(f"  two peers trained, left and were merged in {time.monotonic() - began_s:.0f} s")
+
+
 def check_locked(container: Container) -> None:
     proof = container.shell(PROOF).split()
     if proof != ["10001", "CapEff:0000000000000000", "NoNewPrivs:1", "tini"]:
@@ -220,6 +229,8 @@ def check_locked(container: Container) -> None:
 def check(engine: Engine, image: str) -> None:
     say("image")
     check_image(engine, image)
+    say("demo")
+    check_demo(engine, image)
     say("swarm")
     with engine.network():
         check_swarm(engine, image)

@@ -94,11 +94,13 @@ class Sandbox:
         name = re.search(r"^ARG BASE=(\S+)", dockerfile.read_text(), re.MULTILINE)
         assert name is not None
         began_s = time.monotonic()
-        self._make_base(name[1])
+        base = name[1].partition("@")[0]  # what is made here has another digest
+        self._make_base(base)
         say(f"base made in {time.monotonic() - began_s:.0f} s")
         began_s = time.monotonic()
         settings = _pip_config()
         arguments = ["--pull-never", "--layers", "--target", target, *self._mounts(settings)]
+        arguments += ["--build-arg", f"BASE={base}"]
         if index := settings.get("index-url"):
             arguments += ["--build-arg", f"INDEX={index}"]
         if _has_cpu_torch(settings):

@@ -17,6 +17,6 @@ find "$packages" \( -name '*.a' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.px
 find "$packages"/transformers/models -mindepth 2 -type d -name __pycache__ ! -path '*/auto/*' ! -path '*/llama/*' \
     -prune -exec rm -rf {} + 2>/dev/null || true
 # torch takes Triton, a compiler, for optional kernels where it finds it; it would then miss a C compiler.
-rm -rf "$packages"/triton "$packages"/triton-*.dist-info "$packages"/nvidia/*/include
+rm -rf "$packages"/triton "$packages"/*triton*.dist-info "$packages"/nvidia/*/include
 # hivemind asks for the protobuf compiler and uses it only to build itself
 rm -rf "$packages"/grpc_tools "$packages"/grpcio_tools-*.dist-info "$1"/bin/python-grpc-tools-protoc

@@ -103,6 +103,10 @@ class CheckpointError(NolocoError):
     """A checkpoint cannot be written or read."""
 
 
+class PushError(NolocoError):
+    """The hub does not take a checkpoint or a model. Both are still on this machine."""
+
+
 class ModelError(NolocoError):
     """The model named by the spec cannot be built or loaded."""
 

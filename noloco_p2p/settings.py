@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 from pydantic.fields import FieldInfo
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.spec import about, describe
+from noloco_p2p.spec import HUB_NAME, about, describe
 
 DEFAULT_PORT = 31337
 LAST_PORT = 65535
@@ -135,6 +135,11 @@ class PeerSettings(BaseModel):
         about("Undo a swap that raises the loss on a batch of one's own by more; costs two forward passes a round."),
         Flag(metavar="NATS", default="no check"),
     ] = None
+    push_to_hub: Annotated[
+        str,
+        about("Upload the last checkpoint to the Hugging Face hub when this peer leaves; private if new."),
+        Flag(metavar="OWNER/NAME", default="none"),
+    ] = ""
     state_dir: Annotated[
         Path,
         about("Where identity, checkpoints and logs live."),
@@ -233,6 +238,13 @@ class PeerSettings(BaseModel):
         if rate:
             parse_rate(rate)
         return rate
+
+    @field_validator("push_to_hub")
+    @classmethod
+    def _repository_is_a_name(cls, repo: str) -> str:
+        if repo and not HUB_NAME.fullmatch(repo):
+            raise ValueError(f"{repo!r} must be OWNER/NAME")
+        return repo
 
     @field_validator("max_memory")
     @classmethod

@@ -1,10 +1,11 @@
-"""A hub on loopback: the routes of the Hugging Face hub that data sets and models need, over real HTTP.
+"""A hub on loopback: the routes of the Hugging Face hub that data sets, models and pushes need, over real HTTP.
 
 with SmallHub({"lab/texts": {"train-0.jsonl": b"..."}}) as hub: run a command with hub.environment
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import threading
@@ -20,18 +21,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from typing import Self
 
+TOKEN = "hf_of_the_small_hub"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 API = re.compile(
     r"/api/(?:datasets|models)/(?P<name>[^/]+/[^/]+)(?:/(?P<what>revision|tree|paths-info)/(?P<rest>[^?]*))?"
 )
+PUSHED = re.compile(r"/api/models/(?P<name>[^/]+/[^/]+)/(?P<what>preupload|commit)/main")
 FILE = re.compile(r"/(?:datasets/)?(?P<name>[^/]+/[^/]+)/resolve/[^/]+/(?P<path>[^?]+)")
 
 
 class SmallHub:
-    """`files`: by data set and path. `failures`: how often a path still answers 503, the next times it is asked for."""
+    """`files`: by data set and path. `failures`: how often a path still answers 503, the next times it is asked for.
 
-    def __init__(self, files: Mapping[str, Mapping[str, bytes]], *, failures: Mapping[str, int] | None = None) -> None:
-        self.files = files
+    `files` gets what is pushed by a client with TOKEN; `private` names the repositories that pushes made.
+    """
+
+    def __init__(
+        self, files: Mapping[str, Mapping[str, bytes]] | None = None, *, failures: Mapping[str, int] | None = None
+    ) -> None:
+        self.files = {name: dict(each) for name, each in (files or {}).items()}
+        self.private: list[str] = []
+        self.large: dict[str, bytes] = {}  # by sha256, as sent before a commit names them
         self.failures = Counter(failures or {})
         self.asked = Counter[str]()  # requests of each path
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, self))
@@ -76,9 +86,25 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.do_GET()
 
+    def do_PUT(self) -> None:
+        self.hub.large[self.path.rpartition("/")[2]] = self._body()
+        self._answer(HTTPStatus.OK, b"", {})
+
     def do_POST(self) -> None:
-        asked = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
-        if (found := API.match(self.path)) and found["what"] == "paths-info":
+        asked = self._body().decode()
+        is_push = bool(PUSHED.match(self.path)) or self.path.endswith(("/repos/create", "/objects/batch"))
+        if is_push and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self._error(HTTPStatus.UNAUTHORIZED, "Unauthorized")
+        elif self.path == "/api/repos/create":
+            self._create(json.loads(asked))
+        elif self.path.endswith(".git/info/lfs/objects/batch"):
+            self._large_files(json.loads(asked)["objects"])
+        elif found := PUSHED.match(self.path):
+            if found["what"] == "preupload":
+                self._upload_modes(json.loads(asked)["files"])
+            else:
+                self._commit(found["name"], [json.loads(line) for line in asked.splitlines()])
+        elif (found := API.match(self.path)) and found["what"] == "paths-info":
             files = self.hub.files.get(found["name"], {})
             self._json([self._entry(path, files[path]) for path in files if path in asked])
         else:
@@ -86,6 +112,54 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: what a test wants to know is in `asked`."""
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def _create(self, asked: dict[str, Any]) -> None:
+        name = f"{asked['organization']}/{asked['name']}"
+        exists = name in self.hub.files
+        if not exists:
+            self.hub.files[name] = {}
+            if asked.get("visibility") == "private" or asked.get("private"):
+                self.hub.private.append(name)
+        self._json({"url": f"{self._address}/{name}"}, HTTPStatus.CONFLICT if exists else HTTPStatus.OK)
+
+    def _upload_modes(self, files: list[dict[str, Any]]) -> None:
+        modes = [
+            {
+                "path": file["path"],
+                "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
+                "shouldIgnore": False,
+            }
+            for file in files
+        ]
+        self._json({"files": modes})
+
+    def _large_files(self, objects: list[dict[str, Any]]) -> None:
+        ways = [{**each, "actions": {"upload": {"href": f"{self._address}/large/{each['oid']}"}}} for each in objects]
+        self._json({"transfer": "basic", "objects": ways})
+
+    def _commit(self, name: str, operations: list[dict[str, Any]]) -> None:
+        for operation in operations:
+            value = operation["value"]
+            if operation["key"] == "file":
+                self.hub.files[name][value["path"]] = base64.b64decode(value["content"])
+            elif operation["key"] == "lfsFile":
+                self.hub.files[name][value["path"]] = self.hub.large[value["oid"]]
+        url = f"{self._address}/{name}/commit/{COMMIT}"
+        self._json({"success": True, "commitOid": COMMIT, "commitUrl": url, "hookOutput": ""})
+
+    @property
+    def _address(self) -> str:
+        return f"http://{self.headers['Host']}"
 
     def _about(self, name: str, what: str, rest: str) -> None:
         files = self.hub.files.get(name)
@@ -127,8 +201,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _entry(self, path: str, content: bytes) -> dict[str, Any]:
         return {"type": "file", "path": path, "size": len(content), "oid": COMMIT}
 
-    def _json(self, value: Any) -> None:
-        self._answer(HTTPStatus.OK, json.dumps(value).encode(), {"Content-Type": "application/json"})
+    def _json(self, value: Any, status: HTTPStatus = HTTPStatus.OK) -> None:
+        self._answer(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _error(self, status: HTTPStatus, code: str) -> None:
         self._answer(status, b"", {"X-Error-Code": code})

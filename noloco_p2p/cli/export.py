@@ -31,6 +31,9 @@ def export(
     sample: Annotated[
         int | None, typer.Option(help="With --merge: of so many peers.", show_default="all", min=1)
     ] = None,
+    push_to_hub: Annotated[
+        str, typer.Option(metavar="OWNER/NAME", help="Upload the folder to the Hugging Face hub; private if new.")
+    ] = "",
 ) -> None:
     """Write a model folder for transformers, from a checkpoint or from the live swarm."""
     from noloco_p2p.peer.run_folder import check_checkpoint_folder
@@ -49,16 +52,26 @@ def export(
     from noloco_p2p.trainer.merge import from_checkpoint
 
     check_export_folder(folder)
+    if push_to_hub:
+        from noloco_p2p.trainer.push import claim
+
+        claim(push_to_hub)
     progress = Progress(drawing(print))
     if merge:
         import uvloop
 
         uvloop.run(_merge(Ticket.decode(source), folder, folders, adapters=adapters, sample=sample, progress=progress))
-        return
-    with progress.task("reading the checkpoint"):
-        state = from_checkpoint(Path(source), folders=folders)
-    _write(state, folder, folders, adapters=adapters, progress=progress)
-    print(f"wrote {folder}: the checkpoint of run {state.spec.name}")
+    else:
+        with progress.task("reading the checkpoint"):
+            state = from_checkpoint(Path(source), folders=folders)
+        _write(state, folder, folders, adapters=adapters, progress=progress)
+        print(f"wrote {folder}: the checkpoint of run {state.spec.name}")
+    if push_to_hub:
+        from noloco_p2p.trainer.push import push
+
+        with progress.task("pushing the model"):
+            address = push(folder, push_to_hub)
+        print(f"pushed to {address}")
 
 
 async def _merge(

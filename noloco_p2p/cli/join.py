@@ -121,6 +121,11 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
         if peer.fault:
             raise peer.fault
         _say("leaving")
+    if checkpoint and settings.push_to_hub:
+        from noloco_p2p.trainer.push import push
+
+        _say(f"pushing {checkpoint} to the hub")
+        _say(f"pushed to {push(checkpoint, settings.push_to_hub)}")
     _say("left; the same command resumes" if checkpoint else "left without a last checkpoint, for the error above")
 
 
@@ -149,6 +154,10 @@ def _check(run: str, settings: PeerSettings) -> Ticket | None:
     entered = entry.opened(run)
     FolderLock(settings.state_dir).check()
     Ports(settings).check()
+    if settings.push_to_hub:
+        from noloco_p2p.trainer.push import claim
+
+        claim(settings.push_to_hub)
     if isinstance(entered, Ticket):
         return entered
     from noloco_p2p.data.sources import check_bindings

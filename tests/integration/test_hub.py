@@ -1,4 +1,4 @@
-"""Data sets of the hub, over HTTP from a hub on loopback: real commands, the real `datasets` library."""
+"""Data sets of the hub and pushes to it, over HTTP, a hub on loopback: real commands, the real libraries."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 from harness.processes import noloco, small_spec, write_spec
-from harness.small_hub import SmallHub
+from harness.small_hub import TOKEN, SmallHub
 
-from noloco_p2p.spec import DataSpec
+from noloco_p2p.outer.checkpoint import Checkpoints
+from noloco_p2p.outer.outer_state import OuterState
+from noloco_p2p.spec import DataSpec, TrainerSpec
+from noloco_p2p.trainer.model import build_model
 
 pytestmark = pytest.mark.slow
 NUM_SHARDS = 4
@@ -31,6 +34,63 @@ def hub_spec(folder: Path, name: str) -> Path:
     spec = small_spec("hub", evaluate__num_sequences=4)
     data = DataSpec(source=f"hub:{name}", sequence_length=64)
     return write_spec(spec.model_copy(update={"data": data}), folder)
+
+
+def a_checkpoint(folder: Path) -> tuple[Path, TrainerSpec]:
+    spec = small_spec("pushed")
+    state = OuterState(build_model(spec.model, sequence_length=spec.data.sequence_length), spec.outer)
+    meta = {
+        "spec": spec.model_dump(mode="json"),
+        "outer": {"layout": state.layout, "tensors": state.parameters.model_layout.as_json().decode()},
+    }
+    return Checkpoints(folder).save(1, files={"outer": state.tensors()}, meta=meta), spec
+
+
+def test_an_export_is_pushed_to_a_private_repository_and_read_back_from_it(tmp_path: Path) -> None:
+    checkpoint, _ = a_checkpoint(tmp_path / "run")
+    with SmallHub() as hub:
+        environment = hub.environment(tmp_path / "home")
+        done = noloco(
+            *("export", checkpoint, tmp_path / "model", "--push-to-hub", "lab/model"), **environment, HF_TOKEN=TOKEN
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == f"pushed to {environment['HF_ENDPOINT']}/lab/model"
+        assert hub.private == ["lab/model"]
+        assert hub.files["lab/model"] == {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+        assert {"config.json", "model.safetensors"} <= hub.files["lab/model"].keys()
+        again = noloco(
+            *("export", checkpoint, tmp_path / "again", "--push-to-hub", "lab/model"), **environment, HF_TOKEN=TOKEN
+        )
+        assert again.returncode == 0, again.stderr
+
+
+def test_a_hub_that_takes_nothing_is_found_out_before_the_work(tmp_path: Path) -> None:
+    checkpoint, _ = a_checkpoint(tmp_path / "run")
+    with SmallHub() as hub:
+        done = noloco(
+            *("export", checkpoint, tmp_path / "model", "--push-to-hub", "lab/model"),
+            **hub.environment(tmp_path / "home"),
+            HF_TOKEN="hf_of_somebody_else",
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("noloco: --push-to-hub lab/model: ")
+    assert "HF_TOKEN" in done.stderr
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_peer_that_leaves_pushes_its_last_checkpoint(tmp_path: Path) -> None:
+    spec = write_spec(small_spec("pushed", evaluate__num_sequences=4), tmp_path)
+    with SmallHub() as hub:
+        done = noloco(
+            *("join", spec, "--max-steps", "3", "--push-to-hub", "lab/checkpoint"),
+            *("--listen", "127.0.0.1:0", "--state-dir", tmp_path / "state"),
+            **hub.environment(tmp_path / "home"),
+            HF_TOKEN=TOKEN,
+        )
+    assert done.returncode == 0, done.stderr
+    newest = Checkpoints(next(tmp_path.glob("state/runs/*/checkpoints"))).newest()
+    assert newest is not None
+    assert hub.files["lab/checkpoint"] == {path.name: path.read_bytes() for path in newest.path.iterdir()}
 
 
 def test_shards_are_streamed_also_one_that_is_busy_at_first(tmp_path: Path) -> None:

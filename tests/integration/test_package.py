@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,12 @@ def test_the_wheel_runs_from_where_it_is_unpacked(built: Path, tmp_path: Path) -
     path, version = told.stdout.split("\n")[:2]
     assert path.startswith(str(tmp_path))
     assert version.strip()
+
+
+def test_uvx_and_pipx_find_a_command_under_either_spelling_of_the_name(built: Path) -> None:
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        listed = next(name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
+        entry_points = ConfigParser()
+        entry_points.read_string(wheel.read(listed).decode())
+    scripts = dict(entry_points["console_scripts"])
+    assert scripts == dict.fromkeys(("noloco", "noloco_p2p", "noloco-p2p"), "noloco_p2p.cli:main")
