@@ -85,7 +85,8 @@ def test_a_liar_in_one_swap_of_three_does_not_move_the_radius() -> None:
     offsets = PieceNorms(1)
     for round_index in range(60):
         radius = offset_radius(usual=offsets.usual()[0], own_gradient=4.0)
-        offsets.note([min(1e9 if round_index % 3 == 2 else 1.0, radius)])
+        _, kept = clip_offset_(torch.tensor([1e9 if round_index % 3 == 2 else 1.0]), radius)
+        offsets.note([kept])
     assert offsets.usual() == [1.0]
 
 
@@ -94,7 +95,8 @@ def test_a_liar_in_every_swap_gets_no_further_than_twice_the_own_gradient() -> N
     radii = []
     for _ in range(60):
         radii.append(offset_radius(usual=offsets.usual()[0], own_gradient=1.0))
-        offsets.note([min(1e9, radii[-1])])
+        _, kept = clip_offset_(torch.tensor([1e9]), radii[-1])
+        offsets.note([kept])
     assert radii[0] == 0.5
     assert max(radii) == radii[-1] == 2.0
 

@@ -1,0 +1,177 @@
+"""Small faults, put into a copy of the code one by one: each must make the test fail that is named beside it.
+
+A mutant is a TOML file in this folder: `fault` (what goes wrong, in a sentence), `file`, `old` (which occurs there
+exactly once), `new`, and `test` (a pytest node; the cheapest that must fail). Names on the command line, or parts of
+them, choose some. Every named test first runs without any fault and has to pass. Ends with 1 when a fault was not
+noticed, or was noticed by a hang only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import multiprocessing
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import traceback
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+CHECKOUT = FOLDER.parents[1]
+IMPORTS = ["torch", "transformers", "datasets", "hivemind", "grpc", "pytest"]  # once, not for each test
+# Without a time limit of pytest's own: a test that hangs has not failed. What is imported already cannot be rewritten.
+PYTEST = ["-x", "-p", "no:cacheprovider", "-o", "timeout=0", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+LIMIT_S = 300  # for one test: only a hang takes as long
+ALL_LIMIT_S = 1200  # for the tests without a fault
+DISTINCT_S = itertools.count(10)  # compiled code is looked up by the second in which its source was changed
+PASSED, FAILED, NO_ANSWER = 0, 1, 100  # exit codes of pytest; others than these say that it could not run the test
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    name: str
+    fault: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+    def text(self, root: Path) -> str:
+        """The whole file with the fault in it. Raises ValueError unless `old` is there exactly once."""
+        right = (root / self.file).read_text()
+        if (found := right.count(self.old)) != 1:
+            raise ValueError(f"{self.name}: its old text occurs {found} times in {self.file}, and must occur once")
+        return right.replace(self.old, self.new)
+
+
+def load() -> list[Mutant]:
+    paths = sorted(FOLDER.glob("*/*.toml"))
+    return [Mutant(f"{path.parent.name}/{path.stem}", **tomllib.loads(path.read_text())) for path in paths]
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("names", nargs="*", help="parts of the names of mutants; all by default")
+    arguments.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1)
+    options = arguments.parse_args()
+    mutants = [each for each in load() if not options.names or any(name in each.name for name in options.names)]
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copies: queue.Queue[Path] = queue.Queue()
+        for index in range(options.jobs):
+            copies.put(_copy(Path(folder) / str(index)))
+        multiprocessing.set_start_method("forkserver")
+        multiprocessing.set_forkserver_preload(IMPORTS)
+        tests = sorted({each.test for each in mutants})
+        passed, output = _tried(tests, copies, limit_s=ALL_LIMIT_S)
+        if passed != PASSED:
+            print(f"a named test fails without any fault:\n{output}", file=sys.stderr)
+            return 1
+        print(f"{len(tests)} tests pass without a fault ({time.monotonic() - began:.0f} s)", flush=True)
+        survivors = _survivors(mutants, copies, jobs=options.jobs)
+    print(f"{len(mutants) - len(survivors)} of {len(mutants)} faults noticed ({time.monotonic() - began:.0f} s)")
+    for mutant, why in survivors:
+        print(f"SURVIVED {mutant.name} ({why})\n    {mutant.fault}\n    {mutant.test}")
+    return bool(survivors)
+
+
+def _survivors(mutants: list[Mutant], copies: queue.Queue[Path], *, jobs: int) -> list[tuple[Mutant, str]]:
+    survivors = []
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(_tried, [each.test], copies, limit_s=LIMIT_S, mutant=each): each for each in mutants}
+        for done in as_completed(running):
+            began, (code, output) = running[done], done.result()
+            print(f"{'noticed ' if code == FAILED else 'SURVIVED'} {began.name}", flush=True)
+            if code == PASSED:
+                survivors.append((began, "the test passes"))
+            elif code != FAILED:
+                survivors.append((began, f"the test gave no answer: {code}\n{output}"))
+    return survivors
+
+
+def _tried(
+    tests: Iterable[str], copies: queue.Queue[Path], *, limit_s: float, mutant: Mutant | None = None
+) -> tuple[int | None, str]:
+    """The exit code of pytest in a copy, with the mutant in it, and what it wrote; None = it hung or was killed."""
+    copy = copies.get()
+    output = copy.with_suffix(".txt")
+    try:
+        with _fault_in(copy, mutant):
+            process = multiprocessing.Process(target=_run_tests, args=(copy, output, list(tests)))
+            process.start()
+            process.join(limit_s)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)  # and what the test has left behind
+            process.join()
+        return (process.exitcode if (process.exitcode or 0) >= 0 else None), output.read_text()
+    finally:
+        copies.put(copy)
+
+
+@contextlib.contextmanager
+def _fault_in(copy: Path, mutant: Mutant | None):
+    if mutant is None:
+        yield
+        return
+    path = copy / mutant.file
+    right, times = path.read_text(), path.stat()
+    path.write_text(mutant.text(copy))
+    os.utime(path, (times.st_atime, times.st_mtime - next(DISTINCT_S)))
+    try:
+        yield
+    finally:
+        path.write_text(right)
+        os.utime(path, (times.st_atime, times.st_mtime))
+
+
+def _run_tests(copy: Path, output: Path, tests: list[str]) -> None:
+    """In a process of its own, forked from one that has imported what does not change."""
+    os.setpgrp()
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(copy)
+    sys.path.insert(0, str(copy))
+    os.environ |= {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    import pytest
+
+    code = NO_ANSWER
+    try:
+        code = int(pytest.main([*PYTEST, "--rootdir", str(copy), *tests]))
+    except BaseException:  # noqa: BLE001 - an exit code of 1 would say that the test has failed
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # threads that a fault left running end here
+
+
+def _copy(to: Path) -> Path:
+    """The checkout as it is, with what is not committed, and without what git ignores."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        if (source := CHECKOUT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, to / name)
+    return to
+
+
+if __name__ == "__main__":
+    sys.exit(main())
