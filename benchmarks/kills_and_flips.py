@@ -5,8 +5,8 @@
 Two peers with the production driver, swap and codecs over streams in memory. A kill breaks every connection of one peer
 at the frame of a phase (six phases). Both sides must tell of the same end, and have applied the parts that it names,
 whole, and nothing else: alone, each stands where one stands that has met nobody, bit for bit, and otherwise the mean of
-both is where exact codes would leave it. A flip is of a random bit of a random chunk of what one peer sends; of its part
-nothing may be applied.
+both is where exact codes would leave it. A flip is of a random bit of a random chunk of what one peer sends; nothing of
+its part may be applied.
 
 Both run with the codecs of `noloco init`. Its grid is agreed on in the swap before: that one is whole.
 """

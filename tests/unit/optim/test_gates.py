@@ -44,6 +44,13 @@ def test_ten_times_the_usual_gradient_is_refused_in_words(partner: float, is_ref
     assert not history.refusal(2.0, partner, times_longer=9.0) or math.isinf(partner), "9 times the inner steps"
 
 
+def test_a_short_round_of_the_partner_is_measured_like_one_of_the_own_length() -> None:
+    history = GradientHistory()
+    history.note(1.0)
+    assert not history.refusal(1.0, 9.9, times_longer=0.1)
+    assert history.refusal(1.0, 10.1, times_longer=0.1)
+
+
 def test_a_norm_that_is_no_number_is_refused() -> None:
     assert "not finite" in GradientHistory().refusal(1.0, math.nan)
 
