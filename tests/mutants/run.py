@@ -22,7 +22,7 @@ import tempfile
 import time
 import tomllib
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,15 +49,16 @@ class Mutant:
 
     def text(self, root: Path) -> str:
         """The whole file with the fault in it. Raises ValueError unless `old` is there exactly once."""
-        right = (root / self.file).read_text()
+        right = (root / self.file).read_text(encoding="utf-8")
         if (found := right.count(self.old)) != 1:
             raise ValueError(f"{self.name}: its old text occurs {found} times in {self.file}, and must occur once")
         return right.replace(self.old, self.new)
 
 
-def load() -> list[Mutant]:
-    paths = sorted(FOLDER.glob("*/*.toml"))
-    return [Mutant(f"{path.parent.name}/{path.stem}", **tomllib.loads(path.read_text())) for path in paths]
+MUTANTS = [
+    Mutant(f"{path.parent.name}/{path.stem}", **tomllib.loads(path.read_text(encoding="utf-8")))
+    for path in sorted(FOLDER.glob("*/*.toml"))
+]
 
 
 def main() -> int:
@@ -65,7 +66,7 @@ def main() -> int:
     arguments.add_argument("names", nargs="*", help="parts of the names of mutants; all by default")
     arguments.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1)
     options = arguments.parse_args()
-    mutants = [each for each in load() if not options.names or any(name in each.name for name in options.names)]
+    mutants = [each for each in MUTANTS if not options.names or any(name in each.name for name in options.names)]
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copies: queue.Queue[Path] = queue.Queue()
@@ -74,10 +75,12 @@ def main() -> int:
         multiprocessing.set_start_method("forkserver")
         multiprocessing.set_forkserver_preload(IMPORTS)
         tests = sorted({each.test for each in mutants})
-        passed, output = _tried(tests, copies, limit_s=ALL_LIMIT_S)
-        if passed != PASSED:
-            print(f"a named test fails without any fault:\n{output}", file=sys.stderr)
-            return 1
+        with ThreadPoolExecutor(options.jobs) as pool:
+            parts = [tests[index :: options.jobs] for index in range(min(options.jobs, len(tests)))]
+            for code, output in pool.map(lambda part: _tried(part, copies, limit_s=ALL_LIMIT_S), parts):
+                if code != PASSED:
+                    print(f"a named test fails without any fault:\n{output}", file=sys.stderr)
+                    return 1
         print(f"{len(tests)} tests pass without a fault ({time.monotonic() - began:.0f} s)", flush=True)
         survivors = _survivors(mutants, copies, jobs=options.jobs)
     print(f"{len(mutants) - len(survivors)} of {len(mutants)} faults noticed ({time.monotonic() - began:.0f} s)")
@@ -108,30 +111,34 @@ def _tried(
     output = copy.with_suffix(".txt")
     try:
         with _fault_in(copy, mutant):
+            output.write_text("")
             process = multiprocessing.Process(target=_run_tests, args=(copy, output, list(tests)))
             process.start()
+            assert process.pid
             process.join(limit_s)
+            process.kill()
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid or 0, signal.SIGKILL)  # and what the test has left behind
+                os.killpg(process.pid, signal.SIGKILL)  # what the test has left behind
             process.join()
-        return (process.exitcode if (process.exitcode or 0) >= 0 else None), output.read_text()
+        code = process.exitcode
+        return (None if code is None or code < 0 else code), output.read_text(errors="replace")
     finally:
         copies.put(copy)
 
 
 @contextlib.contextmanager
-def _fault_in(copy: Path, mutant: Mutant | None):
+def _fault_in(copy: Path, mutant: Mutant | None) -> Iterator[None]:
     if mutant is None:
         yield
         return
     path = copy / mutant.file
-    right, times = path.read_text(), path.stat()
-    path.write_text(mutant.text(copy))
+    right, times = path.read_bytes(), path.stat()
+    path.write_text(mutant.text(copy), encoding="utf-8")
     os.utime(path, (times.st_atime, times.st_mtime - next(DISTINCT_S)))
     try:
         yield
     finally:
-        path.write_text(right)
+        path.write_bytes(right)
         os.utime(path, (times.st_atime, times.st_mtime))
 
 

@@ -115,9 +115,12 @@ def test_a_step_is_near_that_of_torch_and_the_state_is_its_own() -> None:
         mine.step()
         reference.step()
         for start, own, other in zip(before, ours, theirs, strict=True):
-            step, expected = own.detach() - start, other.detach() - start
+            decayed = start * (1 - 0.02 * 0.1)  # what is left is the step along the orthogonal matrix
+            step, expected = own.detach() - decayed, other.detach() - decayed
             assert (step * expected).sum() / step.norm() / expected.norm() >= 0.93
-            assert step.norm() == pytest.approx(float(expected.norm()), rel=0.25)
+            assert step.norm() == pytest.approx(float(expected.norm()), rel=0.4)
+            size = 0.02 * 0.2 * max(step.shape) ** 0.5 * min(step.shape) ** 0.5  # all singular values are about 1
+            assert step.norm() == pytest.approx(size, rel=0.2)
         before = [param.detach().clone() for param in theirs]
         for own, start in zip(ours, before, strict=True):
             own.data.copy_(start)
