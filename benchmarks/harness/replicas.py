@@ -83,8 +83,8 @@ class Pair:
             is_exact = isinstance(outcome, Alone) or codec == FP32
             if is_exact and not torch.equal(replica.numbers(), twin.numbers()):
                 return False
-        means = [torch.stack([each.numbers() for each in both]).mean(0) for both in (self.replicas, self.twins)]
-        return torch.allclose(*means, atol=1e-6)
+        mean, exact = (torch.stack([each.numbers() for each in both]).mean(0) for both in (self.replicas, self.twins))
+        return torch.allclose(mean, exact, atol=1e-6)
 
 
 def _parts(outcome: Outcome, vectors: Vectors) -> dict[SectionName, Tensor]:

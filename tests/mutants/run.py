@@ -72,6 +72,7 @@ def main() -> int:
         copies: queue.Queue[Path] = queue.Queue()
         for index in range(options.jobs):
             copies.put(_copy(Path(folder) / str(index)))
+        os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported, which is before the tests are
         multiprocessing.set_start_method("forkserver")
         multiprocessing.set_forkserver_preload(IMPORTS)
         tests = sorted({each.test for each in mutants})
@@ -90,16 +91,15 @@ def main() -> int:
 
 
 def _survivors(mutants: list[Mutant], copies: queue.Queue[Path], *, jobs: int) -> list[tuple[Mutant, str]]:
-    survivors = []
+    survivors: list[tuple[Mutant, str]] = []
     with ThreadPoolExecutor(jobs) as pool:
         running = {pool.submit(_tried, [each.test], copies, limit_s=LIMIT_S, mutant=each): each for each in mutants}
         for done in as_completed(running):
-            began, (code, output) = running[done], done.result()
-            print(f"{'noticed ' if code == FAILED else 'SURVIVED'} {began.name}", flush=True)
-            if code == PASSED:
-                survivors.append((began, "the test passes"))
-            elif code != FAILED:
-                survivors.append((began, f"the test gave no answer: {code}\n{output}"))
+            mutant, (code, output) = running[done], done.result()
+            print(f"{'noticed ' if code == FAILED else 'SURVIVED'} {mutant.name}", flush=True)
+            if code != FAILED:
+                why = "the test passes" if code == PASSED else f"the test gave no answer: {code}\n{output}"
+                survivors.append((mutant, why))
     return survivors
 
 
@@ -150,7 +150,7 @@ def _run_tests(copy: Path, output: Path, tests: list[str]) -> None:
         os.dup2(file.fileno(), 2)
     os.chdir(copy)
     sys.path.insert(0, str(copy))
-    os.environ |= {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    os.environ["PYTHONPATH"] = str(copy)
     import pytest
 
     code = NO_ANSWER

@@ -18,7 +18,7 @@ TESTS = {path.stem: path for path in ROOT.joinpath("tests").rglob("test_*.py")}
 SCRIPTS = {path.name for path in ROOT.joinpath("benchmarks").glob("*.py")}
 
 
-def tested_by(number: str) -> str:
+def shown_by(number: str) -> str:
     return NUMBERED[number][3]
 
 
@@ -29,7 +29,7 @@ def test_every_row_has_five_cells_and_they_are_numbered_in_order() -> None:
 
 @pytest.mark.parametrize("number", NUMBERED)
 def test_what_a_row_names_exists(number: str) -> None:
-    cell = tested_by(number)
+    cell = shown_by(number)
     names = set(re.findall(r"\btest_\w+", cell))
     assert names <= TESTS.keys()
     assert set(re.findall(r"\b\w+\.py\b", cell)) - {f"{name}.py" for name in names} <= SCRIPTS
@@ -42,7 +42,7 @@ def test_what_a_row_names_exists(number: str) -> None:
 
 @pytest.mark.parametrize("number", NUMBERED)
 def test_a_row_without_a_test_says_how_it_was_tried(number: str) -> None:
-    cell = tested_by(number)
+    cell = shown_by(number)
     has_test = "test_" in cell or "adversarial `" in cell or "make fuzz" in cell
     is_open = cell == "-" and "not solved" in NUMBERED[number][2]
     assert has_test or is_open or "by script" in cell or "by hand" in cell, cell

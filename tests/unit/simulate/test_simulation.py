@@ -136,11 +136,12 @@ def test_other_rules_learn(rule: str) -> None:
 
 def test_data_parallel_replicas_are_one_model_with_the_batches_of_all() -> None:
     result = simulate_lockstep(material(), Plan(4), rule="ddp")
-    inner = InnerStep(material().model(), SPEC.train)
+    model = material().model()
+    inner = InnerStep(model, SPEC.train)
     streams = [material().batches(peer_name(number), replica=number) for number in range(4)]
     for step in range(SPEC.train.total_steps):
         inner(torch.cat([next(stream) for stream in streams]), progress=step / SPEC.train.total_steps)
-    assert result.loss == pytest.approx(material().loss(inner.model), rel=1e-5)
+    assert result.loss == pytest.approx(material().loss(model), rel=1e-5)
 
 
 def test_a_collective_rule_is_as_fast_as_its_slowest_replica() -> None:
