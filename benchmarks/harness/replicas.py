@@ -71,10 +71,9 @@ class Pair:
         return [replica.train() for replica in self.replicas]
 
     def is_whole(self, outcomes: Sequence[Outcome], vectors: Sequence[Vectors], *, codec: CodecSpec) -> bool:
-        """Take the outer step. Was of each outcome exactly applied what it names?
+        """Takes the outer step; True when each replica applied the parts that its outcome names, and nothing else.
 
-        Where nothing was swapped, and with fp32, each replica then has the bits of its twin. Otherwise both told of the
-        same parts, and no code may move the mean of the two.
+        Where nothing was swapped, and with fp32, it then has the bits of its twin. Other codecs may not move the mean.
         """
         for index, (replica, twin, outcome) in enumerate(zip(self.replicas, self.twins, outcomes, strict=True)):
             own, partner = (_parts(outcome, each) for each in (vectors[index], vectors[1 - index]))

@@ -127,6 +127,18 @@ def places_of_pieces(state: OuterState) -> list[tuple[int, int]]:
     return [(sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(len(sizes))]
 
 
+@pytest.mark.parametrize("scale", [-1.0, -9.0])
+def test_a_gradient_against_the_own_one_refuses_the_swap(scale: float) -> None:
+    here, alone = make_state(), make_state()
+    theirs = sections(here)
+    theirs[GRADIENT] = theirs[GRADIENT] * scale
+    outcome = take(here, theirs)
+    assert isinstance(outcome, Alone)
+    assert "points against" in outcome.reason
+    alone.step(None)
+    assert fingerprint(here) == fingerprint(alone), "bit for bit the solo step"
+
+
 def test_a_gradient_that_is_all_in_one_tensor_moves_it_little_more_than_training_does() -> None:
     """As long as an honest gradient in all, and 1,000 times as long in the last bias."""
     here, alone = make_state(), make_state()
