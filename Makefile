@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install demo test test-slow coverage chaos fuzz audit format lint types check docker-check release-check pin clean
+.PHONY: install demo test test-slow coverage mutants chaos fuzz audit format lint types check docker-check release-check pin clean
 
 install: $(STAMP)
 
@@ -36,6 +36,10 @@ coverage: $(STAMP)
 	$(BIN)/coverage run -m pytest -m "not slow"
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+# Small faults, put into a copy of the code one by one: each must make the test fail that is named beside it. Minutes.
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants/run.py
 
 # A quarter of an hour of real peers that are killed, frozen and asked to leave, from a seed; not a part of `test`.
 chaos: $(STAMP)

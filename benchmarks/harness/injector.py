@@ -44,10 +44,10 @@ class Injector:
         self._faults: dict[tuple[str, int], FaultPlan] = {}
         self._on_fault = on_fault
 
-    def fail_at(self, *, peer: str, round: int, phase: Phase, fault: Fault | None = None) -> Injector:
+    def fail_at(self, *, peer: str, round: int, phase: Phase | At, fault: Fault | None = None) -> Injector:
         """`fault` at the frame of `phase` in every swap of that round; None = the connection is cut."""
-        plan = self._faults.get((peer, round), FaultPlan())
-        self._faults[peer, round] = plan.fail_at(phase.value, send=fault or Cut())
+        plan, at = self._faults.get((peer, round), FaultPlan()), phase.value if isinstance(phase, Phase) else phase
+        self._faults[peer, round] = plan.fail_at(at, send=fault or Cut())
         return self
 
     def of(self, peer: str) -> Wraps:

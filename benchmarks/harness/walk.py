@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.gossip.exchange import LoopExchange
-from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, SectionName
+from noloco_p2p.gossip.frames import Chunk, FetchItem, FetchWant, Hello, PeerStatus, SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, Outcome
 from noloco_p2p.gossip.round_stack import build_round_stack
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream
@@ -25,11 +25,13 @@ from noloco_p2p.simulate.network import Link, LinkNetwork, LinkTransport
 from noloco_p2p.simulate.peer import now_s
 from noloco_p2p.spec import CodecSpec, OuterSpec, TrainerSpec, TrainSpec
 from noloco_p2p.swarm.buckets import Bucket, BucketSampler, best_depth, bucket_of
+from noloco_p2p.testing.faults import At, FaultPlan, Stall
 from noloco_p2p.testing.links import LinkProfile
-from noloco_p2p.testing.memory import MemoryDirectory
+from noloco_p2p.testing.memory import MemoryDirectory, unchanged
 
 LINE = LinkProfile("line", down_mbit_s=float("inf"), up_mbit_s=float("inf"), delay_ms=20, jitter_ms=5)
 NUM_ELEMENTS = 64
+STALLED = FaultPlan().fail_at(At(Chunk, section=SectionName.OUTER_GRADIENT), send=Stall())
 VIEW_S = 10.0  # how often one of two buckets is drawn anew, as in `swarm.membership_view`
 
 
@@ -38,7 +40,7 @@ class Walk:
     """How many peers walk how far.
 
     speeds: one for each peer, used again from the front. is_in_step: all begin at once; else each at a random moment of
-    its first round.
+    its first round. late_parts_stall: outer gradients never arrive, and nobody is told.
     """
 
     num_peers: int
@@ -48,6 +50,7 @@ class Walk:
     speeds: tuple[float, ...] = (1.0,)
     is_in_step: bool = True
     max_wait_s: float = 0.0
+    late_parts_stall: bool = False
     seed: int = 0
 
 
@@ -61,6 +64,7 @@ class Walked:
     partner_round: int
     num_offers: int  # of its own
     reason: str
+    boundary_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,8 @@ class _Walker:
         self.step_s = plan.step_s / plan.speeds[number % len(plan.speeds)]
         self.walkers = walkers
         self.hello = Hello(name, walkers.spec.name, walkers.spec.digest(), layout="walk")
-        self.transport = _CountingTransport(LinkTransport(walkers.network, lambda: self.hello))
+        wrap = STALLED.wrapper() if plan.late_parts_stall else unchanged
+        self.transport = _CountingTransport(LinkTransport(walkers.network, lambda: self.hello, wrap=wrap))
         stack = build_round_stack(
             walkers.spec,
             hello=lambda: self.hello,
@@ -141,7 +146,7 @@ class _Walker:
         exchange = LoopExchange(walkers.spec, self.driver)
         self.rounds = Rounds(walkers.spec, exchange, self, self, follows_caller=True, clock=now_s)
         walkers.network.links[name] = Link.of(LINE, seed=number)
-        walkers.network.add(name, stack.service)
+        walkers.network.add(name, stack.service, wrap=wrap)
 
     async def run(self, seconds: float) -> None:
         """Whole rounds until the time is over."""
@@ -169,7 +174,8 @@ class _Walker:
         else:
             partner, partner_round = end.outcome.received.partner, end.outcome.received.partner_round
         offers = self.transport.num_offers
-        self.walkers.rounds.append(Walked(self.name, end.round, partner, partner_round, offers, reason))
+        walked = Walked(self.name, end.round, partner, partner_round, offers, reason, end.boundary_s)
+        self.walkers.rounds.append(walked)
 
     # what its rounds send, and what they do: plain averaging
 

@@ -62,8 +62,8 @@ def test_three_faults_within_minutes_are_out_for_an_hour(bans: BanList, clock: C
 def test_faults_fade(bans: BanList, clock: Clock) -> None:
     for _ in range(50):
         bans.strike(A, "chunk 3 is damaged")
+        assert not bans.why(A)
         clock.now_s += 2 * STRIKE_HALF_LIFE_S
-    assert not bans.why(A)
 
 
 def test_what_is_no_peer_id_and_what_cannot_be_written_is_told(tmp_path: Path) -> None:

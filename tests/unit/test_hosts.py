@@ -80,6 +80,8 @@ def test_rates_are_of_each_key_and_come_back_with_time() -> None:
     assert [rates.take("a") for _ in range(2)] == [True, False]
     rates.give_back("a")
     assert rates.take("a")
+    clock.now_s += 86_400.0
+    assert [rates.take("a") for _ in range(3)] == [True, True, False], "a quiet day is not saved up"
     for index in range(2 * MAX_KEYS):
         rates.take(str(index))
     assert len(rates) == MAX_KEYS

@@ -3,8 +3,32 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.peer.live_peers import LivePeers
 from noloco_p2p.peer.stage_flow import Neighbours
+
+
+class Directory:
+    """Knows a part of a large swarm: every third of these peers is of stage 0."""
+
+    def live(self) -> Sequence[Candidate]:
+        return [Candidate(f"peer-{number}", address="", stage=min(number % 3, 1)) for number in range(30)]
+
+    def headcount(self) -> Any:
+        return SimpleNamespace(others=300)
+
+
+def test_peers_of_other_stages_do_not_count_for_the_shares_of_this_one() -> None:
+    peers = LivePeers(cast(Any, Directory()), cast(Any, None))
+    assert peers.num_live() == 301
+    for stage, others in ((0, 100), (1, 200)):
+        peers.stage = stage
+        assert peers.num_live() == 1 + others
+        assert {peer.stage for peer in peers.mates()} == {stage}
 
 
 def test_a_few_of_those_who_live_are_kept_while_they_do() -> None:

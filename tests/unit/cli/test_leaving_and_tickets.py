@@ -12,6 +12,7 @@ import pytest
 from noloco_p2p import control
 from noloco_p2p.cli.app import run
 from noloco_p2p.cli.join import _leave_on_signals
+from noloco_p2p.cli.options import parse_duration
 from noloco_p2p.identity import Identity
 from noloco_p2p.invitation import invite
 from noloco_p2p.ticket import Ticket
@@ -45,6 +46,23 @@ def test_the_second_signal_ends_at_once_and_not_the_first(monkeypatch: pytest.Mo
     assert not codes, "the last checkpoint is being written"
     signal.raise_signal(signal.SIGTERM)
     assert codes == [143]
+
+
+def test_who_was_asked_to_leave_has_left_when_its_lock_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(control, "ask", lambda *_: {"pid": 4711})
+    lock = control.FolderLock(tmp_path)
+    lock.acquire()
+    assert run(["leave", "--state-dir", str(tmp_path), "--timeout", "0.1"]) == 1
+    assert "process 4711" in capsys.readouterr().out
+    lock.release()
+    assert run(["leave", "--state-dir", str(tmp_path)]) == 0
+
+
+def test_a_time_is_in_the_unit_that_it_says() -> None:
+    times = ("90s", "30min", "12h", "7d")
+    assert [parse_duration(text, flag="--for") for text in times] == [90.0, 1800.0, 43_200.0, 604_800.0]
 
 
 def test_a_run_key_of_the_settings_is_for_its_own_run_alone(

@@ -30,7 +30,7 @@ from noloco_p2p.data.feed import make_encoder
 from noloco_p2p.data.hub import shard_source
 from noloco_p2p.data.reader import Source
 from noloco_p2p.data.sources import builtin_corpus, open_source
-from noloco_p2p.data.stream import BLOCK_TOKENS, TokenStream, validation_batches
+from noloco_p2p.data.stream import BLOCK_TOKENS, TokenStream, cut, validation_batches
 from noloco_p2p.errors import DataError, SpecError
 from noloco_p2p.spec import DataSpec
 
@@ -269,6 +269,12 @@ def test_no_token_is_lost_between_blocks(corpus: Path) -> None:
     in_one_block = Counter(one_epoch_of_batches(corpus, block_tokens=BLOCK_TOKENS))
     assert sum(in_small_blocks.values()) == sum(in_one_block.values())
     assert (in_small_blocks - in_one_block).total() < 2 * 16  # but for what begins the next epoch
+
+
+def test_what_is_cut_off_a_block_is_handed_on() -> None:
+    sequences, rest = cut([np.arange(10), np.arange(10, 37)], 16)
+    assert sequences.shape == (2, 16)
+    assert [*sequences.flatten(), *rest] == list(range(37))
 
 
 def one_epoch_of_batches(corpus: Path, *, block_tokens: int) -> list[int]:

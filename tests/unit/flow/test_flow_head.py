@@ -307,6 +307,8 @@ def test_the_window_doubles_until_it_was_halved_and_grows_by_one_from_then_on() 
     window.lost(1.0, 1.0)  # after a whole window that ended well, so it counts for nothing
     window.lost(2.0, 2.0)
     assert window.size == 2
+    window.lost(1.5, 2.1)  # sent before the window was halved: it met the same trouble
+    assert window.size == 2
     sizes.clear()
     for _ in range(6):
         window.ended_well()

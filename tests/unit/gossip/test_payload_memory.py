@@ -35,6 +35,13 @@ def test_memory_is_used_again_when_the_last_view_of_it_is_gone() -> None:
     assert address(memory.take(1000).keep(b"y")) == first
 
 
+def test_memory_that_is_used_again_is_lent_to_one_at_a_time() -> None:
+    memory = PayloadMemory()
+    memory.take(1000)  # and given back at once
+    first, second = (memory.take(1000).keep(b"x") for _ in range(2))
+    assert address(first) != address(second)
+
+
 def test_memory_is_not_used_again_while_any_view_is_left() -> None:
     memory = PayloadMemory()
     slab = memory.take(32)

@@ -18,6 +18,7 @@ from noloco_p2p.codec import CHUNK_ELEMENTS, get_codec
 from noloco_p2p.errors import PeerError, Unreachable
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import (
+    Abort,
     AbortCode,
     Accept,
     Boundary,
@@ -35,11 +36,13 @@ from noloco_p2p.gossip.frames import (
     Refuse,
     RefuseCode,
     SectionName,
+    SwapState,
     chunk_digest,
 )
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
 from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.gossip.seams import FrameStream, Service
+from noloco_p2p.gossip.swap import Ledger
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.faults import (
     Announce,
@@ -56,7 +59,7 @@ from noloco_p2p.testing.faults import (
     SwapWithNext,
     Truncate,
 )
-from noloco_p2p.testing.peers import MemorySwarm
+from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 
 SPEC = RunSpec(name="faults", codec=FP32, outer=published())
 SHORT = Deadlines(offer_s=1.0, status_s=1.0, progress_s=1.0, farewell_s=0.05)  # they run out where a peer freezes
@@ -321,6 +324,75 @@ def test_a_partner_that_says_it_gave_up_is_believed() -> None:
         assert questions == []
 
 
+class HeldAnswers(Questioned):
+    """As a slow link has it: what became of a swap is told a while later."""
+
+    def __init__(self, service: Service, questions: list[bytes], may_answer: asyncio.Event) -> None:
+        super().__init__(service, questions)
+        self._may_answer = may_answer
+
+    async def on_status(self, swap_id: bytes) -> PeerStatus:
+        status = await super().on_status(swap_id)
+        await self._may_answer.wait()
+        return status
+
+
+class LongFarewell:
+    """A stream whose last words take until they may go."""
+
+    def __init__(self, stream: FrameStream, may_go: asyncio.Event) -> None:
+        self.peer, self.receive, self.close = stream.peer, stream.receive, stream.close
+        self._stream = stream
+        self._may_go = may_go
+
+    async def send(self, frame: Frame) -> None:
+        if isinstance(frame, Abort):
+            await self._may_go.wait()
+        await self._stream.send(frame)
+
+
+def test_nothing_is_committed_after_a_swap_was_given_up() -> None:
+    """The round of a has ended alone. Then it hears that b has all of the early part, while it says its last words."""
+    faults = FaultPlan().fail_at(At(Ready, part=Part.EARLY), send=Drop(), receive=Drop()).wrapper()
+    may_answer, may_go, questions = asyncio.Event(), asyncio.Event(), list[bytes]()
+    streams: list[FrameStream] = []
+
+    def wrap(stream: FrameStream) -> FrameStream:
+        streams.append(LongFarewell(faults(stream), may_go))
+        return streams[-1]
+
+    with MemorySwarm(SPEC, deadlines=PATIENT) as swarm:
+        a, b = swarm.peer("a", wrap=wrap, wrap_accepted=wrap), swarm.peer("b")
+        swarm.network.services["b"] = HeldAnswers(swarm.network.services["b"], questions, may_answer)
+        for peer, own in ((a, Vectors.random(1)), (b, Vectors.random(2))):
+            open_round(peer, own)
+        wait_until(lambda: faults.fired == 2)
+        for stream in streams:
+            asyncio.run_coroutine_threadsafe(stream.close(), swarm.loop).result(PATIENCE_S)
+        wait_until(lambda: bool(questions))
+        assert isinstance(a.exchange.collect(0.0), Alone)
+        swarm.loop.call_soon_threadsafe(may_answer.set)
+
+        async def state() -> SwapState:
+            for _ in range(100):  # turns of the loop: the answer is here
+                await asyncio.sleep(0)
+            return a.driver.swap_state(questions[0])
+
+        known = asyncio.run_coroutine_threadsafe(state(), swarm.loop).result(PATIENCE_S)
+        swarm.loop.call_soon_threadsafe(may_go.set)
+    assert (known.known, known.verified, known.committed) == (True, (), ())
+
+
+def test_a_part_that_was_given_up_counts_as_not_verified() -> None:
+    """Its partner would commit it, and nobody else has."""
+    ledger = Ledger()
+    ledger.verified |= {Part.EARLY, Part.LATE}
+    ledger.committed.add(Part.EARLY)
+    assert set(ledger.state().verified) == {Part.EARLY, Part.LATE}
+    ledger.has_ended = True
+    assert ledger.state().verified == (Part.EARLY,)
+
+
 # a partner that cheats
 
 
@@ -361,6 +433,10 @@ class Stranger:
 class Hasty(Stranger):
     """Sends all frames of a swap at once, Ready first, whatever the other side has sent."""
 
+    def __init__(self, vectors: Vectors) -> None:
+        super().__init__(vectors)
+        self.heard: list[Frame] = []
+
     async def _go_on(self, stream: FrameStream) -> None:
         frames = [
             Ready(Part.EARLY),
@@ -370,7 +446,7 @@ class Hasty(Stranger):
         for frame in frames:
             await stream.send(frame)
         while True:
-            await stream.receive(PATIENCE_S)
+            self.heard.append(await stream.receive(PATIENCE_S))
 
 
 class Dripping(Stranger):
@@ -392,15 +468,24 @@ class Dripping(Stranger):
             self.num_drips += 1
 
 
+def phase_in_a_while(swarm: MemorySwarm, peer: MemoryPeer) -> RoundPhase:
+    async def later() -> RoundPhase:
+        for _ in range(100):  # turns of the loop
+            await asyncio.sleep(0)
+        return peer.driver.phase
+
+    return asyncio.run_coroutine_threadsafe(later(), swarm.loop).result(PATIENCE_S)
+
+
 def test_nothing_is_committed_before_it_was_sent_whatever_the_partner_claims() -> None:
     """Else the outer step would look for a coded gradient that does not exist yet, and training would end."""
     own, theirs = Vectors.random(1), Vectors.random(2)
     with MemorySwarm(SPEC) as swarm:
         a = swarm.peer("a")
-        swarm.network.add("stranger", Hasty(theirs))
+        swarm.network.add("stranger", stranger := Hasty(theirs))
         open_round(a, own)
-        wait_until(lambda: a.driver.phase is RoundPhase.EARLY and a.driver.traffic.bytes_received == 1200)
-        assert a.driver.phase is RoundPhase.EARLY
+        wait_until(lambda: Ready(Part.LATE) in stranger.heard)  # a has all that there is of the other side
+        assert phase_in_a_while(swarm, a) is RoundPhase.EARLY
         outcome = end_round(a, own, wait_s=PATIENCE_S)
         assert isinstance(outcome, Swapped)
         gradient = outcome.received.sections[SectionName.OUTER_GRADIENT]

@@ -130,9 +130,12 @@ def test_a_partner_that_freezes_before_the_early_part_is_replaced_too() -> None:
         open_round(a, Vectors.random(1))
         open_round(b, Vectors.random(2))
         wait_until(lambda: faults.fired > 0)
+        assert (b.driver.phase, b.driver.partner) == (RoundPhase.SWAPPING, "a"), "nobody has told it"
         c = swarm.peer("c")
         open_round(c, Vectors.random(3))
         wait_until(lambda: b.driver.phase is RoundPhase.EARLY and c.driver.phase is RoundPhase.EARLY)
+        assert "..a failed: nothing moved for 0.3 s" in b.driver.last_fault
+        assert (b.driver.partner, c.driver.partner) == ("c", "b")
 
 
 def test_a_partner_that_dies_after_the_early_part_leaves_a_half(swarm: MemorySwarm) -> None:

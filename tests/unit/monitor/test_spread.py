@@ -118,6 +118,14 @@ def test_one_straggler_of_many_does_not_hold_the_others_at_an_older_mark() -> No
     assert (measured.progress, measured.num_peers) == (MARK / MARKS, 9)
 
 
+def test_two_that_are_ahead_of_the_others_are_not_the_swarm() -> None:
+    weights = replicas(5, apart=0.004, seed=3)
+    before = records(weights, BEFORE)
+    measured = measure(before, [*records(weights[:2]), *before[2:]])
+    assert measured is not None
+    assert (measured.progress, measured.num_peers) == (BEFORE / MARKS, 5)
+
+
 def test_a_mark_that_is_far_back_is_not_averaged_in() -> None:
     then, now = replicas(4, apart=0.3, seed=1), replicas(4, apart=0.004, seed=2)
     assert measure(records(then, MARK - NEAR - 1), records(now)) == measure(records(now))

@@ -12,9 +12,10 @@ from harness.patience import PATIENCE_S
 from rogue_server import rogue
 
 from noloco_p2p.errors import CorruptPayload
-from noloco_p2p.gossip.frames import FetchItem, Hello, WantManifest
+from noloco_p2p.gossip.frames import MAX_CHUNKS_PER_REQUEST, FetchItem, Hello, WantChunks, WantManifest
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.server import _want
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 
@@ -46,3 +47,13 @@ def test_a_manifest_without_end_is_refused(digests: list[bytes]) -> None:
                 await asyncio.wait_for(all_items(there), PATIENCE_S)
 
     asyncio.run(main())
+
+
+def test_a_request_for_more_chunks_than_a_call_may_bring_is_refused() -> None:
+    """It is read before anybody looks whether there is a state: numbers of chunks are cheap to send."""
+    indices = range(MAX_CHUNKS_PER_REQUEST)
+    whole = pb.FetchRequest(chunks=pb.ChunksRequest(manifest_digest=bytes(32), indices=indices))
+    assert _want(whole) == WantChunks(bytes(32), tuple(indices))
+    whole.chunks.indices.append(MAX_CHUNKS_PER_REQUEST)
+    with pytest.raises(CorruptPayload, match="at once"):
+        _want(whole)

@@ -44,6 +44,13 @@ def test_ten_times_the_usual_gradient_is_refused_in_words(partner: float, is_ref
     assert not history.refusal(2.0, partner, times_longer=9.0) or math.isinf(partner), "9 times the inner steps"
 
 
+def test_a_short_round_of_the_partner_is_measured_like_one_of_the_own_length() -> None:
+    history = GradientHistory()
+    history.note(1.0)
+    assert not history.refusal(1.0, 9.9, times_longer=0.1)
+    assert history.refusal(1.0, 10.1, times_longer=0.1)
+
+
 def test_a_norm_that_is_no_number_is_refused() -> None:
     assert "not finite" in GradientHistory().refusal(1.0, math.nan)
 
@@ -85,7 +92,8 @@ def test_a_liar_in_one_swap_of_three_does_not_move_the_radius() -> None:
     offsets = PieceNorms(1)
     for round_index in range(60):
         radius = offset_radius(usual=offsets.usual()[0], own_gradient=4.0)
-        offsets.note([min(1e9 if round_index % 3 == 2 else 1.0, radius)])
+        _, kept = clip_offset_(torch.tensor([1e9 if round_index % 3 == 2 else 1.0]), radius)
+        offsets.note([kept])
     assert offsets.usual() == [1.0]
 
 
@@ -94,7 +102,8 @@ def test_a_liar_in_every_swap_gets_no_further_than_twice_the_own_gradient() -> N
     radii = []
     for _ in range(60):
         radii.append(offset_radius(usual=offsets.usual()[0], own_gradient=1.0))
-        offsets.note([min(1e9, radii[-1])])
+        _, kept = clip_offset_(torch.tensor([1e9]), radii[-1])
+        offsets.note([kept])
     assert radii[0] == 0.5
     assert max(radii) == radii[-1] == 2.0
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from noloco_p2p.optim.inner import make_inner_optimizer
+from noloco_p2p.optim.inner import make_inner_optimizer, make_inner_optimizers
 from noloco_p2p.spec import TrainSpec
 
 
@@ -26,6 +26,18 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     optimizer.step()
     torch.testing.assert_close(matrix.data, torch.full((3, 2), 0.95))  # only the decay: 1 - 0.5 * 0.1
     assert vector.tolist() == [1.0] * 4
+
+
+def test_muon_has_the_numbers_of_the_spec() -> None:
+    matrix, vector = two_parameters()
+    train = TrainSpec(inner_optimizer="muon", muon_momentum=0.75, weight_decay=0.1, learning_rate=0.5)
+    muon, adamw = make_inner_optimizers([matrix, vector], train, matrices=[matrix])
+    for gradient in (torch.ones(3, 2), torch.zeros(3, 2)):
+        matrix.grad = gradient
+        muon.step()
+    torch.testing.assert_close(muon.state[matrix]["momentum_buffer"], torch.full((3, 2), 0.75 * 0.25))
+    assert decays(muon) == {id(matrix): 0.1}
+    assert decays(adamw) == {id(vector): 0.0}
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])

@@ -93,6 +93,15 @@ def test_a_chain_of_rounds_agrees_with_the_reference(case: dict[str, Any]) -> No
             assert_agrees(state[step["rank"]], step["after"])
 
 
+def test_each_strength_has_a_place_of_its_own() -> None:
+    """By hand, as the reference has beta and gamma alike: 0.5 x 8 + 0.25 x 4 + 2 x 1.5 = 8."""
+    slow, momentum = torch.tensor([10.0]), torch.tensor([8.0])
+    outer_step(slow, momentum, torch.tensor([4.0]), torch.tensor([1.5]), alpha=0.5, beta=0.25, gamma=2.0)
+    assert (momentum.item(), slow.item()) == (8.0, 18.0)
+    outer_step(slow, None, torch.tensor([4.0]), torch.tensor([1.5]), alpha=0.0, beta=0.25, gamma=2.0)
+    assert slow.item() == 22.0
+
+
 def test_alone_is_momentum_on_the_own_gradient() -> None:
     slow, momentum, gradient = torch.tensor([1.0, -2.0]), torch.tensor([0.5, 0.25]), torch.tensor([2.0, -4.0])
     outer_step(slow, momentum, gradient, None, alpha=0.5, beta=0.75, gamma=0.7)

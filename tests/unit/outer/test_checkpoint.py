@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -234,6 +236,46 @@ def test_leftovers_are_removed_unless_their_writer_lives(tmp_path: Path) -> None
             Checkpoints(tmp_path).save(0, files={}, meta={})
     Checkpoints(tmp_path)
     assert not leftover.exists()
+
+
+class ForgetfulDisk:
+    """What was not synced is lost when the power fails, and it fails twice: at the rename, and after the save."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._bytes: dict[int, int] = {}  # inode of a file -> what of it is on the disk
+        self._names: dict[int, set[str]] = {}  # inode of a folder -> the same
+        self._sync, self._rename = os.fsync, Path.rename
+        monkeypatch.setattr(os, "fsync", self._synced)
+        monkeypatch.setattr(Path, "rename", lambda path, target: self._renamed(path, target))
+
+    def lose_names(self, folder: Path) -> None:
+        for path in folder.iterdir():
+            if path.name not in self._names.get(folder.stat().st_ino, set()):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def _synced(self, descriptor: int) -> None:
+        self._sync(descriptor)
+        path = Path(f"/proc/self/fd/{descriptor}").resolve()
+        if path.is_dir():
+            self._names[path.stat().st_ino] = set(os.listdir(path))
+        else:
+            self._bytes[path.stat().st_ino] = path.stat().st_size
+
+    def _renamed(self, path: Path, target: Path) -> Path:
+        for file in path.iterdir():
+            os.truncate(file, self._bytes.get(file.stat().st_ino, 0))
+        self.lose_names(path)
+        return self._rename(path, target)
+
+
+def test_a_checkpoint_that_was_saved_outlives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = ForgetfulDisk(monkeypatch)
+    path = Checkpoints(tmp_path).save(3, files=tensors(7.0), meta={"a": 1})
+    disk.lose_names(tmp_path)
+    newest = Checkpoints(tmp_path).newest()
+    assert newest is not None
+    assert (newest.path, newest.meta) == (path, {"a": 1})
+    assert newest.load("outer")["slow_weights"][0] == 7
 
 
 def test_a_writer_killed_at_any_moment_leaves_only_readable_checkpoints(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.gossip.outcome import Alone, Correction, LonelyCause, Swapped
 from noloco_p2p.outer.outer_state import OuterState
-from noloco_p2p.outer.update_filter import admitted
+from noloco_p2p.outer.update_filter import UpdateFilter, admitted
+from noloco_p2p.telemetry.metrics import Metrics
 
 SLOW, MOMENTUM, GRADIENT = SectionName
 Sections = dict[SectionName, Tensor]
@@ -83,17 +84,59 @@ def test_a_gradient_of_ten_times_the_usual_length_refuses_the_swap_and_the_round
     assert fingerprint(here) == fingerprint(alone), "bit for bit the solo step"
 
 
-def test_half_a_swap_that_is_refused_late_leaves_all_as_it_was() -> None:
-    state = make_state()
+@pytest.mark.parametrize(("scale", "is_refused"), [(1000.0, True), (1.1, False)])
+def test_a_late_gradient_that_is_refused_leaves_all_as_it_was(scale: float, is_refused: bool) -> None:
+    state, metrics = make_state(), Metrics()
     theirs = sections(state)
-    theirs[GRADIENT] = theirs[GRADIENT] * 1000
+    theirs[GRADIENT] = theirs[GRADIENT] * scale
     pair = received(sections(state), theirs).sections[GRADIENT]
-    verdict = state.judge(pair, EVEN)
-    assert verdict.refusal
-    correction = Correction(pair, "partner", 0, EVEN)
     before = fingerprint(state)
-    assert correction.gradient is pair
-    assert fingerprint(state) == before
+    UpdateFilter(state, metrics, None).correct(Correction(pair, "partner", 0, EVEN))
+    assert (fingerprint(state) == before) is is_refused
+    assert (metrics.refused_gradients, metrics.late) == ((1, 0) if is_refused else (0, 1))
+
+
+def test_a_gradient_that_came_late_leaves_what_one_in_time_leaves() -> None:
+    """In slow weights, momentum and the model: no outer step between the two."""
+    in_time, late = make_state(), make_state()
+    theirs = sections(in_time)
+    theirs[GRADIENT] = theirs[GRADIENT] * torch.linspace(0.5, 1.5, len(theirs[GRADIENT]))
+    own = sections(in_time)
+    gradients = received({GRADIENT: own[GRADIENT]}, {GRADIENT: theirs[GRADIENT]})
+    in_time.step(gradients)
+    correction = Correction(gradients.sections[GRADIENT], "partner", 0, EVEN)
+    late.step(None)
+    UpdateFilter(late, Metrics(), None).correct(correction)
+    for one, other in zip(in_time.tensors().values(), late.tensors().values(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
+    assert torch.allclose(late.parameters.read(0, late.num_elements), late.slow_weights, atol=1e-7)
+
+
+def test_of_an_offset_that_was_clipped_what_was_let_through_is_remembered() -> None:
+    """The next radius is at most twice that: a liar does not widen its own gate."""
+    state = make_state()
+    own = sections(state)
+    lengths = [float(own[GRADIENT][start:stop].norm()) for start, stop in places_of_pieces(state)]
+    take(state, own | {SLOW: own[SLOW] + 50.0})
+    usual = state.gating.offsets[SLOW].usual()
+    assert usual == pytest.approx([state.gating.limits.offset_least * length for length in lengths], rel=1e-4)
+
+
+def places_of_pieces(state: OuterState) -> list[tuple[int, int]]:
+    sizes = [place.stop - place.start for chunk in state.gating.pieces.in_chunk for _, place in chunk]
+    return [(sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(len(sizes))]
+
+
+@pytest.mark.parametrize("scale", [-1.0, -9.0])
+def test_a_gradient_against_the_own_one_refuses_the_swap(scale: float) -> None:
+    here, alone = make_state(), make_state()
+    theirs = sections(here)
+    theirs[GRADIENT] = theirs[GRADIENT] * scale
+    outcome = take(here, theirs)
+    assert isinstance(outcome, Alone)
+    assert "points against" in outcome.reason
+    alone.step(None)
+    assert fingerprint(here) == fingerprint(alone), "bit for bit the solo step"
 
 
 def test_a_gradient_that_is_all_in_one_tensor_moves_it_little_more_than_training_does() -> None:

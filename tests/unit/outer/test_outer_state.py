@@ -7,12 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness.specs import published
+from harness.swapped import received
 from torch import nn
 
 from noloco_p2p.errors import CheckpointError
-from noloco_p2p.outer.outer_state import OuterState, met_progress, next_progress
+from noloco_p2p.gossip.frames import SectionName
+from noloco_p2p.optim.mixing import Agreement
+from noloco_p2p.outer.outer_state import OuterState, met_progress, next_progress, progress_after
 from noloco_p2p.outer.staging import Staging
-from noloco_p2p.spec import OuterSpec
+from noloco_p2p.spec import OuterSpec, RunSpec
 
 
 def test_a_refused_state_changes_nothing() -> None:
@@ -56,6 +59,14 @@ def test_a_state_with_more_than_is_needed_is_taken() -> None:
 @pytest.mark.parametrize(("partner_opened_at", "met"), [(0.4, 0.5), (0.44, 0.52), (0.9, 0.6), (0.0, 0.4)])
 def test_partners_meet_on_the_schedule_within_one_round(partner_opened_at: float, met: float) -> None:
     assert met_progress(0.5, partner_opened_at, round_progress=0.1, at_most=0.1) == pytest.approx(met)
+
+
+def test_a_partner_of_little_weight_moves_the_place_by_little() -> None:
+    spec = RunSpec(name="far", total_steps=100, outer=published(inner_steps=10))
+    own = {SectionName.SLOW_WEIGHTS: torch.zeros(4)}
+    for weight, moved in ((1.0, 0.1), (0.25, 0.025)):
+        behind = received(own, own, agreed=Agreement(10.0, weight=weight))  # it is at the start of the run
+        assert progress_after(0.5, behind, inner_steps=10, spec=spec) == pytest.approx(0.5 - moved)
 
 
 def test_the_overlapped_outer_step_is_the_plain_one() -> None:

@@ -159,6 +159,19 @@ def test_a_polled_boundary_ends_by_itself_when_time_is_over(tmp_path: Path) -> N
         assert 0.2 < result.blocked_s < 5.0
 
 
+def test_a_step_asks_for_no_more_patience_than_the_run_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits_s: list[float] = []
+    with MemorySwarm(SPEC) as swarm:
+        peer, model = swarm.peer("a", run_folder=tmp_path), make_model()
+        collect = peer.exchange.collect
+        monkeypatch.setattr(peer.exchange, "collect", lambda wait_s: waits_s.append(wait_s) or collect(wait_s))
+        outer = NoLoCo(model, None, peer, save_every_rounds=0)
+        for _ in range(2 * INNER_STEPS):
+            outer.step()
+    assert len(waits_s) == 2
+    assert all(0 < wait_s <= SPEC.outer.max_wait_s for wait_s in waits_s)
+
+
 def test_who_withdraws_at_a_boundary_ends_the_round_at_once(tmp_path: Path) -> None:
     with MemorySwarm(SPEC) as swarm:
         (a, model), (b, _) = make(swarm, tmp_path)

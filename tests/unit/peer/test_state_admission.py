@@ -103,11 +103,11 @@ def packed(vector: torch.Tensor, mark: int = int(OWN * sketch.MARKS)) -> str:
     return sketch.pack(sketch.sketch(vector, run=SPEC.digest(), mark=mark), mark=mark, norm=sketch.norm(vector))
 
 
-def check_state(folder: Path, vector: torch.Tensor, sketches: Sequence[str]) -> None:
+def check_state(folder: Path, vector: torch.Tensor, sketches: Sequence[str], *, donor: Candidate = DONOR) -> None:
     path = folder / "state.safetensors"
     save_file({"slow_weights": vector, "outer_momentum": torch.zeros_like(vector)}, path)
     admission = Others([OWN] * len(sketches), sketches=sketches).admission()
-    asyncio.run(admission.check_state(DONOR, manifest(OWN, num_elements=len(vector)), path))
+    asyncio.run(admission.check_state(donor, manifest(OWN, num_elements=len(vector)), path))
 
 
 def test_weights_are_compared_with_what_most_others_publish(tmp_path: Path) -> None:
@@ -119,6 +119,13 @@ def test_weights_are_compared_with_what_most_others_publish(tmp_path: Path) -> N
     for wrong in (3 * vector, vector / 3, -vector, torch.zeros_like(vector)):
         with pytest.raises(CheckpointError, match="far from what 2 of 2 other peers publish"):
             check_state(tmp_path, wrong, [near, near])
+
+
+def test_the_record_of_the_donor_itself_does_not_count(tmp_path: Path) -> None:
+    vector = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    near, lie = packed(vector), packed(-vector)
+    with pytest.raises(CheckpointError, match="far from what 2 of 3 other peers publish"):
+        check_state(tmp_path, -vector, [near, near, lie, lie], donor=Candidate("peer 3", "peer 3"))
 
 
 def test_one_record_refuses_nobody_and_half_of_them_neither(tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ from noloco_p2p.simulate.plan import Churn, Event, Plan
 from noloco_p2p.simulate.replica import SimulatedReplica
 from noloco_p2p.simulate.result import Result, table
 from noloco_p2p.simulate.run import check_rules, seeded
-from noloco_p2p.simulate.swarm import simulate_swarm
+from noloco_p2p.simulate.swarm import peer_name, simulate_swarm
 from noloco_p2p.spec import TrainerSpec, TrainSpec
 from noloco_p2p.testing.links import LinkProfile
+from noloco_p2p.trainer.inner_step import InnerStep
 
 SPEC = tiny_llama(
     "simulated",
@@ -131,6 +132,21 @@ def test_other_rules_learn(rule: str) -> None:
         "everybody mixes, and so do four of four"
     )
     assert result.virtual_s == pytest.approx(12.0)
+
+
+def test_data_parallel_replicas_are_one_model_with_the_batches_of_all() -> None:
+    result = simulate_lockstep(material(), Plan(4), rule="ddp")
+    model = material().model()
+    inner = InnerStep(model, SPEC.train)
+    streams = [material().batches(peer_name(number), replica=number) for number in range(4)]
+    for step in range(SPEC.train.total_steps):
+        inner(torch.cat([next(stream) for stream in streams]), progress=step / SPEC.train.total_steps)
+    assert result.loss == pytest.approx(material().loss(model), rel=1e-5)
+
+
+def test_a_collective_rule_is_as_fast_as_its_slowest_replica() -> None:
+    result = simulate_lockstep(material(), Plan(2, speeds=(1.0, 0.25)), rule="diloco")
+    assert result.virtual_s == pytest.approx(4 * 12.0)
 
 
 def test_collective_rules_pay_for_the_slowest_link() -> None:

@@ -63,13 +63,24 @@ def test_one_peer_holds_so_many_streams_and_all_together_so_many() -> None:
 
 @pytest.mark.parametrize("fault", [ValueError("abc is no port"), DirectoryError("gone"), ConnectionResetError()])
 def test_what_a_stranger_says_wrong_ends_its_stream_alone(fault: Exception) -> None:
+    served: list[str] = []
+
     async def handler(peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        raise fault
+        if peer == "stranger":
+            raise fault
+        served.append(peer)
 
     async def main() -> None:
-        await Streams().bounded(handler)("peer", NOBODY, NOBODY)
+        bounded = Streams().bounded(handler)
+        other = asyncio.create_task(cast(Any, bounded("friend", NOBODY, NOBODY)))
+        for _ in range(MAX_STREAMS + 1):  # one that ended badly makes room as well
+            await bounded("stranger", NOBODY, NOBODY)
+        await other
+        await bounded("stranger's friend", NOBODY, NOBODY)
+        await bounded("friend", NOBODY, NOBODY)
 
     asyncio.run(main())
+    assert served == ["friend", "stranger's friend", "friend"]
 
 
 def test_a_burst_of_questions_is_not_dialled_back_more_often_than_a_slow_one() -> None:

@@ -45,6 +45,12 @@ def test_refuses_what_expired_or_expires_too_late(in_s: float) -> None:
     assert not accepts(stored(in_s=in_s))
 
 
+def test_who_is_gone_is_out_of_the_directory_within_two_minutes() -> None:
+    """Whatever it says itself. Twice the time for which an honest peer speaks, as clocks differ."""
+    assert accepts(stored(in_s=60.0))
+    assert not accepts(stored(in_s=125.0))
+
+
 def test_refuses_another_subkey_key_or_expiry() -> None:
     good = stored()
     assert not accepts(DHTRecord(good.key, dumps(peer_id_of(bytes(32))), good.value, good.expiration_time))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from harness.injector import Injector, Phase
 from harness.patience import PATIENCE_S, PATIENT
+from harness.replicas import Pair
 from harness.rounds import Vectors, one_round
 from harness.specs import FP32, published
 
 from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.presets import BEST_CODEC
+from noloco_p2p.spec import CodecSpec, RunSpec
 from noloco_p2p.testing.peers import MemorySwarm
 
 SPEC = RunSpec(name="inject", codec=FP32, outer=published())
@@ -25,27 +26,24 @@ ALLOWED: dict[Phase, set[type[Outcome]]] = {  # a lost Ready is asked for; who i
 }
 
 
+@pytest.mark.parametrize("codec", [FP32, BEST_CODEC], ids=["fp32", "of-init"])
 @pytest.mark.parametrize("phase", Phase, ids=lambda phase: phase.name.lower())
-def test_a_kill_in_every_other_round_costs_no_more_than_its_swap(phase: Phase) -> None:
-    """10 kills for each of six phases: 60 in all, and no vector is touched."""
-    injector = Injector()
-    vectors = [Vectors.random(seed) for seed in (1, 2)]
-    before = [(own.slow_weights.clone(), own.outer_momentum.clone(), own.outer_gradient.clone()) for own in vectors]
+def test_a_kill_in_every_other_round_costs_no_more_than_its_swap(phase: Phase, codec: CodecSpec) -> None:
+    """10 kills for each of six phases and two ways of coding. What the round brought is applied whole or not at all."""
+    spec = RunSpec(name="inject", codec=codec, outer=published())
     for kill in range(KILLS):
-        with MemorySwarm(SPEC, deadlines=PATIENT) as swarm:
-            killed = 1 + kill % 2  # in the round after one that was whole, or two
-            injector.fail_at(peer="a", round=killed, phase=phase)
+        killed = 1 + kill % 2  # in the round after one that was whole, or two
+        injector = Injector().fail_at(peer="a", round=killed, phase=phase)
+        pair = Pair.make(spec.outer)
+        with MemorySwarm(spec, deadlines=PATIENT) as swarm:
             peers = [swarm.peer("a", **injector.of("a")), swarm.peer("b")]
             for round_index in range(killed + 1):
-                kinds = {type(each) for each in one_round(peers, vectors, wait_s=PATIENCE_S, round_index=round_index)}
-                if round_index == killed:
-                    assert kinds <= ALLOWED[phase]
-                else:
-                    assert kinds == {Swapped}
+                vectors = pair.train()
+                outcomes = one_round(peers, vectors, wait_s=PATIENCE_S, round_index=round_index)
+                kinds = {type(outcome) for outcome in outcomes}
+                assert kinds <= (ALLOWED[phase] if round_index == killed else {Swapped})
                 assert len(kinds) == 1, "both sides alike"
-        injector = Injector()
-    for own, kept in zip(vectors, before, strict=True):
-        assert all(map(torch.equal, (own.slow_weights, own.outer_momentum, own.outer_gradient), kept))
+                assert pair.is_whole(outcomes, vectors, codec=codec)
 
 
 def test_only_the_named_peer_is_faulty_and_the_fault_is_counted() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from noloco_p2p import control
+from noloco_p2p.cli.app import run
 from noloco_p2p.errors import DataError
 from noloco_p2p.trainer.loop import draw
 
@@ -23,3 +27,14 @@ def test_a_batch_is_drawn() -> None:
 def test_no_memory_for_a_batch_says_what_to_do() -> None:
     with pytest.raises(DataError, match=r"no memory.*last checkpoint stays.*resumes"):
         draw(no_memory)
+
+
+def test_a_command_that_has_no_memory_ends_with_one_sentence_and_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Any command: they end at one place."""
+    monkeypatch.setattr(control, "ask", lambda *_: draw(no_memory))
+    assert run(["status", "--state-dir", str(tmp_path)]) == 1
+    said = capsys.readouterr().err.strip()
+    assert "no memory" in said
+    assert len(said.splitlines()) == 1

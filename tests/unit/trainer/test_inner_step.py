@@ -99,6 +99,18 @@ def test_a_step_may_be_made_of_several_batches_and_closed_later() -> None:
     assert not parts.gradients()
 
 
+def test_a_gradient_is_clipped_to_the_norm_of_the_spec() -> None:
+    """AdamW steps alike for gradients of any length; what it remembers of them tells."""
+    inner = make("adamw")
+    inner.train = inner.train.model_copy(update={"clip_norm": 0.01})
+    inner(batch(0), progress=0.5)
+    assert inner.gradient_norm is not None
+    assert float(inner.gradient_norm) > 0.01, "what is told is the norm before it"
+    first_moments = [value for name, value in inner.state().items() if "exp_avg" in name and "exp_avg_sq" not in name]
+    length = float(torch.cat([each.flatten() for each in first_moments]).norm()) / (1 - inner.train.adam_beta1)
+    assert length == pytest.approx(0.01, rel=1e-3)
+
+
 def test_a_step_without_gradients_changes_nothing() -> None:
     inner = make("muon")
     inner(batch(0), progress=0.5)
