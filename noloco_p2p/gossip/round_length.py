@@ -21,19 +21,19 @@ from noloco_p2p.spec import OuterSpec
 
 WINDOW_SWAPS = 7  # remembered; a change of the link is believed when it has shown in four of them
 
-# Share of a round that may be taken by what travels beside its inner steps: the early part, and what is left of the late
-# part after the longest wait. Partners' boundaries may be 0.6 rounds apart (pairing.FAR_SHARE): 0.4 of a round is then
-# common to both. With more, training also waits for partners and for early parts, and rounds alone begin
-# (benchmarks/results/round_lengths.txt). Peers that never wait drift apart: with 0.4 a quarter of their rounds is alone.
+# Share of a round that may be taken by what travels beside its inner steps: the early part, and what is left of the
+# late part after the longest wait. Partners' boundaries may be 0.6 rounds apart (pairing.FAR_SHARE): 0.4 of a round is
+# then common to both. With more, training also waits for partners and for early parts, and rounds alone begin
+# (benchmarks/results/round_lengths.txt). Peers that never wait drift apart, and have more rounds alone.
 FILL = 0.4
 FILL_UNWAITED = 1 / 3
 
-# The lab's curve. A schedule of n inner steps in rounds of H ends at a loss that is proportional to
-# n^-STEPS_EXPONENT (CURVE_START + H)^LENGTH_EXPONENT. Fitted by benchmarks/study/round_lengths.py to the toy of
-# benchmarks/study (8 replicas, Muon, modulo8 + int4): results and errors of the fit in results/round_lengths.txt.
+# The curve of the toy. A schedule of n inner steps in rounds of H ends at a loss that is proportional to
+# n^-STEPS_EXPONENT (CURVE_START + H)^LENGTH_EXPONENT. benchmarks/study/round_lengths.py fits it to 8 replicas with Muon,
+# modulo8 and int4; the error of the fit is in benchmarks/results/round_lengths.txt.
 STEPS_EXPONENT = 0.24
-LENGTH_EXPONENT = 0.11
-CURVE_START = 2.0
+LENGTH_EXPONENT = 0.09
+CURVE_START = 1.0
 
 MAX_CHANGE = 1.5  # factor from one round to the next
 STILL = 1.25  # a smaller factor is not worth a change: noise alone must not move the length
@@ -81,9 +81,9 @@ def measure_link(
 def best_inner_steps(wait_steps: float) -> float:
     """The round length H with the lowest loss in equal time, where each round ends with a wait of w inner steps.
 
-    The time for one inner step grows by 1 + w / H, so that fewer of them fit, and the loss in equal time is proportional
-    to (c + H)^a (1 + w / H)^p. Its derivative is zero where a H^2 - (p - a) w H - p c w = 0. a, p, c: the constants of
-    the curve above. For long waits H comes to (p / a - 1) w, whatever c is.
+    An inner step takes 1 + w / H times as long, so that fewer of them fit, and the loss in equal time is proportional to
+    (c + H)^a (1 + w / H)^p. Its derivative is zero where a H^2 - (p - a) w H - p c w = 0. a, p, c: LENGTH_EXPONENT,
+    STEPS_EXPONENT, CURVE_START. For long waits H comes to (p / a - 1) w, whatever c is.
     """
     gain = (STEPS_EXPONENT - LENGTH_EXPONENT) * wait_steps
     root = math.sqrt(gain**2 + 4 * LENGTH_EXPONENT * STEPS_EXPONENT * CURVE_START * wait_steps)

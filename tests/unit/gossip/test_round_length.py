@@ -126,10 +126,10 @@ def test_a_peer_that_slows_down_takes_fewer_steps_a_round() -> None:
     assert lengths[30:] == sorted(lengths[30:], reverse=True)
 
 
-@pytest.mark.parametrize(("wait_steps", "expected"), [(0.0, 0.0), (1.0, 2.7616), (10.0, 14.7721), (1000.0, 1185.4990)])
+@pytest.mark.parametrize(("wait_steps", "expected"), [(0.0, 0.0), (1.0, 2.6667), (10.0, 18.1370), (1000.0, 1668.2651)])
 def test_the_best_length_by_hand(wait_steps: float, expected: float) -> None:
-    """With a = 0.11, p = 0.24, c = 2: (0.13 w + sqrt((0.13 w)^2 + 0.2112 w)) / 0.22."""
-    assert (LENGTH_EXPONENT, STEPS_EXPONENT, CURVE_START) == (0.11, 0.24, 2.0)
+    """With a = 0.09, p = 0.24, c = 1: (0.15 w + sqrt((0.15 w)^2 + 0.0864 w)) / 0.18."""
+    assert (LENGTH_EXPONENT, STEPS_EXPONENT, CURVE_START) == (0.09, 0.24, 1.0)
     assert best_inner_steps(wait_steps) == pytest.approx(expected, abs=1e-4)
 
 
@@ -149,14 +149,14 @@ def test_where_training_waits_the_early_part_fits_into_its_share_of_a_round() ->
     wanted = EARLY_BYTES / 12.5e6 / FILL
     assert wanted / STILL <= lengths[-1] <= wanted * STILL
     assert length.needed_s() == pytest.approx(wanted)
-    assert length.shortest_s(1.0) == pytest.approx(wanted), "the wait of 4 s asks for 7.2 steps alone"
+    assert length.shortest_s(1.0) == pytest.approx(wanted), "for the wait of 4 s 8.2 steps would be enough"
 
 
 def test_where_the_wait_is_long_it_decides() -> None:
     """As for a partner whose coding is slow."""
     length = RoundLength(OuterSpec(inner_steps="auto", max_wait_s=60.0))
     length.note(link(2.0, late_s=10.0))
-    assert length.shortest_s(1.0) == pytest.approx(best_inner_steps(10.0)), "more than 2 / 0.4"
+    assert length.shortest_s(1.0) == pytest.approx(best_inner_steps(10.0)), "more than 2 / FILL"
     assert length.shortest_s(10.0) == pytest.approx(50.0), "at least min_inner_steps"
 
 
