@@ -134,8 +134,8 @@ Written by `docs/generate.py` from the presets and the sizes of the codecs: chan
 A peer sends this much in each round with a partner, and receives as much. Frames and digests add less than 0.1 %;
 modulo coding up to a tenth, for chunks whose bound broke and that are sent again; `modulo` up to half a byte a number,
 for chunks that take more than four bits. "With momentum" is `outer.alpha`
-above 0 with `outer.swap_momentum`. A round should last at least two and a half times as long as its weights (and momentum)
-travel, and three times as long as its whole swap where `outer.max_wait_s` is 0: `outer.inner_steps = "auto"` sees to it.
+above 0 with `outer.swap_momentum`. A round should last at least two and a half times as long as its early part takes,
+and three times as long as its whole swap where `outer.max_wait_s` is 0: `outer.inner_steps = "auto"` sees to it.
 """
 CODECS = {
     "fp32": ("fp32", "fp32", "fp32"),

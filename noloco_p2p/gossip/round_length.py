@@ -29,8 +29,8 @@ FILL = 0.4
 FILL_UNWAITED = 1 / 3
 
 # The curve of the toy. A schedule of n inner steps in rounds of H ends at a loss that is proportional to
-# n^-STEPS_EXPONENT (CURVE_START + H)^LENGTH_EXPONENT. benchmarks/study/round_lengths.py fits it to 8 replicas with Muon,
-# modulo8 and int4; the error of the fit is in benchmarks/results/round_lengths.txt.
+# n^-STEPS_EXPONENT (CURVE_START + H)^LENGTH_EXPONENT. benchmarks/study/round_lengths.py fits it to 8 replicas with
+# Muon, modulo8 and int4; the error of the fit is in benchmarks/results/round_lengths.txt.
 STEPS_EXPONENT = 0.24
 LENGTH_EXPONENT = 0.09
 CURVE_START = 1.0
@@ -81,8 +81,8 @@ def measure_link(
 def best_inner_steps(wait_steps: float) -> float:
     """The round length H with the lowest loss in equal time, where each round ends with a wait of w inner steps.
 
-    An inner step takes 1 + w / H times as long, so that fewer of them fit, and the loss in equal time is proportional to
-    (c + H)^a (1 + w / H)^p. Its derivative is zero where a H^2 - (p - a) w H - p c w = 0. a, p, c: LENGTH_EXPONENT,
+    An inner step takes 1 + w / H times as long, so that fewer of them fit, and the loss in equal time is proportional
+    to (c + H)^a (1 + w / H)^p. Its derivative is zero where a H^2 - (p - a) w H - p c w = 0. a, p, c: LENGTH_EXPONENT,
     STEPS_EXPONENT, CURVE_START. For long waits H comes to (p / a - 1) w, whatever c is.
     """
     gain = (STEPS_EXPONENT - LENGTH_EXPONENT) * wait_steps
