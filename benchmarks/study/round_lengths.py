@@ -33,6 +33,7 @@ from lab import REPLICAS, Setting
 from lab_clock import LINKS, SIZES, coding, swap_bytes
 from runs import RESULTS
 from study import Case, machine, run_case
+from torch import Tensor
 
 from noloco_p2p.gossip.round_length import CURVE_START, FILL, LENGTH_EXPONENT, STEPS_EXPONENT
 from noloco_p2p.optim.rules import NOLOCO
@@ -43,6 +44,7 @@ from noloco_p2p.simulate.run import seeded
 from noloco_p2p.simulate.swarm import simulate_swarm
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.testing.link_proxy import LinkProfile
+from noloco_p2p.trainer.inner_step import InnerStep
 
 PATH = RESULTS / "round_lengths.jsonl"
 SIZE = SIZES[0]
@@ -120,6 +122,13 @@ def slowed(link: LinkProfile, spec: TrainerSpec) -> LinkProfile:
     return LinkProfile(link.name, float("inf"), rate, link.delay_ms, link.jitter_ms)
 
 
+class Untrained(InnerStep):
+    """Takes no time of this machine and leaves the model alone."""
+
+    def __call__(self, batch: Tensor, *, progress: float, seed: int | None = None) -> Tensor:
+        return torch.zeros(())
+
+
 def run(key: Key) -> dict[str, Any]:
     spec, replicas = spec_of(key), list[Replica]()
     plan = Plan(
@@ -129,7 +138,7 @@ def run(key: Key) -> dict[str, Any]:
     def made(swarm: list[Replica]) -> None:
         replicas.extend(swarm)
         for replica in swarm if key.seed < 0 else ():
-            replica.inner = lambda *_batch, progress: torch.zeros(())
+            replica.inner = Untrained(replica.model, spec.train)
 
     result = simulate_swarm(Material.of(seeded(spec, plan.seed), {}), plan, on_made=made)
     rounds = result.swapped + result.half + result.alone
