@@ -134,8 +134,8 @@ Written by `docs/generate.py` from the presets and the sizes of the codecs: chan
 A peer sends this much in each round with a partner, and receives as much. Frames and digests add less than 0.1 %;
 modulo coding up to a tenth, for chunks whose bound broke and that are sent again; `modulo` up to half a byte a number,
 for chunks that take more than four bits. "With momentum" is `outer.alpha`
-above 0 with `outer.swap_momentum`. A round should last at least three times as long as its swap takes:
-`outer.inner_steps = "auto"` sees to it.
+above 0 with `outer.swap_momentum`. A round should last at least two and a half times as long as its early part takes,
+and three times as long as its whole swap where `outer.max_wait_s` is 0: `outer.inner_steps = "auto"` sees to it.
 
 These are sizes. What a swap reaches on a link, and which targets it missed (overhead, goodput, blocked time), is in the
 [results](results.md#targets-that-were-missed).
@@ -165,8 +165,8 @@ processor time where nothing else is said. The scripts are in `benchmarks/`, the
 processor time of the process. Both still contain what other work does to the caches.
 
 Coding and adding read each number from main memory once, and then take 7 and about 20 passes over a chunk of 1 MiB in
-cache. Smaller pieces do not help: with chunks of 65,536 numbers coding took 1.6 times as long and adding 1.6 times, as
-each operation of torch has a fixed cost. Coding is done where the model lies, an accelerator too, and only payloads
+cache. Smaller pieces were slower when they were tried, as each
+operation of torch has a fixed cost. Coding is done where the model lies, an accelerator too, and only payloads
 come to the CPU. Slow weights lie in main memory, so adding is done there.
 """
 CODECS = {

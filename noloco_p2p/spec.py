@@ -258,7 +258,7 @@ class OuterSpec(Section):
 
     inner_steps: Annotated[
         Positive | Literal["auto"],
-        about('inner steps a round; fewer mix better and send more; "auto" = as few as the link carries'),
+        about('inner steps a round; fewer mix better and send more; "auto" = what does best on the link'),
     ] = 50
     min_inner_steps: Annotated[Positive, about('bounds of inner_steps = "auto"')] = 5
     max_inner_steps: Annotated[Positive, about('the longest round of "auto", however slow the link')] = 200

@@ -16,7 +16,7 @@ from noloco_p2p.optim.mixing import Agreement
 from noloco_p2p.spec import CodecSpec
 
 EVEN = Agreement(50.0)
-NO_LINK = LinkMeasure(swap_s=1.0, late_s=0.0, is_whole=True)
+NO_LINK = LinkMeasure(early_s=1.0, late_s=0.0, is_whole=True)
 
 
 def received(

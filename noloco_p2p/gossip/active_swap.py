@@ -80,7 +80,7 @@ class ActiveSwap:
         """What the swap of a round that ends now measured; the controller of the round length takes it."""
         early_bytes, late_bytes = (self.swap.num_bytes(part) for part in Part)
         return measure_link(
-            round_bytes=early_bytes + late_bytes,
+            early_bytes=early_bytes,
             late_bytes=late_bytes,
             moved_bytes=self.swap.bytes_moved if self.early_s is None else early_bytes,
             elapsed_s=(now_s if self.early_s is None else self.early_s) - self.began_s,

@@ -1,9 +1,11 @@
-"""How many inner steps the next round takes: as few as the link carries, for `outer.inner_steps = "auto"`.
+"""How many inner steps the next round takes, for `outer.inner_steps = "auto"`: as many as give the lowest loss in equal
+time on this link.
 
 Pure: no clock, no network. It is told what each round measured and how long an inner step takes. Short rounds come
-nearest to synchronous training, and a swap in the background costs the accelerator nothing, so a peer swaps as often as
-the swap of a round fits into the round, with room to spare. Rounds of all peers come to last about as long: each tells
-its partners the shortest that it can keep up with, and a faster one takes more steps.
+nearest to synchronous training, but training waits for the late part of each round, and has to wait for the early part
+too where that does not fit into the inner steps. `best_inner_steps` weighs the first wait against the loss, and
+`FILL` keeps the second one away. Rounds of all peers come to last about as long: each tells its partners the shortest
+that it can keep up with, and a faster one takes more steps.
 """
 
 from __future__ import annotations
@@ -19,13 +21,19 @@ from noloco_p2p.spec import OuterSpec
 
 WINDOW_SWAPS = 7  # remembered; a change of the link is believed when it has shown in four of them
 
-# Share of a round that its swap may take. Partners' boundaries may be 0.6 rounds apart (pairing.FAR_SHARE): 0.4 of a
-# round is then common to both, and of that a partner has to be found, too.
-FILL = 1 / 3
+# Share of a round that may be taken by what travels beside its inner steps: the early part, and what is left of the
+# late part after the longest wait. Partners' boundaries may be 0.6 rounds apart (pairing.FAR_SHARE): 0.4 of a round is
+# then common to both. With more, training also waits for partners and for early parts, and rounds alone begin
+# (benchmarks/results/round_lengths.txt). Peers that never wait drift apart, and have more rounds alone.
+FILL = 0.4
+FILL_UNWAITED = 1 / 3
 
-# Share of the time that training may stand still for late parts where it waits for them. Twice as many swaps are worth
-# some per cent of the loss (docs/results.md), a twentieth of the inner steps less than one.
-BLOCKED_SHARE = 0.05
+# The curve of the toy. A schedule of n inner steps in rounds of H ends at a loss that is proportional to
+# n^-STEPS_EXPONENT (CURVE_START + H)^LENGTH_EXPONENT. benchmarks/study/round_lengths.py fits it to 8 replicas with
+# Muon, modulo8 and int4; the error of the fit is in benchmarks/results/round_lengths.txt.
+STEPS_EXPONENT = 0.24
+LENGTH_EXPONENT = 0.09
+CURVE_START = 1.0
 
 MAX_CHANGE = 1.5  # factor from one round to the next
 STILL = 1.25  # a smaller factor is not worth a change: noise alone must not move the length
@@ -44,14 +52,14 @@ GIVEN_UP_FACTOR = 2.0  # a swap that moved nothing until it was given up would h
 class LinkMeasure:
     """What the swap of one round told about the link."""
 
-    swap_s: float  # for all bytes of a round, at the rate at which they moved
-    late_s: float  # for the late part of them, once both sides were sending it
+    early_s: float  # for the early part, at the rate at which it moved
+    late_s: float  # for the late part, once both sides were sending it
     is_whole: bool  # False: the boundary came before the early part was committed
 
 
 def measure_link(
     *,
-    round_bytes: int,
+    early_bytes: int,
     late_bytes: int,
     moved_bytes: int,
     elapsed_s: float,
@@ -60,14 +68,26 @@ def measure_link(
 ) -> LinkMeasure:
     """From counters to seconds.
 
-    round_bytes, late_bytes: payload of a whole swap and of its late part, one way. moved_bytes, elapsed_s: what this
+    early_bytes, late_bytes: payload of both parts, one way. moved_bytes, elapsed_s: what this
     peer moved while the early part travelled, in the slower direction and in all of its swaps together, and how long
     that took. late_s: measured, or None when the late part was not committed; its bytes and the rate then tell.
     """
-    swap_s = elapsed_s * (round_bytes / moved_bytes if moved_bytes else GIVEN_UP_FACTOR)
+    early_s = elapsed_s * (early_bytes / moved_bytes if moved_bytes else GIVEN_UP_FACTOR)
     if late_s is None:
-        late_s = swap_s * late_bytes / round_bytes
-    return LinkMeasure(swap_s, late_s, is_whole)
+        late_s = early_s * late_bytes / early_bytes
+    return LinkMeasure(early_s, late_s, is_whole)
+
+
+def best_inner_steps(wait_steps: float) -> float:
+    """The round length H with the lowest loss in equal time, where each round ends with a wait of w inner steps.
+
+    An inner step takes 1 + w / H times as long, so that fewer of them fit, and the loss in equal time is proportional
+    to (c + H)^a (1 + w / H)^p. Its derivative is zero where a H^2 - (p - a) w H - p c w = 0. a, p, c: LENGTH_EXPONENT,
+    STEPS_EXPONENT, CURVE_START. For long waits H comes to (p / a - 1) w, whatever c is.
+    """
+    gain = (STEPS_EXPONENT - LENGTH_EXPONENT) * wait_steps
+    root = math.sqrt(gain**2 + 4 * LENGTH_EXPONENT * STEPS_EXPONENT * CURVE_START * wait_steps)
+    return (gain + root) / (2 * LENGTH_EXPONENT)
 
 
 class RoundLength:
@@ -81,8 +101,8 @@ class RoundLength:
         self.inner_steps = first_inner_steps or outer.first_inner_steps
         self._outer = outer
         self._max_wait_s = outer.max_wait_s if max_wait_s is None else max_wait_s
-        self._swaps_s: deque[float] = deque(maxlen=WINDOW_SWAPS)
-        self._blocked_s: deque[float] = deque(maxlen=WINDOW_SWAPS)
+        self._beside_s: deque[float] = deque(maxlen=WINDOW_SWAPS)  # transfers beside the inner steps
+        self._waits_s: deque[float] = deque(maxlen=WINDOW_SWAPS)  # at the boundary
         self._given_up_s: deque[float] = deque(maxlen=2)  # without a whole one since
 
     def resume(self, inner_steps: int) -> None:
@@ -92,20 +112,22 @@ class RoundLength:
 
     def note(self, link: LinkMeasure) -> None:
         """A round ended. What a swap that was given up early seems to say tells only how long it takes at least."""
+        wait_s = min(link.late_s, self._max_wait_s)
+        beside_s = link.early_s + link.late_s - wait_s
         if link.is_whole:
             self._given_up_s.clear()
-        if link.is_whole or link.swap_s > cautious(self._swaps_s):
-            self._swaps_s.append(link.swap_s)
-            self._blocked_s.append(min(link.late_s, self._max_wait_s))
+        if link.is_whole or beside_s > cautious(self._beside_s):
+            self._beside_s.append(beside_s)
+            self._waits_s.append(wait_s)
             if not link.is_whole:
-                self._given_up_s.append(link.swap_s)
+                self._given_up_s.append(beside_s)
 
     def next(self, seconds_per_step: float | None, *, others_s: Sequence[float] = ()) -> int:
         """The length of the round that begins now; that of the last one while nothing is measured.
 
         others_s: the shortest rounds of other peers, as they told them (their `shortest_s`).
         """
-        if self._outer.is_auto and seconds_per_step and (self._swaps_s or others_s):
+        if self._outer.is_auto and seconds_per_step and (self._beside_s or others_s):
             own_s = self.shortest_s(seconds_per_step)
             target_s = max(own_s, usual_s([own_s, *(each for each in others_s if each > 0)]))
             wanted = self._bounded(math.ceil(min(target_s / seconds_per_step, self._outer.max_inner_steps)))
@@ -119,17 +141,18 @@ class RoundLength:
         return self.shortest_s(seconds_per_step) if self._outer.is_auto and seconds_per_step else None
 
     def shortest_s(self, seconds_per_step: float) -> float:
-        """The shortest round that this peer can keep up with: its link's, and its speed's."""
-        return max(self.needed_s(), self._outer.min_inner_steps * seconds_per_step)
+        """The shortest round that suits this peer: its link, and its speed."""
+        best = best_inner_steps(cautious(self._waits_s) / seconds_per_step)
+        return max(self.needed_s(), max(best, self._outer.min_inner_steps) * seconds_per_step)
 
     def needed_s(self) -> float:
-        """The shortest round that the own link carries; 0 while nothing is measured.
+        """The shortest round into which the transfers fit; 0 while nothing is measured.
 
         Two swaps in a row that were given up are believed at once, as each has cost a round.
         """
         is_too_short = len(self._given_up_s) == self._given_up_s.maxlen
-        swap_s = max(cautious(self._swaps_s), min(self._given_up_s) if is_too_short else 0.0)
-        return max(swap_s / FILL, cautious(self._blocked_s) * (1 - BLOCKED_SHARE) / BLOCKED_SHARE)
+        beside_s = max(cautious(self._beside_s), min(self._given_up_s) if is_too_short else 0.0)
+        return beside_s / (FILL if self._max_wait_s else FILL_UNWAITED)
 
     def _nearer_to(self, wanted: int) -> int:
         """At most MAX_CHANGE away from now, but at least one step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.optim.gates import GateLimits
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.network import LinkNetwork
@@ -30,6 +31,7 @@ class SimulatedReplica(SimulatedPeer):
         seed: int,
         gates: GateLimits | None = None,
         wrap: Wrap = unchanged,
+        deadlines: Deadlines = INTERNET,
     ) -> None:
         super().__init__(
             material.spec,
@@ -41,6 +43,7 @@ class SimulatedReplica(SimulatedPeer):
             seed=seed,
             gates=gates,
             wrap=wrap,
+            deadlines=deadlines,
         )
         self.number = number
         self.curve: list[Point] = []

@@ -8,8 +8,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from noloco_p2p.codec import num_chunks
+from noloco_p2p.codec import CHUNK_ELEMENTS, get_codec, num_chunks, section_bytes
 from noloco_p2p.errors import SettingsError
+from noloco_p2p.gossip.deadlines import INTERNET
 from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.optim.mixing import closing_rounds
 from noloco_p2p.optim.rules import NOLOCO
@@ -20,6 +21,7 @@ from noloco_p2p.simulate.network import Link, LinkNetwork
 from noloco_p2p.simulate.plan import Event, Plan
 from noloco_p2p.simulate.replica import SimulatedReplica
 from noloco_p2p.simulate.result import Result, judge
+from noloco_p2p.simulate.shared_link import patient
 from noloco_p2p.transfer.donor import state_file_bytes
 
 LISTED_S = 60.0  # after a crash: the life of a record
@@ -62,6 +64,12 @@ class _Swarm:
         self.state_bytes = state_file_bytes(num_elements, material.spec.outer)
         frames_a_swap = 1 + len(plans) * (3 + num_chunks(num_elements)) + 2
         self.network = LinkNetwork(lose=plan.churn.lose, frames_a_swap=frames_a_swap, seed=plan.seed)
+        links = [plan.link(number) for number in range(plan.num_replicas)]
+        self.deadlines = patient(
+            INTERNET,
+            chunk_bytes=section_bytes(get_codec("fp32"), min(num_elements, CHUNK_ELEMENTS)),
+            mbit_s=min(min(link.up_mbit_s, link.down_mbit_s) for link in links),
+        )
         self.replicas: dict[int, SimulatedReplica] = {}
         self.runs: dict[int, asyncio.Task[None]] = {}
         self.crashed: set[int] = set()
@@ -98,6 +106,7 @@ class _Swarm:
             num_points=plan.evaluations,
             seed=plan.seed,
             gates=plan.gates,
+            deadlines=self.deadlines,
         )
         self.runs[number] = asyncio.create_task(self._life(replica))
         return replica

@@ -172,7 +172,7 @@ def test_a_swap_of_a_capped_peer_takes_what_the_cap_says_and_the_measured_link_s
         assert is_about(time.monotonic() - began_s, vectors_bytes / RATE)  # vectors are coded, too
     for outcome in outcomes:
         assert isinstance(outcome, Swapped)
-        assert is_about(outcome.received.link.swap_s, vectors_bytes / RATE)
+        assert is_about(outcome.received.link.early_s, vectors_bytes * 2 / 3 / RATE)
         assert outcome.received.link.late_s == pytest.approx(vectors_bytes / 3 / RATE, rel=0.25)
 
 

@@ -10,24 +10,28 @@ from itertools import pairwise
 import pytest
 
 from noloco_p2p.gossip.round_length import (
-    BLOCKED_SHARE,
+    CURVE_START,
     FILL,
+    FILL_UNWAITED,
+    LENGTH_EXPONENT,
     MAX_CHANGE,
+    STEPS_EXPONENT,
     STILL,
     LinkMeasure,
     RoundLength,
+    best_inner_steps,
     cautious,
     measure_link,
     usual_s,
 )
 from noloco_p2p.spec import OuterSpec
 
-ROUND_BYTES, LATE_BYTES = 150_000_000, 50_000_000
+EARLY_BYTES, LATE_BYTES = 100_000_000, 50_000_000
 EAGER = OuterSpec(inner_steps="auto", max_wait_s=0.0)
 
 
-def link(swap_s: float, *, late_s: float = 0.0) -> LinkMeasure:
-    return LinkMeasure(swap_s, late_s, is_whole=True)
+def link(early_s: float, *, late_s: float = 0.0) -> LinkMeasure:
+    return LinkMeasure(early_s, late_s, is_whole=True)
 
 
 def train(
@@ -47,11 +51,11 @@ def train(
         seconds = step_s(index) if callable(step_s) else step_s
         lengths.append(length.next(seconds * (noise.uniform(0.95, 1.05) if noise else 1.0), others_s=others_s))
         time_s = 0.9 * lengths[-1] * seconds
-        early_s = (ROUND_BYTES - LATE_BYTES) / rate
+        early_s = EARLY_BYTES / rate
         moved_bytes = round(rate * min(early_s, time_s))
         length.note(
             measure_link(
-                round_bytes=ROUND_BYTES,
+                early_bytes=EARLY_BYTES,
                 late_bytes=LATE_BYTES,
                 moved_bytes=moved_bytes,
                 elapsed_s=min(early_s, time_s),
@@ -63,7 +67,7 @@ def train(
 
 
 def ideal(*, step_s: float, bytes_per_s: float) -> int:
-    return math.ceil(ROUND_BYTES / bytes_per_s / FILL / step_s)
+    return math.ceil((EARLY_BYTES + LATE_BYTES) / bytes_per_s / FILL_UNWAITED / step_s)
 
 
 def test_a_fixed_length_stays_whatever_is_measured() -> None:
@@ -122,19 +126,45 @@ def test_a_peer_that_slows_down_takes_fewer_steps_a_round() -> None:
     assert lengths[30:] == sorted(lengths[30:], reverse=True)
 
 
-def test_where_training_waits_for_the_late_part_it_stands_still_for_a_small_share() -> None:
-    length = RoundLength(OuterSpec(inner_steps="auto", max_wait_s=60.0, max_inner_steps=1000))
+@pytest.mark.parametrize(("wait_steps", "expected"), [(0.0, 0.0), (1.0, 2.6667), (10.0, 18.1370), (1000.0, 1668.2651)])
+def test_the_best_length_by_hand(wait_steps: float, expected: float) -> None:
+    """With a = 0.09, p = 0.24, c = 1: (0.15 w + sqrt((0.15 w)^2 + 0.0864 w)) / 0.18."""
+    assert (LENGTH_EXPONENT, STEPS_EXPONENT, CURVE_START) == (0.09, 0.24, 1.0)
+    assert best_inner_steps(wait_steps) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("wait_steps", [0.1, 1.0, 7.0, 50.0])
+def test_no_other_length_has_a_lower_loss_in_equal_time(wait_steps: float) -> None:
+    def loss(inner_steps: float) -> float:
+        slowdown = 1 + wait_steps / inner_steps
+        return (CURVE_START + inner_steps) ** LENGTH_EXPONENT * slowdown**STEPS_EXPONENT
+
+    best = best_inner_steps(wait_steps)
+    assert all(loss(best) <= loss(factor * best) for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0))
+
+
+def test_where_training_waits_the_early_part_fits_into_its_share_of_a_round() -> None:
+    length = RoundLength(OuterSpec(inner_steps="auto", max_wait_s=60.0))
     lengths = train(length, num_rounds=40, step_s=1.0, bytes_per_s=12.5e6)
-    late_s = LATE_BYTES / 12.5e6
-    assert late_s / (lengths[-1] + late_s) <= BLOCKED_SHARE * STILL
-    assert late_s / (lengths[-1] + late_s) >= BLOCKED_SHARE / STILL
-    assert length.needed_s() == pytest.approx(19 * late_s)
+    wanted = EARLY_BYTES / 12.5e6 / FILL
+    assert wanted / STILL <= lengths[-1] <= wanted * STILL
+    assert length.needed_s() == pytest.approx(wanted)
+    assert length.shortest_s(1.0) == pytest.approx(wanted), "for the wait of 4 s 8.2 steps would be enough"
 
 
-def test_nobody_waits_longer_than_the_spec_says() -> None:
-    length = RoundLength(OuterSpec(inner_steps="auto", max_wait_s=1.0))
-    length.note(link(12.0, late_s=4.0))
-    assert length.needed_s() == pytest.approx(max(12.0 / FILL, 19 * 1.0))
+def test_where_the_wait_is_long_it_decides() -> None:
+    """As for a partner whose coding is slow."""
+    length = RoundLength(OuterSpec(inner_steps="auto", max_wait_s=60.0))
+    length.note(link(2.0, late_s=10.0))
+    assert length.shortest_s(1.0) == pytest.approx(best_inner_steps(10.0)), "more than 2 / FILL"
+    assert length.shortest_s(10.0) == pytest.approx(50.0), "at least min_inner_steps"
+
+
+def test_nobody_waits_longer_than_the_spec_says_and_what_is_left_travels_in_the_next_round() -> None:
+    length = RoundLength(OuterSpec(inner_steps="auto", max_wait_s=1.0, min_inner_steps=1))
+    length.note(link(8.0, late_s=4.0))
+    assert length.needed_s() == pytest.approx((8.0 + 3.0) / FILL)
+    assert length.shortest_s(20.0) == pytest.approx(length.needed_s()), "a wait of 1 s is a twentieth of a step"
 
 
 def test_without_a_late_part_rounds_are_those_of_a_swarm_that_never_waits() -> None:
@@ -170,7 +200,7 @@ def test_peers_that_are_alike_do_not_keep_each_others_rounds_long() -> None:
         for each in lengths:
             each.next(1.0, others_s=told_s)
             each.note(link(5.0))
-    assert all(each.inner_steps <= 5.0 / FILL * STILL**2 for each in lengths), [e.inner_steps for e in lengths]
+    assert all(each.inner_steps <= 5.0 / FILL_UNWAITED * STILL**2 for each in lengths), [e.inner_steps for e in lengths]
 
 
 @pytest.mark.parametrize("max_wait_s", [0.0, 60.0])
@@ -228,7 +258,7 @@ def test_a_swap_that_was_given_up_before_it_moved_anything_makes_rounds_longer()
         lengths.append(length.next(0.05))
         length.note(
             measure_link(
-                round_bytes=1000,
+                early_bytes=700,
                 late_bytes=300,
                 moved_bytes=0,
                 elapsed_s=lengths[-1] * 0.05,
@@ -244,18 +274,18 @@ def test_two_swaps_in_a_row_that_were_given_up_are_believed_at_once() -> None:
     length = RoundLength(EAGER)
     for _ in range(7):
         length.note(link(10.0))
-    for given_up_s, needed_s in ((90.0, 10.0 / FILL), (80.0, 80.0 / FILL)):
+    for given_up_s, needed_s in ((90.0, 10.0 / FILL_UNWAITED), (80.0, 80.0 / FILL_UNWAITED)):
         length.note(LinkMeasure(given_up_s, 0.0, is_whole=False))
         assert length.needed_s() == needed_s
     length.note(link(10.0))
-    assert length.needed_s() == 10.0 / FILL
+    assert length.needed_s() == 10.0 / FILL_UNWAITED
 
 
 def test_an_early_part_that_was_given_up_in_a_moment_tells_nothing() -> None:
     length = RoundLength(EAGER)
     length.note(link(30.0))
     length.note(LinkMeasure(0.01, 0.0, is_whole=False))
-    assert length.needed_s() == 30.0 / FILL
+    assert length.needed_s() == 30.0 / FILL_UNWAITED
 
 
 def test_a_resumed_peer_goes_on_with_its_length() -> None:

@@ -666,7 +666,7 @@ def test_without_a_late_part_nobody_was_late() -> None:
     outcome, _ = bench.state.end(bench.now_s)
     assert isinstance(outcome, Swapped)
     assert (outcome.received.lateness_s, outcome.received.transfer_s, outcome.received.link.late_s) == (0.0, 0.0, 0.0)
-    assert outcome.received.link.swap_s == 5.0
+    assert outcome.received.link.early_s == 5.0
 
 
 @pytest.mark.parametrize("how", ["breaks alpha", "withdraw"])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from noloco_p2p.codec import get_codec, section_bytes
 from noloco_p2p.errors import SettingsError
+from noloco_p2p.gossip.round_length import FILL
 from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.optim.rules import RULES
 from noloco_p2p.simulate.lockstep import simulate_lockstep
@@ -88,6 +89,28 @@ def test_an_eager_swarm_on_a_slow_link_gets_gradients_late() -> None:
     result, _ = weights_after(eager, Plan(2, links=(link,)))
     assert result.half == 4
     assert result.late == 2, "those of the first round; nobody trains after the second"
+
+
+def slow_link(seconds: float) -> LinkProfile:
+    """It carries one section of the tiny Llama, uncoded and in one chunk, in this time."""
+    num_elements = SPEC.model.num_parameters()
+    mbit_s = section_bytes(get_codec("fp32"), num_elements) * 8 / 1e6 / seconds
+    return LinkProfile("slow", down_mbit_s=float("inf"), up_mbit_s=mbit_s, delay_ms=0, jitter_ms=0)
+
+
+def test_a_chunk_that_takes_long_on_a_slow_link_breaks_no_swap() -> None:
+    """On the link of a real model many chunks take this time together."""
+    result, _ = weights_after(SPEC, Plan(2, step_s=100.0, links=(slow_link(30.0),)))
+    assert result.alone == 0
+
+
+def test_auto_settles_where_the_early_part_takes_its_share_of_a_round() -> None:
+    auto = {"inner_steps": "auto", "alpha": 0.0, "beta": 1.0, "gamma": 1.0, "min_inner_steps": 1, "max_inner_steps": 25}
+    changes = {f"outer.{name}": value for name, value in auto.items()}
+    spec = SPEC.with_changes({**changes, "train.total_steps": 200, "codec.outer_gradient": "int4"})
+    made: list[Replica] = []
+    simulate_swarm(material(spec), Plan(2, links=(slow_link(4.0),)), on_made=made.extend)
+    assert all(4 / FILL <= replica.driver.step_rate.inner_steps <= 1.2 * 4 / FILL for replica in made)
 
 
 def test_absent_replicas_step_alone() -> None:

@@ -1,0 +1,279 @@
+"""Round lengths at equal time: what `outer.inner_steps = "auto"` comes to on each link, against fixed lengths.
+
+    python benchmarks/study/round_lengths.py time|loss|curve|table [--seeds 0] [--link home-fibre] [--lengths 8,11]
+
+A swarm of 8 replicas is simulated with its links. The model is the toy; its links are slower than those of a 125M model
+by the ratio of the parameters, and an inner step takes as long as on the stated card (lab_clock.py), so that each
+transfer takes as long as with 125M parameters.
+
+    time    no training: how long an inner step takes with all that is waited for, and the share of rounds alone
+    loss    the toy, trained for as many inner steps as fit into the time of 400 steps without any swap; after `time`
+    curve   the toy with links that take no time: schedules and rounds of many lengths
+    table   prints what was found, and fits the curve whose constants are in gossip/round_length.py
+
+"auto" begins far from where it settles and a schedule of the toy is short, so its loss is that of fixed rounds with the
+length at which it settled. A schedule has whole rounds, and its virtual time is not exactly that of the others: the
+table corrects by the exponent of the curve. Closing rounds follow, and their time does not count, as a run of 25,000
+steps does not notice them. Each run is appended to results/round_lengths.jsonl, and a command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from statistics import fmean
+from typing import Any
+
+import torch
+from lab import REPLICAS, Setting
+from lab_clock import LINKS, SIZES, coding, swap_bytes
+from runs import RESULTS
+from study import Case, machine, run_case
+from torch import Tensor
+
+from noloco_p2p.gossip.round_length import CURVE_START, FILL, LENGTH_EXPONENT, STEPS_EXPONENT
+from noloco_p2p.optim.rules import NOLOCO
+from noloco_p2p.simulate.material import Material
+from noloco_p2p.simulate.plan import Plan
+from noloco_p2p.simulate.replica import SimulatedReplica
+from noloco_p2p.simulate.run import seeded
+from noloco_p2p.simulate.swarm import simulate_swarm
+from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.testing.links import LinkProfile
+from noloco_p2p.trainer.inner_step import InnerStep
+
+PATH = RESULTS / "round_lengths.jsonl"
+SIZE = SIZES[0]
+LENGTHS = (2, 3, 5, 8, 12, 20, 30, 50)
+STEPS = 400
+MUON_RATE, CODEC = 24e-3, "modulo8+int4"  # as `noloco init` writes it, at the best rate of the toy
+TIMED_ROUNDS = 16
+AUTO_ROUNDS = 30  # of the expected length; it settles within the first half
+BOUNDS = (2, 200)  # of "auto"
+FEWEST_ROUNDS = 3  # a schedule with fewer tells nothing
+CURVE = (  # (round length, steps)
+    *((length, STEPS) for length in (2, 3, 5, 8, 20, 50)),
+    *((12, 396), (5, 200), (5, 280), (5, 560), (20, 200)),
+)
+STARTS = [step / 2 for step in range(17)]  # of the curve, tried one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """link: "" = takes no time. inner_steps: 0 = "auto". steps: of the schedule. seed -1: a run without training."""
+
+    link: str
+    inner_steps: int
+    steps: int
+    seed: int
+
+
+class Rows:
+    """The runs that were done."""
+
+    def __init__(self) -> None:
+        lines = PATH.read_text(encoding="utf-8").splitlines() if PATH.exists() else []
+        self.by_key = {Key(**{name: row[name] for name in Key.__slots__}): row for row in map(json.loads, lines)}
+
+    def keep(self, key: Key, found: dict[str, Any]) -> None:
+        row = {**asdict(key), **found, "machine": machine()}
+        self.by_key[key] = row
+        with PATH.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        print(row, flush=True)
+
+    def timed(self, link: str) -> dict[int, dict[str, Any]]:
+        """Round length (0 = "auto") -> the run without training."""
+        runs = (key for key in self.by_key if (key.link, key.seed) == (link, -1))
+        return {key.inner_steps: self.by_key[key] for key in sorted(runs, key=lambda key: key.inner_steps)}
+
+    def lost(self, link: str) -> dict[int, dict[int, dict[str, Any]]]:
+        """Round length -> seed -> the run with training."""
+        found: dict[int, dict[int, dict[str, Any]]] = {}
+        for key, row in self.by_key.items():
+            if key.link == link and key.seed >= 0:
+                found.setdefault(key.inner_steps, {})[key.seed] = row
+        return dict(sorted(found.items()))
+
+
+def spec_of(key: Key) -> TrainerSpec:
+    setting = Setting(NOLOCO, "muon", MUON_RATE, key.inner_steps or 1, codec=CODEC, closes=key.seed >= 0)
+    spec = setting.spec(key.steps)
+    if key.inner_steps:
+        return spec
+    auto = {"inner_steps": "auto", "min_inner_steps": BOUNDS[0], "max_inner_steps": BOUNDS[1]}
+    return spec.with_changes({f"outer.{name}": value for name, value in auto.items()}, origin="auto")
+
+
+def slowed(link: LinkProfile, spec: TrainerSpec) -> LinkProfile:
+    """The link of a peer for the toy: its early part takes as long as that of SIZE in the clock of the lab.
+
+    The slower direction counts, coding too where it is slower than the link. The faster one has no limit, as a chunk
+    of the toy, which is its whole vector, goes through one after the other.
+    """
+    bytes_per_s = min(link.up_mbit_s, link.down_mbit_s) * 1e6 / 8
+    early_bytes, _ = swap_bytes(spec, SIZE.num_parameters)
+    early_s = max(early_bytes / bytes_per_s, coding() * SIZE.num_parameters)
+    rate = swap_bytes(spec, spec.model.num_parameters())[0] / early_s * 8 / 1e6
+    return LinkProfile(link.name, float("inf"), rate, link.delay_ms, link.jitter_ms)
+
+
+class Untrained(InnerStep):
+    """Takes no time of this machine and leaves the model alone."""
+
+    def __call__(self, batch: Tensor, *, progress: float, seed: int | None = None) -> Tensor:
+        return torch.zeros(())
+
+
+def run(key: Key) -> dict[str, Any]:
+    spec, replicas = spec_of(key), list[SimulatedReplica]()
+    plan = Plan(
+        REPLICAS, seed=max(0, key.seed), step_s=SIZE.step_s, links=(slowed(LINKS[key.link], spec),), evaluations=1
+    )
+
+    def made(swarm: list[SimulatedReplica]) -> None:
+        replicas.extend(swarm)
+        for replica in swarm if key.seed < 0 else ():
+            replica.inner = Untrained(replica.model, spec.train)
+
+    result = simulate_swarm(Material.of(seeded(spec, plan.seed), {}), plan, on_made=made)
+    rounds = result.swapped + result.half + result.alone
+    found = {"alone": result.alone / rounds, "half": result.half / rounds}
+    if key.seed >= 0:
+        return {**found, "loss": result.loss, "spread": result.spread, "virtual_s": last_s(replicas)}
+    lengths = [replica.driver.step_rate.inner_steps for replica in replicas]
+    late = [fmean(replica.rounds_s[len(replica.rounds_s) // 2 :]) for replica in replicas]
+    return {**found, "lengths": lengths, "step_s": fmean(late) / fmean(lengths)}
+
+
+def last_s(replicas: Iterable[SimulatedReplica]) -> float:
+    """When the schedule was done, closing rounds left out; mean over replicas."""
+    return fmean(point.virtual_s for replica in replicas for point in replica.curve)
+
+
+def expected_length(link: str) -> int:
+    """About what "auto" comes to, to know how many steps it needs."""
+    spec = Setting(NOLOCO, "muon", MUON_RATE, codec=CODEC).spec()
+    early_s = swap_bytes(spec, SIZE.num_parameters)[0] * 8 / 1e6 / LINKS[link].up_mbit_s
+    return max(BOUNDS[0], math.ceil(early_s / 0.4 / SIZE.step_s))
+
+
+def time_runs(rows: Rows, links: Iterable[str]) -> None:
+    for link, length in product(links, (0, *LENGTHS)):
+        steps = AUTO_ROUNDS * max(20, expected_length(link)) if not length else TIMED_ROUNDS * length
+        key = Key(link, length, steps, -1)
+        if key not in rows.by_key:
+            rows.keep(key, run(key))
+
+
+def schedules(rows: Rows, link: str) -> dict[int, int]:
+    """Round length -> inner steps that fit into the time of STEPS without swaps."""
+    timed = rows.timed(link)
+    found = {}
+    for length, row in timed.items():
+        own = length or round(fmean(row["lengths"]))
+        found[own] = own * round(exact_steps(row) / own)
+    return {length: steps for length, steps in sorted(found.items()) if steps >= FEWEST_ROUNDS * length}
+
+
+def exact_steps(row: dict[str, Any]) -> float:
+    """That fit into the time of STEPS, by the run without training; a schedule has whole rounds."""
+    return STEPS * SIZE.step_s / row["step_s"]
+
+
+def loss_runs(rows: Rows, links: Iterable[str], seeds: Iterable[int], lengths: Iterable[int]) -> None:
+    wanted = set(lengths)
+    for seed, link in product(seeds, links):
+        for length, steps in schedules(rows, link).items():
+            key = Key(link, length, steps, seed)
+            if key not in rows.by_key and (not wanted or length in wanted):
+                rows.keep(key, run(key))
+
+
+def curve_runs(rows: Rows, seeds: Iterable[int]) -> None:
+    for seed, (length, steps) in product(seeds, CURVE):
+        key = Key("", length, steps, seed)
+        if key not in rows.by_key:
+            setting = Setting(NOLOCO, "muon", MUON_RATE, length, codec=CODEC, closes=True)
+            row = run_case(Case("curve", setting.changes(steps)), steps=steps, replicas=REPLICAS, seed=seed)
+            rows.keep(key, {"loss": row["loss"]})
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """loss = scale n^-steps (start + H)^length; error: root mean square, relative."""
+
+    start: float
+    scale: float
+    steps: float
+    length: float
+    error: float
+
+    def loss(self, inner_steps: float, steps: float) -> float:
+        return self.scale * steps**-self.steps * (self.start + inner_steps) ** self.length
+
+
+def fit(rows: Rows) -> Fit:
+    """Least squares of the logarithms over the runs of `curve`."""
+    runs = [(key.inner_steps, key.steps, row["loss"]) for key, row in rows.by_key.items() if not key.link]
+    losses = torch.tensor([loss for *_, loss in runs], dtype=torch.float64).log()
+    found = []
+    for start in STARTS:
+        sides = [[1.0, -math.log(steps), math.log(start + length)] for length, steps, _ in runs]
+        matrix = torch.tensor(sides, dtype=torch.float64)
+        best = torch.linalg.lstsq(matrix, losses).solution
+        error = float((matrix @ best - losses).square().mean().sqrt())
+        found.append(Fit(start, math.exp(best[0]), float(best[1]), float(best[2]), error))
+    return min(found, key=lambda each: each.error)
+
+
+def table(rows: Rows) -> Iterator[str]:
+    """ "curve": loss by the curve in equal time, rounds alone counted as longer ones. "toy": loss of trained runs."""
+    curve, time_s = fit(rows), STEPS * SIZE.step_s
+    num_runs = sum(not key.link for key in rows.by_key)
+    yield f"loss = {curve.scale:.3f} n^-{curve.steps:.3f} ({curve.start:g} + H)^{curve.length:.3f}, {num_runs} runs"
+    yield f"root mean square error {100 * curve.error:.1f} %"
+    yield f"in gossip/round_length.py: {STEPS_EXPONENT:g}, {CURVE_START:g}, {LENGTH_EXPONENT:g}; fill {FILL:g}"
+    for link in LINKS:
+        timed, lost = rows.timed(link), rows.lost(link)
+        yield ""
+        yield f"{link}: {SIZE.name}, {CODEC}, {SIZE.step_s:.2f} s an inner step, {time_s:.0f} s"
+        yield f"{'H':>10}  {'s a step':>8}  {'alone':>5}  {'steps':>5}  {'curve':>6}  {'toy, seeds':<24}"
+        for length, row in timed.items():
+            own = length or fmean(row["lengths"])
+            told = f"{own:g}" if length else f"auto = {own:g}"
+            steps = exact_steps(row)
+            by_curve = curve.loss(own / (1 - row["alone"]), steps)
+            runs = sorted(lost.get(round(own), {}).items())
+            toy = [f"{run['loss'] * (run['virtual_s'] / time_s) ** curve.steps:.4f} ({seed})" for seed, run in runs]
+            found = f"{told:>10}  {row['step_s']:8.2f}  {row['alone']:5.2f}  {steps:5.0f}"
+            yield f"{found}  {by_curve:6.3f}  {', '.join(toy)}".rstrip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("time", "loss", "curve", "table"))
+    parser.add_argument("--link", choices=LINKS, help="one of them; default: all")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--lengths", default="", help="of `loss`; empty = all")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows, links = Rows(), [args.link] if args.link else list(LINKS)
+    seeds, lengths = ([int(each) for each in text.split(",") if each] for text in (args.seeds, args.lengths))
+    match args.command:
+        case "time":
+            time_runs(rows, links)
+        case "loss":
+            loss_runs(rows, links, seeds, lengths)
+        case "curve":
+            curve_runs(rows, seeds)
+        case _:
+            print("\n".join(table(rows)))
+
+
+if __name__ == "__main__":
+    main()
