@@ -7,12 +7,13 @@ figures.py says what a phrase is and what the two forms of this command do.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from statistics import fmean, stdev
 
-from figures import Phrase, above, claim, line, loss, phrase, result, row, run
+from figures import RESULTS, Phrase, above, claim, line, loss, phrase, result, row, run
 from runs import early_bytes, study
 
 from noloco_p2p.optim.allreduce import ring_bytes
@@ -43,7 +44,16 @@ def share_alone(name: str, case: str) -> float:
 
 
 def results() -> list[Phrase]:
-    return [*_settings(), *_best(), *_rules(), *_codecs_and_churn(), *_late(), *_allreduce(), *_missed()]
+    return [
+        *_settings(),
+        *_best(),
+        *_rules(),
+        *_round_lengths(),
+        *_codecs_and_churn(),
+        *_late(),
+        *_allreduce(),
+        *_missed(),
+    ]
 
 
 def _settings() -> list[Phrase]:
@@ -186,6 +196,47 @@ _MUON_MOMENTUM = (
 )
 
 _CODED = ("bf16+int8", "int8+int4", "modulo8+int4")
+
+
+def swept(link: str, length: str) -> list[float]:
+    """Of a round length ("auto" = what it came to) in the sweep of a link: its length, seconds a step, share of rounds
+    alone, steps, loss by the curve, and the losses of seeds 0 and 1 where they were trained."""
+    text = (RESULTS / "round_lengths.txt").read_text(encoding="utf-8")
+    (section,) = (part for part in text.split("\n\n") if part.startswith(f"{link}:"))
+    (found,) = (row for row in section.splitlines() if row.split()[0] == length)
+    return [float(each) for each in re.findall(r"[\d.]+", re.sub(r"\(\d\)", "", found))]
+
+
+def _round_lengths() -> list[Phrase]:
+    file, fibre, fast = "round_lengths.txt", "home-fibre", "100 Mbit/s, 50 ms"
+    links = {fibre: "12", "cable": "50", fast: "20", "data centre": "2"}
+    twelve = swept(fast, "12")
+    return [
+        phrase("fitted to 16 runs (root mean square error {:.1f} %)", line(file, r"error ([\d.]+) %")),
+        *(
+            phrase(
+                f"| {link} | {{:.0f}} | {{:.2f}} | {{:.3f}} | {best} | {{:.2f}} | {{:.3f}} |",
+                *(swept(link, "auto")[column] for column in (0, 1, 4)),
+                *(swept(link, best)[column] for column in (1, 4)),
+            )
+            for link, best in links.items()
+        ),
+        phrase(
+            "11 steps on home-fibre end at {:.3f} and {:.3f}, and 12 steps at {:.3f} and {:.3f}; at 100 Mbit/s 22 steps"
+            " end at {:.3f} and {:.3f}, and 20 steps at {:.3f} and {:.3f}",
+            *(loss for link in (fibre, fast) for length in ("auto", links[link]) for loss in swept(link, length)[5:7]),
+        ),
+        phrase(
+            "8 steps on home-fibre end at {:.3f}, and 12 and 30 steps at 100 Mbit/s at {:.3f} and {:.3f}",
+            swept(fibre, "8")[5],
+            twelve[5],
+            swept(fast, "30")[5],
+        ),
+        phrase("of 5 the loss is {:.3f}", swept("data centre", "5")[4]),
+        phrase("`outer.min_inner_steps` of 5"),
+        phrase("can hide an early part that takes {:g} of a round", line(file, r"fill ([\d.]+)")),
+        phrase("rounds of 12 steps make a step last {:.2f} s, and {:.0f} % of the rounds", twelve[1], 100 * twelve[2]),
+    ]
 
 
 def _codecs_and_churn() -> list[Phrase]:
@@ -830,6 +881,7 @@ def readme() -> list[Phrase]:
     return [
         phrase("Python 3.11 or newer"),
         phrase("Apache 2.0"),
+        phrase("the early part takes {:g} of it at most", line("round_lengths.txt", r"fill ([\d.]+)")),
         phrase(
             "it learned {:.0f} to {:.0f} % worse per token", percent["small batch"][0], fmean(percent["gate, best"])
         ),

@@ -108,7 +108,7 @@ def test_auto_settles_where_the_early_part_takes_its_share_of_a_round() -> None:
     auto = {"inner_steps": "auto", "alpha": 0.0, "beta": 1.0, "gamma": 1.0, "min_inner_steps": 1, "max_inner_steps": 25}
     changes = {f"outer.{name}": value for name, value in auto.items()}
     spec = SPEC.with_changes({**changes, "train.total_steps": 200, "codec.outer_gradient": "int4"})
-    made: list[Replica] = []
+    made: list[SimulatedReplica] = []
     simulate_swarm(material(spec), Plan(2, links=(slow_link(4.0),)), on_made=made.extend)
     assert all(4 / FILL <= replica.driver.step_rate.inner_steps <= 1.2 * 4 / FILL for replica in made)
 
