@@ -50,6 +50,8 @@ def results() -> list[Phrase]:
         *_rules(),
         *_round_lengths(),
         *_codecs_and_churn(),
+        *_coarser(),
+        *_momentum(),
         *_late(),
         *_allreduce(),
         *_missed(),
@@ -274,6 +276,37 @@ def _codecs_and_churn() -> list[Phrase]:
             between("modulo_churn", f"modulo, {broken}", f"modulo8, {broken}"),
             *(rounds_alone("modulo_churn", f"{codec}, {broken}") for codec in ("modulo", "modulo8", "modulo4")),
         ),
+    ]
+
+
+def _coarser() -> list[Phrase]:
+    def cost(codec: str, steps: int, early: str = "modulo8") -> float:
+        return between("late", f"{steps}: {early}, {codec}", f"{steps}: {early}, int4")
+
+    ranges = {codec: [cost(codec, steps) for steps in (3, 5, 8, 20)] for codec in ("int2", "sign1", "none")}
+    return [
+        phrase("and costs {:.1f} to {:.1f} % at equal length", min(ranges["int2"]), max(ranges["int2"])),
+        phrase("`sign1` costs {:.1f} to {:.1f} %", min(ranges["sign1"]), max(ranges["sign1"])),
+        phrase("the loss is {:.1f} to {:.1f} % higher", min(ranges["none"]), max(ranges["none"])),
+        phrase("`int2` costs {:.1f} and {:.1f} %.", cost("int2", 8, "modulo4"), cost("int2", 20, "modulo4")),
+        phrase("with `int2` end {:.1f} % below", -between("late", "3: modulo8, int2", "5: modulo8, int4")),
+        phrase("level with 5 steps ({:+.1f} %)", between("late", "3: modulo8, none", "5: modulo8, int4")),
+    ]
+
+
+def _momentum() -> list[Phrase]:
+    pairs = {name: f"{name}: modulo4, int2" for name in ("2", "3", "AdamW, 3")}
+    changes = [
+        above(
+            loss("momentum_swap", f"{pairs[steps]}, momentum averaged", seed), loss("momentum_swap", pairs[steps], seed)
+        )
+        for steps in ("2", "3")
+        for seed in SEEDS
+    ]
+    adamw = between("momentum_swap", f"{pairs['AdamW, 3']}, momentum averaged", pairs["AdamW, 3"])
+    return [
+        phrase("Single seeds change by {:+.1f} to {:+.1f} % with Muon", min(changes), max(changes)),
+        phrase("ends {:.1f} % higher (one seed). Rounds", adamw),
     ]
 
 

@@ -72,6 +72,34 @@ def modulo_churn() -> list[str]:
     return table((*head, "bytes a parameter and step"), [(*line, f"{cases[line[0]].num_bytes:.3f}") for line in lines])
 
 
+def late() -> list[str]:
+    """Each late codec beside int4 with the same rounds and the same early codec, seed by seed."""
+    cases, lines = study("late"), []
+    for case, runs in cases.items():
+        start, _, codec = case.rpartition(", ")
+        other = cases.get(f"{start}, int4") if codec not in ("", "int4") else None
+        lines.append((case, *_by_seed(runs, other), f"{runs.num_bytes:.3f}"))
+    head = ("", "loss", "lowest to highest", "against int4", "seed by seed", "spread", "bytes a parameter and step")
+    return table(head, lines)
+
+
+def momentum_swap() -> list[str]:
+    """Every case beside the one of the same name whose momentum stays at home, seed by seed."""
+    averaged, cases, lines = ", momentum averaged", study("momentum_swap"), []
+    for case, runs in cases.items():
+        home = cases.get(case.removesuffix(averaged)) if case.endswith(averaged) else None
+        lines.append((case, *_by_seed(runs, home), f"{runs.num_bytes:.3f}"))
+    head = ("", "loss", "lowest to highest", "against home", "seed by seed", "spread", "bytes a parameter and step")
+    return table(head, lines)
+
+
+def _by_seed(runs: Runs, other: Runs | None) -> tuple[str, ...]:
+    changes = () if other is None else [100 * (loss / other.by_seed[seed] - 1) for seed, loss in runs.by_seed.items()]
+    found = "" if other is None else percent(runs, other)
+    by_seed = ", ".join(f"{change:+.1f}" for change in changes)
+    return f"{runs.loss:.4f}", runs.range, found, by_seed, f"{100 * runs.spread:.2f} %"
+
+
 def _with_range(runs: Runs | None) -> str:
     return "" if runs is None else f"{runs.loss:.4f} ({runs.range})"
 
@@ -86,6 +114,8 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "codecs": partial(distances, "codecs", {"fp32": "fp32"}),
     "churn": partial(distances, "churn", {"no churn": "no churn"}),
     "modulo_churn": modulo_churn,
+    "late": late,
+    "momentum_swap": momentum_swap,
     "waiting": partial(distances, "waiting", {}),
     "gamma": partial(distances, "gamma", {"gamma 0.7": "gamma 0.7"}),
     "alpha": partial(distances, "alpha", {"alpha 0.5": "alpha 0.5"}),
