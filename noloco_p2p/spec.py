@@ -52,6 +52,8 @@ YOUNG = (
     "model.lora",
     "data.mix",
     "outer.weigh_tokens",
+    "outer.inner_momentum",
+    "codec.inner_momentum",
     "pipeline",
 )
 RUN_SPEC_FIELD = "total_steps"  # stands at the top in the spec of a script, and in `train` in that of the trainer
@@ -270,6 +272,10 @@ class OuterSpec(Section):
         PositiveFloat, about("pull towards the partner's weights; about 1 - alpha^2, and bounded (checked); paper: 0.7")
     ] = 1.0
     swap_momentum: Annotated[bool, about("average outer momentum too; false = the paper's exact rule")] = True
+    inner_momentum: Annotated[
+        Literal["none", "swap"],
+        about('"swap" = average momentum of the inner optimizer too, as it was when the round began'),
+    ] = "none"
     weigh_tokens: Annotated[
         bool, about("true = each of two outer gradients counts by the tokens behind it; paper: false")
     ] = False
@@ -295,6 +301,11 @@ class OuterSpec(Section):
     def sends_momentum(self) -> bool:
         """Outer momentum is a section of every swap."""
         return self.swap_momentum and self.keeps_momentum
+
+    @property
+    def sends_inner_momentum(self) -> bool:
+        """The inner optimizer's momentum is a section of every swap."""
+        return self.inner_momentum == "swap"
 
     @property
     def first_inner_steps(self) -> int:
@@ -366,6 +377,8 @@ class CodecSpec(Section):
         GradientCodecName,
         about('int8 loses nothing in published runs, int4 hardly anything; "none" = not sent, nothing is waited for'),
     ] = "int8"
+
+    inner_momentum: Annotated[CodecName, about('of outer.inner_momentum = "swap"')] = "int8"
 
     @property
     def has_late_part(self) -> bool:
@@ -460,6 +473,9 @@ class Spec(Section):
     def warnings(self) -> list[str]:
         """What is set and has no effect, or is unwise."""
         warnings = self.outer.warnings()
+        codec_default = CodecSpec.model_fields["inner_momentum"].default
+        if self.codec.inner_momentum != codec_default and not self.outer.sends_inner_momentum:
+            warnings.append("codec.inner_momentum is ignored: outer.inner_momentum = 'none'")
         if not self.codec.has_late_part:
             why = "outer gradients do not travel (codec.outer_gradient = 'none')"
             if self.outer.weigh_tokens:
@@ -595,6 +611,8 @@ class TrainerSpec(Spec):
             raise ValueError("model.parameter_seeds must be true in a run with stages: a peer draws its own part alone")
         if self.model.lora.rank:
             raise ValueError("model.lora.rank must be 0 in a run with stages: adapters cannot be cut yet")
+        if self.outer.sends_inner_momentum:
+            raise ValueError("outer.inner_momentum must be 'none' in a run with stages")
         if self.pipeline.microbatch > self.train.batch_size:
             raise ValueError(
                 f"pipeline.microbatch {self.pipeline.microbatch} must be at most train.batch_size "

@@ -23,7 +23,7 @@ from noloco_p2p.gossip.outcome import Alone, Correction, Outcome
 from noloco_p2p.gossip.rate_estimators import StepRate
 from noloco_p2p.gossip.round_driver import RoundDriver
 from noloco_p2p.gossip.round_events import Opening
-from noloco_p2p.gossip.sections import SectionPlan, section_plans
+from noloco_p2p.gossip.sections import SectionPlan, plans_of_run
 from noloco_p2p.spec import Spec
 
 log = logging.getLogger(__name__)
@@ -121,11 +121,7 @@ class LoopExchange:
         patience_s: float = 0.0,
     ) -> None:
         spec = self._spec
-        self._plans = plans = section_plans(
-            spec.codec,
-            swap_momentum=spec.outer.sends_momentum,
-            num_elements=state[SectionName.SLOW_WEIGHTS].numel(),
-        )
+        self._plans = plans = plans_of_run(spec, num_elements=state[SectionName.SLOW_WEIGHTS].numel())
         self.step_rate.open_round(
             self._driver.now_s(), steps_done=steps_done, inner_steps=inner_steps, shortest_round_s=shortest_round_s
         )

@@ -47,6 +47,7 @@ class SectionName(IntEnum):
     SLOW_WEIGHTS = 1
     OUTER_MOMENTUM = 2
     OUTER_GRADIENT = 3
+    INNER_MOMENTUM = 4
 
 
 class RefuseCode(IntEnum):

@@ -12,7 +12,7 @@ from noloco_p2p.codec import Codec, Scratch, chunk_range, get_codec, section_byt
 from noloco_p2p.codec.modulo import MODULO_CODECS, Grid, ModuloCodec
 from noloco_p2p.gossip.frames import Part, Payload, SectionName
 from noloco_p2p.optim.halves import half_difference_
-from noloco_p2p.spec import CodecSpec
+from noloco_p2p.spec import CodecSpec, Spec
 
 BESIDE_MODULO = "int8"  # for a chunk whose bounds are not known yet, or were broken
 
@@ -41,13 +41,27 @@ class SectionPlan:
         return section_bytes(self.modulo[0] if self.modulo else self.codec, self.num_elements)
 
 
-def section_plans(codecs: CodecSpec, *, swap_momentum: bool, num_elements: int) -> tuple[SectionPlan, ...]:
+def section_plans(
+    codecs: CodecSpec, *, swap_momentum: bool, num_elements: int, swap_inner_momentum: bool = False
+) -> tuple[SectionPlan, ...]:
     """The sections of every swap of a run, in the order in which they travel. Without a codec for the outer gradient
     there is no late part."""
     momentum = [(SectionName.OUTER_MOMENTUM, Part.EARLY, codecs.outer_momentum)] if swap_momentum else []
+    inner = [(SectionName.INNER_MOMENTUM, Part.EARLY, codecs.inner_momentum)] if swap_inner_momentum else []
     gradient = [(SectionName.OUTER_GRADIENT, Part.LATE, codecs.outer_gradient)] if codecs.has_late_part else []
-    rows = [(SectionName.SLOW_WEIGHTS, Part.EARLY, codecs.slow_weights), *momentum, *gradient]
+    rows = [(SectionName.SLOW_WEIGHTS, Part.EARLY, codecs.slow_weights), *momentum, *inner, *gradient]
     return tuple(_plan(name, part, codec, num_elements) for name, part, codec in rows)
+
+
+def plans_of_run(spec: Spec, *, num_elements: int) -> tuple[SectionPlan, ...]:
+    """`section_plans` of a run."""
+    outer = spec.outer
+    return section_plans(
+        spec.codec,
+        swap_momentum=outer.sends_momentum,
+        num_elements=num_elements,
+        swap_inner_momentum=outer.sends_inner_momentum,
+    )
 
 
 def part_bytes(plans: Iterable[SectionPlan], part: Part) -> int:

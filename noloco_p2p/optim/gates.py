@@ -19,6 +19,9 @@ stand between it and the weights; all measure against what this peer itself has 
 * offset     the half-differences of slow weights and outer momentum are clipped to a radius around oneself
              (ClippedGossip, arXiv 2202.01545), for each tensor by itself: twice the median of the last ones, and
              between half the own outer gradient there and twice it. Each side has a radius of its own.
+* momentum   of two inner momenta the longer becomes, in each tensor, as long as the shorter. What is averaged then
+             never points against the own one, and a partner can at most take it away, as a restart does. Both sides do
+             it alike, as with gradients.
 * loss       `outer/update_filter.py`: the loss on a private batch, before and after. Off unless a peer asks for it.
 
 Outer gradients are compared as they were decoded, as both sides know those alone. A coarse code changes lengths and
@@ -57,6 +60,7 @@ class GateLimits:
 
     clip_above: float = 2.0  # times the shorter outer gradient of a swap
     clip_piece_above: float = 4.0  # times the shorter one, of each piece of the two
+    clip_momentum_above: float = 1.0  # times the shorter inner momentum, of each piece of the two
     refuse_above: float = 10.0  # times the median of the own outer gradients
     least_cosine: float = -0.1  # of the two outer gradients of a swap
     far_above: float = 3.0  # times the median distance of the last partners
@@ -69,7 +73,7 @@ LIMITS = GateLimits()
 # Where outer gradients do not travel, partners differ by whole ones, and the slow weights alone bring them together.
 WITHOUT_LATE_PART = replace(LIMITS, offset_least=1.0)
 # For measurements: nothing is shortened, nothing refused.
-OPEN = GateLimits(1e30, 1e30, 1e30, -2.0, 1e30, 1e30, 1e30, 1e30)
+OPEN = GateLimits(1e30, 1e30, 1e30, 1e30, -2.0, 1e30, 1e30, 1e30, 1e30)
 
 
 def gate_limits(codecs: CodecSpec) -> GateLimits:
@@ -182,13 +186,13 @@ def offset_radius(*, usual: float, own_gradient: float, limits: GateLimits = LIM
     return min(max(limits.offset_radius * usual, least), most)
 
 
-def shorten_longer_(own: Tensor, partner: Tensor, *, limits: GateLimits = LIMITS) -> None:
-    """Of one piece of two outer gradients, in place: the longer becomes at most `clip_piece_above` times the shorter.
+def shorten_longer_(own: Tensor, partner: Tensor, *, times: float) -> None:
+    """Of one piece of two outer gradients or momenta, in place: the longer becomes at most `times` the shorter.
 
     The partner does the same to the same two vectors.
     """
     norms = [float(torch.linalg.vector_norm(vector)) for vector in (own, partner)]
-    limit = limits.clip_piece_above * min(norms)
+    limit = times * min(norms)
     for vector, norm in zip((own, partner), norms, strict=True):
         if norm > limit:
             vector.mul_(limit / norm)

@@ -109,8 +109,19 @@ class ChunkFilter:
         for vector, scale in ((own, scales.own), (partner, scales.partner)):
             if scale != 1.0:
                 vector.mul_(scale)
+        return self._half_of_shortened(own, partner, index, times=self.limits.clip_piece_above)
+
+    def half_momentum(self, pair: SectionPair, index: int, *, scratch: Scratch) -> Tensor:
+        """The half-difference of a chunk of the two inner momenta, the longer shortened piece by piece.
+
+        It is opposite to the partner's.
+        """
+        own, partner = pair.decoded(index, scratch=scratch)
+        return self._half_of_shortened(own, partner, index, times=self.limits.clip_momentum_above)
+
+    def _half_of_shortened(self, own: Tensor, partner: Tensor, index: int, *, times: float) -> Tensor:
         for _, place in self.pieces.in_chunk[index]:
-            shorten_longer_(own[place], partner[place], limits=self.limits)
+            shorten_longer_(own[place], partner[place], times=times)
         return half_difference_(own, partner)
 
     def late_steps(

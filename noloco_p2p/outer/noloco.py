@@ -150,7 +150,12 @@ class NoLoCo:
         self._exchange = peer.exchange
         self._model = model
         self._inner, self._hooked = inner_state(optimizer, model)
-        self._state = OuterState(parameters or model, self.spec.outer, limits=gate_limits(self.spec.codec))
+        self._state = OuterState(
+            parameters or model,
+            self.spec.outer,
+            limits=gate_limits(self.spec.codec),
+            inner=self._shared_inner() if self.spec.outer.sends_inner_momentum else None,
+        )
         update_filter = UpdateFilter(self._state, peer.metrics, loss_check, on_change=peer.membership.weights_change)
         self._rounds = Rounds(self.spec, self._exchange, self._state, update_filter, follows_caller=follows_caller)
         self._save_every_rounds = save_every_rounds
@@ -165,6 +170,15 @@ class NoLoCo:
         self._exchange.owner = self
         self._enter(resume)
         self._hook = self._hooked.register_step_post_hook(self._optimizer_stepped) if self._hooked else None
+
+    def _shared_inner(self) -> InnerState:
+        """The inner optimizer whose momentum travels. Raises SettingsError when it is not known."""
+        if self._inner is None:
+            raise SettingsError(
+                "this run averages the momentum of the inner optimizer (outer.inner_momentum = 'swap'): "
+                "give NoLoCo that optimizer"
+            )
+        return self._inner
 
     def detach(self) -> None:
         """The steps of the optimizer are not counted any more: it goes on alone. Safe to call twice."""

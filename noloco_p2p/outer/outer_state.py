@@ -18,6 +18,8 @@ from noloco_p2p.optim.mixing import CLOSING, Agreement, gradient_weight
 from noloco_p2p.optim.noloco import outer_step
 from noloco_p2p.outer.chunk_filter import UNSCALED, ChunkFilter, Clipped, FilterVerdict
 from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.outer.inner_momentum import InnerMomentum
+from noloco_p2p.outer.optimizer_state import InnerState
 from noloco_p2p.outer.staging import Staging, pin
 from noloco_p2p.outer.state_checks import OUTER_MOMENTUM, SLOW_WEIGHTS, check_vectors
 from noloco_p2p.spec import OuterSpec, Spec
@@ -39,16 +41,26 @@ class Kept:
 class OuterState:
     """`slow_weights`, and where alpha is above 0 `outer_momentum`: flat fp32 vectors on the CPU.
 
+    inner: the inner optimizer, where its momentum is averaged with that of partners; None = it stays this peer's own.
+
     The model may be on any one device and of any floating dtype; its weights are the slow weights at the start. All
     steps go chunk by chunk: there is never a second vector of the model's size.
     """
 
-    def __init__(self, model: nn.Module | FlatParameters, outer: OuterSpec, *, limits: GateLimits = LIMITS) -> None:
+    def __init__(
+        self,
+        model: nn.Module | FlatParameters,
+        outer: OuterSpec,
+        *,
+        limits: GateLimits = LIMITS,
+        inner: InnerState | None = None,
+    ) -> None:
         self.parameters = model if isinstance(model, FlatParameters) else FlatParameters(model)
         self.layout = self.parameters.layout()
         self.num_elements = self.parameters.num_elements
         self.slow_weights = torch.empty(self.num_elements)
         self.outer_momentum = torch.zeros(self.num_elements) if outer.keeps_momentum else None
+        self.inner_momentum = InnerMomentum(inner, self.parameters) if inner else None
         self.spread: float | None = None  # distance to the last partner over 2^0.5, as a share of the own norm
         self._outer = outer
         self._bounds = chunk_bounds(self.num_elements)
@@ -65,9 +77,15 @@ class OuterState:
         momentum = {} if self.outer_momentum is None else {OUTER_MOMENTUM: self.outer_momentum}
         return {SLOW_WEIGHTS: self.slow_weights, **momentum}
 
+    def begin_round(self) -> None:
+        """Copy what the inner steps of a round change."""
+        if self.inner_momentum:
+            self.inner_momentum.copy()
+
     def sections(self) -> dict[SectionName, Tensor]:
         """What is sent while a round goes on."""
-        return {SectionName[name.upper()]: vector for name, vector in self.tensors().items()}
+        inner = {SectionName.INNER_MOMENTUM: self.inner_momentum.vector} if self.inner_momentum else {}
+        return {SectionName[name.upper()]: vector for name, vector in self.tensors().items()} | inner
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         """As `take_vectors`, and the model's weights become the slow weights."""
@@ -163,6 +181,12 @@ class OuterState:
             # With replicas scattered by s around their mean, two of them are 2^0.5 s apart, and `offset` is half that.
             self.spread = (2 * apart / length) ** 0.5
         return gated.close()
+
+    def mix_inner_momentum(self, received: Received) -> None:
+        """After a step with what was received; nothing without that section."""
+        pair = received.sections.get(SectionName.INNER_MOMENTUM)
+        if pair and self.inner_momentum:
+            self.inner_momentum.mix(pair, self.gating, weight=received.agreed.weight)
 
     @torch.no_grad()
     def correct(self, correction: Correction, *, scales: GradientScales = UNSCALED) -> None:

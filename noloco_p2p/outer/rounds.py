@@ -25,6 +25,10 @@ from noloco_p2p.spec import Spec
 class Vectors(Protocol):
     """What a round sends; `OuterState` is one."""
 
+    def begin_round(self) -> None:
+        """Called before `sections`, when a round is opened."""
+        ...
+
     def sections(self) -> dict[SectionName, Tensor]:
         """Flat fp32 vectors on the CPU, of one size; they do not change while a round goes on."""
         ...
@@ -111,6 +115,7 @@ class Rounds:
         step_rate = self.exchange.step_rate
         if not self.steps:  # a round that was begun before a restart keeps its length
             self.length.next(step_rate.seconds_per_step, others_s=step_rate.others_s(self._clock()))
+        self._vectors.begin_round()
         self.exchange.open(
             self.round,
             progress=self.progress,

@@ -51,6 +51,12 @@ class UpdateFilter:
 
     def step(self, outcome: Outcome, *, is_closing: bool) -> tuple[Outcome, bool]:
         """The outer step of a round; returns what is left of its outcome, and whether own weights were not finite."""
+        applied, diverged = self._step(outcome, is_closing=is_closing)
+        if not isinstance(applied, Alone):
+            self._state.mix_inner_momentum(applied.received)
+        return applied, diverged
+
+    def _step(self, outcome: Outcome, *, is_closing: bool) -> tuple[Outcome, bool]:
         self._on_change()
         admitted_outcome, verdict = admitted(outcome, self._state)
         if verdict.refusal:

@@ -54,8 +54,13 @@ class SimulatedPeer:
     ) -> None:
         self.peer_id = peer_id
         self.model = model
-        self.state = OuterState(model, spec.outer, limits=gates or gate_limits(spec.codec))
         self.inner = InnerStep(model, train)
+        self.state = OuterState(
+            model,
+            spec.outer,
+            limits=gates or gate_limits(spec.codec),
+            inner=self.inner if spec.outer.sends_inner_momentum else None,
+        )
         self.steps = 0
         self.cut_share = 0.0  # sum over swaps, of `Clipped`
         self.clipped = 0  # rounds in which a gate shortened what a partner sent

@@ -10,7 +10,7 @@ from typing import Any
 
 from noloco_p2p.codec import num_chunks
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.gossip.sections import section_plans
+from noloco_p2p.gossip.sections import plans_of_run
 from noloco_p2p.optim.mixing import closing_rounds
 from noloco_p2p.optim.rules import NOLOCO
 from noloco_p2p.outer.flat import FlatParameters
@@ -56,9 +56,7 @@ class _Swarm:
         self.liars = liars
         self.rng = random.Random(f"swarm/{plan.seed}")
         num_elements = FlatParameters(material.model()).num_elements
-        plans = section_plans(
-            material.spec.codec, swap_momentum=material.spec.outer.sends_momentum, num_elements=num_elements
-        )
+        plans = plans_of_run(material.spec, num_elements=num_elements)
         self.state_bytes = state_file_bytes(num_elements, material.spec.outer)
         frames_a_swap = 1 + len(plans) * (3 + num_chunks(num_elements)) + 2
         self.network = LinkNetwork(lose=plan.churn.lose, frames_a_swap=frames_a_swap, seed=plan.seed)

@@ -13,7 +13,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from noloco_p2p.data.prefetch import Prefetcher
-from noloco_p2p.errors import DataError
+from noloco_p2p.errors import DataError, SettingsError
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.noloco import NoLoCo
@@ -49,6 +49,11 @@ class Trainer(TrainerBase):
         self.device = ranks.device if ranks else choose_device(settings.device)
         if settings.threads:
             torch.set_num_threads(settings.threads)
+        if ranks and spec.outer.sends_inner_momentum:
+            raise SettingsError(
+                "--gpus: this run averages the momentum of the inner optimizer (outer.inner_momentum = 'swap'), which "
+                "is split over the GPUs of a peer with several: join with one GPU"
+            )
         compute = Compute.of(settings, num_ranks=ranks.size if ranks else 1)
         size = {"sequence_length": spec.data.sequence_length, "folders": settings.models}
         num_parameters, frozen_bytes = count_parameters(spec.model, **size)

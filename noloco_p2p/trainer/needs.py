@@ -16,7 +16,7 @@ from torch import Tensor
 from noloco_p2p.devices import free_and_total_bytes, free_memory, has_own_memory, total_memory
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.gossip.frames import Part
-from noloco_p2p.gossip.sections import part_bytes, section_plans
+from noloco_p2p.gossip.sections import part_bytes, plans_of_run
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec, TrainerSpec
 from noloco_p2p.telemetry.console import count, mib
@@ -161,8 +161,7 @@ def _state_bytes(spec: Spec, num_parameters: int) -> int:
 
 
 def _round_bytes(spec: Spec, num_parameters: int) -> int:
-    plans = section_plans(spec.codec, swap_momentum=spec.outer.sends_momentum, num_elements=num_parameters)
-    return sum(part_bytes(plans, part) for part in Part)
+    return sum(part_bytes(plans_of_run(spec, num_elements=num_parameters), part) for part in Part)
 
 
 def probe_step_s(backward: Callable[[Tensor], Tensor], batch: Tensor) -> float:

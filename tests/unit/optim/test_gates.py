@@ -126,8 +126,8 @@ def test_partners_shorten_a_piece_alike(own: float, partner: float) -> None:
     here, there = (
         [torch.tensor([0.0, norm], dtype=torch.float64) for norm in both] for both in ((own, partner), (partner, own))
     )
-    shorten_longer_(*here)
-    shorten_longer_(*there)
+    shorten_longer_(*here, times=4)
+    shorten_longer_(*there, times=4)
     assert torch.equal(torch.stack(here), torch.stack(there[::-1]))
     assert float(here[1].norm()) <= 4 * own * (1 + 1e-12)
 

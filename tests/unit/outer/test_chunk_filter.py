@@ -17,7 +17,7 @@ from noloco_p2p.gossip.outcome import Alone, Correction, LonelyCause, Swapped
 from noloco_p2p.outer.outer_state import OuterState
 from noloco_p2p.outer.update_filter import admitted
 
-SLOW, MOMENTUM, GRADIENT = SectionName
+SLOW, MOMENTUM, GRADIENT, INNER = SectionName
 Sections = dict[SectionName, Tensor]
 
 

@@ -18,6 +18,7 @@ class SectionName(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SECTION_SLOW_WEIGHTS: _ClassVar[SectionName]
     SECTION_OUTER_MOMENTUM: _ClassVar[SectionName]
     SECTION_OUTER_GRADIENT: _ClassVar[SectionName]
+    SECTION_INNER_MOMENTUM: _ClassVar[SectionName]
 
 class RefuseCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -55,6 +56,7 @@ SECTION_UNSPECIFIED: SectionName
 SECTION_SLOW_WEIGHTS: SectionName
 SECTION_OUTER_MOMENTUM: SectionName
 SECTION_OUTER_GRADIENT: SectionName
+SECTION_INNER_MOMENTUM: SectionName
 REFUSE_UNSPECIFIED: RefuseCode
 REFUSE_BUSY: RefuseCode
 REFUSE_BETWEEN_ROUNDS: RefuseCode
