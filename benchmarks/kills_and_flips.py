@@ -27,12 +27,13 @@ from noloco_p2p.testing.injector import Phase
 from noloco_p2p.testing.peers import MemorySwarm
 
 NUM_ELEMENTS = 100
-CODECS = CodecSpec(slow_weights="int8", outer_momentum="int8", outer_gradient="int4")
-SPEC = RunSpec(name="faults", codec=CODECS, outer=published())
+CODECS = CodecSpec(slow_weights="int8", outer_momentum="int8", outer_gradient="int4", inner_momentum="int8")
+SPEC = RunSpec(name="faults", codec=CODECS, outer=published(inner_momentum="swap"))
 DEADLINES = Deadlines(dial_s=5.0, offer_s=5.0, status_s=5.0, progress_s=5.0, farewell_s=0.05)  # a cut shows at once
 SIZES = {
     SectionName.SLOW_WEIGHTS: get_codec(CODECS.slow_weights).num_bytes(NUM_ELEMENTS),
     SectionName.OUTER_MOMENTUM: get_codec(CODECS.outer_momentum).num_bytes(NUM_ELEMENTS),
+    SectionName.INNER_MOMENTUM: get_codec(CODECS.inner_momentum).num_bytes(NUM_ELEMENTS),
     SectionName.OUTER_GRADIENT: get_codec(CODECS.outer_gradient).num_bytes(NUM_ELEMENTS),
 }
 
@@ -82,7 +83,7 @@ def swap_with(at: At, fault: Fault) -> tuple[list[Outcome], bool]:
 
 
 def flat(own: Vectors) -> tuple[torch.Tensor, ...]:
-    return own.slow_weights, own.outer_momentum, own.outer_gradient
+    return (*own.state().values(), own.outer_gradient)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from harness.greedy import GreedyPeer
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import Boundary, Chunk, SectionName
 from noloco_p2p.gossip.outcome import Alone, Outcome
-from noloco_p2p.gossip.sections import section_plans
+from noloco_p2p.gossip.sections import plans_of_run
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.network import LinkTransport
 from noloco_p2p.simulate.peer import Absent, Around
@@ -24,11 +24,12 @@ from noloco_p2p.testing.memory import Wrap, unchanged
 
 
 class Attack(StrEnum):
-    """What is sent instead of slow weights, outer momentum and outer gradient."""
+    """What is sent instead of slow weights, momenta and outer gradient."""
 
     SCALED = "scaled"  # all three 100 times as long
     SCALED_STATE = "scaled-state"  # the same for weights and momentum, with an honest gradient, which passes its gate
     FLIPPED = "sign-flipped"  # all three negated
+    FLIPPED_INNER = "flipped-inner-momentum"  # -100 times the inner momentum, which is cut to -1; the others honest
     FLIPPED_GRADIENT = "flipped-gradient-x9"  # -9 times the gradient, just not refused; weights and momentum honest
     NOISE = "noise"  # Gaussian, as long as the true vectors
     STALE = "stale"  # those of its first round, for ever
@@ -63,6 +64,8 @@ class Alteration:
         self._first: dict[str, Tensor] = {}
 
     def state(self, true: dict[SectionName, Tensor]) -> dict[SectionName, Tensor]:
+        if self._attack is Attack.FLIPPED_INNER:
+            return {name: vector * (-100.0 if name is SectionName.INNER_MOMENTUM else 1.0) for name, vector in true.items()}
         return {name: self._altered(name.name, vector, 0) for name, vector in true.items()}
 
     def gradient(self, true: Iterable[Tensor]) -> Iterable[Tensor]:
@@ -76,7 +79,7 @@ class Alteration:
                 return noise.mul_(vector.norm() / noise.norm())
             case Attack.STALE:
                 return self._first.setdefault(name, vector.clone())
-            case Attack.NAN | Attack.ADAPTIVE_BACK | Attack.ADAPTIVE_UPHILL | Attack.ADAPTIVE_DRIFT:
+            case Attack.FLIPPED_INNER | Attack.NAN | Attack.ADAPTIVE_BACK | Attack.ADAPTIVE_UPHILL | Attack.ADAPTIVE_DRIFT:
                 return vector
             case _:
                 return vector * SCALE[self._attack][part]
@@ -117,11 +120,7 @@ class GreedyReplica(Replica):
             hello=self._hello,
             transport=LinkTransport(self._network, lambda: self._hello, wrap=self._wrap),
             victims=self.directory.live,
-            plans=lambda: section_plans(
-                self._spec.codec,
-                swap_momentum=self._spec.outer.sends_momentum,
-                num_elements=self.state.slow_weights.numel(),
-            ),
+            plans=lambda: plans_of_run(self._spec, num_elements=self.state.num_elements),
             executor=InlineExecutor(),
         )
 

@@ -28,14 +28,16 @@ class Vectors:
     slow_weights: Tensor
     outer_momentum: Tensor
     outer_gradient: Tensor
+    inner_momentum: Tensor | None = None  # of runs that average it
 
     @classmethod
     def random(cls, seed: int, *, num_elements: int = 100) -> Vectors:
         generator = torch.Generator().manual_seed(seed)
-        return cls(*(torch.randn(num_elements, generator=generator) for _ in range(3)))
+        return cls(*(torch.randn(num_elements, generator=generator) for _ in range(4)))
 
     def state(self) -> dict[SectionName, Tensor]:
-        return {SectionName.SLOW_WEIGHTS: self.slow_weights, SectionName.OUTER_MOMENTUM: self.outer_momentum}
+        inner = {} if self.inner_momentum is None else {SectionName.INNER_MOMENTUM: self.inner_momentum}
+        return {SectionName.SLOW_WEIGHTS: self.slow_weights, SectionName.OUTER_MOMENTUM: self.outer_momentum, **inner}
 
     def gradient_chunks(self) -> list[Tensor]:
         return [self.outer_gradient[start:stop] for start, stop in chunk_bounds(self.outer_gradient.numel())]

@@ -29,7 +29,7 @@ def received(
     """Of the sections that `own` has, flat fp32 vectors of one size. No codec of theirs may be modulo."""
     num_elements = next(iter(own.values())).numel()
     sections = {}
-    for plan in section_plans(codec, swap_momentum=True, num_elements=num_elements):
+    for plan in section_plans(codec, swap_momentum=True, num_elements=num_elements, swap_inner_momentum=True):
         if plan.name in own:
             mine, theirs = (
                 [plan.codec.encode(side[plan.name][start:stop]) for start, stop in chunk_bounds(num_elements)]

@@ -25,7 +25,7 @@ from runs import RESULTS
 
 from noloco_p2p.codec import CHUNK_ELEMENTS, get_codec
 from noloco_p2p.gossip.frames import Part
-from noloco_p2p.gossip.sections import part_bytes, section_plans
+from noloco_p2p.gossip.sections import part_bytes, plans_of_run
 from noloco_p2p.optim.allreduce import ring_bytes, ring_s
 from noloco_p2p.optim.mixing import closing_rounds
 from noloco_p2p.optim.rules import NOLOCO
@@ -109,7 +109,7 @@ def clock_of(
 
 def swap_bytes(spec: TrainerSpec, num_elements: int) -> tuple[float, float]:
     """(Early, late) bytes that each side of a swap sends."""
-    plans = section_plans(spec.codec, swap_momentum=spec.outer.sends_momentum, num_elements=num_elements)
+    plans = plans_of_run(spec, num_elements=num_elements)
     return part_bytes(plans, Part.EARLY), part_bytes(plans, Part.LATE)
 
 

@@ -92,6 +92,15 @@ def late_case(size: dict[str, Any], inner_steps: int, early: str, late: str) -> 
     return Case(f"{inner_steps}: {early}, {late}", {**size, **muon(24e-3), **averaging(inner_steps), **coded, **CLOSED})
 
 
+def momentum_cases(inner_optimizer: str, inner_steps: int) -> list[Case]:
+    """Without averaged momentum, as in "late" for Muon, and with it."""
+    is_muon = inner_optimizer == "muon"
+    name = f"{'' if is_muon else 'AdamW, '}{inner_steps}: modulo4, int2"
+    coded = codec("modulo4", "modulo8", "int2")
+    changes = {**(muon(24e-3) if is_muon else adamw(4e-3)), **averaging(inner_steps), **coded, **CLOSED}
+    return [Case(name, changes), Case(f"{name}, momentum averaged", {**changes, "outer.inner_momentum": "swap"})]
+
+
 STUDIES: dict[str, list[Case]] = {
     "rules": [
         Case("ddp", rule="ddp"),
@@ -241,6 +250,14 @@ STUDIES: dict[str, list[Case]] = {
     "late_small": [  # whether it holds for seven times the parameters
         Case("ddp", {**SMALL, **muon(16e-3)}, rule="ddp"),
         *(late_case(SMALL, 3, "modulo8", late) for late in LATE_CODECS),
+    ],
+    "momentum_swap": [  # whether averaging the inner optimizer's momentum helps, by how old it is when it is added
+        Case("ddp", muon(16e-3), rule="ddp"),
+        *(
+            case
+            for inner_optimizer, inner_steps in (("muon", 2), ("muon", 3), ("adamw", 3), ("muon", 5), ("adamw", 5))
+            for case in momentum_cases(inner_optimizer, inner_steps)
+        ),
     ],
     "closing": [Case(f"{rounds} closing rounds", {"outer.closing_rounds": rounds}) for rounds in (0, 3, 6)],
 }

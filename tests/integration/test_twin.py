@@ -23,6 +23,7 @@ from torch.nn.utils import parameters_to_vector
 from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.outer.noloco import NoLoCo
+from noloco_p2p.outer.optimizer_state import TorchOptimizers
 from noloco_p2p.spec import CodecSpec, RunSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 
@@ -30,11 +31,16 @@ INNER_STEPS, NUM_ROUNDS = 3, 5
 NAMES = ("a", "b")
 
 
-def spec(gradient: str, *, swap_momentum: bool) -> RunSpec:
+def spec(gradient: str, *, swap_momentum: bool, inner_momentum: str) -> RunSpec:
     return RunSpec(
         name="twin",
         codec=CodecSpec.model_validate({**FP32.model_dump(), "outer_gradient": gradient}),
-        outer=published(inner_steps=INNER_STEPS, max_wait_s=PATIENCE_S, swap_momentum=swap_momentum),
+        outer=published(
+            inner_steps=INNER_STEPS,
+            max_wait_s=PATIENCE_S,
+            swap_momentum=swap_momentum,
+            inner_momentum=inner_momentum,
+        ),
     )
 
 
@@ -53,7 +59,8 @@ def batch(peer: int, step: int) -> tuple[Tensor, Tensor]:
 def train(peer: MemoryPeer, net: nn.Module, number: int, step_together: Barrier) -> list[Tensor]:
     """Train NUM_ROUNDS rounds; returns all weights as one vector, at the start and after each round."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    outer = NoLoCo(net, None, peer, save_every_rounds=0)
+    inner = TorchOptimizers([optimizer], dict(net.named_parameters()))  # its steps are not counted
+    outer = NoLoCo(net, inner, peer, save_every_rounds=0)
     weights = [parameters_to_vector(net.parameters()).detach()]
     for step in range(INNER_STEPS * NUM_ROUNDS):
         inputs, wanted = batch(number, step)
@@ -79,13 +86,17 @@ def trained(make_swarm: Callable[[RunSpec], MemorySwarm], run_spec: RunSpec, fol
 
 
 @pytest.mark.parametrize(
-    ("swap_momentum", "gradient"),
-    [(True, "fp32"), *((False, gradient) for gradient in ("fp32", "int4", "int2", "sign1", "none"))],
+    ("swap_momentum", "gradient", "inner_momentum"),
+    [
+        (True, "fp32", "none"),
+        (False, "fp32", "swap"),
+        *((False, gradient, "none") for gradient in ("fp32", "int4", "int2", "sign1", "none")),
+    ],
 )
 def test_two_peers_over_grpc_end_with_the_bits_of_their_twins_in_memory(
-    tmp_path: Path, swap_momentum: bool, gradient: str
+    tmp_path: Path, swap_momentum: bool, gradient: str, inner_momentum: str
 ) -> None:
-    run_spec = spec(gradient, swap_momentum=swap_momentum)
+    run_spec = spec(gradient, swap_momentum=swap_momentum, inner_momentum=inner_momentum)
     in_memory = trained(MemorySwarm, run_spec, tmp_path / "memory")
     over_grpc = trained(LoopbackSwarm, run_spec, tmp_path / "grpc")
     for name, ours, twins in zip(NAMES, over_grpc, in_memory, strict=True):

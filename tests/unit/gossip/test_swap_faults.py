@@ -365,7 +365,7 @@ class Hasty(Stranger):
         frames = [
             Ready(Part.EARLY),
             Ready(Part.LATE),
-            *(frame for name in SectionName for frame in self._section(name)),
+            *(frame for name in self._vectors for frame in self._section(name)),
         ]
         for frame in frames:
             await stream.send(frame)
