@@ -1,14 +1,16 @@
 """What the gates cost an honest swarm, and what they hold when one of eight lies: simulated swarms of the studies' toy.
 
-    python benchmarks/attacks.py [--quick] [--greedy] [--late CODEC] [--seeds 0,1,2] [--jobs 2] [--json FILE]
+    python benchmarks/attacks.py [--quick] [--greedy] [--late CODEC] [--inner-momentum]
+        [--seeds 0,1,2] [--jobs 2] [--json FILE]
 
 Losses are validation losses, mean over the honest replicas at the end. "open" = no gate but the finite check. The noise
 is what another seed of the same honest swarm makes of the loss. With --greedy the liar is a ninth peer, which makes
 offers to everybody at once over several calls, and two and three such liars of sixteen are measured, too; optimizer,
 outer step and codecs are those that `noloco init` writes, on the toy's model. An adaptive liar knows the vectors and
-the gates of its partner, and sends the most harmful that still pass. The share is that of one liar, of the swaps of the
-honest replicas, in multiples of 1 / live. With --json the file is written after every case, and cases that it holds are
-not run again.
+the gates of its partner, and sends the most harmful that still pass. With --inner-momentum the run averages the inner
+momentum, with the settings that `noloco init` writes, and one liar sends its own turned around. The share is that of
+one liar, of the swaps of the honest replicas, in multiples of 1 / live. With --json the file is written after every
+case, and cases that it holds are not run again.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ class Case:
     is_greedy: bool = False
     settings: str = "toy"  # of optimizer, outer step and codecs: those of the toy, or those that `noloco init` writes
     late: str = ""  # codec of the outer gradient; "" = that of the settings
+    inner_momentum: str = "none"  # `outer.inner_momentum`
 
 
 def greedy_cases(seeds: list[int]) -> list[Case]:
@@ -63,10 +66,18 @@ def greedy_cases(seeds: list[int]) -> list[Case]:
     return cases + [greedy(Attack.FLIPPED_GRADIENT, "on", seeds[0], 16, num) for num in (2, 3)]
 
 
+def momentum_cases(seeds: list[int]) -> list[Case]:
+    case = partial(Case, settings="init", inner_momentum="swap")
+    honest = [case(HONEST, gates, seed) for seed in seeds for gates in ("open", "on")]
+    attacks = (Attack.FLIPPED_INNER, Attack.SCALED_STATE, Attack.NOISE, Attack.STALE)
+    return [*honest, *(case(attack, "on", seed) for seed in seeds for attack in attacks)]
+
+
 def cases(seeds: list[int], *, quick: bool) -> list[Case]:
     """Those that matter most first."""
     honest = [Case(HONEST, gates, seed) for seed in seeds for gates in ("open", "on")]
-    attacks = [] if quick else [Case(attack, "on", seeds[0]) for attack in Attack]
+    plain = [attack for attack in Attack if attack is not Attack.FLIPPED_INNER]
+    attacks = [] if quick else [Case(attack, "on", seeds[0]) for attack in plain]
     bare = [] if quick else [Case(attack, "open", seeds[0]) for attack in (Attack.SCALED, Attack.FLIPPED, Attack.NOISE)]
     return [*honest[:2], *attacks, *honest[2:], *bare]
 
@@ -86,6 +97,8 @@ def run_case(case: Case, *, steps: int) -> dict[str, Any]:
     }
     if case.settings == "init":
         changes = settings_of_init() | changes
+    if case.inner_momentum != "none":
+        changes["outer.inner_momentum"] = case.inner_momentum
     if case.late:
         changes["codec.outer_gradient"] = case.late
     spec = TrainerSpec.load(TOY).with_changes(changes, origin="attacks.py")
@@ -169,6 +182,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="40 steps and no attack")
     parser.add_argument("--greedy", action="store_true", help="liars that make offers to everybody at once")
     parser.add_argument("--late", default="", metavar="CODEC", help="of the outer gradient, none included")
+    parser.add_argument("--inner-momentum", action="store_true", help="in a run that averages it")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--jobs", type=int, default=1)
@@ -176,10 +190,13 @@ def main() -> None:
     args = parser.parse_args()
     steps = 40 if args.quick else args.steps
     rows: list[dict[str, Any]] = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
-    keys = ("attack", "gates", "seed", "num_peers", "num_liars", "settings", "late")
+    keys = ("attack", "gates", "seed", "num_peers", "num_liars", "settings", "late", "inner_momentum")
     done = {tuple((asdict(Case("", "", 0)) | row)[key] for key in keys) for row in rows}
     seeds = [int(seed) for seed in args.seeds.split(",")]
-    plain = greedy_cases(seeds) if args.greedy else cases(seeds, quick=args.quick)
+    if args.inner_momentum:
+        plain = momentum_cases(seeds)
+    else:
+        plain = greedy_cases(seeds) if args.greedy else cases(seeds, quick=args.quick)
     wanted = [replace(case, late=args.late) for case in plain]
     todo = [case for case in wanted if tuple(asdict(case)[key] for key in keys) not in done]
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:

@@ -65,7 +65,9 @@ class Alteration:
 
     def state(self, true: dict[SectionName, Tensor]) -> dict[SectionName, Tensor]:
         if self._attack is Attack.FLIPPED_INNER:
-            return {name: vector * (-100.0 if name is SectionName.INNER_MOMENTUM else 1.0) for name, vector in true.items()}
+            return {
+                name: vector * (-100.0 if name is SectionName.INNER_MOMENTUM else 1.0) for name, vector in true.items()
+            }
         return {name: self._altered(name.name, vector, 0) for name, vector in true.items()}
 
     def gradient(self, true: Iterable[Tensor]) -> Iterable[Tensor]:
@@ -79,7 +81,13 @@ class Alteration:
                 return noise.mul_(vector.norm() / noise.norm())
             case Attack.STALE:
                 return self._first.setdefault(name, vector.clone())
-            case Attack.FLIPPED_INNER | Attack.NAN | Attack.ADAPTIVE_BACK | Attack.ADAPTIVE_UPHILL | Attack.ADAPTIVE_DRIFT:
+            case (
+                Attack.FLIPPED_INNER
+                | Attack.NAN
+                | Attack.ADAPTIVE_BACK
+                | Attack.ADAPTIVE_UPHILL
+                | Attack.ADAPTIVE_DRIFT
+            ):
                 return vector
             case _:
                 return vector * SCALE[self._attack][part]

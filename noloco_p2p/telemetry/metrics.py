@@ -125,11 +125,11 @@ class Metrics:
     clipped_offsets: int = _metric(
         "counter",
         "pieces",
-        "pieces of the partner's slow weights and momentum that were clipped to the radius around the own",
+        "pieces of the partner's slow weights and outer momentum that were clipped to the radius around the own",
         0,
     )
     gated_offsets: int = _metric(
-        "counter", "pieces", "pieces of slow weights and momentum that the update filter checked", 0
+        "counter", "pieces", "pieces of slow weights and outer momentum that the update filter checked", 0
     )
     diverged: int = _metric(
         "counter",

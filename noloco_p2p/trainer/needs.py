@@ -152,8 +152,9 @@ def _must_fit(least_bytes: int, total_bytes: int, spec: Spec, num_parameters: in
 
 
 def _outer_bytes(spec: Spec, num_parameters: int) -> int:
-    """The outer state, and one coded payload per direction and section."""
-    return _state_bytes(spec, num_parameters) + 2 * _round_bytes(spec, num_parameters)
+    """The outer state, the inner momentum of the round's start, and one coded payload per direction and section."""
+    inner_bytes = VECTOR_BYTES * num_parameters if spec.outer.sends_inner_momentum else 0
+    return _state_bytes(spec, num_parameters) + inner_bytes + 2 * _round_bytes(spec, num_parameters)
 
 
 def _state_bytes(spec: Spec, num_parameters: int) -> int:

@@ -106,7 +106,9 @@ def test_what_was_added_since_the_round_began_stays() -> None:
     changed = replica.momentum()
     replica.state.mix_inner_momentum(swapped)
     twin = Replica(1)
-    assert torch.allclose(replica.momentum() - changed, mixed(twin, partner.sections()) - Replica(1).momentum(), atol=2e-6)
+    assert torch.allclose(
+        replica.momentum() - changed, mixed(twin, partner.sections()) - Replica(1).momentum(), atol=2e-6
+    )
 
 
 @pytest.mark.parametrize("scale", [-1.0, -1e30, 1e30, 0.0])
