@@ -37,7 +37,7 @@ def chunk_digest(payload: Payload) -> bytes:
 
 
 class Part(IntEnum):
-    """The early part: slow weights, outer and inner momentum. The late part: the outer gradient. Each commits by itself."""
+    """The early part: slow weights and both momenta. The late part: the outer gradient. Each commits by itself."""
 
     EARLY = 1
     LATE = 2

@@ -43,8 +43,8 @@ class InnerMomentum:
     def mix(self, pair: SectionPair, gating: ChunkFilter, *, weight: float) -> None:
         """Add `weight` times the half-difference of the two to the optimizer's own momentum; uses `vector` up.
 
-        A parameter without momentum, as before the first step, has no share in it: on both sides, as the half-difference
-        is of the length of the shorter one.
+        Where one side has no momentum yet, as before its first step, neither side changes: the longer of the two is
+        shortened to the other first.
         """
         scratch = Scratch()
         for index, (start, stop) in enumerate(chunk_bounds(len(self.vector))):

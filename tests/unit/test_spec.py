@@ -119,6 +119,18 @@ def test_what_has_no_effect_is_warned_of() -> None:
     assert "outer.max_inner_steps is ignored" in OuterSpec(max_inner_steps=100).warnings()[0]
 
 
+def test_inner_momentum_is_of_runs_that_average_it() -> None:
+    assert SPEC.with_changes({"outer.inner_momentum": "none", "codec.inner_momentum": "int8"}).digest() == SPEC.digest()
+    averaged = SPEC.with_changes({"outer.inner_momentum": "swap"})
+    assert averaged.digest() != SPEC.digest()
+    coarse = {"codec.inner_momentum": "int4"}
+    assert averaged.with_changes(coarse).warnings() == []
+    assert SPEC.with_changes(coarse).warnings() == ["codec.inner_momentum is ignored: outer.inner_momentum = 'none'"]
+    stages = {"stages": 2, "cut": [2, 2]}
+    message = refuse(model={"parameter_seeds": True}, outer={"inner_momentum": "swap"}, pipeline=stages)
+    assert "outer.inner_momentum must be 'none' in a run with stages" in message
+
+
 def test_what_has_no_effect_without_a_late_part_is_warned_of() -> None:
     early = SPEC.with_changes({"codec.outer_gradient": "none"})
     assert early.boundary_wait_s == 0.0 < SPEC.boundary_wait_s == SPEC.outer.max_wait_s

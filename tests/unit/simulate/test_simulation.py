@@ -71,6 +71,21 @@ def test_a_clean_swarm_learns_and_swaps_every_round() -> None:
     assert len(table([result])) == 2
 
 
+def test_averaged_inner_momentum_travels_in_every_swap_and_bears_churn() -> None:
+    averaged = SPEC.with_changes({"outer.inner_momentum": "swap"})
+    result, weights = weights_after(averaged, Plan(4))
+    assert result.swapped == 16
+    without, others = weights_after(SPEC, Plan(4))
+    section = section_bytes(get_codec("int8"), result.num_parameters)
+    assert result.sent_bytes - without.sent_bytes == 4 * section
+    assert not torch.equal(weights[0], others[0])
+    events = (Event("crash", 0, 5.5), Event("join", 3, 4.5), Event("leave", 2, 8.5))
+    result, weights = weights_after(averaged, Plan(4, churn=Churn(events, lose=0.2)))
+    assert result.num_replicas == 3
+    assert result.spread < 0.2, "the newcomer, which has no momentum, is near the others"
+    assert all(bool(vector.isfinite().all()) for vector in weights)
+
+
 def test_two_replicas_of_noloco_are_diloco() -> None:
     """A pair that starts equal has no distance to mix: the production path must follow the collective rule."""
     _, ours = weights_after(SPEC, Plan(2))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,16 +21,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from noloco_p2p.cli.gpus import _free_port
-from noloco_p2p.errors import RankError
+from noloco_p2p.errors import RankError, SettingsError
 from noloco_p2p.gossip.outcome import Outcome, Swapped
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.outer.outer_state import OuterState
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.spec import DataSpec, ModelSpec, TrainerSpec, TrainSpec
+from noloco_p2p.spec import DataSpec, ModelSpec, OuterSpec, TrainerSpec, TrainSpec
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.trainer.compute import Compute
 from noloco_p2p.trainer.inner_step import InnerStep
+from noloco_p2p.trainer.loop import Trainer
 from noloco_p2p.trainer.model import build_model
 from noloco_p2p.trainer.ranks import Ranks, told
 from noloco_p2p.trainer.sharded import ShardedParameters, ShardedStep, follow, shard
@@ -254,3 +256,11 @@ def test_a_rank_that_ends_ends_the_work_of_rank_0_with_an_error_in_words() -> No
         process.join(PATIENCE_S)
         process.kill()
     assert codes[:] == [1, 2]
+
+
+def test_several_gpus_cannot_average_inner_momentum_and_the_message_says_so() -> None:
+    spec = TrainerSpec(name="r", outer=OuterSpec(inner_momentum="swap"))
+    peer: Any = SimpleNamespace(spec=spec, settings=PeerSettings())
+    ranks: Any = SimpleNamespace(device=torch.device("cpu"), size=2)
+    with pytest.raises(SettingsError, match="join with one GPU"):
+        Trainer(peer, say=print, ranks=ranks)
