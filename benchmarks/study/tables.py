@@ -71,6 +71,30 @@ def modulo_churn() -> list[str]:
     return table((*head, "bytes a parameter and step"), [(*line, f"{cases[line[0]].num_bytes:.3f}") for line in lines])
 
 
+def momentum_swap() -> list[str]:
+    """Every case beside the one of the same name whose momentum stays at home, seed by seed."""
+    averaged, cases, lines = ", momentum averaged", study("momentum_swap"), []
+    for case, runs in cases.items():
+        home = cases.get(case.removesuffix(averaged)) if case.endswith(averaged) else None
+        changes = (
+            ""
+            if home is None
+            else ", ".join(f"{100 * (loss / home.by_seed[seed] - 1):+.1f} %" for seed, loss in runs.by_seed.items())
+        )
+        lines.append(
+            (case, f"{runs.loss:.4f}", runs.range, changes, f"{100 * runs.spread:.2f} %", f"{runs.num_bytes:.3f}")
+        )
+    head = (
+        "",
+        "loss",
+        "lowest to highest",
+        "against momentum at home, by seed",
+        "spread",
+        "bytes a parameter and step",
+    )
+    return table(head, lines)
+
+
 def _with_range(runs: Runs | None) -> str:
     return "" if runs is None else f"{runs.loss:.4f} ({runs.range})"
 
@@ -85,6 +109,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "codecs": partial(distances, "codecs", {"fp32": "fp32"}),
     "churn": partial(distances, "churn", {"no churn": "no churn"}),
     "modulo_churn": modulo_churn,
+    "momentum_swap": momentum_swap,
     "waiting": partial(distances, "waiting", {}),
     "gamma": partial(distances, "gamma", {"gamma 0.7": "gamma 0.7"}),
     "alpha": partial(distances, "alpha", {"alpha 0.5": "alpha 0.5"}),
