@@ -60,7 +60,7 @@ class OuterState:
         self.num_elements = self.parameters.num_elements
         self.slow_weights = torch.empty(self.num_elements)
         self.outer_momentum = torch.zeros(self.num_elements) if outer.keeps_momentum else None
-        self.inner_momentum = InnerMomentum(inner, self.parameters) if inner else None
+        self.inner_momentum = InnerMomentum(inner, self.parameters) if inner is not None else None
         self.spread: float | None = None  # distance to the last partner over 2^0.5, as a share of the own norm
         self._outer = outer
         self._bounds = chunk_bounds(self.num_elements)
