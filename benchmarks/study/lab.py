@@ -470,7 +470,7 @@ def target_settings(lab: Lab) -> dict[str, Setting]:
 
 
 def mean_loss(lab: Lab, setting: Setting, **options: Any) -> float:
-    return fmean(lab.rows[run]["loss"] or FAILED for run in seeds_of(setting, **options))
+    return fmean(lab.loss(run) for run in seeds_of(setting, **options))
 
 
 def churned(lab: Lab) -> dict[str, Setting]:

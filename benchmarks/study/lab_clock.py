@@ -10,8 +10,8 @@ a parameter and token. All replicas have the same card and the same link, which 
     NoLoCo   the early part travels during the inner steps, and both partners wait for the late part
 
 Sending and coding overlap chunk by chunk: an exchange takes as long as the slower of the two, and its delays.
-`tests/unit/study/test_lab.py` holds the rounds of NoLoCo against those of the simulated swarm. A round of
-NoLoCo that is shorter than its early part is not one that this clock knows: partners then miss each other.
+`tests/unit/study/test_lab.py` holds the rounds of NoLoCo against those of the simulated swarm. This clock does not know
+rounds of NoLoCo whose early part takes more than FILL of them: partners then wait for it and miss each other.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from runs import RESULTS
 
 from noloco_p2p.codec import CHUNK_ELEMENTS, get_codec
 from noloco_p2p.gossip.frames import Part
+from noloco_p2p.gossip.round_length import FILL
 from noloco_p2p.gossip.sections import part_bytes, section_plans
 from noloco_p2p.optim.allreduce import ring_bytes, ring_s
 from noloco_p2p.optim.mixing import closing_rounds
@@ -66,7 +67,7 @@ class Clock:
     """Of one rule with its spec, size and link.
 
     step_s: of an inner step, with all that is waited for. closing_s: after the schedule. is_hidden: the early part of a
-    swap fits into the inner steps.
+    swap fits beside the inner steps.
     """
 
     step_s: float
@@ -96,7 +97,7 @@ def clock_of(
             )
         )
         closing_s = closing_rounds(spec.outer, num_replicas) * (early_s + late_s)
-        return Clock((steps * size.step_s + late_s) / steps, closing_s, early_s <= steps * size.step_s)
+        return Clock((steps * size.step_s + late_s) / steps, closing_s, early_s <= FILL * steps * size.step_s)
     if rule == "local":
         return Clock(size.step_s, 0.0, True)
     waits = ring_s(0.0, num_replicas, bytes_per_s=1.0, delay_s=2 * delay_s)
