@@ -914,7 +914,18 @@ def readme() -> list[Phrase]:
     return [
         phrase("Python 3.11 or newer"),
         phrase("Apache 2.0"),
-        phrase("the early part takes {:g} of it at most", line("round_lengths.txt", r"fill ([\d.]+)")),
+        phrase("Then the early part takes {:g} of a round at most", line("round_lengths.txt", r"fill ([\d.]+)")),
+        phrase(
+            "rounds of 5 steps | {:+.1f} %, for {:.1f} % of the bytes",
+            between("best_8", "5: 0 1 1", "ddp"),
+            share_of_ddp("5: 0 1 1"),
+        ),
+        phrase("half applied | {:.0f} of 600", 600 - claim("kills_and_flips", "kills")),
+        phrase("found a partner | {:.0f} %", 100 * claim("pairing", "64 peers at 1x-4x: paired")),
+        phrase(
+            "two cores | {:.2f} (target 0.98: missed)",
+            line("overhead_busy.txt", r"^a swap at 100 Mbit/s: training beside it, two cores +([\d.]+)"),
+        ),
         phrase(
             "it learned {:.0f} to {:.0f} % worse per token", percent["small batch"][0], fmean(percent["gate, best"])
         ),
