@@ -79,7 +79,7 @@ def one_round(state: OuterState, trained: Callable[[], None], timed: Timed) -> N
     squares.partner = squares.own
     gradient = SectionPair(coding, [*own], [*partner], squares)
     weights = modulo_pair(early, state.slow_weights, timed)
-    link = LinkMeasure(swap_s=1.0, late_s=0.0, is_whole=True)
+    link = LinkMeasure(early_s=1.0, late_s=0.0, is_whole=True)
     received = Received("b", 0, 0.0, EVEN, {early.name: weights, late.name: gradient}, link, 0, 0, 1.0, 0.0, 0.0)
     timed("boundary: adding", lambda: state.step(received))
     trained()

@@ -180,7 +180,7 @@ def at_size(num_peers: int, cost: Cost) -> list[Claim]:
     swarm = BucketSwarm(seed=num_peers)
     swarm.settle(num_peers)
     swarm.join(READERS if num_peers > READERS else 20, within_s=10.0)
-    first_s = _until(swarm, lambda: all(m.draw.peers() - {m.peer_id} for m in swarm.members.values()))
+    first_s = _until(swarm, lambda: all(m.sampler.peers() - {m.peer_id} for m in swarm.members.values()))
     swarm.run(120.0)  # the quick reads of the start are over
     before = swarm.reads, swarm.records_read
     swarm.run(60.0)
@@ -191,8 +191,8 @@ def at_size(num_peers: int, cost: Cost) -> list[Claim]:
     num_bytes = records * cost.copies * cost.record_bytes + reads * cost.overhead_bytes
     estimates = sorted(member.census.size / (num_peers + len(members)) for member in members)
     dead = swarm.silence(max(5, num_peers // 100))
-    drawn = mean(len(member.draw.peers()) for member in members)
-    gone_s = _until(swarm, lambda: not any(member.draw.peers() & dead for member in swarm.members.values()))
+    drawn = mean(len(member.sampler.peers()) for member in members)
+    gone_s = _until(swarm, lambda: not any(member.sampler.peers() & dead for member in swarm.members.values()))
     name = f"{num_peers} peers"
     return [
         Claim(f"{name}: depth", Counter(member.census.depth for member in members).most_common(1)[0][0], "bits"),

@@ -152,7 +152,7 @@ def measure(quick: bool) -> list[Claim]:
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         lab = stack.enter_context(NetLab([home(rate_mbit_s=100, round_trip_ms=20)] * NUM_PEERS))
-        homes = [{"namespace": node.namespace, "host": node.address} for node in lab.nodes]
+        homes: list[dict[str, Any]] = [{"namespace": node.namespace, "host": node.address} for node in lab.nodes]
         target: Path | str = write_spec(small_spec("healing"), folder)
         peers: list[PeerProcess] = []
         for index, where in enumerate(homes):

@@ -75,6 +75,7 @@ def is_caught(rng: random.Random) -> bool:
 def swap_with(at: Phase | At, fault: Fault) -> tuple[set[type], bool]:
     """How both sides end the round in which `a` sends the fault, and whether each applied what its outcome names."""
     pair, injector = Pair.make(SPEC.outer), Injector().fail_at(peer="a", round=1, phase=at, fault=fault)
+    kinds, is_whole = set[type](), False
     with MemorySwarm(SPEC, deadlines=DEADLINES) as swarm:
         peers = [swarm.peer("a", **injector.of("a")), swarm.peer("b")]
         for round_index in range(2):

@@ -169,7 +169,7 @@ def run_pair(
     `between(port)` gives the port to dial instead, for example that of a link proxy; `hosts` are a's and b's.
     """
     context = multiprocessing.get_context("spawn")
-    pipes: dict[str, Connection] = {}
+    pipes: dict[str, Any] = {}
     processes = []
     for name in "ab":
         pipes[name], theirs = context.Pipe()

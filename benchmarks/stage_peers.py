@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from memory import resident_bytes
@@ -56,6 +56,7 @@ from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.pipeline import StageLoop
 from noloco_p2p.trainer.stage import Stage, build_stage
 from noloco_p2p.trainer.stage_work import StageWork
+from noloco_p2p.transfer.donor import StateServer
 
 AMPLE_BYTES = 1 << 34  # the stashes of these peers are bounded by the batch alone
 
@@ -250,6 +251,7 @@ class BenchPeer:
         def hello() -> Hello:
             return Hello(self.identity.peer_id, spec.name, spec.digest(), layout=made[0].layout if made else "")
 
+        states = StateServer(spec)
         stack = build_round_stack(
             spec,
             hello=hello,
@@ -257,6 +259,7 @@ class BenchPeer:
             directory=self.mates,
             executor=self.executor,
             rng=random.Random(f"{self.place}"),
+            serve=states.serve,
         )
         self.peer = MemoryPeer(
             self.identity.peer_id,
@@ -264,7 +267,7 @@ class BenchPeer:
             run_folder=Path(self._folder.name),
             driver=stack.driver,
             exchange=ThreadedExchange(spec, stack.driver, asyncio.get_running_loop()),
-            states=stack.states,
+            states=states,
             executor=self.executor,
         )
         made.append(self.peer)
@@ -303,7 +306,7 @@ class Pipeline:
 
     def __init__(self, bench: Bench, lab: NetLab | None = None) -> None:
         self._bench, self._lab = bench, lab
-        self._pipes: dict[Place, Connection] = {}
+        self._pipes: dict[Place, Any] = {}
         self._processes: list[BaseProcess] = []
 
     def __enter__(self) -> Pipeline:

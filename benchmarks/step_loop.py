@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from claims import Claim
@@ -41,7 +41,7 @@ class Case:
 
     spec: TrainerSpec
     device: torch.device
-    precision: str
+    precision: Literal["fp32", "bf16"]
     compile: bool
     micro_batch: int
     num_rounds: int
@@ -100,7 +100,7 @@ class Ours:
         """What training waits for when a checkpoint is due: the copy."""
         began_s = time.monotonic()
         trainer = self.trainer
-        trainer.outer.save_in_background(trainer.checkpoints, content=trainer._content)
+        trainer.outer.save_in_background(trainer._meta())
         self.saving_s = time.monotonic() - began_s
 
 
