@@ -78,8 +78,7 @@ types: $(STAMP)
 
 # The site, into build/site; a dead link or a warning is an error. Its tools need neither torch nor .venv.
 docs: .docs-venv/installed
-	NO_MKDOCS_2_WARNING=1 .docs-venv/bin/mkdocs build --quiet --strict
-	@echo "built: build/site/index.html"
+	NO_MKDOCS_2_WARNING=1 .docs-venv/bin/mkdocs build --strict
 
 DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
 .docs-venv/installed: pyproject.toml constraints.txt
