@@ -77,10 +77,10 @@ types: $(STAMP)
 	$(BIN)/basedpyright
 
 # The site, into build/site; a dead link or a warning is an error. Its tools need neither torch nor .venv.
+DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
 docs: .docs-venv/installed
 	NO_MKDOCS_2_WARNING=1 .docs-venv/bin/mkdocs build --strict
 
-DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
 .docs-venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .docs-venv
 	.docs-venv/bin/python -m pip install --quiet --constraint constraints.txt $$($(PYTHON) -c '$(DOCS_EXTRA)')
