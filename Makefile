@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install demo test test-slow coverage mutants chaos fuzz audit format lint types check docker-check release-check pin clean
+.PHONY: install demo test test-slow coverage mutants chaos fuzz audit format lint types docs check docker-check release-check pin clean
 
 install: $(STAMP)
 
@@ -64,16 +64,27 @@ format: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python docs/generate.py --check
 	$(BIN)/python benchmarks/study/tables.py --check
 	$(BIN)/python benchmarks/study/quoted.py --check
 	$(BIN)/hadolint docker/Dockerfile
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker/compose.yaml docker/compose.gpu.yaml
-	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/check.yml .github/workflows/release.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 types: $(STAMP)
 	$(BIN)/basedpyright
+
+# The site, into build/site; a dead link or a warning is an error. Its tools need neither torch nor .venv.
+DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+docs: .docs-venv/installed
+	NO_MKDOCS_2_WARNING=1 .docs-venv/bin/mkdocs build --strict
+
+.docs-venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .docs-venv
+	.docs-venv/bin/python -m pip install --quiet --constraint constraints.txt $$($(PYTHON) -c '$(DOCS_EXTRA)')
+	@touch $@
 
 check: lint types test test-slow
 
@@ -90,4 +101,4 @@ docker-check:
 	$(PYTHON) docker/check.py
 
 clean:
-	rm -rf .venv .proto-venv .audit-venv build dist *.egg-info .pytest_cache .coverage* .ruff_cache .hypothesis
+	rm -rf .venv .proto-venv .audit-venv .docs-venv build dist *.egg-info .pytest_cache .coverage* .ruff_cache .hypothesis

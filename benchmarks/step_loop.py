@@ -189,7 +189,7 @@ def trainer_of(case: Case) -> Iterator[Trainer]:
 
 
 def timed(round: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """(seconds, of which the processor worked for this thread)"""
+    """(seconds, those of them in which the processor worked for this thread)."""
     api = torch.get_device_module(device)
     api.synchronize()
     began_s, began_cpu_s = time.monotonic(), time.thread_time()

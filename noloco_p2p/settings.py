@@ -298,6 +298,7 @@ class PeerSettings(BaseModel):
 
     @property
     def listen_host(self) -> str:
+        """The IP address that gRPC and libp2p listen on."""
         return split_address(self.listen)[0]
 
     @property

@@ -78,7 +78,7 @@ def verdicts(groups: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
 
 
 def best_rows(lab: Lab, **options: object) -> dict[str, dict[str, list[float]]]:
-    """ "optimizer, cap" -> family -> losses of its winner; families without a cap stand beside every cap."""
+    """'optimizer, cap' -> family -> losses of its winner; families without a cap stand beside every cap."""
     rows = {tuple(name.split("; ")): setting for name, setting in entrants(lab).items()}
     found: dict[str, dict[str, list[float]]] = {}
     for optimizer, cap in product(("muon", "adamw"), CAPS):

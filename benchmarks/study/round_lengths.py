@@ -232,7 +232,7 @@ def fit(rows: Rows) -> Fit:
 
 
 def table(rows: Rows) -> Iterator[str]:
-    """ "curve": loss by the curve in equal time, rounds alone counted as longer ones. "toy": loss of trained runs."""
+    """'curve': loss by the curve in equal time, rounds alone counted as longer ones. 'toy': loss of trained runs."""
     curve, time_s = fit(rows), STEPS * SIZE.step_s
     num_runs = sum(not key.link for key in rows.by_key)
     yield f"loss = {curve.scale:.3f} n^-{curve.steps:.3f} ({curve.start:g} + H)^{curve.length:.3f}, {num_runs} runs"

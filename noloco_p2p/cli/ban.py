@@ -1,4 +1,4 @@
-"""noloco ban"""
+"""The command `noloco ban`."""
 
 from __future__ import annotations
 

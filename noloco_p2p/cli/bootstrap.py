@@ -1,4 +1,4 @@
-"""noloco bootstrap"""
+"""The command `noloco bootstrap`."""
 
 from __future__ import annotations
 

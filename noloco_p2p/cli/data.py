@@ -1,4 +1,4 @@
-"""noloco data check"""
+"""The command `noloco data check`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""noloco demo"""
+"""The command `noloco demo`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""noloco doctor"""
+"""The command `noloco doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""noloco evaluate"""
+"""The command `noloco evaluate`."""
 
 from __future__ import annotations
 

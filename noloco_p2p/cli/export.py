@@ -1,4 +1,4 @@
-"""noloco export"""
+"""The command `noloco export`."""
 
 from __future__ import annotations
 

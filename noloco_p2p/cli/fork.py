@@ -1,4 +1,4 @@
-"""noloco fork"""
+"""The command `noloco fork`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""noloco id"""
+"""The command `noloco id`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""noloco init"""
+"""The command `noloco init`."""
 
 from __future__ import annotations
 

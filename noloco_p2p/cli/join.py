@@ -1,4 +1,4 @@
-"""noloco join"""
+"""The command `noloco join`."""
 
 from __future__ import annotations
 

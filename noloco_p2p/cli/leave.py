@@ -1,4 +1,4 @@
-"""noloco leave"""
+"""The command `noloco leave`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""noloco monitor"""
+"""The command `noloco monitor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""noloco pause, noloco resume"""
+"""The commands `noloco pause` and `noloco resume`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""noloco simulate"""
+"""The command `noloco simulate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""noloco status"""
+"""The command `noloco status`."""
 
 from __future__ import annotations
 

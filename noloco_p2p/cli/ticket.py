@@ -1,4 +1,4 @@
-"""noloco ticket"""
+"""The command `noloco ticket`."""
 
 from __future__ import annotations
 

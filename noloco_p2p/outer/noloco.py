@@ -102,30 +102,37 @@ class RoundResult:
 class NoLoCo:
     """The outer optimizer of one peer.
 
-    model: its trainable parameters are one flat vector, in the order of `named_parameters()`; they may be on any one
-        device and of any floating dtype. Frozen parameters must be the same on all peers (their content is compared),
-        and never travel. Buffers stay each peer's own; a checkpoint keeps the persistent ones.
-    optimizer: one, or several in the order in which they step. A step of the last one is an inner step, unless a
-        GradScaler skipped it: batches whose gradients are accumulated count once. With None, or an `InnerState` that is
-        no torch optimizer, call `step` after each inner step. Checkpoints keep the state of all of them, and a round
-        whose weights are not finite resets it.
-    peer: a running `Peer`; it trains one model, that of the NoLoCo that was made last. When it enters a swarm that
-        already trains, the model takes the swarm's state; otherwise the model's own weights are the start. Peers that
-        start apart must start equal: seed the model.
-    resume: True = go on from the newest of `checkpoints`, if there is one: model, inner optimizer and the position in
-        the round are then as they were. A mapping = go on from what `state_dict` gave; model and inner optimizer are
-        the caller's to load. False = neither.
-    save_every_rounds: how often a checkpoint is written, which newcomers fetch, too; 0 = the caller does it (`save`),
-        and until it did newcomers keep their own weights.
-    checkpoints: None = the last two, in the peer's folder of the run.
-    on_round: called at the end of each round, with what it brought; within `optimizer.step()` or `step()`.
-    end_at: progress at which no other round is opened, as nobody will train it.
-    loss_check: None = off.
-    parameters: how to read and write the model's parameters, when it is not whole on one device.
-    follows_caller: `progress`, the position in the schedule, is the caller's to set; steps and swaps do not move it.
+    The slow weights and the outer momentum are fp32 on the CPU: 4 bytes a parameter for each. Raises ModelError when
+    the optimizers train parameters that are not the model's.
 
-    Slow weights and outer momentum (`OuterState`) are fp32 on the CPU: 8 bytes a parameter.
-    Raises ModelError when the optimizers train parameters that are not the model's.
+    Args:
+        model: Its trainable parameters form one flat vector, in the order of `named_parameters()`. They lie on one
+            device, and have any floating dtype. Frozen parameters never travel and must be the same on all peers, which
+            compare their content. Each peer keeps its own buffers; a checkpoint holds the persistent ones.
+        optimizer: One optimizer, or several in the order in which they step. A step of the last one is an inner step,
+            unless a GradScaler skipped it: batches whose gradients are accumulated count once. With None, or an
+            `InnerState` that is no torch optimizer, call `step` after each inner step. Checkpoints keep the state of
+            all optimizers, and a round whose weights are not finite resets it.
+        peer: A running `Peer`. It trains the model of the last NoLoCo that was made for it. When the peer enters a
+            swarm that already trains, the model takes the state of the swarm. Otherwise training starts from the
+            model's own weights. Peers that start at the same time must have equal weights: seed the model.
+        resume: True resumes from the newest of `checkpoints`, if there is one: the model, the inner optimizer and the
+            position in the round. A mapping from `state_dict` restores the outer state and the position in the run;
+            the caller loads the model and the inner optimizer. False starts afresh.
+        save_every_rounds: Rounds between two checkpoints, which newcomers fetch, too. With 0 the caller calls `save`;
+            newcomers keep their own weights until then.
+        checkpoints: None keeps the last two, in the peer's folder of the run.
+        on_round: Called with the result at the end of each round, within `optimizer.step()` or `step()`.
+        end_at: No round opens at or above this `progress`.
+        loss_check: Undoes swaps that raise the loss; None turns it off.
+        parameters: Reads and writes the parameters of a model that is not whole on one device.
+        follows_caller: True leaves `progress`, the position in the schedule, to the caller: steps and swaps do not
+            change it.
+
+    Attributes:
+        spec: The run spec of the peer.
+        entered: Whether the model took the state of a live peer.
+        resumed: The checkpoint that it resumed from, or None.
     """
 
     def __init__(

@@ -19,9 +19,13 @@ log = logging.getLogger(__name__)
 class LossCheck:
     """The gate that asks the model itself: a swap that raises the loss on a private batch too much is undone.
 
-    measure: the loss of the model as it is, nats a token, on a batch that no partner knows; called twice a swap.
-    max_rise: what a swap may add to it. While a step is checked, slow weights, momentum and the model's weights are
-    held twice: 12 bytes a parameter. A gradient that comes after its boundary is not checked.
+    While it checks a step, slow weights, momentum and the model's weights are held twice: 12 bytes a parameter. It does
+    not check a gradient that comes after its boundary.
+
+    Args:
+        measure: Returns the loss of the model as it is, in nats a token, on a batch that no partner knows. It is called
+            twice a swap.
+        max_rise: By how much a swap may raise the loss.
     """
 
     measure: Callable[[], float]

@@ -82,7 +82,16 @@ def resolve(target: Spec | Ticket | Path | str) -> Spec | Ticket:
 
 
 class Peer:
-    """A running peer. Use `Peer.join(...)` as a context manager; leaving it says good-bye to the swarm."""
+    """A running peer. Use `Peer.join(...)` as a context manager; leaving it says good-bye to the swarm.
+
+    Attributes:
+        spec: What all peers of the run share.
+        settings: The settings of this machine.
+        metrics: The numbers of this peer; other peers see `metrics.loss`, which the script sets.
+        leave_requested: An event: `noloco leave` asks the script to stop after the inner step.
+        pause_requested: An event: `noloco pause` asks it to pause after the inner step.
+        fault: Why this peer has to leave although nobody asked for it, or None.
+    """
 
     def __init__(self, target: Spec | Ticket, settings: PeerSettings, *, progress: Progress | None = None) -> None:
         self.settings = settings
@@ -131,20 +140,23 @@ class Peer:
     ) -> Self:
         """Start a peer of the run that `target` (spec, spec file or ticket) names.
 
-        settings: all settings of this machine; None = those below, and for each that is None the NOLOCO_* environment,
-            the user's file, or the default.
-        state_dir: folder of the identity and the checkpoints; each peer of a machine needs its own.
-        listen: IP:PORT of gRPC, libp2p takes the port after it; port 0 = any two.
-        announce: HOST[:PORT] that others reach this machine by, where it differs.
-        bootstrap: multiaddrs of peers to enter the DHT by, beside those of a ticket.
-        max_upload, max_download: rates such as "40mbit" or "5MB/s" for swaps and fetches.
-        run_key: file with the key of a private run that this peer starts or opens to others.
-        metrics: HOST:PORT of /metrics for Prometheus.
-        progress: shows what takes long.
+        Returns when the peer answers others; with a ticket, it has fetched the spec from a live peer by then. Raises
+        SpecError, TicketError, SettingsError (a port or a folder is in use), DirectoryError, and Unreachable when
+        no peer of the ticket's run answers.
 
-        Returns when the peer answers others; for a ticket that includes fetching the spec from a live peer. Raises
-        SpecError, TicketError, SettingsError (port or folder in use), DirectoryError, and Unreachable when nobody of
-        the ticket's run answers.
+        Args:
+            target: A spec, the path of a spec file, or a ticket.
+            settings: All settings of this machine. With None, the arguments below hold; those that are None come from
+                the NOLOCO_* environment, the user's file, or the defaults.
+            state_dir: The folder of the identity and the checkpoints. Each peer of a machine needs its own.
+            listen: IP:PORT of gRPC; libp2p takes the next port. Port 0 takes any two.
+            announce: HOST[:PORT] at which others reach this machine, if it differs.
+            bootstrap: Multiaddrs of peers to enter the DHT by, beside those of the ticket.
+            max_upload: The rate for all that swaps and fetches send, such as "40mbit" or "5MB/s".
+            max_download: The same for what they receive.
+            run_key: The file with the key of a private run that this peer starts or opens to others.
+            metrics: HOST:PORT of /metrics for Prometheus.
+            progress: Shows what takes long.
         """
         if settings is None:
             settings = PeerSettings.load(
@@ -171,6 +183,7 @@ class Peer:
 
     @property
     def peer_id(self) -> str:
+        """The libp2p id of this peer's key: 12D3KooW..."""
         return self._identity.peer_id
 
     @property
