@@ -40,7 +40,7 @@ class Walk:
     """How many peers walk how far.
 
     speeds: one for each peer, used again from the front. is_in_step: all begin at once; else each at a random moment of
-    its first round. late_parts_stall: outer gradients never arrive, and nobody is told.
+    its first round. late_parts_stall: outer gradients never arrive, and no error says so.
     """
 
     num_peers: int

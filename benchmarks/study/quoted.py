@@ -328,11 +328,16 @@ def _late() -> list[Phrase]:
         phrase(
             "after {:.0f} inner steps each the merged model came to a validation loss of {:.3f}, with the weights"
             " {:.2f} % of their norm apart",
-            line("demo.txt", r"each peer takes ([\d,]+) inner steps"),
-            line("demo.txt", r"merged model .*: validation loss ([\d.]+)"),
+            *of_demo("demo.txt"),
             line("demo.txt", r"spread of the weights: ([\d.]+) %"),
         ),
     ]
+
+
+def of_demo(name: str) -> tuple[float, float]:
+    """Inner steps that it planned, and the validation loss of its merged model."""
+    steps, merged = r"^an inner step takes .* takes ([\d,]+) inner steps", r"^merged model .*: validation loss ([\d.]+)"
+    return line(name, steps), line(name, merged)
 
 
 def versus(kind: str, what: str) -> float:
@@ -724,8 +729,7 @@ def _stage_settings() -> list[Phrase]:
             "it took {:.0f} s for {:.0f} steps ([output](../benchmarks/results/demo_stages.txt)); the merged model had"
             " a validation loss of {:.3f}",
             line("demo_stages.txt", r"wall time: ([\d.]+) s"),
-            line("demo_stages.txt", r"the head, takes ([\d,]+) inner steps"),
-            line("demo_stages.txt", r"merged model .*: validation loss ([\d.]+)"),
+            *of_demo("demo_stages.txt"),
         ),
         phrase(
             "it drops {:.0f} of {:,.0f} honest payloads, where ten times from the start drops {:.0f}",

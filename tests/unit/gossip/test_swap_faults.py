@@ -325,7 +325,7 @@ def test_a_partner_that_says_it_gave_up_is_believed() -> None:
 
 
 class HeldAnswers(Questioned):
-    """As a slow link has it: what became of a swap is told a while later."""
+    """Answers about a swap come late, as on a slow link."""
 
     def __init__(self, service: Service, questions: list[bytes], may_answer: asyncio.Event) -> None:
         super().__init__(service, questions)

@@ -105,7 +105,7 @@ def test_a_gradient_is_clipped_to_the_norm_of_the_spec() -> None:
     inner.train = inner.train.model_copy(update={"clip_norm": 0.01})
     inner(batch(0), progress=0.5)
     assert inner.gradient_norm is not None
-    assert float(inner.gradient_norm) > 0.01, "what is told is the norm before it"
+    assert float(inner.gradient_norm) > 0.01, "the norm before clipping is reported"
     first_moments = [value for name, value in inner.state().items() if "exp_avg" in name and "exp_avg_sq" not in name]
     length = float(torch.cat([each.flatten() for each in first_moments]).norm()) / (1 - inner.train.adam_beta1)
     assert length == pytest.approx(0.01, rel=1e-3)
