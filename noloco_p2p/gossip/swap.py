@@ -101,9 +101,8 @@ class Swap:
             plan.name: [None] * num_chunks(plan.num_elements) for plan in plans if plan.part is Part.EARLY
         }
         self._theirs: dict[SectionName, list[Payload]] = {}
-        self._num_bytes = {
-            plan.name: plan.num_bytes for plan in plans
-        }  # of first payloads exact once the grids are agreed on
+        # Of first payloads. Exact once the grids are agreed on.
+        self._num_bytes = {plan.name: plan.num_bytes for plan in plans}
         self._squares = Squares()  # of the outer gradients
         sizes = {plan.name: section_bytes(plan.codec, plan.num_elements) for plan in plans}
         # The outer gradient is staged already.
