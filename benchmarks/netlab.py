@@ -5,6 +5,7 @@
     with NetLab([home(rate_mbit_s=100, round_trip_ms=50)] * 4) as lab:
         ...each process calls enter(lab.nodes[i].namespace) first, then talks to lab.nodes[j].address
         lab.partition([0, 1], [2, 3])
+    NetLab([...] * 3, routers=[Router("endpoint", "port")], behind=[None, 0, 0])      two at home, behind one router
 
 Each node is a namespace with one TUN device. One forwarding process reads all of them, and holds every packet as long
 as the sender's uplink, the way and the receiver's downlink take. Rates belong to a node, as at home: all that it sends
@@ -23,7 +24,6 @@ import errno
 import fcntl
 import heapq
 import json
-import math
 import os
 import random
 import re
@@ -44,6 +44,9 @@ from statistics import median
 from types import TracebackType
 from typing import Any
 
+from harness.nat import Router, Routers
+from harness.packets import OFFLOAD_HEADER, destination_address, flow, wire_bytes
+
 DEVICE = "wan0"
 PREFIX = "noloco-lab"  # then the pid of the forwarding process, then the number of the node
 NAMESPACES = Path("/run/netns")
@@ -56,7 +59,6 @@ TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
 CLONE_NEWNET = 0x40000000
-OFFLOAD_HEADER = struct.Struct("=BBHHHH")  # flags, segmentation, bytes of headers, bytes a segment, two of checksums
 MAX_FRAME_BYTES = OFFLOAD_HEADER.size + 65_535
 
 
@@ -106,6 +108,7 @@ class Counters:
     received_bytes: int = 0
     lost_packets: int = 0  # of those sent, at random or by a cut
     dropped_packets: int = 0  # a queue was full: uplink of the sender or downlink of the receiver
+    filtered_packets: int = 0  # that its router did not let in
 
 
 # the network in virtual time: no clock, no sockets
@@ -217,35 +220,6 @@ def serial_s(num_bytes: int, line: Line) -> float:
     return num_bytes * 8e-6 / line.rate_mbit_s if line.rate_mbit_s else 0.0
 
 
-def wire_bytes(frame: bytes) -> int:
-    """Bytes of the IP packets that a frame of the TUN device stands for: TCP hands over many segments as one."""
-    _, segmentation, header_bytes, segment_bytes, _, _ = OFFLOAD_HEADER.unpack_from(frame)
-    packet_bytes = len(frame) - OFFLOAD_HEADER.size
-    if not segmentation or not segment_bytes:
-        return packet_bytes
-    num_segments = math.ceil((packet_bytes - header_bytes) / segment_bytes)
-    return packet_bytes + (num_segments - 1) * header_bytes
-
-
-def destination_address(frame: bytes) -> bytes | None:
-    """Four bytes; None when it is no IPv4 packet."""
-    start = OFFLOAD_HEADER.size
-    if len(frame) < start + 20 or frame[start] >> 4 != 4:
-        return None
-    return frame[start + 16 : start + 20]
-
-
-def flow(frame: bytes, *, reverse: bool = False) -> bytes:
-    """Protocol, addresses and ports of an IPv4 packet; `reverse`: as its answer has them."""
-    start = OFFLOAD_HEADER.size
-    packet = frame[start:]
-    header_bytes = 4 * (packet[0] & 15)
-    source, destination = packet[12:16], packet[16:20]
-    near, far = packet[header_bytes : header_bytes + 2], packet[header_bytes + 2 : header_bytes + 4]
-    ends = (source + near, destination + far)
-    return packet[9:10] + b"".join(reversed(ends) if reverse else ends)
-
-
 def node_address(index: int) -> str:
     return f"10.77.{index // 250}.{index % 250 + 1}"
 
@@ -267,11 +241,20 @@ class NetLab:
     offload: TCP may hand over up to 16 KiB of segments as one packet, as to a network card: ten times less work for the
         forwarding process. Loss and queues then take whole such packets, so that lines with loss need `offload=False`,
         which is the default for them.
+    routers, behind: which routers there are, and for each node the number of its own, or None; harness/nat.py says
+        what they do, and what addresses everybody has then.
     """
 
     def __init__(
-        self, accesses: Sequence[Access], *, congestion_control: str | None = None, offload: bool | None = None
+        self,
+        accesses: Sequence[Access],
+        *,
+        congestion_control: str | None = None,
+        offload: bool | None = None,
+        routers: Sequence[Router] = (),
+        behind: Sequence[int | None] = (),
     ) -> None:
+        self._routers, self._behind = list(routers), list(behind)
         has_loss = any(access.up.loss or access.down.loss for access in accesses)
         self._offload = not has_loss if offload is None else offload
         self._accesses = list(accesses)
@@ -284,7 +267,7 @@ class NetLab:
         check_rights(os.geteuid())
         # In a session of its own, so that Ctrl-C in a terminal leaves it to clean up.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", str(Path(__file__).resolve()), "--forward"],
+            [sys.executable, "-E", "-s", str(Path(__file__).resolve()), "--forward"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -295,11 +278,13 @@ class NetLab:
                 accesses=[asdict(access) for access in self._accesses],
                 offload=self._offload,
                 congestion_control=self._congestion_control,
+                routers=[asdict(router) for router in self._routers],
+                behind=self._behind,
             )
         except BaseException:
             self.close()
             raise
-        self.nodes = tuple(Node(name, node_address(index)) for index, name in enumerate(answer["namespaces"]))
+        self.nodes = tuple(map(Node, answer["namespaces"], answer["addresses"]))
         return self
 
     def __exit__(
@@ -411,9 +396,10 @@ def forward() -> None:
             request = json.loads(sys.stdin.readline())
             accesses = [_access(values) for values in request["accesses"]]
             names = [f"{PREFIX}-{os.getpid()}-{index}" for index in range(len(accesses))]
+            network = _network(request, len(accesses))
             devices = [
-                make_node(name, node_address(index), request["congestion_control"], offload=request["offload"])
-                for index, name in enumerate(names)
+                make_node(name, address, network.route, request["congestion_control"], offload=request["offload"])
+                for name, address in zip(names, network.addresses, strict=True)
             ]
         except (OSError, ValueError, subprocess.CalledProcessError, LabError) as error:
             detail = getattr(error, "stderr", "") or ""
@@ -422,22 +408,48 @@ def forward() -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, -10)  # a late packet would tell of this machine, not of the link
             Path("/proc/self/autogroup").write_text("-10")  # where Linux shares time among sessions first
-        _say(namespaces=names)
-        _forward(devices, Fabric(accesses, random.Random(0)))
+        _say(namespaces=names, addresses=network.addresses)
+        _forward(devices, Fabric(accesses, random.Random(0)), network)
     finally:
         remove_namespaces(os.getpid())
 
 
-def _forward(devices: list[int], fabric: Fabric) -> None:
+class Open:
+    """A network without routers: everybody has an address that everybody reaches."""
+
+    route = "10.77.0.0/16"
+
+    def __init__(self, num_nodes: int) -> None:
+        self.addresses = [node_address(node) for node in range(num_nodes)]
+        self._nodes = {socket.inet_aton(address): node for node, address in enumerate(self.addresses)}
+
+    def leave(self, frame: bytes, node: int) -> tuple[bytes, int] | None:
+        target = self._nodes.get(destination_address(frame) or b"")
+        return None if target is None else (frame, target)
+
+    def arrive(self, frame: bytes) -> bytes | None:
+        return frame
+
+
+def _network(request: dict[str, Any], num_nodes: int) -> Open | Routers:
+    if not request["routers"]:
+        return Open(num_nodes)
+    return Routers([Router(**values) for values in request["routers"]], request["behind"])
+
+
+def _forward(devices: list[int], fabric: Fabric, network: Open | Routers) -> None:
     node_of_device = {device: node for node, device in enumerate(devices)}
-    node_of_address = {socket.inet_aton(node_address(node)): node for node in range(len(devices))}
     commands = sys.stdin.fileno()
     pending = b""
     while True:
         now_s = time.monotonic()
         for node, frame in fabric.deliver(now_s):
+            arrived = network.arrive(frame)
+            if arrived is None:
+                fabric.counters[node].filtered_packets += 1
+                continue
             try:
-                os.write(devices[node], frame)
+                os.write(devices[node], arrived)
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.EINVAL, errno.EIO, errno.ENOBUFS):
                     raise
@@ -447,7 +459,7 @@ def _forward(devices: list[int], fabric: Fabric) -> None:
         ready, _, _ = select.select([*devices, commands], [], [], wait_s)  # epoll would round up to milliseconds
         for fd in ready:
             if fd != commands:
-                _read_device(fd, node_of_device[fd], node_of_address, fabric)
+                _read_device(fd, node_of_device[fd], network, fabric)
                 continue
             data = os.read(commands, 65_536)
             if not data:
@@ -457,16 +469,16 @@ def _forward(devices: list[int], fabric: Fabric) -> None:
                 _obey(json.loads(line), fabric)
 
 
-def _read_device(fd: int, source: int, node_of_address: dict[bytes, int], fabric: Fabric) -> None:
+def _read_device(fd: int, source: int, network: Open | Routers, fabric: Fabric) -> None:
     for _ in range(READS_AT_ONCE):
         try:
             frame = os.read(fd, MAX_FRAME_BYTES)
         except BlockingIOError:
             return
-        destination = node_of_address.get(destination_address(frame) or b"")
-        if destination is not None:
+        if on_its_way := network.leave(frame, source):
+            outside, destination = on_its_way
             fabric.accept(
-                frame,
+                outside,
                 source=source,
                 destination=destination,
                 num_bytes=wire_bytes(frame),
@@ -495,8 +507,8 @@ def _say(**answer: Any) -> None:
         print(json.dumps(answer), flush=True)
 
 
-def make_node(name: str, address: str, congestion_control: str | None, *, offload: bool) -> int:
-    """Make the namespace and its device; gives the open device."""
+def make_node(name: str, address: str, route: str, congestion_control: str | None, *, offload: bool) -> int:
+    """Make the namespace and its device, behind which are all addresses of `route`; gives the open device."""
     _ip("netns", "add", name)
     with open("/proc/self/ns/net", "rb") as here:
         enter(name)
@@ -507,23 +519,27 @@ def make_node(name: str, address: str, congestion_control: str | None, *, offloa
             if offload:
                 fcntl.ioctl(device, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)
             _ip("link", "set", "lo", "up")
-            _ip("addr", "add", f"{address}/16", "dev", DEVICE)
+            _ip("addr", "add", f"{address}/32", "dev", DEVICE)
             _ip("link", "set", DEVICE, "mtu", "1500", "gso_max_size", "16384", "txqueuelen", "1000", "up")
-            if congestion_control:
-                _choose_congestion_control(address, congestion_control)
+            _add_route(route, address, congestion_control)
         finally:
             _set_namespace(here.fileno())
     return device
 
 
-def _choose_congestion_control(address: str, name: str) -> None:
-    """By the route: the sysctl of a namespace takes only what the kernel allows to everybody, often without cubic."""
-    way = ["10.77.0.0/16", "dev", DEVICE, "proto", "kernel", "scope", "link", "src", address]
+def _add_route(route: str, address: str, congestion_control: str | None) -> None:
+    """With the congestion control: the sysctl of a namespace takes only what the kernel allows to everybody, often
+    without cubic."""
+    way = [route, "dev", DEVICE, "scope", "link", "src", address]
     try:
-        _ip("route", "change", *way, "congctl", name)
+        _ip("route", "add", *way, *(["congctl", congestion_control] if congestion_control else []))
     except subprocess.CalledProcessError:
+        if not congestion_control:
+            raise
         available = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().strip()
-        raise LabError(f"there is no congestion control {name!r} here; this kernel has {available}") from None
+        raise LabError(
+            f"there is no congestion control {congestion_control!r} here; this kernel has {available}"
+        ) from None
 
 
 def remove_namespaces(owner: int) -> None:

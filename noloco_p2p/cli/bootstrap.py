@@ -41,7 +41,7 @@ def bootstrap(
     lock = FolderLock(settings.state_dir)
     lock.acquire()
     if settings.libp2p_port:
-        check_free(settings.listen_host, settings.libp2p_port)
+        check_free(settings.listen_host, settings.listen_port, settings.libp2p_port)
     identity = Identity.load_or_create(settings.state_dir / "identity.key")
     print("starting (loading hivemind takes some seconds)", flush=True)
     uvloop.run(_serve(settings, identity, address_file=address_file))
@@ -52,6 +52,7 @@ def bootstrap(
 async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Path | None) -> None:
     from noloco_p2p.swarm.address_book import AddressBook
     from noloco_p2p.swarm.dht import SwarmDirectory
+    from noloco_p2p.tcp import Mirror
 
     stop = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -68,6 +69,9 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
         address_book=AddressBook(settings.state_dir / "address_book.json"),
         spec_digest=None,
     )
+    mirror = Mirror()
+    mirror_port = await mirror.start(settings.listen_host, settings.listen_port)
+    directory.mirror(announce_port or mirror_port)
     control = _control(settings, directory, leave=stop.set)
     try:
         await control.start()
@@ -79,6 +83,7 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
         await stop.wait()
     finally:
         await control.stop()
+        await mirror.stop()
         await directory.stop()
 
 

@@ -5,6 +5,7 @@ Here a connection costs a socket until its first byte has come. Until its caller
 of its network, and then, but for the time of what the server has accepted, one of few of its caller; the oldest makes
 room.
 Until something is accepted, so much may come in and no more. A call that is turned away is the last of its connection.
+A connection that asks where it comes from (tcp.py) is answered here, and ends.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.hosts import ip_of, is_wildcard, network_of
 from noloco_p2p.net.handshake import not_proven
-from noloco_p2p.net.splice import BLOCK_BYTES, Splice, tune
+from noloco_p2p.net.splice import BLOCK_BYTES, Splice
+from noloco_p2p.tcp import ASK, seen_from, tune
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +133,13 @@ class Proxy:
                 self._loop.remove_reader(self._listener)
             self._listener.close()
             self._listener = None
+
+    def take(self, near: socket.socket) -> None:
+        """A connection that this machine made for a peer that calls it. Raises OSError when it has gone again."""
+        if self._listener is None or self._loop is None:
+            near.close()
+        else:
+            self._enter(near, near.getpeername())
 
     def close(self) -> None:
         self.shut()
@@ -255,6 +264,9 @@ class Proxy:
         assert self._loop is not None
         inbound = self._inbound[number]
         self._loop.remove_reader(inbound.near)
+        if _answers(inbound.near):
+            self._drop(number)
+            return
         try:
             inbound.splice = Splice(
                 inbound.near, self._server_port, may_take=inbound.may_take, on_end=lambda: self._forget(number)
@@ -298,6 +310,16 @@ def named(host: str, port: int) -> str:
     """As gRPC names addresses: ipv4:192.0.2.7:29500."""
     address = ip_of(host)
     return f"ipv4:{address}:{port}" if address.version == 4 else f"ipv6:[{host}]:{port}"
+
+
+def _answers(near: socket.socket) -> bool:
+    """Whether the connection asked where it comes from; it knows now."""
+    with suppress(OSError):  # it has gone again: whoever reads it next is told
+        if near.recv(1, socket.MSG_PEEK) == ASK:
+            near.recv(1)  # closed with a byte that nobody read, it would be reset, and the answer lost
+            near.send(seen_from(near))
+            return True
+    return False
 
 
 def _is_own(near: socket.socket) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
 from types import MappingProxyType
@@ -81,6 +82,10 @@ class GrpcServer:
             ) from None
         await self._server.start()
         self._proxy.open(behind)
+
+    def take(self, connection: socket.socket) -> None:
+        """Serve a peer over a connection that this machine made. Raises OSError when it has gone again."""
+        self._proxy.take(connection)
 
     @property
     def serve_flow(self) -> ServeFlow | None:

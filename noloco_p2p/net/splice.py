@@ -8,9 +8,6 @@ import struct
 from collections.abc import Callable
 
 BLOCK_BYTES = 256 * 1024
-# What was sent and not yet acknowledged may fill the link; what waits behind it would delay a ping.
-UNSENT_BYTES = 256 * 1024
-UNACKNOWLEDGED_MS = 5_000  # then the other machine is gone; gRPC sets the same for its own connections
 AT_ONCE = struct.pack("ii", 1, 0)  # for SO_LINGER: closed without a trace in the table of ports
 
 _block = memoryview(bytearray(BLOCK_BYTES))  # of all splices: it holds nothing between two callbacks of the loop
@@ -145,15 +142,6 @@ class Splice:
         except OSError:
             pass
         self.close()
-
-
-def tune(connection: socket.socket) -> None:
-    """A small message goes out at once, little waits behind a slow link, and a machine that is gone is noticed."""
-    connection.setblocking(False)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for name, value in (("TCP_NOTSENT_LOWAT", UNSENT_BYTES), ("TCP_USER_TIMEOUT", UNACKNOWLEDGED_MS)):
-        if hasattr(socket, name):  # macOS has not all of them
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _connecting(port: int) -> socket.socket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from noloco_p2p.errors import DirectoryError, PeerError
@@ -14,7 +15,7 @@ from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import host_of, host_port, routable_host, split_peer_id
 from noloco_p2p.swarm.dht import SwarmDirectory
-from noloco_p2p.swarm.dial_back import DIRECT, OUTBOUND_ONLY, RELAYED, DialBack, DialBacks, Verdict, assess
+from noloco_p2p.swarm.dial_back import CLOSED, DialBack, DialBacks, Reach, Verdict, assess
 from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.relay import Reservations, ask_to_dial
 from noloco_p2p.swarm.tunnel import Tunnels
@@ -59,6 +60,7 @@ class Reachability:
             multiaddrs=lambda: {record.peer_id: record.multiaddrs for record, _ in directory.records()},
             wanted=self._needs_tunnels,
             server=lambda: (routable_host(settings.listen_host), self._port),
+            take=self._take,
             relays=lambda: self._reservations.relays(),
             guard=directory.guard,
         )
@@ -71,10 +73,11 @@ class Reachability:
     async def start(self, server: GrpcServer, *, num_calls: Callable[[], int]) -> None:
         """`num_calls`: calls of other peers that came in."""
         self._server, self._num_calls = server, num_calls
+        self._directory.mirror(self._ports()[0])
         await self.tunnels.start()
         jobs = [
             self._reservations.run(),
-            self._dial_backs.run(is_direct=lambda: self.verdict().state == DIRECT),
+            self._dial_backs.run(is_direct=lambda: self.verdict().state is Reach.DIRECT),
             self._announce_changes(),
         ]
         self._tasks = [asyncio.create_task(job) for job in jobs]
@@ -104,6 +107,7 @@ class Reachability:
             abroad=self._directory.is_abroad(),
             num_calls=self._num_calls(),
             relayed=bool(self._reservations.circuits()),
+            num_holes=self.tunnels.num_holes,
         )
 
     def addresses(self) -> tuple[str, ...]:
@@ -149,7 +153,11 @@ class Reachability:
 
     def is_closed(self) -> bool:
         """Whether no other peer can dial this one, as far as they have told."""
-        return self._server is not None and self.verdict().state in (OUTBOUND_ONLY, RELAYED)
+        return self._server is not None and self.verdict().state in CLOSED
+
+    def _take(self, connection: socket.socket) -> None:
+        assert self._server is not None
+        self._server.take(connection)
 
     def _needs_tunnels(self) -> bool:
         """Whether to call by tunnels: this peer is unreachable, or knows no reachable peer."""
@@ -158,7 +166,7 @@ class Reachability:
     def _relays(self) -> Mapping[str, Sequence[str]]:
         """Nodes that may pass calls on: live peers that are reached by others, and those that were entered through."""
         records = self._directory.records()
-        peers = {record.peer_id: record.multiaddrs for record, _ in records if record.reachability == DIRECT}
+        peers = {record.peer_id: record.multiaddrs for record, _ in records if record.reachability == Reach.DIRECT}
         return {peer: (door,) for peer, door in self._entrances.items()} | peers
 
     def _to_ask(self) -> list[Candidate]:

@@ -19,7 +19,7 @@ from noloco_p2p.net.session import Session
 from noloco_p2p.peer.network import Network
 from noloco_p2p.peer.sketcher import Sketcher
 from noloco_p2p.settings import PeerSettings, split_address
-from noloco_p2p.swarm.dial_back import OUTBOUND_ONLY
+from noloco_p2p.swarm.dial_back import Reach
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.progress import Progress
@@ -133,7 +133,7 @@ class PublishedStatus:
         reachability = self._net.reachability
         listing = self._invitation.listing(self._run[1]) if self._invitation else None
         reach = reachability.verdict()
-        if reach.state == OUTBOUND_ONLY and not self._told_outbound_only:
+        if reach.state is Reach.OUTBOUND_ONLY and not self._told_outbound_only:
             self._told_outbound_only = True
             log.warning("outbound only: %s", reach.sentence)
         return PeerRecord(

@@ -197,6 +197,11 @@ class SwarmDirectory:
         """What this node has passed on between peers that nobody can dial."""
         return self._relay.passed_bytes if self._relay else 0
 
+    def mirror(self, port: int) -> None:
+        """Relayed peers learn at this port of ours from where they are seen."""
+        if self._relay:
+            self._relay.mirror_port = port
+
     @property
     def daemon_pid(self) -> int | None:
         """Process id of p2pd; None while it is being restarted."""

@@ -1,9 +1,6 @@
 """Whether others can dial this peer: what three of them saw when they dialled back, and what to do about it.
 
-direct          others get through to the gRPC port
-outbound-only   they do not: this peer makes offers, and nobody offers to it
-relayed         the same, but other outbound-only peers get through by a relay (tunnel.py)
-unknown         nobody has dialled back yet
+`Reach` has the words for it, of a peer and of each of its neighbours.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from noloco_p2p.errors import PeerError
 from noloco_p2p.gossip.seams import Candidate
@@ -23,12 +21,24 @@ from noloco_p2p.swarm.addresses import any_public, host_of
 
 log = logging.getLogger(__name__)
 
-DIRECT, OUTBOUND_ONLY, RELAYED, UNKNOWN = "direct", "outbound-only", "relayed", "unknown"
 ASKED_PEERS = 3
 LOOK_S = 0.5  # how often newcomers are looked for while fewer than three have answered
 ASK_AGAIN_S = 15.0  # a peer that could not be asked
 RECHECK_S = 60.0  # while not direct: whoever opens a port need not start again
 RECHECK_DIRECT_S = 900.0
+
+
+class Reach(StrEnum):
+    """How a peer is reached."""
+
+    DIRECT = "direct"  # others get through to its gRPC port
+    PUNCHED = "punched"  # through holes in the routers, which a relay helps to make
+    RELAYED = "relayed"  # by a relay, which carries all of it
+    OUTBOUND_ONLY = "outbound-only"  # not at all: it makes offers, and nobody offers to it
+    UNKNOWN = "unknown"  # nobody has dialled back yet
+
+
+CLOSED = frozenset({Reach.PUNCHED, Reach.RELAYED, Reach.OUTBOUND_ONLY})  # others cannot simply dial it
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +51,9 @@ class DialBack:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`state` is one of DIRECT, OUTBOUND_ONLY, RELAYED and UNKNOWN; `sentence` is for people."""
+    """`sentence` is for people."""
 
-    state: str
+    state: Reach
     sentence: str
 
 
@@ -60,13 +70,15 @@ def assess(
     abroad: bool,
     num_calls: int,
     relayed: bool = False,
+    num_holes: int = 0,
 ) -> Verdict:
     """`announced` is HOST:PORT of this peer, `ports` its gRPC and libp2p ports as others see them; `abroad`: the swarm
-    is on public addresses; `num_calls` of other peers came in; `relayed`: a relay holds a reservation for this peer."""
+    is on public addresses; `num_calls` of other peers came in; `relayed`: a relay holds a reservation for this peer;
+    `num_holes` in routers were made with others."""
     host = host_of(announced)
     observed = next((seen.observed_host for seen in dial_backs if is_public(seen.observed_host)), "")
     through = [seen for seen in dial_backs if not seen.reached.get(ports[0], "not asked")]
-    closed = OUTBOUND_ONLY if not relayed else RELAYED
+    closed = Reach.OUTBOUND_ONLY if not relayed else Reach.PUNCHED if num_holes else Reach.RELAYED
     if abroad and not is_public(host):
         reason = f"{host} is a private address, which peers on other networks cannot dial"
         if through:
@@ -74,16 +86,20 @@ def assess(
         return Verdict(closed, f"{reason}; {_advice(ports, observed or 'HOST')}")
     if not dial_backs:
         if num_calls:
-            return Verdict(DIRECT, f"other peers have called {num_calls} times")
-        return Verdict(UNKNOWN, "no other peer has dialled back or called yet")
+            return Verdict(Reach.DIRECT, f"other peers have called {num_calls} times")
+        return Verdict(Reach.UNKNOWN, "no other peer has dialled back or called yet")
     if 2 * len(through) >= len(dial_backs):
         told = f"{len(through)} of {len(dial_backs)} peers that dialled back got through to port {ports[0]}"
         if all(seen.reached.get(ports[1]) for seen in through):
             told += f"; port {ports[1]} (libp2p) is closed: open it too, so that others can enter through this peer"
-        return Verdict(DIRECT, told)
+        return Verdict(Reach.DIRECT, told)
     why = next(reason for seen in dial_backs if (reason := seen.reached.get(ports[0], "not asked")))
     told = f"{len(dial_backs) - len(through)} of {len(dial_backs)} peers could not dial port {ports[0]} ({why})"
-    effect = "so peers of its kind call it by a relay" if relayed else "so this peer makes offers and gets none"
+    effect = {
+        Reach.OUTBOUND_ONLY: "so this peer makes offers and gets none",
+        Reach.RELAYED: "so peers of its kind call it by a relay",
+        Reach.PUNCHED: f"so it and peers of its kind meet through holes in the routers, {num_holes} so far",
+    }[closed]
     return Verdict(closed, f"{told}, {effect}; {_advice(ports, observed or host)}")
 
 

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError, Unreachable
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 RESERVE, CALL, DIAL = (f"/noloco_p2p/{name}/1" for name in ("place", "call", "dial"))
 TUNNEL = "/noloco_p2p/tunnel/2"  # the first one wrapped each connection, and resumed it over another relay
+PUNCH, HOLE = (f"/noloco_p2p/{name}/1" for name in ("punch", "hole"))  # as CALL and TUNNEL, to agree on a hole
 YES, NO = b"yes\n", b"no\n"
 BEAT_S = 5.0  # of one who keeps a reservation
 SILENT_S = 15.0
@@ -62,6 +64,7 @@ class Relay:
 
     def __init__(self, node: SwarmNode, *, only_public: bool = False) -> None:
         self.passed_bytes = 0  # from one end of a call to the other
+        self.mirror_port = 0  # where others learn from where they are seen (tcp.py); 0 = nowhere
         self._node = node
         self._reservations: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
@@ -72,7 +75,8 @@ class Relay:
 
     async def start(self) -> None:
         await self._node.handle_streams(RESERVE, self._on_reserve)
-        await self._node.handle_streams(CALL, self._on_call)
+        await self._node.handle_streams(CALL, partial(self._on_call, TUNNEL, YES))
+        await self._node.handle_streams(PUNCH, self._on_punch)
         await self._node.handle_streams(DIAL, self._on_dial)
 
     async def _on_reserve(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -96,7 +100,16 @@ class Relay:
         finally:
             count_down(self._reservations, peer)
 
-    async def _on_call(self, caller: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _on_punch(self, caller: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Both ends hear first where they learn from where they are seen."""
+        if not self.mirror_port:
+            writer.write(NO)
+            return
+        await self._on_call(HOLE, b"%d\n" % self.mirror_port, caller, reader, writer)
+
+    async def _on_call(
+        self, protocol: str, yes: bytes, caller: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         async with asyncio.timeout(ANSWER_S):
             wanted = (await reader.readline()).decode("ascii", errors="replace").strip()
         is_full = self._calls.total() >= MAX_CALLS or self._calls[caller] >= MAX_CALLS_OF_ONE
@@ -105,8 +118,10 @@ class Relay:
             return
         self._calls[caller] += 1
         try:
-            far_reader, far_writer = await self._node.open_stream(wanted, (), TUNNEL)
-            writer.write(YES)
+            far_reader, far_writer = await self._node.open_stream(wanted, (), protocol)
+            writer.write(yes)
+            if protocol == HOLE:
+                far_writer.write(yes)
             await splice((reader, writer), (far_reader, far_writer), on_passed=self._count)
         except BROKEN as error:
             logger.debug("a call of %s to %s ended: %s", short_id(caller), short_id(wanted), error)
@@ -171,12 +186,19 @@ async def open_stream_to(
     return reader, writer
 
 
-async def splice(near: Ends, far: Ends, *, on_passed: Callable[[int], None] = lambda _: None) -> None:
+async def splice(
+    near: Ends,
+    far: Ends,
+    *,
+    on_passed: Callable[[int], None] = lambda _: None,
+    max_bytes: float = MAX_CALL_BYTES,
+    max_s: float | None = MAX_CALL_S,
+) -> None:
     """Both ways until one side ends, or the limits of a call are reached; closes both. `on_passed` gets bytes."""
     ways = ((near[0], far[1]), (far[0], near[1]))
-    tasks = [asyncio.create_task(_pass_on(reader, writer, on_passed)) for reader, writer in ways]
+    tasks = [asyncio.create_task(_pass_on(reader, writer, on_passed, max_bytes)) for reader, writer in ways]
     try:
-        await asyncio.wait(tasks, timeout=MAX_CALL_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, timeout=max_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         near[1].close()  # before anything is awaited: this may be cancelled again
         far[1].close()
@@ -185,11 +207,11 @@ async def splice(near: Ends, far: Ends, *, on_passed: Callable[[int], None] = la
 
 
 async def _pass_on(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_passed: Callable[[int], None]
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_passed: Callable[[int], None], max_bytes: float
 ) -> None:
     num_bytes = 0
     with suppress(*BROKEN):
-        while num_bytes < MAX_CALL_BYTES and (data := await reader.read(BLOCK_BYTES)):
+        while num_bytes < max_bytes and (data := await reader.read(BLOCK_BYTES)):
             writer.write(data)
             await writer.drain()
             num_bytes += len(data)

@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.swarm.dial_back import OUTBOUND_ONLY, RELAYED
+from noloco_p2p.swarm.dial_back import CLOSED
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 
 MEMORY_S = 2 * TTL_S  # how long a sequence number is remembered, so that an old record cannot raise the dead
@@ -77,7 +77,7 @@ def _candidate(record: PeerRecord) -> Candidate:
         record.metrics.progress,
         session_key=key,
         sketch=record.sketch,
-        can_be_called=bool(address) and record.reachability not in (OUTBOUND_ONLY, RELAYED),
+        can_be_called=bool(address) and record.reachability not in CLOSED,
         stage=record.stage,
         capacity=record.metrics.capacity,
     )

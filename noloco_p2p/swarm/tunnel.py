@@ -1,15 +1,18 @@
 """Calls to peers that nobody can dial, by their relays: a local port for each, behind which gRPC finds the peer.
 
-    gRPC client -> local port == stream to a relay == stream to the peer == gRPC server
+    gRPC client -> local port == hole in the routers (punch.py) == gRPC server
+                       or     == stream to a relay == stream to the peer == gRPC server
 
-A connection ends with its relay. Then the round of a swap is solo, a fetch goes on with the chunks that it lacks, and
-the next call takes another relay.
+Each connection has a hole of its own, and the relay only helps to make it. With a peer to which none can be made, the
+next ones go by the relay at once. A connection by a relay ends with it. Then the round of a swap is solo, a fetch goes
+on with the chunks that it lacks, and the next call takes another relay.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,14 +22,31 @@ from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import short_id
+from noloco_p2p.swarm.dial_back import Reach
 from noloco_p2p.swarm.node import SwarmNode, end_tasks
-from noloco_p2p.swarm.relay import ANSWER_S, BROKEN, CALL, TUNNEL, YES, Ends, open_stream_to, relays_of, splice
+from noloco_p2p.swarm.punch import Puncher
+from noloco_p2p.swarm.relay import (
+    ANSWER_S,
+    BROKEN,
+    CALL,
+    HOLE,
+    NO,
+    PUNCH,
+    TUNNEL,
+    Ends,
+    open_stream_to,
+    relays_of,
+    splice,
+)
+from noloco_p2p.tcp import Endpoint
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.3
 MAX_PORTS = 64
 MAX_SERVED = 64  # connections that came in by relays, until they are closed
+MAX_PUNCHING = 16  # holes that others ask for, at once
+AGAIN_S = 300.0  # until a hole to a peer is tried again, after one that could not be made
 FAULTS = (*BROKEN, TimeoutError, Unreachable)
 
 
@@ -46,8 +66,9 @@ class Tunnels:
     """Both sides of it, and the candidates of the directory with the addresses at which they are reached so.
 
     `live` and `multiaddrs` tell of live peers; `wanted`: this peer cannot be dialled, so that peers of its kind make no
-    offers to it, nor it to them, but by tunnels; `server` is HOST and PORT of the own gRPC server, once it is there;
-    `relays` are those that hold a reservation for this peer: nobody else brings calls of others.
+    offers to it, nor it to them, but by tunnels; `server` is HOST and PORT of the own gRPC server, once it is there,
+    and `take` lets it serve a connection that this peer made; `relays` are those that hold a reservation for this peer:
+    nobody else brings calls of others.
     """
 
     def __init__(
@@ -58,22 +79,30 @@ class Tunnels:
         multiaddrs: Callable[[], Mapping[str, Sequence[str]]],
         wanted: Callable[[], bool],
         server: Callable[[], tuple[str, int]],
+        take: Callable[[socket.socket], None],
         relays: Callable[[], Collection[str]],
         guard: DialGuard,
     ) -> None:
         self.local_ports: dict[int, str] = {}  # from which calls that came by a tunnel reach the own server -> relay
+        self.last_ways: dict[str, Reach] = {}  # peer id -> how the last call to it went, PUNCHED or RELAYED
+        self.num_holes = 0  # made, by either side
         self._node = node
         self._live = live
         self._multiaddrs = multiaddrs
         self._wanted = wanted
         self._server = server
+        self._take = take
         self._relays = relays
         self._guard = guard
+        self._puncher = Puncher(guard)
+        self._num_punching = 0
+        self._no_hole_before_s: dict[str, float] = {}
         self._ports: dict[str, _Port] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         await self._node.handle_streams(TUNNEL, self._on_tunnel)
+        await self._node.handle_streams(HOLE, self._on_hole)
 
     async def stop(self) -> None:
         await end_tasks(self._tasks)
@@ -114,6 +143,8 @@ class Tunnels:
     def _close_ports_of_the_gone(self) -> None:
         for peer_id in self._ports.keys() - self._multiaddrs().keys():
             self._ports.pop(peer_id).close()
+            self.last_ways.pop(peer_id, None)
+            self._no_hole_before_s.pop(peer_id, None)
 
     async def _listen(self, peer_id: str, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -129,28 +160,66 @@ class Tunnels:
             calling.add_done_callback(lambda _, writer=ends[1]: writer.close())  # also of a task that never began
 
     async def _call(self, peer_id: str, ends: Ends) -> None:
-        """Carry one connection by the first relay that has a way to the peer."""
-        for relay, address in relays_of(self._multiaddrs().get(peer_id, ())).items():
+        """Carry one connection: through a hole, or by the first relay that has a way to the peer."""
+        relays = relays_of(self._multiaddrs().get(peer_id, ()))
+        if hole := await self._hole(peer_id, relays):
+            self.last_ways[peer_id] = Reach.PUNCHED
+            await splice(ends, hole, max_bytes=math.inf, max_s=None)
+            return
+        for relay, address in relays.items():
             try:
-                way = await self._way(peer_id, relay, address)
+                way, _ = await self._way(peer_id, relay, address, CALL)
             except FAULTS as error:
                 logger.debug("no tunnel to %s by %s: %s", short_id(peer_id), short_id(relay), error)
                 continue
+            self.last_ways[peer_id] = Reach.RELAYED
             await splice(ends, way)
             return
 
-    async def _way(self, peer_id: str, relay: str, address: str) -> Ends:
-        """A stream to the peer by that relay. Raises what a broken stream does, TimeoutError."""
+    async def _hole(self, peer_id: str, relays: Mapping[str, str]) -> Ends | None:
+        """A connection to the peer that no relay carries. It is tried once, by the first relay that helps."""
+        clock = asyncio.get_running_loop().time
+        if clock() < self._no_hole_before_s.get(peer_id, 0.0):
+            return None
+        for relay, address in relays.items():
+            try:
+                ends, line = await self._way(peer_id, relay, address, PUNCH)
+            except FAULTS as error:
+                logger.debug("%s does not help to reach %s: %s", short_id(relay), short_id(peer_id), error)
+                continue
+            try:
+                connection = await self._puncher.call(peer_id, ends, await self._mirror(relay, line))
+                self.num_holes += 1
+                return await asyncio.open_connection(sock=connection)
+            except FAULTS as error:
+                logger.debug("no hole to %s: %s", short_id(peer_id), error or "no time is left")
+            finally:
+                ends[1].close()
+            break
+        self._no_hole_before_s[peer_id] = clock() + AGAIN_S
+        return None
+
+    async def _way(self, peer_id: str, relay: str, address: str, protocol: str) -> tuple[Ends, bytes]:
+        """A stream to the peer by that relay, and what the relay said. Raises what a broken stream does, TimeoutError,
+        Unreachable."""
         async with asyncio.timeout(ANSWER_S):
-            reader, writer = await open_stream_to(self._node, self._guard, relay, address, CALL)
+            reader, writer = await open_stream_to(self._node, self._guard, relay, address, protocol)
             try:
                 writer.write(peer_id.encode() + b"\n")
-                if await reader.readline() != YES:
+                line = await reader.readline()
+                if line in (NO, b""):
                     raise DirectoryError("the relay cannot call it")
             except BaseException:
                 writer.close()
                 raise
-        return reader, writer
+        return (reader, writer), line
+
+    async def _mirror(self, relay: str, line: bytes) -> Endpoint:
+        """Where a relay tells from where it sees this peer; `line` has its port. Raises DirectoryError, ValueError."""
+        hosts = sorted(await self._node.hosts_of(relay), key=lambda host: ":" in host)  # IPv4 first
+        if not hosts:
+            raise DirectoryError("the relay is gone")
+        return hosts[0], int(line)
 
     # answering
 
@@ -161,6 +230,18 @@ class Tunnels:
             await splice((reader, writer), await self._connect(relay))
         except OSError as error:
             logger.debug("a call by %s ended: %s", short_id(relay), error)
+
+    async def _on_hole(self, relay: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if relay not in self._relays() or self._num_punching >= MAX_PUNCHING:
+            return
+        self._num_punching += 1
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                mirror = await self._mirror(relay, await reader.readline())
+            self._take(await self._puncher.answer((reader, writer), mirror))
+            self.num_holes += 1
+        finally:
+            self._num_punching -= 1
 
     async def _connect(self, relay: str) -> Ends:
         host, port = self._server()

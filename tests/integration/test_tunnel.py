@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -77,6 +78,7 @@ class Scene:
                 multiaddrs=lambda: {called.peer_id: self.reservations.circuits()},
                 wanted=lambda: True,
                 server=lambda: ("127.0.0.1", port),
+                take=socket.socket.close,
                 relays=self.reservations.relays,
                 guard=DialGuard(),
             )
@@ -147,6 +149,7 @@ def test_a_peer_without_a_relay_stays_out_of_reach(tmp_path: Path) -> None:
                 multiaddrs=lambda: {"closed": ["/ip4/127.0.0.1/tcp/9/p2p/closed"]},
                 wanted=lambda: True,
                 server=lambda: ("127.0.0.1", 9),
+                take=socket.socket.close,
                 relays=list,
                 guard=DialGuard(),
             )
@@ -165,6 +168,7 @@ def test_ports_of_peers_that_are_gone_serve_others(tmp_path: Path) -> None:
                 multiaddrs=lambda: {peer: [f"/ip4/127.0.0.1/tcp/9/p2p/relay{CIRCUIT}/p2p/{peer}"] for peer in there},
                 wanted=lambda: True,
                 server=lambda: ("127.0.0.1", 9),
+                take=socket.socket.close,
                 relays=list,
                 guard=DialGuard(),
             )

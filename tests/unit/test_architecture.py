@@ -27,7 +27,7 @@ ORDER = [
     {"identity"},
     {"spec"},
     {"telemetry"},
-    {"dial_guard"},
+    {"dial_guard", "tcp"},
     {"hosts", "rates", "atomic_file", "errors", "_version"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}

@@ -11,12 +11,9 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.swarm.addresses import any_public, host_of, host_port, is_public, only_public
 from noloco_p2p.swarm.dial_back import (
     ASKED_PEERS,
-    DIRECT,
-    OUTBOUND_ONLY,
-    RELAYED,
-    UNKNOWN,
     DialBack,
     DialBacks,
+    Reach,
     Verdict,
     assess,
     is_abroad,
@@ -80,39 +77,39 @@ def test_a_swarm_is_abroad_when_anybody_is_on_a_public_address() -> None:
 def test_those_who_got_through_are_proof() -> None:
     found = verdict(PUBLIC, OPEN, OPEN, CLOSED)
     assert (found.state, found.sentence) == (
-        DIRECT,
+        Reach.DIRECT,
         "2 of 3 peers that dialled back got through to port 31337",
     )
 
 
 def test_a_closed_libp2p_port_is_told_to_a_direct_peer() -> None:
     found = verdict(PUBLIC, {31337: "", 31338: "Connection refused"})
-    assert found.state == DIRECT
+    assert found.state == Reach.DIRECT
     assert "port 31338 (libp2p) is closed" in found.sentence
 
 
 def test_a_closed_port_comes_with_exact_advice() -> None:
     found = verdict(PUBLIC, CLOSED, CLOSED, OPEN)
-    assert found.state == OUTBOUND_ONLY
+    assert found.state == Reach.OUTBOUND_ONLY
     assert "2 of 3 peers could not dial port 31337 (no answer within 4 s)" in found.sentence
     assert "forward TCP 31337 and 31338 to this machine" in found.sentence
     assert found.sentence.endswith("join with --announce 1.2.3.4")
-    assert verdict(PUBLIC, CLOSED, relayed=True).state == RELAYED
+    assert verdict(PUBLIC, CLOSED, relayed=True).state == Reach.RELAYED
 
 
 def test_a_private_address_in_a_public_swarm_is_outbound_only_whoever_gets_through() -> None:
     found = verdict(PRIVATE, OPEN)
-    assert found.state == OUTBOUND_ONLY
+    assert found.state == Reach.OUTBOUND_ONLY
     assert "172.17.0.2 is a private address" in found.sentence
     assert found.sentence.endswith("they get through to 1.2.3.4: join with --announce 1.2.3.4")
     assert "forward TCP 31337 and 31338" in verdict(PRIVATE).sentence
-    assert verdict(PRIVATE, OPEN, abroad=False).state == DIRECT
+    assert verdict(PRIVATE, OPEN, abroad=False).state == Reach.DIRECT
 
 
 def test_without_an_answer_a_call_that_came_in_is_proof() -> None:
-    assert verdict(PUBLIC).state == UNKNOWN
-    assert verdict(PUBLIC, calls=1).state == DIRECT
-    assert verdict(PUBLIC, CLOSED, calls=1).state == OUTBOUND_ONLY  # it came by another way
+    assert verdict(PUBLIC).state == Reach.UNKNOWN
+    assert verdict(PUBLIC, calls=1).state == Reach.DIRECT
+    assert verdict(PUBLIC, CLOSED, calls=1).state == Reach.OUTBOUND_ONLY  # it came by another way
 
 
 class Peers:

@@ -68,7 +68,12 @@ def test_expired_far_future_and_own_words_are_ignored() -> None:
 
 
 def test_a_peer_without_an_address_or_behind_a_closed_port_is_alive_but_never_called() -> None:
-    for changes in ({"addresses": ()}, {"reachability": "outbound-only"}, {"reachability": "relayed"}):
+    for changes in (
+        {"addresses": ()},
+        {"reachability": "outbound-only"},
+        {"reachability": "relayed"},
+        {"reachability": "punched"},
+    ):
         sightings = Sightings("me")
         merge(sightings, replace(A, **changes))
         assert [candidate.can_be_called for candidate in sightings.live(now_s=0)] == [False]

@@ -11,8 +11,9 @@ from typing import Any, cast
 from harness.patience import PATIENCE_S
 
 from noloco_p2p.dial_guard import DialGuard
+from noloco_p2p.errors import DirectoryError
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.swarm.relay import CIRCUIT, YES, Ends
+from noloco_p2p.swarm.relay import CIRCUIT, PUNCH, YES, Ends
 from noloco_p2p.swarm.tunnel import MAX_SERVED, Tunnels
 
 
@@ -31,7 +32,7 @@ async def pair() -> tuple[Ends, Ends]:
 
 
 class RelayNode:
-    """Each stream leads to a peer that ends it."""
+    """Each stream leads to a peer that ends it. It is older than holes."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -40,7 +41,9 @@ class RelayNode:
     async def hosts_of(self, relay: str) -> set[str]:
         return {"127.0.0.1"} if self.num_calls else set()
 
-    async def open_stream(self, *_: object) -> Ends:
+    async def open_stream(self, relay: str, addresses: object, protocol: str) -> Ends:
+        if protocol == PUNCH:
+            raise DirectoryError("protocol not supported")
         self.num_calls += 1
         near, far = await pair()
         self.answering.append(asyncio.create_task(self._answer(*far)))
@@ -59,6 +62,7 @@ def tunnels_to(node: RelayNode, port: int = 9) -> Tunnels:
         multiaddrs=lambda: {"peer": [f"/ip4/127.0.0.1/tcp/9/p2p/relay{CIRCUIT}/p2p/peer"]},
         wanted=lambda: True,
         server=lambda: ("127.0.0.1", port),
+        take=socket.socket.close,
         relays=lambda: {"relay"},
         guard=DialGuard(),
     )

@@ -1,0 +1,137 @@
+"""Routers that translate addresses, for the links of netlab.py. Pure: packets in, packets out, no sockets, no clock.
+
+RFC 4787 names what a router does by two words. Its *mapping* is the port that it takes outside for a port inside: one
+for all partners ("endpoint"), one for each partner's address ("address"), or one for each address and port ("port").
+Its *filtering* is from whom it lets in what comes for such a port: from everybody, from addresses that were sent to, or
+from ports that were sent to. What it does not let in it drops silently, and it returns nothing inside that comes from
+inside (no hairpin). A router behind another one is a home whose carrier shares its addresses.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from harness.packets import End, ends_of, with_ends
+
+Breadth = Literal["endpoint", "address", "port"]
+FIRST_PORT = 20_000  # outside: never that of the inside
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """`behind`: the number of an earlier router that this one is behind; None = it is on the internet itself."""
+
+    mapping: Breadth
+    filtering: Breadth
+    behind: int | None = None
+
+
+@dataclass(slots=True)
+class _Mapping:
+    inside: End
+    sent_to: set[End] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Table:
+    """What one router remembers, of one protocol."""
+
+    router: Router
+    outside: dict[tuple[End, bytes, int], int] = field(default_factory=dict)  # inside, and as much of the partner
+    mappings: dict[int, _Mapping] = field(default_factory=dict)  # port outside ->
+
+    def port_for(self, inside: End, partner: End) -> int:
+        """Outside; the partner is let in from now on."""
+        breadth = self.router.mapping
+        key = (inside, b"" if breadth == "endpoint" else partner[0], partner[1] if breadth == "port" else 0)
+        port = self.outside.setdefault(key, FIRST_PORT + len(self.outside))
+        self.mappings.setdefault(port, _Mapping(inside)).sent_to.add(partner)
+        return port
+
+    def inside_of(self, port: int) -> End | None:
+        mapping = self.mappings.get(port)
+        return mapping.inside if mapping else None
+
+    def lets_in(self, port: int, partner: End) -> bool:
+        match self.router.filtering:
+            case "endpoint":
+                return True
+            case "address":
+                return any(address == partner[0] for address, _ in self.mappings[port].sent_to)
+            case "port":
+                return partner in self.mappings[port].sent_to
+
+
+class Routers:
+    """All routers of a network. `behind` gives for each node the number of its router, or None.
+
+    Addresses: node k on the internet 45.77.0.(k + 1), router r there 45.78.0.(r + 1) or behind router q
+    100.64.q.(r + 1), node k behind router r 192.168.r.(k + 1).
+    """
+
+    route = "default"  # what is behind the device of a node
+
+    def __init__(self, routers: Sequence[Router], behind: Sequence[int | None]) -> None:
+        self._routers = list(routers)
+        self._behind = list(behind)
+        self.addresses = [
+            f"45.77.0.{node + 1}" if router is None else f"192.168.{router}.{node + 1}"
+            for node, router in enumerate(behind)
+        ]
+        outer = [
+            f"45.78.0.{number + 1}" if router.behind is None else f"100.64.{router.behind}.{number + 1}"
+            for number, router in enumerate(routers)
+        ]
+        self._nodes = {socket.inet_aton(address): node for node, address in enumerate(self.addresses)}
+        self._outer = [socket.inet_aton(address) for address in outer]
+        self._tables: dict[tuple[int, int], _Table] = {}  # of (router, protocol)
+
+    def leave(self, frame: bytes, node: int) -> tuple[bytes, int] | None:
+        """A packet as it is on its way, and the node that it would reach; None when it leads nowhere."""
+        found = ends_of(frame)
+        if found is None:
+            return None
+        protocol, source, destination = found
+        realm = self._behind[node]
+        while not self._is_in(realm, destination[0]):
+            if realm is None or destination[0] == self._outer[realm]:  # nobody is there, or a hairpin
+                return None
+            source = self._outer[realm], self._table(realm, protocol).port_for(source, destination)
+            realm = self._routers[realm].behind
+        target = self._node_at(protocol, destination)
+        return None if target is None else (with_ends(frame, source, destination), target)
+
+    def arrive(self, frame: bytes) -> bytes | None:
+        """The packet as the node gets it; None when a router does not let it in."""
+        found = ends_of(frame)
+        assert found is not None
+        protocol, source, destination = found
+        while destination[0] not in self._nodes:
+            table = self._table(self._outer.index(destination[0]), protocol)
+            if not table.lets_in(destination[1], source):
+                return None
+            inside = table.inside_of(destination[1])
+            assert inside is not None
+            destination = inside
+        return with_ends(frame, source, destination)
+
+    def _node_at(self, protocol: int, end: End) -> int | None:
+        """Behind however many routers."""
+        while end[0] not in self._nodes:
+            inside = self._table(self._outer.index(end[0]), protocol).inside_of(end[1])
+            if inside is None:
+                return None
+            end = inside
+        return self._nodes[end[0]]
+
+    def _is_in(self, realm: int | None, address: bytes) -> bool:
+        """Whether a node or router with this address is directly behind that router, or on the internet."""
+        if address in self._nodes:
+            return self._behind[self._nodes[address]] == realm
+        return address in self._outer and self._routers[self._outer.index(address)].behind == realm
+
+    def _table(self, number: int, protocol: int) -> _Table:
+        return self._tables.setdefault((number, protocol), _Table(self._routers[number]))

@@ -1,0 +1,138 @@
+"""One TCP port of this machine, and a connection through the routers on both sides of it: a hole.
+
+A router that takes one port outside for a port inside, whoever the partner is, shows it to anybody that this machine
+connects to from there. Then both sides connect to what the other one showed, at the same time: each router takes what
+comes for an answer. The port also listens, because one of the two may be early and its router let everybody in.
+The connection that carries the token both ways is the one; all others are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+
+from noloco_p2p.swarm.node import end_tasks
+from noloco_p2p.tcp import Endpoint, ask_from_where, tune
+
+TOKEN_BYTES = 16
+MAX_TRIES, AGAIN_S = 8, 0.2  # of one target that refuses the connection: the other side is not there yet
+BACKLOG = MAX_ACCEPTED = 8  # connections from the partner's address
+
+
+class Hole:
+    """Made for one attempt; `close` it in any case."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._family = socket.AF_INET
+        self._port = 0
+        self._open: set[socket.socket] = set()
+        self._listener: socket.socket | None = None
+
+    async def look(self, observer: Endpoint) -> tuple[Endpoint, Endpoint]:
+        """How the observer sees the port, and what it is on this machine. From now on it listens. The connection
+        stays: routers forget the port after it. Raises OSError, ValueError."""
+        self._family = socket.AF_INET6 if ":" in observer[0] else socket.AF_INET
+        connection = self._bound()
+        await self._loop.sock_connect(connection, observer)
+        host, self._port = connection.getsockname()[:2]
+        self._listener = self._bound()
+        self._listener.listen(BACKLOG)
+        return await ask_from_where(connection), (host, self._port)
+
+    async def open(self, targets: Sequence[Endpoint], token: bytes, *, says_first: bool) -> socket.socket:
+        """After `look`: connect to all of them, and accept, until one connection is the partner's. It ends with that,
+        or with the time limit of its caller, to whom the socket belongs then. Raises OSError."""
+        assert self._listener is not None
+        found: asyncio.Future[socket.socket] = self._loop.create_future()
+        tasks = [asyncio.create_task(self._connect(target, token, found, says_first=says_first)) for target in targets]
+        hosts = {host for host, _ in targets}
+        tasks.append(asyncio.create_task(self._accept(self._listener, hosts, token, found, says_first=says_first)))
+        try:
+            connection = await found
+        finally:
+            await end_tasks(tasks)
+        self._open.discard(connection)
+        tune(connection)
+        return connection
+
+    def close(self) -> None:
+        for each in self._open:
+            each.close()
+        self._open.clear()
+
+    def _bound(self) -> socket.socket:
+        """A new socket on the port, once it is known; all that are bound to it agree to share it."""
+        made = socket.socket(self._family, socket.SOCK_STREAM)
+        self._open.add(made)
+        made.setblocking(False)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        made.bind(("", self._port))
+        return made
+
+    async def _connect(
+        self, target: Endpoint, token: bytes, found: asyncio.Future[socket.socket], *, says_first: bool
+    ) -> None:
+        for _ in range(MAX_TRIES):
+            with suppress(OSError):  # refused, or the same connection came in already
+                connection = self._bound()
+                try:
+                    await self._loop.sock_connect(connection, target)
+                    await self._greet(connection, token, found, says_first=says_first)
+                finally:
+                    self._close_unless(found, connection)
+            await asyncio.sleep(AGAIN_S)
+
+    async def _accept(
+        self,
+        listener: socket.socket,
+        hosts: Collection[str],
+        token: bytes,
+        found: asyncio.Future[socket.socket],
+        *,
+        says_first: bool,
+    ) -> None:
+        async def answer(connection: socket.socket) -> None:
+            try:
+                with suppress(OSError):
+                    await self._greet(connection, token, found, says_first=says_first)
+            finally:
+                self._close_unless(found, connection)
+
+        greeting: set[asyncio.Task[None]] = set()
+        try:
+            while len(greeting) < MAX_ACCEPTED:
+                connection, address = await self._loop.sock_accept(listener)
+                self._open.add(connection)
+                if address[0] in hosts:
+                    greeting.add(asyncio.create_task(answer(connection)))
+                else:  # a stranger
+                    self._close_unless(found, connection)
+        finally:
+            await end_tasks(greeting)
+
+    def _close_unless(self, found: asyncio.Future[socket.socket], connection: socket.socket) -> None:
+        is_the_one = found.done() and not found.cancelled() and found.result() is connection
+        if not is_the_one:
+            self._open.discard(connection)
+            connection.close()
+
+    async def _greet(
+        self, connection: socket.socket, token: bytes, found: asyncio.Future[socket.socket], *, says_first: bool
+    ) -> None:
+        """The side that hears first answers one connection and no other, so that both keep the same."""
+        if says_first:
+            connection.send(token)  # there is room for it in a new connection
+        if await self._heard(connection) == token and not found.done():
+            if not says_first:
+                connection.send(token)
+            found.set_result(connection)
+
+    async def _heard(self, connection: socket.socket) -> bytes:
+        data = b""
+        while len(data) < TOKEN_BYTES and (more := await self._loop.sock_recv(connection, TOKEN_BYTES - len(data))):
+            data += more
+        return data
