@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import typer
@@ -48,6 +49,7 @@ def lines(reply: dict[str, Any]) -> list[str]:
         *([f"now       {progress_line(reply['doing'])}"] if reply["doing"] else []),
         f"swarm     {others}; this one announces {reply['address']}",
         f"reach     {reply['reach']['state']}: {reply['reach']['sentence']}",
+        *([f"          neighbours: {ways(reply['neighbours'])}"] if reply["neighbours"] else []),
         f"rounds    {reply['rounds_here']} here: {reply['swaps']} swapped, {reply['halves']} half, "
         f"{reply['alone']} alone{partner}",
         f"round     {reply['inner_steps']} inner steps long",
@@ -60,6 +62,11 @@ def lines(reply: dict[str, Any]) -> list[str]:
         *settings_lines(reply["settings"]),
         f"ticket    {reply['ticket']}",
     ]
+
+
+def ways(neighbours: dict[str, str]) -> str:
+    """`3 direct, 1 punched`: how many of them are reached in each way."""
+    return ", ".join(f"{number} {way}" for way, number in Counter(neighbours.values()).most_common())
 
 
 def stage_lines(reply: dict[str, Any]) -> list[str]:

@@ -61,6 +61,7 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
         checks = [
             Check("way in", "ok", f"run {ticket.run_name}: {len(peers)} live peers heard of"),
             _versions(directory),
+            ways(directory, settings),
         ]
         checks += await _dialled_back(peers, hello, session, settings, directory.guard)
         manifest, bytes_per_s, check = await _download(peers, transport)
@@ -85,6 +86,16 @@ async def _model(
     if isinstance(spec, TrainerSpec) and spec.pipeline.stages > 1:
         return stages(spec, settings, download_bytes_per_s=bytes_per_s)
     return [needs(spec, manifest.num_elements, settings)]
+
+
+def ways(directory: SwarmDirectory, settings: PeerSettings) -> Check:
+    """How the peer that runs here reaches each neighbour; without one, how the peers of the run say to be reached."""
+    reply = ask(settings.state_dir, "status") or {}
+    own = reply.get("neighbours") or {}
+    found = Counter(own.values() if own else (record.reachability for record, _ in directory.records()))
+    told = ", ".join(f"{number} {way}" for way, number in found.most_common())
+    whose = "of the neighbours of the peer that runs here" if own else "of the peers of the run, by their own words"
+    return Check("ways", "ok", f"{told or 'nobody is known'}: {whose}")
 
 
 def _versions(directory: SwarmDirectory) -> Check:

@@ -11,6 +11,7 @@ from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.monitor.roster import WINDOW_S, Health, Roster
 from noloco_p2p.monitor.spread import Spread
 from noloco_p2p.monitor.stages import Stage
+from noloco_p2p.swarm.dial_back import Reach
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.console import duration, named, numbered_stages
 
@@ -65,7 +66,9 @@ def notices(
     far = [peer for spread in spreads if spread.num_peers >= 4 for peer in _astray(spread)]
     found += [Notice("warn", f"{named(peer)} is far from the other replicas.") for peer in far[:3]]
     unreached = [
-        r for r in alive if r.reachability != "direct" and r.metrics.swaps + r.metrics.alone >= UNREACHED_ROUNDS
+        r
+        for r in alive
+        if r.reachability not in (Reach.DIRECT, Reach.PUNCHED) and r.metrics.swaps + r.metrics.alone >= UNREACHED_ROUNDS
     ]
     if unreached and len(alive) > 1:
         found.append(Notice("info", f"{_peers(len(unreached))} never reached by another peer: behind a firewall?"))

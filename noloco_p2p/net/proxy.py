@@ -21,7 +21,7 @@ from typing import Any
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.hosts import ip_of, is_wildcard, network_of
 from noloco_p2p.net.handshake import not_proven
-from noloco_p2p.net.splice import BLOCK_BYTES, Splice
+from noloco_p2p.splice import BLOCK_BYTES, Splice, connecting
 from noloco_p2p.tcp import ASK, seen_from, tune
 
 log = logging.getLogger(__name__)
@@ -269,7 +269,10 @@ class Proxy:
             return
         try:
             inbound.splice = Splice(
-                inbound.near, self._server_port, may_take=inbound.may_take, on_end=lambda: self._forget(number)
+                inbound.near,
+                connecting(self._server_port),
+                may_take=inbound.may_take,
+                on_end=lambda: self._forget(number),
             )
         except OSError as error:
             log.debug("a connection could not be passed on: %s", error)

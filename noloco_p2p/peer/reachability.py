@@ -15,7 +15,7 @@ from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import host_of, host_port, routable_host, split_peer_id
 from noloco_p2p.swarm.dht import SwarmDirectory
-from noloco_p2p.swarm.dial_back import CLOSED, DialBack, DialBacks, Reach, Verdict, assess
+from noloco_p2p.swarm.dial_back import CLOSED, DialBack, DialBacks, Reach, Verdict, assess, way_to
 from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.relay import Reservations, ask_to_dial
 from noloco_p2p.swarm.tunnel import Tunnels
@@ -109,6 +109,15 @@ class Reachability:
             relayed=bool(self._reservations.circuits()),
             num_holes=self.tunnels.num_holes,
         )
+
+    def neighbours(self) -> dict[str, Reach]:
+        """Peer id of each live peer that is known now -> how it is reached."""
+        is_closed, ways = self.is_closed(), self.tunnels.last_ways
+        return {
+            record.peer_id: way_to(record.reachability, ways.get(record.peer_id), is_closed=is_closed)
+            for record, _ in self._directory.records()
+            if record.state != "leaving"
+        }
 
     def addresses(self) -> tuple[str, ...]:
         """gRPC addresses for the record: a private one leads nowhere in a public swarm."""

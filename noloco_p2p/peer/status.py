@@ -176,6 +176,7 @@ class PublishedStatus:
             "waits_for_stages": self.waits_for_stages,
             "address": net.reachability.address,
             "reach": {"state": reach.state, "sentence": reach.sentence},
+            "neighbours": net.reachability.neighbours(),
             "ticket": self.ticket(),
             "live_peers": headcount.others,
             "live_peers_is_estimate": headcount.is_estimate,

@@ -41,6 +41,16 @@ class Reach(StrEnum):
 CLOSED = frozenset({Reach.PUNCHED, Reach.RELAYED, Reach.OUTBOUND_ONLY})  # others cannot simply dial it
 
 
+def way_to(published: str, last_way: Reach | None, *, is_closed: bool) -> Reach:
+    """How a neighbour is reached. `published`: what it says of itself; `last_way`: of the last call to it, if that was
+    a hole or a relay; `is_closed`: this peer cannot be dialled either, else such a neighbour dials it."""
+    if published not in CLOSED or not is_closed:
+        return Reach.DIRECT
+    if published == Reach.OUTBOUND_ONLY:
+        return Reach.OUTBOUND_ONLY
+    return last_way or Reach.RELAYED
+
+
 @dataclass(frozen=True, slots=True)
 class DialBack:
     """What one peer saw. `reached`: port -> "" or why not."""

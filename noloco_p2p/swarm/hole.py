@@ -10,15 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.tcp import Endpoint, ask_from_where, tune
 
 TOKEN_BYTES = 16
 MAX_TRIES, AGAIN_S = 8, 0.2  # of one target that refuses the connection: the other side is not there yet
-BACKLOG = MAX_ACCEPTED = 8  # connections from the partner's address
+BACKLOG = MAX_ACCEPTED = 8  # connections, of which one is the partner's
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How an observer sees a port, what it is on this machine, and how far away the observer is."""
+
+    seen: Endpoint
+    local: Endpoint
+    round_trip_s: float
 
 
 class Hole:
@@ -31,16 +41,17 @@ class Hole:
         self._open: set[socket.socket] = set()
         self._listener: socket.socket | None = None
 
-    async def look(self, observer: Endpoint) -> tuple[Endpoint, Endpoint]:
-        """How the observer sees the port, and what it is on this machine. From now on it listens. The connection
-        stays: routers forget the port after it. Raises OSError, ValueError."""
+    async def look(self, observer: Endpoint) -> View:
+        """From now on the port listens. The connection stays: routers forget the port after it. Raises OSError,
+        ValueError."""
         self._family = socket.AF_INET6 if ":" in observer[0] else socket.AF_INET
-        connection = self._bound()
+        connection, began_s = self._bound(), self._loop.time()
         await self._loop.sock_connect(connection, observer)
+        round_trip_s = self._loop.time() - began_s
         host, self._port = connection.getsockname()[:2]
         self._listener = self._bound()
         self._listener.listen(BACKLOG)
-        return await ask_from_where(connection), (host, self._port)
+        return View(await ask_from_where(connection), (host, self._port), round_trip_s)
 
     async def open(self, targets: Sequence[Endpoint], token: bytes, *, says_first: bool) -> socket.socket:
         """After `look`: connect to all of them, and accept, until one connection is the partner's. It ends with that,
@@ -48,8 +59,7 @@ class Hole:
         assert self._listener is not None
         found: asyncio.Future[socket.socket] = self._loop.create_future()
         tasks = [asyncio.create_task(self._connect(target, token, found, says_first=says_first)) for target in targets]
-        hosts = {host for host, _ in targets}
-        tasks.append(asyncio.create_task(self._accept(self._listener, hosts, token, found, says_first=says_first)))
+        tasks.append(asyncio.create_task(self._accept(self._listener, token, found, says_first=says_first)))
         try:
             connection = await found
         finally:
@@ -89,7 +99,6 @@ class Hole:
     async def _accept(
         self,
         listener: socket.socket,
-        hosts: Collection[str],
         token: bytes,
         found: asyncio.Future[socket.socket],
         *,
@@ -105,12 +114,9 @@ class Hole:
         greeting: set[asyncio.Task[None]] = set()
         try:
             while len(greeting) < MAX_ACCEPTED:
-                connection, address = await self._loop.sock_accept(listener)
+                connection, _ = await self._loop.sock_accept(listener)
                 self._open.add(connection)
-                if address[0] in hosts:
-                    greeting.add(asyncio.create_task(answer(connection)))
-                else:  # a stranger
-                    self._close_unless(found, connection)
+                greeting.add(asyncio.create_task(answer(connection)))
         finally:
             await end_tasks(greeting)
 

@@ -1,13 +1,14 @@
 """Two peers that nobody can dial agree, by a relay of one of them, to connect to each other at the same moment.
 
-    caller            relay            called        each first asks the relay from where it is seen (tcp.py)
-      | -- seen, token ------------------> |
-      | <-- seen, took_s, (local) -------- |         a round trip of the caller, without the time that the other took
-      | -- (local) ----------------------> |         called connects now, the caller half a round trip later: hole.py
+    caller                  relay                  called     first, each asks the relay from where it is seen (tcp.py)
+      | -- seen, token, round trip ------------------> |
+      | <------------------------- seen, (local) ----- |      the caller connects; the called one waits for as long as
+                                                              its line takes, half a round trip, and connects (hole.py)
 
-Words are lines of JSON. `local` is said and used only where both are seen at the same address: in one household. What
-a partner says makes this peer dial one public address, at which others see the partner, or one in its own household,
-and each is a dial that the guard counts.
+Words are lines of JSON. A round trip is that to the relay; both together are that from peer to peer. `local` is said
+only where both are seen at the same address: in one household. What a partner says makes this peer dial one public
+address, at which others are said to see the partner, or one in its own household, and each is a dial that the guard
+counts.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class Words:
     seen: Endpoint | None = None
     local: Endpoint | None = None
     token: bytes = NO_TOKEN
-    took_s: float = 0.0  # from the other side's line to this one
+    round_trip_s: float = 0.0  # to the relay
 
     def line(self) -> bytes:
-        values = {"seen": self.seen, "local": self.local, "token": self.token.hex(), "took_s": self.took_s}
+        values = {"seen": self.seen, "local": self.local, "token": self.token.hex(), "round_trip_s": self.round_trip_s}
         return json.dumps(values).encode() + b"\n"
 
     @classmethod
@@ -51,13 +52,13 @@ class Words:
         try:
             values = json.loads(line)
             seen, local = (endpoint(*values[name]) if values[name] else None for name in ("seen", "local"))
-            token, took_s = bytes.fromhex(values["token"]), values["took_s"]
+            token, round_trip_s = bytes.fromhex(values["token"]), values["round_trip_s"]
         except (KeyError, TypeError, RecursionError, AttributeError) as error:
             raise ValueError(f"the partner's line lacks something: {error}") from None
-        is_time = isinstance(took_s, (int, float)) and 0.0 <= took_s <= PUNCH_S
+        is_time = isinstance(round_trip_s, (int, float)) and 0.0 <= round_trip_s <= PUNCH_S
         if len(token) != TOKEN_BYTES or not is_time:
             raise ValueError("the partner's line has no such token or time")
-        return cls(seen, local, token, took_s)
+        return cls(seen, local, token, round_trip_s)
 
 
 def in_one_household(one: Endpoint, other: Endpoint) -> bool:
@@ -82,9 +83,9 @@ def _is_home(local: Endpoint) -> bool:
     return address.is_private and not (address.is_loopback or address.is_multicast or address.is_unspecified)
 
 
-def wait_s(round_trip_s: float, took_s: float) -> float:
-    """Half a round trip: the partner has the last line then, and connects."""
-    return min(max(round_trip_s - took_s, 0.0) / 2, MAX_WAIT_S)
+def wait_s(own_round_trip_s: float, callers_s: float) -> float:
+    """Half a round trip between the peers, by the relay: the caller hears of it then, and connects."""
+    return min((own_round_trip_s + callers_s) / 2, MAX_WAIT_S)
 
 
 class Puncher:
@@ -97,18 +98,13 @@ class Puncher:
     async def call(self, peer_id: str, relay: Ends, observer: Endpoint) -> socket.socket:
         """A connection to the peer; `relay` leads to it."""
         reader, writer = relay
-        loop = asyncio.get_running_loop()
         hole = Hole()
         try:
             async with asyncio.timeout(PUNCH_S):
-                own, own_local = await hole.look(observer)
-                token, said_s = secrets.token_bytes(TOKEN_BYTES), loop.time()
-                await _say(writer, Words(seen=own, token=token))
+                view, token = await hole.look(observer), secrets.token_bytes(TOKEN_BYTES)
+                writer.write(Words(view.seen, token=token, round_trip_s=view.round_trip_s).line())
                 partner = Words.parse(await reader.readline())
-                pause_s = wait_s(loop.time() - said_s, partner.took_s)
-                ways = targets(own, partner.seen, partner.local, only_public=self._guard.only_public)
-                await _say(writer, Words(local=own_local if len(ways) > 1 else None))
-                await asyncio.sleep(pause_s)
+                ways = targets(view.seen, partner.seen, partner.local, only_public=self._guard.only_public)
                 return await self._open(hole, peer_id, ways, token, says_first=True)
         finally:
             hole.close()
@@ -116,22 +112,15 @@ class Puncher:
     async def answer(self, relay: Ends, observer: Endpoint) -> socket.socket:
         """A connection from whoever calls by that relay."""
         reader, writer = relay
-        loop = asyncio.get_running_loop()
         hole = Hole()
         try:
             async with asyncio.timeout(PUNCH_S):
-                looking = asyncio.create_task(hole.look(observer))
-                try:
-                    caller = Words.parse(await reader.readline())
-                    heard_s = loop.time()
-                    own, own_local = await looking
-                finally:
-                    looking.cancel()
-                is_home = caller.seen is not None and in_one_household(own, caller.seen)
-                local = own_local if is_home else None
-                await _say(writer, Words(seen=own, local=local, took_s=loop.time() - heard_s))
-                last = Words.parse(await reader.readline())
-                ways = targets(own, caller.seen, last.local, only_public=self._guard.only_public)
+                view = await hole.look(observer)
+                caller = Words.parse(await reader.readline())
+                ways = targets(view.seen, caller.seen, None, only_public=self._guard.only_public)
+                local = view.local if in_one_household(view.seen, ways[0]) else None
+                writer.write(Words(view.seen, local).line())
+                await asyncio.sleep(wait_s(view.round_trip_s, caller.round_trip_s))
                 return await self._open(hole, "", ways, caller.token, says_first=False)
         finally:
             hole.close()
@@ -144,8 +133,3 @@ class Puncher:
         connection = await hole.open(ways, token, says_first=says_first)
         self._guard.reached(peer_id, str(ip_of(connection.getpeername()[0])))
         return connection
-
-
-async def _say(writer: asyncio.StreamWriter, words: Words) -> None:
-    writer.write(words.line())
-    await writer.drain()

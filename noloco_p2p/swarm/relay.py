@@ -186,19 +186,12 @@ async def open_stream_to(
     return reader, writer
 
 
-async def splice(
-    near: Ends,
-    far: Ends,
-    *,
-    on_passed: Callable[[int], None] = lambda _: None,
-    max_bytes: float = MAX_CALL_BYTES,
-    max_s: float | None = MAX_CALL_S,
-) -> None:
+async def splice(near: Ends, far: Ends, *, on_passed: Callable[[int], None] = lambda _: None) -> None:
     """Both ways until one side ends, or the limits of a call are reached; closes both. `on_passed` gets bytes."""
     ways = ((near[0], far[1]), (far[0], near[1]))
-    tasks = [asyncio.create_task(_pass_on(reader, writer, on_passed, max_bytes)) for reader, writer in ways]
+    tasks = [asyncio.create_task(_pass_on(reader, writer, on_passed)) for reader, writer in ways]
     try:
-        await asyncio.wait(tasks, timeout=max_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, timeout=MAX_CALL_S, return_when=asyncio.FIRST_COMPLETED)
     finally:
         near[1].close()  # before anything is awaited: this may be cancelled again
         far[1].close()
@@ -207,11 +200,11 @@ async def splice(
 
 
 async def _pass_on(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_passed: Callable[[int], None], max_bytes: float
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_passed: Callable[[int], None]
 ) -> None:
     num_bytes = 0
     with suppress(*BROKEN):
-        while num_bytes < max_bytes and (data := await reader.read(BLOCK_BYTES)):
+        while num_bytes < MAX_CALL_BYTES and (data := await reader.read(BLOCK_BYTES)):
             writer.write(data)
             await writer.drain()
             num_bytes += len(data)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import socket
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import short_id
+from noloco_p2p.splice import Splice
 from noloco_p2p.swarm.dial_back import Reach
 from noloco_p2p.swarm.node import SwarmNode, end_tasks
 from noloco_p2p.swarm.punch import Puncher
@@ -38,7 +38,7 @@ from noloco_p2p.swarm.relay import (
     relays_of,
     splice,
 )
-from noloco_p2p.tcp import Endpoint
+from noloco_p2p.tcp import Endpoint, tune
 
 logger = logging.getLogger(__name__)
 
@@ -151,21 +151,21 @@ class Tunnels:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-                ends = await asyncio.open_connection(sock=connection)
             except OSError as error:  # out of descriptors, for example: not for ever
                 logger.debug("a call to %s could not be taken: %s", short_id(peer_id), error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            calling = self._own(self._call(peer_id, ends))
-            calling.add_done_callback(lambda _, writer=ends[1]: writer.close())  # also of a task that never began
+            calling = self._own(self._call(peer_id, connection))
+            calling.add_done_callback(lambda _, near=connection: near.close())  # also of a task that never began
 
-    async def _call(self, peer_id: str, ends: Ends) -> None:
+    async def _call(self, peer_id: str, near: socket.socket) -> None:
         """Carry one connection: through a hole, or by the first relay that has a way to the peer."""
         relays = relays_of(self._multiaddrs().get(peer_id, ()))
         if hole := await self._hole(peer_id, relays):
             self.last_ways[peer_id] = Reach.PUNCHED
-            await splice(ends, hole, max_bytes=math.inf, max_s=None)
+            await _carry(near, hole)
             return
+        ends = await asyncio.open_connection(sock=near.dup())  # closed by its transport; `near` with this task
         for relay, address in relays.items():
             try:
                 way, _ = await self._way(peer_id, relay, address, CALL)
@@ -175,8 +175,9 @@ class Tunnels:
             self.last_ways[peer_id] = Reach.RELAYED
             await splice(ends, way)
             return
+        ends[1].close()
 
-    async def _hole(self, peer_id: str, relays: Mapping[str, str]) -> Ends | None:
+    async def _hole(self, peer_id: str, relays: Mapping[str, str]) -> socket.socket | None:
         """A connection to the peer that no relay carries. It is tried once, by the first relay that helps."""
         clock = asyncio.get_running_loop().time
         if clock() < self._no_hole_before_s.get(peer_id, 0.0):
@@ -190,7 +191,7 @@ class Tunnels:
             try:
                 connection = await self._puncher.call(peer_id, ends, await self._mirror(relay, line))
                 self.num_holes += 1
-                return await asyncio.open_connection(sock=connection)
+                return connection
             except FAULTS as error:
                 logger.debug("no hole to %s: %s", short_id(peer_id), error or "no time is left")
             finally:
@@ -277,3 +278,14 @@ class Tunnels:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def _carry(near: socket.socket, far: socket.socket) -> None:
+    """Both ways until both have ended; closes both."""
+    tune(near)
+    ended = asyncio.Event()
+    splice = Splice(near, far, on_end=ended.set)
+    try:
+        await ended.wait()
+    finally:
+        splice.close()

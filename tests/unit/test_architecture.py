@@ -27,7 +27,7 @@ ORDER = [
     {"identity"},
     {"spec"},
     {"telemetry"},
-    {"dial_guard", "tcp"},
+    {"dial_guard", "splice", "tcp"},
     {"hosts", "rates", "atomic_file", "errors", "_version"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}

@@ -92,17 +92,21 @@ class OneWay:
 
 
 class Splice:
-    """A caller's socket `near`, and a new connection to the server on `port` of this machine; owns both.
+    """A caller's socket `near`, and `far`, that of a connection to whom it calls; owns both.
 
     `may_take`: how many more bytes of the caller may pass; `on_end` is called once, when both are closed.
-    Raises OSError when there is no port left on this machine.
     """
 
     def __init__(
-        self, near: socket.socket, port: int, *, may_take: Callable[[], int], on_end: Callable[[], None]
+        self,
+        near: socket.socket,
+        far: socket.socket,
+        *,
+        may_take: Callable[[], int] = lambda: BLOCK_BYTES,
+        on_end: Callable[[], None],
     ) -> None:
-        self._near, self._far = near, _connecting(port)
-        self.port: int = self._far.getsockname()[1]  # by which the server knows the connection
+        self._near, self._far = near, far
+        self.port: int = self._far.getsockname()[1]  # by which the server on this machine knows it
         self._on_end = on_end
         self._is_over = False
         self._in = OneWay(near, self._far, may_take=may_take, on_end=self._caller_ended)
@@ -144,8 +148,9 @@ class Splice:
         self.close()
 
 
-def _connecting(port: int) -> socket.socket:
-    """It may not be connected yet; what is sent waits for that."""
+def connecting(port: int) -> socket.socket:
+    """A connection to a server on this machine. It may not be there yet; what is sent waits for that. Raises OSError
+    when there is no port left on this machine."""
     far = socket.socket()
     try:
         far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BLOCK_BYTES)  # else megabytes would wait on this machine

@@ -1,0 +1,155 @@
+"""Holes between peers behind the routers of netlab.py: real sockets in namespaces, and a relay that is two pipes.
+
+A thread belongs to a namespace, and all its sockets do. So each side of a hole is a thread with a loop of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import uvloop
+from netlab import Access, NetLab, Node, enter
+
+from harness.nat import Router
+from harness.patience import PATIENCE_S
+from noloco_p2p.dial_guard import DialGuard
+from noloco_p2p.swarm.punch import Puncher
+from noloco_p2p.swarm.relay import BROKEN, Ends, splice
+from noloco_p2p.tcp import Endpoint, Mirror
+
+T = TypeVar("T")
+BLOCK = bytes(range(256)) * 64
+
+
+class Inside:
+    """A thread in a namespace that runs one coroutine after the other."""
+
+    def __init__(self, node: Node) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._thread.submit(enter, node.namespace).result(PATIENCE_S)
+        self._loop = uvloop.new_event_loop()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return self._thread.submit(self._loop.run_until_complete, asyncio.wait_for(work, PATIENCE_S))
+
+    def stop(self) -> None:
+        self._thread.submit(self._loop.close).result(PATIENCE_S)
+        self._thread.shutdown()
+
+
+class Middle:
+    """On the internet: tells callers from where they are seen, and joins connections to it two by two."""
+
+    def __init__(self, node: Node) -> None:
+        self._address = node.address
+        self._inside = Inside(node)
+        self._done: asyncio.Event | None = None
+        self._ports: Future[tuple[int, int]] = Future()
+        self._serving = self._inside.start(self._serve())
+        self._mirror_port, self._relay_port = self._ports.result(PATIENCE_S)
+
+    @property
+    def mirror(self) -> Endpoint:
+        return self._address, self._mirror_port
+
+    @property
+    def relay(self) -> Endpoint:
+        return self._address, self._relay_port
+
+    def stop(self) -> None:
+        assert self._done is not None
+        self._inside._loop.call_soon_threadsafe(self._done.set)
+        self._serving.result(PATIENCE_S)
+        self._inside.stop()
+
+    async def _serve(self) -> None:
+        self._done, mirror = asyncio.Event(), Mirror()
+        waiting: list[Ends] = []
+        joined: list[asyncio.Task[None]] = []
+
+        def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            waiting.append((reader, writer))
+            if len(waiting) == 2:
+                joined.append(asyncio.create_task(splice(*waiting)))
+                waiting.clear()
+
+        server = await asyncio.start_server(join, self._address, 0)
+        self._ports.set_result((await mirror.start(self._address, 0), server.sockets[0].getsockname()[1]))
+        await self._done.wait()
+        await mirror.stop()
+        server.close()
+        await asyncio.gather(*joined)
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """How two sides met. `far`: the address that the caller connected to."""
+
+    seconds: float
+    far: str
+
+
+class Homes:
+    """A lab whose node 0 is on the internet, and the others behind routers: `behind` has their routers' numbers."""
+
+    def __init__(
+        self, access: Access, routers: Sequence[Router], behind: Sequence[int], *, only_public: bool = True
+    ) -> None:
+        nodes = [None, *behind]
+        self.lab = NetLab([access] * len(nodes), routers=routers, behind=nodes)
+        self._only_public = only_public
+
+    def __enter__(self) -> Homes:
+        self.lab.__enter__()
+        self.middle = Middle(self.lab.nodes[0])
+        self._homes = [Inside(node) for node in self.lab.nodes[1:]]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.middle.stop()
+        for home in self._homes:
+            home.stop()
+        self.lab.close()
+
+    def meet(self, caller: int, called: int) -> Met | None:
+        """By a hole, over which both get what the other one says; None when there is none in time. Nodes from 1 on."""
+        calling = self._homes[caller - 1].start(self._side(is_caller=True))
+        answering = self._homes[called - 1].start(self._side(is_caller=False))
+        sides = calling.result(PATIENCE_S), answering.result(PATIENCE_S)
+        assert (sides[0] is None) == (sides[1] is None), sides
+        return sides[0]
+
+    async def _side(self, *, is_caller: bool) -> Met | None:
+        puncher = Puncher(DialGuard(only_public=self._only_public))
+        relay = await asyncio.open_connection(*self.middle.relay)
+        began_s = time.monotonic()
+        try:
+            if is_caller:
+                connection = await puncher.call("partner", relay, self.middle.mirror)
+            else:
+                connection = await puncher.answer(relay, self.middle.mirror)
+        except (*BROKEN, TimeoutError):
+            return None
+        finally:
+            relay[1].close()
+        seconds = time.monotonic() - began_s
+        with connection:
+            await _echo(connection)
+            return Met(seconds, connection.getpeername()[0])
+
+
+async def _echo(connection: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(connection, BLOCK)
+    got = b""
+    while len(got) < len(BLOCK):
+        data = await loop.sock_recv(connection, len(BLOCK) - len(got))
+        assert data, "the connection ended"
+        got += data
+    assert got == BLOCK

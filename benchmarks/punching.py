@@ -1,0 +1,286 @@
+"""Holes between peers behind every kind of router: which pairs meet, how fast, and what a swap through one costs.
+
+    python benchmarks/punching.py [--quick] [--json FILE]
+
+Emulated routers between network namespaces (netlab.py, harness/nat.py), all peers 50 ms apart, there and back. A kind
+is MAPPING/FILTERING of RFC 4787: what of the partner the port outside depends on, and what of a stranger must be known
+to be let in. Routers never keep the port of the inside, drop silently, and return nothing to the inside (no hairpin).
+
+The table: each kind against each, the side that calls in rows. Every attempt is the one of a call: ask the relay from
+where one is seen, exchange it through the relay (100 ms there and back), connect. Time is until the caller has the
+connection; a dash is a pair without a hole in all attempts, whose calls go by the relay.
+
+The swaps: production ones over lines of 100 Mbit/s, through p2pd, the tunnels and the relay of real peers, in turn by
+a hole, by the relay, and directly between two peers without routers. Bytes are those that the relay passed on for a
+swap. Needs root (see netlab.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from claims import Claim, run
+from harness.holes import Homes
+from harness.nat import Router
+from netlab import LabError, NetLab, enter, home
+from pair import PATIENCE_S, BarePeer
+
+from noloco_p2p.dial_guard import DialGuard
+from noloco_p2p.gossip.outcome import Swapped
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.identity import Identity
+from noloco_p2p.net.session import Session
+from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
+from noloco_p2p.swarm.daemon import ListenOn
+from noloco_p2p.swarm.node import SwarmNode
+from noloco_p2p.swarm.relay import Relay, Reservations
+from noloco_p2p.swarm.tunnel import Tunnels
+from noloco_p2p.tcp import Mirror
+
+ROUND_TRIP_MS, RATE_MBIT_S = 50, 100
+KINDS = (
+    "endpoint/endpoint",
+    "endpoint/address",
+    "endpoint/port",
+    "address/address",
+    "address/port",
+    "port/port",
+)
+CARRIER, BEHIND_IT = Router("endpoint", "endpoint"), "endpoint/port, carrier"  # RFC 6888 asks carriers for this one
+SPEC = RunSpec(
+    name="punching",
+    outer=OuterSpec(inner_steps=1, max_wait_s=600.0, swap_momentum=False),
+    codec=CodecSpec(slow_weights="int8", outer_gradient="int4"),
+)
+
+
+def router(kind: str, behind: int | None = None) -> Router:
+    mapping, _, filtering = kind.partition("/")
+    return Router(mapping, filtering, behind)  # pyright: ignore[reportArgumentType] - one of the three words
+
+
+def must_work(one: str, other: str) -> bool:
+    """Asked for: mapping by endpoint on both sides, or any mapping against mapping and filtering by endpoint."""
+    return all(kind.startswith("endpoint") for kind in (one, other)) or "endpoint/endpoint" in (one, other)
+
+
+def table(attempts: int) -> list[Claim]:
+    kinds = [*KINDS, BEHIND_IT]
+    carriers = [CARRIER, CARRIER]
+    routers = carriers + [router(kind) for kind in KINDS for _ in "ab"]
+    routers += [router("endpoint/port", behind=0), router("endpoint/port", behind=1), router("endpoint/port", behind=0)]
+    behind = list(range(2, len(routers)))  # a node for each router but the carriers: two for each kind
+    behind += [2 + 2 * KINDS.index("endpoint/port"), 2 + 2 * KINDS.index("port/port")]  # a second one in two homes
+    claims, rows = [], []
+    with Homes(home(rate_mbit_s=0, round_trip_ms=ROUND_TRIP_MS), routers, behind) as homes:
+        for row, one in enumerate(kinds):
+            cells = []
+            for column, other in enumerate(kinds):
+                claim = _claim(homes, f"{one} calls {other}", 1 + 2 * row, 2 + 2 * column, attempts)
+                claims.append(_must(claim) if must_work(_plain(one), _plain(other)) else claim)
+                cells.append(claim.value)
+            rows.append(cells)
+        for number, kind in enumerate(("endpoint/port", "port/port"), len(behind) - 1):
+            what = f"two behind one {kind} router"
+            claims.append(_must(_claim(homes, what, 1 + 2 * KINDS.index(kind), number, attempts)))
+        claims.append(
+            _claim(homes, "two homes of one carrier", 1 + 2 * kinds.index(BEHIND_IT), len(behind) - 2, attempts)
+        )
+    _show(kinds, rows)
+    return claims
+
+
+def _plain(kind: str) -> str:
+    return kind.partition(",")[0]
+
+
+def _claim(homes: Homes, what: str, caller: int, called: int, attempts: int) -> Claim:
+    """The median of the milliseconds; 0 when no attempt came to a hole."""
+    met = [homes.meet(caller, called) for _ in range(attempts)]
+    found = [1e3 * each.seconds for each in met if each]
+    return Claim(f"{what}: {len(found)} holes in {attempts}", median(found) if found else 0.0, "ms")
+
+
+def _must(claim: Claim) -> Claim:
+    _, _, count = claim.claim.rpartition(": ")
+    made, _, attempts = count.partition(" holes in ")
+    return Claim(claim.claim, claim.value, claim.unit, "a hole each time", made == attempts)
+
+
+def _show(kinds: Sequence[str], rows: Sequence[Sequence[float]]) -> None:
+    width = max(map(len, kinds))
+    print(f"{'calls, ms':>{width}}  " + "  ".join(kinds))
+    for kind, cells in zip(kinds, rows, strict=True):
+        shown = [f"{cell:.0f}" if cell else "-" for cell in cells]
+        print(f"{kind:>{width}}  " + "  ".join(text.rjust(len(each)) for text, each in zip(shown, kinds, strict=True)))
+
+
+# swaps
+
+
+def middle(pipe: Connection, namespace: str, address: str) -> None:
+    """A bootstrap: sends its multiaddr, and then at each word the bytes that it has passed on."""
+
+    async def serve() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            node = await _node(Path(folder) / "key", address)
+            relay = Relay(node)
+            await relay.start()
+            mirror = Mirror()
+            relay.mirror_port = await mirror.start(address, 0)
+            pipe.send(node.multiaddrs())
+            while await asyncio.to_thread(pipe.recv):
+                pipe.send(relay.passed_bytes)
+            await node.stop()
+
+    enter(namespace)
+    asyncio.run(serve())
+
+
+class Swapper(BarePeer):
+    """A peer with a p2pd of its own; `tunnels` reach the other one, whose multiaddrs are `ways`."""
+
+    def __init__(self, name: str, address: str, num_elements: int, folder: Path) -> None:
+        self.key = folder / "key"
+        self.ways: dict[str, Sequence[str]] = {}
+        session = Session(Identity.load_or_create(self.key))
+        super().__init__(name, SPEC, num_elements, host=address, session=session)
+        self.address = address
+        self.peer_id = session.identity.peer_id
+
+    async def enter(self, doors: Sequence[str]) -> list[str]:
+        """Until the relay holds a reservation: the multiaddrs by which this peer is called."""
+        self.node = await _node(self.key, self.address)
+        relay = doors[0].rpartition("/")[2]
+        self.reservations = Reservations(
+            self.node, doors=lambda: {relay: doors}, wanted=lambda: True, guard=DialGuard(only_public=True)
+        )
+        self.tunnels = Tunnels(
+            self.node,
+            live=lambda: self.directory.others,
+            multiaddrs=lambda: self.ways,
+            wanted=lambda: True,
+            server=lambda: (self.address, self.server.port),
+            take=self.server.take,
+            relays=self.reservations.relays,
+            guard=DialGuard(only_public=True),
+        )
+        await self.tunnels.start()
+        self.keeping = asyncio.create_task(self.reservations.run())
+        async with asyncio.timeout(PATIENCE_S):
+            while not self.reservations.circuits():  # noqa: ASYNC110 - nothing announces it
+                await asyncio.sleep(0.05)
+        return self.reservations.circuits()
+
+
+async def _node(key: Path, address: str) -> SwarmNode:
+    return await SwarmNode.start(key, Identity.load_or_create(key).peer_id, ListenOn(address))
+
+
+def side(name: str, pipe: Connection, namespace: str, address: str, doors: Sequence[str], num_elements: int) -> None:
+    """Swaps as it is asked to, "hole", "relay" or "direct"; sends (seconds, payload bytes, the way it took)."""
+    enter(namespace)
+    with tempfile.TemporaryDirectory() as folder:
+        peer = Swapper(name, address, num_elements, Path(folder))
+        assert peer.session is not None
+        ways = peer.on_loop(peer.enter(doors)) if doors else []
+        pipe.send((peer.peer_id, peer.session.key, f"{address}:{peer.server.port}", ways))
+        peer_id, key, other_address, peer.ways[""] = pipe.recv()
+        peer.ways = {peer_id: peer.ways[""]}
+        index = 0
+        while way := pipe.recv():
+            if name == "a":
+                peer.directory.others = [Candidate(peer_id, other_address, session_key=key)]
+            if name == "a" and doors:
+                closed = [Candidate(peer_id, "", session_key=key, can_be_called=False)]
+                peer.tunnels._no_hole_before_s[peer_id] = math.inf if way == "relay" else 0.0
+                peer.directory.others = peer.on_loop(_reached(peer, closed))
+            began_s = time.monotonic()
+            peer.open(index)
+            peer.wait_for_early()
+            peer.stage()
+            outcome = peer.exchange.collect(600.0)
+            assert isinstance(outcome, Swapped), outcome
+            seconds = time.monotonic() - began_s
+            took = str(peer.tunnels.last_ways.get(peer_id, "")) if doors else "direct"
+            pipe.send((seconds, outcome.received.bytes_received, took))
+            index += 1
+
+
+async def _reached(peer: Swapper, candidates: Sequence[Candidate]) -> list[Candidate]:
+    return list(peer.tunnels.reached(candidates))
+
+
+class Pair:
+    """Two sides in processes, told of each other."""
+
+    def __init__(self, nodes: Sequence[Any], doors: Sequence[str], num_elements: int) -> None:
+        context = get_context("spawn")
+        self._pipes: list[Any] = []
+        for name, node in zip("ab", nodes, strict=True):
+            pipe, theirs = context.Pipe()
+            arguments = (name, theirs, node.namespace, node.address, doors, num_elements)
+            context.Process(target=side, args=arguments, daemon=True).start()
+            self._pipes.append(pipe)
+        told = [pipe.recv() for pipe in self._pipes]
+        for pipe, other in zip(self._pipes, reversed(told), strict=True):
+            pipe.send(other)
+
+    def swap(self, way: str) -> float:
+        """Mbit/s each way."""
+        for pipe in self._pipes:
+            pipe.send(way)
+        (a_s, a_bytes, took), (b_s, b_bytes, _) = (pipe.recv() for pipe in self._pipes)
+        assert took == {"hole": "punched", "relay": "relayed", "direct": "direct"}[way], took
+        return (a_bytes + b_bytes) / 2 * 8e-6 / max(a_s, b_s)
+
+
+def swaps(num_elements: int, repeats: int) -> list[Claim]:
+    line = home(rate_mbit_s=RATE_MBIT_S, round_trip_ms=ROUND_TRIP_MS)
+    routers = [router("endpoint/port"), router("endpoint/port")]
+    rates: dict[str, list[float]] = {"hole": [], "relay": [], "direct": []}
+    passed: dict[str, list[float]] = {"hole": [], "relay": []}
+    with NetLab([line] * 5, routers=routers, behind=[None, 0, 1, None, None]) as lab:
+        context = get_context("spawn")
+        relay, theirs = context.Pipe()
+        node = lab.nodes[0]
+        context.Process(target=middle, args=(theirs, node.namespace, node.address), daemon=True).start()
+        closed, open_ = Pair(lab.nodes[1:3], relay.recv(), num_elements), Pair(lab.nodes[3:], (), num_elements)
+
+        def passed_on() -> int:
+            relay.send("bytes")
+            return relay.recv()
+
+        for _ in range(repeats):
+            rates["direct"].append(open_.swap("direct"))
+            for way in ("hole", "relay"):
+                before = passed_on()
+                rates[way].append(closed.swap(way))
+                passed[way].append(passed_on() - before)
+    ratio = median(hole / direct for hole, direct in zip(rates["hole"], rates["direct"], strict=True))
+    return [
+        *(Claim(f"swap, {way}", median(found), "Mbit/s") for way, found in rates.items()),
+        Claim("swap through a hole / direct one", ratio, "ratio", ">= 0.95", ratio >= 0.95),
+        *(Claim(f"passed on by the relay for a swap, {way}", median(found), "bytes") for way, found in passed.items()),
+    ]
+
+
+def measure(quick: bool) -> list[Claim]:
+    return table(1 if quick else 5) + swaps(6_000_000 if quick else 50_000_000, 1 if quick else 5)
+
+
+if __name__ == "__main__":
+    try:
+        run(measure, doc=__doc__)
+    except LabError as failure:
+        sys.exit(f"punching: {failure}")

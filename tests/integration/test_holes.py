@@ -1,0 +1,143 @@
+"""Holes through emulated routers between network namespaces: the main pairs, with real sockets, and who is left out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+
+import netlab
+import pytest
+from harness.holes import Homes
+from harness.nat import Router
+from harness.patience import PATIENCE_S
+
+from noloco_p2p.dial_guard import DialGuard
+from noloco_p2p.errors import Unreachable
+from noloco_p2p.swarm.hole import TOKEN_BYTES, Hole
+from noloco_p2p.swarm.punch import Puncher, Words
+from noloco_p2p.tcp import Mirror
+
+OPEN, BY_ADDRESS, USUAL, STRICT = (
+    Router("endpoint", "endpoint"),
+    Router("endpoint", "address"),
+    Router("endpoint", "port"),
+    Router("port", "port"),
+)
+FIRST, SECOND = (1, 2, 3, 4, 5), (6, 7, 8, 9, 10)  # nodes: one behind each router, and all kinds once more
+MATE = 11  # of the node behind the first strict router
+KINDS = [OPEN, BY_ADDRESS, USUAL, STRICT]
+
+
+def why_not() -> str:
+    try:
+        netlab.check_rights(os.geteuid())
+    except netlab.LabError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def homes() -> Iterator[Homes]:
+    carried = Router("endpoint", "port", behind=0)  # a home behind a carrier, which is of the first kind
+    routers = [*KINDS, carried, *KINDS, Router("endpoint", "port", behind=5)]
+    with Homes(netlab.home(rate_mbit_s=0, round_trip_ms=10), routers, [*range(10), 3]) as made:
+        yield made
+
+
+needs_lab = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+@needs_lab
+@pytest.mark.parametrize("one", [0, 1, 2, 4], ids=["open", "by address", "by port", "carrier"])
+@pytest.mark.parametrize("other", [0, 1, 2, 4], ids=["open", "by address", "by port", "carrier"])
+def test_routers_that_keep_one_port_for_all_partners_let_peers_meet(homes: Homes, one: int, other: int) -> None:
+    assert homes.meet(FIRST[one], SECOND[other])
+
+
+@needs_lab
+@pytest.mark.parametrize("one", [0, 1])
+def test_a_router_with_a_port_for_each_partner_meets_one_that_lets_its_address_in(homes: Homes, one: int) -> None:
+    assert homes.meet(FIRST[3], SECOND[one])
+    assert homes.meet(FIRST[one], SECOND[3])
+
+
+@needs_lab
+def test_two_such_routers_leave_it_to_the_relay(homes: Homes) -> None:
+    assert homes.meet(FIRST[3], SECOND[3]) is None
+
+
+@needs_lab
+def test_two_peers_of_one_household_meet_at_home(homes: Homes) -> None:
+    met = homes.meet(FIRST[3], MATE)
+    assert met
+    assert met.far == homes.lab.nodes[MATE].address
+
+
+# without routers: what a partner can say
+
+
+async def mirrored() -> tuple[Mirror, tuple[str, int]]:
+    mirror = Mirror()
+    return mirror, ("127.0.0.1", await mirror.start("127.0.0.1", 0))
+
+
+def test_a_port_is_seen_as_it_is_and_shared_by_what_is_bound_to_it() -> None:
+    async def main() -> None:
+        mirror, observer = await mirrored()
+        hole = Hole()
+        view = await hole.look(observer)
+        assert view.seen == view.local
+        assert 0 <= view.round_trip_s < PATIENCE_S
+        hole.close()
+        await mirror.stop()
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+
+@pytest.mark.parametrize("token", [bytes(TOKEN_BYTES), b"", b"\x16\x03\x01 TLS of somebody"])
+def test_who_does_not_know_the_token_is_not_the_partner(token: bytes) -> None:
+    async def main() -> None:
+        mirror, observer = await mirrored()
+        hole, loop = Hole(), asyncio.get_running_loop()
+        view = await hole.look(observer)
+        opening = asyncio.create_task(hole.open([], b"t" * TOKEN_BYTES, says_first=False))
+        with socket.socket() as stranger, socket.socket() as partner:
+            for each in (stranger, partner):
+                each.setblocking(False)
+                await loop.sock_connect(each, view.local)
+            await loop.sock_sendall(stranger, token)
+            await loop.sock_sendall(partner, b"t" * TOKEN_BYTES)
+            with await opening as found:
+                assert found.getpeername() == partner.getsockname()
+                assert await loop.sock_recv(partner, 64) == b"t" * TOKEN_BYTES
+                with suppress(ConnectionResetError):  # some of what it said was not read
+                    assert await loop.sock_recv(stranger, 64) == b""
+        hole.close()
+        await mirror.stop()
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+
+def test_a_partner_that_names_a_third_machine_is_stopped_by_the_guard() -> None:
+    """Its dials count as those of all who name that machine."""
+
+    async def main() -> None:
+        mirror, observer = await mirrored()
+        guard = DialGuard()
+        for _ in range(20):
+            await guard.way("somebody", "127.0.0.9")
+        near, far = socket.socketpair()
+        relay, liar = await asyncio.open_connection(sock=near), await asyncio.open_connection(sock=far)
+        answering = asyncio.create_task(Puncher(guard).answer(relay, observer))
+        liar[1].write(Words(("127.0.0.9", 22), token=bytes(TOKEN_BYTES)).line())
+        with pytest.raises(Unreachable, match="led to no peer"):
+            await answering
+        for _, writer in (relay, liar):
+            writer.close()
+            await writer.wait_closed()
+        await mirror.stop()
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
