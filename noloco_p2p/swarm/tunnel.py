@@ -21,7 +21,7 @@ from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import short_id
-from noloco_p2p.splice import Splice
+from noloco_p2p.splice import BLOCK_BYTES, Splice
 from noloco_p2p.swarm.dial_back import Reach
 from noloco_p2p.swarm.node import SwarmNode, end_tasks
 from noloco_p2p.swarm.punch import Puncher
@@ -137,6 +137,8 @@ class Tunnels:
                 return None
             listener = socket.create_server(("127.0.0.1", 0))
             listener.setblocking(False)
+            # Of its connections: else megabytes would wait on this machine, and each answer behind them.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BLOCK_BYTES)
             self._ports[peer_id] = _Port(listener, self._own(self._listen(peer_id, listener)))
         return self._ports[peer_id].listener.getsockname()[1]
 
