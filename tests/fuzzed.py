@@ -40,6 +40,7 @@ from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.address_filter import believable
+from noloco_p2p.swarm.punch import Words
 from noloco_p2p.swarm.records import DOMAIN, PeerRecord, RecordError, _pack, decode_record, encode_record
 from noloco_p2p.swarm.relay import relays_of
 
@@ -222,6 +223,7 @@ def targets() -> dict[str, Target]:
             (),
             (f"/ip4/192.0.2.7/tcp/1/p2p/{ME.peer_id}/p2p-circuit".encode(),),
         ),
+        "words of a hole": Target(Words.parse, (ValueError,), (Words(("192.0.2.7", 1), ("10.0.0.7", 2)).line(),)),
     } | _codec_targets()
 
 

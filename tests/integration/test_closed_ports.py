@@ -10,6 +10,7 @@ from typing import Any
 
 import netlab
 import pytest
+from harness.nat import Router
 from harness.processes import Command, PeerProcess, small_spec, until, write_spec
 
 from noloco_p2p.control import ask
@@ -32,20 +33,39 @@ def relayed(peer: PeerProcess) -> dict[str, Any] | None:
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
-def test_peers_behind_closed_ports_swap_by_a_relay_and_are_told_what_to_open(tmp_path: Path) -> None:
-    file = write_spec(small_spec("closed"), tmp_path)
-    with netlab.NetLab([netlab.home(rate_mbit_s=0, round_trip_ms=2)] * 3) as lab:
+def test_peers_behind_closed_ports_swap_and_are_told_what_to_open(tmp_path: Path) -> None:
+    lab = netlab.NetLab([netlab.home(rate_mbit_s=0, round_trip_ms=2)] * 3)
+    with lab:
         lab.let_nothing_in(1, 2)
-        middle, *homes = lab.nodes
-        door = tmp_path / "door"
-        flags = ("--state-dir", tmp_path / "boot", "--listen", f"{middle.address}:0", "--address-file", door)
-        with Command("bootstrap", *flags, log=tmp_path / "boot.txt", namespace=middle.namespace) as bootstrap:
-            bootstrap.wait_for("others enter with:")
-            where = [partial(PeerProcess, namespace=home.namespace, host=home.address) for home in homes]
-            with where[0](file, tmp_path / "one", "--bootstrap", f"@{door}") as one:
-                found = until(lambda: relayed(one), what="a relay for the first")
-                assert "1 of 1 peers could not dial port" in found["sentence"]
-                assert "forward TCP" in found["sentence"]
-                with where[1](one.ticket, tmp_path / "two") as two:  # spec and state come by the tunnel
-                    two.swap_with(one)
-                    one.swap_with(two)
+        found, _ = swap_at_two_homes(lab, tmp_path)
+    assert "1 of 1 peers could not dial port" in found["sentence"]
+    assert "forward TCP" in found["sentence"]
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize(
+    ("kind", "way"), [(Router("endpoint", "port"), "punched"), (Router("port", "port"), "relayed")]
+)
+def test_peers_behind_routers_swap_through_a_hole_or_by_the_relay(tmp_path: Path, kind: Router, way: str) -> None:
+    line = netlab.home(rate_mbit_s=0, round_trip_ms=2)
+    with netlab.NetLab([line] * 3, routers=[kind, kind], behind=[None, 0, 1]) as lab:
+        found, neighbours = swap_at_two_homes(lab, tmp_path)
+    assert "is a private address" in found["sentence"]
+    assert list(neighbours.values()) == [way]
+
+
+def swap_at_two_homes(lab: netlab.NetLab, tmp_path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the first says of its reach, and what the second says of its neighbours once they have swapped."""
+    file = write_spec(small_spec("closed"), tmp_path)
+    middle, *homes = lab.nodes
+    door = tmp_path / "door"
+    flags = ("--state-dir", tmp_path / "boot", "--listen", f"{middle.address}:0", "--address-file", door)
+    with Command("bootstrap", *flags, log=tmp_path / "boot.txt", namespace=middle.namespace) as bootstrap:
+        bootstrap.wait_for("others enter with:")
+        where = [partial(PeerProcess, namespace=home.namespace, host=home.address) for home in homes]
+        with where[0](file, tmp_path / "one", "--bootstrap", f"@{door}") as one:
+            found = until(lambda: relayed(one), what="a relay for the first")
+            with where[1](one.ticket, tmp_path / "two") as two:  # spec and state come the same way
+                two.swap_with(one)
+                one.swap_with(two)
+                return found, (ask(two.folder, "status") or {})["neighbours"]

@@ -1,10 +1,10 @@
-"""What `noloco status` says of the stage that a peer holds."""
+"""What `noloco status` says of the stage that a peer holds, and of the ways to its neighbours."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from noloco_p2p.cli.status import stage_lines
+from noloco_p2p.cli.status import stage_lines, ways
 
 REPLY: dict[str, Any] = {
     "stage": 1,
@@ -36,3 +36,7 @@ def test_it_says_what_it_waits_for() -> None:
 
 def test_a_peer_with_a_whole_model_has_no_stage() -> None:
     assert stage_lines({**REPLY, "stage": None}) == []
+
+
+def test_neighbours_are_counted_by_how_they_are_reached() -> None:
+    assert ways({"a": "punched", "b": "direct", "c": "direct"}) == "2 direct, 1 punched"

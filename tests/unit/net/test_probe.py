@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -20,6 +21,7 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import probe
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+from noloco_p2p.tcp import ask_from_where
 
 HELLO = Hello("caller", "r", "0" * 64)
 
@@ -161,3 +163,17 @@ def test_the_host_of_a_caller(caller: str, host: str) -> None:
 def test_what_is_no_network_address_is_not_dialled(caller: str) -> None:
     with pytest.raises(CorruptPayload, match="cannot be dialled"):
         probe.caller_host(caller)
+
+
+def test_a_connection_that_asks_hears_where_it_comes_from_and_a_call_is_served_beside_it() -> None:
+    async def main() -> None:
+        async with peer() as candidate:
+            host, _, port = candidate.address.rpartition(":")
+            with socket.socket() as asking:
+                asking.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(asking, (host, int(port)))
+                assert await ask_from_where(asking) == asking.getsockname()
+                assert await asyncio.get_running_loop().sock_recv(asking, 64) == b""
+            assert (await probe.ask(candidate, HELLO, [], timeout_s=PATIENCE_S)).observed_host == "127.0.0.1"
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))

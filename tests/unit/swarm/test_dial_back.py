@@ -17,6 +17,7 @@ from noloco_p2p.swarm.dial_back import (
     Verdict,
     assess,
     is_abroad,
+    way_to,
 )
 
 PRIVATE, PUBLIC = "172.17.0.2:31337", "8.8.8.8:31337"
@@ -26,10 +27,22 @@ CLOSED: Mapping[int, str] = {31337: "no answer within 4 s", 31338: "no answer wi
 
 
 def verdict(
-    announced: str, *reached: Mapping[int, str], abroad: bool = True, calls: int = 0, relayed: bool = False
+    announced: str,
+    *reached: Mapping[int, str],
+    abroad: bool = True,
+    calls: int = 0,
+    relayed: bool = False,
+    num_holes: int = 0,
 ) -> Verdict:
-    seen = [DialBack("1.2.3.4", ports) for ports in reached]
-    return assess(announced, ports=(31337, 31338), dial_backs=seen, abroad=abroad, num_calls=calls, relayed=relayed)
+    return assess(
+        announced,
+        ports=(31337, 31338),
+        dial_backs=[DialBack("1.2.3.4", ports) for ports in reached],
+        abroad=abroad,
+        num_calls=calls,
+        relayed=relayed,
+        num_holes=num_holes,
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,6 +108,9 @@ def test_a_closed_port_comes_with_exact_advice() -> None:
     assert "forward TCP 31337 and 31338 to this machine" in found.sentence
     assert found.sentence.endswith("join with --announce 1.2.3.4")
     assert verdict(PUBLIC, CLOSED, relayed=True).state == Reach.RELAYED
+    punched = verdict(PUBLIC, CLOSED, relayed=True, num_holes=3)
+    assert punched.state == Reach.PUNCHED
+    assert "meet through holes in the routers, 3 so far" in punched.sentence
 
 
 def test_a_private_address_in_a_public_swarm_is_outbound_only_whoever_gets_through() -> None:
@@ -158,3 +174,23 @@ def test_one_that_does_not_answer_is_replaced() -> None:
 
 def test_alone_nobody_is_waited_for() -> None:
     asyncio.run(asyncio.wait_for(DialBacks(live=lambda: (), ask=Peers().ask).wait(1e6), PATIENCE_S))
+
+
+@pytest.mark.parametrize(
+    ("published", "last_way", "is_closed", "way"),
+    [
+        ("direct", None, True, Reach.DIRECT),
+        ("unknown", None, True, Reach.DIRECT),
+        ("what a later version says", None, True, Reach.DIRECT),
+        ("relayed", None, False, Reach.DIRECT),  # it dials this peer
+        ("relayed", None, True, Reach.RELAYED),
+        ("punched", None, True, Reach.RELAYED),  # with others, and not yet with this peer
+        ("relayed", Reach.PUNCHED, True, Reach.PUNCHED),
+        ("punched", Reach.RELAYED, True, Reach.RELAYED),
+        ("outbound-only", Reach.PUNCHED, True, Reach.OUTBOUND_ONLY),
+    ],
+)
+def test_a_neighbour_is_reached_as_both_sides_allow(
+    published: str, last_way: Reach | None, is_closed: bool, way: Reach
+) -> None:
+    assert way_to(published, last_way, is_closed=is_closed) is way
