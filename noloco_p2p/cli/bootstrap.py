@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from noloco_p2p.control import ControlServer
     from noloco_p2p.identity import Identity
     from noloco_p2p.swarm.dht import SwarmDirectory
+
+
+log = logging.getLogger(__name__)
 
 
 @takes_settings("listen", "announce", "state_dir", "bootstrap")
@@ -41,7 +45,7 @@ def bootstrap(
     lock = FolderLock(settings.state_dir)
     lock.acquire()
     if settings.libp2p_port:
-        check_free(settings.listen_host, settings.listen_port, settings.libp2p_port)
+        check_free(settings.listen_host, settings.libp2p_port)
     identity = Identity.load_or_create(settings.state_dir / "identity.key")
     print("starting (loading hivemind takes some seconds)", flush=True)
     uvloop.run(_serve(settings, identity, address_file=address_file))
@@ -70,8 +74,13 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
         spec_digest=None,
     )
     mirror = Mirror()
-    mirror_port = await mirror.start(settings.listen_host, settings.listen_port)
-    directory.mirror(announce_port or mirror_port)
+    try:
+        mirror_port = await mirror.start(settings.listen_host, settings.listen_port)
+        directory.mirror(announce_port or mirror_port)
+    except OSError as error:
+        log.warning(
+            "port %d is taken, so peers behind routers make no holes by this node: %s", settings.listen_port, error
+        )
     control = _control(settings, directory, leave=stop.set)
     try:
         await control.start()

@@ -135,11 +135,14 @@ class Proxy:
             self._listener = None
 
     def take(self, near: socket.socket) -> None:
-        """A connection that this machine made for a peer that calls it. Raises OSError when it has gone again."""
-        if self._listener is None or self._loop is None:
-            near.close()
-        else:
-            self._enter(near, near.getpeername())
+        """A connection that this machine made for a peer that calls it."""
+        try:
+            if self._listener is not None:
+                self._enter(near, near.getpeername())
+                return
+        except OSError as error:
+            log.debug("a connection ended at once: %s", error)
+        near.close()
 
     def close(self) -> None:
         self.shut()

@@ -84,7 +84,7 @@ class GrpcServer:
         self._proxy.open(behind)
 
     def take(self, connection: socket.socket) -> None:
-        """Serve a peer over a connection that this machine made. Raises OSError when it has gone again."""
+        """Serve a peer over a connection that this machine made."""
         self._proxy.take(connection)
 
     @property
