@@ -33,12 +33,13 @@ from noloco_p2p.swarm.relay import (
     NO,
     PUNCH,
     TUNNEL,
+    YES,
     Ends,
     open_stream_to,
     relays_of,
     splice,
 )
-from noloco_p2p.tcp import Endpoint, tune
+from noloco_p2p.tcp import Endpoint, endpoint, tune
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +211,7 @@ class Tunnels:
             try:
                 writer.write(peer_id.encode() + b"\n")
                 line = await reader.readline()
-                if line in (NO, b""):
+                if line in (NO, b"") or (protocol == CALL and line != YES):
                     raise DirectoryError("the relay cannot call it")
             except BaseException:
                 writer.close()
@@ -222,7 +223,7 @@ class Tunnels:
         hosts = sorted(await self._node.hosts_of(relay), key=lambda host: ":" in host)  # IPv4 first
         if not hosts:
             raise DirectoryError("the relay is gone")
-        return hosts[0], int(line)
+        return endpoint(hosts[0], int(line))
 
     # answering
 

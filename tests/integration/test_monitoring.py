@@ -189,7 +189,7 @@ def test_the_doctor_finds_nothing_wrong_and_is_dialled_back(swarm: Swarm) -> Non
     found = noloco("doctor", swarm.ticket, "--json", *flags)
     checks = {check["name"]: check for check in json.loads(found.stdout)["checks"]}
     assert found.returncode == 0, checks
-    for name in ("versions", "ports", "p2pd", "way in", "peers run", "clock", "reached", "the model"):
+    for name in ("versions", "ports", "p2pd", "way in", "peers run", "ways", "clock", "reached", "the model"):
         assert checks[name]["level"] == "ok", checks[name]
     assert "sees this machine as 127.0.0.1" in checks["reached"]["found"]
     assert all(check["fix"] for check in checks.values() if check["level"] in ("warning", "failed"))
