@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 from collections.abc import Callable
+from pathlib import Path
 
 BLOCK_BYTES = 256 * 1024
 # What was sent and not yet acknowledged may fill the link; what waits behind it would delay a ping.
 UNSENT_BYTES = 256 * 1024
 UNACKNOWLEDGED_MS = 5_000  # then the other machine is gone; gRPC sets the same for its own connections
-AT_ONCE = struct.pack("ii", 1, 0)  # for SO_LINGER: closed without a trace in the table of ports
 
 _block = memoryview(bytearray(BLOCK_BYTES))  # of all splices: it holds nothing between two callbacks of the loop
 
@@ -95,17 +94,23 @@ class OneWay:
 
 
 class Splice:
-    """A caller's socket `near`, and a new connection to the server on `port` of this machine; owns both.
+    """A caller's socket `near`, and a new connection to the server on the Unix socket `server`; owns both.
 
-    `may_take`: how many more bytes of the caller may pass; `on_end` is called once, when both are closed.
-    Raises OSError when there is no port left on this machine.
+    own_path: where the new connection comes from, by which the server knows it; nothing is left there.
+    may_take: how many more bytes of the caller may pass. `on_end` is called once, when both are closed.
+    Raises OSError when the server takes no connection.
     """
 
     def __init__(
-        self, near: socket.socket, port: int, *, may_take: Callable[[], int], on_end: Callable[[], None]
+        self,
+        near: socket.socket,
+        server: Path,
+        *,
+        own_path: Path,
+        may_take: Callable[[], int],
+        on_end: Callable[[], None],
     ) -> None:
-        self._near, self._far = near, _connecting(port)
-        self.port: int = self._far.getsockname()[1]  # by which the server knows the connection
+        self._near, self._far = near, _connected(server, own_path)
         self._on_end = on_end
         self._is_over = False
         self._in = OneWay(near, self._far, may_take=may_take, on_end=self._caller_ended)
@@ -131,7 +136,6 @@ class Splice:
         self._is_over = True
         for way in (self._in, self._out):
             way.stop()
-        self._far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
         self._far.close()
         self._near.close()
         self._on_end()
@@ -156,16 +160,16 @@ def tune(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _connecting(port: int) -> socket.socket:
-    """It may not be connected yet; what is sent waits for that."""
-    far = socket.socket()
+def _connected(server: Path, own_path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
     try:
-        far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BLOCK_BYTES)  # else megabytes would wait on this machine
-        far.setblocking(False)
-        far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        far.bind(("127.0.0.1", 0))
-        far.connect_ex(("127.0.0.1", port))
+        connection.setblocking(False)
+        connection.bind(str(own_path))
+        try:
+            connection.connect(str(server))
+        finally:
+            own_path.unlink()
     except OSError:
-        far.close()
+        connection.close()
         raise
-    return far
+    return connection
