@@ -16,7 +16,9 @@ neighbour in the list of a coordinate as long as the loss falls, up first and th
 moves or the runs are used up. The second cap starts where the first ended, and AdamW from the outer settings of Muon.
 The loss is the mean over replicas of the validation loss of their slow weights at the end of the schedule.
 
-**The winners** then run with the three seeds in SEEDS, none of which is that of the search.
+**The winners** and all published settings then run with the three seeds in SEEDS, none of which is that of the search.
+The finalists, which are the better one of Muon and AdamW for each rule and cap, also run at 4 and 16 replicas and, with
+one seed, in a model of 0.9M parameters.
 """
 
 from __future__ import annotations
@@ -361,6 +363,19 @@ def entrants(lab: Lab) -> dict[str, Setting]:
     return rows
 
 
+def finalists(lab: Lab) -> dict[tuple[str, str | None], Setting]:
+    """(family, cap) -> the winner of the optimizer that did better in the search."""
+
+    def searched_loss(setting: Setting) -> float:
+        return lab.loss(Run(setting, SEARCH_SEED, steps=lab.steps))
+
+    return {
+        (name, cap): min((winners(lab, name)[optimizer, cap] for optimizer in START_RATES), key=searched_loss)
+        for name, family in FAMILIES.items()
+        for cap in (CAPS if family.is_capped else (None,))
+    }
+
+
 def fitting(steps: float, inner_steps: int) -> int:
     """The longest schedule of at most `steps` that is whole rounds, and a multiple of 10."""
     unit = math.lcm(inner_steps, 10)
@@ -425,9 +440,10 @@ def seeds_of(setting: Setting, **options: Any) -> list[Run]:
 
 
 def need_tokens(lab: Lab) -> Iterator[Run]:
-    for setting, replicas in product(entrants(lab).values(), PEERS):
+    yield from need_bytes(lab)
+    for setting, replicas in product(finalists(lab).values(), PEERS):
         yield from seeds_of(setting, replicas=replicas, steps=lab.steps)
-    for setting in entrants(lab).values():
+    for setting in finalists(lab).values():
         yield Run(setting, SEEDS[0], steps=lab.steps, model="small")
 
 
