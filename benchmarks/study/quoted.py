@@ -918,7 +918,6 @@ def readme() -> list[Phrase]:
     return [
         phrase("Python 3.11 or newer"),
         phrase("Apache 2.0"),
-        phrase("lose 1 % of their packets"),
         phrase("Then the early part takes {:g} of a round at most", line("round_lengths.txt", r"fill ([\d.]+)")),
         phrase(
             "rounds of 5 steps | {:+.1f} %, for {:.1f} % of the bytes",
