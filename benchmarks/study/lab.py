@@ -473,10 +473,13 @@ def schedules_of(lab: Lab, setting: Setting) -> list[int]:
 def need_target(lab: Lab) -> Iterator[Run]:
     for setting in target_settings(lab).values():
         yield from seeds_of(setting, steps=lab.steps)
-    chosen = {place.choice(lab, name) for place, name in product(PLACES, FAMILIES)}
+    lowest = min(mean_loss(lab, setting, steps=lab.steps) for setting in target_settings(lab).values())
+    chosen = [place.choice(lab, name) for place, name in product(PLACES, FAMILIES)]
     for setting in dict.fromkeys(each[0] for each in chosen if each):
-        for steps in schedules_of(lab, setting):
-            yield from seeds_of(setting, steps=steps)
+        for steps in schedules_of(lab, setting):  # the shortest first, and none beyond one that is good enough
+            lab.complete(seeds_of(setting, steps=steps))
+            if mean_loss(lab, setting, steps=steps) <= lowest:
+                break
 
 
 def target_settings(lab: Lab) -> dict[str, Setting]:

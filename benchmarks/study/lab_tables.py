@@ -193,7 +193,7 @@ def to_target(lab: Lab, target: float) -> list[str]:
         if chosen is None:
             return None
         reached = (steps for steps in schedules_of(lab, chosen[0]) if mean_loss(lab, chosen[0], steps=steps) <= target)
-        steps = min(reached, default=None)
+        steps = next(reached, None)  # schedules come in order, the shortest first
         return None if steps is None else (place.clock(chosen[0]).seconds(steps), steps)
 
     def cell(place: Place, name: str) -> str:
