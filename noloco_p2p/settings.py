@@ -389,7 +389,7 @@ def parse_rate(rate: str) -> float:
 def parse_hours(text: str) -> tuple[int, int]:
     """22:00-07:00 -> the two times as minutes of the day. Raises ValueError."""
     match = HOURS.fullmatch(text.strip())
-    if not match or match[1, 2] == match[3, 4]:
+    if not match or match.group(1, 2) == match.group(3, 4):
         raise ValueError(f"{text!r} must be always, idle, or two different times such as 22:00-07:00")
     hours = [int(number) for number in match.groups()]
     return 60 * hours[0] + hours[1], 60 * hours[2] + hours[3]

@@ -79,20 +79,21 @@ class GpuUse:
         """
         if self._nvml is None:
             return None
-        shares = [self._share(index, own) for index in range(self._nvml.nvmlDeviceGetCount())]
+        try:
+            shares = [self._share(index, own) for index in range(self._nvml.nvmlDeviceGetCount())]
+        except self._nvml.NVMLError:  # of a card that does not count them, or a driver that was changed
+            return None
         return max((share for share in shares if share is not None), default=None)
 
     def _share(self, index: int, own: set[int]) -> float | None:
         nvml = self._nvml
+        device = nvml.nvmlDeviceGetHandleByIndex(index)
+        if own.isdisjoint(process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(device)):
+            return None
         try:
-            device = nvml.nvmlDeviceGetHandleByIndex(index)
-            if own.isdisjoint(process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(device)):
-                return None
             samples = nvml.nvmlDeviceGetProcessUtilization(device, self._since.get(index, 0))
         except nvml.NVMLError_NotFound:  # no process was busy since
             return 0.0
-        except nvml.NVMLError:  # of a card that does not count them
-            return None
         self._since[index] = max((sample.timeStamp for sample in samples), default=self._since.get(index, 0))
         return sum(sample.smUtil for sample in samples if sample.pid not in own) / 100
 

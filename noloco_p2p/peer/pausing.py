@@ -54,8 +54,9 @@ class Pausing:
     def sentence(self) -> str:
         """Why, and how it ends; empty when nobody asks."""
         if self._machine and not self.is_asked:
-            return f"{self._machine.sentence}; it goes on by itself"
-        return "`noloco resume` goes on, `noloco leave` ends it" if self._requested.is_set() else ""
+            return f"{self._machine.sentence}; training goes on by itself"
+        asked = "`noloco pause` asked for it; `noloco resume` goes on, `noloco leave` ends it"
+        return asked if self._requested.is_set() else ""
 
 
 def watch_machine(settings: PeerSettings, pausing: Pausing) -> list[asyncio.Task[None]]:

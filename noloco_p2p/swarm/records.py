@@ -94,7 +94,7 @@ TYPES["paused_by"] = "str"
 
 
 def encode_record(record: PeerRecord, identity: Identity) -> bytes:
-    """Sign and pack. Until it fits, the least useful addresses are dropped, then `sends_to`, the sketch, and the name.
+    """Sign and pack. Until it fits, the least useful addresses are dropped, then `sends_to`, the name, and the sketch.
 
     Raises RecordError when even that fails.
     """
@@ -110,10 +110,10 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
             record = replace(record, addresses=record.addresses[:-1])
         elif record.sends_to:
             record = replace(record, sends_to=())  # it is only drawn
-        elif record.sketch:
-            record = replace(record, sketch="")  # to be reached is worth more than to be measured
         elif record.name:
             record = replace(record, name="")
+        elif record.sketch:
+            record = replace(record, sketch="")  # to be reached is worth more than to be measured
         else:
             raise RecordError(
                 f"the record has {len(body)} bytes, over {MAX_RECORD_BYTES - SIGNATURE_BYTES}: shorten the host names"

@@ -62,7 +62,7 @@ class Metrics:
         "s",
         "seconds in the state training, waiting included, and those before a restart, too",
         None,
-        key="trained",
+        key="tr",
         column="trained",
         rank=8,
     )
@@ -71,7 +71,7 @@ class Metrics:
         "tokens",
         "tokens that this peer trained on, before a restart, too; in a run with stages, those that it computed",
         None,
-        key="tokens",
+        key="tk",
         column="tokens",
         rank=8,
     )

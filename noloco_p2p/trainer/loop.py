@@ -151,7 +151,7 @@ class Trainer(TrainerBase):
             self._evaluate()
         self.model.train()
         self._timed_from_s, self._aside_s = time.monotonic(), 0.0
-        while not self.finished:
+        while not self.finished and not self.peer.leave_requested.is_set():
             batch = draw(self._next_batch)
             if batch is None:
                 break
@@ -166,7 +166,7 @@ class Trainer(TrainerBase):
             elif self.peer.metrics.loss is None or time.monotonic() - self._refreshed_s >= REFRESH_S:
                 self._refresh_metrics()
             self._pause_if_asked()
-            if self.peer.leave_requested.is_set() or metrics.step == last_step:
+            if metrics.step == last_step:
                 break
         self.batches.close()
         if self.finished and metrics.rounds_here > rounds_before:  # not when it was done before a restart
