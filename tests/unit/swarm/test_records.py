@@ -241,7 +241,7 @@ def test_a_record_of_an_older_peer_still_parses() -> None:
     assert unpack(older.sketch) is None
 
 
-NAMED = changed(FULL, name="東京 Lovelace, Ada & Co.", trained_s=1.23457e6, tokens=123_456_789_012)
+NAMED = changed(FULL, name="東京 Lovelace, Ada & Comp.", trained_s=1.23457e6, tokens=123_456_789_012)
 
 
 def test_a_name_and_what_a_peer_gave_leave_room_for_the_sketch() -> None:
