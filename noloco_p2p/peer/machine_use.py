@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import psutil
@@ -61,7 +62,7 @@ class GpuUse:
         self._nvml: Any = None
         self._since: dict[int, int] = {}  # time of the newest sample that was read of each GPU, as NVML counts it
         try:
-            import pynvml
+            pynvml = import_module("pynvml")
         except ModuleNotFoundError:
             self.why_unknown = "the package nvidia-ml-py is not installed"
             return

@@ -47,7 +47,7 @@ def verbs(peer: Controlled) -> dict[str, Handler]:
         return {
             "was_asked": was_asked,
             "state": peer.state,
-            "stays_because": peer.pausing.sentence,
+            "stays_because": "" if peer.state == "done" else peer.pausing.sentence,
             "pid": os.getpid(),
         }
 
