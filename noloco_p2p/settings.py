@@ -134,9 +134,7 @@ class PeerSettings(BaseModel):
     ] = ""
     name: Annotated[
         str,
-        about(
-            f"A name for this peer, which everybody can read; it proves nothing. Up to {peer_name.MAX_CHARS} letters."
-        ),
+        about(f"A name that everybody can read, up to {peer_name.MAX_CHARS} characters; it proves nothing."),
         Flag(default="none"),
     ] = ""
     hide_contribution: Annotated[bool, about("Leave hours and tokens out of what others can read.")] = False
@@ -148,12 +146,15 @@ class PeerSettings(BaseModel):
         ),
         Flag(metavar="always|idle|HH:MM-HH:MM"),
     ] = "always"
-    on_battery: Annotated[Literal["always", "never"], about("never: pause while the machine runs on its battery.")] = (
-        "always"
-    )
+    on_battery: Annotated[
+        Literal["always", "never"],
+        about("never: pause while the machine runs on its battery."),
+        Flag(metavar="always|never"),
+    ] = "always"
     on_busy_gpu: Annotated[
         Literal["always", "never"],
         about("never: pause while another program computes on the GPU of this peer (NVIDIA)."),
+        Flag(metavar="always|never"),
     ] = "always"
     max_loss_rise: Annotated[
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,

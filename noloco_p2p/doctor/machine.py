@@ -96,9 +96,10 @@ def accelerator() -> Check:
 
 def free_time() -> Check:
     """What `--when idle`, `--on-battery` and `--on-busy-gpu` can go by here."""
-    powered = {None: "no battery is seen", True: "it runs on its battery", False: "its battery is plugged in"}
-    gpu = GpuUse().why_unknown or "NVML tells what other programs do on the GPUs"
-    return Check("free time", "ok", f"{powered[on_battery()]}; the processor's use by others is seen; {gpu}")
+    powered = {None: "no battery", True: "a battery, which it runs on", False: "a battery, which is plugged in"}
+    why_unknown = GpuUse().why_unknown
+    gpu = f"not known, as {why_unknown}" if why_unknown else "NVML tells it"
+    return Check("free time", "ok", f"{powered[on_battery()]}; GPU use of other programs: {gpu}")
 
 
 def codec_speed(name: str = "int8") -> Check:

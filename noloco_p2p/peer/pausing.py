@@ -59,12 +59,12 @@ class Pausing:
         return asked if self._requested.is_set() else ""
 
 
-def watch_machine(settings: PeerSettings, pausing: Pausing) -> list[asyncio.Task[None]]:
+async def watch_machine(settings: PeerSettings, pausing: Pausing) -> list[asyncio.Task[None]]:
     """The task that looks at this machine; none where the settings let the peer train at any time."""
     free_time = FreeTime(settings)
     if not free_time.is_limited:
         return []
-    gpu = GpuUse() if free_time.spares_gpu else None
+    gpu = await asyncio.to_thread(GpuUse) if free_time.spares_gpu else None  # a driver may take a second to answer
     if gpu and gpu.why_unknown and settings.on_busy_gpu == "never":
         log.warning("--on-busy-gpu never is ignored: %s", gpu.why_unknown)
     return [asyncio.create_task(watch(free_time, pausing, MachineUse(gpu=gpu).look))]

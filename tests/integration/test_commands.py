@@ -250,7 +250,8 @@ def test_a_named_peer_waits_for_its_hours_and_says_so(
     swarm: Swarm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     later = hours(120, 180, now=datetime.now())
-    with PeerProcess(swarm.first.ticket, tmp_path / "owl", "--name", "  Night Owl", "--when", later) as owl:
+    flags = ("--name", "  Night Owl", "--when", later, "--hide-contribution")
+    with PeerProcess(swarm.first.ticket, tmp_path / "owl", *flags) as owl:
 
         def say(verb: str, *flags: str) -> str:
             assert run([verb, "--state-dir", str(owl.folder), *flags]) == 0
@@ -269,6 +270,8 @@ def test_a_named_peer_waits_for_its_hours_and_says_so(
         seen = json.loads(noloco("monitor", swarm.first.ticket, "--json").stdout)["peers"]
         [shown] = [peer for peer in seen if peer["peer_id"] == owl.peer_id]
         assert (shown["name"], shown["state"], shown["paused_by"]) == ("Night Owl", "paused", "hours")
+        assert (shown["trained_s"], shown["tokens"]) == (None, None), "hidden"
+        assert all(peer["tokens"] > 0 for peer in seen if peer["peer_id"] == swarm.first.peer_id)
         assert "the peer has left" in say("leave")
         assert owl.wait() == 0
         assert owl.event("stopped")["step"] == 0

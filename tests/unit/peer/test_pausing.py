@@ -81,7 +81,7 @@ def test_the_task_pauses_and_goes_on_with_what_is_seen_and_survives_a_failed_loo
 
 
 async def _tasks(settings: PeerSettings) -> int:
-    tasks = watch_machine(settings, Pausing(threading.Event()))
+    tasks = await watch_machine(settings, Pausing(threading.Event()))
     await end_tasks(tasks)
     return len(tasks)
 
