@@ -14,16 +14,31 @@ H1 Undone. Until c comes, a replica stands -c from the middle of its pair, and i
    what is left of the distance instead of c takes the cost away (`what is left`); (d) the cost falls with the rate.
 H2 Stale mixing. Slow weights travel during a round, so those that meet in the next swap lack the corrections that came
    meanwhile. It predicts that `mixes corrected weights` takes the cost away.
-H3 Lonely rounds. On a link that carries late parts into the next round, offers queue, and 14 % of the rounds found no
-   partner in the study that showed 9.5 %. It predicts that the same share of lonely rounds, all else waiting, costs
-   as much (`lonely`).
+H3 Solo rounds. On a link that carries late parts into the next round, offers queue, and 14 % of the rounds found no
+   partner in the study that showed 9.5 %. It predicts that the same share of solo rounds, all else waiting, costs as
+   much (`solo`).
 H4 Noise of one partner. It predicts that a late mean of all replicas costs less than the late half of a pair (`late
    mean of all` against `mean of all`).
+
+One seed spoke against H1, H3 and H4, and for a part of H2. Stated after that seed and before the others:
+
+H5 Two halves of one swap that do not fit together. The early half mixes slow weights as they were when the round began,
+   without the correction of the swap before; the late half mixes outer gradients that leave this correction out, too.
+   So the difference between partners that a correction brings is never averaged in the next swap. It predicts that
+   (a) waiting for corrections, but mixing weights without them, costs about as much (`waiting, mixes stale weights`);
+   (b) a late part that counts from the weights that travelled, fast weights minus those instead of minus the corrected
+   slow weights, helps as much as `mixes corrected weights` and sends nothing more (`counted from what travelled`);
+   (c) how late a correction comes matters less than that it is late at all.
+H6 What is left after that is lateness itself: the steps between boundary and correction start from weights that are not
+   mixed. It predicts that it grows with the number of these steps.
+H7 The rule of the inner optimizer matters little: Muon, as `noloco init` writes it, loses by H5 as well.
 
 `quadratic`: independent directions with known curvature, noisy gradients, plain steps. What is left in each direction
 follows from H1 without a fit. `toy`: the toy of the studies with AdamW at 4e-3, rounds of 5 steps, 0 1 1, all in one
 loop. `undone` is what H1 is about, measured: of the distance between partners along c, the share that is gone when c
-comes, over all elements, and over the tenth with the largest second moments of Adam (`curved`).
+comes, over all elements, and over the tenth with the largest second moments of Adam (`curved`). `apart`: distance of
+the replicas from their mean as a share of its norm, at the first and at the last step of a round, in the second half
+of the run; `gradient_norm` likewise, before clipping.
 """
 
 from __future__ import annotations
@@ -51,8 +66,9 @@ from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer.inner_step import InnerStep
 
 REPLICAS, ROUND = 8, 5
+MEASURED = ("apart", "gradient_norm")
 CURVED = 0.1  # share of the elements, those with the largest second moments
-RATE = 4e-3
+RATE, MUON_RATE = 4e-3, 24e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +76,10 @@ class Variant:
     """late: steps between a boundary and its correction, at most a round; 0 = waiting.
 
     part: of the correction that is late; the rest comes at the boundary. adds: c itself, nothing, or what is left of
-    the distance of the two along c. group: what is mixed, a pair or all replicas. mixes_corrected: a swap mixes slow
-    weights with all corrections. lonely: share of the rounds of a replica without a partner.
+    the distance of the two along c. group: what is mixed, a pair or all replicas. mixes: slow weights as the round
+    began, with all corrections since, or without the last correction even where that was waited for. counts_from: what
+    the late part of a swap is counted from, the slow weights with all corrections or those that travelled. solo: share
+    of the rounds of a replica without a partner.
     """
 
     name: str
@@ -69,8 +87,10 @@ class Variant:
     part: str = "all"  # all, curved, flat
     adds: str = "correction"  # correction, nothing, left
     group: str = "pair"  # pair, everybody
-    mixes_corrected: bool = False
-    lonely: float = 0.0
+    mixes: str = "travelled"  # travelled, corrected, stale
+    counts_from: str = "slow"  # slow, travelled
+    solo: float = 0.0
+    optimizer: str = "adamw"
     rate: float = RATE
 
 
@@ -82,10 +102,16 @@ VARIANTS = [
     Variant("what is left", LATE, adds="left"),
     Variant("curved late", LATE, part="curved"),
     Variant("flat late", LATE, part="flat"),
-    Variant("mixes corrected weights", LATE, mixes_corrected=True),
+    Variant("mixes corrected weights", LATE, mixes="corrected"),
+    Variant("late by 1, mixes corrected weights", 1, mixes="corrected"),
+    Variant("waiting, mixes stale weights", mixes="stale"),
+    *(Variant(f"late by {late}, counted from what travelled", late, counts_from="travelled") for late in (1, LATE, 4)),
     Variant("mean of all", group="everybody"),
     Variant("late mean of all", LATE, group="everybody"),
-    Variant("lonely", lonely=0.14),
+    Variant("solo", solo=0.14),
+    Variant("Muon, waiting", optimizer="muon", rate=MUON_RATE),
+    Variant(f"Muon, late by {LATE}", LATE, optimizer="muon", rate=MUON_RATE),
+    Variant("Muon, counted from what travelled", LATE, counts_from="travelled", optimizer="muon", rate=MUON_RATE),
     *(
         Variant(f"{name}, rate {rate:g}", late, rate=rate)
         for rate in (1e-3, 8e-3)
@@ -106,7 +132,8 @@ class Toy:
     """All replicas in one loop. Rows of the vectors are replicas."""
 
     def __init__(self, variant: Variant, *, steps: int, seed: int) -> None:
-        changes = {"train.total_steps": steps, "train.learning_rate": variant.rate, **averaging(ROUND)}
+        train = {"total_steps": steps, "learning_rate": variant.rate, "inner_optimizer": variant.optimizer}
+        changes = {**{f"train.{name}": value for name, value in train.items()}, **averaging(ROUND)}
         spec = seeded(TrainerSpec.load(TOY).with_changes(changes, origin=variant.name), seed)
         self.variant = variant
         self.steps = steps
@@ -120,12 +147,15 @@ class Toy:
         self.correction = torch.zeros_like(self.slow)
         self.matrix = torch.eye(REPLICAS)  # as of `pairs`, in this round
         self.undone: dict[str, list[float]] = {"all": [], "curved": []}
+        self.measured: dict[str, list[float]] = {f"{what}_{at}": [] for what in MEASURED for at in ("first", "last")}
 
     def run(self) -> dict[str, Any]:
         for step in range(self.steps):
             for inner, batches in zip(self.inner, self.batches, strict=True):
                 inner(next(batches), progress=step / self.steps)
             in_round = step % ROUND + 1
+            if step >= self.steps // 2 and in_round in (1, ROUND):
+                self.measure("first" if in_round == 1 else "last")
             if in_round == self.variant.late:
                 self.correct()
             if in_round == ROUND:
@@ -133,18 +163,27 @@ class Toy:
         self.correct()
         judged = judge(self.material, list(self.slow))
         undone = {f"undone_{name}": fmean(each) if each else None for name, each in self.undone.items()}
-        return {name: judged[name] for name in ("loss", "merged_loss", "spread")} | undone
+        measured = {name: fmean(each) for name, each in self.measured.items()}
+        return {name: judged[name] for name in ("loss", "merged_loss", "spread")} | undone | measured
+
+    def measure(self, at: str) -> None:
+        fast = self.fast()
+        mean = fast.mean(0)
+        self.measured[f"apart_{at}"].append(((fast - mean).norm(dim=1).mean() / mean.norm()).item())
+        norms = [inner.gradient_norm.item() for inner in self.inner if inner.gradient_norm is not None]
+        self.measured[f"gradient_norm_{at}"].append(fmean(norms))
 
     def swap(self) -> None:
         gradient = self.fast() - self.slow
         self.matrix = self.groups()
-        mixed = self.slow if self.variant.mixes_corrected else self.travelling
+        mixed = self.slow if self.variant.mixes == "corrected" else self.travelling
         offset = self.matrix @ mixed - mixed
-        correction = self.matrix @ gradient - gradient
+        counted = self.fast() - self.travelling if self.variant.counts_from == "travelled" else gradient
+        correction = self.matrix @ counted - counted
         late = self.mask() if self.variant.late else torch.zeros_like(correction, dtype=torch.bool)
         self.correction = correction * late
         self.slow += gradient + offset + correction * ~late
-        self.travelling = self.slow.clone()
+        self.travelling = self.slow - correction if self.variant.mixes == "stale" else self.slow.clone()
         self.write(self.slow)
 
     def correct(self) -> None:
@@ -153,8 +192,10 @@ class Toy:
         fast = self.fast()
         left = self.matrix @ fast - fast  # to the mean of the group, now
         added = self.correction if self.variant.adds == "correction" else torch.zeros_like(left)
-        curved = self.curved()
-        for name, chosen in (("all", torch.ones_like(curved)), ("curved", curved)):
+        parts = {"all": torch.ones_like(fast)}
+        if self.variant.optimizer == "adamw":
+            parts["curved"] = self.curved()
+        for name, chosen in parts.items():
             size = (self.correction.square() * chosen).sum()
             if size:
                 self.undone[name].append(1 - ((left * self.correction * chosen).sum() / size).item())
@@ -178,7 +219,7 @@ class Toy:
     def groups(self) -> Tensor:
         if self.variant.group == "everybody":
             return torch.full((REPLICAS, REPLICAS), 1 / REPLICAS)
-        return pairs(self.rng, [number for number in range(REPLICAS) if self.rng.random() >= self.variant.lonely])
+        return pairs(self.rng, [number for number in range(REPLICAS) if self.rng.random() >= self.variant.solo])
 
     def mask(self) -> Tensor:
         if self.variant.part == "all":
@@ -204,7 +245,10 @@ class Toy:
             flat.write(0, row)
 
 
-IN_QUADRATIC = ("waiting", f"late by {LATE}", "dropped", "what is left", "mixes corrected weights")
+IN_QUADRATIC = (
+    *("waiting", f"late by {LATE}", "dropped", "what is left", "mixes corrected weights"),
+    *("waiting, mixes stale weights", f"late by {LATE}, counted from what travelled"),
+)
 CURVATURES = (0.02, 0.1, 0.3, 0.6, 1.0)  # times the rate: the share that one step takes away
 
 
@@ -246,10 +290,11 @@ def spread(variant: Variant, curvature: float, copies: int = 4000, rounds: int =
             slow, fast = slow + added, fast + added
         if in_round == ROUND:
             matrix, gradient = pairs(rng, range(REPLICAS)), fast - slow
-            correction = matrix @ gradient - gradient
-            mixed = slow if variant.mixes_corrected else travelling
+            counted = fast - travelling if variant.counts_from == "travelled" else gradient
+            correction = matrix @ counted - counted
+            mixed = slow if variant.mixes == "corrected" else travelling
             slow = slow + gradient + matrix @ mixed - mixed + (0 if variant.late else 1) * correction
-            travelling, fast = slow.clone(), slow.clone()
+            travelling, fast = slow - (variant.mixes == "stale") * correction, slow.clone()
         if step >= rounds * ROUND // 2:
             measured.append((fast - fast.mean(0)).square().mean().item())
     return fmean(measured)
