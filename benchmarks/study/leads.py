@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from study import CLOSED, MODULO, SHORT, TOY, machine, muon, show
+from study import CLOSED, MODULO, TOY, averaging, machine, muon, show
 from torch import Tensor
 
 from noloco_p2p.gossip.pairing import Pairing
@@ -182,12 +182,14 @@ def _swaps(rates: Sequence[float], power: float, at_peak: float) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """`family`: leads of one kept go on to the other seeds, the best on the first one."""
+    """family: of those that share one, the best on the first seed goes on to the other seeds. longest: inner steps of a
+    round; partners refuse longer ones."""
 
     name: str
     change: Change = lambda replica: None
     family: str = ""
     num_replicas: int = 8
+    longest: int = 5
 
 
 LEADS = [
@@ -195,16 +197,16 @@ LEADS = [
     Lead("draw", draw_longest_ago),
     *(Lead(f"align {share:g}", align(share), "align") for share in (0.1, 0.3)),
     *(Lead(f"quasi-global {share:g}", quasi_global(share), "quasi-global") for share in (0.3, 0.6)),
-    Lead("rounds by the square of the rate", planned(2)),
-    Lead("rounds by the rate", planned(1)),
-    Lead("late swaps", planned(2, is_reversed=True)),
+    Lead("rounds by the square of the rate", planned(2), longest=LONGEST),
+    Lead("rounds by the rate", planned(1), longest=LONGEST),
+    Lead("late swaps", planned(2, is_reversed=True), longest=LONGEST),
     Lead("4 replicas: today", num_replicas=4),
     Lead("4 replicas: draw", draw_longest_ago, num_replicas=4),
 ]
 
 
 def run_lead(lead: Lead, seed: int) -> dict[str, Any]:
-    changes = {"train.total_steps": STEPS, **muon(24e-3), **SHORT, **MODULO, **CLOSED}
+    changes = {"train.total_steps": STEPS, **muon(24e-3), **averaging(lead.longest), **MODULO, **CLOSED}
     spec = TrainerSpec.load(TOY).with_changes(changes, origin=lead.name)
     watchers: dict[int, Watcher] = {}
     step = outer_state.outer_step
