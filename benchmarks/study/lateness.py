@@ -1,6 +1,6 @@
 """Why late corrections cost loss although they leave the mean where it was: experiments that separate the causes.
 
-    python benchmarks/study/lateness.py quadratic|toy [--steps 200] [--seeds 0] [--json FILE]
+    python benchmarks/study/lateness.py quadratic|toy|curvature [--steps 200] [--seeds 0] [--json FILE]
 
 A round ends with a swap: a replica has moved by its own outer gradient g_i, and the correction c = (g_j - g_i) / 2
 takes it to the mean of the pair. Eager training adds c some steps L later. c is opposite for the two partners, so it
@@ -33,21 +33,34 @@ H6 What is left after that is lateness itself: the steps between boundary and co
    mixed. It predicts that it grows with the number of these steps.
 H7 The rule of the inner optimizer matters little: Muon, as `noloco init` writes it, loses by H5 as well.
 
+Stated after the first seed of H5 and H6, in which late replicas stayed as close together as waiting ones, had smaller
+gradients and a higher loss:
+
+H8 Stable steps. Averaging damps what the steps of each replica do in the steepest directions, where the rate is near
+   the bound beyond which steps diverge. A late correction damps less or excites, so that the swarm has to stay where
+   the loss is less curved. It predicts that (a) the curvature beside that bound is smaller when corrections are late,
+   at the same distance between replicas (`curvature`); (b) to wait in the last quarter of the run alone, while the rate
+   falls, takes back much of the cost (`late by 2, waiting at the end`), and to be late in that quarter alone costs
+   little (`late by 2 at the end`).
+
 `quadratic`: independent directions with known curvature, noisy gradients, plain steps. What is left in each direction
 follows from H1 without a fit. `toy`: the toy of the studies with AdamW at 4e-3, rounds of 5 steps, 0 1 1, all in one
 loop. `undone` is what H1 is about, measured: of the distance between partners along c, the share that is gone when c
 comes, over all elements, and over the tenth with the largest second moments of Adam (`curved`). `apart`: distance of
 the replicas from their mean as a share of its norm, at the first and at the last step of a round, in the second half
-of the run; `gradient_norm` likewise, before clipping.
+of the run; `gradient_norm` likewise, before clipping. `curvature`: the same runs up to half of their steps; then the
+largest eigenvalue of the Hessian in the units of Adam, times the learning rate, over (2 + 2 b) / (1 - b), beyond which
+steps with a first moment of decay b diverge on a quadratic (Cohen et al., 2207.14484); mean of two replicas.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -56,7 +69,9 @@ from typing import Any
 import torch
 from study import TOY, averaging, machine
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from noloco_p2p.optim.schedule import learning_rate
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.result import judge
@@ -90,6 +105,8 @@ class Variant:
     mixes: str = "travelled"  # travelled, corrected, stale
     counts_from: str = "slow"  # slow, travelled
     solo: float = 0.0
+    waits_from: float = 1.0  # share of the run from which on nothing is late
+    late_from: float = 0.0  # and up to which nothing is
     optimizer: str = "adamw"
     rate: float = RATE
 
@@ -104,7 +121,10 @@ VARIANTS = [
     Variant("flat late", LATE, part="flat"),
     Variant("mixes corrected weights", LATE, mixes="corrected"),
     Variant("late by 1, mixes corrected weights", 1, mixes="corrected"),
+    Variant("late by 4, mixes corrected weights", 4, mixes="corrected"),
     Variant("waiting, mixes stale weights", mixes="stale"),
+    Variant(f"late by {LATE}, waiting at the end", LATE, waits_from=0.75),
+    Variant(f"late by {LATE} at the end", LATE, late_from=0.75),
     *(Variant(f"late by {late}, counted from what travelled", late, counts_from="travelled") for late in (1, LATE, 4)),
     Variant("mean of all", group="everybody"),
     Variant("late mean of all", LATE, group="everybody"),
@@ -146,20 +166,26 @@ class Toy:
         self.travelling = self.slow.clone()  # what partners get: as it was when the round began
         self.correction = torch.zeros_like(self.slow)
         self.matrix = torch.eye(REPLICAS)  # as of `pairs`, in this round
+        self.is_late = False  # the correction of this round
         self.undone: dict[str, list[float]] = {"all": [], "curved": []}
         self.measured: dict[str, list[float]] = {f"{what}_{at}": [] for what in MEASURED for at in ("first", "last")}
 
-    def run(self) -> dict[str, Any]:
-        for step in range(self.steps):
+    def train(self, until: int) -> None:
+        for step in range(until):
             for inner, batches in zip(self.inner, self.batches, strict=True):
                 inner(next(batches), progress=step / self.steps)
             in_round = step % ROUND + 1
             if step >= self.steps // 2 and in_round in (1, ROUND):
                 self.measure("first" if in_round == 1 else "last")
-            if in_round == self.variant.late:
+            if in_round == self.variant.late and self.is_late:
                 self.correct()
             if in_round == ROUND:
+                share = (step + 1) / self.steps
+                self.is_late = self.variant.late > 0 and self.variant.late_from <= share < self.variant.waits_from
                 self.swap()
+
+    def run(self) -> dict[str, Any]:
+        self.train(self.steps)
         self.correct()
         judged = judge(self.material, list(self.slow))
         undone = {f"undone_{name}": fmean(each) if each else None for name, each in self.undone.items()}
@@ -173,6 +199,14 @@ class Toy:
         norms = [inner.gradient_norm.item() for inner in self.inner if inner.gradient_norm is not None]
         self.measured[f"gradient_norm_{at}"].append(fmean(norms))
 
+    def curvature(self) -> float:
+        """As in the heading, after `train`."""
+        rate = learning_rate(self.inner[0].train, 0.5)
+        decay = self.inner[0].train.adam_beta1
+        batches = [torch.cat([next(batches) for _ in range(4)]) for batches in self.batches[:2]]
+        found = [largest_eigenvalue(*pair) for pair in zip(self.inner[:2], batches, strict=True)]
+        return fmean(found) * rate * (1 - decay) / (2 + 2 * decay)
+
     def swap(self) -> None:
         gradient = self.fast() - self.slow
         self.matrix = self.groups()
@@ -180,7 +214,7 @@ class Toy:
         offset = self.matrix @ mixed - mixed
         counted = self.fast() - self.travelling if self.variant.counts_from == "travelled" else gradient
         correction = self.matrix @ counted - counted
-        late = self.mask() if self.variant.late else torch.zeros_like(correction, dtype=torch.bool)
+        late = self.mask() if self.is_late else torch.zeros_like(correction, dtype=torch.bool)
         self.correction = correction * late
         self.slow += gradient + offset + correction * ~late
         self.travelling = self.slow - correction if self.variant.mixes == "stale" else self.slow.clone()
@@ -245,6 +279,33 @@ class Toy:
             flat.write(0, row)
 
 
+def largest_eigenvalue(inner: InnerStep, batch: Tensor, num_iterations: int = 20) -> float:
+    """Of the Hessian of the loss, between the roots of Adam's scales, by power iteration."""
+    (adam,) = inner.optimizers
+    decay, eps = adam.param_groups[0]["betas"][1], adam.param_groups[0]["eps"]
+    parameters = [*inner.trainable.values()]
+    scales = []
+    for state in (adam.state[parameter] for parameter in parameters):
+        moment = state["exp_avg_sq"] / (1 - decay ** float(state["step"]))
+        scales.append((moment.sqrt() + eps).rsqrt())
+    generator = torch.Generator().manual_seed(0)
+    vector = [torch.randn(scale.shape, generator=generator) for scale in scales]
+    length = 0.0
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivatives
+        gradients = torch.autograd.grad(inner.loss(batch), parameters, create_graph=True)
+        for _ in range(num_iterations):
+            norm = math.sqrt(sum(float(part.square().sum()) for part in vector))
+            scaled = [part / norm * scale for part, scale in zip(vector, scales, strict=True)]
+            products = torch.autograd.grad(gradients, parameters, scaled, retain_graph=True)
+            vector = [product * scale for product, scale in zip(products, scales, strict=True)]
+            length = math.sqrt(sum(float(part.square().sum()) for part in vector))
+    return length
+
+
+IN_CURVATURE = (
+    *("waiting", "late by 1", f"late by {LATE}", "late by 4", "mixes corrected weights"),
+    "waiting, mixes stale weights",
+)
 IN_QUADRATIC = (
     *("waiting", f"late by {LATE}", "dropped", "what is left", "mixes corrected weights"),
     *("waiting, mixes stale weights", f"late by {LATE}, counted from what travelled"),
@@ -300,51 +361,66 @@ def spread(variant: Variant, curvature: float, copies: int = 4000, rounds: int =
     return fmean(measured)
 
 
+def trained(variant: Variant, steps: int, seed: int) -> dict[str, Any]:
+    return Toy(variant, steps=steps, seed=seed).run()
+
+
+def curvature(variant: Variant, steps: int, seed: int) -> dict[str, Any]:
+    toy = Toy(variant, steps=steps, seed=seed)
+    toy.train(steps // 2)
+    return {"curvature": toy.curvature()}
+
+
+EXPERIMENTS = {
+    "toy": (VARIANTS, trained),
+    "curvature": ([one for one in VARIANTS if one.name in IN_CURVATURE], curvature),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", choices=["quadratic", "toy"])
+    parser.add_argument("experiment", choices=["quadratic", *EXPERIMENTS])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.experiment == "quadratic":
-        for row in quadratic():
-            print(
-                "  ".join(
-                    f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}"
-                    for name, value in row.items()
-                )
-            )
-        return
     report: dict[str, Any] = {"machine": machine(), "steps": args.steps, "rows": []}
+    if args.experiment == "quadratic":
+        report = {"rows": quadratic()}
+        for row in report["rows"]:
+            print(described(row))
+        save(report, args.json)
+        return
     if args.json and args.json.exists():
         report = json.loads(args.json.read_text(encoding="utf-8"))
         assert report["steps"] == args.steps, "the file is of another length"
     done = {(row["name"], row["seed"]) for row in report["rows"]}
+    variants, experiment = EXPERIMENTS[args.experiment]
     missing = [
         (variant, seed)
         for seed in map(int, args.seeds.split(","))
-        for variant in VARIANTS
+        for variant in variants
         if (variant.name, seed) not in done
     ]
-    print(f"{len(missing)} runs, about {len(missing) * args.steps * 0.08 / 60:.0f} minutes of a core", flush=True)
+    print(f"{len(missing)} runs, at most {len(missing) * args.steps * 0.08 / 60:.0f} minutes of a core", flush=True)
     for variant, seed in missing:
         began_s = time.process_time()
-        result = Toy(variant, steps=args.steps, seed=seed).run()
-        report["rows"].append({**asdict(variant), "seed": seed, **result, "cpu_s": time.process_time() - began_s})
-        undone = " ".join(
-            f"{name} {100 * result[f'undone_{name}']:.0f} %"
-            for name in ("all", "curved")
-            if result[f"undone_{name}"] is not None
-        )
-        print(
-            f"{variant.name:<26} seed {seed}  loss {result['loss']:.4f}  merged {result['merged_loss']:.4f}  "
-            f"spread {100 * result['spread']:.2f} %  undone {undone or '-'}",
-            flush=True,
-        )
-        if args.json:
-            args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        found = experiment(variant, args.steps, seed)
+        print(f"{variant.name}, seed {seed}: {described(found)}", flush=True)
+        report["rows"].append({**asdict(variant), "seed": seed, **found, "cpu_s": time.process_time() - began_s})
+        save(report, args.json)
+
+
+def described(row: Mapping[str, Any]) -> str:
+    return "  ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
+    )
+
+
+def save(report: Mapping[str, Any], path: Path | None) -> None:
+    if path:
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
