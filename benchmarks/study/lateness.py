@@ -97,7 +97,7 @@ class Variant:
     of the rounds of a replica without a partner.
     """
 
-    name: str
+    case: str
     late: int = 0
     part: str = "all"  # all, curved, flat
     adds: str = "correction"  # correction, nothing, left
@@ -154,7 +154,7 @@ class Toy:
     def __init__(self, variant: Variant, *, steps: int, seed: int) -> None:
         train = {"total_steps": steps, "learning_rate": variant.rate, "inner_optimizer": variant.optimizer}
         changes = {**{f"train.{name}": value for name, value in train.items()}, **averaging(ROUND)}
-        spec = seeded(TrainerSpec.load(TOY).with_changes(changes, origin=variant.name), seed)
+        spec = seeded(TrainerSpec.load(TOY).with_changes(changes, origin=variant.case), seed)
         self.variant = variant
         self.steps = steps
         self.material = Material.of(spec, {})
@@ -307,10 +307,18 @@ IN_CURVATURE = (
     "waiting, mixes stale weights",
 )
 IN_QUADRATIC = (
-    *("waiting", f"late by {LATE}", "dropped", "what is left", "mixes corrected weights"),
+    *("waiting", "late by 1", f"late by {LATE}", "late by 4", "dropped", "what is left", "mixes corrected weights"),
     *("waiting, mixes stale weights", f"late by {LATE}, counted from what travelled"),
 )
-CURVATURES = (0.02, 0.1, 0.3, 0.6, 1.0)  # times the rate: the share that one step takes away
+CURVATURES = (
+    0.02,
+    0.1,
+    0.3,
+    0.6,
+    1.0,
+    1.4,
+    1.8,
+)  # times the rate: the share that one step takes away; beyond 2 all diverges
 
 
 def quadratic() -> list[dict[str, Any]]:
@@ -321,7 +329,7 @@ def quadratic() -> list[dict[str, Any]]:
     """
     rows = []
     for curvature in CURVATURES:
-        found = {variant.name: spread(variant, curvature) for variant in VARIANTS if variant.name in IN_QUADRATIC}
+        found = {variant.case: spread(variant, curvature) for variant in VARIANTS if variant.case in IN_QUADRATIC}
         rest = (1 - curvature) ** LATE
         rows.append(
             {
@@ -373,7 +381,7 @@ def curvature(variant: Variant, steps: int, seed: int) -> dict[str, Any]:
 
 EXPERIMENTS = {
     "toy": (VARIANTS, trained),
-    "curvature": ([one for one in VARIANTS if one.name in IN_CURVATURE], curvature),
+    "curvature": ([one for one in VARIANTS if one.case in IN_CURVATURE], curvature),
 }
 
 
@@ -395,20 +403,21 @@ def main() -> None:
     if args.json and args.json.exists():
         report = json.loads(args.json.read_text(encoding="utf-8"))
         assert report["steps"] == args.steps, "the file is of another length"
-    done = {(row["name"], row["seed"]) for row in report["rows"]}
+    done = {(row["case"], row["seed"]) for row in report["rows"]}
     variants, experiment = EXPERIMENTS[args.experiment]
     missing = [
         (variant, seed)
         for seed in map(int, args.seeds.split(","))
         for variant in variants
-        if (variant.name, seed) not in done
+        if (variant.case, seed) not in done
     ]
     print(f"{len(missing)} runs, at most {len(missing) * args.steps * 0.08 / 60:.0f} minutes of a core", flush=True)
     for variant, seed in missing:
         began_s = time.process_time()
         found = experiment(variant, args.steps, seed)
-        print(f"{variant.name}, seed {seed}: {described(found)}", flush=True)
-        report["rows"].append({**asdict(variant), "seed": seed, **found, "cpu_s": time.process_time() - began_s})
+        print(f"{variant.case}, seed {seed}: {described(found)}", flush=True)
+        cpu_s = round(time.process_time() - began_s, 1)
+        report["rows"].append({**asdict(variant), "seed": seed, **found, "cpu_s": cpu_s})
         save(report, args.json)
 
 
