@@ -43,14 +43,21 @@ H8 Stable steps. Averaging damps what the steps of each replica do in the steepe
    falls, takes back much of the cost (`late by 2, waiting at the end`), and to be late in that quarter alone costs
    little (`late by 2 at the end`).
 
+Stated after one seed of `curvature` at half of the run, which was far below the bound in all cases:
+
+H9 The warm-up. Only there, while the rate grows, the curvature is at the bound. It predicts that curvature differs
+   there alone, and that waiting in the first quarter takes the cost away (`late by 2, waiting at the start`), while
+   being late in that quarter alone costs most of it (`late by 2 at the start`).
+
 `quadratic`: independent directions with known curvature, noisy gradients, plain steps. What is left in each direction
 follows from H1 without a fit. `toy`: the toy of the studies with AdamW at 4e-3, rounds of 5 steps, 0 1 1, all in one
 loop. `undone` is what H1 is about, measured: of the distance between partners along c, the share that is gone when c
 comes, over all elements, and over the tenth with the largest second moments of Adam (`curved`). `apart`: distance of
 the replicas from their mean as a share of its norm, at the first and at the last step of a round, in the second half
-of the run; `gradient_norm` likewise, before clipping. `curvature`: the same runs up to half of their steps; then the
-largest eigenvalue of the Hessian in the units of Adam, times the learning rate, over (2 + 2 b) / (1 - b), beyond which
-steps with a first moment of decay b diverge on a quadratic (Cohen et al., 2207.14484); mean of two replicas.
+of the run; `gradient_norm` likewise, before clipping. `curvature`: the same runs up to half of their steps; five times
+on the way the largest eigenvalue of the Hessian in the units of Adam, times the learning rate, over (2 + 2 b) / (1 -
+b), beyond which steps with a first moment of decay b diverge on a quadratic (Cohen et al., 2207.14484); mean of two
+replicas.
 """
 
 from __future__ import annotations
@@ -125,6 +132,8 @@ VARIANTS = [
     Variant("waiting, mixes stale weights", mixes="stale"),
     Variant(f"late by {LATE}, waiting at the end", LATE, waits_from=0.75),
     Variant(f"late by {LATE} at the end", LATE, late_from=0.75),
+    Variant(f"late by {LATE}, waiting at the start", LATE, late_from=0.25),
+    Variant(f"late by {LATE} at the start", LATE, waits_from=0.25),
     *(Variant(f"late by {late}, counted from what travelled", late, counts_from="travelled") for late in (1, LATE, 4)),
     Variant("mean of all", group="everybody"),
     Variant("late mean of all", LATE, group="everybody"),
@@ -170,8 +179,8 @@ class Toy:
         self.undone: dict[str, list[float]] = {"all": [], "curved": []}
         self.measured: dict[str, list[float]] = {f"{what}_{at}": [] for what in MEASURED for at in ("first", "last")}
 
-    def train(self, until: int) -> None:
-        for step in range(until):
+    def train(self, start: int, stop: int) -> None:
+        for step in range(start, stop):
             for inner, batches in zip(self.inner, self.batches, strict=True):
                 inner(next(batches), progress=step / self.steps)
             in_round = step % ROUND + 1
@@ -185,7 +194,7 @@ class Toy:
                 self.swap()
 
     def run(self) -> dict[str, Any]:
-        self.train(self.steps)
+        self.train(0, self.steps)
         self.correct()
         judged = judge(self.material, list(self.slow))
         undone = {f"undone_{name}": fmean(each) if each else None for name, each in self.undone.items()}
@@ -198,14 +207,6 @@ class Toy:
         self.measured[f"apart_{at}"].append(((fast - mean).norm(dim=1).mean() / mean.norm()).item())
         norms = [inner.gradient_norm.item() for inner in self.inner if inner.gradient_norm is not None]
         self.measured[f"gradient_norm_{at}"].append(fmean(norms))
-
-    def curvature(self) -> float:
-        """As in the heading, after `train`."""
-        rate = learning_rate(self.inner[0].train, 0.5)
-        decay = self.inner[0].train.adam_beta1
-        batches = [torch.cat([next(batches) for _ in range(4)]) for batches in self.batches[:2]]
-        found = [largest_eigenvalue(*pair) for pair in zip(self.inner[:2], batches, strict=True)]
-        return fmean(found) * rate * (1 - decay) / (2 + 2 * decay)
 
     def swap(self) -> None:
         gradient = self.fast() - self.slow
@@ -302,9 +303,9 @@ def largest_eigenvalue(inner: InnerStep, batch: Tensor, num_iterations: int = 20
     return length
 
 
+AT = (0.1, 0.15, 0.2, 0.3, 0.5)  # of the run; the warm-up ends at 0.2
 IN_CURVATURE = (
-    *("waiting", "late by 1", f"late by {LATE}", "late by 4", "mixes corrected weights"),
-    "waiting, mixes stale weights",
+    *("waiting", "late by 1", f"late by {LATE}", "late by 1, mixes corrected weights", "mixes corrected weights"),
 )
 IN_QUADRATIC = (
     *("waiting", "late by 1", f"late by {LATE}", "late by 4", "dropped", "what is left", "mixes corrected weights"),
@@ -374,9 +375,18 @@ def trained(variant: Variant, steps: int, seed: int) -> dict[str, Any]:
 
 
 def curvature(variant: Variant, steps: int, seed: int) -> dict[str, Any]:
-    toy = Toy(variant, steps=steps, seed=seed)
-    toy.train(steps // 2)
-    return {"curvature": toy.curvature()}
+    """On the same batch at all times, of the first data that a replica has seen."""
+    toy, found, before = Toy(variant, steps=steps, seed=seed), {}, 0
+    data = [toy.material.batches(peer_name(number), replica=number) for number in range(2)]
+    batches = [torch.cat([next(each) for _ in range(4)]) for each in data]
+    train = toy.inner[0].train
+    for share in AT:
+        step = round(share * steps)
+        toy.train(before, step)
+        values = [largest_eigenvalue(*pair) for pair in zip(toy.inner[:2], batches, strict=True)]
+        scale = learning_rate(train, share) * (1 - train.adam_beta1) / (2 + 2 * train.adam_beta1)
+        found[f"curvature_{share:g}"], before = scale * fmean(values), step
+    return found
 
 
 EXPERIMENTS = {

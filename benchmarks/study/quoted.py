@@ -14,7 +14,7 @@ from itertools import product
 from statistics import fmean, stdev
 
 from figures import RESULTS, Phrase, above, claim, line, loss, phrase, result, row, run
-from runs import early_bytes, study
+from runs import early_bytes, late_costs, rows_of, study
 
 from noloco_p2p.optim.allreduce import ring_bytes
 
@@ -53,6 +53,8 @@ def results() -> list[Phrase]:
         *_coarser(),
         *_momentum(),
         *_late(),
+        *_late_causes(),
+        *_leads(),
         *_allreduce(),
         *_missed(),
     ]
@@ -330,6 +332,52 @@ def _late() -> list[Phrase]:
             " {:.2f} % of their norm apart",
             *of_demo("demo.txt"),
             line("demo.txt", r"spread of the weights: ([\d.]+) %"),
+        ),
+    ]
+
+
+def _late_causes() -> list[Phrase]:
+    def cost(case: str) -> float:
+        return fmean(late_costs(case).values())
+
+    def measured(case: str, what: str) -> float:
+        """Mean over the seeds, as a percentage."""
+        return 100 * fmean(row[what] for row in rows_of("lateness") if row["case"] == case)
+
+    def curvature(case: str) -> list[float]:
+        return [row["curvature"] for row in rows_of("lateness_curvature") if row["case"] == case]
+
+    steepest = rows_of("lateness_quadratic")[-1]
+    return [
+        phrase("without a partner in 14 % of its rounds"),
+        phrase(
+            "After 2 steps {:.0f} % of the distance between partners along the correction is gone, and after 4 steps it"
+            " has grown by {:.0f} %",
+            measured("late by 2", "undone_all"),
+            -measured("late by 4", "undone_all"),
+        ),
+        phrase(
+            "To add only what is left costs as much ({:+.1f} % against {:+.1f} %)",
+            *(cost("what is left"), cost("late by 2")),
+        ),
+        phrase(
+            "with the largest second moments costs {:+.1f} %, the other nine tenths {:+.1f} %",
+            *(cost("curved late"), cost("flat late")),
+        ),
+        phrase("They cost {:+.1f} %, with replicas", cost("solo")),
+        phrase("A late mean of all replicas costs {:+.1f} %", cost("late mean of all")),
+        phrase(
+            "they are {:.2f} % apart when corrections are late by 2, and {:.2f} % when all wait",
+            *(measured("late by 2", "apart_last"), measured("waiting", "apart_last")),
+        ),
+        phrase("That alone costs {:+.1f} % (waiting", cost("waiting, mixes stale weights")),
+        phrase(
+            "one such step costs {:+.1f} %, and two cost {:+.1f} %",
+            *(cost("late by 1, mixes corrected weights"), cost("mixes corrected weights")),
+        ),
+        phrase(
+            "they cost {:+.1f} % after one step and {:+.1f} % after two",
+            *(cost("late by 1"), cost("late by 2")),
         ),
     ]
 

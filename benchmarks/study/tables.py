@@ -94,13 +94,12 @@ def momentum_swap() -> list[str]:
 
 
 def lateness() -> list[str]:
-    """Every case beside the one that waits with the same optimizer and rate, seed by seed; what was measured on the way
-    and in the experiment on curvature, means over the seeds."""
-    rows, curved, lines = rows_of("lateness"), rows_of("lateness_curvature"), []
+    """Every case beside the one that waits with the same optimizer and rate, seed by seed; what was measured on the way,
+    means over the seeds."""
+    rows, lines = rows_of("lateness"), []
     for case in dict.fromkeys(row["case"] for row in rows):
         runs = [row for row in rows if row["case"] == case]
         costs = [] if case == waits_like(case) else [*late_costs(case).values()]
-        shares = [row["curvature"] for row in curved if row["case"] == case]
         lines.append(
             (
                 case,
@@ -111,11 +110,21 @@ def lateness() -> list[str]:
                     " / ".join(f"{scale * fmean(row[f'{what}_{at}'] for row in runs):.2f}" for at in ("first", "last"))
                     for what, scale in (("apart", 100), ("gradient_norm", 1))
                 ),
-                f"{fmean(shares):.2f}" if shares else "",
             )
         )
-    head = ("", "loss", "against waiting", "seed by seed", "apart, %", "gradient norm", "curvature / bound")
+    head = ("", "loss", "against waiting", "seed by seed", "apart, %", "gradient norm")
     return table(head, lines)
+
+
+def lateness_curvature() -> list[str]:
+    """Means over the seeds, and the lowest and highest of them."""
+    rows = rows_of("lateness_curvature")
+    names = [name for name in rows[0] if name.startswith("curvature_")] if rows else []
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        each = [[row[name] for row in rows if row["case"] == case] for name in names]
+        lines.append((case, *(f"{fmean(values):.2f} ({min(values):.2f}-{max(values):.2f})" for values in each)))
+    return table(("", *(f"step {200 * float(name.removeprefix('curvature_')):.0f}" for name in names)), lines)
 
 
 def lateness_quadratic() -> list[str]:
@@ -162,6 +171,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "late": late,
     "momentum_swap": momentum_swap,
     "lateness": lateness,
+    "lateness_curvature": lateness_curvature,
     "lateness_quadratic": lateness_quadratic,
     "leads": leads,
     "waiting": partial(distances, "waiting", {}),
