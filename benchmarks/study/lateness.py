@@ -304,9 +304,7 @@ def largest_eigenvalue(inner: InnerStep, batch: Tensor, num_iterations: int = 20
 
 
 AT = (0.1, 0.15, 0.2, 0.3, 0.5)  # of the run; the warm-up ends at 0.2
-IN_CURVATURE = (
-    *("waiting", "late by 1", f"late by {LATE}", "late by 1, mixes corrected weights", "mixes corrected weights"),
-)
+IN_CURVATURE = ("waiting", "late by 1", f"late by {LATE}")
 IN_QUADRATIC = (
     *("waiting", "late by 1", f"late by {LATE}", "late by 4", "dropped", "what is left", "mixes corrected weights"),
     *("waiting, mixes stale weights", f"late by {LATE}, counted from what travelled"),

@@ -340,14 +340,12 @@ def _late_causes() -> list[Phrase]:
     def cost(case: str) -> float:
         return fmean(late_costs(case).values())
 
+    late = [row[f"late by {steps}"] for row in rows_of("lateness_quadratic")[:-2] for steps in (1, 2, 4)]
+
     def measured(case: str, what: str) -> float:
         """Mean over the seeds, as a percentage."""
         return 100 * fmean(row[what] for row in rows_of("lateness") if row["case"] == case)
 
-    def curvature(case: str) -> list[float]:
-        return [row["curvature"] for row in rows_of("lateness_curvature") if row["case"] == case]
-
-    steepest = rows_of("lateness_quadratic")[-1]
     return [
         phrase("without a partner in 14 % of its rounds"),
         phrase(
@@ -379,6 +377,47 @@ def _late_causes() -> list[Phrase]:
             "they cost {:+.1f} % after one step and {:+.1f} % after two",
             *(cost("late by 1"), cost("late by 2")),
         ),
+        phrase(
+            "in the first quarter of the run alone costs {:+.1f} %, from then on alone {:+.1f} %, and in the last"
+            " quarter alone {:+.1f} %. To wait in the last quarter alone takes nothing back ({:+.1f} %)",
+            *(
+                cost(f"late by 2{when}")
+                for when in (" at the start", ", waiting at the start", " at the end", ", waiting at the end")
+            ),
+        ),
+        phrase("leave replicas {:.1f} to {:.1f} times as far apart", *(found(late) for found in (min, max))),
+        phrase("nearly as much as it was away (1.8;"),
+        phrase("at 1e-3 late corrections cost {:+.1f} %", cost("late, rate 0.001")),
+        phrase("to drop late corrections ({:+.1f} %)", cost("dropped")),
+        phrase(
+            "one step cheaper ({:+.1f} %) and two dearer ({:+.1f} %,",
+            *(cost(f"late by {steps}, counted from what travelled") for steps in (1, 2)),
+        ),
+        phrase("Muon loses less, {:+.1f} % when late by 2", cost("Muon, late by 2")),
+    ]
+
+
+def _leads() -> list[Phrase]:
+    def changes(lead: str) -> list[float]:
+        return [above(loss("leads", lead, seed), today) for seed, today in losses.items() if seed in runs[lead].by_seed]
+
+    runs = study("leads")
+    losses = runs["today"].by_seed
+    quasi = [change for lead in ("quasi-global 0.3", "quasi-global 0.6") for change in changes(lead)]
+    return [
+        phrase(
+            "standard deviation of today's losses ({:.1f} %)", 100 * stdev(losses.values()) / fmean(losses.values())
+        ),
+        phrase(
+            "they end {:.1f} % lower ({:+.1f}, {:+.1f} and {:+.1f} %)",
+            -between("leads", "rounds by the rate", "today"),
+            *changes("rounds by the rate"),
+        ),
+        phrase("changes the loss by {:+.1f}, {:+.1f} and {:+.1f} %", *changes("draw")),
+        phrase("*Aligned steps* change it by {:+.1f}, {:+.1f} and {:+.1f} %", *changes("align 0.1")),
+        phrase("*Quasi-global momentum* ends {:.1f} to {:.1f} % higher", min(quasi), max(quasi)),
+        phrase("and end level ({:+.1f}, {:+.1f} and {:+.1f} %)", *changes("rounds by the square of the rate")),
+        phrase("reversed, end {:.1f} % higher on one seed", changes("late swaps")[0]),
     ]
 
 

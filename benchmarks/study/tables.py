@@ -94,8 +94,8 @@ def momentum_swap() -> list[str]:
 
 
 def lateness() -> list[str]:
-    """Every case beside the one that waits with the same optimizer and rate, seed by seed; what was measured on the way,
-    means over the seeds."""
+    """Every case beside the one that waits with the same optimizer and rate, seed by seed; what was measured on the
+    way, means over the seeds."""
     rows, lines = rows_of("lateness"), []
     for case in dict.fromkeys(row["case"] for row in rows):
         runs = [row for row in rows if row["case"] == case]
