@@ -128,7 +128,6 @@ VARIANTS = [
     Variant("flat late", LATE, part="flat"),
     Variant("mixes corrected weights", LATE, mixes="corrected"),
     Variant("late by 1, mixes corrected weights", 1, mixes="corrected"),
-    Variant("late by 4, mixes corrected weights", 4, mixes="corrected"),
     Variant("waiting, mixes stale weights", mixes="stale"),
     Variant(f"late by {LATE}, waiting at the end", LATE, waits_from=0.75),
     Variant(f"late by {LATE} at the end", LATE, late_from=0.75),
