@@ -90,16 +90,16 @@ def compare(congestion_control: str, *, loss: float, num_elements: int, repeats:
     )
     (first, _), (last, num_connections) = swaps[0], swaps[-1]
     claims = [
-        Claim(f"{name}: one lane only", alone, "Mbit/s"),
-        Claim(f"{name}: lanes, first swap", first, "Mbit/s"),
-        Claim(f"{name}: lanes, swap {repeats}", last, "Mbit/s"),
-        Claim(f"{name}: lanes learned", num_connections, "lanes"),
+        Claim(f"{name}: one connection", alone, "Mbit/s"),
+        Claim(f"{name}: several, first swap", first, "Mbit/s"),
+        Claim(f"{name}: several, swap {repeats}", last, "Mbit/s"),
+        Claim(f"{name}: connections learned", num_connections, "connections"),
     ]
     ratio = last / alone
     if loss and congestion_control == "cubic":
-        claims.append(Claim(f"{name}: swap {repeats} / one lane only", ratio, "ratio", ">= 3", ratio >= 3))
+        claims.append(Claim(f"{name}: swap {repeats} / one connection", ratio, "ratio", ">= 3", ratio >= 3))
     else:
-        claims.append(Claim(f"{name}: swap {repeats} / one lane only", ratio, "ratio", ">= 0.9", ratio >= 0.9))
+        claims.append(Claim(f"{name}: swap {repeats} / one connection", ratio, "ratio", ">= 0.9", ratio >= 0.9))
     return claims
 
 

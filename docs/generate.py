@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks" / "study")]
 
 from noloco_p2p.presets import PRESETS, is_section, render, sections
 from noloco_p2p.settings import ENVIRONMENT_PREFIX, Flag, PeerSettings
@@ -140,27 +140,13 @@ and three times as long as its whole swap where `outer.max_wait_s` is 0: `outer.
 These are sizes. What a swap reaches on a link, and which targets it missed (overhead, goodput, blocked time), is in the
 [results](results.md#targets-that-were-missed).
 """
-BANDWIDTH_TAIL = """\
+COSTS_HEAD = """\
 ## What a swap costs this machine
 
-Measured on two cores (AMD EPYC with AVX2) that ran other work, with a load average of 19 to 28. So the figures are
-processor time where nothing else is said. The scripts are in `benchmarks/`, their output in `benchmarks/results/`.
-
-| what | reached | target |
-|---|---|---|
-| coding the outer gradient at the boundary, 125M, modulo8 + int4 | 0.13 s of one core | |
-| adding at the boundary, 125M, modulo8 + int4 | 0.35 s of one core | |
-| adding an outer gradient that came late, 125M | 0.20 s of one core | |
-| a copy of 125M fp32 numbers in memory, to compare with | 0.03 s of one core | |
-| coding and checking beside training, 125M, modulo8 + int4 | 0.77 s of one core | |
-| training beside a swap (bf16) at 100 Mbit/s, two cores | 0.95 of its speed | 0.98: missed |
-| training beside a swap at 100 Mbit/s, one core | 0.75 of its speed | |
-| training beside a swap at 1 Gbit/s, two cores | 0.88 of its speed | 0.88: met |
-| training beside a swap at 1 Gbit/s, one core | 0.48 of its speed | |
-| goodput of a swap over that of a bare TLS stream, loopback, 2026-11-21 | 0.47 | 0.6: missed |
-| processor time of a swap, bf16 + bf16 + int4 | 2.7 ms/MB (bare TLS stream: 1.2) | |
-| processor time of a swap, modulo8 + int4 | 9.9 ms/MB | |
-
+Measured on two cores that ran other work. So the figures are processor time where nothing else is said. The scripts are
+in `benchmarks/`, their output in `benchmarks/results/`.
+"""
+COSTS_TAIL = """\
 "Two cores" takes off the time in which the training thread waits for a core. "One core" is steps for each second of
 processor time of the process. Both still contain what other work does to the caches.
 
@@ -192,7 +178,52 @@ def bandwidth_page() -> list[str]:
         for codecs in CODECS
         for sends_momentum in (False, True)
     ]
-    return [BANDWIDTH_HEAD, *table([heads, *rows]), BANDWIDTH_TAIL.rstrip()]
+    return [BANDWIDTH_HEAD, *table([heads, *rows]), COSTS_HEAD, *table(costs()), COSTS_TAIL.rstrip()]
+
+
+def costs() -> list[tuple[str, ...]]:
+    """What benchmarks/results/ says of coding, adding, and training beside a swap."""
+    from figures import claim, line
+
+    def seconds(*claims: str) -> str:
+        return f"{sum(claim('boundary', each) for each in claims):.2f} s of one core"
+
+    def beside(rate_mbit_s: int, cores: str) -> float:
+        return line("overhead_busy.txt", rf"^a swap at {rate_mbit_s} Mbit/s: training beside it, {cores} +([\d.]+)")
+
+    def ms_per_mb(what: str) -> str:
+        return f"{claim('goodput', f'{what}: processor time of both sides'):.1f}"
+
+    behind = [f"behind: {what}" for what in ("norm of a coded", "coding slow weights", "checking slow weights")]
+    goodput = claim("goodput", "swap / bare gRPC stream")
+    return [
+        ("what", "reached", "target"),
+        ("coding the outer gradient at the boundary, 125M, modulo8 + int4", seconds("boundary: coding"), ""),
+        ("adding at the boundary, 125M, modulo8 + int4", seconds("boundary: adding"), ""),
+        ("adding an outer gradient that came late, 125M", seconds("eager: adding"), ""),
+        ("a copy of 125M fp32 numbers in memory, to compare with", seconds("copy of the weights"), ""),
+        ("coding and checking beside training, 125M, modulo8 + int4", seconds(*behind), ""),
+        *(
+            (
+                f"training beside a swap (bf16) at {name}, {cores}",
+                f"{beside(rate, cores):.2f} of its speed",
+                reached(beside(rate, cores), target) if cores == "two cores" else "",
+            )
+            for name, rate, target in (("100 Mbit/s", 100, 0.98), ("1 Gbit/s", 1000, 0.88))
+            for cores in ("two cores", "one core")
+        ),
+        ("goodput of a swap over that of a bare TLS stream, loopback", f"{goodput:.2f}", reached(goodput, 0.6)),
+        (
+            "processor time of a swap, bf16 + bf16 + int4",
+            f"{ms_per_mb('swap')} ms/MB (bare TLS stream: {ms_per_mb('bare gRPC stream')})",
+            "",
+        ),
+        ("processor time of a swap, modulo8 + int4", f"{ms_per_mb('swap as init writes it')} ms/MB", ""),
+    ]
+
+
+def reached(value: float, target: float) -> str:
+    return f"{target:g}: {'met' if value >= target else 'missed'}"
 
 
 def _bandwidth_row(size: str, codecs: str, *, sends_momentum: bool) -> tuple[str, ...]:

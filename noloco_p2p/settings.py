@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
+from noloco_p2p import peer_name
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.spec import HUB_NAME, about, describe
 
@@ -22,6 +23,7 @@ DEFAULT_PORT = 31337
 LAST_PORT = 65535
 MULTIADDR = re.compile(r"/[!-~]+/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}")
 RATE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgKMG])bit(?:/s)?|([kMG])B/s)")
+HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
 MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?([MGTmgt])(i)?B")
 RATE_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 MIN_RATE_BYTES_PER_S = 250_000  # 2 Mbit/s: below, two swaps and two newcomers cannot each get a chunk in 15 s
@@ -130,6 +132,30 @@ class PeerSettings(BaseModel):
     max_download: Annotated[
         str, about("The same for what they receive, for example 100mbit."), Flag(default="none")
     ] = ""
+    name: Annotated[
+        str,
+        about(f"A name that everybody can read, up to {peer_name.MAX_CHARS} characters; it proves nothing."),
+        Flag(default="none"),
+    ] = ""
+    hide_contribution: Annotated[bool, about("Leave hours and tokens out of what others can read.")] = False
+    when: Annotated[
+        str,
+        about(
+            "Train always, when idle (other programs leave processor and GPU alone), or between two times of the day, "
+            "for example 22:00-07:00."
+        ),
+        Flag(metavar="always|idle|HH:MM-HH:MM"),
+    ] = "always"
+    on_battery: Annotated[
+        Literal["always", "never"],
+        about("never: pause while the machine runs on its battery."),
+        Flag(metavar="always|never"),
+    ] = "always"
+    on_busy_gpu: Annotated[
+        Literal["always", "never"],
+        about("never: pause while another program computes on the GPU of this peer (NVIDIA)."),
+        Flag(metavar="always|never"),
+    ] = "always"
     max_loss_rise: Annotated[
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
         about("Undo a swap that raises the loss on a batch of one's own by more; costs two forward passes a round."),
@@ -246,6 +272,18 @@ class PeerSettings(BaseModel):
             raise ValueError(f"{repo!r} must be OWNER/NAME")
         return repo
 
+    @field_validator("name")
+    @classmethod
+    def _name_is_fit(cls, name: str) -> str:
+        return peer_name.check(name)
+
+    @field_validator("when")
+    @classmethod
+    def _times_are_known(cls, when: str) -> str:
+        if when not in ("always", "idle"):
+            parse_hours(when)
+        return when
+
     @field_validator("max_memory")
     @classmethod
     def _memory_is_known(cls, memory: str) -> str:
@@ -290,6 +328,11 @@ class PeerSettings(BaseModel):
     def download_bytes_per_s(self) -> float | None:
         """The same for what they receive."""
         return parse_rate(self.max_download) if self.max_download else None
+
+    @property
+    def hours(self) -> tuple[int, int] | None:
+        """First minute of the day to train in, and first minute not to; None = any minute."""
+        return None if self.when in ("always", "idle") else parse_hours(self.when)
 
     @property
     def max_memory_bytes(self) -> int | None:
@@ -342,6 +385,15 @@ def parse_rate(rate: str) -> float:
     if bytes_per_s < MIN_RATE_BYTES_PER_S:
         raise ValueError(f"{rate!r} must be at least 2mbit (250kB/s): a slower peer holds its partners up")
     return bytes_per_s
+
+
+def parse_hours(text: str) -> tuple[int, int]:
+    """22:00-07:00 -> the two times as minutes of the day. Raises ValueError."""
+    match = HOURS.fullmatch(text.strip())
+    if not match or match.group(1, 2) == match.group(3, 4):
+        raise ValueError(f"{text!r} must be always, idle, or two different times such as 22:00-07:00")
+    hours = [int(number) for number in match.groups()]
+    return 60 * hours[0] + hours[1], 60 * hours[2] + hours[3]
 
 
 def parse_memory(memory: str) -> int:

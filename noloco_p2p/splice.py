@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 from collections.abc import Callable
+from pathlib import Path
 
 BLOCK_BYTES = 256 * 1024
-AT_ONCE = struct.pack("ii", 1, 0)  # for SO_LINGER: closed without a trace in the table of ports
 
 _block = memoryview(bytearray(BLOCK_BYTES))  # of all splices: it holds nothing between two callbacks of the loop
 
@@ -94,7 +93,7 @@ class OneWay:
 class Splice:
     """A caller's socket `near`, and `far`, that of a connection to whom it calls; owns both.
 
-    `may_take`: how many more bytes of the caller may pass; `on_end` is called once, when both are closed.
+    may_take: how many more bytes of the caller may pass. `on_end` is called once, when both are closed.
     """
 
     def __init__(
@@ -106,7 +105,6 @@ class Splice:
         on_end: Callable[[], None],
     ) -> None:
         self._near, self._far = near, far
-        self.port: int = self._far.getsockname()[1]  # by which the server on this machine knows it
         self._on_end = on_end
         self._is_over = False
         self._in = OneWay(near, self._far, may_take=may_take, on_end=self._caller_ended)
@@ -132,7 +130,6 @@ class Splice:
         self._is_over = True
         for way in (self._in, self._out):
             way.stop()
-        self._far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
         self._far.close()
         self._near.close()
         self._on_end()
@@ -148,17 +145,18 @@ class Splice:
         self.close()
 
 
-def connecting(port: int) -> socket.socket:
-    """A connection to a server on this machine. It may not be there yet; what is sent waits for that. Raises OSError
-    when there is no port left on this machine."""
-    far = socket.socket()
+def connected(server: Path, *, own_path: Path) -> socket.socket:
+    """A connection to the server on the Unix socket `server`. own_path: where it comes from, by which the server knows
+    it; nothing is left there. Raises OSError when the server takes no connection."""
+    connection = socket.socket(socket.AF_UNIX)
     try:
-        far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BLOCK_BYTES)  # else megabytes would wait on this machine
-        far.setblocking(False)
-        far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        far.bind(("127.0.0.1", 0))
-        far.connect_ex(("127.0.0.1", port))
+        connection.setblocking(False)
+        connection.bind(str(own_path))
+        try:
+            connection.connect(str(server))
+        finally:
+            own_path.unlink()
     except OSError:
-        far.close()
+        connection.close()
         raise
-    return far
+    return connection

@@ -27,6 +27,7 @@ from lab import (
     Setting,
     churned,
     entrants,
+    finalists,
     mean_loss,
     schedules_of,
     target_settings,
@@ -90,23 +91,31 @@ def best_rows(lab: Lab, **options: object) -> dict[str, dict[str, list[float]]]:
 
 def tokens(lab: Lab) -> list[str]:
     head = ("", "setting", *(f"{peers} replicas" for peers in PEERS), "0.9M, 8 replicas")
+    chosen = finalists(lab)
+
+    def cell(setting: Setting, **options: object) -> str:
+        is_run = setting in chosen.values() or options == {"replicas": REPLICAS}
+        return shown(losses(lab, setting, steps=lab.steps, **options)) if is_run else "-"
+
     rows = [
         (
             name.replace("; ", ": "),
             setting.words(),
-            *(shown(losses(lab, setting, replicas=peers, steps=lab.steps)) for peers in PEERS),
-            shown(losses(lab, setting, steps=lab.steps, model="small")),
+            *(cell(setting, replicas=peers) for peers in PEERS),
+            cell(setting, model="small"),
         )
         for name, setting in entrants(lab).items()
     ]
     stands = {
-        f"{peers} replicas, {where}": rows_of
-        for peers in PEERS
-        for where, rows_of in best_rows(lab, replicas=peers, steps=lab.steps).items()
-        if where.endswith("tenth")
+        f"{peers} replicas, a {cap}": {
+            name: losses(lab, chosen[name, cap if family.is_capped else None], replicas=peers, steps=lab.steps)
+            for name, family in FAMILIES.items()
+        }
+        for peers, cap in product(PEERS, CAPS)
     }
     return [
-        f"Losses of the toy after {lab.steps} inner steps of a replica: mean of {len(SEEDS)} seeds (lowest-highest).",
+        f"Losses of the toy after {lab.steps} inner steps of a replica: mean of {len(SEEDS)} seeds (lowest-highest). "
+        "The 0.9M model ran with one seed, so that its column carries no verdict.",
         "",
         *table(head, rows),
         *verdicts(stands),
@@ -184,7 +193,7 @@ def to_target(lab: Lab, target: float) -> list[str]:
         if chosen is None:
             return None
         reached = (steps for steps in schedules_of(lab, chosen[0]) if mean_loss(lab, chosen[0], steps=steps) <= target)
-        steps = min(reached, default=None)
+        steps = next(reached, None)  # schedules come in order, the shortest first
         return None if steps is None else (place.clock(chosen[0]).seconds(steps), steps)
 
     def cell(place: Place, name: str) -> str:

@@ -1,6 +1,6 @@
 """Why late corrections cost loss although they leave the mean where it was: experiments that separate the causes.
 
-    python benchmarks/study/lateness.py quadratic|toy [--steps 200] [--seeds 0] [--json FILE]
+    python benchmarks/study/lateness.py quadratic|toy|curvature [--steps 200] [--seeds 0] [--json FILE]
 
 A round ends with a swap: a replica has moved by its own outer gradient g_i, and the correction c = (g_j - g_i) / 2
 takes it to the mean of the pair. Eager training adds c some steps L later. c is opposite for the two partners, so it
@@ -14,25 +14,60 @@ H1 Undone. Until c comes, a replica stands -c from the middle of its pair, and i
    what is left of the distance instead of c takes the cost away (`what is left`); (d) the cost falls with the rate.
 H2 Stale mixing. Slow weights travel during a round, so those that meet in the next swap lack the corrections that came
    meanwhile. It predicts that `mixes corrected weights` takes the cost away.
-H3 Lonely rounds. On a link that carries late parts into the next round, offers queue, and 14 % of the rounds found no
-   partner in the study that showed 9.5 %. It predicts that the same share of lonely rounds, all else waiting, costs
-   as much (`lonely`).
+H3 Solo rounds. On a link that carries late parts into the next round, offers queue, and 14 % of the rounds found no
+   partner in the study that showed 9.5 %. It predicts that the same share of solo rounds, all else waiting, costs as
+   much (`solo`).
 H4 Noise of one partner. It predicts that a late mean of all replicas costs less than the late half of a pair (`late
    mean of all` against `mean of all`).
+
+One seed spoke against H1, H3 and H4, and for a part of H2. Stated after that seed and before the others:
+
+H5 Two halves of one swap that do not fit together. The early half mixes slow weights as they were when the round began,
+   without the correction of the swap before; the late half mixes outer gradients that leave this correction out, too.
+   So the difference between partners that a correction brings is never averaged in the next swap. It predicts that
+   (a) waiting for corrections, but mixing weights without them, costs about as much (`waiting, mixes stale weights`);
+   (b) a late part that counts from the weights that travelled, fast weights minus those instead of minus the corrected
+   slow weights, helps as much as `mixes corrected weights` and sends nothing more (`counted from what travelled`);
+   (c) how late a correction comes matters less than that it is late at all.
+H6 What is left after that is lateness itself: the steps between boundary and correction start from weights that are not
+   mixed. It predicts that it grows with the number of these steps.
+H7 The rule of the inner optimizer matters little: Muon, as `noloco init` writes it, loses by H5 as well.
+
+Stated after the first seed of H5 and H6, in which late replicas stayed as close together as waiting ones, had smaller
+gradients and a higher loss:
+
+H8 Stable steps. Averaging damps what the steps of each replica do in the steepest directions, where the rate is near
+   the bound beyond which steps diverge. A late correction damps less or excites, so that the swarm has to stay where
+   the loss is less curved. It predicts that (a) the curvature beside that bound is smaller when corrections are late,
+   at the same distance between replicas (`curvature`); (b) to wait in the last quarter of the run alone, while the rate
+   falls, takes back much of the cost (`late by 2, waiting at the end`), and to be late in that quarter alone costs
+   little (`late by 2 at the end`).
+
+Stated after one seed of `curvature` at half of the run, which was far below the bound in all cases:
+
+H9 The warm-up. Only there, while the rate grows, the curvature is at the bound. It predicts that curvature differs
+   there alone, and that waiting in the first quarter takes the cost away (`late by 2, waiting at the start`), while
+   being late in that quarter alone costs most of it (`late by 2 at the start`).
 
 `quadratic`: independent directions with known curvature, noisy gradients, plain steps. What is left in each direction
 follows from H1 without a fit. `toy`: the toy of the studies with AdamW at 4e-3, rounds of 5 steps, 0 1 1, all in one
 loop. `undone` is what H1 is about, measured: of the distance between partners along c, the share that is gone when c
-comes, over all elements, and over the tenth with the largest second moments of Adam (`curved`).
+comes, over all elements, and over the tenth with the largest second moments of Adam (`curved`). `apart`: distance of
+the replicas from their mean as a share of its norm, at the first and at the last step of a round, in the second half
+of the run; `gradient_norm` likewise, before clipping. `curvature`: the same runs up to half of their steps; five times
+on the way the largest eigenvalue of the Hessian in the units of Adam, times the learning rate, over (2 + 2 b) / (1 -
+b), beyond which steps with a first moment of decay b diverge on a quadratic (Cohen et al., 2207.14484); mean of two
+replicas.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -41,7 +76,9 @@ from typing import Any
 import torch
 from study import TOY, averaging, machine
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from noloco_p2p.optim.schedule import learning_rate
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.result import judge
@@ -51,8 +88,9 @@ from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer.inner_step import InnerStep
 
 REPLICAS, ROUND = 8, 5
+MEASURED = ("apart", "gradient_norm")
 CURVED = 0.1  # share of the elements, those with the largest second moments
-RATE = 4e-3
+RATE, MUON_RATE = 4e-3, 24e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +98,23 @@ class Variant:
     """late: steps between a boundary and its correction, at most a round; 0 = waiting.
 
     part: of the correction that is late; the rest comes at the boundary. adds: c itself, nothing, or what is left of
-    the distance of the two along c. group: what is mixed, a pair or all replicas. mixes_corrected: a swap mixes slow
-    weights with all corrections. lonely: share of the rounds of a replica without a partner.
+    the distance of the two along c. group: what is mixed, a pair or all replicas. mixes: slow weights as the round
+    began, with all corrections since, or without the last correction even where that was waited for. counts_from: what
+    the late part of a swap is counted from, the slow weights with all corrections or those that travelled. solo: share
+    of the rounds of a replica without a partner.
     """
 
-    name: str
+    case: str
     late: int = 0
     part: str = "all"  # all, curved, flat
     adds: str = "correction"  # correction, nothing, left
     group: str = "pair"  # pair, everybody
-    mixes_corrected: bool = False
-    lonely: float = 0.0
+    mixes: str = "travelled"  # travelled, corrected, stale
+    counts_from: str = "slow"  # slow, travelled
+    solo: float = 0.0
+    waits_from: float = 1.0  # share of the run from which on nothing is late
+    late_from: float = 0.0  # and up to which nothing is
+    optimizer: str = "adamw"
     rate: float = RATE
 
 
@@ -82,10 +126,20 @@ VARIANTS = [
     Variant("what is left", LATE, adds="left"),
     Variant("curved late", LATE, part="curved"),
     Variant("flat late", LATE, part="flat"),
-    Variant("mixes corrected weights", LATE, mixes_corrected=True),
+    Variant("mixes corrected weights", LATE, mixes="corrected"),
+    Variant("late by 1, mixes corrected weights", 1, mixes="corrected"),
+    Variant("waiting, mixes stale weights", mixes="stale"),
+    Variant(f"late by {LATE}, waiting at the end", LATE, waits_from=0.75),
+    Variant(f"late by {LATE} at the end", LATE, late_from=0.75),
+    Variant(f"late by {LATE}, waiting at the start", LATE, late_from=0.25),
+    Variant(f"late by {LATE} at the start", LATE, waits_from=0.25),
+    *(Variant(f"late by {late}, counted from what travelled", late, counts_from="travelled") for late in (1, LATE, 4)),
     Variant("mean of all", group="everybody"),
     Variant("late mean of all", LATE, group="everybody"),
-    Variant("lonely", lonely=0.14),
+    Variant("solo", solo=0.14),
+    Variant("Muon, waiting", optimizer="muon", rate=MUON_RATE),
+    Variant(f"Muon, late by {LATE}", LATE, optimizer="muon", rate=MUON_RATE),
+    Variant("Muon, counted from what travelled", LATE, counts_from="travelled", optimizer="muon", rate=MUON_RATE),
     *(
         Variant(f"{name}, rate {rate:g}", late, rate=rate)
         for rate in (1e-3, 8e-3)
@@ -106,8 +160,9 @@ class Toy:
     """All replicas in one loop. Rows of the vectors are replicas."""
 
     def __init__(self, variant: Variant, *, steps: int, seed: int) -> None:
-        changes = {"train.total_steps": steps, "train.learning_rate": variant.rate, **averaging(ROUND)}
-        spec = seeded(TrainerSpec.load(TOY).with_changes(changes, origin=variant.name), seed)
+        train = {"total_steps": steps, "learning_rate": variant.rate, "inner_optimizer": variant.optimizer}
+        changes = {**{f"train.{name}": value for name, value in train.items()}, **averaging(ROUND)}
+        spec = seeded(TrainerSpec.load(TOY).with_changes(changes, origin=variant.case), seed)
         self.variant = variant
         self.steps = steps
         self.material = Material.of(spec, {})
@@ -119,32 +174,50 @@ class Toy:
         self.travelling = self.slow.clone()  # what partners get: as it was when the round began
         self.correction = torch.zeros_like(self.slow)
         self.matrix = torch.eye(REPLICAS)  # as of `pairs`, in this round
+        self.is_late = False  # the correction of this round
         self.undone: dict[str, list[float]] = {"all": [], "curved": []}
+        self.measured: dict[str, list[float]] = {f"{what}_{at}": [] for what in MEASURED for at in ("first", "last")}
 
-    def run(self) -> dict[str, Any]:
-        for step in range(self.steps):
+    def train(self, start: int, stop: int) -> None:
+        for step in range(start, stop):
             for inner, batches in zip(self.inner, self.batches, strict=True):
                 inner(next(batches), progress=step / self.steps)
             in_round = step % ROUND + 1
-            if in_round == self.variant.late:
+            if step >= self.steps // 2 and in_round in (1, ROUND):
+                self.measure("first" if in_round == 1 else "last")
+            if in_round == self.variant.late and self.is_late:
                 self.correct()
             if in_round == ROUND:
+                share = (step + 1) / self.steps
+                self.is_late = self.variant.late > 0 and self.variant.late_from <= share < self.variant.waits_from
                 self.swap()
+
+    def run(self) -> dict[str, Any]:
+        self.train(0, self.steps)
         self.correct()
         judged = judge(self.material, list(self.slow))
         undone = {f"undone_{name}": fmean(each) if each else None for name, each in self.undone.items()}
-        return {name: judged[name] for name in ("loss", "merged_loss", "spread")} | undone
+        measured = {name: fmean(each) for name, each in self.measured.items()}
+        return {name: judged[name] for name in ("loss", "merged_loss", "spread")} | undone | measured
+
+    def measure(self, at: str) -> None:
+        fast = self.fast()
+        mean = fast.mean(0)
+        self.measured[f"apart_{at}"].append(((fast - mean).norm(dim=1).mean() / mean.norm()).item())
+        norms = [inner.gradient_norm.item() for inner in self.inner if inner.gradient_norm is not None]
+        self.measured[f"gradient_norm_{at}"].append(fmean(norms))
 
     def swap(self) -> None:
         gradient = self.fast() - self.slow
         self.matrix = self.groups()
-        mixed = self.slow if self.variant.mixes_corrected else self.travelling
+        mixed = self.slow if self.variant.mixes == "corrected" else self.travelling
         offset = self.matrix @ mixed - mixed
-        correction = self.matrix @ gradient - gradient
-        late = self.mask() if self.variant.late else torch.zeros_like(correction, dtype=torch.bool)
+        counted = self.fast() - self.travelling if self.variant.counts_from == "travelled" else gradient
+        correction = self.matrix @ counted - counted
+        late = self.mask() if self.is_late else torch.zeros_like(correction, dtype=torch.bool)
         self.correction = correction * late
         self.slow += gradient + offset + correction * ~late
-        self.travelling = self.slow.clone()
+        self.travelling = self.slow - correction if self.variant.mixes == "stale" else self.slow.clone()
         self.write(self.slow)
 
     def correct(self) -> None:
@@ -153,8 +226,10 @@ class Toy:
         fast = self.fast()
         left = self.matrix @ fast - fast  # to the mean of the group, now
         added = self.correction if self.variant.adds == "correction" else torch.zeros_like(left)
-        curved = self.curved()
-        for name, chosen in (("all", torch.ones_like(curved)), ("curved", curved)):
+        parts = {"all": torch.ones_like(fast)}
+        if self.variant.optimizer == "adamw":
+            parts["curved"] = self.curved()
+        for name, chosen in parts.items():
             size = (self.correction.square() * chosen).sum()
             if size:
                 self.undone[name].append(1 - ((left * self.correction * chosen).sum() / size).item())
@@ -178,7 +253,7 @@ class Toy:
     def groups(self) -> Tensor:
         if self.variant.group == "everybody":
             return torch.full((REPLICAS, REPLICAS), 1 / REPLICAS)
-        return pairs(self.rng, [number for number in range(REPLICAS) if self.rng.random() >= self.variant.lonely])
+        return pairs(self.rng, [number for number in range(REPLICAS) if self.rng.random() >= self.variant.solo])
 
     def mask(self) -> Tensor:
         if self.variant.part == "all":
@@ -204,8 +279,44 @@ class Toy:
             flat.write(0, row)
 
 
-IN_QUADRATIC = ("waiting", f"late by {LATE}", "dropped", "what is left", "mixes corrected weights")
-CURVATURES = (0.02, 0.1, 0.3, 0.6, 1.0)  # times the rate: the share that one step takes away
+def largest_eigenvalue(inner: InnerStep, batch: Tensor, num_iterations: int = 20) -> float:
+    """Of the Hessian of the loss, between the roots of Adam's scales, by power iteration."""
+    (adam,) = inner.optimizers
+    decay, eps = adam.param_groups[0]["betas"][1], adam.param_groups[0]["eps"]
+    parameters = [*inner.trainable.values()]
+    scales = []
+    for state in (adam.state[parameter] for parameter in parameters):
+        moment = state["exp_avg_sq"] / (1 - decay ** float(state["step"]))
+        scales.append((moment.sqrt() + eps).rsqrt())
+    generator = torch.Generator().manual_seed(0)
+    vector = [torch.randn(scale.shape, generator=generator) for scale in scales]
+    length = 0.0
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivatives
+        gradients = torch.autograd.grad(inner.loss(batch), parameters, create_graph=True)
+        for _ in range(num_iterations):
+            norm = math.sqrt(sum(float(part.square().sum()) for part in vector))
+            scaled = [part / norm * scale for part, scale in zip(vector, scales, strict=True)]
+            products = torch.autograd.grad(gradients, parameters, scaled, retain_graph=True)
+            vector = [product * scale for product, scale in zip(products, scales, strict=True)]
+            length = math.sqrt(sum(float(part.square().sum()) for part in vector))
+    return length
+
+
+AT = (0.1, 0.15, 0.2, 0.3, 0.5)  # of the run; the warm-up ends at 0.2
+IN_CURVATURE = ("waiting", "late by 1", f"late by {LATE}")
+IN_QUADRATIC = (
+    *("waiting", "late by 1", f"late by {LATE}", "late by 4", "dropped", "what is left", "mixes corrected weights"),
+    *("waiting, mixes stale weights", f"late by {LATE}, counted from what travelled"),
+)
+CURVATURES = (
+    0.02,
+    0.1,
+    0.3,
+    0.6,
+    1.0,
+    1.4,
+    1.8,
+)  # times the rate: the share that one step takes away; beyond 2 all diverges
 
 
 def quadratic() -> list[dict[str, Any]]:
@@ -216,7 +327,7 @@ def quadratic() -> list[dict[str, Any]]:
     """
     rows = []
     for curvature in CURVATURES:
-        found = {variant.name: spread(variant, curvature) for variant in VARIANTS if variant.name in IN_QUADRATIC}
+        found = {variant.case: spread(variant, curvature) for variant in VARIANTS if variant.case in IN_QUADRATIC}
         rest = (1 - curvature) ** LATE
         rows.append(
             {
@@ -246,60 +357,86 @@ def spread(variant: Variant, curvature: float, copies: int = 4000, rounds: int =
             slow, fast = slow + added, fast + added
         if in_round == ROUND:
             matrix, gradient = pairs(rng, range(REPLICAS)), fast - slow
-            correction = matrix @ gradient - gradient
-            mixed = slow if variant.mixes_corrected else travelling
+            counted = fast - travelling if variant.counts_from == "travelled" else gradient
+            correction = matrix @ counted - counted
+            mixed = slow if variant.mixes == "corrected" else travelling
             slow = slow + gradient + matrix @ mixed - mixed + (0 if variant.late else 1) * correction
-            travelling, fast = slow.clone(), slow.clone()
+            travelling, fast = slow - (variant.mixes == "stale") * correction, slow.clone()
         if step >= rounds * ROUND // 2:
             measured.append((fast - fast.mean(0)).square().mean().item())
     return fmean(measured)
 
 
+def trained(variant: Variant, steps: int, seed: int) -> dict[str, Any]:
+    return Toy(variant, steps=steps, seed=seed).run()
+
+
+def curvature(variant: Variant, steps: int, seed: int) -> dict[str, Any]:
+    """On the same batch at all times, of the first data that a replica has seen."""
+    toy, found, before = Toy(variant, steps=steps, seed=seed), {}, 0
+    data = [toy.material.batches(peer_name(number), replica=number) for number in range(2)]
+    batches = [torch.cat([next(each) for _ in range(4)]) for each in data]
+    train = toy.inner[0].train
+    for share in AT:
+        step = round(share * steps)
+        toy.train(before, step)
+        values = [largest_eigenvalue(*pair) for pair in zip(toy.inner[:2], batches, strict=True)]
+        scale = learning_rate(train, share) * (1 - train.adam_beta1) / (2 + 2 * train.adam_beta1)
+        found[f"curvature_{share:g}"], before = scale * fmean(values), step
+    return found
+
+
+EXPERIMENTS = {
+    "toy": (VARIANTS, trained),
+    "curvature": ([one for one in VARIANTS if one.case in IN_CURVATURE], curvature),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", choices=["quadratic", "toy"])
+    parser.add_argument("experiment", choices=["quadratic", *EXPERIMENTS])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.experiment == "quadratic":
-        for row in quadratic():
-            print(
-                "  ".join(
-                    f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}"
-                    for name, value in row.items()
-                )
-            )
-        return
     report: dict[str, Any] = {"machine": machine(), "steps": args.steps, "rows": []}
+    if args.experiment == "quadratic":
+        report = {"rows": quadratic()}
+        for row in report["rows"]:
+            print(described(row))
+        save(report, args.json)
+        return
     if args.json and args.json.exists():
         report = json.loads(args.json.read_text(encoding="utf-8"))
         assert report["steps"] == args.steps, "the file is of another length"
-    done = {(row["name"], row["seed"]) for row in report["rows"]}
+    done = {(row["case"], row["seed"]) for row in report["rows"]}
+    variants, experiment = EXPERIMENTS[args.experiment]
     missing = [
         (variant, seed)
         for seed in map(int, args.seeds.split(","))
-        for variant in VARIANTS
-        if (variant.name, seed) not in done
+        for variant in variants
+        if (variant.case, seed) not in done
     ]
-    print(f"{len(missing)} runs, about {len(missing) * args.steps * 0.08 / 60:.0f} minutes of a core", flush=True)
+    print(f"{len(missing)} runs, at most {len(missing) * args.steps * 0.08 / 60:.0f} minutes of a core", flush=True)
     for variant, seed in missing:
         began_s = time.process_time()
-        result = Toy(variant, steps=args.steps, seed=seed).run()
-        report["rows"].append({**asdict(variant), "seed": seed, **result, "cpu_s": time.process_time() - began_s})
-        undone = " ".join(
-            f"{name} {100 * result[f'undone_{name}']:.0f} %"
-            for name in ("all", "curved")
-            if result[f"undone_{name}"] is not None
-        )
-        print(
-            f"{variant.name:<26} seed {seed}  loss {result['loss']:.4f}  merged {result['merged_loss']:.4f}  "
-            f"spread {100 * result['spread']:.2f} %  undone {undone or '-'}",
-            flush=True,
-        )
-        if args.json:
-            args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        found = experiment(variant, args.steps, seed)
+        print(f"{variant.case}, seed {seed}: {described(found)}", flush=True)
+        cpu_s = round(time.process_time() - began_s, 1)
+        report["rows"].append({**asdict(variant), "seed": seed, **found, "cpu_s": cpu_s})
+        save(report, args.json)
+
+
+def described(row: Mapping[str, Any]) -> str:
+    return "  ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
+    )
+
+
+def save(report: Mapping[str, Any], path: Path | None) -> None:
+    if path:
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

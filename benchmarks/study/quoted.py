@@ -14,7 +14,7 @@ from itertools import product
 from statistics import fmean, stdev
 
 from figures import RESULTS, Phrase, above, claim, line, loss, phrase, result, row, run
-from runs import early_bytes, study
+from runs import early_bytes, late_costs, rows_of, study
 
 from noloco_p2p.optim.allreduce import ring_bytes
 
@@ -53,6 +53,8 @@ def results() -> list[Phrase]:
         *_coarser(),
         *_momentum(),
         *_late(),
+        *_late_causes(),
+        *_leads(),
         *_allreduce(),
         *_missed(),
     ]
@@ -331,6 +333,97 @@ def _late() -> list[Phrase]:
             *of_demo("demo.txt"),
             line("demo.txt", r"spread of the weights: ([\d.]+) %"),
         ),
+    ]
+
+
+def _late_causes() -> list[Phrase]:
+    def cost(case: str) -> float:
+        return fmean(late_costs(case).values())
+
+    peak = {(row["case"], row["seed"]): row["curvature_0.2"] for row in rows_of("lateness_curvature")}
+    steeper = [peak[case, seed] - peak["waiting", seed] for case in ("late by 1", "late by 2") for seed in SEEDS]
+    late = [row[f"late by {steps}"] for row in rows_of("lateness_quadratic")[:-2] for steps in (1, 2, 4)]
+
+    def measured(case: str, what: str) -> float:
+        """Mean over the seeds, as a percentage."""
+        return 100 * fmean(row[what] for row in rows_of("lateness") if row["case"] == case)
+
+    return [
+        phrase("without a partner in 14 % of its rounds"),
+        phrase(
+            "After 2 steps {:.0f} % of the distance between partners along the correction is gone, and after 4 steps it"
+            " has grown by {:.0f} %",
+            measured("late by 2", "undone_all"),
+            -measured("late by 4", "undone_all"),
+        ),
+        phrase(
+            "To add only what is left costs as much ({:+.1f} % against {:+.1f} %)",
+            *(cost("what is left"), cost("late by 2")),
+        ),
+        phrase(
+            "with the largest second moments costs {:+.1f} %, the other nine tenths {:+.1f} %",
+            *(cost("curved late"), cost("flat late")),
+        ),
+        phrase("They cost {:+.1f} %, with replicas", cost("solo")),
+        phrase("A late mean of all replicas costs {:+.1f} %", cost("late mean of all")),
+        phrase(
+            "they are {:.2f} % apart when corrections are late by 2, and {:.2f} % when all wait",
+            *(measured("late by 2", "apart_last"), measured("waiting", "apart_last")),
+        ),
+        phrase("That alone costs {:+.1f} % (waiting", cost("waiting, mixes stale weights")),
+        phrase(
+            "one such step costs {:+.1f} %, and two cost {:+.1f} %",
+            *(cost("late by 1, mixes corrected weights"), cost("mixes corrected weights")),
+        ),
+        phrase(
+            "they cost {:+.1f} % after one step and {:+.1f} % after two",
+            *(cost("late by 1"), cost("late by 2")),
+        ),
+        phrase(
+            "in the first quarter of the run alone costs {:+.1f} %, from then on alone {:+.1f} %, and in the last"
+            " quarter alone {:+.1f} %. To wait in the last quarter alone takes almost nothing back ({:+.1f} %)",
+            *(
+                cost(f"late by 2{when}")
+                for when in (" at the start", ", waiting at the start", " at the end", ", waiting at the end")
+            ),
+        ),
+        phrase("leave replicas {:.1f} to {:.1f} times as far apart", *(found(late) for found in (min, max))),
+        phrase("nearly as much as it was away (1.8;"),
+        phrase(
+            "in all three seeds, by {:.2f} to {:.2f} of the bound",
+            *(found(steeper) for found in (min, max)),
+        ),
+        phrase("at 1e-3 late corrections cost {:+.1f} %", cost("late, rate 0.001")),
+        phrase("to drop late corrections ({:+.1f} %)", cost("dropped")),
+        phrase(
+            "one step cheaper ({:+.1f} %) and two dearer ({:+.1f} %,",
+            *(cost(f"late by {steps}, counted from what travelled") for steps in (1, 2)),
+        ),
+        phrase("Muon loses less, {:+.1f} % when late by 2", cost("Muon, late by 2")),
+    ]
+
+
+def _leads() -> list[Phrase]:
+    def changes(lead: str) -> list[float]:
+        return [above(loss("leads", lead, seed), today) for seed, today in losses.items() if seed in runs[lead].by_seed]
+
+    runs = study("leads")
+    losses = runs["today"].by_seed
+    quasi = [change for lead in ("quasi-global 0.3", "quasi-global 0.6") for change in changes(lead)]
+    return [
+        phrase(
+            "standard deviation of today's losses ({:.1f} %)", 100 * stdev(losses.values()) / fmean(losses.values())
+        ),
+        phrase(
+            "they end {:.1f} % lower ({:+.1f}, {:+.1f} and {:+.1f} %)",
+            -between("leads", "rounds by the rate", "today"),
+            *changes("rounds by the rate"),
+        ),
+        phrase("changes the loss by {:+.1f}, {:+.1f} and {:+.1f} %", *changes("draw")),
+        phrase("*Aligned steps* change it by {:+.1f}, {:+.1f} and {:+.1f} %", *changes("align 0.1")),
+        phrase("*Quasi-global momentum* ends {:.1f} to {:.1f} % higher", min(quasi), max(quasi)),
+        phrase("and end level ({:+.1f}, {:+.1f} and {:+.1f} %)", *changes("rounds by the square of the rate")),
+        phrase("reversed, end {:.1f} and {:.1f} % higher on two seeds", *changes("late swaps")),
     ]
 
 
@@ -918,7 +1011,6 @@ def readme() -> list[Phrase]:
     return [
         phrase("Python 3.11 or newer"),
         phrase("Apache 2.0"),
-        phrase("lose 1 % of their packets"),
         phrase("Then the early part takes {:g} of a round at most", line("round_lengths.txt", r"fill ([\d.]+)")),
         phrase(
             "rounds of 5 steps | {:+.1f} %, for {:.1f} % of the bytes",

@@ -72,6 +72,22 @@ def study(name: str) -> dict[str, Runs]:
     }
 
 
+def late_costs(case: str) -> dict[int, float]:
+    """Per cent of loss that a case of lateness.py is above the one that waits with its optimizer and rate, by seed."""
+    waiting = {row["seed"]: row["loss"] for row in rows_of("lateness") if row["case"] == waits_like(case)}
+    return {
+        row["seed"]: 100 * (row["loss"] / waiting[row["seed"]] - 1)
+        for row in rows_of("lateness")
+        if row["case"] == case
+    }
+
+
+def waits_like(case: str) -> str:
+    if case.startswith("Muon"):
+        return "Muon, waiting"
+    return f"waiting, rate {case.rsplit(' ', 1)[1]}" if ", rate " in case else "waiting"
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """In Markdown."""
     return [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]

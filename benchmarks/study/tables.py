@@ -14,7 +14,7 @@ from functools import partial
 from statistics import fmean
 
 from lab_tables import PAGE_TABLES
-from runs import DOCS, Runs, early_bytes, rows_of, study, table
+from runs import DOCS, Runs, early_bytes, late_costs, rows_of, study, table, waits_like
 
 from noloco_p2p.optim.allreduce import ring_bytes
 
@@ -93,6 +93,60 @@ def momentum_swap() -> list[str]:
     return table(head, lines)
 
 
+def lateness() -> list[str]:
+    """Every case beside the one that waits with the same optimizer and rate, seed by seed; what was measured on the
+    way, means over the seeds."""
+    rows, lines = rows_of("lateness"), []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        runs = [row for row in rows if row["case"] == case]
+        costs = [] if case == waits_like(case) else [*late_costs(case).values()]
+        lines.append(
+            (
+                case,
+                f"{fmean(row['loss'] for row in runs):.4f}",
+                f"{fmean(costs):+.1f} %" if costs else "",
+                ", ".join(f"{cost:+.1f}" for cost in costs),
+                *(
+                    " / ".join(f"{scale * fmean(row[f'{what}_{at}'] for row in runs):.2f}" for at in ("first", "last"))
+                    for what, scale in (("apart", 100), ("gradient_norm", 1))
+                ),
+            )
+        )
+    head = ("", "loss", "against waiting", "seed by seed", "apart, %", "gradient norm")
+    return table(head, lines)
+
+
+def lateness_curvature() -> list[str]:
+    """Means over the seeds, and the lowest and highest of them."""
+    rows = rows_of("lateness_curvature")
+    names = [name for name in rows[0] if name.startswith("curvature_")] if rows else []
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        each = [[row[name] for row in rows if row["case"] == case] for name in names]
+        lines.append((case, *(f"{fmean(values):.2f} ({min(values):.2f}-{max(values):.2f})" for values in each)))
+    return table(("", *(f"step {200 * float(name.removeprefix('curvature_')):.0f}" for name in names)), lines)
+
+
+def lateness_quadratic() -> list[str]:
+    """Mean square distances from the mean, over that of waiting, by curvature."""
+    rows = rows_of("lateness_quadratic")
+    names = [name for name in rows[0] if name not in ("curvature", "rest", "predicted", "waiting")] if rows else []
+    lines = [(name, *(f"{row[name]:.3g}" for row in rows)) for name in names]
+    return table(("curvature times rate", *(f"{row['curvature']:g}" for row in rows)), lines)
+
+
+def leads() -> list[str]:
+    """Every lead beside today's swap with as many replicas, seed by seed."""
+    cases, lines = study("leads"), []
+    for case, runs in cases.items():
+        today = f"{case.rpartition(': ')[0]}: today".removeprefix(": ")
+        alone = fmean(row["alone"] for row in rows_of("leads") if row["case"] == case)
+        by_seed = _by_seed(runs, None if case == today else cases[today])
+        lines.append((case, *by_seed, f"{alone:.0f}", f"{runs.num_bytes:.3f}"))
+    head = ("", "loss", "lowest to highest", "against today", "seed by seed", "spread", "solo rounds")
+    return table((*head, "bytes a parameter and step"), lines)
+
+
 def _by_seed(runs: Runs, other: Runs | None) -> tuple[str, ...]:
     changes = () if other is None else [100 * (loss / other.by_seed[seed] - 1) for seed, loss in runs.by_seed.items()]
     found = "" if other is None else percent(runs, other)
@@ -116,6 +170,10 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "modulo_churn": modulo_churn,
     "late": late,
     "momentum_swap": momentum_swap,
+    "lateness": lateness,
+    "lateness_curvature": lateness_curvature,
+    "lateness_quadratic": lateness_quadratic,
+    "leads": leads,
     "waiting": partial(distances, "waiting", {}),
     "gamma": partial(distances, "gamma", {"gamma 0.7": "gamma 0.7"}),
     "alpha": partial(distances, "alpha", {"alpha 0.5": "alpha 0.5"}),

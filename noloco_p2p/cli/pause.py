@@ -33,6 +33,9 @@ def pause(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
 def resume(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
     """Let a paused peer go on; it catches up first when the swarm has moved far on."""
     folder, reply = _ask(settings.state_dir, "resume")
+    if reply["stays_because"]:
+        print(f"the peer stays paused: {reply['stays_because']}")
+        return
     if not reply["was_asked"]:
         print(f"the peer is not paused: it is {reply['state']}")
         return

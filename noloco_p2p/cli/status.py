@@ -42,9 +42,11 @@ def lines(reply: dict[str, Any]) -> list[str]:
     partner = f", last with {named(reply['last_partner'])}" if reply["last_partner"] else ""
     return [
         f"peer      {reply['peer_id']} (process {reply['pid']}, noloco_p2p {reply['software']})",
+        *([f"name      {reply['name']}"] if reply["name"] else []),
         f"run       {reply['run']}, {100 * reply['progress']:.1f} % of the schedule",
         f"state     {reply['state']} for {duration(reply['state_since_s'])}, "
         f"running for {duration(reply['running_since_s'])}",
+        *([f"why       {reply['paused_because']}"] if reply["paused_because"] else []),
         *stage_lines(reply),
         *([f"now       {progress_line(reply['doing'])}"] if reply["doing"] else []),
         f"swarm     {others}; this one announces {reply['address']}",
@@ -55,6 +57,7 @@ def lines(reply: dict[str, Any]) -> list[str]:
         f"round     {reply['inner_steps']} inner steps long",
         f"training  loss {loss(reply['loss'])}, validation {loss(reply['validation_loss'])}, "
         f"{count(reply['tokens_per_s'])} tokens/s",
+        f"given     {contribution(reply)}",
         f"traffic   {mib(reply['bytes_sent'])} out, {mib(reply['bytes_received'])} in",
         *([f"swap      {swap_line(reply['swap'])}"] if reply["swap"] else []),
         f"last      {reply['last_outcome'] or 'no round yet'}",
@@ -67,6 +70,13 @@ def lines(reply: dict[str, Any]) -> list[str]:
 def ways(neighbours: dict[str, str]) -> str:
     """`3 direct, 1 punched`: how many of them are reached in each way."""
     return ", ".join(f"{number} {way}" for way, number in Counter(neighbours.values()).most_common())
+
+
+def contribution(reply: dict[str, Any]) -> str:
+    """`2 h 5 min of training, 3.41M tokens, 41 swaps`; a script of one's own may not count its tokens."""
+    tokens = "" if reply["tokens"] is None else f"{count(reply['tokens'])} tokens, "
+    hidden = " (hours and tokens are hidden)" if reply["settings"]["hide_contribution"]["value"] else ""
+    return f"{duration(reply['trained_s'])} of training, {tokens}{reply['swaps']} swaps{hidden}"
 
 
 def stage_lines(reply: dict[str, Any]) -> list[str]:

@@ -120,6 +120,14 @@ class DemoPeer:
         """Also again, after a kill: it goes on from its last checkpoint."""
         arguments = ["join", target, "--listen", f"127.0.0.1:{self._port}", "--state-dir", str(self.folder)]
         arguments += ["--threads", "1", "--device", "cpu", "--ticket-file", str(self.ticket_file)]
+        arguments += [
+            "--when",
+            "always",
+            "--on-battery",
+            "always",
+            "--on-busy-gpu",
+            "always",
+        ]  # whatever the user's file
         if self.stage is not None:
             arguments += ["--stage", str(self.stage)]
         if self._plan.chaos_seed is not None:

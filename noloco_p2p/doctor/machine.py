@@ -18,6 +18,7 @@ from noloco_p2p.devices import describe, free_and_total_bytes
 from noloco_p2p.doctor.check import Check
 from noloco_p2p.errors import NolocoError
 from noloco_p2p.identity import Identity
+from noloco_p2p.peer.machine_use import GpuUse, on_battery
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm import kademlia
 from noloco_p2p.swarm.daemon import Daemon, ListenOn, probe_port
@@ -91,6 +92,14 @@ def accelerator() -> Check:
     names = ", ".join(describe(torch.device(device.type, index)) for index in range(count))
     free, total = free_and_total_bytes(device)
     return Check("accelerator", "ok", f"{names}; {mib(free)} of {mib(total)} free on the first; {chosen}")
+
+
+def free_time() -> Check:
+    """What `--when idle`, `--on-battery` and `--on-busy-gpu` can go by here."""
+    powered = {None: "no battery", True: "a battery, which it runs on", False: "a battery, which is plugged in"}
+    why_unknown = GpuUse().why_unknown
+    gpu = f"not known, as {why_unknown}" if why_unknown else "NVML tells it"
+    return Check("free time", "ok", f"{powered[on_battery()]}; GPU use of other programs: {gpu}")
 
 
 def codec_speed(name: str = "int8") -> Check:

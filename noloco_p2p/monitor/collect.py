@@ -155,7 +155,9 @@ def describe(record: PeerRecord, age_s: float) -> dict[str, Any]:
     """One peer in its own words; `age_s` is how long ago it said so."""
     return {
         "peer_id": record.peer_id,
+        "name": record.name,
         "state": record.state,
+        "paused_by": record.paused_by if record.state == "paused" else "",
         **{name: getattr(record.metrics, name) for name in SHOWN},
         "alone_by_cause": record.metrics.alone_by_cause,
         "reachability": record.reachability,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.monitor.roster import Health
 from noloco_p2p.monitor.stages import Stage
-from noloco_p2p.telemetry.console import aligned, count, duration, loss, mib, named
+from noloco_p2p.telemetry.console import aligned, cells, count, duration, loss, mib, named
 from noloco_p2p.telemetry.metrics import IN_COLUMNS, METRICS, About
 
 if TYPE_CHECKING:
@@ -51,7 +51,9 @@ def _why(peer: Peer) -> str:
 
 def state_of(peer: Peer) -> str:
     """What it said of itself while it is alive, else what became of it."""
-    return peer["state"] if peer["health"] == Health.ALIVE else peer["health"]
+    if peer["health"] != Health.ALIVE:
+        return peer["health"]
+    return f"{peer['state']} ({peer['paused_by']})" if peer["paused_by"] else peer["state"]
 
 
 def _state_key(peer: Peer) -> tuple[int, str, str]:
@@ -69,6 +71,8 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by unit; page.js has the same
     "tokens/s": count,
     "bytes": mib,
     "peer id": _short,
+    "s": lambda seconds: "-" if seconds is None else duration(seconds),
+    "tokens": lambda number: "-" if number is None else count(number),
 }
 COLUMNS = (
     Column("peer", 0, lambda p: _short(p["peer_id"]), lambda p: p["peer_id"], is_text=True),
@@ -80,8 +84,9 @@ COLUMNS = (
     Column("heard", 0, lambda p: f"{duration(p['age_s'])} ago", lambda p: p["age_s"]),
     Column("alone as", 11, _why, lambda p: p["alone"], is_text=True),
 )
+NAME_OF_PEER = Column("name", 5, lambda p: p["name"] or "-", lambda p: p["name"] or None, is_text=True)
 STAGE_OF_PEER = Column("stage", 1, lambda p: "-" if p["stage"] is None else str(p["stage"]), lambda p: p["stage"])
-BY_NAME = {column.name: column for column in (*COLUMNS, STAGE_OF_PEER)}
+BY_NAME = {column.name: column for column in (*COLUMNS, STAGE_OF_PEER, NAME_OF_PEER)}
 STAGE_COLUMNS = (
     Column("stage", 0, lambda s: f"{s['stage']}{' (head)' if s['stage'] == 0 else ''}", is_text=True),
     Column("peers", 0, lambda s: str(s["peers"] or "empty")),
@@ -97,7 +102,7 @@ STAGE_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to show: sorted by a column, only peers with `words` in their id, state, partner, reach or version."""
+    """What to show: sorted by a column, only peers with `words` in their id, name, state, partner, reach or version."""
 
     sort: str = "state"
     words: str = ""
@@ -117,7 +122,7 @@ class Choice:
 
 def _texts(peer: Peer) -> tuple[str, ...]:
     return (
-        *(peer["peer_id"], state_of(peer), peer["state"], peer["last_partner"]),
+        *(peer["peer_id"], peer["name"], state_of(peer), peer["state"], peer["last_partner"]),
         *(peer["reachability"], peer["software"]),
     )
 
@@ -212,8 +217,13 @@ def _drawn(
 
 
 def columns_of(swarm: dict[str, Any]) -> tuple[Column, ...]:
-    """What is shown of peers: their stages, too, in a run that has some."""
-    return (*COLUMNS[:1], STAGE_OF_PEER, *COLUMNS[1:]) if swarm["stages"] else COLUMNS
+    """What is shown of peers: their stages, too, in a run that has some, and their names, where any has one.
+
+    A name stands before the state, whose letters keep one that is written from the right away from numbers.
+    """
+    stage = (STAGE_OF_PEER,) if swarm["stages"] else ()
+    name = (NAME_OF_PEER,) if any(peer["name"] for peer in swarm["peers"]) else ()
+    return (*COLUMNS[:1], *stage, *name, *COLUMNS[1:])
 
 
 def fitting(
@@ -221,7 +231,7 @@ def fitting(
 ) -> tuple[list[Column], list[tuple[str, ...]]]:
     """The columns that fit, in their order, and the cells of the rows; `width` None = all."""
     shown = {column.name: [column.show(row) for row in rows] for column in columns}
-    widths = {name: max(map(len, [name, *cells])) for name, cells in shown.items()}
+    widths = {name: max(map(cells, [name, *column])) for name, column in shown.items()}
     left = list(columns)
     while width is not None and len(left) > 1 and sum(widths[c.name] + GAP for c in left) - GAP > width:
         left.remove(max(left, key=lambda column: column.rank))

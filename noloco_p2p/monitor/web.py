@@ -53,7 +53,19 @@ HEADERS = {
     "referrer-policy": "no-referrer",
 }
 ROW = (  # what the page knows of a peer, in this order; made_at_s instead of an age, so that only news travel
-    *("peer_id", "state", "health", "stage", "sends_to", "distance", "reachability", "software", "made_at_s"),
+    *(
+        "peer_id",
+        "name",
+        "state",
+        "paused_by",
+        "health",
+        "stage",
+        "sends_to",
+        "distance",
+        "reachability",
+        "software",
+        "made_at_s",
+    ),
     *IN_COLUMNS,
 )
 WIDE_RANK = 5  # columns from here on, and those of texts, are for wide windows

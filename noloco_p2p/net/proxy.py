@@ -1,4 +1,4 @@
-"""What strangers connect to: a proxy in front of the gRPC server, which itself listens on this machine alone.
+"""What strangers connect to: a proxy in front of the gRPC server, which itself listens on a Unix socket of this user.
 
 gRPC takes connections by itself, first come, first served, and reads 1 MiB at a time before anybody asks who calls.
 Here a connection costs a socket until its first byte has come. Until its caller has authenticated it is one of few
@@ -6,22 +6,28 @@ of its network, and then, but for the time of what the server has accepted, one 
 room.
 Until something is accepted, so much may come in and no more. A call that is turned away is the last of its connection.
 A connection that asks where it comes from (tcp.py) is answered here, and ends.
+
+The socket behind the proxy is a Unix socket because the kernel holds little for it: 0.2 MB each way. Over TCP on this
+machine it takes some 4 MB that a slow line has not carried, and gRPC believes that they are sent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import socket
+import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.hosts import ip_of, is_wildcard, network_of
 from noloco_p2p.net.handshake import not_proven
-from noloco_p2p.splice import BLOCK_BYTES, Splice, connecting
+from noloco_p2p.splice import BLOCK_BYTES, Splice, connected
 from noloco_p2p.tcp import ASK, seen_from, tune
 
 log = logging.getLogger(__name__)
@@ -108,9 +114,8 @@ class Proxy:
         self._tunnelled = tunnelled
         self._listener: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._server_port = 0
+        self._folder: Path | None = None  # of the Unix sockets
         self._inbound: dict[int, Inbound] = {}  # by number
-        self._numbers: dict[str, int] = {}  # how gRPC names the connection behind -> number
         self._num_came = 0
         self._unproven = Quota(of_one=UNPROVEN_OF_ONE, in_all=UNPROVEN_IN_ALL)
         self._waiting = Quota(of_one=WAITING_OF_ONE, in_all=WAITING_IN_ALL)
@@ -118,12 +123,19 @@ class Proxy:
     def listen(self, host: str, port: int) -> int:
         """The real port. Raises OSError when it is taken, or the host is none of this machine."""
         self._listener = _listening(host, port)
+        self._folder = Path(tempfile.mkdtemp(prefix="noloco-"))  # nobody else may enter
         return self._listener.getsockname()[1]
 
-    def open(self, server_port: int) -> None:
-        """From now on connections are taken; on the event loop."""
+    @property
+    def behind(self) -> Path:
+        """The Unix socket where gRPC is to listen."""
+        assert self._folder is not None
+        return self._folder / "grpc"
+
+    def open(self) -> None:
+        """Take connections from now on; called on the event loop when gRPC listens."""
         assert self._listener is not None
-        self._server_port, self._loop = server_port, asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._listener, self._take)
 
     def shut(self) -> None:
@@ -148,6 +160,8 @@ class Proxy:
         self.shut()
         for number in list(self._inbound):
             self._drop(number)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     # what the server tells, by the name that gRPC has for the connection
 
@@ -168,7 +182,7 @@ class Proxy:
 
     def proven(self, peer: str, caller: str) -> None:
         """Who calls is known now. Raises Refused when somebody else was proven on the same connection."""
-        inbound, number = self._inbound_of(peer), self._numbers[peer]
+        inbound, number = self._inbound_of(peer), _number(peer)
         if inbound.caller not in ("", caller):
             raise not_proven("this connection is that of another peer")
         inbound.caller = caller
@@ -179,7 +193,7 @@ class Proxy:
 
     def turned_away(self, peer: str) -> None:
         """A call was refused: nothing more is taken from its connection, which ends once the caller could read why."""
-        number = self._numbers.get(peer, -1)
+        number = _number(peer)
         inbound = self._inbound.get(number)
         if inbound is None or inbound.is_turned_away or not self._asks:
             return
@@ -192,7 +206,7 @@ class Proxy:
 
     def accepted(self, peer: str) -> None:
         """An offer, a connection or an upload: now the call may bring as much as it likes, and is never dropped."""
-        number = self._numbers.get(peer, -1)
+        number = _number(peer)
         if number in self._inbound and not self._inbound[number].is_turned_away:
             self._unproven.leave(number)
             self._waiting.leave(number)
@@ -201,7 +215,7 @@ class Proxy:
 
     def ended(self, peer: str) -> None:
         """A call of a proven caller is over: its connection is one of few again, as if nothing had been accepted."""
-        number = self._numbers.get(peer, -1)
+        number = _number(peer)
         inbound = self._inbound.get(number)
         if inbound is None or not self._asks:
             return
@@ -210,7 +224,7 @@ class Proxy:
             self._wait(number, inbound.caller)
 
     def _inbound_of(self, peer: str) -> Inbound:
-        inbound = self._inbound.get(self._numbers.get(peer, -1))
+        inbound = self._inbound.get(_number(peer))
         if inbound is None:
             raise CorruptPayload("this connection did not come in by the port of this peer")
         return inbound
@@ -273,7 +287,7 @@ class Proxy:
         try:
             inbound.splice = Splice(
                 inbound.near,
-                connecting(self._server_port),
+                connected(self.behind, own_path=self.behind.with_name(str(number))),
                 may_take=inbound.may_take,
                 on_end=lambda: self._forget(number),
             )
@@ -281,8 +295,6 @@ class Proxy:
             log.debug("a connection could not be passed on: %s", error)
             inbound.near.close()
             self._forget(number)
-        else:
-            self._numbers[named("127.0.0.1", inbound.splice.port)] = number
 
     def _wait(self, number: int, caller: str) -> None:
         self._end_deadline(number)
@@ -301,9 +313,7 @@ class Proxy:
 
     def _forget(self, number: int) -> None:
         self._end_deadline(number)
-        inbound = self._inbound.pop(number)
-        if inbound.splice is not None:
-            self._numbers.pop(named("127.0.0.1", inbound.splice.port), None)
+        del self._inbound[number]
         self._unproven.leave(number)
         self._waiting.leave(number)
 
@@ -326,6 +336,13 @@ def _answers(near: socket.socket) -> bool:
             near.send(seen_from(near))
             return True
     return False
+
+
+def _number(peer: str) -> int:
+    """Of a connection that gRPC names unix:FOLDER/NUMBER; -1 for any other name."""
+    kind, _, path = peer.partition(":")
+    number = path.rpartition("/")[2]
+    return int(number) if kind == "unix" and number.isdecimal() else -1
 
 
 def _is_own(near: socket.socket) -> bool:

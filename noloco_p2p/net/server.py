@@ -34,7 +34,6 @@ from noloco_p2p.owned_tasks import OwnedTasks
 
 log = logging.getLogger(__name__)
 
-BEHIND = "127.0.0.1:0"  # where gRPC listens, for the proxy alone
 SERVICE = "noloco_p2p.wire.v1.Peer"
 JOIN_S = 5.0  # from the call of a connection to its Join
 FIRST_WORDS_S = 5.0  # from any other call to its request
@@ -71,17 +70,19 @@ class GrpcServer:
         """Raises SettingsError when the port is taken."""
         try:
             self.port = self._proxy.listen(host, port)
+            behind = f"unix:{self._proxy.behind}"
             if self._session:
-                behind = self._server.add_secure_port(BEHIND, self._session.server_credentials())
+                self._server.add_secure_port(behind, self._session.server_credentials())
             else:
-                behind = self._server.add_insecure_port(BEHIND)
+                self._server.add_insecure_port(behind)
         except (OSError, RuntimeError):
+            self._proxy.close()
             raise SettingsError(
                 f"cannot listen on {host}:{port}: the port is in use or not allowed; "
                 "choose another with --listen HOST:PORT"
             ) from None
         await self._server.start()
-        self._proxy.open(behind)
+        self._proxy.open()
 
     def take(self, connection: socket.socket) -> None:
         """Serve a peer over a connection that this machine made."""

@@ -21,7 +21,8 @@ from noloco_p2p.transfer.donor import StateServer
 
 @dataclass(slots=True)
 class Network:
-    """All of them, once they have started. watching: the task of `watch`. stage_flow: once this peer holds a stage."""
+    """All of them, once they have started. watching: the tasks that look at the swap and at the machine. stage_flow:
+    once this peer holds a stage."""
 
     directory: SwarmDirectory
     transport: GrpcTransport
@@ -34,5 +35,5 @@ class Network:
     reachability: Reachability
     live_peers: LivePeers
     entering: Entering
-    watching: asyncio.Task[None]
+    watching: list[asyncio.Task[None]]
     stage_flow: StageFlow | None = None

@@ -42,6 +42,7 @@ from noloco_p2p.peer.live_peers import LivePeers
 from noloco_p2p.peer.membership import START_TIMEOUT_S, Membership
 from noloco_p2p.peer.network import Network
 from noloco_p2p.peer.network_thread import STOP_TIMEOUT_S, NetworkThread
+from noloco_p2p.peer.pausing import Pausing, watch_machine
 from noloco_p2p.peer.ports import Ports
 from noloco_p2p.peer.reachability import Reachability
 from noloco_p2p.peer.run_folder import find_invitation, folder_of, write_run
@@ -89,7 +90,8 @@ class Peer:
         settings: The settings of this machine.
         metrics: The numbers of this peer; other peers see `metrics.loss`, which the script sets.
         leave_requested: An event: `noloco leave` asks the script to stop after the inner step.
-        pause_requested: An event: `noloco pause` asks it to pause after the inner step.
+        pause_requested: An event: `noloco pause`, or the use of this machine, asks it to pause after the inner step.
+        pausing: Why it has to pause.
         fault: Why this peer has to leave although nobody asked for it, or None.
     """
 
@@ -100,6 +102,7 @@ class Peer:
         self.leave_requested = threading.Event()
         self.fault: NolocoError | None = None  # why this peer has to leave, when nobody asked it to
         self.pause_requested = threading.Event()  # look after each inner step
+        self.pausing = Pausing(self.pause_requested)
         self.spec: Spec
         self.exchange: ThreadedExchange
         self.membership: Membership
@@ -235,7 +238,7 @@ class Peer:
             self._network.driver.hurry()
 
     def wait_while_paused(self) -> None:
-        """Until `noloco resume`, or until this peer is asked to leave; the swarm is told of both ends.
+        """Until nothing asks for the pause any more, or this peer is asked to leave; the swarm is told of both ends.
 
         Call `NoLoCo.withdraw` before it, so that no partner waits.
         """
@@ -279,8 +282,8 @@ class Peer:
         return DialBack(probed.observed_host, probed.reached)
 
     def count_traffic(self) -> None:
-        """Bring the counters of bytes and chunks in `metrics` up to date."""
-        self._status.count_traffic()
+        """Bring the counters of bytes, chunks and time in `metrics` up to date."""
+        self._status.count()
 
     def restore_metrics(self, values: dict[str, Any]) -> None:
         """Go on counting where a checkpoint stopped; unknown names are ignored."""
@@ -306,6 +309,7 @@ class Peer:
                 settings=self.settings,
                 metrics=self.metrics,
                 progress=self.progress,
+                pausing=self.pausing,
             )
             self._thread = NetworkThread()
             self._call(self._start_network(), START_TIMEOUT_S + ENTER_TIMEOUT_S)
@@ -397,7 +401,7 @@ class Peer:
             reachability,
             live_peers,
             self._make_entering(directory, transport, live_peers, driver),
-            asyncio.create_task(watch.run()),
+            [asyncio.create_task(watch.run()), *await watch_machine(self.settings, self.pausing)],
         )
         self.membership = Membership(
             self._status,
@@ -466,7 +470,7 @@ class Peer:
         self._status.state = "leaving"
         await self._status.stop()
         if self._network:
-            await end_tasks([self._network.watching])
+            await end_tasks(self._network.watching)
             await self._network.control.stop()
             self._network.driver.peer_state = "leaving"
             if self._network.stage_flow:

@@ -17,10 +17,11 @@ from noloco_p2p.identity import Identity
 from noloco_p2p.invitation import Invitation
 from noloco_p2p.net.session import Session
 from noloco_p2p.peer.network import Network
+from noloco_p2p.peer.pausing import Pausing
 from noloco_p2p.peer.sketcher import Sketcher
 from noloco_p2p.settings import PeerSettings, split_address
 from noloco_p2p.swarm.dial_back import Reach
-from noloco_p2p.swarm.records import PeerRecord
+from noloco_p2p.swarm.records import PausedBy, PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import MAX_ADDRESSES, Ticket
@@ -29,6 +30,25 @@ if TYPE_CHECKING:
     from noloco_p2p.telemetry.http import HttpServer
 
 log = logging.getLogger(__name__)
+
+
+class Stopwatch:
+    """Seconds of a clock that stands still while the machine sleeps; several threads may read it."""
+
+    def __init__(self) -> None:
+        self._now: tuple[float, float | None] = 0.0, None  # before the last start, and when that was
+
+    def run(self, is_running: bool) -> None:
+        """Start it, or stop it."""
+        self._now = self.seconds(), time.monotonic() if is_running else None
+
+    def add(self, seconds: float) -> None:
+        before_s, since_s = self._now
+        self._now = before_s + seconds, since_s
+
+    def seconds(self) -> float:
+        before_s, since_s = self._now
+        return before_s if since_s is None else before_s + time.monotonic() - since_s
 
 
 class PublishedStatus:
@@ -48,6 +68,7 @@ class PublishedStatus:
         settings: PeerSettings,
         metrics: Metrics,
         progress: Progress,
+        pausing: Pausing,
     ) -> None:
         self.network: Network | None = None
         self.layout: ModelLayout | None = None
@@ -62,6 +83,8 @@ class PublishedStatus:
         self._settings = settings
         self._metrics = metrics
         self._progress = progress
+        self._pausing = pausing
+        self._training_time = Stopwatch()
         self.sketcher = Sketcher(run[1])
         self._started_at_s = self._state_since_s = time.time()
         self._traffic_before, self._relayed_before = Traffic(), 0  # before a restart
@@ -87,19 +110,22 @@ class PublishedStatus:
     def enter(self) -> None:
         """From now on there is something to tell."""
         self.has_entered, self._state_since_s = True, time.time()
+        self._training_time.run(self.state == "training")
 
     def change_state(self, state: str) -> None:
         if state != self.state:
             self._state_since_s = time.time()
         self.state = state
+        self._training_time.run(self.has_entered and state == "training")
 
     # what is counted
 
-    def count_traffic(self) -> None:
-        """Bring the counters of bytes and chunks up to date."""
+    def count(self) -> None:
+        """Bring the counters of bytes, chunks and time up to date."""
         for name, number in asdict(self._net.driver.traffic).items():
             setattr(self._metrics, name, getattr(self._traffic_before, name) + number)
         self._metrics.relayed_bytes = self._relayed_before + self._net.directory.relayed_bytes
+        self._metrics.trained_s = self._training_time.seconds()
 
     def restore_metrics(self, values: dict[str, Any]) -> None:
         """Go on counting where a checkpoint stopped; unknown names are ignored."""
@@ -109,6 +135,7 @@ class PublishedStatus:
         counted = asdict(self._traffic_before)
         self._traffic_before = Traffic(**{name: getattr(self._metrics, name) for name in counted})
         self._relayed_before = self._metrics.relayed_bytes
+        self._training_time.add(self._metrics.trained_s or 0.0)
 
     # what is published
 
@@ -129,7 +156,7 @@ class PublishedStatus:
         """For the directory; None until this peer has a model, as it cannot swap before."""
         if not self.has_entered:
             return None
-        self.count_traffic()
+        self.count()
         reachability = self._net.reachability
         listing = self._invitation.listing(self._run[1]) if self._invitation else None
         reach = reachability.verdict()
@@ -143,7 +170,7 @@ class PublishedStatus:
             addresses=reachability.addresses(),
             multiaddrs=reachability.ways_in(),
             state=self.state,
-            metrics=self._metrics.recorded(),
+            metrics=self._metrics.recorded(hides_contribution=self._settings.hide_contribution),
             reachability=reach.state,
             sketch=self.sketcher.latest,
             session_key=self._session.key_text,
@@ -152,16 +179,19 @@ class PublishedStatus:
             stage=self._net.live_peers.stage or 0,
             stages=self._num_stages,
             sends_to=self._net.stage_flow.sends_to if self._net.stage_flow else (),
+            name=self._settings.name,
+            paused_by=self._paused_by(),
         )
 
     def as_dict(self) -> dict[str, Any]:
         """What `noloco status` shows; docs/monitoring.md tells what each key means."""
-        self.count_traffic()
+        self.count()
         now_s, net = time.time(), self._net
         swap, reach, driver = net.watch.now(now_s=time.monotonic()), net.reachability.verdict(), net.driver
         headcount = net.directory.headcount()
         return {
             "peer_id": self._identity.peer_id,
+            "name": self._settings.name,
             "pid": os.getpid(),
             "software": __version__,
             "run": self._run[0],
@@ -169,6 +199,8 @@ class PublishedStatus:
             "state": self.state if self.has_entered else "entering",
             "state_since_s": round(now_s - (self._state_since_s if self.has_entered else self._started_at_s), 1),
             "running_since_s": round(now_s - self._started_at_s, 1),
+            "paused_by": self._paused_by(),
+            "paused_because": self._pausing.sentence if self.state == "paused" else "",
             "doing": self._progress.now(),
             "swap": asdict(swap) if swap else None,
             "stage": net.live_peers.stage,
@@ -187,6 +219,9 @@ class PublishedStatus:
             **self._metrics.as_dict(),
         }
 
+    def _paused_by(self) -> PausedBy:
+        return self._pausing.word if self.state == "paused" else ""
+
     def _settings_by_origin(self) -> dict[str, dict[str, Any]]:
         values, origins = self._settings.model_dump(mode="json"), self._settings.origins()
         return {name: {"value": value, "origin": origins[name]} for name, value in values.items()}
@@ -194,7 +229,7 @@ class PublishedStatus:
     def _metrics_page(self) -> bytes:
         from noloco_p2p.telemetry.prometheus import peer_page
 
-        self.count_traffic()
+        self.count()
         live_peers = self._net.directory.headcount().others
         return peer_page(self._metrics, peer_id=self._identity.peer_id, run=self._run[0], live_peers=live_peers)
 

@@ -7,13 +7,14 @@ import threading
 from typing import Any, Protocol
 
 from noloco_p2p.control import Handler
+from noloco_p2p.peer.pausing import Pausing
 
 
 class Controlled(Protocol):
     """What of a peer the verbs touch."""
 
     leave_requested: threading.Event
-    pause_requested: threading.Event
+    pausing: Pausing
 
     @property
     def state(self) -> str: ...
@@ -35,15 +36,20 @@ def verbs(peer: Controlled) -> dict[str, Handler]:
 
     def pause() -> dict[str, Any]:
         refusal = why_no_pause(peer)
-        was_asked = peer.pause_requested.is_set()
+        was_asked = peer.pausing.is_asked
         if not refusal:
-            peer.pause_requested.set()
+            peer.pausing.ask()
         return {"refusal": refusal, "was_asked": was_asked, "state": peer.state, "pid": os.getpid()}
 
     def resume() -> dict[str, Any]:
-        was_asked = peer.pause_requested.is_set()
-        peer.pause_requested.clear()
-        return {"was_asked": was_asked, "state": peer.state, "pid": os.getpid()}
+        was_asked = peer.pausing.is_asked
+        peer.pausing.resume()
+        return {
+            "was_asked": was_asked,
+            "state": peer.state,
+            "stays_because": "" if peer.state == "done" else peer.pausing.sentence,
+            "pid": os.getpid(),
+        }
 
     return {"status": peer.status, "leave": leave, "pause": pause, "resume": resume}
 

@@ -12,8 +12,9 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, get_args
 
+from noloco_p2p import peer_name
 from noloco_p2p._version import __version__
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.gossip.frames import PROTOCOL_VERSION
@@ -30,6 +31,8 @@ SIGNATURE_BYTES = 64
 EXPIRY_SLACK_S = 1e-3  # between what a record says and what the DHT was told
 DOMAIN = b"noloco_p2p record 1\x00"
 STATES = frozenset({"training", "paused", "leaving", "done"})
+PausedBy = Literal["", "asked", "hours", "battery", "in use", "GPU in use"]  # `noloco pause`, or the use of the machine
+PAUSED_BY = get_args(PausedBy)
 SERVING = frozenset({"training", "done"})  # who computes for the other stages of a run
 
 
@@ -61,6 +64,8 @@ class PeerRecord:
     stage: int = 0  # in a run with stages; 0 = the head
     stages: int = 0  # of the run; 0 = every peer holds the whole model
     sends_to: tuple[str, ...] = ()  # ends of the ids of those that it sends microbatches to
+    name: str = ""  # that it gives itself; it proves nothing
+    paused_by: PausedBy = ""  # why it is paused
 
 
 KEYS = {
@@ -80,14 +85,16 @@ KEYS = {
     "stage": "st",
     "stages": "of",
     "sends_to": "to",
+    "paused_by": "pause",
 } | {name: METRICS[name].key for name in RECORDED}  # of the fields of a record, and of its metrics
 CAUSES = [METRICS[name].key for name in RECORDED if ":" in METRICS[name].key]  # of rounds alone: one list in the record
 PLAIN: dict[str, Any] = {item.name: item.default for item in fields(PeerRecord) if item.name != "metrics"}
 TYPES = {item.name: str(item.type) for item in (*fields(PeerRecord), *fields(Metrics)) if item.name != "metrics"}
+TYPES["paused_by"] = "str"
 
 
 def encode_record(record: PeerRecord, identity: Identity) -> bytes:
-    """Sign and pack. Until it fits, the least useful addresses are dropped, then `sends_to`, and at last the sketch.
+    """Sign and pack. Until it fits, the least useful addresses are dropped, then `sends_to`, the name, and the sketch.
 
     Raises RecordError when even that fails.
     """
@@ -103,6 +110,8 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
             record = replace(record, addresses=record.addresses[:-1])
         elif record.sends_to:
             record = replace(record, sends_to=())  # it is only drawn
+        elif record.name:
+            record = replace(record, name="")
         elif record.sketch:
             record = replace(record, sketch="")  # to be reached is worth more than to be measured
         else:
@@ -121,6 +130,8 @@ def decode_record(data: bytes) -> PeerRecord:
     for name in ("addresses", "multiaddrs", "sends_to"):
         known[name] = _texts(name, known.get(name, []))
     known["depths"] = _counts("depths", known.get("depths", []))
+    known["name"] = peer_name.shown(known.get("name"))
+    known["paused_by"] = known["paused_by"] if known.get("paused_by") in PAUSED_BY else ""  # it may know others
     known["metrics"] = Metrics(**{name: values[KEYS[name]] for name in RECORDED if KEYS[name] in values})
     try:
         record = PeerRecord(**known)
@@ -163,7 +174,8 @@ def _pack(record: PeerRecord) -> bytes:
         values["why"] = causes
     suffix = f"/p2p/{record.peer_id}"  # the same for all of them, and 57 bytes each
     values["p2p"] = [address.removesuffix(suffix) for address in record.multiaddrs]
-    return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    return text.encode()  # a name in other letters takes two or three bytes a letter, and six if escaped
 
 
 def _named(record: PeerRecord) -> Iterator[tuple[str, Any, Any]]:
@@ -210,6 +222,10 @@ def _counts(name: str, value: object) -> tuple[int, ...]:
     return tuple(_count(name, item) for item in value)
 
 
+def _maybe_count(name: str, value: object) -> int | None:
+    return None if value is None else _count(name, value)
+
+
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RecordError(f"{name} in a record is not a number")
@@ -231,6 +247,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "tuple[str, ...]": _texts,
     "tuple[int, ...]": _counts,
     "int": _count,
+    "int | None": _maybe_count,
     "float": _number,
     "float | None": _maybe_number,
 }

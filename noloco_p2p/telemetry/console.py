@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 
 from noloco_p2p.telemetry.metrics import Metrics
@@ -71,13 +72,23 @@ def numbered_stages(stages: Sequence[int]) -> str:
     return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
 
 
+def cells(text: str) -> int:
+    """Columns of a terminal that `text` takes: two for wide letters, none for marks."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.category(char) in ("Mn", "Me") else 1 + (unicodedata.east_asian_width(char) in "WF")
+        for char in text
+    )
+
+
 def aligned(rows: Sequence[Sequence[str]], *, num_left: int | None = None) -> list[str]:
     """A line a row. The first `num_left` columns (None = all) are aligned to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(map(cells, column)) for column in zip(*rows, strict=True)]
     left = len(widths) if num_left is None else num_left
     return [
         "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
+            cell + " " * (width - cells(cell)) if column < left else " " * (width - cells(cell)) + cell
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows

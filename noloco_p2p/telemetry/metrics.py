@@ -57,6 +57,24 @@ class Metrics:
     rounds_here: int = _metric(
         "counter", "rounds", "outer steps taken by this peer, including those before a restart", 0
     )
+    trained_s: float | None = _metric(
+        "counter",
+        "s",
+        "seconds in the state training, waiting included, and those before a restart, too",
+        None,
+        key="tr",
+        column="trained",
+        rank=8,
+    )
+    tokens: int | None = _metric(
+        "counter",
+        "tokens",
+        "tokens that this peer trained on, before a restart, too; in a run with stages, those that it computed",
+        None,
+        key="tk",
+        column="tokens",
+        rank=8,
+    )
     inner_steps: int = _metric("gauge", "steps", "length of the current round, or of the next one", 0)
     progress: float = _metric(
         "gauge", "fraction", "place in the schedule of the run, 0 to 1", 0.0, key="prog", digits=9, total="highest"
@@ -303,9 +321,10 @@ class Metrics:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def recorded(self) -> Metrics:
+    def recorded(self, *, hides_contribution: bool = False) -> Metrics:
         """What the record of the peer says, in few digits and without what is not finite."""
-        return Metrics(**{name: self._short(name) for name in RECORDED})
+        hidden = CONTRIBUTION if hides_contribution else ()
+        return Metrics(**{name: self._short(name) for name in RECORDED if name not in hidden})
 
     def _short(self, name: str) -> Any:
         value = getattr(self, name)
@@ -317,6 +336,7 @@ class Metrics:
 METRICS: dict[str, About] = {item.name: item.metadata["about"] for item in fields(Metrics)}
 DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(Metrics)}
 NUMBERS = tuple(name for name, about in METRICS.items() if about.kind != "text")
+CONTRIBUTION = ("trained_s", "tokens")  # what a peer may leave out of its record: swaps tell how well the run goes
 RECORDED = tuple(name for name, about in METRICS.items() if about.key)
 IN_COLUMNS = sorted((name for name, about in METRICS.items() if about.column), key=lambda name: METRICS[name].rank)
 LARGEST = 2.0**53  # of any number in a record: whole numbers are exact so far in a page, too, and sums are finite

@@ -9,11 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from noloco_p2p.data.documents import Fault, Faults
 from noloco_p2p.data.prefetch import Prefetcher
 from noloco_p2p.data.stream import TokenStream, validation_batches
+from noloco_p2p.devices import empty_cache
 from noloco_p2p.errors import CheckpointError, ModelError
 from noloco_p2p.gossip.outcome import Alone, LonelyCause
 from noloco_p2p.optim.mixing import closing_rounds, closing_wait_s
@@ -42,6 +44,7 @@ class TrainerBase:
     """
 
     outer: NoLoCo
+    device: torch.device
 
     def __init__(self, peer: Peer, spec: TrainerSpec, *, say: Callable[[str], None]) -> None:
         check_stages(spec, peer.settings)
@@ -141,6 +144,9 @@ class TrainerBase:
         self.events.write("evaluated", step=metrics.step, round=metrics.round, validation_loss=loss)
         self.say(f"round {metrics.round} | validation loss {show_loss(loss)}, perplexity {perplexity(loss):.4g}")
 
+    def _count_tokens(self, number: int) -> None:
+        self.peer.metrics.tokens = (self.peer.metrics.tokens or 0) + number
+
     def _time_steps(self) -> None:
         """How fast the steps since the last call were; all that was done since then counts as their time."""
         self._note_speed()
@@ -180,8 +186,9 @@ class TrainerBase:
         if result:
             self._round_done(result)
         self._save()
-        self.say("paused; `noloco resume` goes on, `noloco leave` ends it")
-        self.events.write("paused", step=self.peer.metrics.step)
+        self.say(f"paused: {self.peer.pausing.sentence}")
+        self.events.write("paused", step=self.peer.metrics.step, paused_by=self.peer.pausing.word)
+        empty_cache(self.device)  # the weights stay; what torch keeps for later tensors is of use to other programs
         began_s = time.monotonic()
         self.peer.wait_while_paused()
         self._timed_from_s += time.monotonic() - began_s

@@ -145,11 +145,13 @@ class Trainer(TrainerBase):
         last_step = None if max_steps is None else metrics.step + max_steps
         rounds_before = metrics.rounds_here
         self.events.write("started", peer_id=self.peer.peer_id, address=self.peer.address, resumed_at=metrics.step)
+        if not self.finished:
+            self._pause_if_asked()  # it may have come outside of its hours
         if not self.peer.leave_requested.is_set():
             self._evaluate()
         self.model.train()
         self._timed_from_s, self._aside_s = time.monotonic(), 0.0
-        while not self.finished:
+        while not self.finished and not self.peer.leave_requested.is_set():
             batch = draw(self._next_batch)
             if batch is None:
                 break
@@ -157,14 +159,14 @@ class Trainer(TrainerBase):
             loss = self.inner_step(batch, progress=self.outer.progress, seed=seed)
             self._losses.append(loss)
             self._timed_steps += 1
+            self._count_tokens(self.spec.train.batch_size * self.spec.data.sequence_length)
             result = self.outer.step()
             if result:
                 self._round_done(result)
             elif self.peer.metrics.loss is None or time.monotonic() - self._refreshed_s >= REFRESH_S:
                 self._refresh_metrics()
-            if self.peer.pause_requested.is_set():
-                self._wait_while_paused()
-            if self.peer.leave_requested.is_set() or metrics.step == last_step:
+            self._pause_if_asked()
+            if metrics.step == last_step:
                 break
         self.batches.close()
         if self.finished and metrics.rounds_here > rounds_before:  # not when it was done before a restart
@@ -176,6 +178,10 @@ class Trainer(TrainerBase):
     def serve(self) -> None:
         """The run is done: give its state to those who come, until this peer is asked to leave."""
         self.peer.leave_requested.wait()
+
+    def _pause_if_asked(self) -> None:
+        if self.peer.pause_requested.is_set():
+            self._wait_while_paused()
 
     def _next_batch(self) -> Tensor | None:
         """None when somebody asked to leave while the data was waited for."""

@@ -344,6 +344,7 @@ class StageTrainer(TrainerBase):
 
     def _count(self, counts: FlowCounts) -> None:
         metrics, (done, lost, late) = self.peer.metrics, self._begun
+        self._count_tokens((done + counts.done - metrics.microbatches) * self._microbatch_tokens)
         metrics.microbatches, metrics.lost_microbatches = done + counts.done, lost + counts.lost
         metrics.late_microbatches, metrics.queue = late + counts.late, counts.held
 

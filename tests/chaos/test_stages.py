@@ -91,6 +91,8 @@ def test_the_stages_learn_and_swap_each_within_itself(swarm: Swarm) -> None:
     assert inner["loss"] is None
     assert inner["microbatches"] > 0
     assert inner["capacity"] > 0
+    for event in (inner, head.events("round")[-1]):
+        assert event["tokens"] == event["microbatches"] * SPEC.pipeline.microbatch * SPEC.data.sequence_length
     assert swarm.heads[0].event("evaluated")["validation_loss"] > 0, "the held-out sequences went around the ring"
     assert [status(peer)["stage"] for peer in swarm.everybody] == [0, 0, 1, 1, 2]
     swarm.assert_all_go_on()

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,55 @@ def test_a_ticket_that_leads_nowhere_is_4(swarm: Swarm) -> None:
     assert len(swarm.lost.text.splitlines()) == 1
 
 
+def hours(first_min: int, end_min: int, *, now: datetime) -> str:
+    """From so many minutes after the beginning of this minute to so many."""
+    times = (now + timedelta(minutes=minutes) for minutes in (first_min, end_min))
+    return "-".join(time.strftime("%H:%M") for time in times)
+
+
+def test_a_named_peer_waits_for_its_hours_and_says_so(
+    swarm: Swarm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later = hours(120, 180, now=datetime.now())
+    flags = ("--name", "  Night Owl", "--when", later, "--hide-contribution")
+    with PeerProcess(swarm.first.ticket, tmp_path / "owl", *flags) as owl:
+
+        def say(verb: str, *flags: str) -> str:
+            assert run([verb, "--state-dir", str(owl.folder), *flags]) == 0
+            return capsys.readouterr().out.strip()
+
+        assert owl.event("paused")["paused_by"] == "hours"
+        why = f"it is outside of {later}; training goes on by itself"
+        owl.wait_for(f"paused: {why}")
+        lines = say("status").splitlines()
+        assert lines[1] == "name      Night Owl"
+        assert f"why       {why}" in lines
+        assert say("resume") == f"the peer stays paused: {why}"
+        assert say("pause").startswith("the peer is paused: it trains and swaps no more")
+        assert json.loads(say("status", "--json"))["paused_by"] == "asked"
+        assert say("resume") == f"the peer stays paused: {why}"
+        seen = json.loads(noloco("monitor", swarm.first.ticket, "--json").stdout)["peers"]
+        [shown] = [peer for peer in seen if peer["peer_id"] == owl.peer_id]
+        assert (shown["name"], shown["state"], shown["paused_by"]) == ("Night Owl", "paused", "hours")
+        assert (shown["trained_s"], shown["tokens"]) == (None, None), "hidden"
+        assert all(peer["tokens"] > 0 for peer in seen if peer["peer_id"] == swarm.first.peer_id)
+        assert "the peer has left" in say("leave")
+        assert owl.wait() == 0
+        assert owl.event("stopped")["step"] == 0
+        assert owl.text.splitlines()[-1] == "left; the same command resumes"
+
+
+@pytest.mark.slow
+def test_a_peer_trains_in_its_hours_and_pauses_after_them(swarm: Swarm, tmp_path: Path) -> None:
+    """By the clock on the wall: it takes two minutes at most."""
+    with PeerProcess(swarm.first.ticket, tmp_path / "p", "--when", hours(1, 2, now=datetime.now())) as peer:
+        assert peer.event("paused")["paused_by"] == "hours"
+        assert not peer.events("round")
+        peer.event("resumed", timeout_s=60 + PATIENCE_S)
+        peer.swap_with(swarm.first)
+        until(lambda: len(peer.events("paused")) > 1, what="the end of its hours", timeout_s=60 + PATIENCE_S)
+
+
 def test_leaving_keeps_everything_and_the_same_command_resumes(swarm: Swarm, tmp_path: Path) -> None:
     """Exit code 0, a checkpoint of the last step, a farewell; no process, socket or lock is left."""
     with PeerProcess(swarm.first.ticket, tmp_path / "guest") as guest:
@@ -273,6 +323,8 @@ def test_leaving_keeps_everything_and_the_same_command_resumes(swarm: Swarm, tmp
     assert (started["resumed_at"], started["peer_id"]) == (stopped["step"], guest.peer_id)
     assert started["address"] == guest.event("started")["address"]
     steps = end["step"] - stopped["step"]
+    assert end["tokens"] - stopped["tokens"] == steps * swarm.spec.train.batch_size * swarm.spec.data.sequence_length
+    assert end["trained_s"] > stopped["trained_s"] > 0, "what it gave before counts"
     assert after.meta["data"] == _batches_later(steps, swarm.spec, guest.peer_id, checkpoint.meta["data"])
 
 

@@ -34,6 +34,7 @@ from noloco_p2p.swarm.records import TTL_S
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NUM_PEERS = 4
+NAMES = {1: "<b>Ada</b> & Co.", 2: "東京"}  # of the peers by number; the others have none
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +59,10 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
             PeerProcess(write_spec(spec, folder), folder / "peer-0", "--metrics", "127.0.0.1:0")
         )
         ticket = first.ticket
-        others = [stack.enter_context(PeerProcess(ticket, folder / f"peer-{n}")) for n in range(1, NUM_PEERS)]
+        others = [
+            stack.enter_context(PeerProcess(ticket, folder / f"peer-{n}", "--name", NAMES.get(n, "")))
+            for n in range(1, NUM_PEERS)
+        ]
         peers = [first, *others]
         for peer in peers:
             peer.give_way()
@@ -242,6 +246,11 @@ def test_the_page_shows_the_swarm_keeps_its_curves_and_tells_of_a_killed_peer(sw
         assert "alive" in page.inner_text("#tiles").lower()
         page.fill("#search", swarm.peers[2].peer_id[-6:])
         assert page.locator("#rows tr").count() == 1
+        assert NAMES[2] in page.inner_text("#rows tr")
+        page.fill("#search", "<b>ada")
+        assert NAMES[1] in page.inner_text("#rows tr")
+        assert page.locator("#rows b").count() == 0, "a name is text, whatever it looks like"
+        assert told(f"state.peers.get('{swarm.peers[1].peer_id}').trained_s > 0")
         page.fill("#search", "")
 
         # A reload, and a restart of the monitor, keep the curves.

@@ -62,6 +62,20 @@ def test_what_is_announced(announce: str, announced: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("when", "hours"),
+    [("always", None), ("idle", None), ("22:00-07:30", (1320, 450)), ("00:00-23:59", (0, 1439))],
+)
+def test_when_to_train(when: str, hours: tuple[int, int] | None) -> None:
+    assert PeerSettings.load({"when": when}).hours == hours
+
+
+@pytest.mark.parametrize("when", ["", "never", "7:00-9:00", "22-7", "24:00-07:00", "10:60-11:00", "08:00-08:00"])
+def test_other_times_are_refused_with_the_forms(when: str) -> None:
+    with pytest.raises(SettingsError, match=f"when '{when}' must be always, idle, or two different times such as"):
+        PeerSettings.load({"when": when})
+
+
+@pytest.mark.parametrize(
     ("rate", "bytes_per_s"),
     [
         *(("40mbit", 5e6), ("40 Mbit/s", 5e6), ("2.5mbit", 312_500), ("8000kbit", 1e6), ("1Gbit", 125e6)),

@@ -18,11 +18,13 @@ const short = (id) => id ? id.slice(-6) : "–";
 const state = { peers: new Map(), meetings: [], head: null, history: null, curves: new Map(), offset: 0, sort: "state", down: false, words: "", page: 0 };
 const now = () => Date.now() / 1000 + state.offset;
 const ORDER = ["alive", "silent", "leaving", "left", "gone"];
-const FORMATS = { "nats/token": loss, "tokens/s": count, "bytes": bytes, "peer id": short };  // by unit
+const known = (format) => (n) => n === null ? "–" : format(n);
+const FORMATS = { "nats/token": loss, "tokens/s": count, "bytes": bytes, "peer id": short, "s": known(span), "tokens": known(count) };  // by unit
 const FIRST = [
   { name: "peer", show: (p) => short(p.peer_id), key: (p) => p.peer_id, text: true },
   { name: "stage", show: (p) => p.stage ?? "–", key: (p) => p.stage, staged: true },
-  { name: "state", show: (p) => p.health === "alive" ? p.state : p.health, key: (p) => ORDER.indexOf(p.health) + p.state + p.peer_id, text: true },
+  { name: "name", show: (p) => p.name || "–", key: (p) => p.name || null, text: true, named: true },
+  { name: "state", show: (p) => p.health !== "alive" ? p.health : p.paused_by ? `${p.state} (${p.paused_by})` : p.state, key: (p) => ORDER.indexOf(p.health) + p.state + p.peer_id, text: true },
 ];
 const LAST = [
   { name: "apart", show: (p) => share(p.distance), key: (p) => p.distance },
@@ -47,7 +49,7 @@ const STAGE_CELLS = [
   (s) => s.stage === 0 ? "0 (head)" : s.stage, (s) => s.peers || "empty", (s) => count(s.capacity), (s) => count(s.tokens_per_s),
   (s) => s.queue, (s) => s.microbatches, (s) => part(s.late_share), (s) => part(s.lost_share), (s) => share(s.spread),
 ];
-const classes = (column) => ["text", "wide", "staged"].filter((name) => column[name]).join(" ");
+const classes = (column) => ["text", "wide", "staged", "named"].filter((name) => column[name]).join(" ");
 
 let charts, graph, paths;
 
@@ -226,7 +228,7 @@ function showGraph() {
 
 function chosen() {
   const words = state.words.toLowerCase();
-  const matches = (peer) => !words || [peer.peer_id, peer.state, peer.health, peer.software, peer.reachability].some((part) => part.toLowerCase().includes(words));
+  const matches = (peer) => !words || [peer.peer_id, peer.name, peer.state, peer.paused_by, peer.health, peer.software, peer.reachability].some((part) => part.toLowerCase().includes(words));
   const key = COLUMNS.find((column) => column.name === state.sort).key;
   const keyed = [...state.peers.values()].filter(matches).map((peer) => [key(peer), peer]);
   const sign = state.down ? -1 : 1;
@@ -253,6 +255,7 @@ function showTable() {
     });
   });
   text("shown", state.words ? `${peers.length} of ${state.peers.size} match` : `${peers.length} peers`);
+  document.body.classList.toggle("named", [...state.peers.values()].some((peer) => peer.name));
   $("pages").hidden = pages === 1;
   text("page", `page ${state.page + 1} of ${pages}`);
   $("previous").disabled = state.page === 0;

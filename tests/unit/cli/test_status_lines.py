@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from noloco_p2p.cli.status import stage_lines, ways
+from noloco_p2p.cli.status import contribution, stage_lines, ways
 
 REPLY: dict[str, Any] = {
     "stage": 1,
@@ -40,3 +40,10 @@ def test_a_peer_with_a_whole_model_has_no_stage() -> None:
 
 def test_neighbours_are_counted_by_how_they_are_reached() -> None:
     assert ways({"a": "punched", "b": "direct", "c": "direct"}) == "2 direct, 1 punched"
+
+
+def test_what_a_peer_has_given() -> None:
+    reply = {"trained_s": 7500.0, "tokens": 3_410_000, "swaps": 41, "settings": {"hide_contribution": {"value": False}}}
+    assert contribution(reply) == "2 h 5 min of training, 3.41M tokens, 41 swaps"
+    hidden = {**reply, "tokens": None, "settings": {"hide_contribution": {"value": True}}}
+    assert contribution(hidden) == "2 h 5 min of training, 41 swaps (hours and tokens are hidden)"

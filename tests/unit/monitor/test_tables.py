@@ -84,6 +84,36 @@ def test_plain_lines_are_aligned_one_a_peer() -> None:
     assert len(lines) == header + 3
 
 
+def test_a_name_stands_beside_the_id_where_any_peer_has_one() -> None:
+    named = changed(A, name="東京 Ada", trained_s=3 * 3600.0 + 65, tokens=3_410_000)
+    lines = plain(swarm(named, B))
+    header = next(index for index, line in enumerate(lines) if line.startswith("peer"))
+    assert lines[header].split()[:3] == ["peer", "name", "state"]
+    assert lines[header + 1].split()[:4] == ["..aaaaaa", "東京", "Ada", "training"]
+    assert lines[header + 2].split()[:3] == ["..bbbbbb", "-", "leaving"]
+    assert lines[header].index("state") == lines[header + 1].index("training") + 2, "two letters take two columns each"
+    assert "3 h 1 min" in lines[header + 1]
+    assert "3.41M" in lines[header + 1]
+    assert "name" not in " ".join(plain(swarm(A, B))).split()
+    assert [peer["peer_id"] for peer in Choice(words="東京").of(swarm(named, B)["peers"])] == [A.peer_id]
+    assert [peer["name"] for peer in Choice("name").of(swarm(named, B)["peers"])] == ["東京 Ada", ""]
+
+
+def test_what_a_peer_does_not_tell_is_no_zero() -> None:
+    peer = describe(A, 0.0)
+    assert (peer["tokens"], peer["trained_s"]) == (None, None)
+    header, row = plain(swarm(A))[-2:]
+    assert row[header.index("trained") :].split()[:2] == ["-", "-"]
+
+
+def test_a_paused_peer_says_why_while_it_is_alive() -> None:
+    paused = changed(A, state="paused", paused_by="hours")
+    assert "paused (hours)" in plain(swarm(paused))[-1]
+    assert "paused (hours)" not in plain(swarm(paused, age_s=50.0))[-1]
+    assert "paused " in plain(swarm(changed(A, state="paused")))[-1]
+    assert describe(changed(A, paused_by="hours"), 0.0)["paused_by"] == "", "it trains"
+
+
 def test_stages_are_rows_and_the_one_with_the_least_capacity_comes_first() -> None:
     other = changed(INNER, peer_id="12D3KooWjjjjjj", capacity=4500.0, microbatches=150, tokens_per_s=500.0)
     rows = stage_rows([HEAD, INNER, other], {1: Spread(0.02, {}, 0.5)})

@@ -4,7 +4,7 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from recorded import changed
 from noloco_p2p.codec.sketch import SKETCH_SIZE, pack, unpack
 from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.identity import Identity, peer_id_of
+from noloco_p2p.peer_name import MAX_CHARS
 from noloco_p2p.swarm.buckets import MAX_DEPTH
 from noloco_p2p.swarm.records import (
     DOMAIN,
@@ -238,6 +239,59 @@ def test_a_record_of_an_older_peer_still_parses() -> None:
     older = decode_record(sealed(sketch="A" * 176, norm=12.5, state="training"))
     assert older == changed(RECORD, sketch="A" * 176)
     assert unpack(older.sketch) is None
+
+
+NAMED = changed(FULL, name="東京 Lovelace, Ada & Comp.", trained_s=1.23457e6, tokens=123_456_789_012)
+
+
+def test_a_name_and_what_a_peer_gave_leave_room_for_the_sketch() -> None:
+    """Of the fullest record. A name of wide letters goes before the sketch, and the first address stays."""
+    assert len(NAMED.name) == MAX_CHARS
+    one = changed(NAMED, multiaddrs=NAMED.multiaddrs[:1])
+    assert decode_record(encode_record(NAMED, ME)) == one
+    wide = changed(one, name="東" * MAX_CHARS)
+    assert decode_record(encode_record(wide, ME)) == changed(wide, name="")
+    assert decode_record(encode_record(changed(wide, halves=0, late=0, loss=None), ME)).name == wide.name
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ("x" * 300, "x" * MAX_CHARS),
+        ("a\x1b[2J", ""),
+        ("a\u202eb", ""),
+        (5, ""),
+        (["a"], ""),
+        (None, ""),
+        ("ＡＤＡ", "ADA"),
+    ],
+)
+def test_an_unfit_name_is_cut_or_left_out_and_the_peer_stays(told: object, name: str) -> None:
+    assert decode_record(sealed(name=told)) == changed(RECORD, name=name)
+
+
+def test_a_name_is_signed() -> None:
+    data = encode_record(changed(RECORD, name="Ada"), ME)
+    with pytest.raises(RecordError, match="not signed"):
+        decode_record(data.replace(b'"name":"Ada"', b'"name":"Bob"'))
+
+
+def test_a_reason_for_a_pause_that_only_later_versions_know_is_no_reason() -> None:
+    assert decode_record(sealed(state="paused", pause="battery")).paused_by == "battery"
+    for other in ("on Mars", 5, ["battery"]):
+        assert decode_record(sealed(state="paused", pause=other)) == changed(RECORD, state="paused")
+
+
+def test_hours_and_tokens_that_are_not_told_are_not_known() -> None:
+    """An older peer does not know them, and a newer one may hide them. A newcomer has none yet."""
+    metrics = changed(RECORD, trained_s=3600.0, tokens=5).metrics
+    hidden = replace(RECORD, metrics=metrics.recorded(hides_contribution=True))
+    assert hidden == RECORD
+    assert decode_record(encode_record(hidden, ME)).metrics.tokens is None
+    newcomer = changed(RECORD, trained_s=0.0, tokens=0)
+    assert decode_record(encode_record(newcomer, ME)) == newcomer
+    with pytest.raises(RecordError, match="tokens in a record is not a count"):
+        decode_record(sealed(tk=-1))
 
 
 def test_neither_hivemind_nor_torch_is_imported() -> None:

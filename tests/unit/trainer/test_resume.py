@@ -79,6 +79,8 @@ def test_the_losses_after_a_stop_are_those_without_it(tmp_path: Path, stops: lis
             assert torch.equal(found[name], values), f"{stem}: {name}"
     assert last.meta["data"] == whole.meta["data"]
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    step_tokens = SPEC.train.batch_size * SPEC.data.sequence_length
+    assert last.meta["metrics"]["tokens"] == whole.meta["metrics"]["tokens"] == NUM_STEPS * step_tokens
 
 
 def test_the_last_k_checkpoints_are_kept(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""When a peer trains on a machine that has other things to do. Pure: `peer/machine_use.py` looks at the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from noloco_p2p.settings import PeerSettings
+from noloco_p2p.swarm.records import PausedBy
+
+BUSY_SHARE = 0.25  # of all cores, by other programs
+GPU_BUSY_SHARE = 0.1  # of the GPU's time; a desktop that stands still takes less
+QUIET_S = 120.0  # since other programs were last busy, before training goes on
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The machine at one moment; None = not known.
+
+    minute: of the day, local time. others_share: of all cores, that other programs used since the last look.
+    gpu_others_share: of the time of the GPUs that this peer computes on, the same.
+    """
+
+    minute: int
+    on_battery: bool | None = None
+    others_share: float | None = None
+    gpu_others_share: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a peer pauses: a word for its record, and a sentence for its user."""
+
+    word: PausedBy
+    sentence: str
+
+
+BATTERY = Reason("battery", "this machine runs on its battery")
+IN_USE = Reason(
+    "in use",
+    f"other programs used more than {100 * BUSY_SHARE:.0f} % of the processor within the last {QUIET_S / 60:.0f} min",
+)
+GPU_IN_USE = Reason(
+    "GPU in use", f"another program computed on the GPU of this peer within the last {QUIET_S / 60:.0f} min"
+)
+
+
+class FreeTime:
+    """What the settings allow. It remembers when other programs were last busy, so that training does not flap."""
+
+    def __init__(self, settings: PeerSettings) -> None:
+        self._hours = settings.hours
+        self._is_outside = Reason("hours", f"it is outside of {settings.when}")
+        self._spares_battery = settings.on_battery == "never"
+        self.spares_users = settings.when == "idle"
+        self.spares_gpu = self.spares_users or settings.on_busy_gpu == "never"
+        self._busy_s = self._gpu_busy_s = float("-inf")
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is anything to look at."""
+        return bool(self._hours or self._spares_battery or self.spares_gpu)
+
+    def why_not(self, seen: Seen, *, now_s: float) -> Reason | None:
+        """Why not to train now; None = train. `now_s`: of a clock that never goes back."""
+        if (seen.others_share or 0.0) > BUSY_SHARE:
+            self._busy_s = now_s
+        if (seen.gpu_others_share or 0.0) > GPU_BUSY_SHARE:
+            self._gpu_busy_s = now_s
+        if self._hours and not _is_within(seen.minute, *self._hours):
+            return self._is_outside
+        if self._spares_battery and seen.on_battery:
+            return BATTERY
+        if self.spares_users and now_s - self._busy_s < QUIET_S:
+            return IN_USE
+        if self.spares_gpu and now_s - self._gpu_busy_s < QUIET_S:
+            return GPU_IN_USE
+        return None
+
+
+def _is_within(minute: int, first: int, end: int) -> bool:
+    """Over midnight, too, where `end` comes before `first`."""
+    return first <= minute < end if first < end else minute >= first or minute < end

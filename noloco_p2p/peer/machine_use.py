@@ -1,0 +1,121 @@
+"""What this machine does beside this peer: its battery, the processor, and NVIDIA's GPUs as NVML sees them."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+import psutil
+
+from noloco_p2p.peer.free_time import Seen
+
+BUSY = ("user", "nice", "system", "irq", "softirq")  # of the times of the processor; the others are times of waiting
+
+
+class MachineUse:
+    """Looks at the machine. root_pid: this peer is that process with all its children. gpu: None = do not look."""
+
+    def __init__(self, *, root_pid: int | None = None, gpu: GpuUse | None = None) -> None:
+        self._root = psutil.Process(own_root() if root_pid is None else root_pid)
+        self._gpu = gpu
+        self._before: tuple[float, float, float] | None = None
+
+    def look(self) -> Seen:
+        """Takes some milliseconds; `others_share` is known from the second look on."""
+        own = self._own_processes()
+        local = time.localtime()
+        return Seen(
+            minute=60 * local.tm_hour + local.tm_min,
+            on_battery=on_battery(),
+            others_share=self._others_share(own),
+            gpu_others_share=self._gpu.others_share({process.pid for process in own}) if self._gpu else None,
+        )
+
+    def _own_processes(self) -> list[psutil.Process]:
+        with suppress(psutil.Error):
+            return [self._root, *self._root.children(recursive=True)]
+        return []
+
+    def _others_share(self, own: list[psutil.Process]) -> float | None:
+        """Of all cores. What a child used is counted with its parent once it has ended."""
+        times = psutil.cpu_times()
+        busy_s = sum(getattr(times, name, 0.0) for name in BUSY)
+        now = time.monotonic(), busy_s, sum(map(_used_s, own))
+        before, self._before = self._before, now
+        if before is None or now[0] <= before[0]:
+            return None
+        elapsed_s, all_s, own_s = (new - old for new, old in zip(now, before, strict=True))
+        return max(0.0, (all_s - own_s) / elapsed_s / (psutil.cpu_count() or 1))
+
+
+class GpuUse:
+    """NVIDIA's GPUs by NVML. Those count on which this peer computes itself; it has to find itself there.
+
+    why_unknown: in words; empty when NVML answers.
+    """
+
+    def __init__(self) -> None:
+        self.why_unknown = ""
+        self._nvml: Any = None
+        self._since: dict[int, int] = {}  # time of the newest sample that was read of each GPU, as NVML counts it
+        try:
+            pynvml = import_module("pynvml")
+        except ModuleNotFoundError:
+            self.why_unknown = "the package nvidia-ml-py is not installed"
+            return
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            self.why_unknown = f"NVML does not answer: {error}"
+            return
+        self._nvml = pynvml
+
+    def others_share(self, own: set[int]) -> float | None:
+        """The busiest of these GPUs, as a share of its time that other processes computed or drew; None = not known.
+
+        Within a container NVML gives the process ids of the host, and the own ones are not found among them.
+        """
+        if self._nvml is None:
+            return None
+        try:
+            shares = [self._share(index, own) for index in range(self._nvml.nvmlDeviceGetCount())]
+        except self._nvml.NVMLError:  # of a card that does not count them, or a driver that was changed
+            return None
+        return max((share for share in shares if share is not None), default=None)
+
+    def _share(self, index: int, own: set[int]) -> float | None:
+        nvml = self._nvml
+        device = nvml.nvmlDeviceGetHandleByIndex(index)
+        if own.isdisjoint(process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(device)):
+            return None
+        try:
+            samples = nvml.nvmlDeviceGetProcessUtilization(device, self._since.get(index, 0))
+        except nvml.NVMLError_NotFound:  # no process was busy since
+            return 0.0
+        self._since[index] = max((sample.timeStamp for sample in samples), default=self._since.get(index, 0))
+        return sum(sample.smUtil for sample in samples if sample.pid not in own) / 100
+
+
+def own_root() -> int:
+    """The process whose children are this peer: of several GPUs, the one that started their processes."""
+    return os.getppid() if "LOCAL_RANK" in os.environ else os.getpid()
+
+
+def on_battery() -> bool | None:
+    """None where there is no battery, or the system does not tell."""
+    try:
+        battery = psutil.sensors_battery()
+    except (AttributeError, OSError):  # no such system call here
+        return None
+    return None if battery is None or battery.power_plugged is None else not battery.power_plugged
+
+
+def _used_s(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.Error:  # it has just ended
+        return 0.0
+    return times.user + times.system + times.children_user + times.children_system

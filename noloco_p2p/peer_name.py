@@ -1,0 +1,53 @@
+"""The name that a peer gives itself: which names it may take, and what is shown of a name that another peer sent.
+
+As for nicknames in RFC 8266, a name is normalised by NFKC and has single spaces. It holds nothing that is invisible,
+that turns the direction of text or that controls a terminal. It proves nothing: any peer may take any name.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+MAX_CHARS = 24
+MAX_MARKS = 2  # in a row: more of them run over the lines above and below
+# Printable for Python, yet nothing is seen: fillers, joiners, the empty Braille cell, variation selectors.
+INVISIBLE = frozenset(
+    "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0"
+    + "".join(map(chr, (*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))))
+)
+
+
+def check(text: str) -> str:
+    """The name as it is announced; empty where `text` is blank. Raises ValueError in words that are safe to print."""
+    name = _normalised(text)
+    if refused := next((char for char in name if not char.isprintable() or char in INVISIBLE), None):
+        raise ValueError(f"{text!a} must not hold control or invisible characters such as U+{ord(refused):04X}")
+    if len(name) > MAX_CHARS:
+        raise ValueError(f"{text!a} must have at most {MAX_CHARS} characters; it has {len(name)}")
+    if _marks_too_much(name):
+        raise ValueError(f"{text!a} must have at most {MAX_MARKS} marks on a character, and none before the first")
+    return name
+
+
+def shown(value: object) -> str:
+    """What is shown of the name in the record of another peer: its first `MAX_CHARS`, and nothing where it is unfit."""
+    if not isinstance(value, str):
+        return ""
+    try:
+        return check(_normalised(value)[:MAX_CHARS])
+    except ValueError:
+        return ""
+
+
+def _normalised(text: str) -> str:
+    # Spaces of other widths are plain ones by now. Tabs and line ends are not, and are refused.
+    return " ".join(word for word in unicodedata.normalize("NFKC", text).split(" ") if word)
+
+
+def _marks_too_much(name: str) -> bool:
+    run = MAX_MARKS  # so that the first character may not be one
+    for char in name:
+        run = run + 1 if unicodedata.category(char).startswith("M") else 0
+        if run > MAX_MARKS:
+            return True
+    return False

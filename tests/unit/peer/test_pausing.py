@@ -1,0 +1,118 @@
+"""Who asks for a pause, and the task that looks at the machine."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from harness.patience import PATIENCE_S
+
+from noloco_p2p.peer.free_time import BATTERY, FreeTime, Seen
+from noloco_p2p.peer.pausing import Pausing, watch, watch_machine
+from noloco_p2p.peer.status import Stopwatch
+from noloco_p2p.settings import PeerSettings
+from noloco_p2p.swarm.node import end_tasks
+
+ON_BATTERY, PLUGGED = Seen(0, on_battery=True), Seen(0, on_battery=False)
+SPARING = PeerSettings(on_battery="never")
+
+
+def test_a_pause_lasts_while_anybody_asks_for_it() -> None:
+    requested = threading.Event()
+    both = Pausing(requested)
+    assert (both.word, both.sentence, requested.is_set()) == ("", "", False)
+    both.heed(BATTERY)
+    assert (both.word, requested.is_set()) == ("battery", True)
+    assert both.sentence == "this machine runs on its battery; training goes on by itself"
+    both.ask()
+    assert (both.word, both.is_asked) == ("asked", True)
+    both.heed(None)
+    assert (both.word, requested.is_set()) == ("asked", True), "the user is not overruled"
+    both.heed(BATTERY)
+    both.resume()
+    assert (both.word, requested.is_set()) == ("battery", True), "nor is the machine"
+    both.heed(None)
+    assert (both.word, requested.is_set()) == ("", False)
+
+
+def test_the_script_of_a_user_may_set_the_event_itself() -> None:
+    requested = threading.Event()
+    requested.set()
+    assert Pausing(requested).word == "asked"
+
+
+def test_the_task_pauses_and_goes_on_with_what_is_seen_and_survives_a_failed_look(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    requested, words = threading.Event(), list[str]()
+
+    def looks() -> Iterator[Seen]:
+        yield ON_BATTERY
+        words.append(both.word)
+        yield PLUGGED
+        words.append(both.word)
+        yield ON_BATTERY
+
+    both, seen = Pausing(requested), looks()
+
+    def look() -> Seen:
+        found = next(seen, None)
+        if found is None:
+            words.append(both.word)
+            ended.set()
+            raise OSError("no such file")
+        return found
+
+    ended = threading.Event()
+
+    async def run() -> None:
+        task = asyncio.create_task(watch(FreeTime(SPARING), both, look, every_s=0.0))
+        await asyncio.to_thread(ended.wait, PATIENCE_S)
+        await end_tasks([task])
+
+    asyncio.run(run())
+    assert words[:3] == ["battery", "", "battery"]
+    assert requested.is_set(), "it stays as it was"
+    assert "could not be found out" in caplog.text
+
+
+async def _tasks(settings: PeerSettings) -> int:
+    tasks = await watch_machine(settings, Pausing(threading.Event()))
+    await end_tasks(tasks)
+    return len(tasks)
+
+
+def test_nothing_looks_at_a_machine_that_trains_at_any_time() -> None:
+    assert asyncio.run(_tasks(PeerSettings())) == 0
+    assert asyncio.run(_tasks(SPARING)) == 1
+
+
+def test_a_setting_that_has_no_effect_here_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    asyncio.run(_tasks(PeerSettings(when="idle")))
+    assert not caplog.records
+    asyncio.run(_tasks(PeerSettings(on_busy_gpu="never")))
+    assert "--on-busy-gpu never is ignored: the package nvidia-ml-py is not installed" in caplog.text
+
+
+def test_a_stopwatch_counts_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    watch = Stopwatch()
+    now_s[0] += 5
+    assert watch.seconds() == 0
+    watch.run(True)
+    now_s[0] += 5
+    watch.run(True)
+    now_s[0] += 2
+    assert watch.seconds() == 7
+    watch.add(1000)  # before a restart
+    watch.run(False)
+    now_s[0] += 60
+    assert watch.seconds() == 1007

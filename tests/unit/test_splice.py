@@ -1,0 +1,55 @@
+"""A splice holds little: the server must notice a slow caller, or it believes that megabytes are on their way."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+from noloco_p2p.splice import BLOCK_BYTES, Splice, connected
+from noloco_p2p.tcp import tune
+
+WARM_BYTES = 64 << 20  # the kernel makes the buffers of a fast connection larger
+HELD_BYTES = 1536 * 1024  # two buffers of the kernel, a block, and what the caller's own machine has taken
+
+
+def test_a_server_gets_little_ahead_of_a_caller_that_stops_reading(tmp_path: Path) -> None:
+    async def run() -> int:
+        loop = asyncio.get_running_loop()
+        server, listener = socket.socket(socket.AF_UNIX), socket.create_server(("127.0.0.1", 0))
+        server.bind(str(tmp_path / "grpc"))
+        server.listen()
+        caller = socket.socket()
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
+        caller.connect(listener.getsockname())
+        caller.setblocking(False)
+        near = listener.accept()[0]
+        tune(near)
+        splice = Splice(near, connected(tmp_path / "grpc", own_path=tmp_path / "7"), on_end=lambda: None)
+        far, peer = server.accept()
+        assert peer == str(tmp_path / "7")  # by this name the server knows the connection
+        far.setblocking(False)
+        num_sent = num_read = 0
+
+        async def send() -> None:
+            nonlocal num_sent
+            block = bytes(BLOCK_BYTES)
+            while True:
+                await loop.sock_sendall(far, block)
+                num_sent += len(block)
+
+        sending = asyncio.create_task(send())
+        while num_read < WARM_BYTES:
+            num_read += len(await loop.sock_recv(caller, BLOCK_BYTES))
+        before = -1
+        while before != num_sent:  # until the server has to wait
+            before = num_sent
+            await asyncio.sleep(0.3)
+        sending.cancel()
+        splice.close()
+        for each in (server, listener, caller, far):
+            each.close()
+        return num_sent - num_read
+
+    assert asyncio.run(run()) < HELD_BYTES
+    assert not (tmp_path / "7").exists()
