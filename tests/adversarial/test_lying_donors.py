@@ -84,7 +84,7 @@ LIES = {
         lambda weights: {"slow_weights": weights, "outer_momentum": torch.full_like(weights, torch.inf)},
         why="not finite",
     ),
-    "garbage": Lie(data=lambda num_bytes: b"\xff" * num_bytes, why="no safetensors file"),
+    "garbage": Lie(data=lambda num_bytes: b"\xff" * num_bytes, why="not a safetensors file"),
     "other-shape": Lie(data=renamed, why="of another model"),
     "other-size": Lie(lambda weights: state_of(weights[:-1].clone()), why="of another model or size"),
     "far-ahead": Lie(progress=0.99, why="99.0 % of the schedule"),
@@ -243,7 +243,7 @@ def test_of_two_states_that_differ_wildly_none_is_taken(
 ) -> None:
     ticket = use(crowd_with(tmp_path, LIES["six-six-six"], num_honest=1), monkeypatch)
     assert run(["export", "--merge", ticket, str(tmp_path / "model")]) != 0
-    assert "nobody can tell which of them are wrong" in capsys.readouterr().err
+    assert "too far apart to decide which ones are wrong" in capsys.readouterr().err
 
 
 # a newcomer, and who has fallen behind
