@@ -64,7 +64,7 @@ def test_the_first_differing_tensor_is_named() -> None:
         "trainable tensor first.weight [4, 4] here, first.weight [5, 4] there"
     )
     assert layout().first_difference(layout(frozen_seed=1)) == (
-        "frozen tensor frozen.weight [4, 4] has other values there: it is of another revision or another seed"
+        "frozen tensor frozen.weight [4, 4] has other values there, from another revision or seed"
     )
     less = ModelLayout(layout().trainable[:-1], layout().frozen)
     assert layout().first_difference(less) == "trainable tensor tied.bias [4] here, none there"
