@@ -1,4 +1,4 @@
-"""Callbacks that bring NoLoCo into other trainers: `huggingface` for transformers, `lightning` for Lightning.
+"""Callbacks that add NoLoCo to other trainers: `huggingface` for transformers, `lightning` for Lightning.
 
     from noloco_p2p.integrations.huggingface import NoLoCoCallback
     Trainer(..., callbacks=[NoLoCoCallback(peer)])

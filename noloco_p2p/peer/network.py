@@ -21,7 +21,9 @@ from noloco_p2p.transfer.donor import StateServer
 
 @dataclass(slots=True)
 class Network:
-    """All of them, once they have started. watching: the task of `watch`. stage_flow: once this peer holds a stage."""
+    """All of them, once they have started. watching: the task of `watch`. stage_flow: set once this peer holds a
+    stage.
+    """
 
     directory: SwarmDirectory
     transport: GrpcTransport
