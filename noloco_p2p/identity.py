@@ -2,8 +2,8 @@
 
 The file holds libp2p's protobuf `PrivateKey {Type = 1; Data = 2}` with 64 bytes, private then public, and can be given
 to the libp2p daemon as it is. A peer id is the identity multihash of the protobuf `PublicKey`, in base58. The public
-key can be read back from it, so a signature is checked with the id alone.
-Format: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
+key can be read back from it, so a signature is checked with the id alone. Format:
+https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 """
 
 from __future__ import annotations

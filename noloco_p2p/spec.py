@@ -437,9 +437,8 @@ class PipelineSpec(Section):
 class Spec(Section):
     """What the peers of any run share.
 
-    `digest()` names the run, `load()` and `from_json()` check what they read, and `canonical_json()` travels
-    between peers.
-    `RunSpec` is the spec of a training script, `TrainerSpec` that of `noloco join`.
+    `digest()` names the run, `load()` and `from_json()` check what they read, and `canonical_json()` travels between
+    peers. `RunSpec` is the spec of a training script, `TrainerSpec` that of `noloco join`.
     """
 
     version: Annotated[Literal[1], about("format of this file")] = SPEC_VERSION

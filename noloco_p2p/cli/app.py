@@ -90,8 +90,8 @@ class _StandardError(logging.StreamHandler):
 def run(arguments: list[str]) -> int:
     """Run a command and return its exit code.
 
-    0 done, 1 failed, 2 usage, 3 invalid spec or settings, 4 network unreachable, 130 interrupted.
-    Typer itself reports usage errors (2), and turns Ctrl-C (130) and a closed pipe (1) into exit codes.
+    0 done, 1 failed, 2 usage, 3 invalid spec or settings, 4 network unreachable, 130 interrupted. Typer itself reports
+    usage errors (2), and turns Ctrl-C (130) and a closed pipe (1) into exit codes.
     """
     everywhere = [argument for argument in arguments if argument in VERBOSITY]
     rest = [argument for argument in arguments if argument not in VERBOSITY]

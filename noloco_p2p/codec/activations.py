@@ -61,11 +61,9 @@ class ActivationCodec(Protocol):
     def encode(self, values: Tensor) -> memoryview:
         """Return the payload, in new memory, of a tensor (..., hidden) in any floating dtype, on any device.
 
-        The work is done on the device of `values`, and only coded bytes are copied to the CPU (one
-        synchronisation). `values`
-        is not changed. Raises ValueError for another kind of tensor, and for a value that is not finite or too
-        large for the
-        codec. The sender checks this before sending, because a receiver blames it for a bad frame.
+        The work is done on the device of `values`, and only coded bytes are copied to the CPU (one synchronisation).
+        `values` is not changed. Raises ValueError for another kind of tensor, and for a value that is not finite or too
+        large for the codec. The sender checks this before sending, because a receiver blames it for a bad frame.
         """
         ...
 
@@ -78,9 +76,8 @@ class ActivationCodec(Protocol):
     ) -> Tensor:
         """Decode to a new tensor of that shape, dtype and device. Every value is finite; fp16 saturates at its largest.
 
-        Raises CorruptPayload for a wrong length and NotFinite for bytes that no encoder writes. The caller, who
-        knows the
-        sender, adds its name.
+        Raises CorruptPayload for a wrong length and NotFinite for bytes that no encoder writes. The caller, who knows
+        the sender, adds its name.
         """
         ...
 

@@ -79,9 +79,8 @@ class Codec(Sized, Protocol):
     ) -> Tensor:
         """Decode to fp32 on the CPU, shape (num_elements,), every value finite, into `out` or a new tensor.
 
-        Raises CorruptPayload for a wrong length and for values that are not finite once decoded; the caller, who
-        knows the
-        sender, adds its name. Raises ValueError for a `num_elements` that no chunk can have.
+        Raises CorruptPayload for a wrong length and for values that are not finite once decoded; the caller, who knows
+        the sender, adds its name. Raises ValueError for a `num_elements` that no chunk can have.
         """
         ...
 

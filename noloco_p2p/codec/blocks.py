@@ -202,8 +202,7 @@ def pack_odd(codes: Tensor, code_bytes: Tensor, *, bits: int) -> None:
     """Pack odd codes. `codes` holds c of each code 2 c + 1.
 
     c of element i + j * len(code_bytes) is the signed field of `bits` bits of byte i, starting at bit `bits * j`.
-    Fields
-    beyond the last element are 0.
+    Fields beyond the last element are 0.
     """
     size, num_fields, half = code_bytes.numel(), 8 // bits, 1 << bits - 1
     # One product is faster than a sum per field, and exact: these are whole numbers below 256.
@@ -218,9 +217,8 @@ def pack_odd(codes: Tensor, code_bytes: Tensor, *, bits: int) -> None:
 def unpack_odd(code_bytes: Tensor, codes: Tensor, scratch: Scratch, *, bits: int) -> None:
     size, num_fields = code_bytes.numel(), 8 // bits
     fields = scratch.take("fields", num_fields * size, dtype=torch.int8).view(num_fields, size)
-    # Each field moves to the top of its byte, and down again to all but one bit: 2 c, and a bit below it that
-    # becomes 1.
-    # A product of signed bytes keeps the low eight bits, and is faster than a shift.
+    # Each field moves to the top of its byte, and down again to all but one bit: 2 c, and a bit below it that becomes
+    # 1. A product of signed bytes keeps the low eight bits, and is faster than a shift.
     torch.mul(code_bytes, TO_THE_TOP[bits][:, None], out=fields)
     codes.copy_(fields.bitwise_right_shift_(7 - bits).bitwise_or_(1).view(-1)[: codes.numel()])
 

@@ -1,8 +1,8 @@
 """The rotation of the int4 activation codec: random signs, then a Hadamard matrix, the same on every machine.
 
 A block x of n channels of token t becomes y = (signs[t mod NUM_SIGNS] * x) H, where H is Sylvester's matrix of order n:
-H[i, j] = (-1)^(number of bits set in i & j). All entries are 1 or -1 and H H = n * identity, so the inverse is
-x = signs * (y H) / n, and codes that are small integers stay integers.
+H[i, j] = (-1)^(number of bits set in i & j). All entries are 1 or -1 and H H = n * identity, so the inverse is x =
+signs * (y H) / n, and codes that are small integers stay integers.
 
 The rotation spreads one large channel over all codes of its block. The signs differ from token to token for two
 reasons. Without signs, the mean of a block would end up in a single number of y, and the scale of the block would be

@@ -8,8 +8,8 @@ cancels in a difference, so Q(x) = (k - dither) * step and
 
 follows from the residues as long as the integers differ by less than half of 2**bits. Residues cannot show whether they
 do. So a payload ends with a digest of the sender's full integers, and the receiver reconstructs them from its own ones.
-Both sides detect a failure in the same chunk, and code that chunk again without modulo.
-(Moniqua, arXiv 2002.11787, has the modulo and the shared dither; the grid, its bounds and the digest are new here.)
+Both sides detect a failure in the same chunk, and code that chunk again without modulo. (Moniqua, arXiv 2002.11787, has
+the modulo and the shared dither; the grid, its bounds and the digest are new here.)
 
 Codec `modulo` sends the lowest 4 bits. If a chunk fails, bits 4 and 5 of each integer follow, and then bits 6 and 7. So
 the number of bits follows from the actual distance instead of a predicted one, and the grid need not be coarse for a
@@ -139,8 +139,7 @@ class ModuloCodec:
         """Code chunk `chunk_index`: 1-D, contiguous, any floating dtype, any device, at most CHUNK_ELEMENTS.
 
         Values too large for the grid (MAX_INTEGER steps) give a payload that fails on both sides. `values` is not
-        changed.
-        Raises ValueError for another shape, for a value that is not finite, and where the grid has no step.
+        changed. Raises ValueError for another shape, for a value that is not finite, and where the grid has no step.
         """
         check_values(values)
         residues = torch.empty(values.numel(), dtype=torch.uint8, device=values.device)
@@ -220,8 +219,7 @@ class ModuloCodec:
 
 MODULO8 = ModuloCodec(name="modulo8", bits=8, margin=2.0)  # 1.0001 bytes per parameter
 # 0.5001 bytes per parameter. There are seven steps from 0 to the bound, so an error is as large as a typical
-# difference.
-# A tight bound suits it, although it fails a little more often. With gamma 0.7 replicas did not converge.
+# difference. A tight bound suits it, although it fails a little more often. With gamma 0.7 replicas did not converge.
 MODULO4 = ModuloCodec(name="modulo4", bits=4, margin=1.0)
 # 0.5001 bytes per parameter for a chunk whose largest distance is below 7 steps, 0.7502 up to 31, 1.0002 up to 127.
 FOUR_BITS = ModuloCodec(name="modulo", bits=4)
@@ -338,8 +336,8 @@ def _grid_integers(values: Tensor, *, grid: Grid, chunk_index: int) -> Iterator[
     MAX_INTEGER.
 
     It reuses two buffers block by block, so that the working set stays in a core's cache: the integers of a block are
-    overwritten by the next one. x / step is exact and adding the dither rounds to fp32, so Q(x) is within
-    step / 2 + 2**-24 |x| of x.
+    overwritten by the next one. x / step is exact and adding the dither rounds to fp32, so Q(x) is within step / 2 +
+    2**-24 |x| of x.
     """
     values = values.detach()
     steps = torch.empty(min(len(values), BLOCK_ELEMENTS), dtype=torch.float32, device=values.device)

@@ -1,10 +1,10 @@
 """A count sketch: a linear map from a flat vector to 64 numbers, the same for all peers of a run at one mark.
 
 Element i goes with a sign into one of SKETCH_SIZE buckets; a hash of (run, mark, i) gives sign and bucket. The squared
-norm of a sketch is, in the mean over hashes, that of the vector, with a relative standard deviation of
-sqrt(2 / SKETCH_SIZE) = 18 %. As the map is linear, that also holds for distances between peers. Charikar, Chen,
-Farach-Colton: Finding frequent items in data streams (2002). Each mark has its own map, so the errors at two marks are
-independent and their mean is better than either. Sketches of different marks cannot be compared.
+norm of a sketch is, in the mean over hashes, that of the vector, with a relative standard deviation of sqrt(2 /
+SKETCH_SIZE) = 18 %. As the map is linear, that also holds for distances between peers. Charikar, Chen, Farach-Colton:
+Finding frequent items in data streams (2002). Each mark has its own map, so the errors at two marks are independent and
+their mean is better than either. Sketches of different marks cannot be compared.
 
 A mark is a fraction of the schedule in units of 1 / MARKS. AT_REST stands for its end: it marks the final weights of a
 peer that has stopped training.

@@ -21,13 +21,11 @@ JOIN_S = 5.0
 class Prefetcher:
     """The batches of a TokenStream, in order, made in a thread that starts with the first one.
 
-    `state_dict` is that of the batches given out, regardless of what was read ahead. An error of the stream is
-    raised in
-    place of its batch. `close` ends the thread, even while it waits for the network.
+    `state_dict` is that of the batches given out, regardless of what was read ahead. An error of the stream is raised
+    in place of its batch. `close` ends the thread, even while it waits for the network.
 
-    torch's DataLoader has no state. torchdata's `nodes.Prefetcher` has one, but its `next` has no timeout, and a
-    peer must
-    be able to leave.
+    torch's DataLoader has no state. torchdata's `nodes.Prefetcher` has one, but its `next` has no timeout, and a peer
+    must be able to leave.
     """
 
     def __init__(self, stream: TokenStream, *, pin_memory: bool = False) -> None:

@@ -81,11 +81,10 @@ START = Place()
 class Source:
     """Pieces, read in any number of orders.
 
-    Peers that walk through one large file side by side would train on the same text at the same time. So a source
-    of few
-    pieces is read in eight passes per epoch, each with another eighth of the documents, selected by the order: that
-    costs
-    parsing (about 200,000 rows per second), not memory. `thin` is off where reading again means downloading again.
+    Peers that walk through one large file side by side would train on the same text at the same time. So a source of
+    few pieces is read in eight passes per epoch, each with another eighth of the documents, selected by the order: that
+    costs parsing (about 200,000 rows per second), not memory. `thin` is off where reading again means downloading
+    again.
     """
 
     def __init__(self, pieces: Sequence[Piece], *, thin: bool = True) -> None:

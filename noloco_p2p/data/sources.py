@@ -45,8 +45,7 @@ def has_own_validation(part: SourceSpec) -> bool:
     """Whether the spec itself separates validation data.
 
     A file bound on one machine does not count: the other peers then hold out by hash, and no peer may train on what
-    another
-    one validates on.
+    another one validates on.
     """
     return part.source.startswith("hub:") and bool(part.validation_split)
 

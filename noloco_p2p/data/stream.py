@@ -63,8 +63,7 @@ class TokenStream:
     """Endless batches for one peer: LongTensor (batch_size, sequence_length), on the CPU.
 
     Raises DataError when a source cannot be opened, at the start or later; the message names flag or file. Unusable
-    rows of
-    a file are skipped, and reported to `faults`. `stop` ends a wait for the network; reading then raises.
+    rows of a file are skipped, and reported to `faults`. `stop` ends a wait for the network; reading then raises.
     """
 
     def __init__(
@@ -195,9 +194,8 @@ def validation_batches(
 ) -> list[Tensor]:
     """Held-out sequences, (batch_size or fewer, sequence_length) each: the same for every peer with the same data.
 
-    They are spread evenly over 16 times as many, in the plain order of the source; each source of a mixture
-    contributes its
-    share. If there are fewer than `num_sequences`, all are returned, with a warning. Raises DataError when there is
+    They are spread evenly over 16 times as many, in the plain order of the source; each source of a mixture contributes
+    its share. If there are fewer than `num_sequences`, all are returned, with a warning. Raises DataError when there is
     none.
     """
     faults = faults or Faults()

@@ -42,8 +42,7 @@ class View:
     """What the demo shows now.
 
     done, total: inner steps of the slowest peer, or head of a pipeline; both 0 before training begins. columns: the
-    names
-    of what is in `rows`. left_s: seconds until training is done; None while unknown.
+    names of what is in `rows`. left_s: seconds until training is done; None while unknown.
     """
 
     doing: str

@@ -21,9 +21,8 @@ class Kind(IntEnum):
 class Send:
     """Send a frame to a neighbour, over a stream that is opened on demand.
 
-    A peer that cannot be reached is reported with `stream_closed`. The driver subtracts the time that the frame
-    waits in
-    its own queue from `remaining_s`, and sends backwards first.
+    A peer that cannot be reached is reported with `stream_closed`. The driver subtracts the time that the frame waits
+    in its own queue from `remaining_s`, and sends backwards first.
     """
 
     to: str

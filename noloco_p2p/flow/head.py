@@ -75,8 +75,7 @@ class Window:
     Once it was halved, it grows by one per window: slow start and congestion avoidance of TCP (RFC 5681).
 
     A loss after a whole window without any changes nothing. On links that lose 5 % of the microbatches at random,
-    halving
-    at each loss would cost a sixth of the speed.
+    halving at each loss would cost a sixth of the speed.
     """
 
     def __init__(self, largest: int) -> None:
@@ -304,8 +303,7 @@ class Head(Machine):
 
     def _returned(self, peer: str, forward: Forward) -> list[Action]:
         """Handle a returned microbatch. Its room was reserved at launch, so it is refused only if it was given up, or
-        came
-        from another path.
+        came from another path.
         """
         flying = self.in_flight.get(forward.id)
         if flying is not None and flying.returned_by == peer:  # repeated

@@ -207,9 +207,8 @@ class Replica(Machine):
 
     def _grant(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
-        # Only stage 1 makes heads wait that are ahead, as their microbatches hold no room yet. Behind it, they
-        # would wait
-        # in rooms that the slower heads need.
+        # Only stage 1 makes heads wait that are ahead, as their microbatches hold no room yet. Behind it, they would
+        # wait in rooms that the slower heads need.
         barred = {head for head in self.wants.heads if self.steps.is_ahead(head, now_s)} if self._is_first else set()
         while len(self.stash) < self._num_rooms and (waiting := self.wants.next(barred)):
             want, id = waiting.want, waiting.want.ticket.id

@@ -47,8 +47,7 @@ class MedianSteps:
     """Progress of an inner replica: the lower median over the last marks of live heads, each with one vote.
 
     Each rise of the median closes at most one step, so a stage with few replicas takes larger steps, not more. The
-    median
-    falls when slow heads are heard again; progress does not, and the steps follow the median from there.
+    median falls when slow heads are heard again; progress does not, and the steps follow the median from there.
     """
 
     def __init__(self, *, batch_tokens: int, progress: float = 0.0) -> None:

@@ -53,24 +53,19 @@ class Exchange(Protocol):
     ) -> None:
         """Begin a round: start matchmaking, and send the early part in the background.
 
-        `steps_done`: its inner steps that were taken before a restart. `inner_steps`: its length; None = as the
-        last one.
-        `shortest_round_s`: the shortest round that this peer can keep up with, which others are told. `patience_s`:
-        for a
-        closing round, see `Opening`. `state`: slow weights, and momentum if it is swapped, flat fp32 vectors on the
-        CPU that do
-        not change until the round ends, except by a correction from `late`. Sections are coded as they are sent.
-        Returns at
-        once.
+        `steps_done`: its inner steps that were taken before a restart. `inner_steps`: its length; None = as the last
+        one. `shortest_round_s`: the shortest round that this peer can keep up with, which others are told.
+        `patience_s`: for a closing round, see `Opening`. `state`: slow weights, and momentum if it is swapped, flat
+        fp32 vectors on the CPU that do not change until the round ends, except by a correction from `late`. Sections
+        are coded as they are sent. Returns at once.
         """
         ...
 
     def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
         """At the boundary: code the outer gradient chunk by chunk on its device, and hand it over.
 
-        `chunks()` yields it in order. It is not called when no partner can be found in this round, or when swaps
-        have no late
-        part. A gradient that is not finite is not sent: the swap stays half.
+        `chunks()` yields it in order. It is not called when no partner can be found in this round, or when swaps have
+        no late part. A gradient that is not finite is not sent: the swap stays half.
         """
         ...
 
@@ -89,9 +84,8 @@ class Exchange(Protocol):
     def late(self, round_index: int) -> Correction | None:
         """Return a late part of a round before `round_index` that arrived after its boundary; cheap to call.
 
-        Returns None while slow weights and momentum travel, because they must not change then. Call `corrected`
-        once it is
-        applied.
+        Returns None while slow weights and momentum travel, because they must not change then. Call `corrected` once it
+        is applied.
         """
         ...
 

@@ -232,9 +232,8 @@ class PeerStatus:
 class StateManifest:
     """The newest saved state of a donor: slow weights and outer momentum as one file, in chunks with a digest each.
 
-    A newcomer takes `round` and `progress` from it. `layout` must equal its own. Chunks have STATE_CHUNK_BYTES
-    except for
-    the last; their number and the size of the file follow from the spec.
+    A newcomer takes `round` and `progress` from it. `layout` must equal its own. Chunks have STATE_CHUNK_BYTES except
+    for the last; their number and the size of the file follow from the spec.
     """
 
     layout: str

@@ -111,10 +111,9 @@ class Pairing:
         One peer is drawn uniformly, and kept: when it has a partner, its next round is waited for if that comes before
         `latest_s`. Taking any free peer at once would pair the same two again and again, because they begin each round
         together while all others are in the middle of one. For the same reason the last partner is drawn only when
-        there is no
-        other peer, and so is a peer that has had more than its share of swaps. A peer that drew this one in its
-        last round and
-        was turned away goes first: it may be waiting for this very round, and would otherwise be late again.
+        there is no other peer, and so is a peer that has had more than its share of swaps. A peer that drew this one in
+        its last round and was turned away goes first: it may be waiting for this very round, and would otherwise be
+        late again.
         """
         reachable = {peer.peer_id: peer for peer in self._eligible(live) if self._in_time(peer, now_s, latest_s)}
         if self._target not in reachable:

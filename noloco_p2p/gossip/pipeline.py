@@ -59,8 +59,7 @@ async def code_ahead(
     """Yield these chunks of a section in batches; the next batch is coded while the caller sends this one.
 
     `source`: a flat vector to code, or payloads that the training thread codes, whose squares are added to
-    `squares.own`.
-    Raises ValueError for a vector that is not finite.
+    `squares.own`. Raises ValueError for a vector that is not finite.
     """
     batches, scratch = _batches(indices), Scratch()
 

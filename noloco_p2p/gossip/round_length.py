@@ -70,10 +70,8 @@ def measure_link(
     """Convert counters to seconds.
 
     early_bytes, late_bytes: payload of both parts, one way. moved_bytes, elapsed_s: what this peer moved while the
-    early
-    part travelled, in the slower direction and in all of its swaps together, and how long that took. late_s:
-    measured, or
-    None when the late part was not committed; then it follows from its bytes and the rate.
+    early part travelled, in the slower direction and in all of its swaps together, and how long that took. late_s:
+    measured, or None when the late part was not committed; then it follows from its bytes and the rate.
     """
     early_s = elapsed_s * (early_bytes / moved_bytes if moved_bytes else GIVEN_UP_FACTOR)
     if late_s is None:

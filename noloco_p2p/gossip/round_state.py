@@ -70,9 +70,8 @@ class RoundState:
     """The current round of one peer, and what remains of the one before.
 
     `hello`, `live` and `num_live` return this peer's introduction, the membership view, and the number of live peers
-    including this one; `step_rate` is read, `pairing` remembers answers. Methods are events: each changes the state
-    at once
-    and returns what the driver has to do, in order.
+    including this one; `step_rate` is read, `pairing` remembers answers. Methods are events: each changes the state at
+    once and returns what the driver has to do, in order.
     """
 
     def __init__(
@@ -216,9 +215,8 @@ class RoundState:
     def waits_for_trailing(self, now_s: float) -> bool:
         """Whether matchmaking waits: the trailing swap has the link first, and its correction the vectors.
 
-        So the last partner's gradient arrives early, and what this round sends does not change any more. A late
-        part that takes
-        long has to share the link; its correction then waits until the early part is here.
+        So the last partner's gradient arrives early, and what this round sends does not change any more. A late part
+        that takes long has to share the link; its correction then waits until the early part is here.
         """
         if self._is_correcting:
             return True
@@ -244,9 +242,8 @@ class RoundState:
             return Wait(POLL_S)
         candidate = self._pairing.choose(self._live(), now_s, latest_s=self._latest_offer_s(now_s))
         if candidate is None:
-            # If peers asked as soon as the drawn peer may be asked, instead of at the next poll, two that refuse
-            # each other
-            # because both have made an offer would ask again at the same moment, and refuse each other again.
+            # If peers asked as soon as the drawn peer may be asked, instead of at the next poll, two that refuse each
+            # other because both have made an offer would ask again at the same moment, and refuse each other again.
             return Wait(min(POLL_S, self._pairing.wait_s(now_s)))
         self.phase, self.asked = RoundPhase.OFFERING, Ask(candidate)
         return self.asked

@@ -38,17 +38,14 @@ class NoLoCoCallback(TrainerCallback):
 
     peer: a running `Peer`. options: of `NoLoCo`, such as `save_every_rounds` and `on_round`.
 
-    Each checkpoint of the Trainer also holds the outer state, in its subfolder `noloco`. With
-    `resume_from_checkpoint`, for
-    a checkpoint in `output_dir`, the run continues from there. Without it, NoLoCo resumes from the newest
-    checkpoint in the
-    folder of the peer (weights, moments and position in the run), while schedule, data and step count of the
-    Trainer start
-    from scratch; `resume=False` enters the run as a new peer.
+    Each checkpoint of the Trainer also holds the outer state, in its subfolder `noloco`. With `resume_from_checkpoint`,
+    for a checkpoint in `output_dir`, the run continues from there. Without it, NoLoCo resumes from the newest
+    checkpoint in the folder of the peer (weights, moments and position in the run), while schedule, data and step count
+    of the Trainer start from scratch; `resume=False` enters the run as a new peer.
 
     `noloco leave` ends the training after the current step, with a checkpoint of the Trainer unless it saves none.
-    Raises
-    SettingsError for DeepSpeed, FSDP, DDP and DataParallel, ModelError for a model on several devices.
+
+    Raises SettingsError for DeepSpeed, FSDP, DDP and DataParallel, ModelError for a model on several devices.
     """
 
     def __init__(self, peer: Host, **options: Any) -> None:

@@ -31,10 +31,8 @@ class NoLoCoCallback(Callback):
 
     With several optimizers, a step of the last one in `configure_optimizers` is an inner step. Checkpoints of Lightning
     hold the outer state, and `fit(ckpt_path=...)` continues from it. Without `ckpt_path`, NoLoCo resumes from the
-    newest
-    checkpoint in the folder of the peer (weights, moments and position in the run), while epochs, schedule and step
-    count
-    of the Trainer start from scratch; `resume=False` enters the run as a new peer.
+    newest checkpoint in the folder of the peer (weights, moments and position in the run), while epochs, schedule and
+    step count of the Trainer start from scratch; `resume=False` enters the run as a new peer.
 
     `noloco leave` ends the training after the current batch, regardless of `min_steps` and `min_epochs`. Raises
     SettingsError for a strategy with several devices, ModelError for a model on several devices.

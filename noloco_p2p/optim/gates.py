@@ -179,8 +179,7 @@ def offset_radius(*, usual: float, own_gradient: float, limits: GateLimits = LIM
     """How far a partner may pull one piece. All are norms: usual of its offsets, own_gradient of this peer's gradient.
 
     The bounds by the own gradient admit the first swaps, and stop a liar that is met again and again, because the
-    median
-    is computed from clipped offsets.
+    median is computed from clipped offsets.
     """
     most, least = limits.offset_most * own_gradient, limits.offset_least * own_gradient
     return min(max(limits.offset_radius * usual, least), most)

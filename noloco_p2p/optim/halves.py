@@ -21,13 +21,10 @@ def half_difference_(own_coded: Tensor, partner_coded: Tensor) -> Tensor:
     """Compute (partner - own) / 2 in place of `partner_coded`: what `own` must move by to reach the midpoint.
 
     `own_coded` is the own vector after encode and decode, not the exact one; it is overwritten. The partner's call
-    gives
-    exactly the opposite, element by element (a zero stays a zero), because each operand is halved separately, and
-    rounding
-    a difference to nearest is symmetric. Halving first also keeps every h of finite vectors finite, which
+    gives exactly the opposite, element by element (a zero stays a zero), because each operand is halved separately, and
+    rounding a difference to nearest is symmetric. Halving first also keeps every h of finite vectors finite, which
     (partner - own) / 2 would not. It is not fused into one multiply-add, which would round subnormal operands
-    differently.
-    Raises ValueError when a dtype is not fp32 or the shapes differ.
+    differently. Raises ValueError when a dtype is not fp32 or the shapes differ.
     """
     _check(own_coded, partner_coded)
     return partner_coded.mul_(0.5).sub_(own_coded.mul_(0.5))

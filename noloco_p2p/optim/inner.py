@@ -21,9 +21,8 @@ def make_inner_optimizers(
 
     matrices: parameters that Muon may take, 2-D and neither embedding nor head (`train.model.hidden_matrices`).
 
-    Muon's step is scaled to the size of an AdamW step (0.2 sqrt(longer side), arXiv 2502.16982), so that one
-    learning rate
-    serves both. The rest is as in `make_inner_optimizer`.
+    Muon's step is scaled to the size of an AdamW step (0.2 sqrt(longer side), arXiv 2502.16982), so that one learning
+    rate serves both. The rest is as in `make_inner_optimizer`.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     if train.inner_optimizer == "adamw":

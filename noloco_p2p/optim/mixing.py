@@ -47,9 +47,8 @@ def agreed_inner_steps(one: int, other: int) -> float:
 def closing_rounds(outer: OuterSpec, num_peers: int) -> int:
     """The number of closing rounds.
 
-    Each halves the squared spread of randomly paired peers. So log2 N rounds leave a share of 1 / N of it, and
-    three more
-    an eighth of that: every peer then ends close to the mean of all.
+    Each halves the squared spread of randomly paired peers. So log2 N rounds leave a share of 1 / N of it, and three
+    more an eighth of that: every peer then ends close to the mean of all.
     """
     if outer.closing_rounds == "auto":
         return math.ceil(math.log2(num_peers)) + CLOSING_MORE if num_peers > 1 else 0

@@ -102,9 +102,8 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 def _whole_factor(gram: Tensor) -> Tensor:
     """The matrix by which all iterations together multiply, from the Gram matrices, which are overwritten.
 
-    All products have the size of the shorter side, and commute: a quarter less work if one side is 2.7 times as
-    long. In
-    bf16 the rounding errors of a Gram matrix would grow.
+    All products have the size of the shorter side, and commute: a quarter less work if one side is 2.7 times as long.
+    In bf16 the rounding errors of a Gram matrix would grow.
     """
     polynomial, product = torch.empty_like(gram), torch.empty_like(gram)
     factor: Tensor | None = None

@@ -125,9 +125,8 @@ class Checkpoints:
         """Write STEM.safetensors for every stem of `files`, and `meta` as JSON. Returns the folder.
 
         Tensors may be on any device; they must be contiguous and must not overlap in memory (disjoint views of one
-        vector
-        may be saved). On failure, for example with a full disk, the older checkpoints stay and CheckpointError is
-        raised.
+        vector may be saved). On failure, for example with a full disk, the older checkpoints stay and CheckpointError
+        is raised.
         """
         for tensors in files.values():
             _check_tensors(tensors)

@@ -106,9 +106,8 @@ class RoundResult:
 class NoLoCo:
     """The outer optimizer of one peer.
 
-    The slow weights and the outer momentum are fp32 on the CPU: 4 bytes per parameter for each. Raises ModelError
-    when the
-    optimizers train parameters that do not belong to the model.
+    The slow weights and the outer momentum are fp32 on the CPU: 4 bytes per parameter for each. Raises ModelError when
+    the optimizers train parameters that do not belong to the model.
 
     Args:
         model: Its trainable parameters form one flat vector, in the order of `named_parameters()`. They are on one
@@ -220,13 +219,10 @@ class NoLoCo:
     def step(self) -> RoundResult | None:
         """Call after every inner step, unless the steps of the optimizer are counted.
 
-        Returns the result at the end of a round, and None in between. Never raises for a fault of another peer.
-        Blocks at
-        most `outer.max_wait_s`, and only at the end of a round. Raises SettingsError when another NoLoCo was made
-        for this
-        peer, when a boundary is being polled, or when the optimizer's steps are counted, and ModelError when the
-        trainable
-        parameters have changed.
+        Returns the result at the end of a round, and None in between. Never raises for a fault of another peer. Blocks
+        at most `outer.max_wait_s`, and only at the end of a round. Raises SettingsError when another NoLoCo was made
+        for this peer, when a boundary is being polled, or when the optimizer's steps are counted, and ModelError when
+        the trainable parameters have changed.
         """
         self._check_is_callers()
         return self._close_step()
@@ -305,10 +301,8 @@ class NoLoCo:
         """Run a round without inner steps, after training: both partners move to the midpoint between them.
 
         After log2 of the number of peers plus about three rounds, each peer is close to the mean of all, without
-        knowing the
-        others. Blocks at most `wait_s`, mainly for peers that still train. The last partner is met again only if no
-        other
-        peer is alive. The progress of this peer does not change.
+        knowing the others. Blocks at most `wait_s`, mainly for peers that still train. The last partner is met again
+        only if no other peer is alive. The progress of this peer does not change.
         """
         assert self.is_between_rounds, "inner steps were taken since the last outer step"
         try:
@@ -324,8 +318,7 @@ class NoLoCo:
         """Prepare for a pause: no partner waits for this peer any more; the next `step` starts matchmaking again.
 
         A round with a partner ends here, with fewer inner steps and without the outer gradients, and its result is
-        returned.
-        Any other round continues after the pause.
+        returned. Any other round continues after the pause.
         """
         end = self._rounds.withdraw()
         return self._count(end) if end else None
@@ -333,9 +326,8 @@ class NoLoCo:
     def save(self, meta: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint, and serve it to newcomers. Raises CheckpointError; the last good one is then intact.
 
-        It holds the outer state, the state of the inner optimizer, and within a round the model's weights. `meta`:
-        JSON values
-        of the caller, which `resumed.meta` returns.
+        It holds the outer state, the state of the inner optimizer, and within a round the model's weights. `meta`: JSON
+        values of the caller, which `resumed.meta` returns.
         """
         self._saver.wait()  # there is only one writer
         files, meta = self._content(meta)

@@ -106,8 +106,7 @@ def flatten_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[str, Tens
 
     The fields are step, exp_avg and exp_avg_sq for AdamW, and momentum_buffer for Muon. `names` maps names to the
     parameters of the optimizer, as `dict(model.named_parameters())` does, so that the order of its groups does not
-    matter.
-    The tensors are not copied. Hyperparameters are left out, since they belong to the spec.
+    matter. The tensors are not copied. Hyperparameters are left out, since they belong to the spec.
     """
     name_of = {id(parameter): name for name, parameter in names.items()}
     flat: dict[str, Tensor] = {}

@@ -39,9 +39,8 @@ class Kept:
 class OuterState:
     """`slow_weights`, and with alpha above 0 `outer_momentum`: flat fp32 vectors on the CPU.
 
-    The model may be on any one device and of any floating dtype; its weights are the initial slow weights. All
-    steps work
-    chunk by chunk, so there is never a second vector of the model's size.
+    The model may be on any one device and of any floating dtype; its weights are the initial slow weights. All steps
+    work chunk by chunk, so there is never a second vector of the model's size.
     """
 
     def __init__(self, model: nn.Module | FlatParameters, outer: OuterSpec, *, limits: GateLimits = LIMITS) -> None:
@@ -133,13 +132,10 @@ class OuterState:
     ) -> Clipped:
         """Take the outer step; None = solo. The model's weights become the new slow weights.
 
-        It adds half-differences to exact own vectors, so that coding errors cannot move the mean of a pair. scales:
-        of the
-        outer gradients, from `judge`. is_closing: nobody trains, and both partners move to the midpoint. Offsets
-        are clipped
-        on the way; returns what was clipped. On an accelerator, copies of the next and the last chunk overlap with
-        the work
-        of the CPU on this one.
+        It adds half-differences to exact own vectors, so that coding errors cannot move the mean of a pair. scales: of
+        the outer gradients, from `judge`. is_closing: nobody trains, and both partners move to the midpoint. Offsets
+        are clipped on the way; returns what was clipped. On an accelerator, copies of the next and the last chunk
+        overlap with the work of the CPU on this one.
         """
         outer = CLOSING if is_closing else self._outer
         weight = received.agreed.weight if received else 1.0

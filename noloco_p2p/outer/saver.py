@@ -42,10 +42,9 @@ class Saver:
         """Copy `content()` (files and meta) and write it in the background. Returns False while the last one is
         unfinished.
 
-        `done` is called with the folder by the thread that wrote it. A failure is logged, and the last good
-        checkpoint stays.
-        A program that exits meanwhile ends after the write. If memory is too short for a copy, it returns after the
-        write.
+        `done` is called with the folder by the thread that wrote it. A failure is logged, and the last good checkpoint
+        stays. A program that exits meanwhile ends after the write. If memory is too short for a copy, it returns after
+        the write.
         """
         if self.is_busy:
             log.warning("the checkpoint of round %d is skipped: the last one is still being written", round)

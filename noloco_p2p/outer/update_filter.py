@@ -20,8 +20,7 @@ class LossCheck:
     """The gate that evaluates the model: a swap that raises the loss on a private batch too much is undone.
 
     During a checked step, slow weights, momentum and the model's weights are held twice: 12 bytes per parameter. A
-    gradient
-    that comes after its boundary is not checked.
+    gradient that comes after its boundary is not checked.
 
     Args:
         measure: Returns the current loss of the model, in nats per token, on a batch that no partner knows. It is

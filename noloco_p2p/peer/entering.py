@@ -119,10 +119,8 @@ class Entering:
         """Fetch the state of a live peer into `target`; None when no peer has one.
 
         Waits while all listed peers are silent: they may have died, and their records outlive them. Raises Left,
-        Unreachable (a
-        ticket, and no live peer), TimedOut, CheckpointError (the disk), and ModelError, with the first tensor that
-        differs,
-        when live peers train another model.
+        Unreachable (a ticket, and no live peer), TimedOut, CheckpointError (the disk), and ModelError, with the first
+        tensor that differs, when live peers train another model.
         """
         donors, told = self._look_for_donors(), False
         while donors:
@@ -199,9 +197,8 @@ class Entering:
     def _far_ahead(self, progress: float, *, round_progress: float) -> list[Candidate]:
         """Peers at the position of the swarm, shuffled; none while this peer is there, too. Raises Left.
 
-        Records are up to a heartbeat old, which can be more short rounds than partners may be apart. So a peer that
-        was refused
-        for its position asks some others for theirs; not often, because anybody can refuse, and training waits.
+        Records are up to a heartbeat old, which can be more short rounds than partners may be apart. So a peer that was
+        refused for its position asks some others for theirs; not often, because anybody can refuse, and training waits.
         """
         live = self._live_peers.mates()
         if time.monotonic() >= self._ask_again_s and self._is_told_stale():

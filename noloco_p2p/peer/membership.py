@@ -44,9 +44,8 @@ class Membership:
     def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
         """Announce which model trains here; with `target`, fetch the state of a live peer into that file.
 
-        Raises Left when this peer is asked to leave meanwhile, and ModelError, with the first tensor that differs,
-        when live
-        peers train another model.
+        Raises Left when this peer is asked to leave meanwhile, and ModelError, with the first tensor that differs, when
+        live peers train another model.
         """
         network = self._network()
         self._status.layout = network.driver.layout = network.states.layout = layout

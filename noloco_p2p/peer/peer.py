@@ -141,9 +141,8 @@ class Peer:
         """Start a peer of the run that `target` (spec, spec file or ticket) names.
 
         Returns when the peer answers others; with a ticket, it has fetched the spec from a live peer by then. Raises
-        SpecError, TicketError, SettingsError (a port or a folder is in use), DirectoryError, and Unreachable when
-        no peer of
-        the ticket's run answers.
+        SpecError, TicketError, SettingsError (a port or a folder is in use), DirectoryError, and Unreachable when no
+        peer of the ticket's run answers.
 
         Args:
             target: A spec, the path of a spec file, or a ticket.

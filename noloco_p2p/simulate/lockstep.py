@@ -22,9 +22,8 @@ def simulate_lockstep(material: Material, plan: Plan, *, rule: str) -> Result:
     """Simulate replicas that take every step together. Broken calls (`churn.lose`) and closing rounds do not apply.
 
     A replica that is absent from a round of a collective rule contributes nothing to the mean, and receives the mean
-    afterwards as one more coded vector, so that it continues with the weights of the others. No real system loses
-    less by
-    an absence.
+    afterwards as one more coded vector, so that it continues with the weights of the others. No real system loses less
+    by an absence.
     """
     return _Lockstep(material, plan, rule).run()
 

@@ -22,9 +22,8 @@ def unchanged(stream: FrameStream) -> FrameStream:
 class MemoryNetwork:
     """The reachable peers. `add` a service under its peer id; `remove` makes it unreachable.
 
-    `listed` is what directories show; a peer that is listed and cannot be reached has just died. Peers in `closed`
-    get no
-    offers, because their records say that they take no calls.
+    `listed` is what directories show; a peer that is listed and cannot be reached has just died. Peers in `closed` get
+    no offers, because their records say that they take no calls.
     """
 
     def __init__(self) -> None:

@@ -52,11 +52,9 @@ class Sizes:
 def auto_cut(sizes: Sizes, num_stages: int) -> tuple[int, ...]:
     """Choose the blocks of each stage so that the largest stage is as small as possible.
 
-    The size of a stage is its share of the parameters or of the compute, whichever is larger. The inner stages get
-    the same
-    number of blocks, or one more. Of equal cuts, the one with the smallest head is taken, because a head also has
-    logits.
-    Raises SpecError when there are more stages than blocks.
+    The size of a stage is its share of the parameters or of the compute, whichever is larger. The inner stages get the
+    same number of blocks, or one more. Of equal cuts, the one with the smallest head is taken, because a head also has
+    logits. Raises SpecError when there are more stages than blocks.
     """
     if num_stages > sizes.num_blocks:
         raise SpecError(f"pipeline.stages {num_stages} must be at most the {sizes.num_blocks} blocks of the model")

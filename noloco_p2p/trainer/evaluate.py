@@ -29,9 +29,8 @@ def evaluate_loss(
 
     Each token counts once, whatever the size of its batch; the first token of a sequence is not predicted. A batch is
     split so that its logits, which dominate with a large vocabulary, fit: `logits` returns (batch, sequence,
-    vocabulary),
-    and those of one pass take at most `logits_bytes`, or belong to one sequence. Draws no random numbers and leaves the
-    model unchanged. Synchronises with the device once, at the end.
+    vocabulary), and those of one pass take at most `logits_bytes`, or belong to one sequence. Draws no random numbers
+    and leaves the model unchanged. Synchronises with the device once, at the end.
     """
     assert batches, "nothing to evaluate on"
     device = next(model.parameters()).device

@@ -31,8 +31,7 @@ def export_model(
 
     LoRA adapters are merged into the written weights; with `adapters_of`, the spec of the model, only the adapters are
     written, in peft's format. The folder appears atomically. Raises SettingsError when `folder` exists and is not
-    empty,
-    CheckpointError when it cannot be written.
+    empty, CheckpointError when it cannot be written.
     """
     with new_folder(folder) as partial:
         _write(model, tokenizer, partial, adapters_of)

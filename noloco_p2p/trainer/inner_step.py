@@ -66,12 +66,10 @@ class InnerStep:
     def backward(self, batch: Tensor, *, seed: int | None = None) -> Tensor:
         """Add the gradients of one batch to the existing ones. Returns its loss, on the device.
 
-        When it raises, the gradients of earlier batches are unchanged; for that, this batch uses separate memory
-        while there
-        are any. seed: of what the model draws (dropout), so that a step is the same after a restart. When an
-        accelerator runs
-        out of memory, the number of sequences per pass is halved from then on. Raises ModelError when a single one
-        does not fit.
+        When it raises, the gradients of earlier batches are unchanged; for that, this batch uses separate memory while
+        there are any. seed: of what the model draws (dropout), so that a step is the same after a restart. When an
+        accelerator runs out of memory, the number of sequences per pass is halved from then on. Raises ModelError when
+        a single one does not fit.
         """
         earlier = [(param, param.grad) for param in self.trainable.values() if param.grad is not None]
         self._forget()

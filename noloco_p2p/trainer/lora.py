@@ -25,9 +25,8 @@ ALL_LINEAR = "all-linear"
 def add_adapters(model: PreTrainedModel, lora: LoraSpec) -> None:
     """Freeze the model and add fp32 adapters to it, in place.
 
-    They are drawn from torch's generator, and do not change the output at first. Raises ModelError when peft is
-    missing or
-    no module matches `lora.targets`.
+    They are drawn from torch's generator, and do not change the output at first. Raises ModelError when peft is missing
+    or no module matches `lora.targets`.
     """
     try:
         from peft import inject_adapter_in_model

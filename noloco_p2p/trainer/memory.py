@@ -34,8 +34,7 @@ def sequence_bytes(backward: Callable[[Tensor], object], sequence: Tensor, devic
     """The memory that forward and backward of one sequence, (1, tokens), take beyond weights and gradients.
 
     On an accelerator this is the peak that it counts. The CPU and MPS do not count one: there it is 1.5 times what
-    autograd
-    keeps from forward to backward.
+    autograd keeps from forward to backward.
     """
     if not has_own_memory(device):
         with torch.compiler.set_stance("force_eager"):

@@ -44,10 +44,8 @@ def build_model(spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, 
     With `lora.rank` the weights are frozen, in `lora.base_dtype`, and the adapters are fp32.
 
     Weights drawn from `spec.seed` have the same bits on machines with the same torch and kind of CPU; elsewhere the
-    last
-    bit may differ, which the first swaps even out. The caller's random state is not changed. No code from the hub
-    runs, and
-    only safetensors files are read. Raises ModelError.
+    last bit may differ, which the first swaps even out. The caller's random state is not changed. No code from the hub
+    runs, and only safetensors files are read. Raises ModelError.
     """
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(spec.seed)  # torch.manual_seed would touch the accelerators' state too

@@ -17,8 +17,7 @@ class OffloadedOptimizer:
     """Steps an optimizer bucket by bucket: moments are copied to the device of the weights, used, and copied back.
 
     The optimizer's own arithmetic runs on the same device as without offload, with the same bits. Between steps its
-    state
-    is on the CPU (pinned), where a checkpoint finds it. Each step moves 16 bytes per parameter over the bus.
+    state is on the CPU (pinned), where a checkpoint finds it. Each step moves 16 bytes per parameter over the bus.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int = BUCKET_BYTES) -> None:

@@ -74,8 +74,7 @@ class StageLoop:
         """Compute the next task, or wait for one for a moment.
 
         Returns False when no head trains any more, and the last round has ended; a peer that continues serves heads
-        that
-        evaluate. Raises what the data of a head raises.
+        that evaluate. Raises what the data of a head raises.
         """
         if self.is_at_boundary:
             self._poll_round()
@@ -128,8 +127,7 @@ class StageLoop:
         """Advance to `progress`, that of the heads, if this peer follows them.
 
         It is set last: a replica that was away has to notice that it is behind, and take the state of another one,
-        before it
-        moves to the progress of the heads.
+        before it moves to the progress of the heads.
         """
         outer = self._outer
         self.is_at_boundary = outer.advance()

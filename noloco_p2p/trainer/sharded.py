@@ -47,8 +47,7 @@ def shard(model: nn.Module, ranks: Ranks, compute: Compute) -> None:
     """Shard all parameters over the ranks, block by block, each along its first dimension, in place.
 
     Every rank calls it with the same model. Weights are fp32; with bf16 they are gathered and used in bf16, and
-    gradients
-    are summed in fp32. Blocks are resharded after each forward, so that writes to the shards take effect.
+    gradients are summed in fp32. Blocks are resharded after each forward, so that writes to the shards take effect.
     """
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     bf16 = compute.is_bf16(ranks.device)
@@ -60,9 +59,8 @@ def shard(model: nn.Module, ranks: Ranks, compute: Compute) -> None:
 class ShardedStep(InnerStep):
     """The inner step of a sharded model. Every rank has one, and all ranks make the calls of rank 0.
 
-    A batch is for all ranks; each takes its rows. State is saved as whole tensors, so that a checkpoint does not
-    depend on
-    the number of ranks.
+    A batch is for all ranks; each takes its rows. State is saved as whole tensors, so that a checkpoint does not depend
+    on the number of ranks.
     """
 
     def __init__(self, model: nn.Module, train: TrainSpec, compute: Compute, ranks: Ranks) -> None:
@@ -138,9 +136,8 @@ class ShardedStep(InnerStep):
 class ShardedParameters(FlatParameters):
     """Rank 0's view of all trainable parameters. Writes take effect with `flush`, at the latest.
 
-    One parameter at a time is gathered while it is read, and one while it is written. layout: of the model before
-    it was
-    sharded, because a digest of frozen weights would need all ranks.
+    One parameter at a time is gathered while it is read, and one while it is written. layout: of the model before it
+    was sharded, because a digest of frozen weights would need all ranks.
     """
 
     def __init__(self, step: ShardedStep, *, layout: ModelLayout) -> None:

@@ -265,9 +265,8 @@ def _replaced(module: nn.Module, **children: nn.Module) -> Iterator[None]:
 def _seed(seed: int, device: torch.device) -> None:
     """Seed the generator that a module on this device draws from.
 
-    If an accelerator's library is installed but unused, torch.manual_seed keeps a stack trace for each call: that
-    costs a
-    millisecond, and memory that is never freed.
+    If an accelerator's library is installed but unused, torch.manual_seed keeps a stack trace for each call: that costs
+    a millisecond, and memory that is never freed.
     """
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)

@@ -55,11 +55,9 @@ ROOM_SHARE = 0.25  # of the free main memory, for microbatches that are held
 class StageTrainer(TrainerBase):
     """One peer of a run with stages.
 
-    It holds the stage that the settings name, else that of its newest checkpoint, else one that is drawn by need
-    among those
-    that fit into its memory. A stage that has trained never restarts from its first weights: without a peer that
-    has it, or
-    a checkpoint, a newcomer waits. Raises what `Trainer` raises, and Left.
+    It holds the stage that the settings name, else that of its newest checkpoint, else one that is drawn by need among
+    those that fit into its memory. A stage that has trained never restarts from its first weights: without a peer that
+    has it, or a checkpoint, a newcomer waits. Raises what `Trainer` raises, and Left.
     """
 
     def __init__(
@@ -162,11 +160,9 @@ class StageTrainer(TrainerBase):
     def _wait_for_state(self) -> bool:
         """Wait for a peer of this stage, if this peer cannot start the stage itself.
 
-        That is so when the run has begun, because only peers of the stage know what it has learned, or when the
-        start state of
-        the run is not on this machine. Returns True if there is none, and the weights are in
-        `settings.revive_from`. Raises
-        Left.
+        That is so when the run has begun, because only peers of the stage know what it has learned, or when the start
+        state of the run is not on this machine. Returns True if there is none, and the weights are in
+        `settings.revive_from`. Raises Left.
         """
         peer, told = self.peer, False
         while (why := self._lacks_state()) and not peer.stages.answering():

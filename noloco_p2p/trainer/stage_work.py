@@ -92,8 +92,7 @@ class StageWork:
         """Compute what the next frame carries, (sequences, tokens, hidden).
 
         Returns None for a BACKWARD of the head, and for a LOSS that is only evaluated. Raises ValueError when the
-        result is not
-        finite, or larger than a codec can represent.
+        result is not finite, or larger than a codec can represent.
         """
         inputs, received = task.data, task.received
         assert isinstance(inputs, Tensor)

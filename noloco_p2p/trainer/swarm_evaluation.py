@@ -43,9 +43,8 @@ def evaluate_swarm(
 ) -> SwarmEvaluation:
     """Evaluate the mean of each stage, put together.
 
-    `folders`: for each stage, the run folders of its peers; a run without stages has one entry. Raises
-    CheckpointError when
-    a stage has no checkpoint.
+    `folders`: for each stage, the run folders of its peers; a run without stages has one entry. Raises CheckpointError
+    when a stage has no checkpoint.
     """
     progress = progress or Progress()
     parts: dict[str, Tensor] = {}

@@ -51,9 +51,8 @@ def draw(model: PreTrainedModel, *, seed: int) -> None:
 def load(model: PreTrainedModel, source: ModelSource) -> None:
     """Read each parameter, as fp32, from the safetensors of a source, opening only the files that hold one.
 
-    Raises ModelError for a parameter that is missing or has another shape, and what transformers raises for a name
-    that the
-    hub does not have.
+    Raises ModelError for a parameter that is missing or has another shape, and what transformers raises for a name that
+    the hub does not have.
     """
     places = _places(model)
     for path, names in _files(source, list(places)).items():

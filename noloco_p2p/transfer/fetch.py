@@ -130,10 +130,9 @@ async def fetch_state(
     """Write the state of a live peer to `target`; None when no donor has one that fits.
 
     It asks the donors in this order, then those that `live` lists by then, and busy ones again until one has a free
-    slot.
-    It leaves a slow donor, and returns to the fastest one when no other can serve the state. Verified chunks are
-    kept when
-    their donor dies, and in `target` for an hour when this program does. A state that fails `admission` is discarded.
+    slot. It leaves a slow donor, and returns to the fastest one when no other can serve the state. Verified chunks are
+    kept when their donor dies, and in `target` for an hour when this program does. A state that fails `admission` is
+    discarded.
 
     layout, num_elements, num_bytes: of this peer's own state file; any other is refused before a chunk is fetched.
     newer_than: the progress that the state must exceed, because a donor serves what it saved last. may_end_busy:
