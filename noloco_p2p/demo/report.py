@@ -14,7 +14,7 @@ from noloco_p2p.telemetry.events import read_events
 
 WHY_SOLO = {
     "nobody": "no other peer trained",
-    "refused": "the peers it asked were busy",
+    "refused": "the peers that it asked were busy",
     "no_answer": "no peer had answered at the boundary",
     "failed": "the swap broke",
     "slow": "the swap was not ready at the boundary",

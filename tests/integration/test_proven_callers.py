@@ -145,7 +145,7 @@ def test_a_record_that_claims_the_session_of_another_leads_nowhere() -> None:
     async def main() -> None:
         async with answering() as (service, there):
             thief = replace(there, peer_id=identity_of("thief").peer_id)
-            with pytest.raises(PeerError, match="not that peer"):
+            with pytest.raises(PeerError, match="another peer answered"):
                 await transport().status(thief, timeout_s=PATIENCE_S)
             assert not service.admitted
 

@@ -92,7 +92,7 @@ CASES = [
         "mask.jsonl",
         write_lines('{"input_ids": [5, 6], "attention_mask": [1]}', GOOD),
         1,
-        ["line 1: attention_mask has 1 entries, input_ids 2"],
+        ["line 1: attention_mask has 1 entries, but input_ids has 2"],
     ),
     (
         "ids.jsonl",

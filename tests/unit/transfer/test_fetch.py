@@ -277,7 +277,7 @@ def test_a_third_newcomer_is_refused_until_a_slot_is_free(tmp_path: Path) -> Non
         running = [states.serve(want) for _ in range(NUM_SLOTS)]
         for upload in running:
             assert isinstance(await anext(upload), StateChunk)
-        with pytest.raises(Refused, match="already serve 2 newcomers") as refusal:
+        with pytest.raises(Refused, match="already serving 2 newcomers") as refusal:
             await anext(states.serve(want))
         assert refusal.value.code == RefuseCode.BUSY.name
         assert refusal.value.retry_after_s > 0
@@ -339,7 +339,7 @@ def refused_first(number: int) -> Callable[[AsyncGenerator[FetchItem]], AsyncGen
         async with aclosing(items):
             async for item in items:
                 if isinstance(item, StateChunk) and next(refusals, None) is not None:
-                    raise Refused("I already serve 2 newcomers", code=RefuseCode.BUSY.name)
+                    raise Refused("I am already serving 2 newcomers", code=RefuseCode.BUSY.name)
                 yield item
 
     return alter
@@ -405,7 +405,7 @@ def test_a_slow_donor_is_returned_to_when_the_others_stay_busy(fetching: Fetchin
             async for item in items:
                 if isinstance(item, StateChunk):
                     clock.now_s += QUICK.idle_s
-                    raise Refused("I already serve 2 newcomers", code=RefuseCode.BUSY.name)
+                    raise Refused("I am already serving 2 newcomers", code=RefuseCode.BUSY.name)
                 yield item
 
     (_, data), _ = fetching.donor(1, clock.slowed), fetching.donor(2, busy_for_ever)
@@ -555,7 +555,7 @@ def test_no_chunk_is_asked_for_again_and_again(tmp_path: Path, indices: tuple[in
     """Who repeats them would hold a place for ever."""
     states = StateServer(SPEC)
     states.saved = saved(tmp_path)
-    with pytest.raises(CorruptPayload, match="rising order"):
+    with pytest.raises(CorruptPayload, match="ascending order"):
         asyncio.run(listed(states.serve(WantChunks(states.saved.manifest.digest(), indices))))
 
 
