@@ -111,8 +111,9 @@ SETTINGS_HEAD = """# The settings of one machine
 
 `docs/generate.py` writes this page from `settings.py`: change that file, not this page.
 
-What belongs to one machine is not part of the run spec. `noloco join` has a flag for each setting. A flag takes precedence over
-an environment variable, which takes precedence over the user's file, `~/.config/noloco/settings.toml`.
+What belongs to one machine is not part of the run spec. `noloco join` has a flag for each setting. A flag takes
+precedence over an environment variable, which takes precedence over the user's file,
+`~/.config/noloco/settings.toml`.
 """
 
 
@@ -132,19 +133,20 @@ BANDWIDTH_HEAD = """# What a run sends
 Written by `docs/generate.py` from the presets and the sizes of the codecs: change those, not this page.
 
 A peer sends this much in each round with a partner, and receives as much. Frames and digests add less than 0.1 %;
-modulo coding adds up to a tenth, for chunks whose bound broke and that are sent again; `modulo` up to half a byte per number,
-for chunks that need more than four bits. "With momentum" means `outer.alpha`
-above 0 with `outer.swap_momentum`. A round should last at least two and a half times as long as its early part takes,
-and three times as long as its whole swap if `outer.max_wait_s` is 0; `outer.inner_steps = "auto"` ensures that.
+modulo coding adds up to a tenth, for chunks whose bound broke and that are sent again; `modulo` up to half a byte
+per number, for chunks that need more than four bits. "With momentum" means `outer.alpha` above 0 with
+`outer.swap_momentum`. A round should last at least two and a half times as long as its early part takes, and three
+times as long as its whole swap if `outer.max_wait_s` is 0; `outer.inner_steps = "auto"` ensures that.
 
-These are sizes. The speed of a swap on a link, and the targets that it missed (overhead, goodput, blocked time), are in the
-[results](results.md#targets-that-were-missed).
+These are sizes. The speed of a swap on a link, and the targets that it missed (overhead, goodput, blocked time), are in
+the [results](results.md#targets-that-were-missed).
 """
 BANDWIDTH_TAIL = """\
 ## What a swap costs this machine
 
-These figures were measured on two cores (AMD EPYC with AVX2) that ran other work, with a load average of 19 to 28. So they are
-processor time unless stated otherwise. The scripts are in `benchmarks/`, their output in `benchmarks/results/`.
+These figures were measured on two cores (AMD EPYC with AVX2) that ran other work, with a load average of 19 to 28.
+So they are processor time unless stated otherwise. The scripts are in `benchmarks/`, their output in
+`benchmarks/results/`.
 
 | what | reached | target |
 |---|---|---|
@@ -165,9 +167,8 @@ processor time unless stated otherwise. The scripts are in `benchmarks/`, their 
 processor time of the process. Both include the effect of other work on the caches.
 
 Coding and adding read each number from main memory once, and then make 7 and about 20 passes over a chunk of 1 MiB in
-cache. Smaller pieces were slower when they were tried, as each
-operation of torch has a fixed cost. Coding is done on the device of the model, also on an accelerator, and only payloads
-are copied to the CPU. Slow weights are in main memory, so adding is done there.
+cache. Smaller pieces were slower when they were tried, because each operation of torch has a fixed cost. Coding is done
+on the device of the model, also on an accelerator, and only payloads are copied to the CPU. Slow weights are in main memory, so adding is done there.
 """
 CODECS = {
     "fp32": ("fp32", "fp32", "fp32"),

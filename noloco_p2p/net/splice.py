@@ -1,4 +1,4 @@
-"""Bytes of one connection from one socket to another and back, as they come; a block at most is held for each way."""
+"""Copies bytes between two sockets in both directions, holding at most one block per direction."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import struct
 from collections.abc import Callable
 
 BLOCK_BYTES = 256 * 1024
-# What was sent and not yet acknowledged may fill the link; what waits behind it would delay a ping.
+# Data that was sent and not acknowledged may fill the link; data waiting behind it would delay a ping.
 UNSENT_BYTES = 256 * 1024
 UNACKNOWLEDGED_MS = 5_000  # then the other machine is gone; gRPC sets the same for its own connections
-AT_ONCE = struct.pack("ii", 1, 0)  # for SO_LINGER: closed without a trace in the table of ports
+AT_ONCE = struct.pack("ii", 1, 0)  # for SO_LINGER: close without an entry in TIME_WAIT
 
-_block = memoryview(bytearray(BLOCK_BYTES))  # of all splices: it holds nothing between two callbacks of the loop
+_block = memoryview(bytearray(BLOCK_BYTES))  # shared by all splices: it holds nothing between two callbacks of the loop
 
 
 class OneWay:
-    """From `source` to `sink`. Reads only while nothing is held; `on_end` is called once, with whether it was peaceful.
+    """Copies from `source` to `sink`. Reads only while nothing is held; `on_end` is called once, with whether it was
+    clean.
 
-    `may_take`: how many more bytes may come in; none left ends the way.
+    `may_take`: how many more bytes may be read; 0 ends the copy.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class OneWay:
         self._is_reading = True
 
     def stop(self) -> None:
-        """Before its sockets are closed."""
+        """Stop, before its sockets are closed."""
         if self._is_reading:
             self._loop.remove_reader(self._source)
         if self._is_writing:
@@ -80,7 +81,7 @@ class OneWay:
             self.start()
 
     def _send(self, data: memoryview | bytes) -> int | None:
-        """How much was taken; None when the way has ended."""
+        """Return how much was sent; None when the copy has ended."""
         try:
             return self._sink.send(data)
         except (BlockingIOError, InterruptedError):
@@ -97,15 +98,15 @@ class OneWay:
 class Splice:
     """A caller's socket `near`, and a new connection to the server on `port` of this machine; owns both.
 
-    `may_take`: how many more bytes of the caller may pass; `on_end` is called once, when both are closed.
-    Raises OSError when there is no port left on this machine.
+    `may_take`: how many more bytes of the caller may pass; `on_end` is called once, when both are closed. Raises
+    OSError when this machine has no port left.
     """
 
     def __init__(
         self, near: socket.socket, port: int, *, may_take: Callable[[], int], on_end: Callable[[], None]
     ) -> None:
         self._near, self._far = near, _connecting(port)
-        self.port: int = self._far.getsockname()[1]  # by which the server knows the connection
+        self.port: int = self._far.getsockname()[1]  # by which the server identifies the connection
         self._on_end = on_end
         self._is_over = False
         self._in = OneWay(near, self._far, may_take=may_take, on_end=self._caller_ended)
@@ -122,7 +123,7 @@ class Splice:
         return self._out.passed_bytes
 
     def stop_taking(self) -> None:
-        """From now on only the server is heard."""
+        """Copy only from the server from now on."""
         self._in.stop()
 
     def close(self) -> None:
@@ -137,7 +138,7 @@ class Splice:
         self._on_end()
 
     def _caller_ended(self, is_peaceful: bool) -> None:
-        """The server hears of a peaceful end, and says its last words."""
+        """Forward a clean end to the server, which may still send."""
         try:
             if is_peaceful and not self._is_over:
                 self._far.shutdown(socket.SHUT_WR)
@@ -157,10 +158,11 @@ def tune(connection: socket.socket) -> None:
 
 
 def _connecting(port: int) -> socket.socket:
-    """It may not be connected yet; what is sent waits for that."""
+    """Return a socket that may not be connected yet; data that is sent waits for that."""
     far = socket.socket()
     try:
-        far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BLOCK_BYTES)  # else megabytes would wait on this machine
+        # otherwise megabytes would wait on this machine
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BLOCK_BYTES)
         far.setblocking(False)
         far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         far.bind(("127.0.0.1", 0))

@@ -94,7 +94,11 @@ def test_a_request_is_answered() -> None:
 
 @pytest.mark.parametrize(
     ("messages", "takes", "sentence"),
-    [((), True, "no request came"), ((b"\xff",), True, "no message of this protocol"), ((b"",), False, "was taken")],
+    [
+        ((), True, "no request arrived"),
+        ((b"\xff",), True, "not a message of this protocol"),
+        ((b"",), False, "was taken"),
+    ],
 )
 def test_who_says_nothing_or_nonsense_or_takes_nothing_is_not_waited_for(
     messages: tuple[bytes, ...], takes: bool, sentence: str
