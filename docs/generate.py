@@ -168,7 +168,8 @@ processor time of the process. Both include the effect of other work on the cach
 
 Coding and adding read each number from main memory once, and then make 7 and about 20 passes over a chunk of 1 MiB in
 cache. Smaller pieces were slower when they were tried, because each operation of torch has a fixed cost. Coding is done
-on the device of the model, also on an accelerator, and only payloads are copied to the CPU. Slow weights are in main memory, so adding is done there.
+on the device of the model, also on an accelerator, and only payloads are copied to the CPU. Slow weights are in main
+memory, so adding is done there.
 """
 CODECS = {
     "fp32": ("fp32", "fp32", "fp32"),

@@ -97,9 +97,7 @@ class ModelSpec(Section):
     num_heads: Annotated[Size, about("attention heads, each 32 to 128 wide")] = 4
     num_kv_heads: Annotated[Size | None, about("key-value heads; fewer use less memory; unset = num_heads")] = None
     mlp_size: Annotated[Size, about("inner width of the MLP, 8/3 to 4 times hidden_size")] = 344
-    tied_embeddings: Annotated[bool, about("one matrix for input and output; there are fewer parameters to send")] = (
-        True
-    )
+    tied_embeddings: Annotated[bool, about("one matrix for input and output, so that fewer parameters are sent")] = True
     seed: Annotated[int, about("seed of the start weights")] = 0
     parameter_seeds: Annotated[
         bool, about("true = each parameter has its own seed, from `seed` and its name; required for stages")
@@ -128,7 +126,7 @@ class ModelSpec(Section):
             raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}")
         if self.hidden_size // self.num_heads % 2:
             raise ValueError(
-                f"hidden_size {self.hidden_size} / num_heads {self.num_heads} must be even, for the positions"
+                f"hidden_size {self.hidden_size} / num_heads {self.num_heads} must be even, for rotary positions"
             )
         if self.num_heads % (self.num_kv_heads or self.num_heads):
             raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")

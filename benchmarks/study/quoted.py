@@ -406,7 +406,9 @@ def _missed() -> list[Phrase]:
         phrase("| blocked time with 8 peers is at most 1.2 times that with 2 |"),
         phrase("| within 2 % of synchronous training"),
         phrase("| {:.2f} ([overhead]", claim("overhead", "a swap at 100 Mbit/s: training")),
-        phrase("a bare gRPC stream leaves {:.2f},", claim("overhead", "a bare stream at 100 Mbit/s: training")),
+        phrase(
+            "a bare gRPC stream also leaves only {:.2f}:", claim("overhead", "a bare stream at 100 Mbit/s: training")
+        ),
         phrase("| {:.2f} (overhead)", claim("overhead", "a swap at 1000 Mbit/s: training")),
         phrase("a bare stream leaves {:.2f};", claim("overhead", "a bare stream at 1000 Mbit/s: training")),
         phrase("| {:.2f} ([goodput]", claim("goodput", "swap / bare gRPC stream")),
@@ -542,8 +544,8 @@ def faults() -> list[Phrase]:
         ),
         phrase(
             "with {:.1f} % of all swaps committed by one side only: the mean of the swarm ends {:.3f} away from that of"
-            " whole swaps, where another seed of the noise ends {:.2f} away; the distance does not grow (last quarter"
-            " against the third: {:.2f}); the spread is {:.0f} % larger",
+            " whole swaps, where another seed of the noise ends {:.2f} away; the distance does not grow (ratio of the"
+            " last quarter to the third: {:.2f}); the spread is {:.0f} % larger",
             100 * claim("half_commits", "swaps committed by one side"),
             claim("half_commits", "mean of the swarm"),
             claim("half_commits", "the same, from another seed"),
@@ -560,7 +562,8 @@ def faults() -> list[Phrase]:
             soak["restarts"],
         ),
         phrase(
-            "{:.0f} of 12 checkpoints readable after a kill, farewells within {:.1f} s, memory {:.1f} to {:+.1f} MiB",
+            "{:.0f} of 12 checkpoints were readable after a kill, peers left within {:.1f} s, and over the"
+            " life of a peer memory changed by {:.1f} to {:+.1f} MiB",
             soak["checkpoints_read_after_kill"],
             soak["slowest_farewell_s"],
             *(min(soak["growth_rss_mib"]), max(soak["growth_rss_mib"])),
@@ -570,7 +573,7 @@ def faults() -> list[Phrase]:
             100 * soak["swapped_share"],
             *(soak["rounds"][name] for name in ("rounds_here", "alone", "alone_refused")),
         ),
-        phrase("nobody had frozen was {:.1f} s", soak["longest_pause_s"]),
+        phrase("was not frozen was {:.1f} s", soak["longest_pause_s"]),
     ]
 
 
@@ -632,8 +635,8 @@ def scale() -> list[Phrase]:
             ),
         ),
         phrase("The goal, 95 % within 5 offers each"),
-        phrase("which is about 200 reads a minute of {:.0f} KB", claim("directory", "a bucket of 32") / 1e3),
-        phrase("near 6 MB a minute (0.8 Mbit/s) of upload"),  # 200 times 29 KB
+        phrase("which is about 200 reads per minute of {:.0f} KB", claim("directory", "a bucket of 32") / 1e3),
+        phrase("nearly 6 MB per minute (0.8 Mbit/s) of upload"),  # 200 times 29 KB
     ]
 
 

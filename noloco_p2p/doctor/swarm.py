@@ -208,7 +208,7 @@ def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
     found = estimate(spec, num_parameters=num_parameters, step_s=1.0, folder=folder)
     told = (
         f"{count(num_parameters)} parameters: {mib(found.model_bytes)} to train, {mib(found.outer_bytes)} for the "
-        f"outer step, {mib(found.disk_bytes)} of disk, {mib(found.round_bytes)} each way a round"
+        f"outer step, {mib(found.disk_bytes)} of disk, {mib(found.round_bytes)} each way per round"
     )
     if warnings := found.warnings():
         return Check(

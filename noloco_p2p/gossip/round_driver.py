@@ -304,7 +304,7 @@ class RoundDriver:
                 self._swap_ended(decision, error)
                 return
             except BaseException:
-                self._swap_ended(decision, Unreachable("it was broken off here", peer=decision.partner))
+                self._swap_ended(decision, Unreachable("this peer broke it off", peer=decision.partner))
                 raise
             await self._run_swap(decision)
         except PeerError as error:
@@ -327,7 +327,7 @@ class RoundDriver:
         except asyncio.CancelledError:
             self.round.offer_gone(incoming)
             if decision.done() and isinstance(active := decision.result(), ActiveSwap):
-                self._swap_ended(active, Unreachable("it was broken off here", peer=active.partner))
+                self._swap_ended(active, Unreachable("this peer broke it off", peer=active.partner))
             raise
         finally:
             del self._streams[incoming], self._decisions[incoming]
@@ -460,7 +460,7 @@ class RoundDriver:
             # garbage collector.
             error.__traceback__ = error.__context__ = None
         except BaseException:  # cancelled, or a bug here: the round must not wait for it
-            self._swap_ended(active, Unreachable("it was broken off here", peer=active.partner))
+            self._swap_ended(active, Unreachable("this peer broke it off", peer=active.partner))
             raise
         finally:
             watch.cancel()

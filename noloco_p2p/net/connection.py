@@ -104,7 +104,7 @@ class Connector:
         state = channel.get_state(try_to_connect=True)
         while state is not ready:
             if state is failing:
-                sentence = f"{candidate.address} cannot be connected to: nobody is there{self._perhaps()}"
+                sentence = f"{candidate.address} cannot be connected to: no peer is there{self._perhaps()}"
                 raise Unreachable(sentence, peer=candidate.peer_id)
             await channel.wait_for_state_change(state)
             state = channel.get_state(try_to_connect=True)

@@ -138,7 +138,7 @@ class Proxy:
         for number in list(self._inbound):
             self._drop(number)
 
-    # what the server tells, by the name that gRPC has for the connection
+    # reports of the server, by gRPC's name of the connection
 
     def address(self, peer: str) -> str:
         """The real address of the caller, in gRPC's form.

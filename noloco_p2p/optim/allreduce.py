@@ -25,7 +25,7 @@ class Ring:
 
     coded: applies encode and decode to a vector; None = lossless. bytes_per_element: of a message.
 
-    Each replica owns a segment of the vector. The N - 1 hops of the reduce-scatter code a partial sum anew, and its
+    Each replica owns a segment of the vector. The N - 1 hops of the reduce-scatter code a partial sum again, and its
     receiver adds its own segment in fp32. The owner codes the mean once, and every replica, including the owner, uses
     the coded mean. So errors accumulate with N, and all replicas end with the same bits. PRIME does the same
     (`ring_allreduce` of PrimeIntellect-ai/prime at 5cc57a0).

@@ -164,7 +164,7 @@ class StagedSwarm:
             loss = self.merged_loss([[each.fast_weights() for each in self.living(s)] for s in range(len(self.cut))])
             self.curve.append((node.progress, asyncio.get_running_loop().time(), loss))
 
-    # who is there
+    # which peers are present
 
     def _start(self, stage: int, number: int, donor: StageNode | None = None) -> StageNode:
         plan, spec = self.plan, self.spec

@@ -77,7 +77,7 @@ class DialPlan:
         attempts.reason = reason
 
     def forget_failures(self) -> None:
-        """Try all at once: this machine's own network has just come back."""
+        """Dial all at once, because this machine's own network has just come back."""
         self._attempts.clear()
 
     def failures(self) -> dict[str, str]:

@@ -216,7 +216,7 @@ class Trainer(TrainerBase):
         self._aside_s += time.monotonic() - began_s
         self._evaluated(loss)
 
-    # stop and go on
+    # stopping and resuming
 
     def _meta(self) -> dict[str, Any]:
         """Add the losses of the current round."""

@@ -97,7 +97,7 @@ async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expec
             return Spec.from_json(spec.data, expected_digest=expected_digest, origin=donor.address)
         except (PeerError, ValueError) as error:
             reasons.append(f"{named(donor.peer_id)}: {error}")
-    raise Unreachable("no live peer served the run spec: " + ("; ".join(reasons) or "nobody is there"))
+    raise Unreachable("no live peer served the run spec: " + ("; ".join(reasons) or "no peer is live"))
 
 
 async def fetch_manifest(transport: Transport, donor: Candidate) -> StateManifest:

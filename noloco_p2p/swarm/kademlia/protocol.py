@@ -107,7 +107,7 @@ class BoundedProtocol(DHTProtocol):
         for task in self._tasks:
             task.cancel()
 
-    # what others ask; a request is through when these return, but for the few that must ask somebody first
+    # requests of others, which are done when these return, except the few that must ask another node first
 
     def _answer(
         self, work: Callable[[bytes, PeerID], bytes | Awaitable[bytes]], data: bytes, peer: PeerID
@@ -238,7 +238,7 @@ class BoundedProtocol(DHTProtocol):
                 await asyncio.sleep(0)
         return (ValueWithExpiration(valid, valid.latest_expiration_time) if valid.data else None), near
 
-    # who is where
+    # addresses of nodes
 
     async def update_routing_table(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
         """Without hivemind's hand-over: a new node gets nothing unasked."""
