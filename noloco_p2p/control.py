@@ -128,7 +128,7 @@ class FolderLock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise SettingsError(f"{self._path.parent}: cannot be used as state folder: {error}") from None
+            raise SettingsError(f"{self._path.parent} cannot be used as state folder: {error}") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

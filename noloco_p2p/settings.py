@@ -362,7 +362,7 @@ def _from_file(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SettingsError(f"{path}: cannot be read as TOML: {error}") from None
+        raise SettingsError(f"{path} cannot be read as TOML: {error}") from None
 
 
 def _from_environment(model: type[PeerSettings], environment: Mapping[str, str]) -> dict[str, Any]:

@@ -540,7 +540,7 @@ class Spec(Section):
             fix = "a ticket is longer: copy all of it" if is_cut else f"`noloco init {path}` writes one"
             raise SpecError(f"{path}: no such file; {fix}") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SpecError(f"{path}: cannot be read as TOML: {error}") from None
+            raise SpecError(f"{path} cannot be read as TOML: {error}") from None
         return cls.from_dict(values, origin=str(path))
 
     @classmethod

@@ -527,7 +527,7 @@ def faults() -> list[Phrase]:
             "an honest swarm {:+.2f} % in loss (one seed", line("attacks_none.txt", r"^honest +on .* ([-+][\d.]+) %")
         ),
         phrase(
-            "One liar of eight: at worst {:+.1f} %, but for the one of row 52 ({:+.0f} %)",
+            "One liar of eight: at worst {:+.1f} %, except that of row 52 ({:+.0f} %)",
             max(one(attack, "attacks_none") for attack in _NAIVE),
             one("adaptive-back", "attacks_none"),
         ),

@@ -72,7 +72,7 @@ def write(path: Path | None, line: str, *, flag: str, is_secret: bool = False) -
     try:
         write_atomically(path, f"{line}\n".encode(), mode=0o600 if is_secret else 0o666)
     except OSError as error:
-        raise SettingsError(f"{flag} {path}: cannot be written: {error.strerror}") from None
+        raise SettingsError(f"{flag} {path} cannot be written: {error.strerror}") from None
 
 
 def _read(path: Path) -> str:
@@ -84,7 +84,7 @@ def _read(path: Path) -> str:
     except FileNotFoundError:
         return ""
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"@{path}: cannot be read: {error}") from None
+        raise SettingsError(f"@{path} cannot be read: {error}") from None
     if len(lines) > 1:
-        raise SettingsError(f"@{path}: must hold one ticket or one address, and nothing else")
+        raise SettingsError(f"@{path} must hold one ticket or one address, and nothing else")
     return lines[0] if lines else ""

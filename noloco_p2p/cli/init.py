@@ -59,7 +59,7 @@ def init(
     try:
         file.write_text(render(spec), encoding="utf-8")
     except OSError as error:
-        raise SettingsError(f"{file}: cannot be written: {error}") from None
+        raise SettingsError(f"{file} cannot be written: {error}") from None
     how = f"{file} --run-key {key_file}" if private else f"{file}"
     if needs:
         how += " --stage 0"

@@ -114,7 +114,7 @@ class Demo:
             if any(folder.iterdir()):
                 raise SettingsError(f"{folder} is not empty; choose another folder with --keep")
         except OSError as error:
-            raise SettingsError(f"{folder}: cannot be used: {error}") from None
+            raise SettingsError(f"{folder} cannot be used: {error}") from None
 
     def _load(self) -> Iterator[View]:
         """Wait for the fork server, since the first process that it forks waits for it anyway."""

@@ -379,7 +379,7 @@ class RoundDriver:
     async def _compare_models(self, action: CompareModels, layout: ModelLayout) -> None:
         difference = await find_difference(self._transport, action.candidate, layout)
         if difference:
-            text = f"{named(action.candidate.peer_id)} has another model than this peer: {difference}"
+            text = f"{named(action.candidate.peer_id)} trains another model: {difference}"
             self.fault.report(text, action.error)
 
     # actions

@@ -88,7 +88,7 @@ def _tagged(tag: int, value: int) -> bytes:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return (value, its end). At most ten bytes, as in protobuf; IndexError when `data` ends before."""
+    """Return (value, its end). At most ten bytes, as in protobuf; IndexError when `data` ends too early."""
     value = 0
     for position in range(10):
         byte = data[at + position]

@@ -69,7 +69,7 @@ class Checkpoint:
         try:
             return load_file(path)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}") from None
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
 
     def verify(self) -> None:
         """Read every file (about 4 GB/s from the page cache). Raises CheckpointError for the first damaged one."""
@@ -78,7 +78,7 @@ class Checkpoint:
             try:
                 found = _describe(path)
             except OSError as error:
-                raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+                raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
             if found != expected:
                 raise CheckpointError(f"{path}: damaged: {found}, the manifest says {expected}")
 
@@ -102,7 +102,7 @@ class Checkpoint:
         except FileNotFoundError:
             raise CheckpointError(f"{self.path}: not a checkpoint: it has no {name}") from None
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}") from None
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
         if not isinstance(values, dict):
             raise CheckpointError(f"{path}: damaged: it is not a JSON object")
         return values

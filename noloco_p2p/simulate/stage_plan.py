@@ -86,7 +86,7 @@ def by_stage(
     """Parse comma-separated lists, with slashes between the stages; the last one is used for all that follow."""
     lists = tuple(parse(part) for part in text.split("/"))
     if len(lists) > num_stages:
-        raise SettingsError(f"{flag} {text}: has lists for {len(lists)} stages, but there are {num_stages}")
+        raise SettingsError(f"{flag} {text} has lists for {len(lists)} stages, but there are {num_stages}")
     return lists
 
 

@@ -86,7 +86,7 @@ class Tunnels:
         return self.reached(self._live())
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """The same peers; one that only a tunnel reaches gets the address of a local port."""
+        """Return the same peers; a peer that only a tunnel reaches gets the address of a local port."""
         if all(candidate.can_be_called for candidate in candidates) or not self._wanted():
             return candidates
         ways = {peer: relays_of(multiaddrs) for peer, multiaddrs in self._multiaddrs().items()}

@@ -138,8 +138,8 @@ def micro_batches(
 ) -> Iterator[tuple[slice, float]]:
     """Return (rows, their share of the batch) for each forward and backward that `rank` makes of a batch.
 
-    All ranks make the same number, because each is collective; a rank without rows left repeats its first row with
-    share 0. `at_once` bounds the rows; each row belongs to exactly one micro-batch.
+    All ranks run the same number of passes, because each pass is collective; a rank without rows left
+    repeats its first row with share 0. `at_once` bounds the rows; each row belongs to exactly one micro-batch.
     """
     first, last = _cut(num_sequences, num_ranks, rank), _cut(num_sequences, num_ranks, rank + 1)
     most = -(-num_sequences // num_ranks)

@@ -95,11 +95,11 @@ def from_checkpoint(folder: Path, *, stage: int | None = None, folders: Mapping[
     """
     checkpoint = _newest(folder, stage)
     if "spec" not in checkpoint.meta:
-        raise CheckpointError(f"{checkpoint.path}: does not name its run; it was not written by `noloco join`")
+        raise CheckpointError(f"{checkpoint.path} does not name its run; it was not written by `noloco join`")
     spec = TrainerSpec.from_dict(checkpoint.meta["spec"], origin=str(checkpoint.path))
     if stage is None and spec.pipeline.stages > 1:
         raise CheckpointError(
-            f"{checkpoint.path}: holds one of the {spec.pipeline.stages} stages of the run {spec.name}, "
+            f"{checkpoint.path} holds one of the {spec.pipeline.stages} stages of the run {spec.name}, "
             "not a whole model; while every stage has live peers, `noloco export TICKET DIR --merge` writes "
             "the whole model, and `noloco fork TICKET NEW.toml` forks the run"
         )
@@ -121,7 +121,7 @@ def _newest(folder: Path, stage: int | None) -> Checkpoint:
     for place in (folder / "checkpoints", *kept, folder):
         if checkpoint := Checkpoints(place).newest():
             return checkpoint
-    raise CheckpointError(f"{folder}: holds no readable checkpoint")
+    raise CheckpointError(f"{folder} holds no readable checkpoint")
 
 
 def _build(spec: TrainerSpec, stage: int | None, folders: Mapping[str, str] | None) -> PreTrainedModel:

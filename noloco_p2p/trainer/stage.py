@@ -96,10 +96,8 @@ class Stage:
         """Compute final norm, LM head and loss of `hidden`, and add their gradients to the existing ones.
 
         hidden: the output of the last stage for `tokens`. chunk_tokens: how many tokens have logits at a time; by
-        default as
-        many as LOGITS_BYTES hold. Within one chunk the numbers are those of the whole model. Several chunks sum the
-        same terms
-        in another order.
+        default as many as LOGITS_BYTES hold. With one chunk the numbers are those of the whole model; with several
+        chunks the same terms are summed in a different order.
         """
         gradients: list[Tensor] = []
         losses: list[Tensor] = []

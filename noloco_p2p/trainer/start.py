@@ -99,7 +99,7 @@ def _named(parameters: FlatParameters, start: str, folder: Path) -> dict[str, Te
                 held = set(file.keys())
                 found |= {name: file.get_tensor(name) for name, _ in parameters.named if name in held}
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{folder}: cannot be read: {error}") from None
+        raise ModelError(f"{folder} cannot be read: {error}") from None
     digests = json.loads(listed) if _digest(listed) == start else {}
     if not digests or any(content_digest(values) != digests.get(name) for name, values in found.items()):
         raise _damaged(folder)
@@ -114,7 +114,7 @@ def _flat(parameters: FlatParameters, start: str, path: Path) -> Tensor:
     try:
         slow_weights = load_file(path)["slow_weights"]
     except (SafetensorError, KeyError, OSError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from None
+        raise ModelError(f"{path} cannot be read: {error}") from None
     if slow_weights.dtype is not torch.float32 or "blake3:" + content_digest(slow_weights) != start:
         raise _damaged(path)
     if slow_weights.numel() != parameters.num_elements:
@@ -126,7 +126,7 @@ def _flat(parameters: FlatParameters, start: str, path: Path) -> Tensor:
 
 
 def _damaged(path: Path) -> ModelError:
-    return ModelError(f"{path}: is damaged: its digest differs from model.start; remove it and fork again")
+    return ModelError(f"{path} is damaged: its digest differs from model.start; remove it and fork again")
 
 
 def _other_sizes(what: str) -> ModelError:

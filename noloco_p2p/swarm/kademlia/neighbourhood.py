@@ -54,7 +54,7 @@ def _forget_spare(table: RoutingTable, place: DHTID) -> None:
 
 
 def placed(nodes: dict[DHTID, PeerID]) -> dict[DHTID, PeerID]:
-    """Of the nodes that another one reported, return those at the place of their peer id."""
+    """Return those of the reported `nodes` whose DHT id is the place of their peer id."""
     return {place: peer for place, peer in nodes.items() if place_of(str(peer)) == place}
 
 
