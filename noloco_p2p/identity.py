@@ -53,7 +53,7 @@ class Identity:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
-            raise IdentityError(f"{path}: no such identity file; `noloco id` creates one") from None
+            raise IdentityError(f"{path} does not exist; `noloco id` creates one") from None
         except OSError as error:
             raise IdentityError(
                 f"{path}: the identity cannot be read: {error.strerror}; check its owner and mode"
@@ -113,10 +113,10 @@ def _public_key(peer_id: str) -> Ed25519PublicKey:
 
 def _decode(data: bytes, path: Path) -> Identity:
     if data.startswith(b"\x08") and not data.startswith(PRIVATE_PREFIX[:2]):
-        raise IdentityError(f"{path}: not an Ed25519 key; move the file away and `noloco id` creates the right one")
+        raise IdentityError(f"{path} is not an Ed25519 key; move the file away and `noloco id` creates the right one")
     if len(data) != FILE_BYTES or not data.startswith(PRIVATE_PREFIX):
         raise IdentityError(
-            f"{path}: not a libp2p Ed25519 private key ({len(data)} bytes, expected {FILE_BYTES}); "
+            f"{path} is not a libp2p Ed25519 private key ({len(data)} bytes, expected {FILE_BYTES}); "
             "restore it from your backup, or move it away and `noloco id` creates a new one"
         )
     body = data[len(PRIVATE_PREFIX) :]

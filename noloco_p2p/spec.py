@@ -538,7 +538,7 @@ class Spec(Section):
         except FileNotFoundError:
             is_cut = path.name.startswith("noloco1")
             fix = "a ticket is longer: copy all of it" if is_cut else f"`noloco init {path}` writes one"
-            raise SpecError(f"{path}: no such file; {fix}") from None
+            raise SpecError(f"{path} does not exist; {fix}") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise SpecError(f"{path} cannot be read as TOML: {error}") from None
         return cls.from_dict(values, origin=str(path))
@@ -551,7 +551,7 @@ class Spec(Section):
         try:
             values = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise SpecError(f"{origin}: not JSON: {error}") from None
+            raise SpecError(f"{origin} is not JSON: {error}") from None
         if not isinstance(values, dict):
             raise SpecError(f"{origin}: a spec is a table of fields, not {type(values).__name__}")
         spec = cls.from_dict(values, origin=origin)

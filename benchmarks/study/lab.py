@@ -47,7 +47,7 @@ BUDGET = 40  # runs of a rule in the search
 STEPS = 400
 REPLICAS, SEARCH_SEED, SEEDS = 8, 0, (1, 2, 3)
 PEERS = (4, 8, 16)
-CAPS = {"tenth": 0.36, "hundredth": 0.036}  # bytes a parameter and inner step; ddp sends 3.5
+CAPS = {"tenth": 0.36, "hundredth": 0.036}  # bytes per parameter and inner step; ddp sends 3.5
 ROUND_LENGTHS = (1, 2, 3, 5, 10, 20, 50, 100)  # that `time` and `target` choose from, by the loss of the search's seed
 LONG = 15  # steps of a round from which on it has the outer settings of the second cap
 SCHEDULES = (100, 140, 200, 280, 400, 560, 800)  # of `target`
@@ -106,7 +106,7 @@ class Setting:
 
 @cache
 def bytes_of(setting: Setting) -> float:
-    """A round's, in bytes a parameter."""
+    """A round's, in bytes per parameter."""
     return round_bytes(setting.rule, setting.spec(), num_replicas=REPLICAS)
 
 

@@ -115,7 +115,7 @@ def swap_bytes(spec: TrainerSpec, num_elements: int) -> tuple[float, float]:
 
 
 def round_bytes(rule: str, spec: TrainerSpec, *, num_replicas: int) -> float:
-    """What a replica sends in a round, in bytes a parameter; ddp's round is a step."""
+    """What a replica sends in a round, in bytes per parameter; ddp's round is a step."""
     if rule == NOLOCO:
         return sum(swap_bytes(spec, CHUNK_ELEMENTS)) / CHUNK_ELEMENTS
     if rule == "local":

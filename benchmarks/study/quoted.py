@@ -270,9 +270,9 @@ def _codecs_and_churn() -> list[Phrase]:
             "replicas stay {:.0f} % apart",
             100 * fmean(row("modulo_churn", f"modulo4, {lost}", seed)["spread"] for seed in SEEDS),
         ),
-        phrase("at {:.2f} bytes a parameter, and at {:.2f} under churn", *early.values()),
+        phrase("at {:.2f} bytes per parameter, and at {:.2f} under churn", *early.values()),
         phrase(
-            "`modulo` loses {:.1f} % more than modulo8 and has {:.0f} instead of {:.0f} rounds alone (modulo4: {:.0f})",
+            "`modulo` loses {:.1f} % more than modulo8 and has {:.0f} instead of {:.0f} solo rounds (modulo4: {:.0f})",
             between("modulo_churn", f"modulo, {broken}", f"modulo8, {broken}"),
             *(rounds_alone("modulo_churn", f"{codec}, {broken}") for codec in ("modulo", "modulo8", "modulo4")),
         ),

@@ -59,7 +59,7 @@ def ticket_in(run: str) -> str:
 def check_writable(path: Path | None, *, flag: str) -> None:
     """Raise SettingsError early, before the slow imports, if `path` is not writable."""
     if path and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-        raise SettingsError(f"{flag} {path}: not writable; name a file in a folder that this user may write to")
+        raise SettingsError(f"{flag} {path} is not writable; name a file in a folder that this user may write to")
 
 
 def write(path: Path | None, line: str, *, flag: str, is_secret: bool = False) -> None:

@@ -1,6 +1,6 @@
 """`noloco join --gpus N` runs the same command N times, one process per GPU. Rank 0 is the peer.
 
-This does what `torchrun` does, for one machine, with two differences: no rank is killed while rank 0 leaves in order,
+This does what `torchrun` does, for one machine, with two differences: no rank is killed while rank 0 leaves cleanly,
 and the exit code is that of rank 0.
 """
 

@@ -43,7 +43,7 @@ def join(
         Path | None, typer.Option(help="Write the ticket of this peer to FILE, for join @FILE.", show_default=False)
     ] = None,
 ) -> None:
-    """Start or enter a run, and train. The same command resumes it later. Ctrl-C leaves in order."""
+    """Start or enter a run, and train. The same command resumes it later. Ctrl-C leaves cleanly."""
     own = gpus_of_peer.own_rank()
     if own and own.rank:
         return _follow(own, settings)
@@ -190,7 +190,7 @@ def unknown_name(settings: PeerSettings) -> list[str]:
 
 
 def _leave_on_signals(peer: Peer) -> None:
-    """The first SIGINT or SIGTERM leaves in order, the second exits at once; `noloco leave` does not count as one."""
+    """The first SIGINT or SIGTERM leaves cleanly, the second exits at once; `noloco leave` does not count as one."""
     is_signalled = False
 
     def leave(signum: int, frame: FrameType | None) -> None:

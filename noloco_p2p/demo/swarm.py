@@ -189,9 +189,9 @@ class Demo:
             process.kill()
 
     def report(self, draw: Draw) -> dict[str, Any]:
-        """Evaluate the swarm from the files of the peers that left in order. Call it after `stop`.
+        """Evaluate the swarm from the files of the peers that left cleanly. Call it after `stop`.
 
-        Raises NolocoError when no peer left in order.
+        Raises NolocoError when no peer left cleanly.
         """
         left = [peer for peer in self.peers if peer.exit_code == 0]
         if not left:

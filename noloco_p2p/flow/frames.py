@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 
 class MicrobatchId(NamedTuple):
-    """`number` increases with each microbatch of a head, also over restarts of the head."""
+    """`number` increases with each microbatch of a head, also across restarts of the head."""
 
     head: str  # peer id
     number: int

@@ -175,7 +175,7 @@ class SwapStream:
         """A frame has passed."""
 
     async def _last_words(self) -> None:
-        """Wait until everything is sent, or longer."""
+        """Wait at least until everything is sent."""
         for connection in list(self._connections):
             await self._written(connection)
 

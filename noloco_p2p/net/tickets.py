@@ -15,7 +15,7 @@ TICKET = b"noloco_p2p ticket 1\0"
 class Tickets:
     """The tickets of one run, and of this peer if it is a head.
 
-    max_tokens: in the loss of a microbatch, from the spec. A ticket with more would weigh more than its gradient.
+    max_tokens: in the loss of a microbatch, from the spec. A ticket with more would count for more than its gradient.
     """
 
     def __init__(self, identity: Identity, *, spec_digest: str, max_tokens: int) -> None:

@@ -80,7 +80,7 @@ class Checkpoint:
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
             if found != expected:
-                raise CheckpointError(f"{path}: damaged: {found}, the manifest says {expected}")
+                raise CheckpointError(f"{path} is damaged: {found}, but the manifest says {expected}")
 
     def _read_manifest(self) -> dict[str, dict[str, Any]]:
         manifest = self._read_json(MANIFEST)
@@ -91,7 +91,7 @@ class Checkpoint:
             or not isinstance(files, dict)
         ):
             raise CheckpointError(
-                f"{self.path / MANIFEST}: not the manifest of a checkpoint of this version ({VERSION})"
+                f"{self.path / MANIFEST} is not the manifest of a checkpoint of this version ({VERSION})"
             )
         return files
 
@@ -100,11 +100,11 @@ class Checkpoint:
         try:
             values = json.loads(path.read_bytes())
         except FileNotFoundError:
-            raise CheckpointError(f"{self.path}: not a checkpoint: it has no {name}") from None
+            raise CheckpointError(f"{self.path} is not a checkpoint: it has no {name}") from None
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
         if not isinstance(values, dict):
-            raise CheckpointError(f"{path}: damaged: it is not a JSON object")
+            raise CheckpointError(f"{path} is damaged: it is not a JSON object")
         return values
 
 

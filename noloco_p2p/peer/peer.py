@@ -231,7 +231,7 @@ class Peer:
         return True
 
     def request_leave(self) -> None:
-        """Ask the training loop to end in order; safe in a signal handler and from any thread."""
+        """Ask the training loop to end cleanly; safe in a signal handler and from any thread."""
         self.leave_requested.set()
         if self._network:
             self._network.driver.hurry()

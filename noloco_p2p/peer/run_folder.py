@@ -35,7 +35,7 @@ def stage_folder(run_folder: Path, stage: int) -> Path:
 def check_checkpoint_folder(folder: Path) -> None:
     """Fail fast, before the slow imports. Raises CheckpointError."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; a peer prints the path of its checkpoint when it leaves")
+        raise CheckpointError(f"{folder} does not exist; a peer prints the path of its checkpoint when it leaves")
 
 
 def write_run(spec: Spec, invitation: Invitation | None, folder: Path) -> None:
@@ -47,7 +47,7 @@ def write_run(spec: Spec, invitation: Invitation | None, folder: Path) -> None:
         if invitation:
             write_atomically(folder / INVITATION_FILE, invitation.encode(), mode=0o600)
     except OSError as error:
-        raise SettingsError(f"{path}: cannot be written: {error.strerror}; use another --state-dir") from None
+        raise SettingsError(f"{path} cannot be written: {error.strerror}; use another --state-dir") from None
 
 
 def read_spec(ticket: Ticket, state_dir: Path) -> Spec | None:

@@ -121,8 +121,8 @@ class CopyWatch:
     """Detects a key that is used twice, from the records stored under this peer's id. Pure.
 
     A record outlives its peer, so a record of another start does not prove a copy; one that has announced itself twice
-    does. Of two starts the later one stays, by the clocks of their machines; with equal clocks the session keys decide,
-    so that they never both stop.
+    does. The later of two starts stays, by the clocks of their machines; with equal clocks the session keys decide, so
+    that they never both stop.
     """
 
     def __init__(self) -> None:

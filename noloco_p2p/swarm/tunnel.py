@@ -135,13 +135,15 @@ class Tunnels:
             try:
                 way = await self._way(peer_id, relay, address)
             except FAULTS as error:
-                logger.debug("no tunnel to %s by %s: %s", short_id(peer_id), short_id(relay), error)
+                logger.debug(
+                    "no tunnel to %s through %s could be opened: %s", short_id(peer_id), short_id(relay), error
+                )
                 continue
             await splice(ends, way)
             return
 
     async def _way(self, peer_id: str, relay: str, address: str) -> Ends:
-        """A stream to the peer by that relay. Raises what a broken stream does, TimeoutError."""
+        """Open a stream to the peer through that relay. Raises the errors of a broken stream, and TimeoutError."""
         async with asyncio.timeout(ANSWER_S):
             reader, writer = await open_stream_to(self._node, self._guard, relay, address, CALL)
             try:

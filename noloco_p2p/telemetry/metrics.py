@@ -256,11 +256,14 @@ class Metrics:
     extended_chunks: int = _metric(
         "counter",
         "chunks",
-        "times that two more bits of a chunk of the codec modulo were received, because its bound broke",
+        "times that two more bits of a chunk of the codec modulo were received, because its bound did not hold",
         0,
     )
     broken_chunks: int = _metric(
-        "counter", "chunks", "chunks received in modulo coding whose bound broke; they were sent again as int8", 0
+        "counter",
+        "chunks",
+        "chunks received in modulo coding whose bound did not hold; they were sent again as int8",
+        0,
     )
     microbatches: int = _metric(
         "counter", "microbatches", "microbatches whose gradients this peer has counted (run with stages)", 0, key="mb"

@@ -39,7 +39,7 @@ def export_model(
 
 
 class StageShards:
-    """Writes a model to `folder` stage by stage. Each stage has its own file, and is then dropped."""
+    """Writes a model to `folder` stage by stage. Each stage gets its own file, and its memory is then freed."""
 
     def __init__(self, folder: Path, spec: TrainerSpec) -> None:
         self._folder = folder

@@ -50,7 +50,7 @@ class ModelSource:
                 raise FileNotFoundError(f"{self.name} has no {name}") from None
         path = self.bound / name
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such file")
+            raise FileNotFoundError(f"{path} does not exist")
         return path
 
 

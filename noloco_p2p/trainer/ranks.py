@@ -95,7 +95,7 @@ class Ranks:
                 self.share(None)
             distributed.destroy_process_group()
         except RuntimeError as error:
-            log.debug("the ranks could not end in order: %s", error)
+            log.debug("the ranks could not end cleanly: %s", error)
 
 
 @contextmanager

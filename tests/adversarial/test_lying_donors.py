@@ -85,7 +85,7 @@ LIES = {
         why="not finite",
     ),
     "garbage": Lie(data=lambda num_bytes: b"\xff" * num_bytes, why="not a safetensors file"),
-    "other-shape": Lie(data=renamed, why="of another model"),
+    "other-shape": Lie(data=renamed, why="belongs to another model"),
     "other-size": Lie(lambda weights: state_of(weights[:-1].clone()), why="another model, or has another size"),
     "far-ahead": Lie(progress=0.99, why="99.0 % of the schedule"),
     "nowhere": Lie(progress=float("nan"), why="nan % of the schedule"),

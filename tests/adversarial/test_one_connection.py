@@ -134,7 +134,7 @@ def test_a_connection_greets_twice_and_no_more() -> None:
                 await proof(stub, there.candidate, "stranger")
             fault = await fault_of(proof(stub, there.candidate, "stranger"))
             assert isinstance(fault, Refused)
-            assert "over 2 greetings" in str(fault)
+            assert "more than 2 greetings" in str(fault)
 
     run(main)
 

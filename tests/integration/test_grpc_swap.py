@@ -560,7 +560,7 @@ def test_a_third_newcomer_is_refused_until_one_leaves(tmp_path: Path) -> None:
             for upload in running:
                 await anext(upload)
             third = transport().fetch(there, want, timeout_s=PATIENCE_S)
-            with pytest.raises(Refused, match="already serve 2 newcomers") as refusal:
+            with pytest.raises(Refused, match="already serving 2 newcomers") as refusal:
                 await anext(third)
             assert refusal.value.code == "BUSY"
             assert refusal.value.retry_after_s > 0

@@ -89,7 +89,7 @@ def test_a_spec_from_the_network_must_be_the_one_that_was_asked_for() -> None:
 
 
 def test_missing_and_broken_files_are_told(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="no such file; `noloco init"):
+    with pytest.raises(SpecError, match="does not exist; `noloco init"):
         TrainerSpec.load(tmp_path / "none.toml")
     broken = tmp_path / "broken.toml"
     broken.write_text("name = ")

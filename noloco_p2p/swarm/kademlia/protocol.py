@@ -112,7 +112,7 @@ class BoundedProtocol(DHTProtocol):
     def _answer(
         self, work: Callable[[bytes, PeerID], bytes | Awaitable[bytes]], data: bytes, peer: PeerID
     ) -> bytes | Awaitable[bytes]:
-        """Raises RefusedRequest before parsing when the request is too long, or one too many."""
+        """Raises RefusedRequest before parsing when the request is too long, or exceeds the allowance."""
         peer_id, now_s = str(peer), time.monotonic()
         if len(data) > MAX_REQUEST_BYTES:
             raise RefusedRequest(f"a request of {len(data)} bytes; the limit is {MAX_REQUEST_BYTES}")
