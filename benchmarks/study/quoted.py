@@ -250,7 +250,7 @@ def _codecs_and_churn() -> list[Phrase]:
     }
     return [
         phrase(
-            "against fp32 at 5 steps: {:+.2f} % by the seeds",
+            "against fp32 at 5 steps: {:+.2f} % over the seeds",
             above(loss("codecs", "5 steps, 0 1 1, modulo8+int4", 0, 1), loss("codecs", "5 steps, 0 1 1, fp32", 0, 1)),
         ),
         phrase("single seeds differ by up to {:.0f} % either way", max(coded)),

@@ -65,7 +65,7 @@ class History:
                 path.parent.mkdir(parents=True, exist_ok=True)
             self._db = _opened(path)
         except (OSError, sqlite3.Error) as error:
-            raise SettingsError(f"--history {path}: cannot be used: {error}; name another file") from None
+            raise SettingsError(f"--history {path} cannot be used: {error}; name another file") from None
         self._using = threading.Lock()  # guards the connection and what is cached of its rows
         self._ids = {name: number for number, name in self._db.execute("SELECT id, name FROM peer")}
         self._last_tick = self._db.execute("SELECT max(tick) FROM swarm").fetchone()[0] or 0
