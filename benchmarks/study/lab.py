@@ -71,7 +71,7 @@ class Setting:
     closes: bool = False  # with closing rounds
 
     def changes(self, steps: int) -> dict[str, Any]:
-        """Of the toy's spec. The warm-up is a tenth of the schedule, as in the toy."""
+        """The changes to the toy's spec. The warm-up is a tenth of the schedule, as in the toy."""
         slow_weights, _, outer_gradient = self.codec.rpartition("+")
         swapped = {"codec.slow_weights": slow_weights, "codec.outer_momentum": slow_weights} if slow_weights else {}
         return {
@@ -219,7 +219,7 @@ class Lab:
             self.rows[Run(Setting(**row["setting"]), **{name: row[name] for name in RUN_FIELDS})] = row
 
     def loss(self, run: Run) -> float:
-        """Of a run, which is done now if it was not."""
+        """The loss of a run, which is done now if it is missing."""
         self.complete([run])
         return self.rows[run]["loss"] or FAILED
 
@@ -315,7 +315,7 @@ def climb(line: Sequence[Setting], start: int, value_of: Callable[[Setting], flo
 
 
 def winners(lab: Lab, name: str) -> Winners:
-    """Of a family. Does the runs of the search that are missing."""
+    """The winners of one family. Does the runs that are missing."""
     if name not in lab.winners:
         lab.winners[name] = searched(lab, FAMILIES[name])
     return lab.winners[name]

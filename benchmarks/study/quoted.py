@@ -145,7 +145,7 @@ def _best() -> list[Phrase]:
             between("best_8", "5: 0 1 1", "ddp"),
         ),
         phrase(
-            "comes to {:.4f}: {:.1f} % above synchronous Muon of this seed ({:.4f}), and {:.1f} % below pairs ({:.4f})",
+            "reaches {:.4f}: {:.1f} % above synchronous Muon of this seed ({:.4f}), and {:.1f} % below pairs ({:.4f})",
             *(everybody, above(everybody, ddp), ddp, -above(everybody, pairs), pairs),
         ),
         phrase("the distance at {:.0f} to {:.0f} %", min(distances), max(distances)),
@@ -181,8 +181,8 @@ def _rules() -> list[Phrase]:
             *by_seed("rules_8", "noloco", "noloco, 0 1 1"),
         ),
         phrase(
-            "with 20 steps to {:.4f} with 0.5 0.7 0.7 against {:.4f} with 0 1 1, and with 50 steps to {:.4f} against"
-            " {:.4f}. Swapped momentum gave {:.4f} at 20 steps, for {:.1f} times the bytes.",
+            "has a loss of {:.4f} with 0.5 0.7 0.7 against {:.4f} with 0 1 1, and after rounds of 50 steps {:.4f}"
+            " against {:.4f}. Swapped momentum gave {:.4f} at 20 steps, for {:.1f} times the bytes.",
             *(each["merged_loss"] for each in muon),
             muon[-1]["sent_per_parameter_step"] / muon[0]["sent_per_parameter_step"],
         ),
@@ -314,7 +314,7 @@ def _late() -> list[Phrase]:
     late, waiting = loss("waiting_200", "5: 0 1 1, eager, late by a step"), loss("waiting_200", "5: 0 1 1, waiting")
     return [
         phrase(
-            "With 20 steps {:.0f} % of the eager rounds were alone",
+            "With 20 steps {:.0f} % of the eager rounds were solo",
             share_alone("waiting", "eager, late by a quarter of a round"),
         ),
         phrase("with 5 steps {:.0f} %.", share_alone("waiting", "5: 0 1 1, eager, late by a quarter of a round")),
@@ -326,7 +326,7 @@ def _late() -> list[Phrase]:
             claim("mixed_donors", "spread of the donors"),
         ),
         phrase(
-            "after {:.0f} inner steps each the merged model came to a validation loss of {:.3f}, with the weights"
+            "after {:.0f} inner steps each the merged model had a validation loss of {:.3f}, with the weights"
             " {:.2f} % of their norm apart",
             *of_demo("demo.txt"),
             line("demo.txt", r"spread of the weights: ([\d.]+) %"),

@@ -1,6 +1,6 @@
 """The membership view of a run: buckets of records are read into it, and counted.
 
-A small run has one bucket, which holds all records. Of a large run this peer reads one bucket at a time, drawn at
+A small run has one bucket, which holds all records. In a large run this peer reads one bucket at a time, drawn at
 random; a monitor reads all of them. Probes of buckets at another depth find peers that estimated another size.
 """
 

@@ -46,7 +46,7 @@ LIAR = identity_of("liar").peer_id
 
 @dataclass(frozen=True)
 class Lie:
-    """What the liar gives, made of the weights that it should give, and what is said of it."""
+    """A liar's vectors, made from the weights that it should send, and the reason that its refusal names."""
 
     vectors: Callable[[Tensor], dict[str, Tensor]] = lambda weights: state_of(weights)
     data: Callable[[int], bytes] | None = None  # instead of a state file, of so many bytes
@@ -105,7 +105,7 @@ def start() -> tuple[Tensor, ModelLayout]:
 
 
 def noise(seed: int, weights: Tensor) -> Tensor:
-    """Of length 1."""
+    """A vector of length 1."""
     values = torch.randn(weights.shape, generator=torch.Generator().manual_seed(seed))
     return values / values.norm()
 

@@ -108,7 +108,7 @@ async def is_served(there: Candidate, name: str) -> bool:
 
 
 def test_who_greets_in_a_loop_keeps_nobody_of_its_network_out() -> None:
-    """Nor, as all of these come from this machine, who calls by another relay."""
+    """All callers come from this machine here, so this holds for callers through another relay, too."""
 
     async def main(there: Victim) -> None:
         greeters = [Greeter(there.candidate) for _ in range(2)]

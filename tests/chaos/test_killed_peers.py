@@ -103,7 +103,7 @@ def test_a_killed_p2pd_is_started_again_and_training_does_not_notice(swarm: Swar
 
 
 def test_a_frozen_peer_costs_its_partner_no_more_than_the_wait(swarm: Swarm) -> None:
-    """SIGSTOP: its kernel still answers for it, and nobody is told."""
+    """SIGSTOP: its kernel still answers for it, and no other peer is informed."""
     done = len(swarm.a.events("round"))
     frozen_s = time.time()
     swarm.b.send(signal.SIGSTOP)

@@ -240,7 +240,7 @@ def test_a_ticket_that_leads_nowhere_is_4(swarm: Swarm) -> None:
 
 
 def test_leaving_keeps_everything_and_the_same_command_resumes(swarm: Swarm, tmp_path: Path) -> None:
-    """Exit code 0, a checkpoint of the last step, a farewell; no process, socket or lock is left."""
+    """Exit code 0, a checkpoint of the last step, a line that says so; no process, socket or lock is left."""
     with PeerProcess(swarm.first.ticket, tmp_path / "guest") as guest:
         guest.event("round")
         guest.give_way()

@@ -90,7 +90,7 @@ class Terminal:
             self.process.send_signal(signal.SIGWINCH)
 
     def lines(self) -> list[str]:
-        """What stands on the screen by now."""
+        """The current content of the screen."""
         while select.select([self._master], [], [], 0.05)[0]:
             try:
                 data = os.read(self._master, 65_536)

@@ -1,5 +1,5 @@
-"""A private run over real gRPC: who is not invited gets no further than TLS, and who was invited until yesterday, no
-further than the greeting. Bans are told in words."""
+"""A private run over real gRPC: a peer without an invitation gets no further than TLS, and one with
+an expired invitation no further than the greeting. A refusal names the ban and its reason."""
 
 from __future__ import annotations
 

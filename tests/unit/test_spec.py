@@ -139,7 +139,7 @@ def test_coarse_codecs_are_for_outer_gradients_alone(field: str, name: str) -> N
 
 
 def test_a_codec_of_a_later_version_is_refused_with_the_known_ones() -> None:
-    """What a peer of another version gets by ticket: it must say which field it is."""
+    """A peer of another version gets this spec by ticket: the error must name the field."""
     values = SPEC.model_dump(mode="json")
     values["codec"]["outer_gradient"] = "int3"
     data = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()

@@ -18,7 +18,7 @@ TICKET = Ticket("tiny", "0" * 64).encode()
 
 @pytest.fixture(autouse=True)
 def _own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No settings of whoever runs the tests, and the signal handlers as they were."""
+    """Ignore the settings of the user that runs the tests, and restore the signal handlers."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)

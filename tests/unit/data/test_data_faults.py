@@ -1,4 +1,4 @@
-"""What is wrong with data costs that data alone: it is named, counted and skipped, and a network is waited for."""
+"""Faulty data is named, counted and skipped, and nothing else is lost; the reader waits for a network that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds of many peers in memory: pairs that both sides agree on, nobody waits in vain, strangers are told why."""
+"""Rounds of many peers in memory: pairs that both sides agree on, no peer waits in vain, strangers learn why."""
 
 from __future__ import annotations
 

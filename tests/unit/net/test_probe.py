@@ -25,7 +25,7 @@ HELLO = Hello("caller", "r", "0" * 64)
 
 
 class Admits:
-    """As much of a Service as a probe needs."""
+    """The part of a Service that a probe needs."""
 
     def admit(self, hello: Hello) -> None:
         if hello.run_name != "r":

@@ -22,7 +22,7 @@ from noloco_p2p.testing.peers import MemorySwarm
 
 
 class SlowDisk(Checkpoints):
-    """Writes only when it is told to."""
+    """Writes only when the test allows it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -27,7 +27,7 @@ DONOR = Candidate("donor", "donor")
 
 
 class Others:
-    """A directory whose records are of `recorded`, and peers who say `told` when they are asked."""
+    """A directory with the records of `recorded`, and peers that answer `told` when they are asked."""
 
     def __init__(
         self, recorded: Sequence[float], *, told: float = OWN, num_silent: int = 0, sketches: Sequence[str] = ()

@@ -31,7 +31,7 @@ def kept(storage: DHTLocalStorage, subkey: str = "peer") -> bytes | None:
 
 
 def after_a_replay(storage: DHTLocalStorage) -> bytes | None:
-    """What is left when an old word comes again behind the new one, and its time is over."""
+    """What remains when an old record arrives again after a newer one, and the old one expires."""
     began_s = time.time()
     storage.store_subkey(KEY, "peer", b"old", began_s + SOON_S)
     storage.store_subkey(KEY, "peer", b"new", began_s + LONG_S)

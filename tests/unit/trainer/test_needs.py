@@ -1,4 +1,4 @@
-"""What a run takes of a machine, and the refusal of what it can never hold."""
+"""What a run needs from a machine, and its refusal of a model that can never fit."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ SPEC = spec_of(steps=100)
 
 
 class StagedPeer(MemoryPeer):
-    """What the trainer of a stage needs of a peer, among those that are in `others`."""
+    """What the trainer of a stage needs from a peer, among those in `others`."""
 
     settings: PeerSettings
     others: Sequence[Candidate] = ()

@@ -332,7 +332,7 @@ HURRY = replace(QUICK, whole_state_s=36.0)  # for a state of four chunks
 
 
 def refused_first(number: int) -> Callable[[AsyncGenerator[FetchItem]], AsyncGenerator[FetchItem]]:
-    """A donor that refuses so many calls for chunks as busy."""
+    """A donor that refuses the given number of chunk requests as busy."""
     refusals = iter(range(number))
 
     async def alter(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
@@ -552,7 +552,7 @@ def test_a_chunk_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("indices", [(0, 0), (0, 1, 0, 1), (2, 1)])
 def test_no_chunk_is_asked_for_again_and_again(tmp_path: Path, indices: tuple[int, ...]) -> None:
-    """Who repeats them would hold a place for ever."""
+    """A newcomer that repeats them would hold a place forever."""
     states = StateServer(SPEC)
     states.saved = saved(tmp_path)
     with pytest.raises(CorruptPayload, match="ascending order"):
