@@ -604,7 +604,7 @@ def scale() -> list[Phrase]:
     ]
     swarms = {
         "2 in lock step": "2 peers in lock step",
-        "3 in lock step (of the two a round that can be)": "3 peers in lock step",
+        "3 in lock step (only two can pair in a round)": "3 peers in lock step",
         "8 in lock step": "8 peers in lock step",
         "8 at 1x-4x, beginning at random": "8 peers at 1x-4x",
         "64 in lock step": "64 peers in lock step",

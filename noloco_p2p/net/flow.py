@@ -269,7 +269,7 @@ class FlowLinks:
             raise CorruptPayload("a stream of a pipeline begins with a FlowHello")
         distance = abs(frame.stage - self._stage)
         if frame.stage >= self._num_stages or distance not in (1, self._num_stages - 1):
-            sentence = f"stage {self._stage} here and stage {frame.stage} there are no neighbours"
+            sentence = f"stage {self._stage} here and stage {frame.stage} there are not neighbours"
             raise Refused(sentence, peer=frame.hello.peer_id, code=RefuseCode.OTHER_MODEL.name)
         return frame.stage
 

@@ -1,9 +1,10 @@
 """A proxy in front of the gRPC server, to which strangers connect; the server itself listens only on loopback.
 
 gRPC alone accepts connections in order of arrival, and reads 1 MiB at a time before the caller is authenticated. Here a
-connection costs only a socket until its first byte arrives. Until its caller has authenticated, it is one of a few of
-its network, and after that one of a few of its caller, except while the server has accepted something; the oldest one
-makes room. Until something is accepted, the bytes that it may send are limited. A refused call ends its connection.
+connection costs only a socket until its first byte arrives. Until the caller has authenticated, the connections of
+its network are limited, and after that those of the caller, except while the server has accepted something; the oldest
+one makes room. Until something is accepted, the bytes that a connection may send are limited. A refused call ends its
+connection.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class InnerStep:
         """Add the gradients of one batch to the existing ones. Returns its loss, on the device.
 
         When it raises, the gradients of earlier batches are unchanged; for that, this batch uses separate memory while
-        there are any. seed: of what the model draws (dropout), so that a step is the same after a restart. When an
+        there are any. seed: of the model's random draws (dropout), so that a step is the same after a restart. When an
         accelerator runs out of memory, the number of sequences per pass is halved from then on. Raises ModelError when
         a single one does not fit.
         """
