@@ -190,7 +190,7 @@ def _check(record: PeerRecord) -> None:
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS or not value.isprintable():
-        raise RecordError(f"{name} in a record is not a short printable text")  # it is shown in terminals
+        raise RecordError(f"{name} in a record is not a short printable string")  # it is shown in terminals
     return value
 
 
