@@ -52,7 +52,7 @@ class Trackers:
         return cls(made)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """`metrics`: `Metrics.as_dict()`; values that are no numbers, or not known yet, are left out."""
+        """`metrics`: `Metrics.as_dict()`; values that are not numbers, or are not known yet, are left out."""
         values = numbers(metrics)
         for name, tracker in list(self._trackers.items()):
             try:
