@@ -97,8 +97,9 @@ class Pairing:
         self._last_partner = peer_id
 
     def turned_away(self, peer_id: str, *, mine: Boundary, theirs: Boundary) -> None:
-        """Note a peer that drew this one while this one had a partner. If our next round opens within its own, it is asked
-        first.
+        """Note a peer that drew this one while this one had a partner.
+
+        If the next round here opens within that peer's round, that peer is asked first.
         """
         if mine.seconds_to_boundary is None or theirs.seconds_to_boundary is None:
             return

@@ -25,7 +25,7 @@ Outer gradients are compared after decoding, because only the decoded ones are k
 changes lengths and angles. A normal vector becomes 0.94 times as long with int2 and 0.80 times with sign1; real outer
 gradients of the toy in benchmarks/study become 0.90 to 1.10 and 0.75 to 0.95 times as long. No vector becomes more than
 1.5 times as long with int2, or longer at all with sign1. So a partner is refused for a gradient that decodes to ten
-times the median of this peer's exact ones. Of two normal vectors with the cosine c, the decoded ones have 0.89 c (int2)
+times the median of this peer's exact ones. For two normal vectors with cosine c, the decoded ones have 0.89 c (int2)
 or 2 / pi asin(c) (sign1): the limit of -0.1 corresponds to -0.11 or -0.16 of the exact ones. So honest partners are
 refused less often, and what a liar may send is bounded as before. A run whose outer gradients do not travel has only
 the gates on weights and the loss. Its offsets are as long as outer gradients, so clipping begins later
