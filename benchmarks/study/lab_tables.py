@@ -131,9 +131,11 @@ def by_bytes(lab: Lab) -> list[str]:
     caps = ", ".join(f"{name} {cap:g}" for name, cap in CAPS.items())
     return [
         f"Losses of the toy with {REPLICAS} replicas beside the bytes that one sends, most first. A best setting has "
-        f"the shortest rounds under its cap ({caps} bytes a parameter and step).",
+        f"the shortest rounds under its cap ({caps} bytes per parameter and step).",
         "",
-        *table(("", "bytes a parameter and step", "loss"), [row for _, row in sorted(rows, key=lambda each: -each[0])]),
+        *table(
+            ("", "bytes per parameter and step", "loss"), [row for _, row in sorted(rows, key=lambda each: -each[0])]
+        ),
         *verdicts(best_rows(lab, steps=lab.steps)),
     ]
 

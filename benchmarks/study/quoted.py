@@ -147,7 +147,7 @@ def _best() -> list[Phrase]:
             between("best_8", "5: 0 1 1", "ddp"),
         ),
         phrase(
-            "comes to {:.4f}: {:.1f} % above synchronous Muon of this seed ({:.4f}), and {:.1f} % below pairs ({:.4f})",
+            "reaches {:.4f}: {:.1f} % above synchronous Muon of this seed ({:.4f}), and {:.1f} % below pairs ({:.4f})",
             *(everybody, above(everybody, ddp), ddp, -above(everybody, pairs), pairs),
         ),
         phrase("the distance at {:.0f} to {:.0f} %", min(distances), max(distances)),
@@ -183,8 +183,8 @@ def _rules() -> list[Phrase]:
             *by_seed("rules_8", "noloco", "noloco, 0 1 1"),
         ),
         phrase(
-            "with 20 steps to {:.4f} with 0.5 0.7 0.7 against {:.4f} with 0 1 1, and with 50 steps to {:.4f} against"
-            " {:.4f}. Swapped momentum gave {:.4f} at 20 steps, for {:.1f} times the bytes.",
+            "has a loss of {:.4f} with 0.5 0.7 0.7 against {:.4f} with 0 1 1, and after rounds of 50 steps {:.4f}"
+            " against {:.4f}. Swapped momentum gave {:.4f} at 20 steps, for {:.1f} times the bytes.",
             *(each["merged_loss"] for each in muon),
             muon[-1]["sent_per_parameter_step"] / muon[0]["sent_per_parameter_step"],
         ),
@@ -252,7 +252,7 @@ def _codecs_and_churn() -> list[Phrase]:
     }
     return [
         phrase(
-            "against fp32 at 5 steps: {:+.2f} % by the seeds",
+            "against fp32 at 5 steps: {:+.2f} % over the seeds",
             above(loss("codecs", "5 steps, 0 1 1, modulo8+int4", 0, 1), loss("codecs", "5 steps, 0 1 1, fp32", 0, 1)),
         ),
         phrase("single seeds differ by up to {:.0f} % either way", max(coded)),
@@ -272,9 +272,9 @@ def _codecs_and_churn() -> list[Phrase]:
             "replicas stay {:.0f} % apart",
             100 * fmean(row("modulo_churn", f"modulo4, {lost}", seed)["spread"] for seed in SEEDS),
         ),
-        phrase("at {:.2f} bytes a parameter, and at {:.2f} under churn", *early.values()),
+        phrase("at {:.2f} bytes per parameter, and at {:.2f} under churn", *early.values()),
         phrase(
-            "`modulo` loses {:.1f} % more than modulo8 and has {:.0f} instead of {:.0f} rounds alone (modulo4: {:.0f})",
+            "`modulo` loses {:.1f} % more than modulo8 and has {:.0f} instead of {:.0f} solo rounds (modulo4: {:.0f})",
             between("modulo_churn", f"modulo, {broken}", f"modulo8, {broken}"),
             *(rounds_alone("modulo_churn", f"{codec}, {broken}") for codec in ("modulo", "modulo8", "modulo4")),
         ),
@@ -316,7 +316,7 @@ def _late() -> list[Phrase]:
     late, waiting = loss("waiting_200", "5: 0 1 1, eager, late by a step"), loss("waiting_200", "5: 0 1 1, waiting")
     return [
         phrase(
-            "With 20 steps {:.0f} % of the eager rounds were alone",
+            "With 20 steps {:.0f} % of the eager rounds were solo",
             share_alone("waiting", "eager, late by a quarter of a round"),
         ),
         phrase("with 5 steps {:.0f} %.", share_alone("waiting", "5: 0 1 1, eager, late by a quarter of a round")),
@@ -328,7 +328,7 @@ def _late() -> list[Phrase]:
             claim("mixed_donors", "spread of the donors"),
         ),
         phrase(
-            "after {:.0f} inner steps each the merged model came to a validation loss of {:.3f}, with the weights"
+            "after {:.0f} inner steps each the merged model had a validation loss of {:.3f}, with the weights"
             " {:.2f} % of their norm apart",
             *of_demo("demo.txt"),
             line("demo.txt", r"spread of the weights: ([\d.]+) %"),
@@ -499,7 +499,9 @@ def _missed() -> list[Phrase]:
         phrase("| blocked time with 8 peers is at most 1.2 times that with 2 |"),
         phrase("| within 2 % of synchronous training"),
         phrase("| {:.2f} ([overhead]", claim("overhead", "a swap at 100 Mbit/s: training")),
-        phrase("a bare gRPC stream leaves {:.2f},", claim("overhead", "a bare stream at 100 Mbit/s: training")),
+        phrase(
+            "a bare gRPC stream also leaves only {:.2f}:", claim("overhead", "a bare stream at 100 Mbit/s: training")
+        ),
         phrase("| {:.2f} (overhead)", claim("overhead", "a swap at 1000 Mbit/s: training")),
         phrase("a bare stream leaves {:.2f};", claim("overhead", "a bare stream at 1000 Mbit/s: training")),
         phrase("| {:.2f} ([goodput]", claim("goodput", "swap / bare gRPC stream")),
@@ -618,7 +620,7 @@ def faults() -> list[Phrase]:
             "an honest swarm {:+.2f} % in loss (one seed", line("attacks_none.txt", r"^honest +on .* ([-+][\d.]+) %")
         ),
         phrase(
-            "One liar of eight: at worst {:+.1f} %, but for the one of row 52 ({:+.0f} %)",
+            "One liar of eight: at worst {:+.1f} %, except that of row 52 ({:+.0f} %)",
             max(one(attack, "attacks_none") for attack in _NAIVE),
             one("adaptive-back", "attacks_none"),
         ),
@@ -635,8 +637,8 @@ def faults() -> list[Phrase]:
         ),
         phrase(
             "with {:.1f} % of all swaps committed by one side only: the mean of the swarm ends {:.3f} away from that of"
-            " whole swaps, where another seed of the noise ends {:.2f} away; the distance does not grow (last quarter"
-            " against the third: {:.2f}); the spread is {:.0f} % larger",
+            " whole swaps, where another seed of the noise ends {:.2f} away; the distance does not grow (ratio of the"
+            " last quarter to the third: {:.2f}); the spread is {:.0f} % larger",
             100 * claim("half_commits", "swaps committed by one side"),
             claim("half_commits", "mean of the swarm"),
             claim("half_commits", "the same, from another seed"),
@@ -653,7 +655,8 @@ def faults() -> list[Phrase]:
             soak["restarts"],
         ),
         phrase(
-            "{:.0f} of 12 checkpoints readable after a kill, farewells within {:.1f} s, memory {:.1f} to {:+.1f} MiB",
+            "{:.0f} of 12 checkpoints were readable after a kill, peers left within {:.1f} s, and over the"
+            " life of a peer memory changed by {:.1f} to {:+.1f} MiB",
             soak["checkpoints_read_after_kill"],
             soak["slowest_farewell_s"],
             *(min(soak["growth_rss_mib"]), max(soak["growth_rss_mib"])),
@@ -663,7 +666,7 @@ def faults() -> list[Phrase]:
             100 * soak["swapped_share"],
             *(soak["rounds"][name] for name in ("rounds_here", "alone", "alone_refused")),
         ),
-        phrase("nobody had frozen was {:.1f} s", soak["longest_pause_s"]),
+        phrase("was not frozen was {:.1f} s", soak["longest_pause_s"]),
     ]
 
 
@@ -694,7 +697,7 @@ def scale() -> list[Phrase]:
     ]
     swarms = {
         "2 in lock step": "2 peers in lock step",
-        "3 in lock step (of the two a round that can be)": "3 peers in lock step",
+        "3 in lock step (only two can pair in a round)": "3 peers in lock step",
         "8 in lock step": "8 peers in lock step",
         "8 at 1x-4x, beginning at random": "8 peers at 1x-4x",
         "64 in lock step": "64 peers in lock step",
@@ -725,8 +728,8 @@ def scale() -> list[Phrase]:
             ),
         ),
         phrase("The goal, 95 % within 5 offers each"),
-        phrase("which is about 200 reads a minute of {:.0f} KB", claim("directory", "a bucket of 32") / 1e3),
-        phrase("near 6 MB a minute (0.8 Mbit/s) of upload"),  # 200 times 29 KB
+        phrase("which is about 200 reads per minute of {:.0f} KB", claim("directory", "a bucket of 32") / 1e3),
+        phrase("nearly 6 MB per minute (0.8 Mbit/s) of upload"),  # 200 times 29 KB
     ]
 
 

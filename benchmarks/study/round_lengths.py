@@ -6,7 +6,7 @@ A swarm of 8 replicas is simulated with its links. The model is the toy; its lin
 by the ratio of the parameters, and an inner step takes as long as on the stated card (lab_clock.py), so that each
 transfer takes as long as with 125M parameters.
 
-    time    no training: how long an inner step takes with all that is waited for, and the share of rounds alone
+    time    no training: how long an inner step takes with all that is waited for, and the share of solo rounds
     loss    the toy, trained for as many inner steps as fit into the time of 400 steps without any swap; after `time`
     curve   the toy with links that take no time: schedules and rounds of many lengths
     table   prints what was found, and fits the curve whose constants are in gossip/round_length.py
@@ -232,7 +232,7 @@ def fit(rows: Rows) -> Fit:
 
 
 def table(rows: Rows) -> Iterator[str]:
-    """'curve': loss by the curve in equal time, rounds alone counted as longer ones. 'toy': loss of trained runs."""
+    """'curve': loss by the curve in equal time, solo rounds counted as longer ones. 'toy': loss of trained runs."""
     curve, time_s = fit(rows), STEPS * SIZE.step_s
     num_runs = sum(not key.link for key in rows.by_key)
     yield f"loss = {curve.scale:.3f} n^-{curve.steps:.3f} ({curve.start:g} + H)^{curve.length:.3f}, {num_runs} runs"

@@ -149,7 +149,7 @@ def test_status_of_a_bootstrap(swarm: Swarm) -> None:
     folder = swarm.bootstrap.log.parent / "bootstrap"
     reply = json.loads(noloco("status", "--state-dir", folder, "--json").stdout)
     assert (reply["state"], reply["addresses"]) == ("bootstrap", [swarm.bootstrap_address])
-    assert "DHT nodes near" in noloco("status", "--state-dir", folder).stdout
+    assert "DHT nodes connected" in noloco("status", "--state-dir", folder).stdout
 
 
 def test_a_bootstrap_is_small(swarm: Swarm) -> None:
@@ -163,9 +163,9 @@ def test_a_paused_peer_keeps_its_place_and_goes_on(swarm: Swarm, capsys: pytest.
         return code, capsys.readouterr().out.strip()
 
     assert say("resume") == (0, "the peer is not paused: it is training")
-    assert say("pause") == (0, "the peer is paused: it trains and swaps no more until `noloco resume`")
+    assert say("pause") == (0, "the peer is paused: it neither trains nor swaps until `noloco resume`")
     try:
-        assert say("pause") == (0, "the peer is paused already; `noloco resume` goes on")
+        assert say("pause") == (0, "the peer is already paused; `noloco resume` continues")
         paused = swarm.second.event("paused")
         rounds, first_rounds = len(swarm.second.events("round")), len(swarm.first.events("round"))
         solo = swarm.first.round_where(lambda event: "alone" in event["last_outcome"], after=first_rounds + 1)
@@ -290,7 +290,7 @@ def test_a_peer_trains_in_its_hours_and_pauses_after_them(swarm: Swarm, tmp_path
 
 
 def test_leaving_keeps_everything_and_the_same_command_resumes(swarm: Swarm, tmp_path: Path) -> None:
-    """Exit code 0, a checkpoint of the last step, a farewell; no process, socket or lock is left."""
+    """Exit code 0, a checkpoint of the last step, a line that says so; no process, socket or lock is left."""
     with PeerProcess(swarm.first.ticket, tmp_path / "guest") as guest:
         guest.event("round")
         guest.give_way()
