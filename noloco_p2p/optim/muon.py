@@ -15,6 +15,7 @@ Hyperparameters, state and checkpoints are those of `torch.optim.Muon`.
 """
 
 # torch's own optimizers step by `torch._foreach_*`, which its stubs do not export.
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
