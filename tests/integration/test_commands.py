@@ -264,7 +264,7 @@ def test_a_named_peer_waits_for_its_hours_and_says_so(
         assert lines[1] == "name      Night Owl"
         assert f"why       {why}" in lines
         assert say("resume") == f"the peer stays paused: {why}"
-        assert say("pause").startswith("the peer is paused: it trains and swaps no more")
+        assert say("pause").startswith("the peer is paused: it neither trains nor swaps")
         assert json.loads(say("status", "--json"))["paused_by"] == "asked"
         assert say("resume") == f"the peer stays paused: {why}"
         seen = json.loads(noloco("monitor", swarm.first.ticket, "--json").stdout)["peers"]
