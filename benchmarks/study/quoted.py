@@ -11,9 +11,12 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
+from math import inf
 from statistics import fmean, stdev
 
 from figures import RESULTS, Phrase, above, claim, line, loss, phrase, result, row, run
+from lab import OURS, PLACES, Lab, mean_loss, target_settings
+from lab_tables import to_reach
 from runs import early_bytes, late_costs, rows_of, study
 
 from noloco_p2p.optim.allreduce import ring_bytes
@@ -524,6 +527,28 @@ def _missed() -> list[Phrase]:
         phrase("repeat at most 5.6 % in the first tenth"),
         phrase("| {:.1f} % ([data_feed]", claim("data_feed", "repeats, 16 peers, 4 files here, 0.1")),
         phrase("| {:.1f} % | [above]", between("best_8", "5: 0 1 1", "ddp")),
+        *_missed_times(),
+    ]
+
+
+def _missed_times() -> list[Phrase]:
+    lab = Lab(RESULTS / "lab.jsonl", may_run=False)
+    here = {place.link: place for place in PLACES if place.size.name == "125M"}
+    target = mean_loss(lab, target_settings(lab)["ddp"], steps=lab.steps)
+
+    def seconds(link: str, name: str) -> float:
+        found = to_reach(lab, here[link], name, target)
+        return found[0] if found else inf
+
+    ours = seconds("data centre", OURS)
+    assert {seconds(link, OURS) for link in here if link != "data centre"} == {inf}, "the page says: not reached"
+    return [
+        phrase("in at most 1.15 times its time in a data centre | not reached"),
+        phrase("in the data centre {:.2f} times |", ours / seconds("data centre", "ddp")),
+        phrase("in at most half the time of the best DiLoCo on the same link | not reached"),
+        phrase("where DiLoCo takes {:.1f} and", seconds("home-fibre", "DiLoCo") / 60),
+        phrase("and {:.1f} minutes;", seconds("100 Mbit/s, 50 ms", "DiLoCo") / 60),
+        phrase("in the data centre {:.2f} times its time |", ours / seconds("data centre", "DiLoCo")),
     ]
 
 
