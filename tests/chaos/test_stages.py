@@ -155,7 +155,7 @@ def test_the_operator_revives_a_stage_that_nobody_comes_back_with(swarm: Swarm) 
     folder = lost.folder / "runs" / SPEC.run_id / "stage-2"
     until(lambda: status(swarm.heads[0])["waits_for_stages"] == [2], what="a head that waits")
     revived = swarm.join(swarm.heads[0].ticket, "revived", "--stage", "2", "--revive-from", str(folder))
-    revived.wait_for(f"stage 2 goes on from {folder}")
+    revived.wait_for(f"stage 2 continues from {folder}")
     swarm.last = [revived]
     swarm.assert_all_go_on()
 
@@ -173,7 +173,7 @@ def test_a_pause_holds_a_stage_and_a_stage_that_does_not_exist_is_refused(swarm:
         assert "--stage 3: the run stages has stages 0 to 2" in wrong.text
     with PeerProcess(swarm.heads[0].ticket, swarm.folder / "small", "--max-memory", "0.1MB") as small:
         assert small.wait() == 3
-        assert "no stage fits here: stage 0 takes at least" in small.text
+        assert "no stage fits here: stage 0 needs at least" in small.text
 
 
 def test_a_fork_with_fewer_stages_goes_on_from_the_weights_of_all(swarm: Swarm, tmp_path: Path) -> None:

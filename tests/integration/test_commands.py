@@ -280,11 +280,11 @@ def test_a_named_peer_waits_for_its_hours_and_says_so(
 
 @pytest.mark.slow
 def test_a_peer_trains_in_its_hours_and_pauses_after_them(swarm: Swarm, tmp_path: Path) -> None:
-    """By the clock on the wall: it takes two minutes at most."""
-    with PeerProcess(swarm.first.ticket, tmp_path / "p", "--when", hours(1, 2, now=datetime.now())) as peer:
+    """By the clock on the wall: it takes three minutes at most. A peer has at least one of them to start in."""
+    with PeerProcess(swarm.first.ticket, tmp_path / "p", "--when", hours(2, 3, now=datetime.now())) as peer:
         assert peer.event("paused")["paused_by"] == "hours"
         assert not peer.events("round")
-        peer.event("resumed", timeout_s=60 + PATIENCE_S)
+        peer.event("resumed", timeout_s=120 + PATIENCE_S)
         peer.swap_with(swarm.first)
         until(lambda: len(peer.events("paused")) > 1, what="the end of its hours", timeout_s=60 + PATIENCE_S)
 
