@@ -43,7 +43,7 @@ def _paper_preset(
             warmup_steps=1_000,
             inner_optimizer="muon",
         ),
-        outer=OuterSpec(inner_steps="auto", max_wait_s=max_wait_s),
+        outer=OuterSpec(inner_steps="auto", min_inner_steps=2, max_wait_s=max_wait_s),
         codec=BEST_CODEC,
         evaluate=EvaluateSpec(every_rounds=10, num_sequences=256),
     )
