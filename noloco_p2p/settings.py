@@ -141,19 +141,19 @@ class PeerSettings(BaseModel):
     when: Annotated[
         str,
         about(
-            "Train always, when idle (other programs leave processor and GPU alone), or between two times of the day, "
-            "for example 22:00-07:00."
+            "Train always, while the machine is idle (other programs hardly use its processor and GPU), or between "
+            "two times of the day, for example 22:00-07:00."
         ),
         Flag(metavar="always|idle|HH:MM-HH:MM"),
     ] = "always"
     on_battery: Annotated[
         Literal["always", "never"],
-        about("never: pause while the machine runs on its battery."),
+        about("never = pause while the machine runs on its battery."),
         Flag(metavar="always|never"),
     ] = "always"
     on_busy_gpu: Annotated[
         Literal["always", "never"],
-        about("never: pause while another program computes on the GPU of this peer (NVIDIA)."),
+        about("never = pause while another program computes on the GPU of this peer (NVIDIA)."),
         Flag(metavar="always|never"),
     ] = "always"
     max_loss_rise: Annotated[
