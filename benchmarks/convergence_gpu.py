@@ -66,7 +66,7 @@ def spec_of(size: str, *, steps: int, source: str) -> TrainerSpec:
 
 
 def step_s(spec: TrainerSpec, device: torch.device, bindings: dict[str, str]) -> float:
-    """Of one replica, measured."""
+    """Measure the seconds of an inner step of one replica."""
     material = Material.of(spec, bindings, device=device)
     inner, batch = InnerStep(material.model(), spec.train), material.validation[0]
     durations_s = []

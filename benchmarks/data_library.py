@@ -124,7 +124,7 @@ def restart(folder: Path) -> Iterator[Claim]:
 
 
 def costs(folder: Path, *, num_rows: int) -> Iterator[Claim]:
-    """Of reading .json.gz row by row."""
+    """Compare the costs of reading .json.gz row by row."""
     rng = random.Random(1)
     words = [f"word{number}" for number in range(5000)]
     lines = (json.dumps({"text": " ".join(rng.choices(words, k=120))}) for _ in range(num_rows))
@@ -156,7 +156,7 @@ def _library(kind: str, folder: Path, *, pattern: str = "*", **options: Any) -> 
 
 
 def _count(rows: Iterable[object]) -> int:
-    """Of rows before an error."""
+    """Return the number of rows before an error."""
     number = 0
     try:
         for _ in rows:

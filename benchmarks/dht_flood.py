@@ -60,7 +60,7 @@ LONGEST_TURN_S, LEAST_SHARE, MOST_GROWN_BYTES = 0.050, 0.9, 64 << 20
 
 @dataclass(slots=True)
 class Meter:
-    """Of the thread that it runs on: the longest turn of the loop, in seconds of CPU."""
+    """Watches the thread that it runs on: the longest turn of the loop, in seconds of CPU."""
 
     longest_s: float = 0.0
 
@@ -174,7 +174,7 @@ class Flood:
     async def _keep_on(
         self, bytes_a_s: float, most_a_s: float, send: Callable[..., Awaitable[int]], *args: Any
     ) -> None:
-        """As many as the bytes allow, in portions; what could not be sent in its portion is dropped."""
+        """Sends as many as the bytes allow, in portions; what could not be sent in its portion is dropped."""
         allowed = 0.0
         while True:
             allowed = min(allowed + bytes_a_s * PERIOD_S, bytes_a_s) if self.target else 0.0

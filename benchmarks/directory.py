@@ -42,7 +42,7 @@ NEIGHBOUR_BYTES = 20 + 38  # of one in an answer: its key in the DHT and its pee
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one real read of a bucket."""
+    """The figures of one real read of a bucket."""
 
     record_bytes: float
     copies: float  # of each record, that a read receives
@@ -78,7 +78,7 @@ def spread_of_draws(occupancies: Sequence[int]) -> tuple[float, float]:
 
 
 def describe(identity: Identity, number: int) -> PeerRecord:
-    """As full as a training peer's."""
+    """Return a record as full as a training peer's."""
     return PeerRecord(
         identity.peer_id,
         "directory",

@@ -75,7 +75,7 @@ def bench(*, batch: int = BATCH, inner_steps: int = NEVER) -> Bench:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of a pipeline, between two looks at all of its peers."""
+    """The counts of a pipeline, between two readings of all of its peers."""
 
     seconds: float
     waited_s: float  # in which something on this machine waited for a core
@@ -100,7 +100,7 @@ class Measured:
 
     @property
     def late_share(self) -> float:
-        """Of the backwards in all stages, those at least one inner step after their forward."""
+        """The share of the backwards of all stages that come at least one inner step after their forward."""
         counted = Counter[int]()
         for place, each in self.after.items():
             counted += each.lateness - self.before[place].lateness
@@ -108,7 +108,7 @@ class Measured:
 
     @property
     def lost_share(self) -> float:
-        """Of the microbatches of the heads."""
+        """The share of the heads' microbatches that were lost."""
         lost = self._of_heads("lost")
         return lost / (lost + self.num_tokens / NUM_TOKENS)
 

@@ -33,7 +33,7 @@ POLL_S = 0.5
 
 
 def status(peer: PeerProcess) -> dict[str, Any]:
-    """What `noloco status --json` tells; empty while it cannot be asked."""
+    """The output of `noloco status --json`; empty while the peer does not answer."""
     try:
         return ask(peer.folder, "status") or {}
     except SettingsError:

@@ -59,7 +59,7 @@ def histories(material: Material, *, seed: int, cut: int) -> list[list[Tensor]]:
 
 
 def distances(states: Sequence[Tensor]) -> list[float]:
-    """Of each state to the coordinate-wise median of all, as a share of the norm of that."""
+    """The distance of each state from the coordinate-wise median of all, as a share of the median's norm."""
     centre = torch.stack(list(states)).quantile(0.5, dim=0)
     return [float((state - centre).norm() / centre.norm()) for state in states]
 

@@ -44,7 +44,7 @@ def pair_formula(sigma: float) -> float:
 
 
 def tree_depth(num_peers: int) -> int:
-    """Of a binary tree in which every node is a peer; a heap of `num_peers`."""
+    """The depth of a binary tree in which every node is a peer; a heap of `num_peers`."""
     return num_peers.bit_length() - 1
 
 

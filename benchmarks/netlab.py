@@ -102,7 +102,7 @@ def home(
 
 @dataclass(slots=True)
 class Counters:
-    """Of one node. Bytes are those of IP packets, with headers and all that TCP sent again."""
+    """The traffic of one node. Bytes are those of IP packets, with headers and retransmissions."""
 
     sent_bytes: int = 0  # put on the uplink; dropped ones count too
     received_bytes: int = 0
@@ -329,7 +329,7 @@ class NetLab:
         self._ask(groups=[0] * len(self.nodes), blocked=[])
 
     def block(self, *ways: tuple[int, int]) -> None:
-        """What (source, destination) sends is lost, the other way is open; replaces earlier ones."""
+        """Lose what each source sends to its destination, not the other way; replaces earlier calls."""
         self._ask(blocked=ways)
 
     def let_nothing_in(self, *nodes: int) -> None:
@@ -337,7 +337,7 @@ class NetLab:
         self._ask(closed=nodes)
 
     def counters(self) -> list[Counters]:
-        """Of each node, since the lab was made."""
+        """The counters of each node since the lab was made."""
         return [Counters(**counters) for counters in self._ask(counters=True)["counters"]]
 
     def _ask(self, **request: Any) -> dict[str, Any]:
@@ -645,7 +645,7 @@ def round_trip_ms(lab: NetLab, *, repeats: int = 20, timeout_s: float = 5.0) -> 
 
 
 def _socket_in(node: Node, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
-    """A socket belongs for life to the namespace in which it was made, whoever uses it."""
+    """A socket stays in the namespace in which it was made, whichever process uses it."""
 
     def make() -> socket.socket:
         enter(node.namespace)

@@ -101,7 +101,7 @@ def bare_side(name: str, pipe: Connection, num_elements: int, repeats: int) -> N
 
 
 def steps_per_s(step: Callable[[], None], is_over: Callable[[float], bool]) -> tuple[float, float]:
-    """Of the time in which this thread did not wait for a core, and of the processor time of the process."""
+    """Steps per second in which this thread did not wait for a core, and per second of processor time."""
     began_s, waited_s, cpu_s, steps = time.monotonic(), waited_for_core_s(), time.process_time(), 0
     while not is_over(time.monotonic() - began_s) or not steps:
         step()
@@ -111,7 +111,7 @@ def steps_per_s(step: Callable[[], None], is_over: Callable[[float], bool]) -> t
 
 
 def waited_for_core_s() -> float:
-    """Of this thread since its start."""
+    """The seconds that this thread has waited for a core since its start."""
     return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
 
 

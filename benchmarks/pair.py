@@ -38,7 +38,7 @@ FOREVER = 1 << 62  # a round that never comes
 
 
 class Told:
-    """A directory that is told who lives."""
+    """A directory with a given list of live peers."""
 
     def __init__(self) -> None:
         self.others: list[Candidate] = []

@@ -21,7 +21,7 @@ SPEEDS = (1.0, 2.0, 3.0, 4.0)
 
 
 def spread_factor(result: WalkResult) -> float:
-    """Of one round of a peer of speed 1: geometric mean from the second round on."""
+    """The factor of the variance per round of a peer of speed 1: geometric mean from the second round on."""
     spreads = [float(vectors.var(0).mean()) for _, vectors in result.vectors]
     if spreads[-1] <= 1e-12 * spreads[0]:
         return 0.0

@@ -97,7 +97,7 @@ class Bench:
 
 @dataclass(slots=True)
 class Counts:
-    """Of one peer since it began. lateness: of backwards, by inner steps since their forward."""
+    """The counts of one peer since its start. lateness: of backwards, by inner steps since their forward."""
 
     losses: int = 0  # of a head: microbatches that came to a loss
     lost: int = 0
@@ -284,7 +284,7 @@ class BenchPeer:
 
 
 def cpu_s() -> float:
-    """Of all threads of this process."""
+    """The processor time of all threads of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 

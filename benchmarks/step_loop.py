@@ -37,7 +37,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is measured. `most`: overhead allowed, as a share of a bare step."""
+    """One measurement. `most`: the overhead allowed, as a share of a bare step."""
 
     spec: TrainerSpec
     device: torch.device

@@ -83,7 +83,7 @@ class BenchmarkError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What a process is told about its place."""
+    """The place of a process, as it is passed to it."""
 
     rank: int
     namespace: str
@@ -505,7 +505,7 @@ def _host(pipes: Sequence[Any], lab: NetLab) -> list[list[Sample]]:
 
 
 def _hear(pipes: Sequence[Any], lab: NetLab) -> list[tuple[str, Any]]:
-    """What each process says next. Raises BenchmarkError as soon as one has failed, or when nothing moves any more."""
+    """The next message of each process. Raises BenchmarkError once one has failed, or nothing moves any more."""
     heard: dict[int, tuple[str, Any]] = {}
     moved_bytes = -STALLED_BYTES
     while len(heard) < len(pipes):
@@ -532,7 +532,7 @@ def _listen(rank: int, pipe: Any) -> tuple[str, Any]:
 
 
 def largest_vector(num_peers: int, *, wanted: int) -> int:
-    """What fits into the memory that is free now, in whole millions."""
+    """The largest vector that fits into the free memory: `wanted`, or fewer whole millions."""
     free_bytes = psutil.virtual_memory().available * MEMORY_SHARE - num_peers * MEMORY_PER_PEER
     fits = int(free_bytes / (num_peers * MEMORY_PER_ELEMENT))
     return wanted if fits >= wanted else fits // 1_000_000 * 1_000_000

@@ -79,9 +79,9 @@ SPEC_HEAD = """# The run spec
 
 Written by `docs/generate.py` from `spec.py`: change that, not this page.
 
-What all peers of a run share: a TOML file, `noloco init run.toml` writes one with these comments. It is frozen: any
+All peers of a run share this TOML file; `noloco init run.toml` writes one with these comments. It is frozen: any
 change makes another run, with another digest, and `noloco fork` carries the weights over. What belongs to one machine
-(device, ports, caps, where data lies) is no part of it: see [the settings](settings.md).
+(device, ports, limits, paths of data) is not part of it: see [the settings](settings.md).
 """
 
 
@@ -111,8 +111,9 @@ SETTINGS_HEAD = """# The settings of one machine
 
 `docs/generate.py` writes this page from `settings.py`: change that file, not this page.
 
-What belongs to one machine is no part of the run spec. `noloco join` takes a flag for each setting. A flag comes before
-an environment variable, which comes before the user's file, `~/.config/noloco/settings.toml`.
+What belongs to one machine is not part of the run spec. `noloco join` has a flag for each setting. A flag takes
+precedence over an environment variable, which takes precedence over the user's file,
+`~/.config/noloco/settings.toml`.
 """
 
 
@@ -132,28 +133,28 @@ BANDWIDTH_HEAD = """# What a run sends
 Written by `docs/generate.py` from the presets and the sizes of the codecs: change those, not this page.
 
 A peer sends this much in each round with a partner, and receives as much. Frames and digests add less than 0.1 %;
-modulo coding up to a tenth, for chunks whose bound broke and that are sent again; `modulo` up to half a byte a number,
-for chunks that take more than four bits. "With momentum" is `outer.alpha`
-above 0 with `outer.swap_momentum`. A round should last at least two and a half times as long as its early part takes,
-and three times as long as its whole swap where `outer.max_wait_s` is 0: `outer.inner_steps = "auto"` sees to it.
+modulo coding adds up to a tenth, for chunks whose bound did not hold and that are sent again, and `modulo` up to half
+a byte per number, for chunks that need more than four bits. "With momentum" means `outer.alpha` above 0 with
+`outer.swap_momentum`. A round should last at least two and a half times as long as its early part takes, and three
+times as long as its whole swap if `outer.max_wait_s` is 0; `outer.inner_steps = "auto"` ensures that.
 
-These are sizes. What a swap reaches on a link, and which targets it missed (overhead, goodput, blocked time), is in the
-[results](results.md#targets-that-were-missed).
+These are sizes. The speed of a swap on a link, and the targets that it missed (overhead, goodput, blocked time), are in
+the [results](results.md#targets-that-were-missed).
 """
 COSTS_HEAD = """\
 ## What a swap costs this machine
 
-Measured on two cores that ran other work. So the figures are processor time where nothing else is said. The scripts are
-in `benchmarks/`, their output in `benchmarks/results/`.
+These figures were measured on two cores that ran other work. So they are processor time unless stated otherwise. The
+scripts are in `benchmarks/`, their output in `benchmarks/results/`.
 """
 COSTS_TAIL = """\
-"Two cores" takes off the time in which the training thread waits for a core. "One core" is steps for each second of
-processor time of the process. Both still contain what other work does to the caches.
+"Two cores" excludes the time in which the training thread waits for a core. "One core" is steps per second of
+processor time of the process. Both include the effect of other work on the caches.
 
-Coding and adding read each number from main memory once, and then take 7 and about 20 passes over a chunk of 1 MiB in
-cache. Smaller pieces were slower when they were tried, as each
-operation of torch has a fixed cost. Coding is done where the model lies, an accelerator too, and only payloads
-come to the CPU. Slow weights lie in main memory, so adding is done there.
+Coding and adding read each number from main memory once, and then make 7 and about 20 passes over a chunk of 1 MiB in
+cache. Smaller pieces were slower when they were tried, because each operation of torch has a fixed cost. Coding is done
+on the device of the model, also on an accelerator, and only payloads are copied to the CPU. Slow weights are in main
+memory, so adding is done there.
 """
 CODECS = {
     "fp32": ("fp32", "fp32", "fp32"),
@@ -168,9 +169,9 @@ LINKS_MBIT_S = (20, 100)
 
 def bandwidth_page() -> list[str]:
     heads = (
-        *("model", "parameters", "weights + gradient", "MB a round"),
+        *("model", "parameters", "weights + gradient", "MB per round"),
         *(f"minutes at {rate} Mbit/s" for rate in LINKS_MBIT_S),
-        *(f"MB an hour, rounds of {minutes} min" for minutes in ROUND_MINUTES),
+        *(f"MB per hour, rounds of {minutes} min" for minutes in ROUND_MINUTES),
     )
     rows = [
         _bandwidth_row(size, codecs, sends_momentum=sends_momentum)
@@ -200,12 +201,12 @@ def costs() -> list[tuple[str, ...]]:
         ("what", "reached", "target"),
         ("coding the outer gradient at the boundary, 125M, modulo8 + int4", seconds("boundary: coding"), ""),
         ("adding at the boundary, 125M, modulo8 + int4", seconds("boundary: adding"), ""),
-        ("adding an outer gradient that came late, 125M", seconds("eager: adding"), ""),
-        ("a copy of 125M fp32 numbers in memory, to compare with", seconds("copy of the weights"), ""),
-        ("coding and checking beside training, 125M, modulo8 + int4", seconds(*behind), ""),
+        ("adding an outer gradient that arrived late, 125M", seconds("eager: adding"), ""),
+        ("a copy of 125M fp32 numbers in memory, for comparison", seconds("copy of the weights"), ""),
+        ("coding and checking during training, 125M, modulo8 + int4", seconds(*behind), ""),
         *(
             (
-                f"training beside a swap (bf16) at {name}, {cores}",
+                f"training during a swap (bf16) at {name}, {cores}",
                 f"{beside(rate, cores):.2f} of its speed",
                 reached(beside(rate, cores), target) if cores == "two cores" else "",
             )

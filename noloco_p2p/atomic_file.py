@@ -1,4 +1,4 @@
-"""A small file that somebody may read at any moment, or after a power cut: written whole, or not at all."""
+"""A small file that another process may read at any moment, also after a power cut: it is complete or absent."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Write a draft beside `path`, and rename it over `path`. `mode`: its permissions, less the umask.
+    """Write a draft beside `path`, and rename it to `path`. `mode`: its permissions, less the umask.
 
-    Raises OSError; `path` is then as it was, and no draft stays.
+    Raises OSError; `path` is then unchanged, and the draft is removed.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -28,7 +28,7 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The new name is on the disk, too, where the file system can do that."""
+    """Sync the folder, so that the new name is on the disk, where the file system supports that."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,7 +1,7 @@
-"""Peers that this one does not talk to for a time: named by its owner, or for what they did.
+"""Peers that this one refuses for a time: named by its owner, or because of what they did.
 
-A ban is local and ends by itself. What a peer did wrong fades: with STRIKES within some minutes it is out for an hour.
-The file can be changed by `noloco ban` while a peer runs.
+A ban is local and expires. Strikes fade: a peer with STRIKES of them within a few minutes is banned for an hour.
+`noloco ban` may change the file while a peer runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Ban:
 
 
 class BanList:
-    """`peer_id in` nothing: ask `why`. Reads the file again when it was changed, looked at once a second at most."""
+    """The bans of this peer. Ask `why`; there is no `in`. A change of the file is noticed within a second."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         self._path = path
@@ -45,42 +45,44 @@ class BanList:
         self._looked_at_s = -LOOK_AGAIN_S
 
     def why(self, peer_id: str) -> str:
-        """Why the peer is banned, in words for it and for the log; empty when it is not."""
+        """Return the reason of a ban, for the peer and for the log; empty when there is no ban."""
         ban = self.all().get(peer_id)
         return f"banned here for {max(1, round((ban.until_s - self._clock()) / 60))} min: {ban.reason}" if ban else ""
 
     def all(self) -> dict[str, Ban]:
-        """Those that hold now."""
+        """Return the current bans."""
         self._look()
         now_s = self._clock()
         self._bans = {peer_id: ban for peer_id, ban in self._bans.items() if ban.until_s > now_s}
         return self._bans
 
     def ban(self, peer_id: str, reason: str, *, for_s: float) -> None:
-        """Raises SettingsError for what is no peer id, or when the file cannot be written."""
+        """Raises SettingsError when `peer_id` is not a peer id, or when the file cannot be written."""
         try:
             public_key_of(peer_id)
         except ValueError:
-            raise SettingsError(f"{peer_id!r} is no peer id; `noloco status` and the log show some") from None
+            raise SettingsError(
+                f"{peer_id!r} is not a peer id; `noloco status` and the log show the ids of peers"
+            ) from None
         self._bans = {**self.all(), peer_id: Ban(reason, self._clock() + for_s)}
         self._save()
 
     def lift(self, peer_id: str) -> bool:
-        """False when the peer was not banned."""
+        """Return False when the peer was not banned."""
         was_banned = self.all().pop(peer_id, None) is not None
         self._strikes.pop(peer_id, None)
         self._save()
         return was_banned
 
     def strike(self, peer_id: str, reason: str) -> None:
-        """It did something that no honest peer does. Never raises."""
+        """Count an act that no honest peer commits. Never raises."""
         now_s = self._clock()
         strikes, counted_s = self._strikes.pop(peer_id, (0.0, now_s))
         strikes = strikes * 0.5 ** ((now_s - counted_s) / STRIKE_HALF_LIFE_S) + 1.0
         self._strikes[peer_id] = (strikes, now_s)
         while len(self._strikes) > MAX_BANS:
             del self._strikes[next(iter(self._strikes))]
-        if strikes > STRIKES - 0.5:  # three within minutes, not within hours
+        if strikes > STRIKES - 0.5:  # three strikes within minutes, not within hours
             del self._strikes[peer_id]
             log.warning("..%s is banned for an hour: %s", short_id(peer_id), reason)
             self._bans = dict(

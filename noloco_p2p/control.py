@@ -1,6 +1,6 @@
-"""The local control socket of a running peer: what `noloco status` and `noloco leave` talk to.
+"""The local control socket of a running peer, for `noloco status`, `noloco leave` and the like.
 
-One JSON line in, one JSON line out. The socket is in the state folder and only its owner can open it.
+Requests and answers are one line of JSON each. The socket is in the state folder, and only its owner can open it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Handler = Callable[[], Mapping[str, Any]]
 
 
 def socket_path(state_dir: Path) -> Path:
-    """In the state folder, or in the folder for temporary files when that path is too long for a socket."""
+    """Return the path in the state folder, or in the temporary folder if the former is too long for a socket."""
     path = state_dir / "control.sock"
     if fits_socket(path):
         return path
@@ -36,7 +36,7 @@ def socket_path(state_dir: Path) -> Path:
 
 
 def temporary_socket(name: str) -> Path:
-    """In the folder for temporary files, or in /tmp when that path is too long for a socket."""
+    """Return a path in the temporary folder, or in /tmp if the former is too long for a socket."""
     path = Path(tempfile.gettempdir(), name)
     return path if fits_socket(path) else Path("/tmp", name)
 
@@ -46,14 +46,14 @@ def fits_socket(path: Path) -> bool:
 
 
 def _check_owner(path: Path) -> None:
-    """Anybody may make a socket in the folder for temporary files. Raises SettingsError for one of another user."""
+    """Raise SettingsError if the socket belongs to another user: anybody may create files in the temporary folder."""
     with suppress(FileNotFoundError):
         if path.lstat().st_uid not in (os.getuid(), 0):
-            raise SettingsError(f"{path}: this control socket is of another user, and not of a peer of yours")
+            raise SettingsError(f"{path}: this control socket belongs to another user")
 
 
 class ControlServer:
-    """Answers the verbs it was given. Lives on the network thread's loop."""
+    """Answers the given verbs, on the event loop of the network thread."""
 
     def __init__(self, state_dir: Path, verbs: Mapping[str, Handler]) -> None:
         self._path = socket_path(state_dir)
@@ -63,7 +63,7 @@ class ControlServer:
     async def start(self) -> None:
         """Raises SettingsError when the folder cannot hold a socket."""
         try:
-            self._path.unlink(missing_ok=True)  # of a peer that was killed; a living one holds the lock on the folder
+            self._path.unlink(missing_ok=True)  # left by a killed peer; a living one would hold the lock on the folder
             self._server = await asyncio.start_unix_server(self._answer, path=self._path, limit=MAX_LINE_BYTES)
             self._path.chmod(0o600)
         except OSError as error:
@@ -85,13 +85,15 @@ class ControlServer:
                 writer.write(json.dumps(reply).encode() + b"\n")
                 await writer.drain()
         except (TimeoutError, ValueError, AttributeError, ConnectionError):
-            pass  # whoever asked did not ask properly, or is gone
+            pass  # the client sent a malformed request, or has closed the connection
         finally:
             writer.close()
 
 
 def ask(state_dir: Path, verb: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any] | None:
-    """Ask the peer that runs in `state_dir`; None when none does. Raises SettingsError when it does not answer."""
+    """Ask the peer that runs in `state_dir`. Returns None when none runs; raises SettingsError when it does not
+    answer.
+    """
     path = socket_path(state_dir)
     _check_owner(path)
     with socket.socket(socket.AF_UNIX) as connection:
@@ -112,19 +114,21 @@ def ask(state_dir: Path, verb: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> d
 
 
 class FolderLock:
-    """At most one peer per state folder, and so per identity on this machine. Freed by the kernel when we die."""
+    """At most one peer per state folder, and so per identity on this machine. The kernel frees it when the process
+    dies.
+    """
 
     def __init__(self, state_dir: Path) -> None:
         self._path = state_dir / "lock"
         self._file: int | None = None
 
     def acquire(self) -> None:
-        """Raises SettingsError when another peer holds it."""
+        """Raises SettingsError when another peer holds the lock."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise SettingsError(f"{self._path.parent}: cannot be used as state folder: {error}") from None
+            raise SettingsError(f"{self._path.parent} cannot be used as state folder: {error}") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -140,12 +144,12 @@ class FolderLock:
             self._file = None
 
     def check(self) -> None:
-        """Raises SettingsError when `acquire` would: to tell it before seconds of imports."""
+        """Raise SettingsError when `acquire` would, to report it before the slow imports."""
         self.acquire()
         self.release()
 
     def is_held(self) -> bool:
-        """Does a peer, in this or another process, hold the lock now?"""
+        """Whether a peer, in this or another process, holds the lock now."""
         try:
             probe = os.open(self._path, os.O_RDWR)
         except OSError:

@@ -1,6 +1,6 @@
-"""What torch's devices differ in: CUDA, ROCm (its devices are called cuda, too), Apple's MPS and the CPU.
+"""The differences between torch's devices: CUDA, ROCm (whose devices are also called cuda), Apple's MPS and the CPU.
 
-MPS is written from torch's sources and tested with doubles: nobody has run it on a Mac.
+The MPS code follows torch's sources and is tested with doubles only; it has not been run on a Mac.
 """
 
 from __future__ import annotations
@@ -10,44 +10,45 @@ from pathlib import Path
 import psutil
 import torch
 
-# MPS has no error class of its own. The second one: a single tensor that is larger than any Metal buffer may be.
+# MPS has no error class of its own. The second text is raised for a single tensor larger than any Metal buffer.
 MPS_OUT_OF_MEMORY = ("MPS backend out of memory", "Invalid buffer size")
 CGROUP = Path("/sys/fs/cgroup")
-CACHES = ("inactive_file ", "active_file ")  # file caches count as used, and the kernel frees them on demand
-BF16_INSTRUCTIONS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "sve_bf16"})  # as torch names them: x86, ARM
+CACHES = ("inactive_file ", "active_file ")  # file caches count as used, but the kernel frees them on demand
+BF16_INSTRUCTIONS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "sve_bf16"})  # torch's names on x86 and ARM
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Whether it has memory beside main memory, and streams and pinned memory to copy while it computes.
+    """Whether the device has memory of its own, and streams and pinned memory to copy while it computes.
 
-    MPS has streams of its own only inside torch, and nothing to gain: its memory is main memory.
+    MPS shares main memory, so it would gain nothing from copying.
     """
     return device.type not in ("cpu", "mps")
 
 
 def synchronize(device: torch.device) -> None:
-    """Returns when all that the device was asked to do is done."""
+    """Wait until the device has finished all its work."""
     if device.type == "mps":
-        torch.mps.synchronize()  # takes no device
+        torch.mps.synchronize()  # takes no device argument
     elif device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give what torch keeps for later tensors back to the device."""
+    """Return cached memory of torch to the device."""
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Of an accelerator; that of main memory is not told from others by torch, and the system then ends a process."""
+    """Whether an accelerator ran out of memory. Main memory is not covered: there the system kills a process."""
     return isinstance(error, torch.OutOfMemoryError) or str(error).startswith(MPS_OUT_OF_MEMORY)
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
-    """(free, in all) of an accelerator for this process; what torch keeps for later tensors counts as free.
+    """(free, total) bytes of an accelerator for this process. Memory that torch caches counts as free.
 
-    On MPS the total is what Metal recommends; torch refuses at 1.7 times that by default, and the machine is slow then.
+    On MPS the total is what Metal recommends; by default torch refuses at 1.7 times that, when the machine is
+    already slow.
     """
     if device.type == "mps":
         total = torch.mps.recommended_max_memory()
@@ -58,29 +59,29 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that tensors took since the start. On MPS, which does not count it, what its allocator holds."""
+    """The peak memory of tensors since the start. MPS does not count it, so there it is what the allocator holds."""
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
     return torch.get_device_module(device).max_memory_allocated(device)
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether it multiplies in bf16 by instructions of its own, at least as fast as in fp32.
+    """Whether the device has instructions for bf16 products that are at least as fast as fp32.
 
-    CUDA: Ampere and newer. ROCm: torch says yes for every card. MPS: no, as nobody has measured it.
+    CUDA: Ampere and newer. ROCm: torch says yes for every card. MPS: no, since it has not been measured.
     """
     if device.type == "cuda":
-        with torch.cuda.device(device):  # the question is about the current one
+        with torch.cuda.device(device):  # the check concerns the current device
             return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "cpu":
-        if not hasattr(torch.cpu, "get_capabilities"):  # torch 2.9
+        if not hasattr(torch.cpu, "get_capabilities"):  # missing in torch 2.9
             return torch.cpu._is_avx512_bf16_supported()
         return any(torch.cpu.get_capabilities().get(name) for name in BF16_INSTRUCTIONS)
     return False
 
 
 def describe(device: torch.device) -> str:
-    """Its name as the maker calls it."""
+    """The device's name as given by its maker."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "mps":
@@ -89,7 +90,7 @@ def describe(device: torch.device) -> str:
 
 
 def free_memory() -> int:
-    """Bytes of free main memory of the machine, or of the container where that is less."""
+    """Bytes of free main memory of the machine, or of the container if that is less."""
     free = psutil.virtual_memory().available
     try:
         limit = container_limit()
@@ -102,15 +103,15 @@ def free_memory() -> int:
 
 
 def total_memory() -> int:
-    """Bytes of main memory and swap space of the machine, or of main memory of the container where that is less."""
+    """Bytes of main memory and swap of the machine, or of main memory of the container if that is less."""
     total = psutil.virtual_memory().total + psutil.swap_memory().total
     limit = container_limit()
     return total if limit is None else min(total, limit)
 
 
 def container_limit() -> int | None:
-    """Bytes of main memory that the container may use; None where nobody has set it."""
+    """Bytes of main memory that the container may use; None if it has no limit."""
     try:
         return int((CGROUP / "memory.max").read_text())
-    except (OSError, ValueError):  # "max"
+    except (OSError, ValueError):  # the file says "max"
         return None

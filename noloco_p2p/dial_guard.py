@@ -1,4 +1,4 @@
-"""What the words of strangers can make this peer dial: no private address from outside, and no host again and again."""
+"""Limits on what strangers can make this peer dial: no private addresses from outside, and no host again and again."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from noloco_p2p.errors import Unreachable
 from noloco_p2p.hosts import ip_of, is_public
 from noloco_p2p.rates import Rates
 
-FAILURES_A_MINUTE = 20  # dials of one host at which nobody was found, or somebody else; as many at once
+FAILURES_A_MINUTE = 20  # failed dials of one host in a minute, and at the same time
 MAX_REACHED = 4096
 RESOLVE_S = 5.0
 
 
 class DialGuard:
-    """One for all dials of a peer. `only_public`: its own way into the swarm is public, so that a private address that
-    a stranger names would be one of a network of its own."""
+    """One guard for all dials of a peer.
+
+    only_public: refuse private addresses that strangers name. It is set when this peer entered the swarm over a public
+    address, where a private one would belong to its own network.
+    """
 
     def __init__(self, *, only_public: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self.only_public = only_public
@@ -27,14 +30,14 @@ class DialGuard:
         self._reached: OrderedDict[tuple[str, str], None] = OrderedDict()  # (peer id, IP address)
 
     async def way(self, peer_id: str, host: str) -> str:
-        """The IP address of a peer's host, to be dialled now. Raises Unreachable when it must not be."""
+        """Resolve a peer's host to the IP address to dial now. Raises Unreachable if it must not be dialled."""
         address = await self._resolved(peer_id, host)
         if (peer_id, address) not in self._reached and not self._failures.take(address):
             raise Unreachable(f"{FAILURES_A_MINUTE} dials of {address} in a minute led to no peer", peer=peer_id)
         return address
 
     def reached(self, peer_id: str, address: str) -> None:
-        """It has proved that it is there: dials of it are not counted."""
+        """The peer at this address has authenticated itself: dials of it are no longer counted."""
         if (peer_id, address) not in self._reached:
             self._failures.give_back(address)
         self._reached.pop((peer_id, address), None)
@@ -43,7 +46,7 @@ class DialGuard:
             self._reached.popitem(last=False)
 
     async def _resolved(self, peer_id: str, host: str) -> str:
-        """An IP address as it is; a name as what it means now, for a moment later it may mean something else."""
+        """Return an IP address as it is, and resolve a name once: a moment later it may resolve to another address."""
         try:
             return str(ip_of(host))
         except ValueError:
@@ -52,7 +55,7 @@ class DialGuard:
             async with asyncio.timeout(RESOLVE_S):
                 found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
-            raise Unreachable(f"{host} is not known here", peer=peer_id) from None
+            raise Unreachable(f"{host} does not resolve here", peer=peer_id) from None
         addresses = [str(ip_of(str(each[4][0]))) for each in found]
         usable = [address for address in addresses if is_public(address)] if self.only_public else addresses
         if not usable:

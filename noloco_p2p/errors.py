@@ -1,22 +1,22 @@
-"""Every error a user of noloco_p2p can meet.
+"""Every error that a user of noloco_p2p can meet.
 
 NolocoError
- +-- SpecError            a run spec is wrong or cannot be read
- +-- SettingsError        a setting of this machine is wrong (flag, environment, settings file)
- +-- IdentityError        the key of this peer cannot be read, created or used
- +-- TicketError          a string is not a ticket
- +-- DirectoryError       the DHT or its daemon cannot be started or used
- +-- PeerError            something about one other peer; `peer` names it
- |    +-- Unreachable     no connection could be made
- |    +-- TimedOut        connected, but too slow or frozen
- |    +-- Refused         it answered no: `code`, a sentence, `retry_after_s`
- |    +-- CorruptPayload  what it sent is damaged, of another size or not finite
- |         +-- NotFinite  it is whole, and holds NaN or infinity
- +-- CheckpointError      a checkpoint cannot be written or read
- +-- ModelError           the model named by the spec cannot be built or loaded
- +-- DataError            the data named by the spec is missing or unusable
- +-- RankError            another process of this peer, one a GPU, is gone
- +-- Left                 no fault: this peer was asked to leave before it began to train
++-- SpecError            a run spec is wrong or cannot be read
++-- SettingsError        a setting of this machine is wrong (flag, environment, settings file)
++-- IdentityError        the key of this peer cannot be read, created or used
++-- TicketError          a string is not a ticket
++-- DirectoryError       the DHT or its daemon cannot be started or used
++-- PeerError            a fault of one other peer; `peer` names it
+|    +-- Unreachable     no connection could be made
+|    +-- TimedOut        it is connected, but too slow or frozen
+|    +-- Refused         it refused: `code`, a sentence, `retry_after_s`
+|    +-- CorruptPayload  what it sent is damaged, of the wrong size or not finite
+|         +-- NotFinite  its data is intact, and holds NaN or infinity
++-- CheckpointError      a checkpoint cannot be written or read
++-- ModelError           the model named by the spec cannot be built or loaded
++-- DataError            the data named by the spec is missing or unusable
++-- RankError            another process of this peer (one per GPU) has ended
++-- Left                 not a fault: this peer was asked to leave before it began to train
 
 Each message says what happened, with whom, and what to do next.
 """
@@ -27,7 +27,7 @@ MAX_SENTENCE = 500  # characters of a message about another peer, which may have
 
 
 class NolocoError(Exception):
-    """Base of all errors that noloco_p2p raises for a user to read."""
+    """Base class of all errors that noloco_p2p raises for a user to read."""
 
 
 class SpecError(NolocoError, ValueError):
@@ -51,9 +51,9 @@ class DirectoryError(NolocoError):
 
 
 class PeerError(NolocoError):
-    """A fault of one other peer. It never reaches the training loop: a round turns it into an outcome."""
+    """A fault of one other peer. It never reaches the training loop, because a round turns it into an outcome."""
 
-    advice = "training goes on; if it comes again with many peers, run `noloco doctor TICKET`"  # what to do about it
+    advice = "training continues; if it happens with many peers, run `noloco doctor TICKET`"  # what to do about it
 
     def __init__(self, message: str, *, peer: str = "") -> None:
         super().__init__(message[:MAX_SENTENCE])
@@ -64,7 +64,7 @@ class Unreachable(PeerError):
     """No connection to the peer could be made."""
 
     advice = (
-        "nothing to do when it is one peer: it is gone, or behind a firewall; "
+        "if it is one peer, do nothing: it is gone, or behind a firewall; "
         "if no peer can be reached, run `noloco doctor TICKET`"
     )
 
@@ -72,11 +72,11 @@ class Unreachable(PeerError):
 class TimedOut(PeerError):
     """The peer is connected but too slow, or frozen."""
 
-    advice = "nothing to do when it is one peer; if it is all of them, look at this machine's uplink and load"
+    advice = "if it is one peer, do nothing; if it is all of them, check this machine's uplink and load"
 
 
 class Refused(PeerError):
-    """The peer answered no. `code` is for programs, the message is for people."""
+    """The peer refused. `code` is for programs, the message for people."""
 
     advice = "if it says that the run, spec or version differs: use the same ticket and the same noloco_p2p everywhere"
 
@@ -91,12 +91,12 @@ class CorruptPayload(PeerError):
 
     advice = (
         "nothing of it was applied; if it comes from many peers, test this machine's memory and network; if it says "
-        "that the own gradient is not finite, lower the learning rate"
+        "that this peer's own gradient is not finite, lower the learning rate"
     )
 
 
 class NotFinite(CorruptPayload):
-    """What the peer sent came as it was sent, and holds NaN, infinity, or what would overflow once decoded."""
+    """What the peer sent arrived intact, but holds NaN, infinity, or values that would overflow when decoded."""
 
 
 class CheckpointError(NolocoError):
@@ -104,7 +104,7 @@ class CheckpointError(NolocoError):
 
 
 class PushError(NolocoError):
-    """The hub does not take a checkpoint or a model. Both are still on this machine."""
+    """The hub refused a checkpoint or a model, which is still on this machine."""
 
 
 class ModelError(NolocoError):
@@ -116,8 +116,8 @@ class DataError(NolocoError):
 
 
 class RankError(NolocoError):
-    """Another process of this peer, of those that share its model, has ended or hangs."""
+    """Another process of this peer, with which it shares its model, has ended or hangs."""
 
 
 class Left(NolocoError):
-    """This peer was asked to leave before it began to train. What was fetched so far is kept."""
+    """This peer was asked to leave before it began to train. What it fetched so far is kept."""

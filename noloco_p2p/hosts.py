@@ -1,4 +1,4 @@
-"""Hosts of other machines: which network one is of, and whether machines elsewhere can dial it."""
+"""Hosts of other machines: which network they belong to, and whether machines elsewhere can dial them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-# Global unicast, all that IANA has given out. Outside of it are site-local, IPv4-compatible and translated addresses.
+# Global unicast, all that IANA has allocated. It excludes site-local, IPv4-compatible and translated addresses.
 _GLOBAL = ipaddress.IPv6Network("2000::/3")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def ip_of(host: str) -> Address:
-    """An IP address as text, in brackets or not; IPv4 inside of IPv6 is IPv4. Raises ValueError for anything else."""
+    """Parse an IP address, with or without brackets; IPv4-mapped IPv6 becomes IPv4. Raises ValueError for anything
+    else.
+    """
     address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
     return getattr(address, "ipv4_mapped", None) or address
 
 
 def network_of(host: str) -> str:
-    """192.0.2.7 -> 192.0.2.0/24, 2001:db8::1 -> 2001:db8::/48. Raises ValueError for what is no IP address."""
+    """192.0.2.7 -> 192.0.2.0/24, 2001:db8::1 -> 2001:db8::/48. Raises ValueError if `host` is no IP address."""
     address = ip_of(host)
     return str(ipaddress.ip_network((address, 24 if address.version == 4 else 48), strict=False))
 
@@ -37,7 +39,9 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_public(host: str) -> bool:
-    """Whether machines of other networks may be able to dial it: a public IP address, or a name that is not local."""
+    """Whether machines of other networks may be able to dial the host: a public IP address, or a name that is not
+    local.
+    """
     try:
         address = ip_of(host)
     except ValueError:
@@ -50,15 +54,17 @@ def is_public(host: str) -> bool:
 
 
 def _embedded(address: Address) -> ipaddress.IPv4Address | None:
-    """The IPv4 address to which a router on the way hands on what is sent to this one: of 6to4, or of NAT64."""
+    """The IPv4 address inside a 6to4 or NAT64 address, to which a router forwards."""
     if not isinstance(address, ipaddress.IPv6Address):
         return None
     return ipaddress.IPv4Address(address.packed[-4:]) if address in _NAT64 else address.sixtofour
 
 
 def is_host(text: str) -> bool:
-    """Whether an IP address to which connections can be made, an IPv6 one in brackets or not, or a name of letters,
-    digits, dots and hyphens. 127.1 and 0x7f000001 are neither, whatever a resolver makes of them."""
+    """Whether `text` is an IP address that can be dialled (IPv6 with or without brackets), or a host name.
+
+    A name has letters, digits, dots and hyphens. 127.1 and 0x7f000001 are neither, although resolvers accept them.
+    """
     try:
         address = ip_of(text)
     except ValueError:

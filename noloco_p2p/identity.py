@@ -1,9 +1,9 @@
-"""The Ed25519 key of this peer. It is also the libp2p key, so one id serves gRPC, the DHT and every log line.
+"""The Ed25519 key of this peer. It is also the libp2p key, so gRPC, the DHT and the logs share one peer id.
 
 The file holds libp2p's protobuf `PrivateKey {Type = 1; Data = 2}` with 64 bytes, private then public, and can be given
-to the libp2p daemon as it is. A peer id is the identity multihash of the protobuf `PublicKey`, in base58: the public
-key can be read back from it, so that a signature is checked with nothing but the id.
-Format: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
+to the libp2p daemon as it is. A peer id is the identity multihash of the protobuf `PublicKey`, in base58. The public
+key can be read back from it, so a signature is checked with the id alone. Format:
+https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ PRIVATE_PREFIX = bytes((0x08, 0x01, 0x12, 0x40))  # field 1: type Ed25519 (1); f
 PUBLIC_PREFIX = bytes((0x08, 0x01, 0x12, 0x20))  # field 1: type Ed25519 (1); field 2: 32 bytes follow
 MULTIHASH_PREFIX = bytes((0x00, 0x24))  # identity "hash" of 36 bytes
 KEY_BYTES = 32
-MAX_ID_CHARS = 64  # an Ed25519 id has 52; to decode base58 takes a time that grows with the square of its length
+MAX_ID_CHARS = 64  # an Ed25519 id has 52; the time to decode base58 grows with the square of the length
 FILE_BYTES = len(PRIVATE_PREFIX) + 2 * KEY_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Key pair and peer id. Make one with `load_or_create()` or `load()`."""
+    """A key pair and its peer id. Create one with `load_or_create()` or `load()`."""
 
     peer_id: str
     public_key: bytes  # 32 bytes
     _private_key: Ed25519PrivateKey = field(repr=False)
 
     def sign(self, data: bytes) -> bytes:
-        """64 bytes that `verify(peer_id, data, ...)` accepts."""
+        """Return 64 bytes that `verify(peer_id, data, ...)` accepts."""
         return self._private_key.sign(data)
 
     @classmethod
     def from_seed(cls, seed: bytes) -> Identity:
-        """The same 32 bytes give the same key."""
+        """Derive the key from 32 bytes, always the same one."""
         private_key = Ed25519PrivateKey.from_private_bytes(seed)
         public_key = private_key.public_key().public_bytes_raw()
         return cls(peer_id_of(public_key), public_key, private_key)
@@ -53,7 +53,7 @@ class Identity:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
-            raise IdentityError(f"{path}: no such identity file; `noloco id` creates one") from None
+            raise IdentityError(f"{path} does not exist; `noloco id` creates one") from None
         except OSError as error:
             raise IdentityError(
                 f"{path}: the identity cannot be read: {error.strerror}; check its owner and mode"
@@ -62,7 +62,9 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """Read the key file, or write one (mode 0600, whole or not at all). Two who create at once get one key."""
+        """Read the key file, or write one atomically with mode 0600. Two processes that create it at once get the same
+        key.
+        """
         if not path.exists():
             try:
                 _create(path)
@@ -74,7 +76,7 @@ class Identity:
 
 
 def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
-    """True when `signature` over `data` was made with the key of `peer_id`; False for anything else, bad ids too."""
+    """Whether `signature` over `data` was made with the key of `peer_id`. False for invalid ids too."""
     try:
         _public_key(peer_id).verify(signature, data)
     except (ValueError, InvalidSignature):
@@ -83,12 +85,12 @@ def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
 
 
 def public_key_of(peer_id: str) -> bytes:
-    """The 32 bytes inside an Ed25519 peer id. Raises ValueError when it is none."""
+    """Return the 32-byte public key inside an Ed25519 peer id. Raises ValueError if it is not one."""
     if len(peer_id) > MAX_ID_CHARS:
-        raise ValueError(f"{len(peer_id)} characters are no Ed25519 peer id")
+        raise ValueError(f"{len(peer_id)} characters are not an Ed25519 peer id")
     raw = base58.b58decode(peer_id)
     prefix = MULTIHASH_PREFIX + PUBLIC_PREFIX
-    # The decoder forgives blanks: a peer would have many names.
+    # The decoder ignores blanks, so a peer could have many names.
     if len(raw) != len(prefix) + KEY_BYTES or not raw.startswith(prefix) or base58.b58encode(raw).decode() != peer_id:
         raise ValueError(f"{peer_id!r} is not an Ed25519 peer id")
     return raw[len(prefix) :]
@@ -100,7 +102,7 @@ def peer_id_of(public_key: bytes) -> str:
 
 
 def short_id(peer_id: str) -> str:
-    """The last six characters: what log lines show (the first ones are the same for everybody)."""
+    """The last six characters, as shown in logs. The first ones are the same for all peers."""
     return peer_id[-6:]
 
 
@@ -111,10 +113,10 @@ def _public_key(peer_id: str) -> Ed25519PublicKey:
 
 def _decode(data: bytes, path: Path) -> Identity:
     if data.startswith(b"\x08") and not data.startswith(PRIVATE_PREFIX[:2]):
-        raise IdentityError(f"{path}: not an Ed25519 key; move the file away and `noloco id` creates the right one")
+        raise IdentityError(f"{path} is not an Ed25519 key; move the file away and `noloco id` creates the right one")
     if len(data) != FILE_BYTES or not data.startswith(PRIVATE_PREFIX):
         raise IdentityError(
-            f"{path}: not a libp2p Ed25519 private key ({len(data)} bytes, expected {FILE_BYTES}); "
+            f"{path} is not a libp2p Ed25519 private key ({len(data)} bytes, expected {FILE_BYTES}); "
             "restore it from your backup, or move it away and `noloco id` creates a new one"
         )
     body = data[len(PRIVATE_PREFIX) :]
@@ -139,10 +141,10 @@ def _create(path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         try:
-            os.link(draft, path)  # unlike a rename it never replaces a key that somebody wrote in the meantime
+            os.link(draft, path)  # unlike a rename, a link never replaces a key that was written in the meantime
         except FileExistsError:
             return
         except OSError:
-            os.rename(draft, path)  # a file system without hard links
+            os.rename(draft, path)  # the file system has no hard links
     finally:
         draft.unlink(missing_ok=True)

@@ -1,13 +1,13 @@
-"""Private runs: who has an invitation may enter, until it ends.
+"""Private runs, which only peers with a valid invitation may enter.
 
-The run key (Ed25519, a file of the founder) is named in the run spec. It signs invitations; each is a key of its own,
-with its end, and travels in a ticket. Whoever has the ticket is invited, and can hand it on. A peer shows others not
-the invitation but its membership: the invitation's public half, and what it signed for this one peer id. So nobody
-can take an invitation from what goes over the wire.
+The run spec names the run key (Ed25519, in a file of the founder), which signs invitations. An invitation is a key of
+its own with an expiry, and travels in a ticket. Anyone with the ticket is invited, and can pass it on. A peer shows
+others its membership instead of the invitation: the invitation's public half, and its signature over this peer id. So
+an invitation cannot be taken from the network traffic.
 
-All who are invited share one secret besides. From it follow the key that TLS asks of callers (`net/session.py`), and
-the key by which members are listed in the directory: they lie under its public half, which tells nobody of which run
-it is, and its private half marks each of their records, which every DHT node checks.
+All members also share one secret. Two keys are derived from it. One is the key that TLS asks of callers
+(`net/session.py`). The other lists members in the directory: their records lie under its public half, which does not
+reveal the run, and its private half marks each record, which every DHT node checks.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ PRIVATE = "p"  # before the public half of the key, where a public run has the d
 
 
 class NotInvited(TicketError):
-    """A membership is missing, of another run, of another peer, or over."""
+    """A membership is missing, expired, or belongs to another run or peer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """Make one with `invite()`; it is a secret."""
+    """A secret that admits a peer to a private run. Create one with `invite()`."""
 
-    run_key: str  # written like a peer id, as in the run spec
+    run_key: str  # encoded as a peer id, as in the run spec
     expires_at_s: int  # Unix
     seed: bytes  # private half of the key of this invitation
-    secret: bytes  # that all members of the run share
+    secret: bytes  # shared by all members of the run
     signature: bytes  # of the run key
 
     def encode(self) -> bytes:
@@ -53,9 +53,11 @@ class Invitation:
 
     @classmethod
     def decode(cls, data: bytes) -> Invitation:
-        """Raises TicketError when it is none, or not signed by the run key that it names."""
+        """Raises TicketError when `data` is no invitation, or is not signed by the run key that it names."""
         if len(data) != INVITATION_BYTES:
-            raise TicketError(f"an invitation of {len(data)} bytes; it has {INVITATION_BYTES}: ask for a new ticket")
+            raise TicketError(
+                f"the invitation has {len(data)} bytes instead of {INVITATION_BYTES}: ask for a new ticket"
+            )
         sizes = (KEY_BYTES, TIME_BYTES, KEY_BYTES, KEY_BYTES, SIGNATURE_BYTES)
         run_key, expires, seed, secret, signature = _cut(data, sizes)
         found = cls(peer_id_of(run_key), int.from_bytes(expires, "big"), seed, secret, signature)
@@ -65,58 +67,58 @@ class Invitation:
         return found
 
     def check_time(self, now_s: float) -> None:
-        """Raises NotInvited when it is over."""
+        """Raises NotInvited when the invitation has expired."""
         if now_s > self.expires_at_s:
-            raise NotInvited(f"the invitation ended on {date(self.expires_at_s)}; ask for a new ticket")
+            raise NotInvited(f"the invitation expired on {date(self.expires_at_s)}; ask for a new ticket")
 
     def membership(self, peer_id: str) -> bytes:
-        """What this peer shows to others."""
+        """Return what this peer shows to others."""
         key = Identity.from_seed(self.seed)
         expires = self.expires_at_s.to_bytes(TIME_BYTES, "big")
         return key.public_key + expires + self.signature + key.sign(MEMBER + peer_id.encode())
 
     def check(self, membership: bytes, *, peer_id: str, now_s: float) -> None:
-        """Whether another peer is invited to the same run. Raises NotInvited, in words."""
+        """Check that another peer is invited to the same run. Raises NotInvited with a reason."""
         if len(membership) != MEMBERSHIP_BYTES:
-            raise NotInvited("this run is private: who calls shows no invitation")
+            raise NotInvited("this run is private, and the caller shows no invitation")
         sizes = (KEY_BYTES, TIME_BYTES, SIGNATURE_BYTES, SIGNATURE_BYTES)
         public_key, expires, signature, own_signature = _cut(membership, sizes)
         if not verify(self.run_key, INVITES + expires + public_key, signature):
-            raise NotInvited("this run is private, and the invitation is not signed by its key")
+            raise NotInvited("this run is private, and the invitation is not signed by its run key")
         if not verify(peer_id_of(public_key), MEMBER + peer_id.encode(), own_signature):
-            raise NotInvited("this run is private, and the invitation is not that of this peer")
+            raise NotInvited("this run is private, and the invitation belongs to another peer")
         if now_s > int.from_bytes(expires, "big"):
-            raise NotInvited(f"the invitation ended on {date(int.from_bytes(expires, 'big'))}")
+            raise NotInvited(f"the invitation expired on {date(int.from_bytes(expires, 'big'))}")
 
     def listing(self, spec_digest: str) -> Listing:
-        """How members of this run find each other in the directory."""
+        """Return the key with which members of this run find each other in the directory."""
         seed = blake3(self.secret + bytes.fromhex(spec_digest), derive_key_context=LISTING).digest()
         return Listing(Identity.from_seed(seed))
 
     def tls_seed(self) -> bytes:
-        """32 bytes from which the key follows that TLS asks of callers."""
+        """Return 32 bytes, the seed of the key that TLS asks of callers."""
         return blake3(self.secret, derive_key_context=TLS).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Of a private run; its key is as secret as an invitation."""
+    """The listing key of a private run; it is as secret as an invitation."""
 
     key: Identity
 
     @property
     def view(self) -> str:
-        """In the directory, in place of the digest of the spec."""
+        """The name of the run in the directory, in place of the digest of the spec."""
         return PRIVATE + self.key.public_key.hex()
 
     def mark(self, peer_id: str) -> str:
-        """In a record: that a member wrote it."""
+        """The proof in a record that a member wrote it."""
         return base64.urlsafe_b64encode(self.key.sign(MARK + peer_id.encode())).decode().rstrip("=")
 
 
 @lru_cache(maxsize=4096)
 def is_marked(view: str, peer_id: str, mark: str) -> bool:
-    """Whether a member marked the record of a peer in this view; anybody's is, in that of a public run."""
+    """Whether a member marked the record of a peer in this view. In the view of a public run every record counts."""
     if not view.startswith(PRIVATE):
         return True
     try:
@@ -128,10 +130,10 @@ def is_marked(view: str, peer_id: str, mark: str) -> bool:
 
 
 def invite(run_key: Identity, *, expires_at_s: float, seed: bytes) -> Invitation:
-    """`run_key`: the founder's; `seed`: 32 random bytes."""
+    """Create an invitation. `run_key`: the founder's; `seed`: 32 random bytes."""
     expires = int(expires_at_s).to_bytes(TIME_BYTES, "big")
     signature = run_key.sign(INVITES + expires + Identity.from_seed(seed).public_key)
-    secret = blake3(run_key.sign(SECRET)).digest()  # Ed25519 signs alike every time
+    secret = blake3(run_key.sign(SECRET)).digest()  # Ed25519 signatures are deterministic
     return Invitation(run_key.peer_id, int(expires_at_s), seed, secret, signature)
 
 

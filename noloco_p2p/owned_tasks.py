@@ -1,4 +1,4 @@
-"""Tasks on the event loop that end with their owner."""
+"""Tasks of an event loop that end with their owner."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ log = logging.getLogger(__name__)
 
 
 class OwnedTasks:
-    """Tasks that end with their owner; an unexpected error in one is logged, and ends nothing else.
+    """Tasks that end with their owner. An unexpected error in one is logged, and ends no other task.
 
-    what: the name of a task in that log record.
+    what: names the task in that log record.
     """
 
     def __init__(self, what: str) -> None:
@@ -27,7 +27,7 @@ class OwnedTasks:
         return task
 
     async def stop(self, *, grace_s: float) -> None:
-        """Cancel the tasks that have not ended by themselves within `grace_s`, and wait for their end."""
+        """Give the tasks `grace_s` to end, cancel the rest, and wait for them."""
         tasks = list(self._tasks)
         if tasks:
             await asyncio.wait(tasks, timeout=grace_s)
@@ -38,4 +38,4 @@ class OwnedTasks:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
-            log.error("%s ended in an unexpected error", self._what, exc_info=error)
+            log.error("%s ended with an unexpected error", self._what, exc_info=error)

@@ -1,4 +1,4 @@
-"""The name that a peer gives itself: which names it may take, and what is shown of a name that another peer sent.
+"""The name of a peer: which names are valid, and what is shown of a name that another peer sent.
 
 As for nicknames in RFC 8266, a name is normalised by NFKC and has single spaces. It holds nothing that is invisible,
 that turns the direction of text or that controls a terminal. It proves nothing: any peer may take any name.
@@ -10,7 +10,7 @@ import unicodedata
 
 MAX_CHARS = 24
 MAX_MARKS = 2  # in a row: more of them run over the lines above and below
-# Printable for Python, yet nothing is seen: fillers, joiners, the empty Braille cell, variation selectors.
+# Printable according to Python, but invisible: fillers, joiners, the empty Braille cell, variation selectors.
 INVISIBLE = frozenset(
     "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0"
     + "".join(map(chr, (*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))))
@@ -18,7 +18,7 @@ INVISIBLE = frozenset(
 
 
 def check(text: str) -> str:
-    """The name as it is announced; empty where `text` is blank. Raises ValueError in words that are safe to print."""
+    """Return the name to announce, empty where `text` is blank. Raises ValueError; its message is safe to print."""
     name = _normalised(text)
     if refused := next((char for char in name if not char.isprintable() or char in INVISIBLE), None):
         raise ValueError(f"{text!a} must not hold control or invisible characters such as U+{ord(refused):04X}")
@@ -30,7 +30,7 @@ def check(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """What is shown of the name in the record of another peer: its first `MAX_CHARS`, and nothing where it is unfit."""
+    """Return what is shown of a name in a peer's record: its first `MAX_CHARS`, or nothing where it is invalid."""
     if not isinstance(value, str):
         return ""
     try:
@@ -40,7 +40,7 @@ def shown(value: object) -> str:
 
 
 def _normalised(text: str) -> str:
-    # Spaces of other widths are plain ones by now. Tabs and line ends are not, and are refused.
+    # Spaces of other widths have become plain ones. Tabs and line ends have not, and are refused.
     return " ".join(word for word in unicodedata.normalize("NFKC", text).split(" ") if word)
 
 

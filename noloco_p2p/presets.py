@@ -1,10 +1,10 @@
 """Run specs to start from, and their rendering as commented TOML. Imports no torch.
 
 tiny: learns visibly within minutes on two cores, and needs no download. small, medium, large: the sizes of the NoLoCo
-paper (arXiv 2506.10911) and its data and schedule: Llama blocks, C4, sequence 1024, no weight decay, clip 1.0, 1,000
-warm-up steps, cosine to a tenth, 25,000 steps. The paper's tokens a step are the whole swarm's: half a million, one and
-two million, here divided by 8, 16 and 16 peers. All four have what did best in docs/results.md: Muon inside, rounds as
-short as the link carries, modulo-coded state and int4 gradients.
+paper (arXiv 2506.10911), with its data and schedule: Llama blocks, C4, sequence 1024, no weight decay, clip 1.0, 1,000
+warm-up steps, cosine to a tenth, 25,000 steps. The paper counts tokens per step over the whole swarm: half a million,
+one and two million, here divided by 8, 16 and 16 peers. All four have the settings that did best in docs/results.md:
+Muon as the inner optimizer, rounds as short as the link carries, modulo-coded state and int4 gradients.
 
 paper: as small, with the paper's exact rule: Adam, 50 inner steps, alpha 0.5, beta = gamma = 0.7, outer momentum not
 swapped, everything uncoded, no closing rounds.
@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from noloco_p2p.spec import CodecSpec, DataSpec, EvaluateSpec, ModelSpec, OuterSpec, Section, TrainerSpec, TrainSpec
 
-# The tokenizer of Llama 3 (128,256 entries) from a copy that asks for no account.
+# The tokenizer of Llama 3 (128,256 entries), from a copy that needs no account.
 LLAMA3_TOKENIZER = "NousResearch/Meta-Llama-3-8B"
 LLAMA3_VOCABULARY = 128_256
 PAPER_SEQUENCE_LENGTH = 1024
@@ -31,7 +31,7 @@ BEST_CODEC = CodecSpec(slow_weights="modulo8", outer_momentum="modulo8", outer_g
 def _paper_preset(
     name: str, *, model: ModelSpec, learning_rate: float, swarm_tokens: int, num_peers: int, max_wait_s: float
 ) -> TrainerSpec:
-    """`swarm_tokens`: tokens an inner step of all `num_peers` peers together."""
+    """`swarm_tokens`: tokens per inner step of all `num_peers` peers together."""
     return TrainerSpec(
         name=name,
         model=model,
@@ -43,7 +43,7 @@ def _paper_preset(
             warmup_steps=1_000,
             inner_optimizer="muon",
         ),
-        outer=OuterSpec(inner_steps="auto", max_wait_s=max_wait_s),
+        outer=OuterSpec(inner_steps="auto", min_inner_steps=2, max_wait_s=max_wait_s),
         codec=BEST_CODEC,
         evaluate=EvaluateSpec(every_rounds=10, num_sequences=256),
     )
@@ -62,7 +62,7 @@ def _paper_model(*, hidden_size: int, num_layers: int, mlp_size: int, num_heads:
 PRESETS: dict[str, TrainerSpec] = {
     "tiny": TrainerSpec(
         name="tiny",
-        # About 12,000 tokens a second on one core, so 12 steps: `total_steps` are 85 minutes of it.
+        # About 12,000 tokens per second on one core, so 12 steps: `total_steps` take 85 minutes.
         model=ModelSpec(hidden_size=160, num_layers=3, mlp_size=432, num_heads=5),
         data=DataSpec(sequence_length=128),
         train=TrainSpec(total_steps=60_000, batch_size=8, learning_rate=6e-3, warmup_steps=100, inner_optimizer="muon"),
@@ -112,13 +112,13 @@ PRESETS["paper"] = PRESETS["small"].with_changes(
     }
 )
 
-FIRST_SECTIONS = ("model", "data", "train")  # of a file; the others stand behind them, in the order of the fields
+FIRST_SECTIONS = ("model", "data", "train")  # of a file; the other sections follow in the order of the fields
 
 
 def render(spec: TrainerSpec) -> str:
-    """TOML that loads back to an equal spec; the comment of a key is the description of its field.
+    """Return TOML that loads back to an equal spec. The comment of a key is the description of its field.
 
-    Keys begin at column 0. An unset optional key is a comment, since TOML knows no null.
+    Keys begin at column 0. An unset optional key is a comment, since TOML has no null.
     """
     lines = [*_header(spec), *_assignments(spec)]
     for name, about, _ in sections():
@@ -127,7 +127,7 @@ def render(spec: TrainerSpec) -> str:
 
 
 def sections(model: type[Section] = TrainerSpec, prefix: str = "") -> Iterator[tuple[str, str, type[Section]]]:
-    """Give the dotted name, the description and the model of each section, in the order of a file."""
+    """Yield the dotted name, the description and the model of each section, in the order of a file."""
     for name in sorted(model.model_fields, key=lambda name: name not in FIRST_SECTIONS):
         field = model.model_fields[name]
         if is_section(field):
@@ -141,7 +141,7 @@ def is_section(field: FieldInfo) -> bool:
 
 
 def describe_size(spec: TrainerSpec) -> str:
-    """The true number of parameters, in words."""
+    """Describe the true number of parameters."""
     num_parameters = spec.model.num_parameters()
     if not num_parameters:
         return f"the parameters of {spec.model.pretrained!r}"
@@ -152,12 +152,12 @@ def describe_size(spec: TrainerSpec) -> str:
 def _header(spec: TrainerSpec) -> list[str]:
     tokens = spec.train.batch_size * spec.data.sequence_length
     shortest = spec.outer.min_inner_steps if spec.outer.inner_steps == "auto" else spec.outer.inner_steps
-    a_round = f"{tokens * shortest:,}{' or more' if spec.outer.is_auto else ''} a round"
+    a_round = f"{tokens * shortest:,}{' or more' if spec.outer.is_auto else ''} per round"
     return [
         "# Run spec of noloco_p2p: what all peers of one run share.",
         f"# Model: {describe_size(spec)}.",
-        f"# One peer reads {tokens:,} tokens an inner step, {a_round}.",
-        "# Start the run with `noloco join FILE`. Any change makes another run: `noloco fork` carries weights over.",
+        f"# One peer reads {tokens:,} tokens per inner step, {a_round}.",
+        "# Start the run with `noloco join FILE`. Any change makes another run; `noloco fork` carries weights over.",
         "",
     ]
 

@@ -1,4 +1,4 @@
-"""The settings of one machine: flags > NOLOCO_* environment > user file > defaults. All peers share the spec."""
+"""The settings of one machine: flags > NOLOCO_* environment > user file > defaults. Shared settings are in the spec."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ RATE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgKMG])bit(?:/s)?|([kMG])B/s)")
 HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
 MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?([MGTmgt])(i)?B")
 RATE_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
-MIN_RATE_BYTES_PER_S = 250_000  # 2 Mbit/s: below, two swaps and two newcomers cannot each get a chunk in 15 s
+MIN_RATE_BYTES_PER_S = 250_000  # 2 Mbit/s: below it, two swaps and two newcomers cannot each get a chunk in 15 s
 ENVIRONMENT_PREFIX = "NOLOCO_"
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 DEVICES = "auto, cpu, cuda:N (NVIDIA, AMD) or mps (Apple)"
 
 
 def default_state_dir() -> Path:
-    """Where identity, checkpoints and logs live: $XDG_STATE_HOME/noloco or ~/.local/state/noloco."""
+    """The folder of identity, checkpoints and logs: $XDG_STATE_HOME/noloco or ~/.local/state/noloco."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "noloco"
 
 
 def user_file() -> Path:
-    """The settings file of this user; it may be missing."""
+    """The settings file of this user, which may be missing."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "noloco" / "settings.toml"
 
 
 def parse_bindings(pairs: list[str]) -> dict[str, str]:
-    """`--data NAME=GLOB` flags -> {name: glob}. Raises SettingsError."""
+    """Parse `--data NAME=GLOB` flags into {name: glob}. Raises SettingsError."""
     return _parse_pairs(pairs, "--data", "NAME=GLOB, for example --data c4='/data/c4/*.json.gz'")
 
 
 def parse_folders(pairs: list[str]) -> dict[str, str]:
-    """`--model NAME=FOLDER` flags -> {name: folder}. Raises SettingsError."""
+    """Parse `--model NAME=FOLDER` flags into {name: folder}. Raises SettingsError."""
     folders = _parse_pairs(pairs, "--model", "NAME=FOLDER, for example --model llama=/models/llama")
     for name, folder in folders.items():
         if not Path(folder).expanduser().is_dir():
@@ -71,24 +71,24 @@ Count = Annotated[int, Field(gt=0)]
 
 @dataclass(frozen=True)
 class Flag:
-    """What the flag of a setting has beside the type, default and description of its field."""
+    """The properties of a setting's flag, beyond the type, default and description of its field."""
 
-    name: str = ""  # of one value, where the field holds several: --model for `models`
+    name: str = ""  # for one value, where the field holds several: --model for `models`
     metavar: str | None = None
-    default: str = ""  # in words, where the value does not tell it
-    parse: Callable[[list[str]], Any] = tuple  # of lists and tables; of what the environment holds, too
+    default: str = ""  # in words, where the value does not explain itself
+    parse: Callable[[list[str]], Any] = tuple  # for lists and tables; also applied to environment variables
     takes_file: bool = False  # @FILE on the command line stands for the line in that file
 
     @classmethod
     def of(cls, name: str, field: FieldInfo) -> Flag:
-        """The flag of a setting, with all that its field tells."""
+        """Return the flag of a setting, completed from its field."""
         own = next((item for item in field.metadata if isinstance(item, cls)), cls())
         default = own.default or str(field.get_default(call_default_factory=True) or "")
         return replace(own, name=f"--{(own.name or name).replace('_', '-')}", default=default)
 
 
 def kind_of(annotation: Any) -> Any:
-    """The plain type of a setting: what is left of it without `| None`, bounds and choices."""
+    """Return the plain type of a setting, without `| None`, bounds and choices."""
     origin = get_origin(annotation)
     if origin is Literal:
         return str
@@ -98,7 +98,7 @@ def kind_of(annotation: Any) -> Any:
 
 
 class PeerSettings(BaseModel):
-    """What concerns this machine only. `load` merges the sources; messages name the field and its source.
+    """The settings of this machine. `load` merges the sources; messages name the field and its source.
 
     Each field is also a flag (`cli/options.py`), a NOLOCO_* variable, a key of the user file and a row of
     docs/settings.md.
@@ -106,32 +106,32 @@ class PeerSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    listen: Annotated[str, about("HOST:PORT; PORT is gRPC, PORT+1 libp2p; 0 takes two free ports.")] = (
+    listen: Annotated[str, about("HOST:PORT; PORT is for gRPC, PORT+1 for libp2p; 0 takes two free ports.")] = (
         f"0.0.0.0:{DEFAULT_PORT}"
     )
-    announce: Annotated[str, about("HOST[:PORT] that others dial, where it is not what --listen says.")] = ""
+    announce: Annotated[str, about("HOST[:PORT] that others dial, if it differs from --listen.")] = ""
     device: Annotated[str, about(f"{DEVICES}.")] = "auto"
     threads: Annotated[int, Field(ge=0), about("Torch threads."), Flag(default="torch decides")] = 0
-    max_steps: Annotated[Count | None, about("Leave after so many inner steps.")] = None
+    max_steps: Annotated[Count | None, about("Leave after this many inner steps.")] = None
     gpus: Annotated[Count, about("GPUs that share the model of this peer.")] = 1
     precision: Annotated[
         Literal["auto", "bf16", "fp32"],
-        about("bf16 or fp32, of forward and backward; auto: bf16 on GPUs that are fast at it."),
+        about("bf16 or fp32 for forward and backward; auto: bf16 on devices that are fast at it."),
     ] = "auto"
-    micro_batch: Annotated[int, Field(ge=0), about("Sequences at a time."), Flag(default="as many as fit")] = 0
+    micro_batch: Annotated[
+        int, Field(ge=0), about("Sequences per forward and backward."), Flag(default="as many as fit")
+    ] = 0
     compile: Annotated[bool, about("Compile the model (torch.compile).")] = False
-    activation_checkpointing: Annotated[bool, about("Less memory for a third more computing.")] = False
-    offload_optimizer: Annotated[bool, about("Moments in main memory, for small cards.")] = False
+    activation_checkpointing: Annotated[bool, about("Use less memory, for a third more compute.")] = False
+    offload_optimizer: Annotated[bool, about("Keep optimizer moments in main memory, for small GPUs.")] = False
     keep_checkpoints: Annotated[Count, about("Checkpoints kept.")] = 2
     save_every_rounds: Annotated[Count, about("Rounds between checkpoints.")] = 10
     max_upload: Annotated[
         str,
-        about("Cap on what swaps and fetches send together, for example 40mbit or 5MB/s."),
+        about("Limit on what swaps and fetches send together, for example 40mbit or 5MB/s."),
         Flag(default="none"),
     ] = ""
-    max_download: Annotated[
-        str, about("The same for what they receive, for example 100mbit."), Flag(default="none")
-    ] = ""
+    max_download: Annotated[str, about("Limit on what they receive, for example 100mbit."), Flag(default="none")] = ""
     name: Annotated[
         str,
         about(f"A name that everybody can read, up to {peer_name.MAX_CHARS} characters; it proves nothing."),
@@ -141,24 +141,26 @@ class PeerSettings(BaseModel):
     when: Annotated[
         str,
         about(
-            "Train always, when idle (other programs leave processor and GPU alone), or between two times of the day, "
-            "for example 22:00-07:00."
+            "Train always, while the machine is idle (other programs hardly use its processor and GPU), or between "
+            "two times of the day, for example 22:00-07:00."
         ),
         Flag(metavar="always|idle|HH:MM-HH:MM"),
     ] = "always"
     on_battery: Annotated[
         Literal["always", "never"],
-        about("never: pause while the machine runs on its battery."),
+        about("never = pause while the machine runs on its battery."),
         Flag(metavar="always|never"),
     ] = "always"
     on_busy_gpu: Annotated[
         Literal["always", "never"],
-        about("never: pause while another program computes on the GPU of this peer (NVIDIA)."),
+        about("never = pause while another program computes on the GPU of this peer (NVIDIA)."),
         Flag(metavar="always|never"),
     ] = "always"
     max_loss_rise: Annotated[
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
-        about("Undo a swap that raises the loss on a batch of one's own by more; costs two forward passes a round."),
+        about(
+            "Undo a swap that raises the loss on a private batch by more than this; costs two forward passes per round."
+        ),
         Flag(metavar="NATS", default="no check"),
     ] = None
     push_to_hub: Annotated[
@@ -168,22 +170,22 @@ class PeerSettings(BaseModel):
     ] = ""
     state_dir: Annotated[
         Path,
-        about("Where identity, checkpoints and logs live."),
+        about("Folder of identity, checkpoints and logs."),
         Flag(default="~/.local/state/noloco"),
     ] = Field(default_factory=default_state_dir)
     data: Annotated[
         dict[str, str],
-        about("NAME=GLOB: where the data set that the spec calls NAME lies here."),
+        about("NAME=GLOB: the files of the data set that the spec calls NAME."),
         Flag(parse=parse_bindings),
     ] = {}
     models: Annotated[
         dict[str, str],
-        about("NAME=FOLDER: where the model or tokenizer that the spec calls NAME lies here."),
+        about("NAME=FOLDER: the folder of the model or tokenizer that the spec calls NAME."),
         Flag(name="model", parse=parse_folders),
     ] = {}
     trackers: Annotated[
         tuple[Literal["tensorboard", "wandb"], ...],
-        about("tensorboard or wandb, beside the JSONL that is always written; may be repeated."),
+        about("tensorboard or wandb, in addition to the JSONL file; may be repeated."),
         Flag(name="tracker"),
     ] = ()
     bootstrap: Annotated[
@@ -194,12 +196,12 @@ class PeerSettings(BaseModel):
     metrics: Annotated[str, about("Serve /metrics for Prometheus."), Flag(metavar="HOST:PORT")] = ""
     stage: Annotated[
         Annotated[int, Field(ge=0)] | None,
-        about("Hold this stage of a run with stages; 0 reads the data."),
+        about("Hold this stage of a run with stages; stage 0 reads the data."),
         Flag(default="one that is needed"),
     ] = None
     revive_from: Annotated[
         Path | None,
-        about("With --stage: go on from these weights if nobody holds that stage any more."),
+        about("With --stage: start from these weights if no peer holds that stage any more."),
         Flag(metavar="CHECKPOINT|EXPORT"),
     ] = None
     max_memory: Annotated[
@@ -207,7 +209,7 @@ class PeerSettings(BaseModel):
         about("Main memory that this peer may use, for example 8GB."),
         Flag(metavar="SIZE", default="all of it"),
     ] = ""
-    run_key: Annotated[Path | None, about("The key of a private run, of `noloco init --private`.")] = None
+    run_key: Annotated[Path | None, about("The key of a private run, written by `noloco init --private`.")] = None
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @field_validator("listen")
@@ -298,7 +300,7 @@ class PeerSettings(BaseModel):
 
     @classmethod
     def load(cls, flags: Mapping[str, Any] | None = None) -> PeerSettings:
-        """Merge all sources; a flag that is None was not given. Raises SettingsError."""
+        """Merge all sources; None means that a flag was not given. Raises SettingsError."""
         given = {name: value for name, value in (flags or {}).items() if value is not None}
         settings, values, origins = cls(), dict[str, Any](), dict[str, str]()
         for origin, prefix, found in (
@@ -316,17 +318,17 @@ class PeerSettings(BaseModel):
         return settings
 
     def origins(self) -> dict[str, str]:
-        """Where the value of each setting came from: "flag", "environment", the path of the user file, or "default"."""
+        """The source of each setting: "flag", "environment", the path of the user file, or "default"."""
         return {name: self._origins.get(name, "default") for name in type(self).model_fields}
 
     @property
     def upload_bytes_per_s(self) -> float | None:
-        """What all swaps and fetches of this peer may send together; None = not limited."""
+        """The limit on what all swaps and fetches of this peer send together; None = no limit."""
         return parse_rate(self.max_upload) if self.max_upload else None
 
     @property
     def download_bytes_per_s(self) -> float | None:
-        """The same for what they receive."""
+        """The limit on what they receive; None = no limit."""
         return parse_rate(self.max_download) if self.max_download else None
 
     @property
@@ -336,7 +338,7 @@ class PeerSettings(BaseModel):
 
     @property
     def max_memory_bytes(self) -> int | None:
-        """Bytes of `max_memory`; None = not limited."""
+        """Bytes of `max_memory`; None = no limit."""
         return parse_memory(self.max_memory) if self.max_memory else None
 
     @property
@@ -346,24 +348,24 @@ class PeerSettings(BaseModel):
 
     @property
     def listen_port(self) -> int:
-        """The gRPC port; 0 = any two."""
+        """The gRPC port; 0 = any two free ports."""
         return split_address(self.listen)[1]
 
     @property
     def libp2p_port(self) -> int:
-        """The port beside the gRPC port; 0 = any."""
+        """The port after the gRPC port; 0 = any free port."""
         return self.listen_port + 1 if self.listen_port else 0
 
     @property
     def announced(self) -> tuple[str, int]:
-        """Host and gRPC port of `announce`; "" = not set, port 0 = the one listened on."""
+        """Host and gRPC port of `announce`; "" = not set, port 0 = the listening port."""
         if _has_port(self.announce):
             return split_address(self.announce)
         return self.announce.strip("[]"), 0
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """HOST:PORT -> (host, port). Raises ValueError in words."""
+    """HOST:PORT -> (host, port). Raises ValueError with a message for the user."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > LAST_PORT:
         raise ValueError(f"{address!r} must be HOST:PORT, for example 0.0.0.0:{DEFAULT_PORT}")
@@ -371,19 +373,19 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _has_port(address: str) -> bool:
-    """HOST:PORT or [IPV6]:PORT; an IPv6 address without brackets has none."""
+    """Whether the address is HOST:PORT or [IPV6]:PORT; an IPv6 address without brackets has no port."""
     return address.count(":") == 1 or "]:" in address
 
 
 def parse_rate(rate: str) -> float:
     """40mbit, 2.5 Mbit/s, 500kB/s, 5MB/s -> bytes a second (k, M and G are powers of 1000). Raises ValueError."""
     match = RATE.fullmatch(rate.strip())
-    if not match:  # "5mb" could be either
+    if not match:  # "5mb" could mean either
         raise ValueError(f"{rate!r} must be a rate in bits or bytes: 2500kbit, 40mbit, 1gbit, 500kB/s or 5MB/s")
     number, bits, num_bytes = match.groups()
     bytes_per_s = float(number) * RATE_UNITS[(bits or num_bytes).lower()] / (8 if bits else 1)
     if bytes_per_s < MIN_RATE_BYTES_PER_S:
-        raise ValueError(f"{rate!r} must be at least 2mbit (250kB/s): a slower peer holds its partners up")
+        raise ValueError(f"{rate!r} must be at least 2mbit (250kB/s): a slower peer would hold up its partners")
     return bytes_per_s
 
 
@@ -412,11 +414,11 @@ def _from_file(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SettingsError(f"{path}: cannot be read as TOML: {error}") from None
+        raise SettingsError(f"{path} cannot be read as TOML: {error}") from None
 
 
 def _from_environment(model: type[PeerSettings], environment: Mapping[str, str]) -> dict[str, Any]:
-    """NOLOCO_LISTEN=... and so on; commas separate the values of a list and the pairs of a table."""
+    """Read NOLOCO_LISTEN and so on. Commas separate the values of a list and the pairs of a table."""
     values: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         text = environment.get(ENVIRONMENT_PREFIX + name.upper())

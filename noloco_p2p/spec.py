@@ -1,9 +1,9 @@
 """The run spec: everything that the peers of one run share.
 
-A spec is frozen. Its canonical JSON is digested, and the digest names the run: peers with the same digest train the
-same model on the same recipe with the same outer step. What belongs to one machine only stands in `settings.py`.
+A spec is frozen. The digest of its canonical JSON names the run: peers with the same digest train the same model on the
+same data with the same outer step. What belongs to one machine is in `settings.py`.
 
-Imports no torch: `noloco init` and `noloco status` must start in a blink.
+Imports no torch, so that `noloco init` and `noloco status` start fast.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from noloco_p2p.errors import SpecError
 
 SPEC_VERSION = 1
-MAX_SPEC_BYTES = 64 * 1024  # a spec that comes from the network is refused above this size
+MAX_SPEC_BYTES = 64 * 1024  # a larger spec from the network is refused
 
 CodecName = Literal["fp32", "bf16", "int8", "int4"]
-# coarse: for outer gradients alone, as what a code loses stays between partners, and slow weights mix it away
+# coarse: for outer gradients only, since the coding error stays between partners, and slow weights mix it away
 CoarseName = Literal["int2", "sign1"]
 GradientCodecName = Literal[CodecName, CoarseName, "none"]
-# modulo: for what partners have nearly in common
+# modulo: for vectors in which partners nearly agree
 ModuloName = Literal["modulo8", "modulo4", "modulo"]
 StateCodecName = Literal[CodecName, ModuloName]
 CODECS, COARSE_CODECS, STATE_CODECS = (", ".join(get_args(names)) for names in (CodecName, CoarseName, ModuloName))
 MAX_STAGES = 64
-MAX_LAYERS = 4096  # to count what a model takes walks over its layers
+MAX_LAYERS = 4096  # because counting the parameters of a model iterates over its layers
 
 
 def about(text: str) -> Any:
@@ -41,11 +41,11 @@ def about(text: str) -> Any:
 
 
 Positive = Annotated[int, Field(gt=0, le=10**12)]  # a stranger's spec must not overflow a number
-Size = Annotated[int, Field(gt=0, le=2**22)]  # of a tensor or a batch
+Size = Annotated[int, Field(gt=0, le=2**22)]  # size of a tensor or a batch
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-# Fields younger than version 1: at their default they are left out, so that runs without them keep their digest.
+# Fields younger than version 1. At their defaults they are left out, so that runs without them keep their digest.
 YOUNG = (
     "model.random_weights",
     "model.parameter_seeds",
@@ -54,13 +54,13 @@ YOUNG = (
     "outer.weigh_tokens",
     "pipeline",
 )
-RUN_SPEC_FIELD = "total_steps"  # stands at the top in the spec of a script, and in `train` in that of the trainer
+RUN_SPEC_FIELD = "total_steps"  # at the top level in the spec of a script, and in `train` in that of the trainer
 OTHER_KIND = {
     "RunSpec": "this run is trained by a script: start that script with the same spec or ticket",
     "TrainerSpec": "this run is trained by `noloco join`, and a RunSpec has no model, data, train or evaluate section",
 }
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-# A name without an owner is taken for a packaged builder, or for a folder of this machine, by the hub's own libraries.
+# The hub's libraries take a name without an owner for a packaged builder, or for a folder of this machine.
 HUB_NAME = re.compile(rf"{PLAIN_NAME.pattern}/{PLAIN_NAME.pattern}")
 MIXTURE = "mix"  # the source of a DataSpec that mixes several
 
@@ -70,41 +70,43 @@ class Section(BaseModel):
 
 
 class LoraSpec(Section):
-    """Low-rank adapters (arXiv 2106.09685): with a `rank` above 0 they alone are trained and travel."""
+    """Low-rank adapters (arXiv 2106.09685). With a `rank` above 0 only they are trained and sent."""
 
-    rank: Annotated[int, Field(ge=0), about("0 = no adapters, all weights are trained")] = 0
-    alpha: Annotated[PositiveFloat, about("adapters count alpha / rank")] = 16.0
-    dropout: Annotated[float, Field(ge=0, lt=1), about("of what goes into an adapter")] = 0.0
-    targets: Annotated[str, about("'all-linear', or names of modules with commas: 'q_proj,v_proj'")] = "all-linear"
-    base_dtype: Annotated[Literal["fp32", "bf16"], about("of the frozen weights: bf16 takes half the memory")] = "fp32"
+    rank: Annotated[int, Field(ge=0), about("0 = no adapters: all weights are trained")] = 0
+    alpha: Annotated[PositiveFloat, about("adapters are scaled by alpha / rank")] = 16.0
+    dropout: Annotated[float, Field(ge=0, lt=1), about("dropout on the input of an adapter")] = 0.0
+    targets: Annotated[str, about("'all-linear', or comma-separated names of modules: 'q_proj,v_proj'")] = "all-linear"
+    base_dtype: Annotated[Literal["fp32", "bf16"], about("dtype of the frozen weights; bf16 takes half the memory")] = (
+        "fp32"
+    )
 
 
 class ModelSpec(Section):
-    """A Llama made from sizes, or any causal language model by name (`pretrained`, with a `revision`)."""
+    """A Llama built from sizes, or any causal language model by name (`pretrained`, with a `revision`)."""
 
     pretrained: Annotated[
-        str, about('OWNER/NAME of the hub, or a name that --model NAME=FOLDER binds; "" = the sizes below')
+        str, about('OWNER/NAME on the hub, or a name that --model NAME=FOLDER binds; "" = use the sizes below')
     ] = ""
-    revision: Annotated[str, about("commit or tag of `pretrained`; name one, so that all peers start equal")] = ""
+    revision: Annotated[str, about("commit or tag of `pretrained`; set it, so that all peers start equal")] = ""
     random_weights: Annotated[
-        bool, about("true = of `pretrained` take the architecture alone, with weights drawn from seed")
+        bool, about("true = use only the architecture of `pretrained`, with random weights from seed")
     ] = False
-    vocab_size: Annotated[Size, about("tokens the model knows; at least those of data.tokenizer (bytes: 384)")] = 384
-    hidden_size: Annotated[Size, about("width; a multiple of num_heads")] = 128
+    vocab_size: Annotated[Size, about("size of the vocabulary; at least that of data.tokenizer (bytes: 384)")] = 384
+    hidden_size: Annotated[Size, about("hidden width; a multiple of num_heads")] = 128
     num_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS), about("blocks")] = 4
-    num_heads: Annotated[Size, about("attention heads; 32 to 128 wide each")] = 4
-    num_kv_heads: Annotated[Size | None, about("key-value heads; fewer save memory; unset = num_heads")] = None
-    mlp_size: Annotated[Size, about("inner width of the MLP; 8/3 to 4 times hidden_size")] = 344
-    tied_embeddings: Annotated[bool, about("one matrix for input and output; fewer parameters to send")] = True
-    seed: Annotated[int, about("of the start weights")] = 0
+    num_heads: Annotated[Size, about("attention heads, each 32 to 128 wide")] = 4
+    num_kv_heads: Annotated[Size | None, about("key-value heads; fewer use less memory; unset = num_heads")] = None
+    mlp_size: Annotated[Size, about("inner width of the MLP, 8/3 to 4 times hidden_size")] = 344
+    tied_embeddings: Annotated[bool, about("one matrix for input and output, so that fewer parameters are sent")] = True
+    seed: Annotated[int, about("seed of the start weights")] = 0
     parameter_seeds: Annotated[
-        bool, about("true = each parameter has its own seed, from `seed` and its name; stages need it")
+        bool, about("true = each parameter has its own seed, from `seed` and its name; required for stages")
     ] = False
     start: Annotated[
         str, Field(pattern=r"^(blake3:[0-9a-f]{64})?$"), about("digest of a start state; `noloco fork` writes it")
     ] = ""
     lora: Annotated[
-        LoraSpec, about("Adapters: with a rank above 0 the model is frozen, and they alone are trained and travel.")
+        LoraSpec, about("Adapters: with a rank above 0 the model is frozen, and only they are trained and sent.")
     ] = LoraSpec()
 
     @field_validator("pretrained")
@@ -124,14 +126,16 @@ class ModelSpec(Section):
             raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}")
         if self.hidden_size // self.num_heads % 2:
             raise ValueError(
-                f"hidden_size {self.hidden_size} / num_heads {self.num_heads} must be even, for the positions"
+                f"hidden_size {self.hidden_size} / num_heads {self.num_heads} must be even, for rotary positions"
             )
         if self.num_heads % (self.num_kv_heads or self.num_heads):
             raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
         return self
 
     def num_parameters(self) -> int:
-        """True count for a Llama made from sizes (rotary positions have no parameters); 0 when `pretrained` is set."""
+        """The exact count for a Llama built from sizes (rotary positions have no parameters); 0 when `pretrained` is
+        set.
+        """
         if self.pretrained:
             return 0
         kv_size = self.hidden_size // self.num_heads * (self.num_kv_heads or self.num_heads)
@@ -142,7 +146,7 @@ class ModelSpec(Section):
 
 
 class SourceSpec(Section):
-    """Where text comes from: the built-in corpus, the hub, or a name that `--data NAME=GLOB` binds on each machine."""
+    """A source of text: the built-in corpus, the hub, or a name that `--data NAME=GLOB` binds on each machine."""
 
     source: Annotated[
         str, about("'stdlib' (built in), 'hub:OWNER/NAME' (streamed), a NAME that --data NAME=GLOB binds, or 'mix'")
@@ -151,11 +155,11 @@ class SourceSpec(Section):
     revision: Annotated[str, about("commit or tag of a hub data set")] = ""
     split: Annotated[str, about("split of a hub data set to train on")] = "train"
     validation_split: Annotated[
-        str, about('split of a hub data set to validate on; "" = hold documents of `split` out')
+        str, about('split of a hub data set to validate on; "" = hold out documents of `split`')
     ] = "validation"
-    text_field: Annotated[
-        str, about("field of JSON lines or Parquet with the text; token ids in `input_ids` are read too")
-    ] = "text"
+    text_field: Annotated[str, about("text field of JSON lines or Parquet; token ids in `input_ids` are read too")] = (
+        "text"
+    )
 
     @field_validator("source")
     @classmethod
@@ -172,37 +176,39 @@ class SourceSpec(Section):
 
 
 class MixSpec(SourceSpec):
-    """One source of a mixture, with its share of the tokens: `weight` over the sum of all weights."""
+    """One source of a mixture. Its share of the tokens is `weight` over the sum of all weights."""
 
-    weight: Annotated[PositiveFloat, about("share of the tokens, over the sum of all weights")] = 1.0
+    weight: Annotated[
+        PositiveFloat, about("weight of this source; its share of the tokens is weight over the sum of all weights")
+    ] = 1.0
 
     @field_validator("source")
     @classmethod
     def _no_mixture_within(cls, source: str) -> str:
         if source == MIXTURE:
-            raise ValueError("'mix' cannot be a part of itself")
+            raise ValueError("'mix' cannot contain itself")
         return source
 
 
 class DataSpec(SourceSpec):
-    """What is read and how it becomes tokens: one source, or with source = "mix" those of `mix`."""
+    """What is read, and how it becomes tokens: one source, or with source = "mix" those of `mix`."""
 
     tokenizer: Annotated[
-        str, about("'bytes' (no download), OWNER/NAME of the hub, or a name that --model NAME=FOLDER binds")
+        str, about("'bytes' (no download), OWNER/NAME on the hub, or a name that --model NAME=FOLDER binds")
     ] = "bytes"
     tokenizer_revision: Annotated[
-        str, about("commit or tag of the tokenizer; name one, so that all peers read alike")
+        str, about("commit or tag of the tokenizer; set it, so that all peers use the same one")
     ] = ""
     sequence_length: Annotated[Size, about("tokens a sequence")] = 256
     holdout: Annotated[
         float,
         Field(gt=0, lt=0.5),
-        about("share of documents kept for validation where the source has no split of its own"),
+        about("share of documents held out for validation if the source has no validation split"),
     ] = 0.02
     mix: Annotated[
         tuple[MixSpec, ...],
         Field(max_length=64),
-        about("for source = 'mix': a [[data.mix]] each, with source, weight and what else a source has"),
+        about("for source = 'mix': one [[data.mix]] per source, with source, weight and the other fields of a source"),
     ] = ()
 
     @field_validator("tokenizer")
@@ -213,11 +219,11 @@ class DataSpec(SourceSpec):
     @model_validator(mode="after")
     def _mixture_is_named(self) -> DataSpec:
         if (self.source == MIXTURE) != bool(self.mix):
-            raise ValueError("source must be 'mix' where [[data.mix]] lists sources, and only there")
+            raise ValueError("source must be 'mix' if [[data.mix]] lists sources, and only then")
         return self
 
     def parts(self) -> tuple[tuple[SourceSpec, float], ...]:
-        """Every source with its share of the tokens; the shares add up to 1."""
+        """Return every source with its share of the tokens; the shares sum to 1."""
         if not self.mix:
             return ((self, 1.0),)
         total = sum(part.weight for part in self.mix)
@@ -225,26 +231,26 @@ class DataSpec(SourceSpec):
 
 
 class TrainSpec(Section):
-    """The inner optimization: AdamW or Muon, clipped, warm-up and cosine over the run's progress."""
+    """The inner optimization: AdamW or Muon with clipping, and warm-up and cosine over the run's progress."""
 
-    total_steps: Annotated[
-        Positive, about("inner steps of one peer; the schedule of the learning rate covers them")
-    ] = 60_000
-    batch_size: Annotated[Size, about("sequences an inner step of one peer")] = 16
-    learning_rate: Annotated[PositiveFloat, about("peak of the schedule; the replicas spread more with it")] = 1e-3
-    min_learning_rate: Annotated[
-        float, Field(ge=0, le=1), about("share of the peak that is left at the end of the cosine")
-    ] = 0.1
+    total_steps: Annotated[Positive, about("inner steps of one peer, over which the learning rate is scheduled")] = (
+        60_000
+    )
+    batch_size: Annotated[Size, about("sequences per inner step of one peer")] = 16
+    learning_rate: Annotated[
+        PositiveFloat, about("peak of the schedule; a higher one increases the spread of the replicas")
+    ] = 1e-3
+    min_learning_rate: Annotated[float, Field(ge=0, le=1), about("share of the peak at the end of the cosine")] = 0.1
     warmup_steps: Annotated[int, Field(ge=0), about("inner steps of linear warm-up")] = 100
-    weight_decay: Annotated[NonNegative, about("of matrices; the paper uses none")] = 0.0
-    clip_norm: Annotated[PositiveFloat, about("largest norm of a gradient")] = 1.0
+    weight_decay: Annotated[NonNegative, about("weight decay of matrices; the paper uses none")] = 0.0
+    clip_norm: Annotated[PositiveFloat, about("largest norm of a gradient; larger ones are clipped")] = 1.0
     adam_beta1: Annotated[float, Field(ge=0, lt=1), about("decay of the first moment")] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1), about("decay of the second moment")] = 0.95
     inner_optimizer: Annotated[
         Literal["adamw", "muon"],
         about("adamw; muon = Muon for hidden matrices, AdamW for embeddings, head and vectors"),
     ] = "adamw"
-    muon_momentum: Annotated[float, Field(ge=0, lt=1), about("of Muon alone")] = 0.95
+    muon_momentum: Annotated[float, Field(ge=0, lt=1), about("momentum of Muon")] = 0.95
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> TrainSpec:
@@ -254,58 +260,63 @@ class TrainSpec(Section):
 
 
 class OuterSpec(Section):
-    """The NoLoCo outer step (arXiv 2506.10911): who mixes what, how strongly, how long one waits for it."""
+    """The NoLoCo outer step (arXiv 2506.10911): what is mixed, how strongly, and how long a peer waits for its
+    partner.
+    """
 
     inner_steps: Annotated[
         Positive | Literal["auto"],
-        about('inner steps a round; fewer mix better and send more; "auto" = what does best on the link'),
+        about('inner steps per round; fewer mix better and send more; "auto" = the best length for the link'),
     ] = 50
-    min_inner_steps: Annotated[Positive, about('bounds of inner_steps = "auto"')] = 5
-    max_inner_steps: Annotated[Positive, about('the longest round of "auto", however slow the link')] = 200
+    min_inner_steps: Annotated[Positive, about('shortest round of "auto"')] = 5
+    max_inner_steps: Annotated[Positive, about('longest round of "auto", however slow the link is')] = 200
     alpha: Annotated[
-        float, Field(ge=0, lt=1), about("outer momentum kept from round to round; 0 did best, paper: 0.5")
+        float, Field(ge=0, lt=1), about("share of the outer momentum that is kept each round; 0 did best, paper: 0.5")
     ] = 0.0
     beta: Annotated[PositiveFloat, about("strength of the outer gradient; paper: 0.7")] = 1.0
     gamma: Annotated[
-        PositiveFloat, about("pull towards the partner's weights; about 1 - alpha^2, and bounded (checked); paper: 0.7")
+        PositiveFloat,
+        about("pull towards the partner's weights; choose about 1 - alpha^2 (an upper bound is checked); paper: 0.7"),
     ] = 1.0
-    swap_momentum: Annotated[bool, about("average outer momentum too; false = the paper's exact rule")] = True
+    swap_momentum: Annotated[bool, about("average the outer momentum too; false = the paper's exact rule")] = True
     weigh_tokens: Annotated[
-        bool, about("true = each of two outer gradients counts by the tokens behind it; paper: false")
+        bool, about("true = weigh each of the two outer gradients by the tokens behind it; paper: false")
     ] = False
     max_wait_s: Annotated[
-        NonNegative, about("seconds to wait for a partner's gradient at the end of a round, before going on without it")
+        NonNegative, about("longest wait for a partner's outer gradient at the end of a round, in seconds")
     ] = 60.0
     closing_rounds: Annotated[
         Annotated[int, Field(ge=0, le=64)] | Literal["auto"],
-        about('rounds of mixing alone when training is done; "auto" = log2 of the peers, and 3 more'),
+        about('rounds of mixing without training at the end of the run; "auto" = log2 of the peers, plus 3'),
     ] = "auto"
 
     @property
     def is_auto(self) -> bool:
-        """Round lengths are chosen while training (`gossip/round_length.py`)."""
+        """Whether round lengths are chosen during training (`gossip/round_length.py`)."""
         return self.inner_steps == "auto"
 
     @property
     def keeps_momentum(self) -> bool:
-        """With alpha 0 nothing is carried from round to round: no vector in memory, in a checkpoint or on the wire."""
+        """Whether the outer momentum is carried over. With alpha 0 it is neither in memory, in checkpoints nor on the
+        wire.
+        """
         return self.alpha > 0
 
     @property
     def sends_momentum(self) -> bool:
-        """Outer momentum is a section of every swap."""
+        """Whether the outer momentum is a section of every swap."""
         return self.swap_momentum and self.keeps_momentum
 
     @property
     def first_inner_steps(self) -> int:
-        """Length of a peer's first round, before anything is measured: with "auto" the middle of its bounds."""
+        """Length of a peer's first round, before anything is measured; with "auto" the middle of its bounds."""
         if self.inner_steps == "auto":
             return round(math.sqrt(self.min_inner_steps * self.max_inner_steps))
         return self.inner_steps
 
     @property
     def longest_round(self) -> int:
-        """In inner steps: no peer of the run has a longer one."""
+        """The longest round of any peer of the run, in inner steps."""
         return self.max_inner_steps if self.inner_steps == "auto" else self.inner_steps
 
     @field_validator("inner_steps", mode="before")
@@ -324,7 +335,7 @@ class OuterSpec(Section):
         return self
 
     def gamma_bound(self) -> float:
-        """Mixing strength at which the spread of randomly paired replicas stops shrinking (exact, mean square)."""
+        """The mixing strength at which the spread of randomly paired replicas stops shrinking (exact, mean square)."""
         if self.swap_momentum:
             return 2 * (2 - self.alpha**2) / (2 + self.alpha)
         return 2 * (1 - self.alpha**2)
@@ -341,7 +352,7 @@ class OuterSpec(Section):
         return self
 
     def warnings(self) -> list[str]:
-        """What is set and has no effect, or is unwise."""
+        """Return warnings about settings that have no effect or are unwise."""
         defaults = OuterSpec.model_fields
         bounds = () if self.is_auto else ("min_inner_steps", "max_inner_steps")
         changed = [name for name in bounds if getattr(self, name) != defaults[name].default]
@@ -358,18 +369,18 @@ class CodecSpec(Section):
     slow_weights: Annotated[
         StateCodecName,
         about(
-            "int8 or better; modulo8 has int8's bytes and is far more exact; modulo takes half while partners are near"
+            "int8 or better; modulo8 is as large as int8 and far more exact; modulo takes half while partners are near"
         ),
     ] = "bf16"
     outer_momentum: Annotated[StateCodecName, about("bf16 or modulo8 recommended")] = "bf16"
     outer_gradient: Annotated[
         GradientCodecName,
-        about('int8 loses nothing in published runs, int4 hardly anything; "none" = not sent, nothing is waited for'),
+        about('int8 loses nothing in published runs, int4 hardly anything; "none" = not sent and not waited for'),
     ] = "int8"
 
     @property
     def has_late_part(self) -> bool:
-        """Outer gradients travel, at the end of each round."""
+        """Whether outer gradients travel, at the end of each round."""
         return self.outer_gradient != "none"
 
     @model_validator(mode="after")
@@ -383,11 +394,11 @@ class EvaluateSpec(Section):
     """Perplexity on the same held-out sequences for every peer."""
 
     every_rounds: Annotated[Positive, about("rounds between two evaluations")] = 10
-    num_sequences: Annotated[Size, about("held-out sequences an evaluation")] = 64
+    num_sequences: Annotated[Size, about("held-out sequences per evaluation")] = 64
 
 
 class PipelineSpec(Section):
-    """A model that is larger than a peer: each peer holds one of `stages` runs of blocks; with 1 it holds all."""
+    """A model that is larger than a peer. Each peer holds one of `stages` runs of blocks; with 1 it holds all."""
 
     stages: Annotated[int, Field(ge=1, le=MAX_STAGES), about("1 = every peer holds the whole model")] = 1
     cut: Annotated[
@@ -395,10 +406,13 @@ class PipelineSpec(Section):
         about('number of blocks of each stage; stage 0 also holds the vocabulary; "auto" = not cut yet'),
     ] = "auto"
     microbatch: Annotated[Size, about("sequences that travel through the stages together")] = 1
-    activations: Annotated[CodecName, about(f"codec of what a stage sends to the next one: {CODECS}")] = "int8"
-    gradients: Annotated[CodecName, about("codec of the gradients of activations, which travel back")] = "int8"
+    activations: Annotated[
+        CodecName, about(f"codec of the activations that a stage sends to the next one: {CODECS}")
+    ] = "int8"
+    gradients: Annotated[CodecName, about("codec of the gradients of activations, which travel backward")] = "int8"
     routing: Annotated[
-        Literal["random", "fast"], about("replica that a microbatch goes to: random, or by measured rate (fast)")
+        Literal["random", "fast"],
+        about("how the replica for a microbatch is chosen: at random, or by measured rate (fast)"),
     ] = "random"
 
     @field_validator("cut", mode="before")
@@ -419,22 +433,24 @@ class PipelineSpec(Section):
 
 
 class Spec(Section):
-    """What the peers of any run share. `digest()` names the run, `load()` and `from_json()` check what they read, and
-    `canonical_json()` travels between peers.
+    """What the peers of any run share.
 
-    `RunSpec` is that of a training script, `TrainerSpec` that of `noloco join`.
+    `digest()` names the run, `load()` and `from_json()` check what they read, and `canonical_json()` travels between
+    peers. `RunSpec` is the spec of a training script, `TrainerSpec` that of `noloco join`.
     """
 
     version: Annotated[Literal[1], about("format of this file")] = SPEC_VERSION
     name: Annotated[
         str,
         Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"),
-        about("letters, digits, . _ -; the run is known by this name and a digest of all settings"),
+        about("letters, digits, . _ -; this name and the digest of all settings identify the run"),
     ]
     run_key: Annotated[
         str,
         Field(pattern=r"^(12D3KooW[1-9A-HJ-NP-Za-km-z]{44})?$"),
-        about('signs the invitations to a private run; `noloco init --private` makes it; "" = everybody may enter'),
+        about(
+            'key that signs invitations to a private run, written by `noloco init --private`; "" = everybody may enter'
+        ),
     ] = ""
     outer: Annotated[
         OuterSpec, about("The NoLoCo outer step (arXiv 2506.10911): mixing with one random live peer after each round.")
@@ -449,28 +465,30 @@ class Spec(Section):
 
     @property
     def schedule_steps(self) -> int:
-        """Inner steps of the whole run: `progress` is counted in shares of them."""
+        """Inner steps of the whole run; `progress` is counted in shares of them."""
         raise NotImplementedError
 
     @property
     def boundary_wait_s(self) -> float:
-        """How long training may wait at the end of a round; not at all where swaps have no late part."""
+        """The longest wait of training at the end of a round, in seconds; 0 if swaps have no late part."""
         return self.outer.max_wait_s if self.codec.has_late_part else 0.0
 
     def warnings(self) -> list[str]:
-        """What is set and has no effect, or is unwise."""
+        """Return warnings about settings that have no effect or are unwise."""
         warnings = self.outer.warnings()
         if not self.codec.has_late_part:
             why = "outer gradients do not travel (codec.outer_gradient = 'none')"
             if self.outer.weigh_tokens:
                 warnings.append(f"outer.weigh_tokens is ignored: {why}")
             if self.outer.max_wait_s != OuterSpec.model_fields["max_wait_s"].default:
-                warnings.append(f"outer.max_wait_s has an effect in closing rounds alone: {why}")
+                warnings.append(f"outer.max_wait_s has an effect only in closing rounds: {why}")
         return warnings
 
     def canonical_json(self) -> bytes:
-        """One byte string for one spec: sorted keys, no spaces; all fields, defaults too, but those of YOUNG and, in an
-        open run, the run key."""
+        """The one byte string of a spec: sorted keys, no spaces, and all fields including defaults.
+
+        Fields in YOUNG are left out at their defaults; so is the run key of an open run.
+        """
         values = self.model_dump(mode="json", exclude=None if self.run_key else {"run_key"})
         for dotted in YOUNG:
             section, _, key = dotted.rpartition(".")
@@ -481,12 +499,12 @@ class Spec(Section):
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     def digest(self) -> str:
-        """64 hexadecimal digits (blake3 of the canonical JSON)."""
+        """The digest: 64 hexadecimal digits (blake3 of the canonical JSON)."""
         return blake3(self.canonical_json()).hexdigest()
 
     @property
     def first_inner_steps(self) -> int:
-        """Length of a peer's first round: with "auto" a fifth of the run at most, where the bounds allow that."""
+        """Length of a peer's first round; with "auto" at most a fifth of the run, if the bounds allow that."""
         first, total_steps = self.outer.first_inner_steps, self.schedule_steps
         if not self.outer.is_auto:
             return first
@@ -494,14 +512,14 @@ class Spec(Section):
 
     @property
     def run_id(self) -> str:
-        """Name and the first eight digits of the digest: short enough for folders and log lines."""
+        """The name and the first eight digits of the digest: short enough for folders and log lines."""
         return f"{self.name}-{self.digest()[:8]}"
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, origin: str) -> Self:
-        """Check `values`; SpecError names every wrong dotted field and `origin`.
+        """Check `values`. Raises SpecError, which names every wrong dotted field and `origin`.
 
-        Of `Spec` itself it gives a RunSpec or a TrainerSpec; those two refuse values that are of the other kind.
+        `Spec.from_dict` returns a RunSpec or a TrainerSpec; each of the two refuses values of the other kind.
         """
         kind = RunSpec if RUN_SPEC_FIELD in values else TrainerSpec
         if not issubclass(kind, cls):
@@ -519,31 +537,31 @@ class Spec(Section):
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             is_cut = path.name.startswith("noloco1")
-            fix = "a ticket is longer: copy all of it" if is_cut else f"`noloco init {path}` writes a run spec"
-            raise SpecError(f"{path}: no such file; {fix}") from None
+            fix = "a ticket is longer: copy all of it" if is_cut else f"`noloco init {path}` writes one"
+            raise SpecError(f"{path} does not exist; {fix}") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SpecError(f"{path}: cannot be read as TOML: {error}") from None
+            raise SpecError(f"{path} cannot be read as TOML: {error}") from None
         return cls.from_dict(values, origin=str(path))
 
     @classmethod
     def from_json(cls, data: bytes, *, expected_digest: str, origin: str) -> Self:
-        """Read what another peer sent; the digest of the ticket decides whether it is the spec that was meant."""
+        """Read what another peer sent, and check that it has the digest of the ticket. Raises SpecError."""
         if len(data) > MAX_SPEC_BYTES:
             raise SpecError(f"{origin}: a spec of {len(data)} bytes is over the limit of {MAX_SPEC_BYTES}")
         try:
             values = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise SpecError(f"{origin}: not JSON: {error}") from None
+            raise SpecError(f"{origin} is not JSON: {error}") from None
         if not isinstance(values, dict):
             raise SpecError(f"{origin}: a spec is a table of fields, not {type(values).__name__}")
         spec = cls.from_dict(values, origin=origin)
         if spec.digest() != expected_digest:
             got, asked = spec.digest()[:16], expected_digest[:16]
-            raise SpecError(f"{origin}: its spec has the digest {got}.., the ticket asks for {asked}..")
+            raise SpecError(f"{origin}: its spec has the digest {got}.., but the ticket has {asked}..")
         return spec
 
     def with_changes(self, changes: dict[str, Any], *, origin: str = "change") -> Self:
-        """A new spec with dotted fields replaced, for example `{"outer.alpha": 0.3}`. Raises SpecError."""
+        """Return a new spec with dotted fields replaced, for example `{"outer.alpha": 0.3}`. Raises SpecError."""
         values = self.model_dump(mode="json")
         for dotted, value in changes.items():
             *sections, key = dotted.split(".")
@@ -559,9 +577,9 @@ class Spec(Section):
 
 
 class RunSpec(Spec):
-    """The run of a training script, whose model, data and inner optimizer are its own and stand in no spec."""
+    """The run of a training script, which has its own model, data and inner optimizer outside the spec."""
 
-    total_steps: Annotated[Positive, about("inner steps of one peer; its progress counts them")] = 60_000
+    total_steps: Annotated[Positive, about("inner steps of one peer, over which progress goes from 0 to 1")] = 60_000
 
     @property
     def schedule_steps(self) -> int:
@@ -571,9 +589,10 @@ class RunSpec(Spec):
 class TrainerSpec(Spec):
     """The run of a language model that `noloco join` trains."""
 
-    model: Annotated[ModelSpec, about("A Llama made from sizes, or any causal language model by name.")] = ModelSpec()
+    model: Annotated[ModelSpec, about("A Llama built from sizes, or any causal language model by name.")] = ModelSpec()
     data: Annotated[
-        DataSpec, about("What the swarm reads. A spec names data and never holds a path: paths belong to one machine.")
+        DataSpec,
+        about("The training data. A spec names data and never holds a path, since paths belong to one machine."),
     ] = DataSpec()
     train: Annotated[TrainSpec, about("The inner optimization of each peer.")] = TrainSpec()
     evaluate: Annotated[EvaluateSpec, about("Perplexity on the same held-out sequences for all peers.")] = (
@@ -581,7 +600,7 @@ class TrainerSpec(Spec):
     )
     pipeline: Annotated[
         PipelineSpec,
-        about("Stages, for a model that is larger than a peer; `noloco init --stages N` writes this section."),
+        about("Stages, for a model that is too large for one peer; `noloco init --stages N` writes this section."),
     ] = PipelineSpec()
 
     @model_validator(mode="after")
@@ -592,7 +611,7 @@ class TrainerSpec(Spec):
         if self.pipeline.stages == 1:
             return self
         if not self.model.parameter_seeds:
-            raise ValueError("model.parameter_seeds must be true in a run with stages: a peer draws its own part alone")
+            raise ValueError("model.parameter_seeds must be true in a run with stages: a peer draws only its own part")
         if self.model.lora.rank:
             raise ValueError("model.lora.rank must be 0 in a run with stages: adapters cannot be cut yet")
         if self.pipeline.microbatch > self.train.batch_size:
@@ -604,7 +623,7 @@ class TrainerSpec(Spec):
 
     @classmethod
     def of(cls, spec: Spec) -> TrainerSpec:
-        """The same spec. Raises SpecError when it is that of a script."""
+        """Return the same spec, typed. Raises SpecError when it is the spec of a script."""
         if not isinstance(spec, TrainerSpec):
             raise SpecError(f"{spec.name}: {OTHER_KIND['RunSpec']}")
         return spec
@@ -615,17 +634,17 @@ class TrainerSpec(Spec):
 
 
 def _name(name: str) -> str:
-    """A hub name, or one that a machine binds. A path would make each machine look at a place that a stranger chose."""
+    """A name on the hub, or one that a machine binds. With a path, a stranger could choose a place on each machine."""
     if name and not (HUB_NAME.fullmatch(name) or PLAIN_NAME.fullmatch(name)):
         raise ValueError(
-            f"{name!r} must be OWNER/NAME of the hub, or a plain name that is bound with --model NAME=FOLDER; "
+            f"{name!r} must be OWNER/NAME on the hub, or a plain name that is bound with --model NAME=FOLDER; "
             "a spec never holds a path"
         )
     return name
 
 
 def describe(error: ValidationError) -> str:
-    """One line per wrong field, with its dotted name: `outer.gamma must be < ...`."""
+    """Format one line per wrong field, with its dotted name: `outer.gamma must be < ...`."""
     lines = []
     for item in error.errors():
         dotted = ".".join(str(part) for part in item["loc"])

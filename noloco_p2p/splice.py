@@ -1,4 +1,4 @@
-"""Bytes of one connection from one socket to another and back, as they come; a block at most is held for each way."""
+"""Copies bytes between two sockets in both directions, holding at most one block per direction."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 
 BLOCK_BYTES = 256 * 1024
 
-_block = memoryview(bytearray(BLOCK_BYTES))  # of all splices: it holds nothing between two callbacks of the loop
+_block = memoryview(bytearray(BLOCK_BYTES))  # shared by all splices: it holds nothing between two callbacks of the loop
 
 
 class OneWay:
-    """From `source` to `sink`. Reads only while nothing is held; `on_end` is called once, with whether it was peaceful.
+    """Copies from `source` to `sink`. Reads only while nothing is held; `on_end` is called once, with whether it was
+    clean.
 
-    `may_take`: how many more bytes may come in; none left ends the way.
+    `may_take`: how many more bytes may be read; 0 ends the copy.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class OneWay:
         self._is_reading = True
 
     def stop(self) -> None:
-        """Before its sockets are closed."""
+        """Stop, before its sockets are closed."""
         if self._is_reading:
             self._loop.remove_reader(self._source)
         if self._is_writing:
@@ -76,7 +77,7 @@ class OneWay:
             self.start()
 
     def _send(self, data: memoryview | bytes) -> int | None:
-        """How much was taken; None when the way has ended."""
+        """Return how much was sent; None when the copy has ended."""
         try:
             return self._sink.send(data)
         except (BlockingIOError, InterruptedError):
@@ -121,7 +122,7 @@ class Splice:
         return self._out.passed_bytes
 
     def stop_taking(self) -> None:
-        """From now on only the server is heard."""
+        """Copy only from the server from now on."""
         self._in.stop()
 
     def close(self) -> None:
@@ -135,7 +136,7 @@ class Splice:
         self._on_end()
 
     def _caller_ended(self, is_peaceful: bool) -> None:
-        """The server hears of a peaceful end, and says its last words."""
+        """Forward a clean end to the server, which may still send."""
         try:
             if is_peaceful and not self._is_over:
                 self._far.shutdown(socket.SHUT_WR)

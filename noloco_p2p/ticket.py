@@ -2,8 +2,8 @@
 
     noloco1 + base32( length:2 | fields.. | checksum:4 )      lower case, no padding, one line
 
-A field is `id:1 | length:2 | bytes`. Readers skip ids that they do not know, so that newer tickets can carry more.
-The length tells a ticket that was cut from one that was mistyped. Numbers are big-endian.
+A field is `id:1 | length:2 | bytes`. Readers skip unknown ids, so newer tickets can carry more. The length
+distinguishes a truncated ticket from a mistyped one. Numbers are big-endian.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ALPHABET = frozenset(string.ascii_lowercase + "234567")
 class Ticket:
     """`addresses` are libp2p multiaddrs of peers to dial first, each ending in /p2p/PEER_ID.
 
-    With an `invitation` (to a private run) the ticket is a secret.
+    With an `invitation` to a private run, the ticket is a secret.
     """
 
     run_name: str
@@ -60,11 +60,11 @@ class Ticket:
 
     @property
     def run_id(self) -> str:
-        """As the spec of the run has it (`Spec.run_id`)."""
+        """The same as `Spec.run_id`."""
         return f"{self.run_name}-{self.spec_digest[:8]}"
 
     def encode(self) -> str:
-        """The ticket as one line. Raises TicketError when it would be longer than 4 KiB."""
+        """Return the ticket as one line. Raises TicketError when it would be longer than 4 KiB."""
         fields = _field(RUN_NAME, self.run_name.encode()) + _field(SPEC_DIGEST, bytes.fromhex(self.spec_digest))
         fields += b"".join(_field(ADDRESS, address.encode()) for address in self.addresses)
         if self.invitation:
@@ -79,7 +79,7 @@ class Ticket:
 
     @classmethod
     def decode(cls, text: str) -> Ticket:
-        """Read a ticket. Raises TicketError in words: not a ticket, newer, cut off, mistyped."""
+        """Read a ticket. Raises TicketError with the reason: not a ticket, too new, truncated or mistyped."""
         fields = _open(_unarmour(text.strip().lower()))
         name, digest, addresses, invitation = "", "", [], None
         for number, value in _split(fields):
@@ -95,7 +95,7 @@ class Ticket:
 
 
 def is_ticket(text: str) -> bool:
-    """Whether `text` means to be a ticket (of any version, perhaps damaged), not the name of a file."""
+    """Whether `text` is meant as a ticket (of any version, perhaps damaged), and not as the name of a file."""
     return _LOOKS_LIKE.fullmatch(text.strip()) is not None
 
 
@@ -113,7 +113,7 @@ def _unarmour(text: str) -> bytes:
     if not text.startswith(PREFIX):
         if text[:6] == PREFIX[:6] and text[6:7] in set("23456789"):
             raise TicketError(
-                f"this ticket is of version {text[6]}, and this program reads version 1: install a newer noloco_p2p"
+                f"this ticket has version {text[6]}, but this program reads version 1: install a newer noloco_p2p"
             )
         raise TicketError(
             f"not a ticket: a ticket begins with {PREFIX}; `noloco join` prints one, and so does `noloco ticket`"
@@ -123,7 +123,7 @@ def _unarmour(text: str) -> bytes:
         if character not in _ALPHABET:
             place = len(PREFIX) + position + 1
             raise TicketError(
-                f"the ticket is mistyped: {character!r}, character {place}, is in no ticket; copy it again"
+                f"the ticket is mistyped: {character!r}, character {place}, cannot occur in a ticket; copy it again"
             )
     try:
         return base64.b32decode(body.upper() + "=" * (-len(body) % 8))
@@ -147,7 +147,7 @@ def _split(fields: bytes) -> list[tuple[int, bytes]]:
     while fields:
         end = 1 + LENGTH_BYTES + int.from_bytes(fields[1 : 1 + LENGTH_BYTES], "big")
         if len(fields) < 1 + LENGTH_BYTES or len(fields) < end:
-            raise TicketError("the ticket is malformed: a field runs over its end; ask for a new one")
+            raise TicketError("the ticket is malformed: a field is longer than the ticket; ask for a new one")
         parts.append((fields[0], fields[1 + LENGTH_BYTES : end]))
         fields = fields[end:]
     return parts

@@ -1,4 +1,4 @@
-"""What each codec promises, a row each: tests hold every codec to its row. A new codec adds one."""
+"""What each codec promises, one row each: tests hold every codec to its row. A new codec adds one."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def damaged(seeds: tuple[bytes, ...]) -> st.SearchStrategy[bytes]:
 
 
 def _parsed_as(message: type, read: Callable[..., object]) -> Callable[[bytes], object]:
-    """What gRPC hands on: a message that parses; others never arrive."""
+    """Like gRPC, pass on only a message that parses; others never arrive."""
 
     def decode(data: bytes) -> object:
         try:

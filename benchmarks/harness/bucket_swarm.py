@@ -83,7 +83,7 @@ class BucketSwarm:
                 self._stored[0, bucket_of(peer_id, depth)][peer_id] = announced
 
     def silence(self, number: int) -> set[str]:
-        """So many bystanders die now; each was announced within the last heartbeat."""
+        """Kill this many bystanders; each was announced within the last heartbeat."""
         dead = set(self._rng.sample(self.bystanders, number))
         for peer_id in dead:
             expires_at_s = self.now_s + TTL_S - self._rng.uniform(0.0, HEARTBEAT_S)

@@ -93,7 +93,7 @@ class Life:
 
 @dataclass(slots=True)
 class Report:
-    """What a churn came to. Rounds are those of all processes together, while they knew of a live peer."""
+    """The result of a churn. Rounds are those of all processes together, while they knew of a live peer."""
 
     joins: int = 0
     leaves: int = 0
@@ -183,7 +183,7 @@ class Churn:
             life.look()
 
     def _leave(self, lives: Sequence[Life]) -> None:
-        """Ask them to leave, and wait; one that does not is told by its exit code, which stays None."""
+        """Ask them to leave, and wait; the exit code of one that does not end stays None."""
         asked_s = time.monotonic()
         for life in lives:
             life.process.send(signal.SIGTERM)

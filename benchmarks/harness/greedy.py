@@ -55,7 +55,7 @@ class Liar(Protocol):
     def boundary(self, partner: str) -> Boundary: ...
 
     def vectors(self, partner: str) -> dict[SectionName, Tensor]:
-        """Of the early part: flat fp32 vectors."""
+        """The vectors of the early part, flat, fp32."""
         ...
 
     def gradient(self, partner: str) -> Tensor | None:

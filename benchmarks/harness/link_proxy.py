@@ -102,11 +102,11 @@ class LinkProxy:
             task.cancel()
 
     def stall(self) -> None:
-        """From now on nothing comes through, and nobody is told, until `restore`: a frozen peer, a lost route."""
+        """Drop everything silently until `restore`, like a frozen peer or a lost route."""
         self._flows.clear()
 
     def restore(self) -> None:
-        """What was stalled goes on; new connections are carried again."""
+        """Resume stalled connections, and carry new ones again."""
         self._is_cut = False
         self._flows.set()
 

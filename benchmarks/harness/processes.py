@@ -84,7 +84,8 @@ def noloco(*arguments: str | Path, **environment: str) -> subprocess.CompletedPr
 class Command:
     """A running `noloco` command. Use as a context manager: at its end the process is killed, whatever happened.
 
-    `namespace`: a network namespace to run in, as `ip netns` lists them. `ranks`: started so many times by torchrun.
+    `namespace`: a network namespace to run in, as `ip netns` lists them. `ranks`: the number of processes that torchrun
+    starts.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class PeerProcess(Command):
         return self.wait_for(TICKET_LINE).split()[-1]
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """What this process has written, not those before it in the same folder."""
+        """The output of this process, without that of earlier ones in the same folder."""
         return [event for event in self._read()[self._events_before :] if event["event"] == kind]
 
     @property

@@ -15,7 +15,7 @@ def published(**changes: Any) -> OuterSpec:
 
 
 def tiny_llama(name: str, *, train: TrainSpec, outer: OuterSpec, num_sequences: int = 8) -> TrainerSpec:
-    """Of some 35,000 parameters, on the built-in text: an inner step takes a few milliseconds."""
+    """A spec with some 35,000 parameters, on the built-in text: an inner step takes a few milliseconds."""
     return TrainerSpec(
         name=name,
         model=ModelSpec(hidden_size=32, num_layers=1, num_heads=2, mlp_size=48),

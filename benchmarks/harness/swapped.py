@@ -26,7 +26,7 @@ def received(
     codec: CodecSpec = FP32,
     agreed: Agreement = EVEN,
 ) -> Received:
-    """Of the sections that `own` has, flat fp32 vectors of one size. No codec of theirs may be modulo."""
+    """Vectors for the sections that `own` has: flat, fp32, of one size. No codec of theirs may be modulo."""
     num_elements = next(iter(own.values())).numel()
     sections = {}
     for plan in section_plans(codec, swap_momentum=True, num_elements=num_elements):

@@ -109,7 +109,7 @@ def above(value: float, other: float) -> float:
 
 
 def check(name: str, phrases: Sequence[Phrase]) -> Iterator[str]:
-    """What is wrong with a page, a line each."""
+    """Return the faults of a page, one line each."""
     page = (ROOT / name).read_text(encoding="utf-8")
     covered = [(found.start(), found.end()) for found in NOT_PROSE.finditer(page)]
     for each in phrases:

@@ -49,7 +49,7 @@ BUDGET = 40  # runs of a rule in the search
 STEPS = 400
 REPLICAS, SEARCH_SEED, SEEDS = 8, 0, (1, 2, 3)
 PEERS = (4, 8, 16)
-CAPS = {"tenth": 0.36, "hundredth": 0.036}  # bytes a parameter and inner step; ddp sends 3.5
+CAPS = {"tenth": 0.36, "hundredth": 0.036}  # bytes per parameter and inner step; ddp sends 3.5
 ROUND_LENGTHS = (1, 2, 3, 5, 10, 20, 50, 100)  # that `time` and `target` choose from, by the loss of the search's seed
 LONG = 15  # steps of a round from which on it has the outer settings of the second cap
 SCHEDULES = (100, 140, 200, 280, 400, 560, 800)  # of `target`
@@ -73,7 +73,7 @@ class Setting:
     closes: bool = False  # with closing rounds
 
     def changes(self, steps: int) -> dict[str, Any]:
-        """Of the toy's spec. The warm-up is a tenth of the schedule, as in the toy."""
+        """The changes to the toy's spec. The warm-up is a tenth of the schedule, as in the toy."""
         slow_weights, _, outer_gradient = self.codec.rpartition("+")
         swapped = {"codec.slow_weights": slow_weights, "codec.outer_momentum": slow_weights} if slow_weights else {}
         return {
@@ -108,7 +108,7 @@ class Setting:
 
 @cache
 def bytes_of(setting: Setting) -> float:
-    """A round's, in bytes a parameter."""
+    """A round's, in bytes per parameter."""
     return round_bytes(setting.rule, setting.spec(), num_replicas=REPLICAS)
 
 
@@ -221,7 +221,7 @@ class Lab:
             self.rows[Run(Setting(**row["setting"]), **{name: row[name] for name in RUN_FIELDS})] = row
 
     def loss(self, run: Run) -> float:
-        """Of a run, which is done now if it was not."""
+        """The loss of a run, which is done now if it is missing."""
         self.complete([run])
         return self.rows[run]["loss"] or FAILED
 
@@ -317,7 +317,7 @@ def climb(line: Sequence[Setting], start: int, value_of: Callable[[Setting], flo
 
 
 def winners(lab: Lab, name: str) -> Winners:
-    """Of a family. Does the runs of the search that are missing."""
+    """The winners of one family. Does the runs that are missing."""
     if name not in lab.winners:
         lab.winners[name] = searched(lab, FAMILIES[name])
     return lab.winners[name]

@@ -64,7 +64,7 @@ SIZES = (Size("125M", 125_000_000, 65_536), Size("1B", 1_000_000_000, 65_536))  
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Of one rule with its spec, size and link.
+    """The times of one rule with its spec, size and link.
 
     step_s: of an inner step, with all that is waited for. closing_s: after the schedule. is_hidden: the early part of a
     swap fits beside the inner steps.
@@ -115,7 +115,7 @@ def swap_bytes(spec: TrainerSpec, num_elements: int) -> tuple[float, float]:
 
 
 def round_bytes(rule: str, spec: TrainerSpec, *, num_replicas: int) -> float:
-    """What a replica sends in a round, in bytes a parameter; ddp's round is a step."""
+    """What a replica sends in a round, in bytes per parameter; ddp's round is a step."""
     if rule == NOLOCO:
         return sum(swap_bytes(spec, CHUNK_ELEMENTS)) / CHUNK_ELEMENTS
     if rule == "local":

@@ -131,9 +131,11 @@ def by_bytes(lab: Lab) -> list[str]:
     caps = ", ".join(f"{name} {cap:g}" for name, cap in CAPS.items())
     return [
         f"Losses of the toy with {REPLICAS} replicas beside the bytes that one sends, most first. A best setting has "
-        f"the shortest rounds under its cap ({caps} bytes a parameter and step).",
+        f"the shortest rounds under its cap ({caps} bytes per parameter and step).",
         "",
-        *table(("", "bytes a parameter and step", "loss"), [row for _, row in sorted(rows, key=lambda each: -each[0])]),
+        *table(
+            ("", "bytes per parameter and step", "loss"), [row for _, row in sorted(rows, key=lambda each: -each[0])]
+        ),
         *verdicts(best_rows(lab, steps=lab.steps)),
     ]
 
@@ -186,27 +188,29 @@ def to_targets(lab: Lab) -> list[str]:
     return lines
 
 
-def to_target(lab: Lab, target: float) -> list[str]:
-    @cache
-    def seconds(place: Place, name: str) -> tuple[float, int] | None:
-        chosen = place.choice(lab, name)
-        if chosen is None:
-            return None
-        reached = (steps for steps in schedules_of(lab, chosen[0]) if mean_loss(lab, chosen[0], steps=steps) <= target)
-        steps = next(reached, None)  # schedules come in order, the shortest first
-        return None if steps is None else (place.clock(chosen[0]).seconds(steps), steps)
+@cache
+def to_reach(lab: Lab, place: Place, name: str, target: float) -> tuple[float, int] | None:
+    """Seconds and inner steps of the shortest schedule of `name` that ends at or below `target`, if one does."""
+    chosen = place.choice(lab, name)
+    if chosen is None:
+        return None
+    reached = (steps for steps in schedules_of(lab, chosen[0]) if mean_loss(lab, chosen[0], steps=steps) <= target)
+    steps = next(reached, None)  # schedules come in order, the shortest first
+    return None if steps is None else (place.clock(chosen[0]).seconds(steps), steps)
 
+
+def to_target(lab: Lab, target: float) -> list[str]:
     def cell(place: Place, name: str) -> str:
-        found = seconds(place, name)
+        found = to_reach(lab, place, name, target)
         return "not reached" if found is None else f"{found[0] / 60:.1f} min, {found[1]} steps"
 
     lines = []
     for place in PLACES:
-        ours = seconds(place, OURS)
+        ours = to_reach(lab, place, OURS, target)
         faster = [
             name
             for name in FAMILIES
-            if name != OURS and (theirs := seconds(place, name)) and (ours is None or theirs[0] < ours[0])
+            if name != OURS and (theirs := to_reach(lab, place, name, target)) and (ours is None or theirs[0] < ours[0])
         ]
         lines.append(f"* {place.size.name}, {place.link}: faster than {OURS}: {', '.join(faster) or 'none'}.")
     return [*places_table(lab, cell), "", *lines]

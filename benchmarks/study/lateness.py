@@ -243,8 +243,10 @@ class Toy:
 
     @staticmethod
     def along(left: Tensor, correction: Tensor) -> Tensor:
-        """What is left along the correction; both (replicas, elements of one parameter). The same share for all
-        replicas, so that the mean stays where it is."""
+        """The component of `left` along the correction; both (replicas, elements of one parameter).
+
+        All replicas use the same share, so that the mean stays where it is.
+        """
         return correction * ((left * correction).sum() / correction.square().sum().clamp_min(1e-30))
 
     def split(self, rows: Tensor) -> list[Tensor]:

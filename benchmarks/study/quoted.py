@@ -11,9 +11,12 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
+from math import inf
 from statistics import fmean, stdev
 
 from figures import RESULTS, Phrase, above, claim, line, loss, phrase, result, row, run
+from lab import OURS, PLACES, Lab, mean_loss, target_settings
+from lab_tables import to_reach
 from runs import early_bytes, late_costs, rows_of, study
 
 from noloco_p2p.optim.allreduce import ring_bytes
@@ -147,7 +150,7 @@ def _best() -> list[Phrase]:
             between("best_8", "5: 0 1 1", "ddp"),
         ),
         phrase(
-            "comes to {:.4f}: {:.1f} % above synchronous Muon of this seed ({:.4f}), and {:.1f} % below pairs ({:.4f})",
+            "reaches {:.4f}: {:.1f} % above synchronous Muon of this seed ({:.4f}), and {:.1f} % below pairs ({:.4f})",
             *(everybody, above(everybody, ddp), ddp, -above(everybody, pairs), pairs),
         ),
         phrase("the distance at {:.0f} to {:.0f} %", min(distances), max(distances)),
@@ -183,8 +186,8 @@ def _rules() -> list[Phrase]:
             *by_seed("rules_8", "noloco", "noloco, 0 1 1"),
         ),
         phrase(
-            "with 20 steps to {:.4f} with 0.5 0.7 0.7 against {:.4f} with 0 1 1, and with 50 steps to {:.4f} against"
-            " {:.4f}. Swapped momentum gave {:.4f} at 20 steps, for {:.1f} times the bytes.",
+            "has a loss of {:.4f} with 0.5 0.7 0.7 against {:.4f} with 0 1 1, and after rounds of 50 steps {:.4f}"
+            " against {:.4f}. Swapped momentum gave {:.4f} at 20 steps, for {:.1f} times the bytes.",
             *(each["merged_loss"] for each in muon),
             muon[-1]["sent_per_parameter_step"] / muon[0]["sent_per_parameter_step"],
         ),
@@ -204,7 +207,7 @@ _CODED = ("bf16+int8", "int8+int4", "modulo8+int4")
 
 def swept(link: str, length: str) -> list[float]:
     """Of a round length ("auto" = what it came to) in the sweep of a link: its length, seconds a step, share of rounds
-    alone, steps, loss by the curve, and the losses of seeds 0 and 1 where they were trained."""
+    alone, steps, loss by the curve, and the losses of seeds 0, 1 and 2 where they were trained."""
     text = (RESULTS / "round_lengths.txt").read_text(encoding="utf-8")
     (section,) = (part for part in text.split("\n\n") if part.startswith(f"{link}:"))
     (found,) = (row for row in section.splitlines() if row.split()[0] == length)
@@ -215,6 +218,11 @@ def _round_lengths() -> list[Phrase]:
     file, fibre, fast = "round_lengths.txt", "home-fibre", "100 Mbit/s, 50 ms"
     links = {fibre: "12", "cable": "50", fast: "20", "data centre": "2"}
     twelve = swept(fast, "12")
+    trained = [
+        *((fibre, length, words) for length, words in (("8", "8"), ("auto", '11, "auto"'), ("12", "12"))),
+        *((fast, length, words) for length, words in (("20", "20"), ("auto", '22, "auto"'))),
+        *(("data centre", length, words) for length, words in (("2", '2, "auto"'), ("3", "3"))),
+    ]
     return [
         phrase("fitted to 16 runs (root mean square error {:.1f} %)", line(file, r"error ([\d.]+) %")),
         *(
@@ -225,19 +233,22 @@ def _round_lengths() -> list[Phrase]:
             )
             for link, best in links.items()
         ),
-        phrase(
-            "11 steps on home-fibre end at {:.3f} and {:.3f}, and 12 steps at {:.3f} and {:.3f}; at 100 Mbit/s 22 steps"
-            " end at {:.3f} and {:.3f}, and 20 steps at {:.3f} and {:.3f}",
-            *(loss for link in (fibre, fast) for length in ("auto", links[link]) for loss in swept(link, length)[5:7]),
+        *(
+            phrase(
+                f"| {link} | {words} | {{:.3f}} | {{:.3f}}-{{:.3f}} |",
+                *(figure(swept(link, length)[5:]) for figure in (fmean, min, max)),
+            )
+            for link, length, words in trained
         ),
         phrase(
-            "8 steps on home-fibre end at {:.3f}, and 12 and 30 steps at 100 Mbit/s at {:.3f} and {:.3f}",
-            swept(fibre, "8")[5],
-            twelve[5],
-            swept(fast, "30")[5],
+            "ends {:.1f} % above 12 steps on home-fibre, and {:.1f} % below 20 steps",
+            *(
+                abs(above(fmean(swept(link, "auto")[5:]), fmean(swept(link, links[link])[5:])))
+                for link in (fibre, fast)
+            ),
         ),
-        phrase("of 5 the loss is {:.3f}", swept("data centre", "5")[4]),
-        phrase("`outer.min_inner_steps` of 5"),
+        phrase("12 and 30 steps at 100 Mbit/s end at {:.3f} and {:.3f}", twelve[5], swept(fast, "30")[5]),
+        phrase("with a lower bound of 5 the loss is {:.3f}", swept("data centre", "5")[4]),
         phrase("can hide an early part that takes {:g} of a round", line(file, r"fill ([\d.]+)")),
         phrase("rounds of 12 steps make a step last {:.2f} s, and {:.0f} % of the rounds", twelve[1], 100 * twelve[2]),
     ]
@@ -252,7 +263,7 @@ def _codecs_and_churn() -> list[Phrase]:
     }
     return [
         phrase(
-            "against fp32 at 5 steps: {:+.2f} % by the seeds",
+            "against fp32 at 5 steps: {:+.2f} % over the seeds",
             above(loss("codecs", "5 steps, 0 1 1, modulo8+int4", 0, 1), loss("codecs", "5 steps, 0 1 1, fp32", 0, 1)),
         ),
         phrase("single seeds differ by up to {:.0f} % either way", max(coded)),
@@ -272,9 +283,9 @@ def _codecs_and_churn() -> list[Phrase]:
             "replicas stay {:.0f} % apart",
             100 * fmean(row("modulo_churn", f"modulo4, {lost}", seed)["spread"] for seed in SEEDS),
         ),
-        phrase("at {:.2f} bytes a parameter, and at {:.2f} under churn", *early.values()),
+        phrase("at {:.2f} bytes per parameter, and at {:.2f} under churn", *early.values()),
         phrase(
-            "`modulo` loses {:.1f} % more than modulo8 and has {:.0f} instead of {:.0f} rounds alone (modulo4: {:.0f})",
+            "`modulo` loses {:.1f} % more than modulo8 and has {:.0f} instead of {:.0f} solo rounds (modulo4: {:.0f})",
             between("modulo_churn", f"modulo, {broken}", f"modulo8, {broken}"),
             *(rounds_alone("modulo_churn", f"{codec}, {broken}") for codec in ("modulo", "modulo8", "modulo4")),
         ),
@@ -316,7 +327,7 @@ def _late() -> list[Phrase]:
     late, waiting = loss("waiting_200", "5: 0 1 1, eager, late by a step"), loss("waiting_200", "5: 0 1 1, waiting")
     return [
         phrase(
-            "With 20 steps {:.0f} % of the eager rounds were alone",
+            "With 20 steps {:.0f} % of the eager rounds were solo",
             share_alone("waiting", "eager, late by a quarter of a round"),
         ),
         phrase("with 5 steps {:.0f} %.", share_alone("waiting", "5: 0 1 1, eager, late by a quarter of a round")),
@@ -328,7 +339,7 @@ def _late() -> list[Phrase]:
             claim("mixed_donors", "spread of the donors"),
         ),
         phrase(
-            "after {:.0f} inner steps each the merged model came to a validation loss of {:.3f}, with the weights"
+            "after {:.0f} inner steps each the merged model had a validation loss of {:.3f}, with the weights"
             " {:.2f} % of their norm apart",
             *of_demo("demo.txt"),
             line("demo.txt", r"spread of the weights: ([\d.]+) %"),
@@ -499,7 +510,9 @@ def _missed() -> list[Phrase]:
         phrase("| blocked time with 8 peers is at most 1.2 times that with 2 |"),
         phrase("| within 2 % of synchronous training"),
         phrase("| {:.2f} ([overhead]", claim("overhead", "a swap at 100 Mbit/s: training")),
-        phrase("a bare gRPC stream leaves {:.2f},", claim("overhead", "a bare stream at 100 Mbit/s: training")),
+        phrase(
+            "a bare gRPC stream also leaves only {:.2f}:", claim("overhead", "a bare stream at 100 Mbit/s: training")
+        ),
         phrase("| {:.2f} (overhead)", claim("overhead", "a swap at 1000 Mbit/s: training")),
         phrase("a bare stream leaves {:.2f};", claim("overhead", "a bare stream at 1000 Mbit/s: training")),
         phrase("| {:.2f} ([goodput]", claim("goodput", "swap / bare gRPC stream")),
@@ -522,6 +535,28 @@ def _missed() -> list[Phrase]:
         phrase("repeat at most 5.6 % in the first tenth"),
         phrase("| {:.1f} % ([data_feed]", claim("data_feed", "repeats, 16 peers, 4 files here, 0.1")),
         phrase("| {:.1f} % | [above]", between("best_8", "5: 0 1 1", "ddp")),
+        *_missed_times(),
+    ]
+
+
+def _missed_times() -> list[Phrase]:
+    lab = Lab(RESULTS / "lab.jsonl", may_run=False)
+    here = {place.link: place for place in PLACES if place.size.name == "125M"}
+    target = mean_loss(lab, target_settings(lab)["ddp"], steps=lab.steps)
+
+    def seconds(link: str, name: str) -> float:
+        found = to_reach(lab, here[link], name, target)
+        return found[0] if found else inf
+
+    ours = seconds("data centre", OURS)
+    assert {seconds(link, OURS) for link in here if link != "data centre"} == {inf}, "the page says: not reached"
+    return [
+        phrase("in at most 1.15 times its time in a data centre | not reached"),
+        phrase("in the data centre {:.2f} times |", ours / seconds("data centre", "ddp")),
+        phrase("in at most half the time of the best DiLoCo on the same link | not reached"),
+        phrase("where DiLoCo takes {:.1f} and", seconds("home-fibre", "DiLoCo") / 60),
+        phrase("and {:.1f} minutes;", seconds("100 Mbit/s, 50 ms", "DiLoCo") / 60),
+        phrase("in the data centre {:.2f} times its time |", ours / seconds("data centre", "DiLoCo")),
     ]
 
 
@@ -618,7 +653,7 @@ def faults() -> list[Phrase]:
             "an honest swarm {:+.2f} % in loss (one seed", line("attacks_none.txt", r"^honest +on .* ([-+][\d.]+) %")
         ),
         phrase(
-            "One liar of eight: at worst {:+.1f} %, but for the one of row 52 ({:+.0f} %)",
+            "One liar of eight: at worst {:+.1f} %, except that of row 52 ({:+.0f} %)",
             max(one(attack, "attacks_none") for attack in _NAIVE),
             one("adaptive-back", "attacks_none"),
         ),
@@ -635,8 +670,8 @@ def faults() -> list[Phrase]:
         ),
         phrase(
             "with {:.1f} % of all swaps committed by one side only: the mean of the swarm ends {:.3f} away from that of"
-            " whole swaps, where another seed of the noise ends {:.2f} away; the distance does not grow (last quarter"
-            " against the third: {:.2f}); the spread is {:.0f} % larger",
+            " whole swaps, where another seed of the noise ends {:.2f} away; the distance does not grow (ratio of the"
+            " last quarter to the third: {:.2f}); the spread is {:.0f} % larger",
             100 * claim("half_commits", "swaps committed by one side"),
             claim("half_commits", "mean of the swarm"),
             claim("half_commits", "the same, from another seed"),
@@ -653,7 +688,8 @@ def faults() -> list[Phrase]:
             soak["restarts"],
         ),
         phrase(
-            "{:.0f} of 12 checkpoints readable after a kill, farewells within {:.1f} s, memory {:.1f} to {:+.1f} MiB",
+            "{:.0f} of 12 checkpoints were readable after a kill, peers left within {:.1f} s, and over the"
+            " life of a peer memory changed by {:.1f} to {:+.1f} MiB",
             soak["checkpoints_read_after_kill"],
             soak["slowest_farewell_s"],
             *(min(soak["growth_rss_mib"]), max(soak["growth_rss_mib"])),
@@ -663,7 +699,7 @@ def faults() -> list[Phrase]:
             100 * soak["swapped_share"],
             *(soak["rounds"][name] for name in ("rounds_here", "alone", "alone_refused")),
         ),
-        phrase("nobody had frozen was {:.1f} s", soak["longest_pause_s"]),
+        phrase("was not frozen was {:.1f} s", soak["longest_pause_s"]),
     ]
 
 
@@ -694,7 +730,7 @@ def scale() -> list[Phrase]:
     ]
     swarms = {
         "2 in lock step": "2 peers in lock step",
-        "3 in lock step (of the two a round that can be)": "3 peers in lock step",
+        "3 in lock step (only two can pair in a round)": "3 peers in lock step",
         "8 in lock step": "8 peers in lock step",
         "8 at 1x-4x, beginning at random": "8 peers at 1x-4x",
         "64 in lock step": "64 peers in lock step",
@@ -725,8 +761,8 @@ def scale() -> list[Phrase]:
             ),
         ),
         phrase("The goal, 95 % within 5 offers each"),
-        phrase("which is about 200 reads a minute of {:.0f} KB", claim("directory", "a bucket of 32") / 1e3),
-        phrase("near 6 MB a minute (0.8 Mbit/s) of upload"),  # 200 times 29 KB
+        phrase("which is about 200 reads per minute of {:.0f} KB", claim("directory", "a bucket of 32") / 1e3),
+        phrase("nearly 6 MB per minute (0.8 Mbit/s) of upload"),  # 200 times 29 KB
     ]
 
 

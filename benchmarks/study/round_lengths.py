@@ -1,14 +1,15 @@
 """Round lengths at equal time: what `outer.inner_steps = "auto"` comes to on each link, against fixed lengths.
 
-    python benchmarks/study/round_lengths.py time|loss|curve|table [--seeds 0] [--link home-fibre] [--lengths 8,11]
+    python benchmarks/study/round_lengths.py time|loss|curve|codecs|table [--seeds 0] [--link home-fibre] [--lengths 8]
 
 A swarm of 8 replicas is simulated with its links. The model is the toy; its links are slower than those of a 125M model
 by the ratio of the parameters, and an inner step takes as long as on the stated card (lab_clock.py), so that each
 transfer takes as long as with 125M parameters.
 
-    time    no training: how long an inner step takes with all that is waited for, and the share of rounds alone
+    time    no training: how long an inner step takes with all that is waited for, and the share of solo rounds
     loss    the toy, trained for as many inner steps as fit into the time of 400 steps without any swap; after `time`
     curve   the toy with links that take no time: schedules and rounds of many lengths
+    codecs  as `time` and `loss`, with other codecs, each in rounds of the length that "auto" comes to with it
     table   prints what was found, and fits the curve whose constants are in gossip/round_length.py
 
 "auto" begins far from where it settles and a schedule of the toy is short, so its loss is that of fixed rounds with the
@@ -53,6 +54,7 @@ STEPS = 400
 MUON_RATE, CODEC = 24e-3, "modulo8+int4"  # as `noloco init` writes it, at the best rate of the toy
 TIMED_ROUNDS = 16
 AUTO_ROUNDS = 30  # of the expected length; it settles within the first half
+CODECS = (CODEC, "modulo8+int2", "modulo8+sign1", "modulo+int4", "modulo+int2", "modulo+sign1", "modulo4+sign1")
 BOUNDS = (2, 200)  # of "auto"
 FEWEST_ROUNDS = 3  # a schedule with fewer tells nothing
 CURVE = (  # (round length, steps)
@@ -64,12 +66,16 @@ STARTS = [step / 2 for step in range(17)]  # of the curve, tried one by one
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """link: "" = takes no time. inner_steps: 0 = "auto". steps: of the schedule. seed -1: a run without training."""
+    """link: "" = takes no time. inner_steps: 0 = "auto". steps: of the schedule. seed -1: a run without training.
+
+    codec: of slow weights and outer gradients.
+    """
 
     link: str
     inner_steps: int
     steps: int
     seed: int
+    codec: str = CODEC
 
 
 class Rows:
@@ -77,7 +83,9 @@ class Rows:
 
     def __init__(self) -> None:
         lines = PATH.read_text(encoding="utf-8").splitlines() if PATH.exists() else []
-        self.by_key = {Key(**{name: row[name] for name in Key.__slots__}): row for row in map(json.loads, lines)}
+        self.by_key = {
+            Key(**{name: row[name] for name in row.keys() & Key.__slots__}): row for row in map(json.loads, lines)
+        }
 
     def keep(self, key: Key, found: dict[str, Any]) -> None:
         row = {**asdict(key), **found, "machine": machine()}
@@ -86,22 +94,22 @@ class Rows:
             file.write(json.dumps(row) + "\n")
         print(row, flush=True)
 
-    def timed(self, link: str) -> dict[int, dict[str, Any]]:
+    def timed(self, link: str, codec: str = CODEC) -> dict[int, dict[str, Any]]:
         """Round length (0 = "auto") -> the run without training."""
-        runs = (key for key in self.by_key if (key.link, key.seed) == (link, -1))
+        runs = (key for key in self.by_key if (key.link, key.seed, key.codec) == (link, -1, codec))
         return {key.inner_steps: self.by_key[key] for key in sorted(runs, key=lambda key: key.inner_steps)}
 
-    def lost(self, link: str) -> dict[int, dict[int, dict[str, Any]]]:
+    def lost(self, link: str, codec: str = CODEC) -> dict[int, dict[int, dict[str, Any]]]:
         """Round length -> seed -> the run with training."""
         found: dict[int, dict[int, dict[str, Any]]] = {}
         for key, row in self.by_key.items():
-            if key.link == link and key.seed >= 0:
+            if (key.link, key.codec) == (link, codec) and key.seed >= 0:
                 found.setdefault(key.inner_steps, {})[key.seed] = row
         return dict(sorted(found.items()))
 
 
 def spec_of(key: Key) -> TrainerSpec:
-    setting = Setting(NOLOCO, "muon", MUON_RATE, key.inner_steps or 1, codec=CODEC, closes=key.seed >= 0)
+    setting = Setting(NOLOCO, "muon", MUON_RATE, key.inner_steps or 1, codec=key.codec, closes=key.seed >= 0)
     spec = setting.spec(key.steps)
     if key.inner_steps:
         return spec
@@ -155,29 +163,34 @@ def last_s(replicas: Iterable[SimulatedReplica]) -> float:
     return fmean(point.virtual_s for replica in replicas for point in replica.curve)
 
 
-def expected_length(link: str) -> int:
+def expected_length(link: str, codec: str = CODEC) -> int:
     """About what "auto" comes to, to know how many steps it needs."""
-    spec = Setting(NOLOCO, "muon", MUON_RATE, codec=CODEC).spec()
+    spec = Setting(NOLOCO, "muon", MUON_RATE, codec=codec).spec()
     early_s = swap_bytes(spec, SIZE.num_parameters)[0] * 8 / 1e6 / LINKS[link].up_mbit_s
     return max(BOUNDS[0], math.ceil(early_s / 0.4 / SIZE.step_s))
 
 
 def time_runs(rows: Rows, links: Iterable[str]) -> None:
     for link, length in product(links, (0, *LENGTHS)):
-        steps = AUTO_ROUNDS * max(20, expected_length(link)) if not length else TIMED_ROUNDS * length
-        key = Key(link, length, steps, -1)
+        key = Key(link, length, TIMED_ROUNDS * length, -1) if length else auto_key(link)
         if key not in rows.by_key:
             rows.keep(key, run(key))
 
 
+def auto_key(link: str, codec: str = CODEC) -> Key:
+    return Key(link, 0, AUTO_ROUNDS * max(20, expected_length(link, codec)), -1, codec)
+
+
 def schedules(rows: Rows, link: str) -> dict[int, int]:
     """Round length -> inner steps that fit into the time of STEPS without swaps."""
-    timed = rows.timed(link)
-    found = {}
-    for length, row in timed.items():
-        own = length or round(fmean(row["lengths"]))
-        found[own] = own * round(exact_steps(row) / own)
+    found = dict(schedule(row, length) for length, row in rows.timed(link).items())
     return {length: steps for length, steps in sorted(found.items()) if steps >= FEWEST_ROUNDS * length}
+
+
+def schedule(row: dict[str, Any], length: int) -> tuple[int, int]:
+    """(Inner steps a round, of a schedule); `length` 0 = what "auto" came to."""
+    own = length or round(fmean(row["lengths"]))
+    return own, own * round(exact_steps(row) / own)
 
 
 def exact_steps(row: dict[str, Any]) -> float:
@@ -191,6 +204,18 @@ def loss_runs(rows: Rows, links: Iterable[str], seeds: Iterable[int], lengths: I
         for length, steps in schedules(rows, link).items():
             key = Key(link, length, steps, seed)
             if key not in rows.by_key and (not wanted or length in wanted):
+                rows.keep(key, run(key))
+
+
+def codec_runs(rows: Rows, links: Iterable[str], seeds: Iterable[int]) -> None:
+    for link, codec in product(links, CODECS):
+        auto = auto_key(link, codec)
+        if auto not in rows.by_key:
+            rows.keep(auto, run(auto))
+        length, steps = schedule(rows.timed(link, codec)[0], 0)
+        for seed in seeds:
+            key = Key(link, length, steps, seed, codec)
+            if key not in rows.by_key:
                 rows.keep(key, run(key))
 
 
@@ -232,7 +257,7 @@ def fit(rows: Rows) -> Fit:
 
 
 def table(rows: Rows) -> Iterator[str]:
-    """'curve': loss by the curve in equal time, rounds alone counted as longer ones. 'toy': loss of trained runs."""
+    """'curve': loss by the curve in equal time, solo rounds counted as longer ones. 'toy': loss of trained runs."""
     curve, time_s = fit(rows), STEPS * SIZE.step_s
     num_runs = sum(not key.link for key in rows.by_key)
     yield f"loss = {curve.scale:.3f} n^-{curve.steps:.3f} ({curve.start:g} + H)^{curve.length:.3f}, {num_runs} runs"
@@ -254,9 +279,23 @@ def table(rows: Rows) -> Iterator[str]:
             yield f"{found}  {by_curve:6.3f}  {', '.join(toy)}".rstrip()
 
 
+def codec_table(rows: Rows) -> Iterator[str]:
+    """Losses in equal time, corrected by the curve as in `table`."""
+    curve, time_s = fit(rows), STEPS * SIZE.step_s
+    for link, codec in product(LINKS, CODECS):
+        auto = rows.timed(link, codec).get(0)
+        length = schedule(auto, 0)[0] if auto else 0
+        runs = sorted(rows.lost(link, codec).get(length, {}).items())
+        if not runs:
+            continue
+        losses = [run["loss"] * (run["virtual_s"] / time_s) ** curve.steps for _, run in runs]
+        by_seed = " ".join(f"{loss:.4f}" for loss in losses)
+        yield f"{link:<18}{codec:<15}{length:>3}  {fmean(losses):.4f}  {by_seed}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("time", "loss", "curve", "table"))
+    parser.add_argument("command", choices=("time", "loss", "curve", "codecs", "table"))
     parser.add_argument("--link", choices=LINKS, help="one of them; default: all")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--lengths", default="", help="of `loss`; empty = all")
@@ -271,8 +310,10 @@ def main() -> None:
             loss_runs(rows, links, seeds, lengths)
         case "curve":
             curve_runs(rows, seeds)
+        case "codecs":
+            codec_runs(rows, links, seeds)
         case _:
-            print("\n".join(table(rows)))
+            print("\n".join([*table(rows), "", *codec_table(rows)]))
 
 
 if __name__ == "__main__":

@@ -280,7 +280,7 @@ def write_slices(folder: Path, num_slices: int, *, holdout: float) -> None:
 
 
 def link_of(spec: TrainerSpec, *, seconds: float) -> Any:
-    """A link that carries the outer gradient of this spec in so many virtual seconds."""
+    """A link that carries the outer gradient of this spec in the given number of virtual seconds."""
     from noloco_p2p.codec import get_codec, section_bytes
     from noloco_p2p.testing.links import LinkProfile
 

@@ -46,7 +46,7 @@ def distances(name: str, against: Mapping[str, str]) -> list[str]:
         )
         for case, runs in cases.items()
     ]
-    return table((*head, "bytes a parameter and step", "share of ddp's"), rows)
+    return table((*head, "bytes per parameter and step", "share of ddp's"), rows)
 
 
 def sizes(name: str) -> list[str]:
@@ -61,7 +61,7 @@ def modulo_churn() -> list[str]:
     """Every case beside the one of modulo8 under the same churn, and the bytes of its early part."""
     cases, rows = study("modulo_churn"), rows_of("modulo_churn")
     early = {case: fmean(early_bytes(row) for row in rows if row["case"] == case) for case in cases}
-    head = ("", "loss", "lowest to highest", "against modulo8", "spread", "early part, bytes a parameter and swap")
+    head = ("", "loss", "lowest to highest", "against modulo8", "spread", "early part, bytes per parameter and swap")
     lines = []
     for case, runs in cases.items():
         codec, churn = case.split(", ", 1)
@@ -69,7 +69,9 @@ def modulo_churn() -> list[str]:
         lines.append(
             (case, f"{runs.loss:.4f}", runs.range, against, f"{100 * runs.spread:.2f} %", f"{early[case]:.3f}")
         )
-    return table((*head, "bytes a parameter and step"), [(*line, f"{cases[line[0]].num_bytes:.3f}") for line in lines])
+    return table(
+        (*head, "bytes per parameter and step"), [(*line, f"{cases[line[0]].num_bytes:.3f}") for line in lines]
+    )
 
 
 def late() -> list[str]:
@@ -79,7 +81,7 @@ def late() -> list[str]:
         start, _, codec = case.rpartition(", ")
         other = cases.get(f"{start}, int4") if codec not in ("", "int4") else None
         lines.append((case, *_by_seed(runs, other), f"{runs.num_bytes:.3f}"))
-    head = ("", "loss", "lowest to highest", "against int4", "seed by seed", "spread", "bytes a parameter and step")
+    head = ("", "loss", "lowest to highest", "against int4", "seed by seed", "spread", "bytes per parameter and step")
     return table(head, lines)
 
 
@@ -89,7 +91,7 @@ def momentum_swap() -> list[str]:
     for case, runs in cases.items():
         home = cases.get(case.removesuffix(averaged)) if case.endswith(averaged) else None
         lines.append((case, *_by_seed(runs, home), f"{runs.num_bytes:.3f}"))
-    head = ("", "loss", "lowest to highest", "against home", "seed by seed", "spread", "bytes a parameter and step")
+    head = ("", "loss", "lowest to highest", "against home", "seed by seed", "spread", "bytes per parameter and step")
     return table(head, lines)
 
 

@@ -1,4 +1,4 @@
-"""The table of verbs, and the one place where an error becomes a sentence and an exit code."""
+"""The table of verbs, and the one place that turns an error into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from noloco_p2p.errors import IdentityError, NolocoError, PeerError, SettingsErr
 
 EXIT_FAILED, EXIT_INVALID, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 3, 4, 130
 
-VERBOSITY = {"-v", "-vv", "-q", "--verbose", "--quiet"}  # stand before or after the verb
+VERBOSITY = {"-v", "-vv", "-q", "--verbose", "--quiet"}  # these may stand before or after the verb
 
 app = typer.Typer(
-    help="Train one model together over the internet: no data centre, no master, no all-reduce.",
+    help="Train one model together over the internet: no data centre, no coordinator, no all-reduce.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -54,8 +54,8 @@ app.command(name="id")(identity.identity)
 @app.callback(invoke_without_command=True)
 def _options(
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
-    verbose: int = typer.Option(0, "--verbose", "-v", count=True, help="Say more; twice for everything."),
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="Warnings and errors only."),
+    verbose: int = typer.Option(0, "--verbose", "-v", count=True, help="Log more; give it twice to log everything."),
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="Log warnings and errors only."),
 ) -> None:
     if version:
         print(f"noloco_p2p {__version__}")
@@ -65,7 +65,7 @@ def _options(
 
 
 def configure_logging(level: int) -> None:
-    """Logs go to standard error; those of other libraries only with -vv."""
+    """Send logs to standard error; other libraries log only with -vv."""
     handlers: list[logging.Handler] = [_StandardError()]
     logging.basicConfig(
         format="%(asctime)s %(levelname)s %(message)s",
@@ -80,7 +80,7 @@ def configure_logging(level: int) -> None:
 
 
 class _StandardError(logging.StreamHandler):
-    """Writes to what `sys.stderr` is at that moment: while a bar is drawn, its drawer, which keeps the two apart."""
+    """Write to the current `sys.stderr`: while a progress bar is drawn, it is replaced to keep bar and logs apart."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -88,14 +88,15 @@ class _StandardError(logging.StreamHandler):
 
 
 def run(arguments: list[str]) -> int:
-    """The exit code: 0 done, 1 failed, 2 usage, 3 spec or settings invalid, 4 network unreachable, 130 interrupted.
+    """Run a command and return its exit code.
 
-    Typer itself tells of usage errors (2), and turns Ctrl-C (130) and a reader that has gone (1) into exit codes.
+    0 done, 1 failed, 2 usage, 3 invalid spec or settings, 4 network unreachable, 130 interrupted. Typer itself reports
+    usage errors (2), and turns Ctrl-C (130) and a closed pipe (1) into exit codes.
     """
     everywhere = [argument for argument in arguments if argument in VERBOSITY]
     rest = [argument for argument in arguments if argument not in VERBOSITY]
     try:
-        app([*everywhere, *rest], prog_name="noloco", obj=run)  # the demo runs it in other processes
+        app([*everywhere, *rest], prog_name="noloco", obj=run)  # the demo runs this function in other processes
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0
     except (SpecError, SettingsError, TicketError, IdentityError) as error:
@@ -104,7 +105,7 @@ def run(arguments: list[str]) -> int:
         return _complain(error, EXIT_UNREACHABLE)
     except NolocoError as error:
         return _complain(error, EXIT_FAILED)
-    except KeyboardInterrupt:  # while Typer was at work itself
+    except KeyboardInterrupt:  # Ctrl-C inside Typer itself
         return EXIT_INTERRUPTED
     return 0
 

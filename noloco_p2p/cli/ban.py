@@ -12,20 +12,24 @@ from noloco_p2p.settings import PeerSettings
 
 @takes_settings("state_dir")
 def ban(
-    peer_id: Annotated[str | None, typer.Argument(help="12D3Koo...; without one the list is shown.")] = None,
-    reason: Annotated[str, typer.Option(help="Told to the peer and in the log.")] = "by the owner of this peer",
-    for_: Annotated[str, typer.Option("--for", help="30min, 12h, 7d: it ends by itself.")] = "7d",
+    peer_id: Annotated[
+        str | None, typer.Argument(help="A peer id (12D3Koo...). Without one, the command lists all bans.")
+    ] = None,
+    reason: Annotated[
+        str, typer.Option(help="The reason, shown to the peer and in the log.")
+    ] = "by the owner of this peer",
+    for_: Annotated[str, typer.Option("--for", help="How long the ban lasts: 30min, 12h, 7d.")] = "7d",
     lift: Annotated[bool, typer.Option("--lift", help="End the ban.")] = False,
     *,
     settings: PeerSettings,
     as_json: Json = False,
 ) -> None:
-    """Keep a peer out of this one, or show who is. Local, and taken up by a peer that runs."""
+    """Refuse a peer, or list the banned peers. A ban is local, and a running peer applies it at once."""
     from noloco_p2p.bans import BanList
 
     bans = BanList(settings.state_dir / "bans.json")
     if peer_id and lift:
-        print(f"{peer_id} is not banned any more" if bans.lift(peer_id) else f"{peer_id} was not banned")
+        print(f"{peer_id} is no longer banned" if bans.lift(peer_id) else f"{peer_id} was not banned")
     elif peer_id:
         bans.ban(peer_id, reason, for_s=parse_duration(for_, flag="--for"))
         print(f"{peer_id} is {bans.why(peer_id)}")

@@ -31,10 +31,10 @@ def bootstrap(
     settings: PeerSettings,
     address_file: Annotated[
         Path | None,
-        typer.Option(help="Write the address to enter through here, for --bootstrap @FILE.", show_default=False),
+        typer.Option(help="Write this node's address to FILE, for --bootstrap @FILE.", show_default=False),
     ] = None,
 ) -> None:
-    """Run a DHT-only peer that others can enter through: no model, no data."""
+    """Run a DHT node that peers can enter a run through. It has no model and no data."""
     import uvloop
 
     from noloco_p2p.control import FolderLock
@@ -97,14 +97,14 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
 
 
 def _stop_or_exit(stop: asyncio.Event, signum: int) -> None:
-    """The first signal stops in order, the second exits now."""
+    """The first signal stops the node in order; the second exits at once."""
     if stop.is_set():
         os._exit(128 + signum)
     stop.set()
 
 
 def _control(settings: PeerSettings, directory: SwarmDirectory, *, leave: Callable[[], None]) -> ControlServer:
-    """Answers `noloco status` and `noloco leave`."""
+    """Serve `noloco status` and `noloco leave`."""
     from noloco_p2p.control import ControlServer
 
     def on_leave() -> dict[str, object]:

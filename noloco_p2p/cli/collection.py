@@ -1,4 +1,4 @@
-"""What a program that stays does about Python's garbage collection, of which the whole process has one."""
+"""Garbage collection in long-running commands. Python has one collector for the whole process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import gc
 
 
 def spare_what_is_loaded() -> None:
-    """Let no later collection look at what is here now, libraries above all.
+    """Exclude all objects that exist now, mostly those of libraries, from later garbage collections.
 
-    One that looks at all of it takes 100 ms, in which neither training nor the network thread goes on.
+    A full collection takes 100 ms, during which neither training nor the network thread runs.
     """
     gc.collect()
     gc.freeze()

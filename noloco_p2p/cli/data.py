@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 SHOWN_FAULTS = 20
 SHOWN_CHARS = 300
 
-app = typer.Typer(help="What this machine has of the data of a run.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Check the data of a run on this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.callback()
 def _data() -> None:
-    """Keeps `check` a verb of its own."""
+    """Without a callback Typer would drop the name `check`."""
 
 
 @app.command()
@@ -31,10 +31,10 @@ def _data() -> None:
 def check(
     file: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The run spec.")],
     settings: PeerSettings,
-    full: Annotated[bool, typer.Option("--full", help="Read every file to its end, not its first rows only.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Read every file to its end instead of its first rows.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show samples, tokens a second, and what is wrong with the files. Exit code 1 when something is."""
+    """Show samples, tokens per second, and faults in the files. The exit code is 1 if there are faults."""
     from noloco_p2p.spec import TrainerSpec
 
     spec = TrainerSpec.load(file)
@@ -43,7 +43,7 @@ def check(
     from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.trainer.model import build_tokenizer
 
-    logging.getLogger("noloco_p2p.data.documents").setLevel(logging.ERROR)  # the report names them
+    logging.getLogger("noloco_p2p.data.documents").setLevel(logging.ERROR)  # the report lists the faults
     report = check_data(
         spec.data,
         tokenizer=build_tokenizer(spec.data, folders=settings.models),

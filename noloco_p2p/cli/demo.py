@@ -30,16 +30,18 @@ def demo(
     context: typer.Context,
     peers: Annotated[
         int | None,
-        typer.Option(help="Number of peers, each a process.", min=1, max=64, show_default="4, or two for each stage"),
+        typer.Option(
+            help="Number of peers, each in its own process.", min=1, max=64, show_default="4, or two for each stage"
+        ),
     ] = None,
     stages: Annotated[
-        int, typer.Option(help="Cut the model into this number of stages; each peer holds one.", min=1, max=32)
+        int, typer.Option(help="Cut the model into this many stages; each peer holds one.", min=1, max=32)
     ] = 1,
     steps: Annotated[
-        int | None, typer.Option(help="Inner steps of each peer.", min=20, show_default="as --minutes allow")
+        int | None, typer.Option(help="Inner steps per peer.", min=20, show_default="as --minutes allow")
     ] = None,
     minutes: Annotated[
-        float, typer.Option(help="Take as many steps as fit into this time on this machine.", min=1)
+        float, typer.Option(help="Choose the number of steps that takes this long on this machine.", min=1)
     ] = 4.0,
     changes: Changes = None,
     port_base: Annotated[
@@ -49,20 +51,20 @@ def demo(
         int | None,
         typer.Option(
             metavar="SEED",
-            help="Kill peers and start them again while you watch; the seed says which and when.",
+            help="Kill and restart peers during the demo. The seed decides which and when.",
             show_default=False,
             min=0,
         ),
     ] = None,
     keep: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Put everything here, and keep it: logs, checkpoints.", show_default=False),
+        typer.Option(metavar="DIR", help="Folder for logs and checkpoints, which are kept.", show_default=False),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.", show_default=False)
     ] = None,
 ) -> None:
-    """Train a small model on a swarm of real peers on this machine, and report."""
+    """Train a small model with a swarm of real peers on this machine, and print a report."""
     from noloco_p2p.demo.plan import DemoPlan
     from noloco_p2p.demo.report import failure_lines, report_lines
     from noloco_p2p.demo.swarm import Demo
@@ -85,7 +87,8 @@ def demo(
     print(f"{_who(plan)} on this machine; logs: {folder}/peer-*/log.txt", flush=True)
     if keep is None:
         print("(logs and checkpoints are deleted at the end; --keep DIR keeps them)", flush=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the demo, and the demo its peers
+    # SIGINT and SIGTERM end the demo, which then ends its peers
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _watch(swarm)
         print("the peers leave; their models are merged, and the mean is evaluated", flush=True)
@@ -114,7 +117,7 @@ def demo(
 
 
 def _watch(swarm: Demo) -> None:
-    """A bar and a table on a terminal, plain lines elsewhere."""
+    """Draw a bar and a table on a terminal; print plain lines elsewhere."""
     from rich.console import Console
     from rich.live import Live
 
@@ -144,7 +147,7 @@ def _plan_line(swarm: Demo) -> str:
 
 
 class _Lines:
-    """The first look at whatever is done, then one every PLAIN_EVERY_S."""
+    """Print the first view of each phase, then one every PLAIN_EVERY_S."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
@@ -163,7 +166,7 @@ class _Lines:
 
 
 def _told(view: View) -> str:
-    """`training: step 120 of 480, 2 min 30 s left`."""
+    """Describe the progress: `training: step 120 of 480, 2 min 30 s left`."""
     from noloco_p2p.telemetry.console import duration
 
     if not view.total:
@@ -178,7 +181,7 @@ def _drawn(view: View) -> Group:
     from rich.table import Table
 
     bar = Table.grid(padding=(0, 1))
-    # Without a total it pulses: something goes on, and nobody knows how long.
+    # Without a total the bar pulses, since the remaining time is unknown.
     bar.add_row(ProgressBar(total=view.total or None, completed=view.done, width=30, pulse=not view.done), _told(view))
     if not view.rows:
         return Group(bar)

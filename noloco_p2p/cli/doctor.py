@@ -22,14 +22,14 @@ def doctor(
         str | None,
         typer.Argument(
             metavar="[SPEC.toml|TICKET]",
-            help="A run: examines what it needs, and of a ticket (or @FILE with one) the way to it, too.",
+            help="A run to check this machine for. With a ticket (or @FILE), its swarm is checked too.",
         ),
     ] = None,
     *,
     settings: PeerSettings,
     as_json: Json = False,
 ) -> None:
-    """Examine this machine, and its way to a run. Exit code 1 when something would keep a peer from training."""
+    """Check this machine and its connection to a run. The exit code is 1 if a problem would prevent training."""
     from noloco_p2p.ticket import Ticket
 
     examined = entry.opened(entry.ticket_in(run)) if run else None
@@ -42,7 +42,7 @@ def doctor(
         print_json(report(checks))
     elif not isinstance(examined, Ticket):
         needs = "" if examined else ", needs of the model"
-        print(f"for the clock, reachability from outside, bandwidth{needs}: noloco doctor TICKET")
+        print(f"to check the clock, reachability and bandwidth{needs} too, run: noloco doctor TICKET")
     if not is_healthy(checks):
         raise typer.Exit(1)
 
@@ -59,7 +59,7 @@ async def _examine(run: TrainerSpec | Ticket | None, settings: PeerSettings, *, 
 
     found(versions())
     if not is_healthy(checks):
-        return checks  # the others need what is missing
+        return checks  # the other checks import what is missing
     from noloco_p2p.doctor import machine
 
     found(machine.ports(settings))

@@ -1,4 +1,4 @@
-"""How one program hands another on the same machine the way into a run: a ticket or an address, as a file."""
+"""Passing a ticket or an address from one process to another on the same machine, in a file."""
 
 from __future__ import annotations
 
@@ -14,27 +14,31 @@ if TYPE_CHECKING:
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket
 
-FILE_TIMEOUT_S = 120.0  # a bootstrap or a first peer that starts at the same moment needs that long at most
+# the longest time in which a bootstrap or first peer that starts at the same moment writes its file
+FILE_TIMEOUT_S = 120.0
 POLL_S = 0.2
 MAX_FILE_BYTES = 64 * 1024
 
 
 def resolve(text: str, *, timeout_s: float = FILE_TIMEOUT_S) -> str:
-    """`@FILE` -> the one line in it, waited for until it is there; anything else as it is. Raises SettingsError."""
+    """Return the line in FILE for `@FILE`, waiting until the file exists; return any other text as it is.
+
+    Raises SettingsError.
+    """
     if not text.startswith("@"):
         return text
     path, until_s = Path(text[1:]), time.monotonic() + timeout_s
     while not (line := _read(path)):
         if time.monotonic() > until_s:
             raise SettingsError(
-                f"{text}: the file was not written within {timeout_s:.0f} s; does the peer that writes it run?"
+                f"{text}: the file was not written within {timeout_s:.0f} s; is the peer that writes it running?"
             )
         time.sleep(POLL_S)
     return line
 
 
 def opened(run: str) -> TrainerSpec | Ticket:
-    """What SPEC.toml|TICKET means. Raises SpecError and TicketError."""
+    """Load the spec or decode the ticket that `SPEC.toml|TICKET` names. Raises SpecError and TicketError."""
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket, is_ticket
 
@@ -42,7 +46,7 @@ def opened(run: str) -> TrainerSpec | Ticket:
 
 
 def ticket_in(run: str) -> str:
-    """`@FILE` -> the ticket in it, as a spec is named without the @; anything else as it is. Raises TicketError."""
+    """Return the ticket in FILE for `@FILE`, without waiting; return any other text as it is. Raises TicketError."""
     from noloco_p2p.ticket import Ticket
 
     if not run.startswith("@"):
@@ -53,31 +57,34 @@ def ticket_in(run: str) -> str:
 
 
 def check_writable(path: Path | None, *, flag: str) -> None:
-    """Before seconds of imports. Raises SettingsError."""
+    """Raise SettingsError early, before the slow imports, if `path` is not writable."""
     if path and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-        raise SettingsError(f"{flag} {path}: cannot be written there; name a file in a folder that this user may write")
+        raise SettingsError(f"{flag} {path} is not writable; name a file in a folder that this user may write to")
 
 
 def write(path: Path | None, line: str, *, flag: str, is_secret: bool = False) -> None:
-    """Whole or not at all, as others may read at any moment; a secret for this user alone. Raises SettingsError."""
+    """Write the file atomically, as other processes may read it at any moment.
+
+    A secret is readable by this user alone. Raises SettingsError.
+    """
     if path is None:
         return
     try:
         write_atomically(path, f"{line}\n".encode(), mode=0o600 if is_secret else 0o666)
     except OSError as error:
-        raise SettingsError(f"{flag} {path}: cannot be written: {error.strerror}") from None
+        raise SettingsError(f"{flag} {path} cannot be written: {error.strerror}") from None
 
 
 def _read(path: Path) -> str:
-    """Empty while the file is missing or empty. Raises SettingsError for what is not one line of text."""
+    """Return an empty string while the file is missing or empty. Raises SettingsError if it is not one line of text."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise SettingsError(f"@{path}: {path.stat().st_size} bytes are no ticket and no address")
+            raise SettingsError(f"@{path}: {path.stat().st_size} bytes are too many for a ticket or an address")
         lines = path.read_text(encoding="utf-8").split()
     except FileNotFoundError:
         return ""
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"@{path}: cannot be read: {error}") from None
+        raise SettingsError(f"@{path} cannot be read: {error}") from None
     if len(lines) > 1:
-        raise SettingsError(f"@{path}: must hold one ticket or one address, and nothing else")
+        raise SettingsError(f"@{path} must hold one ticket or one address, and nothing else")
     return lines[0] if lines else ""

@@ -16,13 +16,13 @@ def evaluate(
     checkpoints: Annotated[
         list[Path],
         typer.Argument(
-            metavar="CHECKPOINT...", help="Checkpoints, or folders of runs; of several also their mean is judged."
+            metavar="CHECKPOINT...", help="Checkpoints, or folders of runs. Of several, their mean is evaluated too."
         ),
     ],
     settings: PeerSettings,
     as_json: Json = False,
 ) -> None:
-    """Perplexity on the held-out sequences of the run: of each peer's weights, and of the merged model."""
+    """Measure perplexity on the held-out sequences of the run: for each peer's weights and for the merged model."""
     from noloco_p2p.peer.run_folder import check_checkpoint_folder
 
     for folder in checkpoints:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @takes_settings("models")
 def export(
     source: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT|TICKET", help="A checkpoint folder; a ticket with --merge.")
+        str, typer.Argument(metavar="CHECKPOINT|TICKET", help="A checkpoint folder, or with --merge a ticket.")
     ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The Hugging Face folder to write.")],
     merge: Annotated[bool, typer.Option("--merge", help="Average the slow weights of live peers.")] = False,
@@ -29,7 +29,7 @@ def export(
     *,
     settings: PeerSettings,
     sample: Annotated[
-        int | None, typer.Option(help="With --merge: of so many peers.", show_default="all", min=1)
+        int | None, typer.Option(help="With --merge: number of peers to average.", show_default="all", min=1)
     ] = None,
     push_to_hub: Annotated[
         str, typer.Option(metavar="OWNER/NAME", help="Upload the folder to the Hugging Face hub; private if new.")
@@ -40,11 +40,13 @@ def export(
     from noloco_p2p.ticket import Ticket, is_ticket
 
     if merge != is_ticket(source):
-        raise SettingsError("--merge goes with a ticket, and a ticket with --merge; a checkpoint is a folder")
+        raise SettingsError(
+            "--merge needs a ticket, and a ticket needs --merge; without --merge, name a checkpoint folder"
+        )
     if not merge:
         check_checkpoint_folder(Path(source))
     if sample and not merge:
-        raise SettingsError("--sample goes with --merge")
+        raise SettingsError("--sample needs --merge")
     folders = settings.models
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
@@ -91,7 +93,7 @@ async def _merge(
 
 
 async def _merge_stages(live: LiveRun, folder: Path, *, sample: int | None) -> None:
-    """One stage is in memory at a time."""
+    """Export stage by stage, so that only one stage is in memory at a time."""
     import asyncio
 
     from noloco_p2p.trainer.export import StageShards, new_folder
@@ -133,4 +135,7 @@ def _tell(state: TakenState) -> None:
     for notice in state.notices():
         print(notice)
     if state.num_silent:
-        print(f"{state.num_silent} more gave no state: a peer has one after its first round; try again in a minute")
+        print(
+            f"{state.num_silent} other peers have no state yet: a peer has one after its first round; "
+            "try again in a minute"
+        )

@@ -28,10 +28,10 @@ def fork(
     *,
     settings: PeerSettings,
 ) -> None:
-    """Start a new run from where another one stands, with changed settings.
+    """Start a new run from the weights of another one, with changed settings.
 
-    A spec file takes the newest checkpoint on this machine, a ticket the state of a live peer: the middle one of five.
-    Of a run with stages, a ticket takes one state for each stage.
+    With a spec file it starts from the newest checkpoint on this machine, with a ticket from the state of a live peer:
+    the middle one of five. With a ticket of a run with stages, it takes one state per stage.
     """
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket, is_ticket
@@ -42,7 +42,7 @@ def fork(
     values = parse_changes(changes)
     for key in values:
         if key.startswith("model."):
-            raise SettingsError(f"--set {key}: a fork keeps the model of the run, as it starts from its weights")
+            raise SettingsError(f"--set {key}: a fork starts from the weights of the run, so it keeps its model")
     entry = Ticket.decode(source) if is_ticket(source) else TrainerSpec.load(source)
     if isinstance(entry, TrainerSpec):
         _changed(entry, values)  # fail before the slow imports
@@ -77,7 +77,7 @@ def _take_kept(
     values: dict[str, Any],
     settings: PeerSettings,
 ) -> tuple[TrainerSpec, TrainerSpec]:
-    """Of a checkpoint on this machine. Gives the specs of the old run and of the new one."""
+    """Fork from a checkpoint on this machine. Returns the specs of the old and the new run."""
     from noloco_p2p.peer.run_folder import folder_of
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.trainer.merge import from_checkpoint
@@ -100,7 +100,7 @@ def _take_kept(
 async def _take_live(
     ticket: Ticket, start: NewStart, values: dict[str, Any], folders: dict[str, str]
 ) -> tuple[TrainerSpec, TrainerSpec]:
-    """One stage is in memory at a time. Gives the specs of the old run and of the new one."""
+    """Fork from live peers, with one stage in memory at a time. Returns the specs of the old and the new run."""
     import asyncio
 
     from noloco_p2p.telemetry.bars import drawing
@@ -120,7 +120,7 @@ async def _take_live(
 
 
 def _changed(old: TrainerSpec, values: dict[str, Any]) -> TrainerSpec:
-    """The spec of the fork, still without its cut where the number of stages changes. Raises SpecError."""
+    """Return the spec of the fork; if the number of stages changes, its cut is still missing. Raises SpecError."""
     automatic: dict[str, Any] = {"name": f"{old.name}-fork"}
     if "pipeline.stages" in values:
         automatic["pipeline.cut"] = "auto"
@@ -129,7 +129,7 @@ def _changed(old: TrainerSpec, values: dict[str, Any]) -> TrainerSpec:
 
 
 def _forked(old: TrainerSpec, values: dict[str, Any], folders: dict[str, str]) -> TrainerSpec:
-    """The spec of the fork, to which its start state is to be added. Raises SpecError and ModelError."""
+    """Return the spec of the fork without its start state. Raises SpecError and ModelError."""
     from noloco_p2p.trainer.stage_needs import StageNeeds
 
     spec = _changed(old, values)

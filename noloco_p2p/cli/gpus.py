@@ -1,6 +1,7 @@
-"""`noloco join --gpus N`: the same command N times, one process a GPU, of which rank 0 is the peer.
+"""`noloco join --gpus N` runs the same command N times, one process per GPU. Rank 0 is the peer.
 
-As `torchrun` does, for one machine; but nobody is killed while rank 0 leaves in order, and the exit code is rank 0's.
+This does what `torchrun` does, for one machine, with two differences: no rank is killed while rank 0 leaves cleanly,
+and the exit code is that of rank 0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from types import FrameType
 from noloco_p2p.errors import SettingsError
 
 POLL_S = 0.1
-END_S = 30.0  # for the others, once one has ended
+END_S = 30.0  # how long the other ranks may take once one has ended
 FAILED = 1
 LAUNCHER = "NOLOCO_LAUNCHER"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -28,7 +29,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True, slots=True)
 class OwnRank:
-    """Which of the processes of a peer this one is; `gpu` counts on this machine."""
+    """The rank of this process within its peer. `gpu` is the index on this machine."""
 
     rank: int
     num_ranks: int
@@ -36,13 +37,16 @@ class OwnRank:
 
 
 def own_rank() -> OwnRank | None:
-    """None for a process that trains alone. Raises SettingsError for several machines: a peer is one."""
+    """Return None in a process that trains alone.
+
+    Raises SettingsError when torchrun started several machines, since a peer is one machine.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return None
     if int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) != size:
         raise SettingsError(
-            "torchrun --nnodes: a peer is one machine; start one on each, and they swap with each other"
+            "torchrun --nnodes: a peer is one machine; start one peer per machine, and they swap with each other"
         )
     if os.environ.get(LAUNCHER) == str(os.getppid()):
         _leave_with(os.getppid())
@@ -50,7 +54,7 @@ def own_rank() -> OwnRank | None:
 
 
 def _leave_with(launcher_pid: int) -> None:
-    """SIGTERM to this process when the launcher ends: rank 0 then leaves, and takes the others along."""
+    """Send SIGTERM to this process when the launcher ends: rank 0 then leaves, and the others follow."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         return
@@ -64,9 +68,9 @@ def _leave_with(launcher_pid: int) -> None:
 
 
 def launch(arguments: Sequence[str], num_ranks: int) -> int:
-    """`noloco ARGUMENTS` in `num_ranks` processes. The exit code is rank 0's, or 1 when another one was killed.
+    """Run `noloco ARGUMENTS` in `num_ranks` processes. The exit code is rank 0's, or 1 if another rank was killed.
 
-    SIGINT and SIGTERM are passed on to rank 0, which takes the others along.
+    SIGINT and SIGTERM are passed on to rank 0, and the other ranks follow it.
     """
     shared = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), LAUNCHER: str(os.getpid())}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
@@ -75,7 +79,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
         subprocess.Popen(
             [sys.executable, "-m", "noloco_p2p", *arguments],
             env=threads | os.environ | shared | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            start_new_session=True,  # a Ctrl-C of the terminal goes to this process alone, which passes it on
+            start_new_session=True,  # the terminal sends Ctrl-C to this process alone, which passes it on
         )
         for rank in range(num_ranks)
     ]
@@ -94,7 +98,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Until all have ended; at most END_S after the first one that has failed, or after rank 0."""
+    """Wait until all ranks have ended, but at most END_S after the first failure or after rank 0."""
     until_s = None
     while any(process.poll() is None for process in ranks):
         if until_s is None and (ranks[0].returncode is not None or any(process.returncode for process in ranks)):

@@ -8,7 +8,7 @@ from noloco_p2p.settings import PeerSettings
 
 @takes_settings("state_dir")
 def identity(settings: PeerSettings, as_json: Json = False) -> None:
-    """Show the identity of this peer, or create it."""
+    """Show the identity of this peer, or create one."""
     from noloco_p2p.identity import Identity
 
     path = settings.state_dir / "identity.key"
@@ -17,4 +17,7 @@ def identity(settings: PeerSettings, as_json: Json = False) -> None:
         print_json({"peer_id": peer_id, "key_file": str(path)})
         return
     print(peer_id)
-    print(f"The key is {path}. Back up that file: whoever has it is this peer. Never use it on two machines at once.")
+    print(
+        f"The key is {path}. Back it up and keep it secret: it is the identity of this peer. "
+        "Never use it on two machines at once."
+    )

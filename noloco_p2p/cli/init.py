@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 def init(
     file: Annotated[Path, typer.Argument(help="Where to write the run spec.")] = Path("run.toml"),
     preset: Annotated[
-        str, typer.Option(help="tiny; small, medium, large: sizes of the paper; paper: its exact rule.")
+        str, typer.Option(help="tiny; small, medium or large (model sizes of the paper); paper (its exact outer step).")
     ] = "tiny",
     name: Annotated[str | None, typer.Option(help="Name of the run.", show_default="the preset")] = None,
     private: Annotated[
-        bool, typer.Option("--private", help="Only who is invited may enter; writes the run key beside the spec.")
+        bool,
+        typer.Option("--private", help="Only peers with an invitation may enter. Writes the run key beside the spec."),
     ] = False,
     stages: Annotated[
         int,
-        typer.Option(min=1, help="Cut the model into this number of stages, and print what each one needs."),
+        typer.Option(min=1, help="Cut the model into this many stages, and print what each one needs."),
     ] = 1,
     pretrained: Annotated[
         str | None, typer.Option(metavar="NAME", help="Model and tokenizer to start from.", show_default=False)
@@ -58,7 +59,7 @@ def init(
     try:
         file.write_text(render(spec), encoding="utf-8")
     except OSError as error:
-        raise SettingsError(f"{file}: cannot be written: {error}") from None
+        raise SettingsError(f"{file} cannot be written: {error}") from None
     how = f"{file} --run-key {key_file}" if private else f"{file}"
     if needs:
         how += " --stage 0"
@@ -66,12 +67,15 @@ def init(
     for line in needs:
         print(line)
     if private:
-        print(f"{key_file} is the run key: whoever has it can invite. Back it up, and keep it to yourself.")
-        print("tickets are invitations: `noloco ticket --run-key FILE --expires 7d` makes one that ends")
+        print(f"{key_file} is the run key, which signs invitations. Back it up, and keep it secret.")
+        print("tickets are invitations: `noloco ticket --run-key FILE --expires 7d` makes one that expires")
 
 
 def _in_stages(spec: TrainerSpec, num_stages: int, folders: dict[str, str]) -> tuple[TrainerSpec, list[str]]:
-    """Give the spec with the cut, and what it needs. To import torch takes seconds. Raises SpecError, ModelError."""
+    """Return the spec with its cut, and what each stage needs. Importing torch takes seconds.
+
+    Raises SpecError and ModelError.
+    """
     from noloco_p2p.trainer.stage_needs import StageNeeds
 
     needs = StageNeeds.of(spec, num_stages, folders=folders)
@@ -79,7 +83,7 @@ def _in_stages(spec: TrainerSpec, num_stages: int, folders: dict[str, str]) -> t
 
 
 def _run_key(key_file: Path) -> str:
-    """The public half of the key in the file, which is made when it is missing. Raises IdentityError."""
+    """Return the public half of the key in the file, creating the file if it is missing. Raises IdentityError."""
     from noloco_p2p.identity import Identity
 
     return Identity.load_or_create(key_file).peer_id

@@ -35,15 +35,15 @@ def join(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="SPEC.toml|TICKET", help="A run spec starts a run, a ticket (or @FILE with one) enters one."
+            metavar="SPEC.toml|TICKET", help="A run spec starts a run; a ticket (or @FILE with one) enters one."
         ),
     ],
     settings: PeerSettings,
     ticket_file: Annotated[
-        Path | None, typer.Option(help="Write the ticket of this peer here, for join @FILE.", show_default=False)
+        Path | None, typer.Option(help="Write the ticket of this peer to FILE, for join @FILE.", show_default=False)
     ] = None,
 ) -> None:
-    """Start or enter a run, and train. The same command again resumes. Ctrl-C leaves politely."""
+    """Start or enter a run, and train. The same command resumes it later. Ctrl-C leaves cleanly."""
     own = gpus_of_peer.own_rank()
     if own and own.rank:
         return _follow(own, settings)
@@ -52,7 +52,7 @@ def join(
     entry.check_writable(ticket_file, flag="--ticket-file")
     if settings.gpus > 1 and own is None:
         raise typer.Exit(gpus_of_peer.launch(sys.argv[1:], settings.gpus))
-    # Until it trains there is nothing to keep: SIGTERM then ends the program as Ctrl-C does, in order and at once.
+    # Before training there is nothing to save, so SIGTERM ends the program at once, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _say("starting (loading torch and hivemind takes some seconds)")
     from noloco_p2p.trainer.compute import choose_device
@@ -63,11 +63,11 @@ def join(
     try:
         _train(run, settings, ticket_file, own)
     except Left:
-        _say("left before it began to train; the same command goes on with what was fetched")
+        _say("left before training began; the same command continues with what was fetched")
 
 
 def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnRank | None) -> None:
-    """Raises Left when somebody asks the peer to leave while it enters."""
+    """Raises Left when the peer is asked to leave while it enters."""
     from noloco_p2p.peer.peer import Peer
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.swarm.addresses import any_public
@@ -102,9 +102,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
         _say("others join with:")
         _say(f"noloco join {peer.ticket}")
         if not any_public(Ticket.decode(peer.ticket).addresses):
-            _say(
-                "(it holds addresses of a private network alone; for peers elsewhere start with --announce HOST[:PORT])"
-            )
+            _say("(the ticket has only private addresses; for peers on other networks, start with --announce HOST)")
         entry.write(ticket_file, peer.ticket, flag="--ticket-file", is_secret=bool(spec.run_key))
         _leave_on_signals(peer)
         spare_what_is_loaded()
@@ -116,7 +114,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
             ranks.stop()
         if trainer.finished and not peer.leave_requested.is_set():
             peer.announce("done")
-            _say("the run is done; this peer serves its state to late joiners until Ctrl-C or `noloco leave`")
+            _say("the run is done; this peer serves its state to newcomers until Ctrl-C or `noloco leave`")
             trainer.serve()
         if peer.fault:
             raise peer.fault
@@ -126,11 +124,13 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
 
         _say(f"pushing {checkpoint} to the hub")
         _say(f"pushed to {push(checkpoint, settings.push_to_hub)}")
-    _say("left; the same command resumes" if checkpoint else "left without a last checkpoint, for the error above")
+    _say(
+        "left; the same command resumes" if checkpoint else "left without a last checkpoint, because of the error above"
+    )
 
 
 def _follow(own: OwnRank, settings: PeerSettings) -> None:
-    """All processes of a peer but rank 0. Signals are for rank 0; without it there is nothing to do."""
+    """Run every rank but 0. Rank 0 handles the signals, and the other ranks end with it."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     from noloco_p2p.trainer.compute import choose_device
@@ -146,7 +146,7 @@ def _follow(own: OwnRank, settings: PeerSettings) -> None:
 
 
 def _check(run: str, settings: PeerSettings) -> Ticket | None:
-    """What is mistyped, missing or taken is told before seconds of imports. The ticket, if `run` is one."""
+    """Report wrong, missing or occupied settings before the slow imports. Returns the ticket, if `run` is one."""
     from noloco_p2p.control import FolderLock
     from noloco_p2p.peer.ports import Ports
     from noloco_p2p.ticket import Ticket
@@ -170,7 +170,7 @@ def _check(run: str, settings: PeerSettings) -> Ticket | None:
 
 
 def unused_data(spec: TrainerSpec, settings: PeerSettings) -> list[str]:
-    """Bindings that are ignored, as the run reads other data."""
+    """Warn about `--data` bindings that this run does not use."""
     from noloco_p2p.data.sources import unused_bindings
 
     reads = ", ".join(part.source for part, _ in spec.data.parts())
@@ -178,17 +178,19 @@ def unused_data(spec: TrainerSpec, settings: PeerSettings) -> list[str]:
 
 
 def unknown_name(settings: PeerSettings) -> list[str]:
-    """A mistyped host of --announce; others may have another name server, so it is no error."""
+    """Warn if the host of --announce does not resolve. It may resolve elsewhere, so this is no error."""
     from noloco_p2p.swarm.addresses import resolves
 
     host = settings.announced[0]
     if not host or resolves(host):
         return []
-    return [f"--announce {host}: this machine finds no address for that name; peers that find none either cannot call"]
+    return [
+        f"--announce {host}: this machine cannot resolve that name; peers that cannot resolve it either cannot connect"
+    ]
 
 
 def _leave_on_signals(peer: Peer) -> None:
-    """The first SIGINT or SIGTERM leaves politely, the second exits now; whoever else asked to leave is not counted."""
+    """The first SIGINT or SIGTERM leaves cleanly, the second exits at once; `noloco leave` does not count as one."""
     is_signalled = False
 
     def leave(signum: int, frame: FrameType | None) -> None:

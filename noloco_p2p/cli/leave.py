@@ -14,9 +14,9 @@ from noloco_p2p.settings import PeerSettings
 @takes_settings("state_dir")
 def leave(
     settings: PeerSettings,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait until it has gone.")] = 120.0,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for its end.")] = 120.0,
 ) -> None:
-    """Ask the peer on this machine to leave politely, and wait until it has gone."""
+    """Ask the peer on this machine to leave, and wait until it has ended."""
     from noloco_p2p.control import FolderLock, ask
 
     folder = settings.state_dir
@@ -24,13 +24,13 @@ def leave(
     lock, until_s = FolderLock(folder), time.monotonic() + timeout_s
     if reply is None:
         if lock.is_held():
-            print(f"the peer in {folder} is still starting and cannot be asked yet; try again, or stop it with Ctrl-C")
+            print(f"the peer in {folder} is still starting and cannot answer yet; try again, or stop it with Ctrl-C")
             raise typer.Exit(1)
         print(f"no peer runs in {folder}")
         return
     while lock.is_held():
         if time.monotonic() > until_s:
-            print(f"the peer (process {reply['pid']}) was asked to leave and has not gone within {timeout_s:.0f} s")
+            print(f"the peer (process {reply['pid']}) was asked to leave but has not ended within {timeout_s:.0f} s")
             raise typer.Exit(1)
         time.sleep(0.05)
-    print("the peer has left; the command that started it starts it again, from its last checkpoint where it keeps any")
+    print("the peer has left; run the command that started it to resume from its last checkpoint")

@@ -25,10 +25,10 @@ DEFAULT_WEB = "127.0.0.1:8080"
 
 def monitor(
     ticket: Annotated[str, typer.Argument(help="A ticket of the run, or @FILE with one.")],
-    watch: Annotated[bool, typer.Option("--watch", help="Go on until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Update until Ctrl-C.")] = False,
     web: Annotated[bool, typer.Option("--web", help="Serve a page, /api/status and /metrics until Ctrl-C.")] = False,
     listen: Annotated[
-        str | None, typer.Option(help="HOST:PORT of --web; port 0 = any.", show_default=DEFAULT_WEB)
+        str | None, typer.Option(help="HOST:PORT of --web; port 0 takes a free one.", show_default=DEFAULT_WEB)
     ] = None,
     history: Annotated[
         Path | None,
@@ -37,23 +37,23 @@ def monitor(
         ),
     ] = None,
     interval_s: Annotated[
-        float, typer.Option("--interval", help="Seconds between two looks with --watch.", min=0.1)
+        float, typer.Option("--interval", help="Seconds between updates with --watch.", min=0.1)
     ] = 2.0,
     sort: Annotated[str, typer.Option(help="Column to sort by, for example loss.")] = "state",
-    descending: Annotated[bool, typer.Option("--descending", help="The largest first.")] = False,
+    descending: Annotated[bool, typer.Option("--descending", help="Sort the largest first.")] = False,
     words: Annotated[
         str, typer.Option("--filter", metavar="TEXT", help="Only peers with TEXT in id, state, partner or version.")
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Show the whole swarm, from the DHT alone."""
+    """Show the whole swarm, read from the DHT alone."""
     from noloco_p2p.ticket import Ticket
 
     entry = Ticket.decode(resolve(ticket))
     if not web and (listen or history):
-        raise SettingsError("--listen and --history go with --web")
+        raise SettingsError("--listen and --history need --web")
     if web and (watch or as_json):
-        raise SettingsError("--web is a page, with /api/status as JSON; --watch and --json are without it")
+        raise SettingsError("--watch and --json cannot be combined with --web, which serves /api/status as JSON")
     import uvloop
 
     from noloco_p2p.monitor.terminal import Choice, plain, view
@@ -107,7 +107,7 @@ async def _watch(entry: Ticket, choice: Choice, interval_s: float, *, as_json: b
 
 
 async def _draw(console: Any, choice: Choice, interval_s: float, look: Any) -> None:
-    """A full screen, drawn anew at each look and when the window changes its size; ends with the first signal."""
+    """Draw full screen, again after each read and each change of the window size, until the first signal."""
     from rich.live import Live
 
     from noloco_p2p.monitor.terminal import headline, view

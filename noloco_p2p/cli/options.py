@@ -24,9 +24,9 @@ Changes = Annotated[
 
 
 def takes_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb the flags of these settings, or of all, in the place of its parameter `settings`.
+    """Give a verb the flags of these settings, or of all settings, in place of its parameter `settings`.
 
-    The verb gets them merged with the other sources, in an instance of the class that annotates the parameter.
+    The verb receives an instance of the class that annotates the parameter, merged with the other sources.
     """
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
@@ -63,7 +63,7 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
 
 
 def _given(value: Any, flag: Flag) -> Any:
-    """What Typer read -> what the field takes; None = the flag was not given. Raises SettingsError."""
+    """Convert a value from Typer for its field; None means that the flag was not given. Raises SettingsError."""
     if not isinstance(value, list):
         return value
     words = [entry.resolve(word) for word in value] if flag.takes_file else value
@@ -71,7 +71,7 @@ def _given(value: Any, flag: Flag) -> Any:
 
 
 def parse_duration(text: str, *, flag: str) -> float:
-    """90s, 30min, 12h, 7d -> seconds. Raises SettingsError."""
+    """Convert 90s, 30min, 12h or 7d to seconds. Raises SettingsError."""
     match = re.fullmatch(r"(\d{1,6})(s|min|h|d)", text)
     if not match:
         raise SettingsError(f"{flag} {text!r} must be a time such as 30min, 12h or 7d")
@@ -79,7 +79,7 @@ def parse_duration(text: str, *, flag: str) -> float:
 
 
 def parse_changes(changes: list[str] | None) -> dict[str, Any]:
-    """["outer.alpha=0.3"] -> {"outer.alpha": 0.3}, each value read as TOML, or as a plain string."""
+    """Convert ["outer.alpha=0.3"] to {"outer.alpha": 0.3}, reading each value as TOML or else as a plain string."""
     return dict(_parse(change) for change in changes or [])
 
 

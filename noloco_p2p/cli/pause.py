@@ -11,27 +11,27 @@ import typer
 from noloco_p2p.cli.options import takes_settings
 from noloco_p2p.settings import PeerSettings
 
-Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait until it has happened.")]
+Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait for it to happen.")]
 POLL_S = 0.1
 
 
 @takes_settings("state_dir")
 def pause(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
-    """Let the peer on this machine stand still after its inner step: it keeps its state in memory, and its place."""
+    """Pause the peer on this machine after its current inner step. It keeps its state in memory."""
     folder, reply = _ask(settings.state_dir, "pause")
     if reply["refusal"]:
         print(f"the peer (process {reply['pid']}) cannot pause: {reply['refusal']}")
         raise typer.Exit(1)
     if reply["was_asked"] and reply["state"] == "paused":
-        print("the peer is paused already; `noloco resume` goes on")
+        print("the peer is already paused; `noloco resume` continues")
         return
     _wait_for("paused", folder, timeout_s=timeout_s)
-    print("the peer is paused: it trains and swaps no more until `noloco resume`")
+    print("the peer is paused: it neither trains nor swaps until `noloco resume`")
 
 
 @takes_settings("state_dir")
 def resume(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
-    """Let a paused peer go on; it catches up first when the swarm has moved far on."""
+    """Resume a paused peer. It catches up first if the swarm is far ahead."""
     folder, reply = _ask(settings.state_dir, "resume")
     if reply["stays_because"]:
         print(f"the peer stays paused: {reply['stays_because']}")
@@ -44,7 +44,7 @@ def resume(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
 
 
 def _ask(folder: Path, verb: str) -> tuple[Path, dict[str, Any]]:
-    """(state folder, answer); exit code 1 when there is no peer to ask."""
+    """Return (state folder, answer). The exit code is 1 when there is no peer to ask."""
     from noloco_p2p.control import FolderLock, ask
 
     reply = ask(folder, verb)
@@ -53,7 +53,7 @@ def _ask(folder: Path, verb: str) -> tuple[Path, dict[str, Any]]:
         print(f"the peer in {folder} is still starting; try again" if is_starting else f"no peer runs in {folder}")
         raise typer.Exit(1)
     if "error" in reply:  # a bootstrap
-        print(f"what runs in {folder} does not train: there is nothing to {verb}")
+        print(f"the process in {folder} does not train, so it cannot {verb}")
         raise typer.Exit(1)
     return folder, reply
 
@@ -70,6 +70,6 @@ def _wait_for(state: str, folder: Path, *, timeout_s: float) -> None:
         if reply["state"] == state:
             return
         if time.monotonic() > until_s:
-            print(f"the peer (process {reply['pid']}) is not {state} within {timeout_s:.0f} s: it is {reply['state']}")
+            print(f"the peer (process {reply['pid']}) is not {state} after {timeout_s:.0f} s: it is {reply['state']}")
             raise typer.Exit(1)
         time.sleep(POLL_S)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def simulate(
     file: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The run spec.")],
     replicas: Annotated[
-        str, typer.Option(help="Number of replicas, all in this process; of each stage, or of all of them: 4,8,4.")
+        str,
+        typer.Option(help="Number of replicas. For a model with stages, one number for all or one per stage: 4,8,4."),
     ] = "8",
     rules: Annotated[
         str,
@@ -37,19 +38,21 @@ def simulate(
     ] = "noloco",
     steps: Annotated[
         int | None,
-        typer.Option(help="Inner steps of each; the schedule shrinks with them.", show_default="the spec's", min=1),
+        typer.Option(
+            help="Inner steps per replica; the schedule is shortened to match.", show_default="the spec's", min=1
+        ),
     ] = None,
     speeds: Annotated[
-        str, typer.Option(help="Relative speeds of the replicas, in turn: 1,1,2,4; of the stages: 1/2/1,4.")
+        str, typer.Option(help="Relative speeds, assigned to replicas in turn: 1,1,2,4. With stages: 1/2/1,4.")
     ] = "1",
     step_seconds: Annotated[
-        float, typer.Option(help="Virtual seconds of an inner step of the whole model at speed 1.", min=1e-6)
+        float, typer.Option(help="Virtual seconds per inner step of the whole model at speed 1.", min=1e-6)
     ] = 1.0,
     link: Annotated[
         str,
         typer.Option(
-            help="Links of the replicas, in turn: ideal, home-fibre, cable, weak-4g, ..., 100mbit-50ms; "
-            "of the stages: cable/ideal."
+            help="Links, assigned to replicas in turn: ideal, home-fibre, cable, weak-4g, ..., 100mbit-50ms. "
+            "With stages: cable/ideal."
         ),
     ] = "ideal",
     churn: Annotated[
@@ -65,28 +68,32 @@ def simulate(
     window: Annotated[
         int | None,
         typer.Option(
-            help="With stages: microbatches in flight of a head.", show_default="a quarter of its batch", min=1
+            help="With stages: microbatches that each head has in flight.", show_default="a quarter of its batch", min=1
         ),
     ] = None,
-    lose: Annotated[float, typer.Option(help="With stages: share of the microbatches lost.", min=0, max=1)] = 0.0,
+    lose: Annotated[float, typer.Option(help="With stages: share of microbatches that are lost.", min=0, max=1)] = 0.0,
     late_steps: Annotated[
-        int, typer.Option(help="With stages: inner steps by which backwards come late.", min=0, max=16)
+        int, typer.Option(help="With stages: inner steps by which backward passes are late.", min=0, max=16)
     ] = 0,
     paths: Annotated[str, typer.Option(help="With stages: random, or fixed for a comparison.")] = "random",
     changes: Changes = None,
-    seed: Annotated[int, typer.Option(help="Of pairing, faults and start weights.", min=0)] = 0,
-    threads: Annotated[int, typer.Option(help="Threads of torch; the bits depend on it.", min=1)] = 1,
-    device: Annotated[str, typer.Option(help="cpu, cuda:N, mps or auto; same bits each time on a CPU only.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Seed of pairing, faults and start weights.", min=0)] = 0,
+    threads: Annotated[
+        int, typer.Option(help="Number of torch threads. Results depend on it, bit for bit.", min=1)
+    ] = 1,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda:N, mps or auto. Only a CPU gives the same bits each time.")
+    ] = "cpu",
     *,
     settings: PeerSettings,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write results as JSON.", show_default=False)
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Draw the curves there (PNG).", show_default=False)
+        Path | None, typer.Option(metavar="DIR", help="Write plots of the curves here (PNG).", show_default=False)
     ] = None,
 ) -> None:
-    """Train many replicas in one process on a virtual clock: loss, spread, bytes and hours before anybody pays."""
+    """Train many replicas in one process on a virtual clock, to see loss, spread, bytes and hours before a real run."""
     from noloco_p2p.simulate.plan import Plan, parse_churn, parse_links, parse_speeds
     from noloco_p2p.simulate.stage_plan import StagedPlan, by_stage, parse_paths, parse_replicas
     from noloco_p2p.spec import TrainerSpec

@@ -15,7 +15,7 @@ from noloco_p2p.telemetry.progress import line as progress_line
 
 @takes_settings("state_dir")
 def status(settings: PeerSettings, as_json: Json = False) -> None:
-    """Show what the peer on this machine is doing. Exit code 1 when none runs."""
+    """Show what the peer on this machine is doing. The exit code is 1 if none is running."""
     from noloco_p2p.control import FolderLock, ask
 
     folder = settings.state_dir
@@ -35,7 +35,7 @@ def status(settings: PeerSettings, as_json: Json = False) -> None:
 
 
 def lines(reply: dict[str, Any]) -> list[str]:
-    """The status of a training peer for people."""
+    """Format the status of a training peer for people."""
     others = "1 other live peer" if reply["live_peers"] == 1 else f"{reply['live_peers']} other live peers"
     if reply["live_peers_is_estimate"]:
         others = f"about {others}"
@@ -80,7 +80,7 @@ def contribution(reply: dict[str, Any]) -> str:
 
 
 def stage_lines(reply: dict[str, Any]) -> list[str]:
-    """None of a peer that holds a whole model."""
+    """Format the status of a stage; the list is empty for a peer that holds the whole model."""
     if reply["stage"] is None:
         return []
     of_all = f" of {reply['stages']}" if reply["stages"] else ""
@@ -90,12 +90,15 @@ def stage_lines(reply: dict[str, Any]) -> list[str]:
         f"{reply['late_microbatches']} of them late, {reply['lost_microbatches']} lost, {reply['queue']} held now"
     ]
     if reply["waits_for_stages"]:
-        shown.append(f"          waiting for {numbered_stages(reply['waits_for_stages'])}, which nobody holds")
+        shown.append(f"          waiting for {numbered_stages(reply['waits_for_stages'])}, which no peer holds")
     return shown
 
 
 def swap_line(swap: dict[str, Any]) -> str:
-    """`early part with ..7f3a1c: 12.0 of 40.0 MiB out at 1.2 MiB/s, 11.0 MiB in at 1.1 MiB/s, 26 s left`."""
+    """Format the running swap.
+
+    `early part with ..7f3a1c: 12.0 of 40.0 MiB out at 1.2 MiB/s, 11.0 MiB in at 1.1 MiB/s, 26 s left`
+    """
     partner, total = named(swap["partner"]), mib(swap["total_bytes"])
     if swap["part"] == "waiting":
         return f"early part with {partner} done ({total} each way); its late part comes after the next boundary"
@@ -108,7 +111,7 @@ def swap_line(swap: dict[str, Any]) -> str:
 
 
 def fault_lines(reply: dict[str, Any]) -> list[str]:
-    """What went wrong last, when, and what to do about it."""
+    """Format the last fault, its age, and what to do about it."""
     if not reply["last_fault"]:
         return ["fault     none"]
     return [
@@ -118,11 +121,11 @@ def fault_lines(reply: dict[str, Any]) -> list[str]:
 
 
 def settings_lines(settings: dict[str, dict[str, Any]]) -> list[str]:
-    """The settings that somebody made, and where; `--json` has the others, too."""
+    """List the settings that were changed, and where; `--json` also has the defaults."""
     made = {name: setting for name, setting in sorted(settings.items()) if setting["origin"] != "default"}
     width = max(map(len, made), default=0)
     lines = [f"{name.ljust(width)}  {_shown(row['value'])}  ({row['origin']})" for name, row in made.items()]
-    lines.append(f"{len(settings) - len(made)} have their defaults (--json shows them)")
+    lines.append(f"{len(settings) - len(made)} have their defaults (shown by --json)")
     return [f"{'settings' if index == 0 else '':8}  {line}" for index, line in enumerate(lines)]
 
 
@@ -137,6 +140,6 @@ def _shown(value: Any) -> str:
 def bootstrap_lines(reply: dict[str, Any]) -> list[str]:
     return [
         f"peer       {reply['peer_id']} (process {reply['pid']})",
-        f"bootstrap  {reply['neighbours']} DHT nodes near",
+        f"bootstrap  {reply['neighbours']} DHT nodes connected",
         *(f"address    {address}" for address in reply["addresses"]),
     ]

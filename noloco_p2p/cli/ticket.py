@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 def ticket(
     settings: PeerSettings,
     expires: Annotated[
-        str | None, typer.Option(help="Invite for so long: 30min, 12h, 7d. Private runs only.", show_default=False)
+        str | None,
+        typer.Option(help="How long the invitation is valid: 30min, 12h, 7d. Private runs only.", show_default=False),
     ] = None,
 ) -> None:
-    """Print a ticket of the run that the peer on this machine is in, with the doors that are open now."""
+    """Print a ticket of the run that the peer on this machine is in, with the addresses that are reachable now."""
     from noloco_p2p.control import ask
     from noloco_p2p.ticket import Ticket
 
     reply = ask(settings.state_dir, "status")
     if reply is None or "ticket" not in reply:
-        print(f"no peer of a run runs in {settings.state_dir}")
+        print(f"no training peer runs in {settings.state_dir}")
         raise typer.Exit(1)
     found = Ticket.decode(reply["ticket"])
     if expires or settings.origins()["run_key"] == "flag" or _opens(settings.run_key, found):
@@ -40,7 +41,7 @@ def ticket(
 
 
 def _opens(run_key: Path | None, ticket: Ticket) -> bool:
-    """Whether the key of the settings is that of this run: it may be of another one, and this one open to all."""
+    """Whether the run key of the settings belongs to this run. The run may be open, or have another key."""
     from noloco_p2p.identity import Identity
 
     if run_key is None or ticket.invitation is None:
@@ -49,15 +50,17 @@ def _opens(run_key: Path | None, ticket: Ticket) -> bool:
 
 
 def _invited(ticket: Ticket, run_key: Path | None, for_s: float) -> Ticket:
-    """The ticket with an invitation that ends after `for_s` seconds. Raises SettingsError, IdentityError."""
+    """Return the ticket with an invitation that expires after `for_s` seconds. Raises SettingsError, IdentityError."""
     from noloco_p2p.identity import Identity
     from noloco_p2p.invitation import invite
 
     if ticket.invitation is None:
-        raise SettingsError("--expires, --run-key: the run is open, everybody may enter, and its tickets do not end")
+        raise SettingsError("--expires, --run-key: the run is open: everybody may enter, and its tickets do not expire")
     if run_key is None:
-        raise SettingsError("--expires needs the run key (--run-key FILE): a peer can only hand on what it holds")
+        raise SettingsError(
+            "--expires needs the run key (--run-key FILE): without it, a peer can only pass on its own invitation"
+        )
     key = Identity.load(run_key)
     if key.peer_id != ticket.invitation.run_key:
-        raise SettingsError(f"--run-key {run_key}: it is the key of another run")
+        raise SettingsError(f"--run-key {run_key}: this is the key of another run")
     return replace(ticket, invitation=invite(key, expires_at_s=time.time() + for_s, seed=os.urandom(32)))

@@ -1,8 +1,8 @@
-"""Vectors to bytes and back, chunk by chunk. Pure: tensors and bytes in, bytes and tensors out.
+"""Coding vectors as bytes, chunk by chunk. Pure: tensors in, bytes out, and back.
 
-A section of a swap is one vector cut into chunks of CHUNK_ELEMENTS (the last is shorter). Each chunk is coded by
-itself, so that neither side ever holds a second fp32 copy of the vector. All sizes follow from the codec and the
-number of elements, before a byte is read.
+A section of a swap is one vector cut into chunks of CHUNK_ELEMENTS (the last one is shorter). Each chunk is coded
+separately, so neither side ever holds a second fp32 copy of the vector. All sizes follow from the codec and the number
+of elements, before a byte is read.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ CODEC_NAMES = tuple(CODECS)
 
 
 def get_codec(name: str) -> Codec:
-    """The codec that a run spec calls `name`. Raises ValueError with the known names."""
+    """Return the codec that a run spec calls `name`. Raises ValueError, which lists the known names."""
     if name not in CODECS:
         raise ValueError(f"unknown codec {name!r}; known are {', '.join(CODEC_NAMES)}")
     return CODECS[name]
 
 
 def num_chunks(num_elements: int) -> int:
-    """How many chunks a section of `num_elements` has; 0 for an empty one."""
+    """The number of chunks of a section of `num_elements`; 0 for an empty one."""
     if num_elements < 0:
         raise ValueError(f"a section cannot have {num_elements} elements")
     return -(-num_elements // CHUNK_ELEMENTS)
 
 
 def chunk_range(num_elements: int, index: int) -> tuple[int, int]:
-    """(start, stop) of one chunk of a section."""
+    """The (start, stop) of one chunk of a section."""
     start = index * CHUNK_ELEMENTS
     return start, min(start + CHUNK_ELEMENTS, num_elements)
 
 
 def chunk_bounds(num_elements: int) -> list[tuple[int, int]]:
-    """(start, stop) of each chunk: without gaps, in order, all but the last of CHUNK_ELEMENTS."""
+    """The (start, stop) of each chunk, in order and without gaps; all but the last have CHUNK_ELEMENTS."""
     return [chunk_range(num_elements, index) for index in range(num_chunks(num_elements))]
 
 
 def section_bytes(codec: Sized, num_elements: int) -> int:
-    """Sum of the payloads of all chunks of a section."""
+    """The total size of the payloads of all chunks of a section."""
     whole, rest = divmod(num_elements, CHUNK_ELEMENTS)
-    num_chunks(num_elements)  # refuses a negative number
+    num_chunks(num_elements)  # raises for a negative number
     return whole * codec.num_bytes(CHUNK_ELEMENTS) + (codec.num_bytes(rest) if rest else 0)

@@ -1,26 +1,26 @@
-"""Activations and their gradients to bytes and back: what travels between the stages of a pipeline.
+"""Coding of activations and their gradients, which travel between the stages of a pipeline.
 
-A tensor has shape (..., hidden), where the last axis is the hidden axis of one token. The payload is the bytes of one
-token after the other, so its size follows from the shape alone. Unlike the codecs of a swap, which code a flat vector
-in chunks, these never let two tokens share a scale.
+A tensor has shape (..., hidden), where the last axis is the hidden axis of one token. The payload holds the bytes of
+each token in turn, so its size follows from the shape alone. Unlike the codecs of a swap, which code a flat vector in
+chunks, these codecs never let two tokens share a scale.
 
 int8 and int4 cut the channels of a token into blocks of BLOCK_CHANNELS; the last block may be shorter. A token has one
-scale (bf16) for each block, and then the codes of each block.
+scale (bf16) for each block, followed by the codes of each block.
 
 * int8: a value is `code * scale`. Its error is at most half of the scale, and the scale is at most
   max|x| / 127 * (1 + 2^-7) over the block.
-* int4: a block x of n values is rotated first (`hadamard.py`), and its codes are those of the rotated block y. A last
-  block is filled up with zeros to a power of two, at least 2, and the codes of all n rotated values travel. Byte i of a
-  block is code i + 16 * code (i + n / 2). The values are `signs * (codes H) * scale`. The Euclidean norm of the error
-  of a block is at most n / 2 times the scale, and the scale is at most max|y| / (7 n) * (1 + 2^-7). As
-  max|y| <= sqrt(n) |x|, the norm of the block bounds it, too.
+* int4: a block x of n values is rotated first (`hadamard.py`), and the rotated block y is coded. A short last block is
+  padded with zeros to a power of two, at least 2, and the codes of all n rotated values travel. Byte i of a block is
+  code i + 16 * code (i + n / 2). The values are `signs * (codes H) * scale`. The Euclidean norm of the error of a block
+  is at most n / 2 times the scale, and the scale is at most max|y| / (7 n) * (1 + 2^-7). As max|y| <= sqrt(n) |x|, the
+  norm of the block bounds it, too.
 
-Both bounds hold for each block of each token, so a channel that is far larger than the rest costs precision in its own
-block only. To both, rounding in fp32 adds at most 2^-13 of the norm of the block; a scale is at least 2^-126.
-Decoding to fp32 is exact, as codes are small integers, so every machine decodes the same numbers.
+Both bounds hold for each block of each token, so a channel that is far larger than the rest costs precision only in its
+own block. To both, rounding in fp32 adds at most 2^-13 of the norm of the block; a scale is at least 2^-126. Decoding
+to fp32 is exact, as codes are small integers, so every machine decodes the same numbers.
 
-Values round to nearest, gradients as well. Stochastic rounding has no bias, but leaves a larger error in a weight
-gradient, because signs that change from token to token already keep the errors of tokens apart
+Values and gradients round to nearest. Stochastic rounding has no bias, but leaves a larger error in a weight gradient,
+because the signs of gradients already vary from token to token and keep the errors of tokens apart
 (benchmarks/activation_codecs.py).
 """
 
@@ -40,14 +40,14 @@ from noloco_p2p.codec.hadamard import LARGEST_ORDER, hadamard, signs
 from noloco_p2p.errors import CorruptPayload, NotFinite
 
 BLOCK_CHANNELS = LARGEST_ORDER
-LARGEST = torch.finfo(torch.bfloat16).max  # of a decoded value, so that fp32 and bf16 can both hold it
+LARGEST = torch.finfo(torch.bfloat16).max  # of a decoded value, so that both fp32 and bf16 can hold it
 
-# What is worked on stays in a core's cache; an accelerator wants few and large kernels.
+# On a CPU the working set stays in a core's cache; an accelerator wants few and large kernels.
 CPU_CHUNK_ELEMENTS, ACCELERATOR_CHUNK_ELEMENTS = 1 << 18, 1 << 24
 
 
 class ActivationCodec(Protocol):
-    """Stateless: the same values give the same bytes, and the same bytes the same values, on every call."""
+    """A codec of activations. It is stateless and deterministic in both directions."""
 
     @property
     def name(self) -> str:
@@ -55,29 +55,29 @@ class ActivationCodec(Protocol):
         ...
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """Exact size of the payload of a tensor of that shape. Raises ValueError for what is not (..., hidden)."""
+        """The exact size of the payload of a tensor of that shape. Raises ValueError unless it is (..., hidden)."""
         ...
 
     def encode(self, values: Tensor) -> memoryview:
-        """The payload, in memory of its own, of a tensor (..., hidden) in any floating dtype, on any device.
+        """Return the payload, in new memory, of a tensor (..., hidden) in any floating dtype, on any device.
 
-        The work is done where `values` lies, and only coded bytes come to the CPU (one synchronisation). `values` is
-        not changed. Raises ValueError for another kind of tensor, and for a value that is not finite or too large for
-        the codec: before anything is sent, as the sender of a bad frame is at fault.
+        The work is done on the device of `values`, and only coded bytes are copied to the CPU (one synchronisation).
+        `values` is not changed. Raises ValueError for another kind of tensor, and for a value that is not finite or too
+        large for the codec. The sender checks this before sending, because a receiver blames it for a bad frame.
         """
         ...
 
     def check(self, payload: bytes | memoryview, *, shape: Sequence[int]) -> None:
-        """Raises what `decode` would raise, without making the values: for a frame that is kept coded."""
+        """Raise what `decode` would raise, without decoding: for a frame that is kept coded."""
         ...
 
     def decode(
         self, payload: bytes | memoryview, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device = CPU
     ) -> Tensor:
-        """New memory of that shape, dtype and device. Every value is finite; fp16 saturates at its largest.
+        """Decode to a new tensor of that shape, dtype and device. Every value is finite; fp16 saturates at its largest.
 
-        Raises CorruptPayload for another length and NotFinite for what no encoder writes: the caller, who knows the
-        sender, names it.
+        Raises CorruptPayload for a wrong length and NotFinite for bytes that no encoder writes. The caller, who knows
+        the sender, adds its name.
         """
         ...
 
@@ -119,9 +119,9 @@ class RawActivationCodec:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Neighbouring blocks of one width in each token: their channels, and their places in the bytes of a token."""
+    """Adjacent blocks of one width in each token: their channels, and their positions in the bytes of a token."""
 
-    channels: slice  # fewer than num_blocks * width in a last block that is filled up
+    channels: slice  # fewer than num_blocks * width if the last block is padded
     num_blocks: int
     width: int
     scale_bytes: slice
@@ -130,7 +130,9 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class BlockActivationCodec:
-    """Codes -max_code..max_code with one bf16 scale a block. `is_rotated`: rotated first, and two codes in a byte."""
+    """Codes -max_code..max_code with one bf16 scale per block. `is_rotated`: rotate first, and put two codes in a
+    byte.
+    """
 
     name: str
     max_code: int
@@ -149,11 +151,12 @@ class BlockActivationCodec:
                 self._encode_span(tokens, coded, span=span, chunk=chunk)
         coded = coded.cpu()
         if not self._scales_valid(coded, hidden=hidden):
-            raise refused_value(tokens.flatten(), name=self.name)  # NaN and infinity end up in the scale of their block
+            # NaN and infinity show up in the scale of their block
+            raise refused_value(tokens.flatten(), name=self.name)
         return coded.flatten().numpy().data
 
     def check(self, payload: bytes | memoryview, *, shape: Sequence[int]) -> None:
-        self._checked(payload, shape=shape)  # any code is a number: the scales decide
+        self._checked(payload, shape=shape)  # any code is valid, so only the scales are checked
 
     def decode(
         self, payload: bytes | memoryview, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device = CPU
@@ -167,7 +170,7 @@ class BlockActivationCodec:
         return values.view(*shape)
 
     def _encode_span(self, tokens: Tensor, coded: Tensor, *, span: _Span, chunk: range) -> None:
-        """A chunk of `tokens` (tokens, hidden) into its places in `coded` (tokens, bytes of a token)."""
+        """Code a chunk of `tokens` (tokens, hidden) into its places in `coded` (tokens, bytes per token)."""
         blocks = torch.empty(len(chunk), span.num_blocks, span.width, dtype=torch.float32, device=tokens.device)
         num_channels, flat = span.channels.stop - span.channels.start, blocks.flatten(1)
         flat[:, :num_channels].copy_(tokens[chunk.start : chunk.stop, span.channels])
@@ -184,7 +187,7 @@ class BlockActivationCodec:
         _codes(coded, span=span, chunk=chunk).copy_(blocks)
 
     def _decode_span(self, coded: Tensor, values: Tensor, *, span: _Span, chunk: range) -> None:
-        """The inverse of `_encode_span`: a chunk of `values` (tokens, hidden) is written."""
+        """The inverse of `_encode_span`: writes a chunk of `values` (tokens, hidden)."""
         codes = _codes(coded, span=span, chunk=chunk)
         blocks = torch.empty(len(chunk), span.num_blocks, span.width, dtype=torch.float32, device=coded.device)
         if self.is_rotated:
@@ -199,7 +202,7 @@ class BlockActivationCodec:
         out.copy_(_saturated(blocks.flatten(1)[:, : out.shape[1]], dtype=values.dtype))
 
     def _checked(self, payload: bytes | memoryview, *, shape: Sequence[int]) -> Tensor:
-        """Shape (tokens, bytes of a token), on the CPU."""
+        """Return the checked payload on the CPU, shape (tokens, bytes per token)."""
         num_tokens, hidden = _num_tokens_and_hidden(shape)
         coded = _payload_bytes(payload, codec=self, shape=shape).view(num_tokens, self._token_bytes(hidden))
         if not self._scales_valid(coded, hidden=hidden):
@@ -209,7 +212,9 @@ class BlockActivationCodec:
         return coded
 
     def _scales_valid(self, coded: Tensor, *, hidden: int) -> bool:
-        """Normal, positive, and no decoded value beyond LARGEST, whatever the codes (one more than max_code)."""
+        """Whether scales are normal, positive, and keep decoded values within LARGEST for any code (up to max_code +
+        1).
+        """
         return all(
             within(_scales(coded, span=span), lowest=FLOAT32.tiny, highest=self._largest_scale(span))
             for span in self._spans(hidden)
@@ -238,14 +243,14 @@ class BlockActivationCodec:
         return self._spans(hidden)[-1].code_bytes.stop if hidden else 0
 
     def _width(self, channels: int) -> int:
-        """The codes of a block of that many channels."""
+        """The number of codes of a block of that many channels."""
         return max(2, 1 << (channels - 1).bit_length()) if self.is_rotated else channels
 
     def _code_bytes(self, width: int) -> int:
         return width // 2 if self.is_rotated else width
 
     def _order(self, span: _Span) -> int:
-        """What the rotation multiplies by, applied twice."""
+        """The factor that rotating twice multiplies by."""
         return span.width if self.is_rotated else 1
 
 
@@ -262,7 +267,7 @@ ACTIVATION_CODEC_NAMES = tuple(ACTIVATION_CODECS)
 
 
 def get_activation_codec(name: str) -> ActivationCodec:
-    """The codec that a run spec calls `name`. Raises ValueError with the known names."""
+    """Return the codec that a run spec calls `name`. Raises ValueError, which lists the known names."""
     if name not in ACTIVATION_CODECS:
         raise ValueError(f"unknown activation codec {name!r}; known are {', '.join(ACTIVATION_CODEC_NAMES)}")
     return ACTIVATION_CODECS[name]
@@ -275,7 +280,7 @@ def _num_tokens_and_hidden(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _as_tokens(values: Tensor) -> Tensor:
-    """Shape (tokens, hidden), detached; a view where one is possible."""
+    """Shape (tokens, hidden), detached; a view where possible."""
     num_tokens, hidden = _num_tokens_and_hidden(values.shape)
     if not values.is_floating_point():
         raise ValueError(f"activations are floating-point numbers, not {values.dtype}")
@@ -283,7 +288,7 @@ def _as_tokens(values: Tensor) -> Tensor:
 
 
 def _payload_bytes(payload: bytes | memoryview, *, codec: ActivationCodec, shape: Sequence[int]) -> Tensor:
-    """The payload as a uint8 tensor, only to be read. Raises CorruptPayload when its length is wrong."""
+    """The payload as a read-only uint8 tensor. Raises CorruptPayload when its length is wrong."""
     view, expected = memoryview(payload), codec.num_bytes(shape)
     if view.nbytes != expected:
         raise CorruptPayload(
@@ -292,36 +297,39 @@ def _payload_bytes(payload: bytes | memoryview, *, codec: ActivationCodec, shape
         )
     if not expected:
         return torch.empty(0, dtype=torch.uint8)
-    # Read-only memory is copied, as torch warns of it.
+    # Read-only memory is copied, because torch warns about it.
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
 
 
 def _chunks(num_tokens: int, width: int, *, device: torch.device) -> Iterator[range]:
-    """Runs of tokens, `width` elements each."""
+    """Yield ranges of tokens, `width` elements per token, as chunks of work."""
     num_elements = CPU_CHUNK_ELEMENTS if device.type == "cpu" else ACCELERATOR_CHUNK_ELEMENTS
     step = max(1, num_elements // width)
     return (range(start, min(start + step, num_tokens)) for start in range(0, num_tokens, step))
 
 
 def _codes(coded: Tensor, *, span: _Span, chunk: range) -> Tensor:
-    """A view, int8, shape (tokens of the chunk, num_blocks of the span, bytes of a block)."""
+    """A view of the codes, int8, shape (tokens of the chunk, num_blocks of the span, bytes per block)."""
     code_bytes = coded[chunk.start : chunk.stop, span.code_bytes].view(torch.int8)
     return code_bytes.unflatten(1, (span.num_blocks, -1))
 
 
 def _scales(coded: Tensor, *, span: _Span) -> Tensor:
-    """fp32, shape (tokens, num_blocks of the span). A copy, as scales begin at an odd address in some tokens."""
+    """The scales in fp32, shape (tokens, num_blocks of the span). A copy, since scales may start at an odd address."""
     return coded[:, span.scale_bytes].clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
 
 
 def _times_hadamard(blocks: Tensor) -> Tensor:
-    """Shape (tokens, blocks, width), in fp32 also under autocast, which leaves calls with `out` alone."""
+    """Multiply by the Hadamard matrix in fp32, also under autocast. Shape (tokens, blocks, width).
+
+    Autocast does not affect calls with `out`.
+    """
     out = torch.empty_like(blocks)
     torch.mm(blocks.flatten(0, 1), hadamard(blocks.shape[2], blocks.device), out=out.flatten(0, 1))
     return out
 
 
 def _saturated(values: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Without what would be infinite in `dtype`: all values are within LARGEST, so only fp16 needs it."""
+    """Clamp what would be infinite in `dtype`. All values are within LARGEST, so only fp16 needs it."""
     largest = torch.finfo(dtype).max
-    return values.float().clamp(-largest, largest) if largest < LARGEST else values  # bf16 has no 65504
+    return values.float().clamp(-largest, largest) if largest < LARGEST else values  # bf16 cannot represent 65504

@@ -1,4 +1,4 @@
-"""What every codec promises, and the checks that all of them share."""
+"""The interface of every codec, and the checks that they share."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import Tensor
 
 from noloco_p2p.errors import CorruptPayload
 
-CHUNK_ELEMENTS = 262_144  # 1 MiB of fp32: stays in a core's cache, and every coded chunk is a good gRPC message
+CHUNK_ELEMENTS = 262_144  # 1 MiB of fp32: fits a core's cache, and a coded chunk is a well-sized gRPC message
 
 CPU = torch.device("cpu")
 
-assert sys.byteorder == "little", "payloads are little-endian and are read as the machine's own numbers"
+assert sys.byteorder == "little", "payloads are little-endian and are read as native numbers"
 
 
 class Scratch:
-    """Memory for intermediate values that is used again from chunk to chunk, by one thread at a time.
+    """Memory for intermediate values that is reused from chunk to chunk, by one thread at a time.
 
-    Memory that is new to the process costs more than the arithmetic in it.
+    Memory that is new to the process costs more than the arithmetic on it.
     """
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[str, torch.device], Tensor] = {}
 
     def take(self, name: str, num_elements: int, *, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """Shape (num_elements,), at most a chunk; the same memory for the same name, so that each use has its own."""
+        """Return memory of shape (num_elements,), at most a chunk. The same name returns the same memory."""
         key = (name, device)
         if key not in self._tensors:
             self._tensors[key] = torch.empty(CHUNK_ELEMENTS, dtype=dtype, device=device)
@@ -43,28 +43,30 @@ class Sized(Protocol):
         ...
 
     def num_bytes(self, num_elements: int) -> int:
-        """Exact size of the payload of a chunk; ValueError unless 0 <= num_elements <= CHUNK_ELEMENTS."""
+        """The exact size of the payload of a chunk. Raises ValueError unless 0 <= num_elements <= CHUNK_ELEMENTS."""
         ...
 
 
 class Codec(Sized, Protocol):
-    """Vector <-> bytes for one chunk. Stateless: the same values give the same bytes on every call."""
+    """Codes one chunk of a vector as bytes, and back. It is stateless and deterministic."""
 
     def encode_into(self, values: Tensor, out: Tensor, *, scratch: Scratch) -> None:
         """Code a chunk: 1-D, contiguous, any floating dtype, any device, at most CHUNK_ELEMENTS.
 
-        out: uint8 on the CPU, shape (num_bytes,). The work is done where `values` lies; only coded bytes come to the
-        CPU (one synchronisation). `values` is not changed. Raises ValueError for another shape and for a value that is
-        not finite or too large for the codec; `out` is then worth nothing.
+        out: uint8 on the CPU, shape (num_bytes,). The work is done on the device of `values`; only coded bytes are
+        copied to
+        the CPU (one synchronisation). `values` is not changed. Raises ValueError for another shape and for a value
+        that is
+        not finite or too large for the codec; the content of `out` is then undefined.
         """
         ...
 
     def encode(self, values: Tensor) -> bytes:
-        """What `encode_into` writes, in memory of its own."""
+        """Return what `encode_into` writes, in new memory."""
         ...
 
     def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
-        """Raises what `decode` would raise, without making the values: for a chunk that is kept coded."""
+        """Raise what `decode` would raise, without decoding: for a chunk that is kept coded."""
         ...
 
     def decode(
@@ -75,10 +77,10 @@ class Codec(Sized, Protocol):
         out: Tensor | None = None,
         scratch: Scratch | None = None,
     ) -> Tensor:
-        """fp32 on the CPU, shape (num_elements,), every value finite: `out`, or a new tensor.
+        """Decode to fp32 on the CPU, shape (num_elements,), every value finite, into `out` or a new tensor.
 
-        Raises CorruptPayload for another length and for values that are not finite once decoded; the caller, who
-        knows the sender, names it. Raises ValueError for a `num_elements` that no chunk can have.
+        Raises CorruptPayload for a wrong length and for values that are not finite once decoded; the caller, who knows
+        the sender, adds its name. Raises ValueError for a `num_elements` that no chunk can have.
         """
         ...
 
@@ -89,7 +91,7 @@ def check_num_elements(num_elements: int) -> None:
 
 
 def check_values(values: Tensor) -> None:
-    """Raises ValueError when `values` is not a chunk. Looks at the shape and dtype only, never at the elements."""
+    """Raise ValueError when `values` is not a chunk. Checks the shape and dtype only, never the elements."""
     if values.ndim != 1 or not values.is_contiguous() or not values.is_floating_point():
         shape = tuple(values.shape)
         raise ValueError(f"a chunk is a contiguous 1-D floating tensor, not {values.dtype} of shape {shape}")
@@ -97,7 +99,7 @@ def check_values(values: Tensor) -> None:
 
 
 def check_length(payload: bytes | memoryview, *, codec: Sized, num_elements: int) -> None:
-    """Raises CorruptPayload for a chunk of another length."""
+    """Raise CorruptPayload for a chunk of the wrong length."""
     expected, received = codec.num_bytes(num_elements), memoryview(payload).nbytes
     if received != expected:
         raise CorruptPayload(
@@ -107,12 +109,12 @@ def check_length(payload: bytes | memoryview, *, codec: Sized, num_elements: int
 
 
 def payload_bytes(payload: bytes | memoryview, *, codec: Codec, num_elements: int) -> Tensor:
-    """The payload as a uint8 tensor, only to be read; CorruptPayload when its length is wrong."""
+    """The payload as a read-only uint8 tensor. Raises CorruptPayload when its length is wrong."""
     check_length(payload, codec=codec, num_elements=num_elements)
     if not memoryview(payload).nbytes:
         return torch.empty(0, dtype=torch.uint8)
     view = memoryview(payload)
-    # The copy costs 11 us for bf16; torch warns of read-only memory.
+    # The copy costs 11 us for bf16; torch warns about read-only memory.
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
 
 
@@ -132,7 +134,10 @@ def within(values: Tensor, *, lowest: float, highest: float) -> bool:
 
 
 def refused_value(values: Tensor, *, name: str) -> ValueError:
-    """The error for a flat tensor that cannot be coded; names the first element that is not finite, or the largest."""
+    """Return the error for a flat tensor that cannot be coded.
+
+    It names the first element that is not finite, or the largest one.
+    """
     bad = torch.nonzero(~torch.isfinite(values.detach()))
     index = int(bad[0]) if len(bad) else int(values.detach().abs().argmax())
     what = "is not finite" if len(bad) else f"is too large for {name}"

@@ -1,19 +1,20 @@
 """int8, int4, int2 and sign1: blocks of elements that share a scale.
 
-Payload of a chunk of n elements: ceil(n / block) scales (bf16), then the codes. An element is `code * scale`.
+The payload of a chunk of n elements is ceil(n / block) scales (bf16), then the codes. An element is `code * scale`.
 
-* int8, int4: a scale is (largest magnitude of the block) / max_code, rounded *up* to bf16: no code is ever above
+* int8, int4: a scale is (largest magnitude of the block) / max_code, rounded *up* to bf16. No code is ever above
   max_code, so nothing clips and no clamp is needed.
 * int2, sign1: the codes are odd (-3, -1, 1, 3 and -1, 1), and larger elements clip. The scale of int2 is 0.4979 times
   the root mean square of the block: with that step four equidistant levels have the least mean squared error for a
   Gaussian, 0.1188 (J. Max, "Quantizing for minimum distortion", IRE Trans. Inf. Theory 6, 1960, table II; levels that
-  are not equidistant reach 0.1175). The scale of sign1 is the mean magnitude, which is best for signs of anything.
+  are not equidistant reach 0.1175). The scale of sign1 is the mean magnitude, which is optimal for signs.
 * A scale is at least the smallest normal number (also for a block of zeros), so its reciprocal is finite and flushed
   subnormals change nothing.
-* A code of up to 8 bits times a bf16 of 8 significant bits is exact in fp32: every machine decodes the same numbers.
-* Codes that share a byte are not neighbours: int4 packs element i of the first half of the chunk with element i of the
-  second half, `low + 16 * high`, int2 packs four quarters and sign1 eight eighths. Each part is then a plain run of
-  memory, which is what vector units like.
+* The product of a code of up to 8 bits and a bf16 of 8 significant bits is exact in fp32, so every machine decodes the
+  same numbers.
+* Codes that share a byte are not adjacent: int4 packs element i of the first half of the chunk with element i of the
+  second half, `low + 16 * high`, int2 packs four quarters and sign1 eight eighths. Each part is then contiguous in
+  memory, which suits vector units.
 """
 
 from __future__ import annotations
@@ -40,18 +41,19 @@ from noloco_p2p.errors import NotFinite
 FLOAT32 = torch.finfo(torch.float32)
 SCALE_BYTES = 2
 GAUSSIAN_SCALE = 0.9957 / 2  # of int2: half a step, for a root mean square of 1
-# Of the fields in a byte: what each but the lowest counts, and the factor that moves each to the top.
+# For the fields of a byte: the weight of each but the lowest, and the factor that moves each to the top.
 PLACES = {bits: torch.tensor([float(1 << j) for j in range(bits, 8, bits)]) for bits in (1, 2)}
 TO_THE_TOP = {bits: torch.tensor([1 << 8 - bits - j for j in range(0, 8, bits)]).to(torch.int8) for bits in (1, 2)}
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCodec:
-    """Symmetric codes -max_code..max_code, `codes_a_byte` of them in a byte, one bf16 scale for `block_elements`.
+    """Symmetric codes -max_code..max_code, `codes_a_byte` of them per byte, with one bf16 scale per `block_elements`.
 
-    quantize: takes blocks, shape (num_blocks, block_elements), the last one filled up with zeros beyond num_elements,
-    and memory of that shape. It leaves whole numbers there, which `pack` takes and may overwrite, and returns the
-    scales: bf16 values in fp32, not valid where a block is not finite.
+    quantize: takes blocks of shape (num_blocks, block_elements), of which the last is padded with zeros beyond
+    num_elements, and memory of that shape. It writes integers there, which `pack` takes and may overwrite, and
+    returns the
+    scales: bf16 values in fp32, invalid where a block is not finite.
     """
 
     name: str
@@ -77,15 +79,15 @@ class BlockCodec:
         scales = self.quantize(blocks, num_elements, workspace)
         coded = out if values.device == out.device else torch.empty_like(out, device=values.device)
         scale_bytes, code_bytes = self._parts(coded, num_elements=num_elements)
-        scale_bytes.copy_(scales)  # exact: they are bf16 values already
+        scale_bytes.copy_(scales)  # exact: they are already bf16 values
         self.pack(workspace.view(-1), code_bytes)
         if coded is not out:
             out.copy_(coded)
         if not self._scales_valid(self._parts(out, num_elements=num_elements)[0]):
-            raise refused_value(values, name=self.name)  # NaN and infinity end up in the scale of their block
+            raise refused_value(values, name=self.name)  # NaN and infinity show up in the scale of their block
 
     def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
-        self._checked(payload, num_elements=num_elements)  # any code is a number: the scales decide
+        self._checked(payload, num_elements=num_elements)  # any code is valid, so only the scales are checked
 
     def decode(
         self,
@@ -117,12 +119,14 @@ class BlockCodec:
         return -(-num_elements // self.block_elements)
 
     def _as_blocks(self, values: Tensor) -> Tensor:
-        """Shape (num_blocks, block_elements); a view, unless the last block is short and gets zeros."""
+        """Shape (num_blocks, block_elements); a view, unless the last block is short and needs padding."""
         missing = -values.numel() % self.block_elements
         return (pad(values, (0, missing)) if missing else values).view(-1, self.block_elements)
 
     def _scales_valid(self, scales: Tensor) -> bool:
-        """Normal, positive, and `code * scale` finite for each code that a byte can hold (one more than max_code)."""
+        """Whether scales are normal, positive, and `code * scale` is finite for any code in a byte (up to max_code +
+        1).
+        """
         return within(scales.float(), lowest=FLOAT32.tiny, highest=FLOAT32.max / (self.max_code + 1))
 
     def _parts(self, coded: Tensor, *, num_elements: int) -> tuple[Tensor, Tensor]:
@@ -132,9 +136,10 @@ class BlockCodec:
 
 
 def block_scales(largest: Tensor, *, max_code: int) -> Tensor:
-    """bf16 values in fp32 from the largest magnitude of each block; not valid where that is not finite."""
+    """Scales from the largest magnitude of each block: bf16 values in fp32, invalid if the magnitude is not finite."""
     scales = (largest / max_code).clamp_min_(FLOAT32.tiny)
-    scales.view(torch.int32).add_(0xFFFF).bitwise_and_(~0xFFFF)  # up to the next bf16: its bits are the upper 16
+    # round up to the next bf16, whose bits are the upper 16
+    scales.view(torch.int32).add_(0xFFFF).bitwise_and_(~0xFFFF)
     return scales
 
 
@@ -145,7 +150,7 @@ def quantize_largest(blocks: Tensor, num_elements: int, workspace: Tensor, *, ma
 
 
 def quantize_rms(blocks: Tensor, num_elements: int, workspace: Tensor) -> Tensor:
-    """Leaves c of the nearest code 2 c + 1, within -2..1."""
+    """Write c of the nearest code 2 c + 1, within -2..1."""
     block_elements = blocks.shape[1]
     scales = torch.linalg.vector_norm(blocks, dim=1).mul_(GAUSSIAN_SCALE * block_elements**-0.5)
     if rest := num_elements % block_elements:
@@ -156,7 +161,7 @@ def quantize_rms(blocks: Tensor, num_elements: int, workspace: Tensor) -> Tensor
 
 
 def quantize_signs(blocks: Tensor, num_elements: int, workspace: Tensor) -> Tensor:
-    """Leaves c of the code 2 c + 1: -1 below zero, or 0."""
+    """Write c of the code 2 c + 1: -1 for negative values, else 0."""
     block_elements = blocks.shape[1]
     scales = torch.abs(blocks, out=workspace).sum(dim=1).mul_(1 / block_elements)
     if rest := num_elements % block_elements:
@@ -178,35 +183,33 @@ def unpack_bytes(code_bytes: Tensor, codes: Tensor, scratch: Scratch) -> None:
 
 
 def pack_nibbles(codes: Tensor, code_bytes: Tensor) -> None:
-    """The high code of an odd number's last byte is 0."""
+    """Pack two codes per byte. With an odd number of codes, the high code of the last byte is 0."""
     half = code_bytes.numel()
-    packed = codes[:half].add_(codes[half : 2 * half], alpha=16)  # at most 7 + 16 * 7 = 119: fits a signed byte
+    packed = codes[:half].add_(codes[half : 2 * half], alpha=16)  # at most 7 + 16 * 7 = 119, which fits a signed byte
     code_bytes.copy_(packed)
 
 
 def unpack_nibbles(code_bytes: Tensor, codes: Tensor, scratch: Scratch) -> None:
     half = code_bytes.numel()
     nibbles = scratch.take("nibbles", half, dtype=torch.int8)
-    torch.bitwise_left_shift(code_bytes, 4, out=nibbles).bitwise_right_shift_(
-        4
-    )  # extends the sign of the low four bits
+    torch.bitwise_left_shift(code_bytes, 4, out=nibbles).bitwise_right_shift_(4)  # extend the sign of the low four bits
     codes[:half].copy_(nibbles)
     torch.sub(code_bytes, nibbles, out=nibbles).bitwise_right_shift_(4)
     codes[half:].copy_(nibbles[: codes.numel() - half])
 
 
 def pack_odd(codes: Tensor, code_bytes: Tensor, *, bits: int) -> None:
-    """`codes` holds c of each code 2 c + 1.
+    """Pack odd codes. `codes` holds c of each code 2 c + 1.
 
-    c of element i + j * len(code_bytes) is the signed field of `bits` bits of byte i, from bit `bits * j` on. Fields
-    beyond the last element are 0.
+    c of element i + j * len(code_bytes) is the signed field of `bits` bits of byte i, starting at bit `bits * j`.
+    Fields beyond the last element are 0.
     """
     size, num_fields, half = code_bytes.numel(), 8 // bits, 1 << bits - 1
-    # One product is faster than a sum for each field, and exact: these are whole numbers below 256.
+    # One product is faster than a sum per field, and exact: these are whole numbers below 256.
     others = codes[size : num_fields * size].view(num_fields - 1, size)
     packed = codes[:size].addmv_(others.t(), PLACES[bits].to(codes.device))
-    # With `half` added to every c, the sum is the byte of these unsigned fields; less 128 it is a signed byte, with the
-    # topmost bit flipped. Flipping the top bits of the other fields, too, takes `half` off again.
+    # With `half` added to every c, the sum is the byte of these unsigned fields. Minus 128 it is a signed byte with the
+    # topmost bit flipped. Flipping the top bits of the other fields, too, subtracts `half` again.
     lift = half * 255 // ((1 << bits) - 1) - 128
     code_bytes.copy_(packed.add_(lift)).bitwise_xor_(lift)
 
@@ -214,8 +217,8 @@ def pack_odd(codes: Tensor, code_bytes: Tensor, *, bits: int) -> None:
 def unpack_odd(code_bytes: Tensor, codes: Tensor, scratch: Scratch, *, bits: int) -> None:
     size, num_fields = code_bytes.numel(), 8 // bits
     fields = scratch.take("fields", num_fields * size, dtype=torch.int8).view(num_fields, size)
-    # Each field goes to the top of its byte, and down again to all but one bit: 2 c, and a bit below it that becomes 1.
-    # A product of signed bytes keeps the low eight bits, and is faster than a shift.
+    # Each field moves to the top of its byte, and down again to all but one bit: 2 c, and a bit below it that becomes
+    # 1. A product of signed bytes keeps the low eight bits, and is faster than a shift.
     torch.mul(code_bytes, TO_THE_TOP[bits][:, None], out=fields)
     codes.copy_(fields.bitwise_right_shift_(7 - bits).bitwise_or_(1).view(-1)[: codes.numel()])
 
@@ -228,7 +231,7 @@ INT8 = BlockCodec(
     quantize=partial(quantize_largest, max_code=127),
     pack=pack_bytes,
     unpack=unpack_bytes,
-)  # 1.0078 bytes a parameter
+)  # 1.0078 bytes per parameter
 INT4 = BlockCodec(
     name="int4",
     block_elements=128,
@@ -237,7 +240,7 @@ INT4 = BlockCodec(
     quantize=partial(quantize_largest, max_code=7),
     pack=pack_nibbles,
     unpack=unpack_nibbles,
-)  # 0.5156 bytes a parameter
+)  # 0.5156 bytes per parameter
 INT2 = BlockCodec(
     name="int2",
     block_elements=128,
@@ -246,7 +249,7 @@ INT2 = BlockCodec(
     quantize=quantize_rms,
     pack=partial(pack_odd, bits=2),
     unpack=partial(unpack_odd, bits=2),
-)  # 0.2656 bytes a parameter
+)  # 0.2656 bytes per parameter
 SIGN1 = BlockCodec(
     name="sign1",
     block_elements=256,
@@ -255,4 +258,4 @@ SIGN1 = BlockCodec(
     quantize=quantize_signs,
     pack=partial(pack_odd, bits=1),
     unpack=partial(unpack_odd, bits=1),
-)  # 0.1328 bytes a parameter
+)  # 0.1328 bytes per parameter

@@ -1,13 +1,13 @@
-"""The dither that two peers share in a swap: the same bits on every machine, from a seed and a place in the vector.
+"""The dither that two peers share in a swap: the same bits on every machine, from a seed and a position in the vector.
 
 WORDS are DITHER_ELEMENTS fixed 32-bit numbers (the output stream of blake3 of WORDS_KEY, little-endian). Block `b` of a
-section takes two 32-bit numbers from the seed, an odd `a` and any `c`; element i of the block gets
+section derives two 32-bit numbers from the seed, an odd `a` and any `c`; element i of the block gets
 
     dither = int32(a * WORDS[i] + c, wrapped) / 2**32          in [-0.5, 0.5]
 
-Over the seeds each element is uniform, as c is, and two elements are as good as independent: the difference of their
-words times a random odd number. Four times as fast as a hash of each element, and integers only, so that no two
-machines round it differently.
+Over the seeds each element is uniform, because c is, and two elements are nearly independent, because the difference of
+their words is multiplied by a random odd number. This is four times as fast as a hash of each element, and uses
+integers only, so no two machines round it differently.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-DITHER_ELEMENTS = 65_536  # 256 KiB of words: stays in a core's cache
+DITHER_ELEMENTS = 65_536  # 256 KiB of words, which fit a core's cache
 WORDS_KEY = b"noloco_p2p shared dither 1"
 
 
@@ -31,9 +31,10 @@ def dither_seed(swap_id: bytes, section: int) -> int:
 def fill_dither(out: Tensor, *, scratch: Tensor, seed: int, block_index: int) -> None:
     """Write the dither of the first elements of a block into `out` (fp32, at most DITHER_ELEMENTS).
 
-    scratch: int32, as long as `out` and on its device; overwritten. seed: 64 bits. block_index: the place of the block
-    in its section, counted in DITHER_ELEMENTS. Nothing is allocated: memory that is new to the process costs more than
-    the arithmetic.
+    scratch: int32, as long as `out` and on its device; overwritten. seed: 64 bits. block_index: the position of the
+    block
+    in its section, in units of DITHER_ELEMENTS. Allocates nothing, because memory that is new to the process costs more
+    than the arithmetic.
     """
     factor, offset = block_numbers(seed, block_index)
     words = _words(out.device)[: out.numel()]
@@ -42,13 +43,13 @@ def fill_dither(out: Tensor, *, scratch: Tensor, seed: int, block_index: int) ->
 
 
 def block_numbers(seed: int, block_index: int) -> tuple[int, int]:
-    """a (made odd) and c, int32, of a block: from blake3 of seed and block index, 8 bytes each, little-endian."""
+    """Return a (odd) and c, int32, of a block, from blake3 of seed and block index (8 bytes each, little-endian)."""
     a, c = struct.unpack("<ii", blake3(struct.pack("<QQ", seed, block_index)).digest(8))
     return a | 1, c
 
 
 @lru_cache(maxsize=8)
 def _words(device: torch.device) -> Tensor:
-    """int32, shape (DITHER_ELEMENTS,); never changed. Made in 0.3 ms, once per device."""
+    """The words, int32, shape (DITHER_ELEMENTS,), never changed. Computed in 0.3 ms, once per device."""
     words = blake3(WORDS_KEY).digest(4 * DITHER_ELEMENTS)
     return torch.frombuffer(bytearray(words), dtype=torch.int32).to(device)

@@ -1,17 +1,17 @@
-"""A count sketch: a flat vector -> 64 numbers, linear, the same map for all peers of a run at one mark of its schedule.
+"""A count sketch: a linear map from a flat vector to 64 numbers, the same for all peers of a run at one mark.
 
-Element i goes with a sign into one of SKETCH_SIZE buckets; sign and bucket are drawn by a hash of (run, mark, i). The
-square of a sketch's norm is, in the mean over hashes, that of the vector, with a relative standard deviation of
-sqrt(2 / SKETCH_SIZE) = 18 %; as the map is linear, that holds for distances between peers, too. Charikar, Chen,
-Farach-Colton: Finding frequent items in data streams (2002). Each mark has a map of its own, so that the errors at two
-marks are independent and their mean is better than either. Sketches of different marks cannot be compared.
+Element i goes with a sign into one of SKETCH_SIZE buckets; a hash of (run, mark, i) gives sign and bucket. The squared
+norm of a sketch is, in the mean over hashes, that of the vector, with a relative standard deviation of sqrt(2 /
+SKETCH_SIZE) = 18 %. As the map is linear, that also holds for distances between peers. Charikar, Chen, Farach-Colton:
+Finding frequent items in data streams (2002). Each mark has its own map, so the errors at two marks are independent and
+their mean is better than either. Sketches of different marks cannot be compared.
 
-A mark is a fraction of the schedule in units of 1 / MARKS. AT_REST stands for its end: it marks the newest weights of a
-peer that trains no more.
+A mark is a fraction of the schedule in units of 1 / MARKS. AT_REST stands for its end: it marks the final weights of a
+peer that has stopped training.
 
-The hash: a table of 2 x BLOCK_ELEMENTS bytes (the output stream of blake3 of KEY, mark and run), six bits of each byte
-the bucket, the highest one the sign. Block b of the vector uses the table from a place of its own on, with a sign of
-its own, both from blake3 of KEY, mark, run and b. 2 to 3 ns an element on one core; sums are in fp64.
+The hash is a table of 2 x BLOCK_ELEMENTS bytes (the output stream of blake3 of KEY, mark and run). Six bits of each
+byte are the bucket, the highest one is the sign. Block b of the vector reads the table from its own offset, with its
+own sign, both from blake3 of KEY, mark, run and b. It takes 2 to 3 ns per element on one core; sums are in fp64.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from torch import Tensor
 
 SKETCH_SIZE = 64
 MARKS = 1 << 24
-LARGEST_MARK = 1 << 31  # of a peer that trains on long after the end of its schedule
+LARGEST_MARK = 1 << 31  # for a peer that keeps training long after the end of its schedule
 AT_REST = 0xFFFFFFFF
-BLOCK_ELEMENTS = 32_768  # torch splits what is larger among threads, which belong to training
+BLOCK_ELEMENTS = 32_768  # torch splits larger tensors among threads, which belong to training
 KEY = b"noloco_p2p sketch 2"
 LARGEST = 32_767  # of the 16-bit integers that travel
 LARGEST_STEP = 1e30  # so that squares and their sums stay finite
@@ -40,8 +40,11 @@ _PACKED = struct.Struct(f"<Iff{SKETCH_SIZE}h")
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """What a peer publishes. `norm`: Euclidean, of the vector. The numbers are off by up to half a `step`, evenly
-    spread: step^2 / 12 in the mean square."""
+    """What a peer publishes.
+
+    norm: Euclidean norm of the vector. Each number is off by up to half a `step`, uniformly: step^2 / 12 in mean
+    square.
+    """
 
     mark: int
     norm: float
@@ -50,9 +53,9 @@ class Sketch:
 
 
 def sketch(vector: Tensor, *, run: str, mark: int) -> Tensor:
-    """fp64, shape (SKETCH_SIZE,), of a flat fp32 vector on the CPU; `run`: the digest of the run's spec.
+    """Sketch a flat fp32 vector on the CPU: fp64, shape (SKETCH_SIZE,). `run`: the digest of the run's spec.
 
-    The vector is read block by block, nothing of its size is made.
+    The vector is read block by block, and no copy of its size is made.
     """
     key = KEY + struct.pack("<I", mark) + run.encode()
     buckets, signs = _table(key)
@@ -65,16 +68,15 @@ def sketch(vector: Tensor, *, run: str, mark: int) -> Tensor:
 
 
 def norm(vector: Tensor) -> float:
-    """Euclidean norm of a flat fp32 vector, summed in fp64 over blocks."""
+    """The Euclidean norm of a flat fp32 vector, summed in fp64 over blocks."""
     return math.sqrt(sum(float(values.square().sum()) for values in vector.split(BLOCK_ELEMENTS)))
 
 
 def pack(values: Tensor, *, mark: int, norm: float) -> str:
-    """A sketch as 175 letters, or none when it is not finite or all is 0.
+    """Pack a sketch into 175 characters; empty when it is not finite or all zeros.
 
-    Base85 of the mark, the norm, the step between two 16-bit integers, and the integers.
-
-    The error is at most half a step, 1.5e-5 of the largest number: distances of 1e-4 of the norm survive.
+    They are Base85 of the mark, the norm, the step between two 16-bit integers, and the integers. The error is at most
+    half a step, 1.5e-5 of the largest number, so that distances of 1e-4 of the norm survive.
     """
     largest = float(values.abs().max())
     if not (largest < LARGEST_STEP and 0 < norm < LARGEST_STEP):
@@ -85,7 +87,7 @@ def pack(values: Tensor, *, mark: int, norm: float) -> str:
 
 
 def unpack(text: str) -> Sketch | None:
-    """None when the text is no packed sketch, or one of no vector: strangers write records."""
+    """Unpack a sketch. Returns None for invalid text, because strangers write records."""
     try:
         mark, norm, step, *integers = _PACKED.unpack(b85decode(text))
     except (ValueError, struct.error):
@@ -97,12 +99,12 @@ def unpack(text: str) -> Sketch | None:
 
 @lru_cache(maxsize=4)
 def _table(key: bytes) -> tuple[Tensor, Tensor]:
-    """Buckets (int64) and signs (fp32), shape (2 * BLOCK_ELEMENTS,); never changed."""
+    """Buckets (int64) and signs (fp32), shape (2 * BLOCK_ELEMENTS,), never changed."""
     data = torch.frombuffer(bytearray(blake3(key).digest(2 * BLOCK_ELEMENTS)), dtype=torch.uint8)
     return (data & (SKETCH_SIZE - 1)).long(), 1.0 - 2.0 * (data >> 7).float()
 
 
 def _place(key: bytes, block: int) -> tuple[int, float]:
-    """Where block `block` begins in the table, and its sign."""
+    """The offset of block `block` in the table, and its sign."""
     shift, sign = struct.unpack("<HB", blake3(key + struct.pack("<Q", block)).digest(3))
     return shift % BLOCK_ELEMENTS, 1.0 - 2.0 * (sign & 1)

@@ -1,4 +1,4 @@
-"""What a machine has of the data of a run: files, samples, speed, and what is wrong with them."""
+"""Checks the data of a run on this machine: files, samples, speed, and faults."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from noloco_p2p.telemetry.progress import Progress
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROWS_OF_A_FILE = 200  # looked at in each file, when not all of it is
-HUB_SHARDS = 3  # looked at: each is a download
+ROWS_OF_A_FILE = 200  # read from each file, unless all of it is read
+HUB_SHARDS = 3  # read from a hub data set, because each is a download
 SAMPLES = 3
 READ_TOKENS = 1 << 20
 READ_S = 20.0
@@ -55,7 +55,7 @@ def check_data(
     full: bool = False,
     progress: Progress | None = None,
 ) -> DataReport:
-    """Look into every file (`full`: at every row), pack some batches as a peer would, and read the held-out sequences.
+    """Read every file (`full`: every row), pack some batches as a peer would, and read the held-out sequences.
 
     Raises DataError when the run could not train here at all.
     """

@@ -1,7 +1,7 @@
-"""What a source gives, row by row: a document, or what is wrong there.
+"""The rows of a source: documents, or faults.
 
-The hold-out is by hash, because all machines must agree on it without asking each other. `datasets` splits by a seed
-and the number of rows: with one document more on a machine, four in five of its held-out documents are other ones
+Documents are held out by hash, because all machines must agree on them without communication. `datasets` splits by a
+seed and the number of rows: with one more document on a machine, four in five of its held-out documents differ
 (benchmarks/data_library.py).
 """
 
@@ -19,17 +19,17 @@ from noloco_p2p.errors import DataError
 
 log = logging.getLogger(__name__)
 
-REMEMBERED = 100_000  # places; of faults beyond them some are counted once an epoch
-LOGGED_OF_A_FILE = 5  # each by itself; then every tenfold number of them
+REMEMBERED = 100_000  # places of faults; some of those beyond are counted once per epoch
+LOGGED_OF_A_FILE = 5  # individually; after that, each time their number has grown tenfold
 
 
 class Unavailable(DataError):
-    """A piece cannot be read now, and may be in a while."""
+    """A piece cannot be read now, but may be readable later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, or the token ids of one (1-D integers). `name`: a text known by its name rather than its content."""
+    """A text, or the token ids of one (1-D integers). `name`: identifies a text by its name rather than its content."""
 
     content: str | np.ndarray
     origin: str  # for messages: the file or data set it comes from
@@ -39,7 +39,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A line (from 1; of a table a row) that could not be used; `rest`: nor anything of its file behind it."""
+    """An unusable line (from 1; a row in a table). `rest`: the rest of its file is unusable, too."""
 
     file: str
     line: int | None
@@ -56,14 +56,16 @@ Row = Document | Fault | None  # None: a row without a document
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One file or shard. `rows(start)` reads from row `start` on; raises Unavailable."""
+    """One file or shard. `rows(start)` reads from row `start`; raises Unavailable."""
 
     name: str
     rows: Callable[[int], Iterator[Row]]
 
 
 def is_held_out(document: Document, share: float) -> bool:
-    """Whether a document belongs to the `share` kept for validation: its hash decides, so all machines agree."""
+    """Whether a document belongs to the `share` held out for validation, decided by its hash so that all machines
+    agree.
+    """
     if document.name:
         key = document.name.encode()
     elif isinstance(document.content, str):
@@ -88,7 +90,7 @@ class Faults:
 
     def note(self, fault: Fault) -> None:
         place = (fault.file, fault.line)
-        if place in self._seen:  # an epoch comes by again
+        if place in self._seen:  # seen in an earlier epoch
             return
         if len(self._seen) < REMEMBERED:
             self._seen.add(place)
@@ -98,6 +100,6 @@ class Faults:
         if fault.rest or number <= LOGGED_OF_A_FILE:
             log.warning("skipped: %s", fault)
         elif str(number).strip("0") == "1":
-            log.warning("skipped: %d lines of %s by now, the last one for: %s", number, fault.file, fault.reason)
+            log.warning("skipped: %d lines of %s so far, the last one because: %s", number, fault.file, fault.reason)
         if self.on_fault:
             self.on_fault(fault)

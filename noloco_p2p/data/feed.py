@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BYTE_OFFSET = 3  # ByT5: 0 pad, 1 end of text, 2 unknown, then the 256 bytes
-MAX_DOCUMENTS = 64  # encoded at once
+MAX_DOCUMENTS = 64  # encoded together
 MAX_CHARS = 1 << 16
 
 Encode = Callable[[Sequence[Document]], list[np.ndarray]]
 
 
 class Feed:
-    """`read` gives a few documents at a time. `state_dict` is where the next one stands."""
+    """`read` returns a few documents at a time. `state_dict` is the position of the next one."""
 
     def __init__(
         self,
@@ -50,15 +50,16 @@ class Feed:
         self._holdout = holdout
         self._faults = faults
         self._stop = stop
-        self._found = False  # a document in this epoch
+        self._found = False  # whether this epoch has had a document
         self._reader: Reader
         self._documents: Iterator[Document]
         self._open(START)
 
     def read(self) -> list[np.ndarray]:
-        """Token ids of the next documents, one array each; none at the end of an epoch, and then the next one begins.
+        """Return the token ids of the next documents, one array each; an empty list ends an epoch, and the next one
+        begins.
 
-        Raises DataError when a whole epoch held no document, or none could be read for long.
+        Raises DataError when a whole epoch had no document, or none could be read for a long time.
         """
         while documents := self._next_documents():
             if arrays := self._encode(documents):
@@ -84,15 +85,16 @@ class Feed:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """False, with a warning, when files came or went since: their old order is gone, and a new epoch begins.
+        """Return False, with a warning, if files were added or removed: their order has changed, and a new epoch
+        begins.
 
-        Raises KeyError, TypeError or ValueError for what `state_dict` did not give.
+        Raises KeyError, TypeError or ValueError for anything that `state_dict` does not return.
         """
         self.epoch, self.taken_tokens = int(state["epoch"]), int(state["taken_tokens"])
         place, known = Place.from_list(state["place"]), state["source"] == self._source.fingerprint
         if not known:
             self.epoch, place = self.epoch + (place != START), START
-            log.warning("the files of %s are not those of before: data epoch %d starts", self.name, self.epoch)
+            log.warning("the files of %s have changed: data epoch %d starts", self.name, self.epoch)
         self._found = known and place != START
         self._open(place)
         return known
@@ -116,11 +118,12 @@ class Feed:
 
 
 def make_encoder(data: DataSpec, tokenizer: PreTrainedTokenizerBase, faults: Faults) -> Encode:
-    """A function from documents to the token ids (int32) of each, with the end-of-text token behind them.
+    """Return a function from documents to the token ids (int32) of each, followed by the end-of-text token.
 
-    Several texts at once, as a tokenizer of the hub spreads them over the cores. Bytes are added up directly: the
-    tokenizer's own path runs in Python, a letter at a time, and it would read a "</s>" in a text as the end of the
-    text. Token ids that do not fit the tokenizer are a fault, and left out. Raises DataError for a tokenizer of no use.
+    It encodes several texts at once, because a hub tokenizer spreads them over the cores. Bytes are computed
+    directly: the
+    tokenizer's own path runs in Python, one letter at a time, and would read a "</s>" in a text as the end of the text.
+    Token ids that do not fit the tokenizer are a fault, and left out. Raises DataError for an unusable tokenizer.
     """
     end, num_ids = tokenizer.eos_token_id, len(tokenizer)
     if not isinstance(end, int):

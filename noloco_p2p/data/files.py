@@ -1,11 +1,11 @@
 """Files of this machine, row by row: text, JSON lines (both also .gz) and Parquet.
 
 A row is a document, nothing (an empty line), or a fault with its line and reason. Rows are numbered in file order, so
-that reading can begin at any of them. What may be better in a while (a network file system) raises Unavailable.
+that reading can start at any of them. An error that may be temporary (a network file system) raises Unavailable.
 
-The builders of `datasets` keep two promises less: their errors name no file, and reading ends at a line that is no JSON
-or has other fields, at a damaged group of rows, and at a file that breaks off, with all files behind it. With them a
-process also holds 330 MiB more, and reads .json.gz at half the speed (benchmarks/data_library.py).
+The builders of `datasets` break two of these promises: their errors name no file, and reading ends, for all later files
+too, at a line that is not JSON or has other fields, at a damaged row group, and at a truncated file. With them a
+process also uses 330 MiB more, and reads .json.gz at half the speed (benchmarks/data_library.py).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from pyarrow import Table
 
 ROWS_A_READ = 256
-MAX_LINE_BYTES = 64 << 20  # a longer line is a fault, and is never held whole
-TEXT_PIECE_CHARS = 64 * 1024  # a longer text file becomes several documents, cut at a blank line where there is one
+MAX_LINE_BYTES = 64 << 20  # a longer line is a fault, and is never read as a whole
+TEXT_PIECE_CHARS = 64 * 1024  # a longer text file becomes several documents, cut at a blank line if there is one
 TOKENS_FIELD = "input_ids"
 MASK_FIELD = "attention_mask"
 Read = Callable[[Path, int, str], Iterator[Row]]  # path, first row, text field
@@ -36,7 +36,7 @@ GONE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryErro
 
 
 def file_piece(path: Path, text_field: str) -> Piece:
-    """Raises DataError for a kind of file that cannot be read."""
+    """Raises DataError for an unsupported kind of file."""
     packed = path.suffix == ".gz"
     read = KINDS.get((path.with_suffix("").suffix if packed else path.suffix).lower())
     if read is None or (packed and read is _parquet_rows):
@@ -45,7 +45,7 @@ def file_piece(path: Path, text_field: str) -> Piece:
 
 
 def _guarded(path: Path, read: Read, start: int, text_field: str) -> Iterator[Row]:
-    """An error of the file ends its rows with a fault."""
+    """Yield rows; an error of the file ends them with a fault."""
     number = start
     try:
         for row in read(path, start, text_field):
@@ -63,7 +63,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
-    """None stands for a line over the bound."""
+    """Yield lines; None stands for a line over the limit."""
     while line := file.readline(MAX_LINE_BYTES):
         if len(line) < MAX_LINE_BYTES or line.endswith(b"\n"):
             yield line
@@ -81,7 +81,7 @@ def _text_rows(path: Path, start: int, text_field: str) -> Iterator[Row]:
 
 
 def _text_documents(path: Path) -> Iterator[Row]:
-    """Of about 64 Ki characters each; of a damaged line the rest of its document is kept."""
+    """Documents of about 64 Ki characters each. Around a damaged line the rest of its document is kept."""
     lines: list[str] = []
     num_chars = 0
     with _opened(path) as file:
@@ -111,7 +111,7 @@ def _json_rows(path: Path, start: int, text_field: str) -> Iterator[Row]:
     with _opened(path) as file:
         is_array = file.read(64).lstrip()[:1] == b"["
         file.seek(0)
-        if is_array:  # one JSON array: held whole
+        if is_array:  # one JSON array, read as a whole
             for number, item in enumerate(json.load(file), start=1):
                 if number > start:
                     yield _document(item, str(path), number, text_field)
@@ -137,7 +137,7 @@ def _json_row(line: bytes | None, file: str, number: int, text_field: str) -> Ro
 
 def _document(item: Any, file: str, number: int, text_field: str) -> Row:
     if not isinstance(item, dict):
-        return Fault(file, number, f"holds {type(item).__name__} where a JSON object belongs")
+        return Fault(file, number, f"holds {type(item).__name__} instead of a JSON object")
     if text_field in item:
         return _text_document(item[text_field], file, number, text_field)
     if TOKENS_FIELD in item:
@@ -154,27 +154,27 @@ def _text_document(text: Any, file: str, number: int, text_field: str) -> Row:
 
 
 def _ids_document(ids: Any, mask: Any, file: str, number: int) -> Row:
-    """Positions that the attention mask calls padding are left out."""
+    """Positions that the attention mask marks as padding are left out."""
     if ids is None:
         return None
     ids = _integers(ids)
     if ids is None:
-        return Fault(file, number, f"field {TOKENS_FIELD!r} holds no list of whole numbers")
+        return Fault(file, number, f"field {TOKENS_FIELD!r} does not hold a list of integers")
     if mask is not None:
         mask = _integers(mask, kinds="iub")
         if mask is None:
-            return Fault(file, number, f"field {MASK_FIELD!r} holds no list of 0 and 1")
+            return Fault(file, number, f"field {MASK_FIELD!r} does not hold a list of 0 and 1")
         if len(mask) != len(ids):
-            return Fault(file, number, f"{MASK_FIELD} has {len(mask)} entries, {TOKENS_FIELD} {len(ids)}")
+            return Fault(file, number, f"{MASK_FIELD} has {len(mask)} entries, but {TOKENS_FIELD} has {len(ids)}")
         ids = ids[mask != 0]
     return Document(ids, origin=file, line=number) if len(ids) else None
 
 
 def _integers(values: Any, *, kinds: str = "iu") -> np.ndarray | None:
-    """A list of whole numbers, which may be empty; None when it is something else."""
+    """Convert a list of integers, which may be empty; None for anything else."""
     try:
         array = np.asarray(values)
-    except (ValueError, OverflowError):  # of lists of several lengths
+    except (ValueError, OverflowError):  # lists of different lengths
         return None
     is_list = array.ndim == 1 and (array.dtype.kind in kinds or not array.size)
     return array if is_list else None
@@ -191,7 +191,7 @@ def _no_field(text_field: str, fields: list[str]) -> str:
 
 
 def _parquet_rows(path: Path, start: int, text_field: str) -> Iterator[Row]:
-    """Group of rows by group of rows: a damaged one is a fault, and the next one is read."""
+    """Row group by row group: a damaged one is a fault, and reading continues with the next one."""
     import pyarrow.parquet as pq
 
     if not path.stat().st_size:
@@ -212,7 +212,7 @@ def _parquet_rows(path: Path, start: int, text_field: str) -> Iterator[Row]:
 
 
 def _group_rows(batches: Iterator[Any], path: str, first: int, num_rows: int, text_field: str) -> Iterator[Row]:
-    """The `num_rows` rows of one group; `first`: the number of its first row in the file, from 0."""
+    """Yield the `num_rows` rows of one group; `first`: the number of its first row in the file, from 0."""
     number = 0
     try:
         for table in batches:
@@ -221,14 +221,14 @@ def _group_rows(batches: Iterator[Any], path: str, first: int, num_rows: int, te
                 yield row
     except GONE:
         raise
-    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow gives OSError for damaged pages, too
+    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow also raises OSError for damaged pages
         reason = f"rows {first + number + 1} to {first + num_rows} cannot be read: {first_line(error)}"
         yield Fault(path, first + number + 1, reason)
-        yield from [None] * (num_rows - number - 1)  # the numbers of rows stay those of the file
+        yield from [None] * (num_rows - number - 1)  # row numbers stay those of the file
 
 
 def table_rows(table: Table, origin: str, first: int, text_field: str) -> Iterator[Row]:
-    """One item a row; `first`: the number of the first one, from 0."""
+    """Yield one item per row; `first`: the number of the first one, from 0."""
     names = table.schema.names
     if text_field in names:
         for number, scalar in enumerate(table.column(text_field), start=first + 1):

@@ -1,7 +1,7 @@
-"""Data sets of the Hugging Face hub, which `datasets` finds and reads, shard by shard; nothing is copied into a cache.
+"""Data sets of the Hugging Face hub, which `datasets` finds and streams shard by shard, without a copy in a cache.
 
-A shard is a stream of its own, so that an error of the library costs the rest of one shard (a fault with its row), or
-sets it aside where it may be the network.
+Each shard is a separate stream, so an error of the library costs the rest of one shard (a fault with its row), or sets
+it aside if the network may be the cause.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
 
 OPEN_TRIES = 5
-LIBRARY_RETRIES = 2  # of the library, 1 s apart; then another shard is read, which the library cannot
-# What is wrong with the content stays wrong. All else (timeouts, resets, 5xx) may be the network.
+LIBRARY_RETRIES = 2  # by the library, 1 s apart; then another shard is read, which the library cannot do
+# Faults of the content are permanent. All others (timeouts, resets, 5xx) may be the network.
 LASTING = (ValueError, TypeError, KeyError, EOFError, zlib.error, gzip.BadGzipFile, FileNotFoundError, PermissionError)
 BUSY = (408, 429)  # HTTP: too slow, too many requests
 
@@ -33,8 +33,10 @@ Pause = Callable[[float], object]
 
 
 def hub_source(part: SourceSpec, split: str, *, pause: Pause = time.sleep) -> Source:
-    """Raises DataError when the data set cannot be opened, after some tries where it may be the network, and SpecError
-    when it would read something of this machine, or of a third party."""
+    """Open a data set. Raises DataError when that fails, after retries if the network may be the cause.
+
+    Raises SpecError when the data set would read something of this machine, or of a third party.
+    """
     name = part.source.removeprefix("hub:")
     if Path(name).exists():  # `datasets` would read it
         raise SpecError(f"data.source 'hub:{name}' is also a folder here: start this peer in another folder")
@@ -60,14 +62,14 @@ def hub_source(part: SourceSpec, split: str, *, pause: Pause = time.sleep) -> So
 
 
 def _check_files(files: Mapping[str, Sequence[str]], name: str) -> None:
-    """A data set's own description may list paths and addresses of anything. Nothing of them was opened yet."""
+    """A data set's own description may list any paths and addresses. None of them has been opened yet."""
     for file in (file for split in files.values() for file in split):
         if not file.startswith(f"hf://datasets/{name}@"):
             raise SpecError(f"data.source 'hub:{name}' lists the file {file!r}, which is not its own")
 
 
 def shard_source(stream: IterableDataset, *, name: str, text_field: str) -> Source:
-    """The shards of a streamed data set as pieces; a peer reads them in its own order."""
+    """The shards of a streamed data set as pieces, which a peer reads in its own order."""
     shards = {
         f"{name}#{index}": stream.shard(num_shards=stream.num_shards, index=index) for index in range(stream.num_shards)
     }
@@ -89,7 +91,7 @@ def _shard_rows(shard: IterableDataset, name: str, text_field: str, start: int) 
 
 
 def is_lasting(error: BaseException) -> bool:
-    """Whether trying again is of no use. The library wraps errors, so their causes count."""
+    """Whether retrying is useless. The library wraps errors, so their causes count."""
     causes = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
@@ -99,7 +101,7 @@ def is_lasting(error: BaseException) -> bool:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """The hub has answered, and another try would get the same answer: not there, not allowed."""
+    """Whether the hub has answered, and would answer the same again: not found, not allowed."""
     status = getattr(getattr(error, "response", None), "status_code", 0)
     return 400 <= status < 500 and status not in BUSY
 
@@ -109,7 +111,7 @@ def import_datasets() -> Any:
     import datasets.config
 
     datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what it logs is in our messages
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # its log lines are contained in our messages
     for what in ("OPEN", "READ"):
         setattr(datasets.config, f"STREAMING_{what}_MAX_RETRIES", LIBRARY_RETRIES)
     for name in ("OPEN_RETRY", "READ_RETRY", "READ_RATE_LIMIT_RETRY", "READ_SERVER_UNAVAILABLE_RETRY"):

@@ -1,4 +1,4 @@
-"""A worker that reads and packs ahead of training, so that neither a disk nor a tokenizer is waited for."""
+"""A worker that reads and packs ahead of training, so that training waits for neither a disk nor a tokenizer."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor
 from noloco_p2p.data.stream import Position, TokenStream
 
 MIN_AHEAD = 4  # batches
-AHEAD_TOKENS = 1 << 19  # as many batches as hold these: 4 MB, and a block is made while the last one is trained on
+AHEAD_TOKENS = 1 << 19  # batches for this many tokens: 4 MB, and a block is made while the last one is used
 POLL_S = 0.2
 JOIN_S = 5.0
 
 
 class Prefetcher:
-    """The batches of a TokenStream, in its order, made in a thread that starts with the first of them.
+    """The batches of a TokenStream, in order, made in a thread that starts with the first one.
 
-    `state_dict` is that of the batches given out, whatever was read ahead. An error of the stream is raised where its
-    batch would have come. `close` ends the thread, even while it waits for the network.
+    `state_dict` is that of the batches given out, regardless of what was read ahead. An error of the stream is raised
+    in place of its batch. `close` ends the thread, even while it waits for the network.
 
-    torch's DataLoader has no state. torchdata's `nodes.Prefetcher` has one, but its `next` waits without end, and a
-    peer must be able to leave.
+    torch's DataLoader has no state. torchdata's `nodes.Prefetcher` has one, but its `next` has no timeout, and a peer
+    must be able to leave.
     """
 
     def __init__(self, stream: TokenStream, *, pin_memory: bool = False) -> None:
@@ -36,7 +36,7 @@ class Prefetcher:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._position = stream.position
-        self.waited_s = 0.0  # in all, for batches that were not ready
+        self.waited_s = 0.0  # in total, for batches that were not ready
 
     def __iter__(self) -> Prefetcher:
         return self
@@ -49,7 +49,7 @@ class Prefetcher:
         return batch
 
     def get(self, *, until: Callable[[], bool] = lambda: False) -> Tensor | None:
-        """The next batch; None when it was not ready and `until` became true, and after `close`."""
+        """Return the next batch; None if it was not ready and `until` became true, and after `close`."""
         if self._thread is None and not self._closed.is_set():
             self._thread = threading.Thread(target=self._main, name="noloco-data", daemon=True)
             self._thread.start()
@@ -72,8 +72,8 @@ class Prefetcher:
         return self._position.as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Before the first batch only."""
-        assert self._thread is None, "a stream that is read cannot go elsewhere"
+        """Call it only before the first batch."""
+        assert self._thread is None, "a stream that is being read cannot be moved"
         self._stream.load_state_dict(state)
         self._position = self._stream.position
 

@@ -1,10 +1,10 @@
 """One epoch of a source in an order drawn by a hash, resumable at any document. Imports neither torch nor datasets.
 
-A source is a list of pieces (files, or shards of a hub data set). One that cannot be read just now (network) is set
-aside where it stands, and another one is read meanwhile; it is taken up again when a piece has ended.
+A source is a list of pieces (files, or shards of a hub data set). A piece that is temporarily unreadable (network) is
+set aside at its row, and another one is read meanwhile; it is resumed when a piece has ended.
 
-An `IterableDataset` of `datasets` ends at the first file that cannot be read. Its retries wait for the same file, and
-its `shuffle` draws from a buffer that a restart does not find again (benchmarks/data_library.py).
+An `IterableDataset` of `datasets` ends at the first unreadable file. Its retries wait for the same file, and its
+`shuffle` draws from a buffer that a restart does not restore (benchmarks/data_library.py).
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ log = logging.getLogger(__name__)
 
 FEW_PIECES = 16
 THINNED_PASSES = 8
-MAX_ASIDE = 4  # pieces; when as many cannot be read it is the network, and the first of them is tried again
+MAX_ASIDE = 4  # pieces; when this many cannot be read the network is at fault, and the first of them is retried
 MAX_FAILURES = 8  # of one piece, while others could be read: then the rest of it is left out
 MAX_PAUSE_S = 60.0
 GIVE_UP_S = 3600.0  # of waiting without one document
-MAX_BAD_START = 1000  # rows: a file that begins with so many faults is of another kind
+MAX_BAD_START = 1000  # rows: a file that begins with this many faults is of another kind
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the next document stands. `index`: a piece in the order of the pass; `fresh`: the first one not begun;
-    `aside`: index and row of those set aside."""
+    """The position of the next document.
+
+    `index`: a piece in the order of the pass; `fresh`: the first one not begun; `aside`: index and row of those set
+    aside.
+    """
 
     number: int = 0  # of the pass
     fresh: int = 1
@@ -45,14 +48,14 @@ class Place:
     aside: tuple[tuple[int, int], ...] = ()
 
     def next_piece(self) -> Place:
-        """The one that was set aside first, else a fresh one."""
+        """Move to the piece that was set aside first, else to a fresh one."""
         if not self.aside:
             return replace(self, index=self.fresh, fresh=self.fresh + 1, row=0)
         (index, row), *others = self.aside
         return replace(self, index=index, row=row, aside=tuple(others))
 
     def set_aside(self, num_pieces: int) -> Place:
-        """Another piece, or the same one when there is no other."""
+        """Move to another piece, or the same one when there is no other."""
         aside = (*self.aside, (self.index, self.row))
         if len(aside) > MAX_ASIDE or self.fresh >= num_pieces:
             return replace(self, aside=aside).next_piece()
@@ -64,7 +67,9 @@ class Place:
 
     @classmethod
     def from_list(cls, values: Sequence[object]) -> Place:
-        """Raises ValueError or TypeError for what `as_list` did not give. Older ones counted failures, too."""
+        """Raises ValueError or TypeError for anything that `as_list` does not return. Older lists also counted
+        failures.
+        """
         *numbers, aside = values
         number, fresh, index, row = (int(value) for value in numbers[:4])  # pyright: ignore
         return cls(number, fresh, index, row, tuple((int(a), int(b)) for a, b, *_ in aside))  # pyright: ignore
@@ -76,9 +81,10 @@ START = Place()
 class Source:
     """Pieces, read in any number of orders.
 
-    Peers that walk through one big file side by side would train on the same text at the same time. So a source of few
-    pieces is read in eight passes an epoch, each with another eighth of the documents, drawn by the order: it costs
-    parsing (about 200,000 rows a second), not memory. `thin` is off where reading again means downloading again.
+    Peers that walk through one large file side by side would train on the same text at the same time. So a source of
+    few pieces is read in eight passes per epoch, each with another eighth of the documents, selected by the order: that
+    costs parsing (about 200,000 rows per second), not memory. `thin` is off where reading again means downloading
+    again.
     """
 
     def __init__(self, pieces: Sequence[Piece], *, thin: bool = True) -> None:
@@ -94,7 +100,7 @@ class Source:
         faults: Faults | None = None,
         stop: threading.Event | None = None,
     ) -> Reader:
-        """One epoch in `order` (any string; empty = the plain order), from `place` on.
+        """Read one epoch in `order` (any string; empty = the plain order), starting at `place`.
 
         `stop` ends a wait for a piece; reading then raises DataError.
         """
@@ -103,7 +109,7 @@ class Source:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes when a piece comes, goes or is renamed; folders do not matter."""
+        """Changes when a piece is added, removed or renamed; folders do not matter."""
         return blake3("\n".join(piece.name for piece in self.pieces).encode()).hexdigest(16)
 
 
@@ -120,13 +126,13 @@ class Reader:
         self._stop = stop
         self._at = place
         self._row = place.row
-        self._failures: Counter[int] = Counter()  # by index in the order of this pass; a restart counts anew
+        self._failures: Counter[int] = Counter()  # by index in the order of this pass; a restart resets it
         self._tries = 0  # failures since the last row
         self._waited_s = 0.0  # since the last row
 
     @property
     def place(self) -> Place:
-        """Where the document after the last one yielded stands."""
+        """The position after the last yielded document."""
         return replace(self._at, row=self._row)
 
     def __iter__(self) -> Iterator[Document]:
@@ -161,7 +167,7 @@ class Reader:
 
     def _failed(self, piece: Piece, error: Unavailable) -> None:
         at = self.place
-        self._failures[at.index] += self._tries == 0  # without a row in between it is the network, not the piece
+        self._failures[at.index] += self._tries == 0  # without a row in between, the network is at fault, not the piece
         if self._failures[at.index] > MAX_FAILURES:
             reason = f"could not be read {MAX_FAILURES} times, though other files could: {error}"
             self._faults.note(Fault(piece.name, at.row + 1, reason, rest=True))
@@ -171,11 +177,11 @@ class Reader:
         self._wait(error, go_on_with="the same file" if self._at.index == at.index else "another file")
 
     def _wait(self, error: Unavailable, *, go_on_with: str) -> None:
-        """Nothing at the first failure if there is another file, then 1, 2, 4 .. 60 s."""
+        """Wait: not at the first failure if there is another file, then 1, 2, 4 .. 60 s."""
         self._tries += 1
         at_once = self._tries == 1 and go_on_with == "another file"
         pause_s = 0.0 if at_once else min(MAX_PAUSE_S, 2.0 ** (self._tries - 2))
-        log.warning("%s; reading goes on with %s%s", error, go_on_with, f" in {pause_s:.0f} s" if pause_s else "")
+        log.warning("%s; reading continues with %s%s", error, go_on_with, f" in {pause_s:.0f} s" if pause_s else "")
         if self._stop.wait(pause_s) or self._waited_s > GIVE_UP_S:
             raise DataError(f"no data could be read for {self._waited_s:.0f} s: {error}")
         self._waited_s += pause_s
@@ -195,6 +201,6 @@ class Reader:
 
 
 def permutation(seed: str, length: int) -> Sequence[int]:
-    """0 .. length - 1 in an order drawn from `seed` alone."""
+    """Return 0 .. length - 1 in an order drawn from `seed` alone."""
     generator = np.random.default_rng(int.from_bytes(blake3(seed.encode()).digest()))
     return generator.permutation(length).tolist()

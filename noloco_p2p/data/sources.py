@@ -1,4 +1,4 @@
-"""Sources that a run spec names: the built-in corpus, files bound with `--data NAME=GLOB`, and data sets of the hub."""
+"""The sources that a run spec names: the built-in corpus, files bound with `--data NAME=GLOB`, and hub data sets."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from noloco_p2p.data.reader import Source
 from noloco_p2p.errors import DataError
 from noloco_p2p.spec import DataSpec, SourceSpec
 
-# encodings/ is tables of code points, tests are not typical text, the rest is not the standard library
+# encodings/ contains tables of code points, tests are not typical text, the rest is not the standard library
 SKIPPED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "encodings", "idle_test", "site-packages", "test", "tests", "lib-dynload"}
 )
 
 
 def open_source(part: SourceSpec, bindings: Mapping[str, str]) -> Source:
-    """What the run trains on, held-out documents included. Raises DataError that says which flag or file is wrong."""
+    """Open the source of a run, including held-out documents. Raises DataError, which names the wrong flag or file."""
     if part.source == "stdlib":
         return builtin_corpus()
     if part.source.startswith("hub:"):
@@ -33,7 +33,7 @@ def open_source(part: SourceSpec, bindings: Mapping[str, str]) -> Source:
 
 
 def open_validation(part: SourceSpec, bindings: Mapping[str, str]) -> tuple[Source, bool]:
-    """Where held-out documents are, and whether all documents there are held out (else: those the hash chooses)."""
+    """Return the source of held-out documents, and whether all its documents are held out or a hash selects them."""
     if part.source.startswith("hub:") and part.validation_split:
         return hub_source(part, part.validation_split), True
     if paths := _validation_files(part, bindings):
@@ -42,36 +42,39 @@ def open_validation(part: SourceSpec, bindings: Mapping[str, str]) -> tuple[Sour
 
 
 def has_own_validation(part: SourceSpec) -> bool:
-    """Whether the spec itself sets validation apart. A file bound on one machine alone does not count: the other peers
-    then hold out by hash, and nobody may train on what another one validates on."""
+    """Whether the spec itself separates validation data.
+
+    A file bound on one machine does not count: the other peers then hold out by hash, and no peer may train on what
+    another one validates on.
+    """
     return part.source.startswith("hub:") and bool(part.validation_split)
 
 
 def check_bindings(data: DataSpec, bindings: Mapping[str, str]) -> None:
-    """Raises DataError when the files of a run are not bound here, or cannot be read. Asks no hub."""
+    """Raise DataError when the files of a run are not bound here, or cannot be read. Does not contact the hub."""
     for part, _ in data.parts():
         if not part.source.startswith("hub:"):
             open_source(part, bindings)
 
 
 def unused_bindings(data: DataSpec, bindings: Mapping[str, str]) -> list[str]:
-    """Names that are bound, and of no use as the run reads other data."""
+    """Bound names that the run does not read."""
     names = {part.source for part, _ in data.parts()}
     return [name for name in bindings if name.removesuffix(".validation") not in names]
 
 
 def bound_files(name: str, bindings: Mapping[str, str]) -> list[Path]:
-    """The files that a binding names, by file name. Raises DataError."""
+    """The files that a binding names, sorted by file name. Raises DataError."""
     pattern = bindings.get(name)
     if pattern is None:
         raise DataError(
-            f"the run trains on data named '{name}', and this machine was not told where it lies: "
-            f"give --data {name}=GLOB, for example --data '{name}=/data/{name}/*.jsonl.gz'"
+            f"the run trains on data named '{name}', which is not bound on this machine: "
+            f"use --data {name}=GLOB, for example --data '{name}=/data/{name}/*.jsonl.gz'"
         )
     expanded = Path(pattern).expanduser()
     if expanded.is_dir():
         raise DataError(f"--data {name}={pattern} is a folder; name its files, for example '{pattern.rstrip('/')}/*'")
-    literal = [str(expanded)] if expanded.is_file() else []  # a name may hold [ or *
+    literal = [str(expanded)] if expanded.is_file() else []  # a name may contain [ or *
     paths = [Path(found) for found in literal or glob.glob(str(expanded), recursive=True)]
     files = sorted((path for path in paths if path.is_file()), key=lambda path: (path.name, str(path)))
     if not files:
@@ -91,10 +94,10 @@ def _file_source(paths: list[Path], part: SourceSpec) -> Source:
 
 
 def builtin_corpus() -> Source:
-    """The sources of Python's own standard library, about 11 MB; there is nothing to download.
+    """The sources of Python's standard library, about 11 MB, without a download.
 
-    Held-out files are chosen by path, so that peers with different versions of Python hold out the same ones.
-    Raises DataError where Python comes without its sources.
+    Held-out files are chosen by path, so that peers with different versions of Python hold out the same ones. Raises
+    DataError when Python was installed without its sources.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     paths = sorted(_python_files(folder), key=lambda path: path.relative_to(folder).as_posix())

@@ -1,12 +1,13 @@
-"""Documents -> token ids -> packed batches, in an order of each peer's own that a restart continues exactly.
+"""Documents -> token ids -> packed batches, in an order that is unique to each peer and that a restart continues
+exactly.
 
 Tokens are taken in blocks: documents in the peer's order, joined by the end-of-text token and cut into sequences; the
-rest of a cut goes to the next block, so no token is lost. The sequences of a block are shuffled, so that a batch holds
+rest of a cut goes to the next block, so no token is lost. The sequences of a block are shuffled, so that a batch mixes
 many documents. A mixture takes its next documents from the source that is furthest behind its share of the tokens.
 
-The state is what is left of the block, half a million tokens at most, and where the next block begins: a restart reads
+The state is the rest of the block, half a million tokens at most, and the start of the next block. So a restart reads
 nothing again, and need not know which files failed meanwhile. Of `datasets`, `interleave_datasets` counts documents,
-not tokens, and a state of `shuffle` has no buffer, so that other documents follow (benchmarks/data_library.py).
+not tokens, and the state of `shuffle` has no buffer, so that other documents follow (benchmarks/data_library.py).
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 1 << 19  # 2 MB at most; about 30 files of the built-in corpus
-VALIDATION_POOL = 16  # sequences read for each one evaluated: they should not all come from one document
+VALIDATION_POOL = 16  # sequences read for each evaluated one, so that they do not all come from one document
 STATE_VERSION = 3
-OLDER_VERSION = 2  # holds where the block began and how many sequences of it were given out, so the block is read again
+OLDER_VERSION = 2  # it holds the start of the block and the number of sequences given out, so the block is read again
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a stream stands."""
+    """The position of a stream."""
 
-    feeds: list[dict[str, Any]]  # where the next block begins in each source
-    carry: np.ndarray  # tokens that go to the next block
+    feeds: list[dict[str, Any]]  # the start of the next block in each source
+    carry: np.ndarray  # tokens for the next block
     block: int  # number of the next one
-    rest: np.ndarray  # (sequences of this block that are not given out, sequence_length), int32
+    rest: np.ndarray  # the sequences of this block that are not given out, (num, sequence_length), int32
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able; a whole block takes about 40 ms and 0.6 to 1.1 MB."""
+        """Return JSON values; a whole block takes about 40 ms and 0.6 to 1.1 MB."""
         packed = base64.b64encode(zlib.compress(self.rest.astype("<i4").tobytes(), level=1)).decode()
         carry = self.carry.tolist()
         return {"version": STATE_VERSION, "feeds": self.feeds, "carry": carry, "block": self.block, "rest": packed}
@@ -61,8 +62,8 @@ class Position:
 class TokenStream:
     """Endless batches for one peer: LongTensor (batch_size, sequence_length), on the CPU.
 
-    Raises DataError when a source cannot be opened, at the start or later; the message names flag or file. What cannot
-    be used of a file is skipped, and reported to `faults`. `stop` ends a wait for the network; reading then raises.
+    Raises DataError when a source cannot be opened, at the start or later; the message names flag or file. Unusable
+    rows of a file are skipped, and reported to `faults`. `stop` ends a wait for the network; reading then raises.
     """
 
     def __init__(
@@ -95,12 +96,12 @@ class TokenStream:
 
     @property
     def epoch(self) -> int:
-        """Of the source that was read most often."""
+        """The epoch of the source that was read most often."""
         return max(feed.epoch for feed in self._feeds)
 
     @property
     def position(self) -> Position:
-        """Packs nothing yet: it is made for every batch that is read ahead, and few of them become a state."""
+        """The position, without packing: one is made for every batch that is read ahead, and few become a state."""
         return Position([feed.state_dict() for feed in self._feeds], self._carry, self._block, self._rest)
 
     def __iter__(self) -> TokenStream:
@@ -118,13 +119,13 @@ class TokenStream:
         return torch.from_numpy(np.concatenate(rows).astype(np.int64))
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able. The batches after `load_state_dict` in another process equal those after this call."""
+        """Return JSON values. The batches after `load_state_dict` in another process equal those after this call."""
         return self.position.as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken. Raises DataError when it is no state of a TokenStream of this mixture.
+        """Continue where `state` was taken. Raises DataError when it does not fit a TokenStream of this mixture.
 
-        When files came or went since, their old order is gone: a new epoch follows the block, and a warning says so.
+        If files were added or removed since, their order has changed: a new epoch follows the block, with a warning.
         """
         try:
             self._load(state)
@@ -164,7 +165,7 @@ class TokenStream:
         return sequences[permutation(order, len(sequences))]
 
     def _read_tokens(self, report: Report = ignore) -> list[np.ndarray]:
-        """Documents until the block is full or the epoch ends, but for one sequence at least."""
+        """Read documents until the block is full or the epoch ends, but at least one sequence."""
         arrays, num_tokens = [self._carry], len(self._carry)
         while num_tokens < self.block_tokens:
             read = self._hungriest().read()
@@ -191,11 +192,11 @@ def validation_batches(
     progress: Progress | None = None,
     faults: Faults | None = None,
 ) -> list[Tensor]:
-    """Held-out sequences, (batch_size or fewer, sequence_length) each: the same ones for every peer with the same data.
+    """Held-out sequences, (batch_size or fewer, sequence_length) each: the same for every peer with the same data.
 
-    They are spread evenly over 16 times as many, in the plain order of the source; of a mixture each source gives its
-    share. Fewer than `num_sequences` come back, with a warning, when there are not more. Raises DataError when there
-    is none.
+    They are spread evenly over 16 times as many, in the plain order of the source; each source of a mixture contributes
+    its share. If there are fewer than `num_sequences`, all are returned, with a warning. Raises DataError when there is
+    none.
     """
     faults = faults or Faults()
     encode = make_encoder(data, tokenizer, faults)
@@ -204,14 +205,17 @@ def validation_batches(
         share_so_far, num_asked = 0.0, 0
         for part, share in data.parts():
             share_so_far += share
-            wanted = max(1, round(share_so_far * num_sequences) - num_asked)  # what is rounded off goes to the next
+            # the rounding error goes to the next source
+            wanted = max(1, round(share_so_far * num_sequences) - num_asked)
             num_asked += wanted
             pool = _validation_pool(data, part, bindings, encode, wanted, report, faults)
             chosen.append(pool[np.linspace(0, len(pool) - 1, min(wanted, len(pool))).round().astype(int)])
     sequences = np.concatenate(chosen)[:num_sequences]
     if len(sequences) < num_sequences:
         log.warning(
-            "validation uses %d sequences: evaluate.num_sequences = %d are not there", len(sequences), num_sequences
+            "validation uses %d sequences: there are fewer than evaluate.num_sequences = %d",
+            len(sequences),
+            num_sequences,
         )
     return list(torch.from_numpy(sequences.astype(np.int64)).split(batch_size))
 
@@ -240,14 +244,14 @@ def _validation_pool(
     if num_tokens < data.sequence_length:
         why = f" (the last fault of {faults.count}: {faults.last})" if faults.last else ""
         raise DataError(
-            f"only {num_tokens} held-out tokens in data source {part.source!r}, and one sequence needs "
-            f"{data.sequence_length}: raise data.holdout, or give --data {part.source}.validation=GLOB{why}"
+            f"only {num_tokens} held-out tokens in data source {part.source!r}, but one sequence needs "
+            f"{data.sequence_length}: raise data.holdout, or use --data {part.source}.validation=GLOB{why}"
         )
     return cut(arrays, data.sequence_length)[0]
 
 
 def cut(arrays: list[np.ndarray], sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(sequences of `sequence_length`, the tokens that are left over)."""
+    """Return (sequences of `sequence_length`, the tokens that are left over)."""
     tokens = np.concatenate(arrays)
     num_used = len(tokens) // sequence_length * sequence_length
     return tokens[:num_used].reshape(-1, sequence_length), tokens[num_used:].copy()

@@ -1,4 +1,4 @@
-"""What a demo does: its spec, and as many inner steps as fit into a time on this machine."""
+"""The plan of a demo: its spec, and the number of inner steps that fit into a given time on this machine."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from noloco_p2p.flow.limits import IN_FLIGHT_SHARE
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.spec import TrainerSpec
 
-MEASURED_S, MEASURED_STEPS = 3.0, 8  # of inner steps, after the first; both at least
+MEASURED_S, MEASURED_STEPS = 3.0, 8  # seconds and inner steps to measure, after the first step; at least both
 FEWEST_STEPS, FEWEST_ROUNDS = 60, 12
 MANY_STEPS = 10_000  # of a spec that is checked and measured before the number of steps is known
-UPKEEP = 1.35  # time of a step beside swaps, evaluation and the network thread, over that of a step alone
-START_AND_END_S = 12.0  # peers find each other; closing rounds, leaving, merging; and the steps below
+UPKEEP = 1.35  # time of a step with swaps, evaluation and the network thread, over that of a step alone
+START_AND_END_S = 12.0  # finding each other, closing rounds, leaving, merging; the steps below come on top
 START_AND_END_STEPS = 30  # evaluations at the start and at the end, and the measurements of each peer
-MICROBATCH = 2  # sequences; of one, the streams would cost as much as the computing; of four, stages would wait
-PIPELINE_UPKEEP = 2.4  # as UPKEEP, of a step of a pipeline: also for codecs, and the streams between stages
+MICROBATCH = 2  # sequences; with one the streams would cost as much as the compute, with four stages would wait
+PIPELINE_UPKEEP = 2.4  # as UPKEEP, for a pipeline, which also has codecs and streams between stages
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """`folder` holds everything: the spec, a folder per peer with its log, the exported model.
+    """`folder` holds everything: the spec, a folder per peer with its log, and the exported model.
 
     num_steps: None = as many as fit into `minutes` on this machine.
     """
@@ -36,33 +36,33 @@ class DemoPlan:
     minutes: float = 4.0
     port_base: int = 0  # peer i listens on port_base + 2 i; 0 = free ports
     changes: Mapping[str, Any] = field(default_factory=dict)  # dotted fields of the spec
-    chaos_seed: int | None = None  # peers are killed and come back, when and which by this seed
+    chaos_seed: int | None = None  # seed of which peers are killed and restarted, and when
     num_stages: int = 1
 
     def check(self) -> None:
-        """A mistake is an error before anything starts. Raises SettingsError and SpecError."""
+        """Report mistakes before anything starts. Raises SettingsError and SpecError."""
         spec, stages = self.spec(self.num_steps or MANY_STEPS), self.num_stages
         if spec.pipeline.stages != stages:
-            raise SettingsError(f"--set pipeline.stages={spec.pipeline.stages}: name their number with --stages")
+            raise SettingsError(f"--set pipeline.stages={spec.pipeline.stages}: set it with --stages")
         if not spec.model.pretrained and spec.model.num_layers < stages:
             raise SettingsError(
-                f"--stages {stages}: the model has {spec.model.num_layers} blocks, and each stage needs one; "
+                f"--stages {stages}: the model has {spec.model.num_layers} blocks, and each stage needs at least one; "
                 f"--set model.num_layers={stages} gives it more"
             )
         if self.num_peers < stages:
-            raise SettingsError(f"--peers {self.num_peers}: {stages} stages need a peer each, at least")
+            raise SettingsError(f"--peers {self.num_peers}: {stages} stages need at least one peer each")
         if stages > 1 and self.chaos_seed is not None and self.num_peers < 2 * stages:
             raise SettingsError(
-                f"--chaos with --peers {self.num_peers}: {stages} stages need {2 * stages} peers, two each; what a "
+                f"--chaos with --peers {self.num_peers}: {stages} stages need {2 * stages} peers, two each: what a "
                 "stage has learned is gone with its only peer"
             )
 
     def stage(self, index: int) -> int | None:
-        """That peer `index` holds, where there are stages."""
+        """The stage of peer `index`; None in a run without stages."""
         return index % self.num_stages if self.num_stages > 1 else None
 
     def spec(self, num_steps: int) -> TrainerSpec:
-        """The preset `tiny` with a schedule of `num_steps`, and rounds so short that there are a dozen of them."""
+        """Return the preset `tiny` with a schedule of `num_steps`, and rounds short enough for about a dozen."""
         tiny = PRESETS["tiny"]
         longest = max(1, min(tiny.outer.max_inner_steps, num_steps // FEWEST_ROUNDS))
         changes = {
@@ -82,9 +82,9 @@ class DemoPlan:
 
 
 def step_s_of_all(plan: DemoPlan, spec: TrainerSpec, *, step_s: float, num_cores: int) -> float:
-    """Seconds in which each peer takes an inner step, or each head of a pipeline.
+    """Seconds in which each peer, or each head of a pipeline, takes an inner step.
 
-    step_s: of an inner step with one thread while every core computes one; of a pipeline, in all stages together.
+    step_s: of an inner step with one thread while every core is busy; for a pipeline, the sum over its stages.
     """
     if plan.num_stages == 1:
         return step_s * UPKEEP * max(1.0, plan.num_peers / num_cores)
@@ -94,13 +94,13 @@ def step_s_of_all(plan: DemoPlan, spec: TrainerSpec, *, step_s: float, num_cores
 
 
 def steps_that_fit(seconds: float, *, each_s: float) -> int:
-    """How many inner steps each peer can take in that time, starting and ending included; rounded to tens."""
+    """The number of inner steps that each peer can take in that time, start and end included; a multiple of ten."""
     fitting = (seconds - START_AND_END_S) / each_s - START_AND_END_STEPS
     return max(FEWEST_STEPS, int(fitting) // 10 * 10)
 
 
 def measure_step_s(spec: TrainerSpec) -> float:
-    """Seconds of an inner step of `spec` on random tokens, with one thread; for a process of its own."""
+    """Measure the seconds of an inner step of `spec` on random tokens with one thread. Needs a process of its own."""
     import torch
 
     from noloco_p2p.trainer.inner_step import InnerStep
@@ -121,7 +121,7 @@ def measure_step_s(spec: TrainerSpec) -> float:
 
 
 def measure_pipeline_s(spec: TrainerSpec) -> float:
-    """As `measure_step_s`, of the batch of one head: in all stages together, one after the other."""
+    """As `measure_step_s`, for one head's batch: the sum over all stages, computed one after the other."""
     import torch
 
     from noloco_p2p.trainer.cut import cut_of
@@ -138,7 +138,7 @@ def measure_pipeline_s(spec: TrainerSpec) -> float:
 
 
 def _lower_quartile_s(measure: Callable[[], float]) -> float:
-    """Of many measurements: other programs slow some of the steps down, and may be gone in a moment."""
+    """The lower quartile of many measurements, since other programs slow some of the steps down for a moment."""
     durations_s: list[float] = []
     while sum(durations_s) < MEASURED_S or len(durations_s) < MEASURED_STEPS:
         durations_s.append(measure())
@@ -146,7 +146,7 @@ def _lower_quartile_s(measure: Callable[[], float]) -> float:
 
 
 def cut_model(spec: TrainerSpec) -> tuple[int, ...]:
-    """The blocks of each stage, for a process that has torch already. Raises SpecError."""
+    """Return the number of blocks of each stage. Call it in a process that has imported torch. Raises SpecError."""
     from noloco_p2p.trainer.cut import cut_of
     from noloco_p2p.trainer.stage_needs import StageNeeds
 

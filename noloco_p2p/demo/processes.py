@@ -1,6 +1,6 @@
 """Processes of a fork server that has imported torch, transformers and hivemind once.
 
-Each import takes some four seconds of a core, and a peer that is forked need not repeat it.
+Importing them takes about four seconds of a core, and a forked peer need not repeat it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PRELOADED = [
     "noloco_p2p.trainer.swarm_evaluation",
     "noloco_p2p.trainer.export",
 ]
-ASK_TIMEOUT_S = 1.0  # a peer on a busy machine may not answer at once; its row then stays as it was
+ASK_TIMEOUT_S = 1.0  # a peer on a busy machine may not answer at once; its row then stays the same
 CHAOS_SAVES_EVERY = "3"  # rounds: a peer that is killed every few seconds must not lose a minute each time
 
 
@@ -42,8 +42,8 @@ def fork_server() -> Any:
 
 
 def start_fork_server() -> None:
-    """With SIGINT blocked: the terminal sends it to the server, too, which imports for seconds before it ignores it."""
-    resource_tracker.ensure_running()  # it unblocks SIGINT again when it starts
+    """Start the server with SIGINT blocked: Ctrl-C also reaches the server, which ignores it only after its imports."""
+    resource_tracker.ensure_running()  # it unblocks SIGINT when it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         fork_server()
@@ -54,14 +54,16 @@ def start_fork_server() -> None:
 
 @contextmanager
 def workers(num_processes: int, *, what: str) -> Iterator[ProcessPoolExecutor]:
-    """Processes that have torch; an interrupt ends them at once. Raises NolocoError when what they do fails."""
+    """Yield a pool of processes that have torch; an interrupt ends them at once. Raises NolocoError when the work
+    fails.
+    """
     pool = ProcessPoolExecutor(num_processes, mp_context=fork_server(), initializer=_begin_worker)
     try:
         yield pool
     except NolocoError:
         raise
     except BrokenProcessPool:
-        raise NolocoError(f"the process of the {what} was killed; is memory short?") from None
+        raise NolocoError(f"the process of the {what} was killed; the machine may be out of memory") from None
     except Exception as error:
         raise NolocoError(f"the {what} failed: {error}") from error
     finally:
@@ -71,14 +73,15 @@ def workers(num_processes: int, *, what: str) -> Iterator[ProcessPoolExecutor]:
 
 
 def _begin_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the demo, too
+    # Ctrl-C in the terminal also reaches this process; the demo handles it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def run_peer(main: Callable[[list[str]], int], arguments: list[str], log: Path) -> None:
-    """Be a peer, in a process of the fork server and a session of its own: the terminal's Ctrl-C reaches only the demo.
+    """Run a peer in a process of the fork server. Its own session keeps Ctrl-C away from it.
 
-    The peer ends when the demo does, however that ends.
+    The peer ends when the demo does, even if the demo is killed.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.setsid()
@@ -99,7 +102,7 @@ def _end_with_parent() -> None:
 
 
 class DemoPeer:
-    """One `noloco join` in a process. `status` is what it last said of itself, as `noloco status --json`; or None."""
+    """One `noloco join` in a process. `status` is its last answer, as of `noloco status --json`, or None."""
 
     def __init__(self, index: int, *, plan: DemoPlan, main: Callable[[list[str]], int]) -> None:
         self.index = index
@@ -117,7 +120,7 @@ class DemoPeer:
         self.process: ForkServerProcess | None = None
 
     def start(self, target: str) -> None:
-        """Also again, after a kill: it goes on from its last checkpoint."""
+        """Start the peer. After a kill, it resumes from its last checkpoint."""
         arguments = ["join", target, "--listen", f"127.0.0.1:{self._port}", "--state-dir", str(self.folder)]
         arguments += ["--threads", "1", "--device", "cpu", "--ticket-file", str(self.ticket_file)]
         arguments += [
@@ -137,7 +140,7 @@ class DemoPeer:
         self.process = process
 
     def ask(self) -> None:
-        """Bring `status` up to date; a peer that does not answer in time keeps the last one."""
+        """Update `status`. A peer that does not answer in time keeps the last one."""
         try:
             answer = ask(self.folder, "status", timeout_s=ASK_TIMEOUT_S)
         except SettingsError:
@@ -150,12 +153,12 @@ class DemoPeer:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs, and before; negative after a signal."""
+        """None before the start and while it runs; negative after a signal."""
         return self.process.exitcode if self.process else None
 
     @property
     def ending(self) -> str:
-        """Of one that failed: its process ended by itself, or something killed it."""
+        """Describe how a failed peer ended: by itself, or by a signal."""
         code = self.exit_code or 0
         return f"was killed (signal {-code})" if code < 0 else f"failed (exit code {code})"
 
@@ -163,11 +166,11 @@ class DemoPeer:
         return self.exit_code is not None or (self.status or {}).get("state") == "done"
 
     def is_back(self) -> bool:
-        """Since its last kill it has begun to train again."""
+        """Whether it trains again after its last kill."""
         return (self.status or {}).get("state", "entering") != "entering"
 
     def kill(self) -> None:
-        """As a machine that loses its power: nobody hears of it."""
+        """Kill the peer without warning, as a power failure would."""
         assert self.process is not None
         self.kills += 1
         self.process.kill()
@@ -179,7 +182,7 @@ class DemoPeer:
             self.process.terminate()
 
     def wait_gone(self, until_s: float) -> None:
-        """Wait, and in the end kill: nobody outlives the demo."""
+        """Wait for the end of the process, and kill it if necessary: no peer outlives the demo."""
         if self.process is None:
             return
         self.process.join(max(0.1, until_s - time.monotonic()))

@@ -1,4 +1,4 @@
-"""What a demo came to: from what its peers wrote, and from the mean of their models."""
+"""The report of a demo, from what its peers wrote and from the mean of their models."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ WHY_SOLO = {
     "no_answer": "no peer had answered at the boundary",
     "failed": "the swap broke",
     "slow": "the swap was not ready at the boundary",
-    "refused_state": "a gate refused what the partner sent",
+    "refused_state": "the update filter refused what the partner sent",
 }
 
 
 def evaluate_and_export(spec: TrainerSpec, folders: Sequence[Sequence[Path]], export_dir: Path) -> dict[str, float]:
-    """Of the mean of the newest checkpoints in these folders of the run, those of each stage, for a process that has
-    torch already."""
+    """Evaluate and export the mean of the newest checkpoints in these folders of the run, grouped by stage.
+
+    Call it in a process that has imported torch.
+    """
     from noloco_p2p.trainer.export import export_model
     from noloco_p2p.trainer.model import build_tokenizer
     from noloco_p2p.trainer.swarm_evaluation import evaluate_swarm
@@ -56,13 +58,13 @@ def result_of(peer: DemoPeer) -> dict[str, Any]:
 
 
 def _half_reasons(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Reasons for half rounds, with how often each was; `half with ..abc123: REASON` is the outcome of a round."""
+    """Count the reasons of half rounds. The outcome of such a round is `half with ..abc123: REASON`."""
     outcomes = [event["last_outcome"] for event in events if event["event"] in ("round", "closed")]
     return Counter(outcome.partition(": ")[2] for outcome in outcomes if outcome.startswith("half "))
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:
-    """The report for people."""
+    """Format the report for people."""
     peers = report["peers"]
     mean = "mean" if peers[0]["stage"] is None else "mean of each stage,"
     return [
@@ -96,7 +98,7 @@ def _report_rows(peers: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _reason_lines(peers: list[dict[str, Any]]) -> list[str]:
-    """Why rounds were half or solo, a line for each peer that had some."""
+    """Explain half and solo rounds, with one line per peer that had any."""
     lines = []
     for index, peer in enumerate(peers):
         parts = [
@@ -112,11 +114,11 @@ def _reason_lines(peers: list[dict[str, Any]]) -> list[str]:
 def _kill_lines(peers: list[dict[str, Any]]) -> list[str]:
     killed = [f"peer {index} {peer['kills']}" for index, peer in enumerate(peers) if peer["kills"]]
     total = sum(peer["kills"] for peer in peers)
-    return [f"killed and back again: {total} times ({', '.join(killed)})"] if killed else []
+    return [f"killed and restarted: {total} times ({', '.join(killed)})"] if killed else []
 
 
 def failure_lines(peers: Sequence[DemoPeer]) -> list[str]:
-    """Which peers did not come to their end, and how; empty when all did."""
+    """Name the peers that failed, and how they ended; empty when all succeeded."""
     return [
         f"peer {peer.index} {peer.ending}; its log {peer.log} ends with: {peer.last_line()}"
         for peer in peers

@@ -1,4 +1,4 @@
-"""The peers of a demo, from the first to the last: what a person sees of them meanwhile, and which ones are killed."""
+"""The peers of a demo from start to end: their processes, the view of them, and which ones are killed."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import count, loss, named
 from noloco_p2p.telemetry.progress import Draw, Progress
 
-TICKET_TIMEOUT_S = 300.0  # the first peer reads the corpus and measures itself before it has a ticket
-LEAVE_TIMEOUT_S = 120.0  # each writes its last checkpoint
+TICKET_TIMEOUT_S = 300.0  # the first peer reads the corpus and measures its speed before it has a ticket
+LEAVE_TIMEOUT_S = 120.0  # each peer writes its last checkpoint
 POLL_S = 0.5
-KILL_EVERY_S = (8.0, 20.0)  # with --chaos: between two kills, by chance
+KILL_EVERY_S = (8.0, 20.0)  # between two kills with --chaos, drawn at random
 BACK_AFTER_S = (1.0, 5.0)
 COLUMNS = ("peer", "state", "step", "round", "loss", "tokens/s", "last swap with", "swaps", "half", "solo")
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the demo shows now. `done` of `total` inner steps of the slowest peer, or head of a pipeline; 0 of 0 before
-    they begin. columns: the names of what is in `rows`.
+    """What the demo shows now.
 
-    left_s: until training is done; None while that cannot be said.
+    done, total: inner steps of the slowest peer, or head of a pipeline; both 0 before training begins. columns: the
+    names of what is in `rows`. left_s: seconds until training is done; None while unknown.
     """
 
     doing: str
@@ -54,30 +54,30 @@ class View:
 
 
 class Demo:
-    """`run` yields a `View` twice a second until all peers are done; then `stop`, then `report`. Always `stop`.
+    """Call `run`, which yields a `View` twice a second until all peers are done, then `stop`, then `report`.
 
-    main: runs `noloco` with these arguments and gives its exit code.
+    Always call `stop`. main: runs `noloco` with the given arguments and returns its exit code.
     """
 
     def __init__(self, plan: DemoPlan, main: Callable[[list[str]], int]) -> None:
         self.plan = plan
         self.peers: list[DemoPeer] = []
         self.num_steps = plan.num_steps or 0
-        self.step_s: float | None = None  # measured, where `minutes` says how many steps there are
+        self.step_s: float | None = None  # measured where `minutes` decides the number of steps
         plan.check()
         self._main = main
         self._spec: TrainerSpec | None = None
         self._num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._began_s = time.monotonic()
-        self._trains_since: tuple[float, int] | None = None  # when all had begun, and the steps that were done then
+        self._trains_since: tuple[float, int] | None = None  # when all had begun, and the steps that were done by then
 
     @property
     def spec(self) -> TrainerSpec:
-        assert self._spec is not None, "`run` makes it"
+        assert self._spec is not None, "`run` sets it"
         return self._spec
 
     def run(self) -> Iterator[View]:
-        """Raises NolocoError when the first peer does not come up."""
+        """Raises NolocoError when the first peer does not start."""
         self._make_folder()
         yield from self._load()
         cut = self._cut()
@@ -101,7 +101,7 @@ class Demo:
         yield replace(self._look(), doing="all peers are done")
 
     def _start_peer(self, index: int, target: str) -> DemoPeer:
-        """`stop` knows it before there is a process."""
+        """Register the peer before its process exists, so that `stop` finds it."""
         peer = DemoPeer(index, plan=self.plan, main=self._main)
         self.peers.append(peer)
         peer.start(target)
@@ -112,12 +112,12 @@ class Demo:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if any(folder.iterdir()):
-                raise SettingsError(f"{folder} is not empty; give another folder with --keep")
+                raise SettingsError(f"{folder} is not empty; choose another folder with --keep")
         except OSError as error:
-            raise SettingsError(f"{folder}: cannot be used: {error}") from None
+            raise SettingsError(f"{folder} cannot be used: {error}") from None
 
     def _load(self) -> Iterator[View]:
-        """Until the fork server is ready: what it forks first waits for it."""
+        """Wait for the fork server, since the first process that it forks waits for it anyway."""
         start_fork_server()
         first = fork_server().Process(target=int)
         loading = threading.Thread(target=first.start, daemon=True)
@@ -128,7 +128,7 @@ class Demo:
         first.join()
 
     def _cut(self) -> dict[str, Any]:
-        """What the cut changes in the spec. Raises SpecError when there are more stages than blocks."""
+        """Return the spec changes that cut the model. Raises SpecError when there are more stages than blocks."""
         spec = self.plan.spec(MANY_STEPS)
         if spec.pipeline.stages == 1 or spec.pipeline.cut != "auto":
             return {}
@@ -136,7 +136,7 @@ class Demo:
             return {"pipeline.cut": pool.submit(cut_model, spec).result()}
 
     def _measure(self, cut: dict[str, Any]) -> Iterator[View]:
-        """How long a step takes while all cores that the peers will use are busy, and so how many steps there are."""
+        """Measure a step while all cores that the peers will use are busy, and derive the number of steps."""
         spec = self.plan.spec(MANY_STEPS).with_changes(cut)
         measure = measure_step_s if spec.pipeline.stages == 1 else measure_pipeline_s
         at_once = min(self.plan.num_peers, self._num_cores)
@@ -159,7 +159,7 @@ class Demo:
             time.sleep(POLL_S)
 
     def _look(self) -> View:
-        """Ask everybody how far it is."""
+        """Ask every peer for its status."""
         for peer in self.peers:
             if peer.exit_code is None:
                 peer.ask()
@@ -179,25 +179,23 @@ class Demo:
         return View(doing, columns, rows, done, self.num_steps, left_s)
 
     def stop(self) -> None:
-        """Ask everybody to leave, and wait until all have gone. Safe to call twice."""
+        """Ask all peers to leave, and wait until all have ended. Safe to call twice."""
         for peer in self.peers:
             peer.ask_to_leave()
         until_s = time.monotonic() + LEAVE_TIMEOUT_S
         for peer in self.peers:
             peer.wait_gone(until_s)
-        for process in multiprocessing.active_children():  # what was interrupted in the moment of its start
+        for process in multiprocessing.active_children():  # a process that was interrupted while it started
             process.kill()
 
     def report(self, draw: Draw) -> dict[str, Any]:
-        """Judge the swarm from what the peers that left in order have written: call after `stop`.
+        """Evaluate the swarm from the files of the peers that left cleanly. Call it after `stop`.
 
-        Raises NolocoError when none did.
+        Raises NolocoError when no peer left cleanly.
         """
         left = [peer for peer in self.peers if peer.exit_code == 0]
         if not left:
-            raise NolocoError(
-                f"no peer has come to its end; the first one's log ends with: {self.peers[0].last_line()}"
-            )
+            raise NolocoError(f"no peer finished; the log of the first one ends with: {self.peers[0].last_line()}")
         run_id = self.spec.run_id
         folders = [
             [folder_of(peer.folder, run_id) for peer in left if (peer.stage or 0) == stage]
@@ -244,21 +242,21 @@ def _state(peer: DemoPeer) -> str:
 
 
 class Chaos:
-    """Kills a peer now and then, and starts it again: which and when follow from the seed."""
+    """Kills a peer now and then, and restarts it. The seed decides which and when."""
 
     def __init__(self, peers: Sequence[DemoPeer], *, ticket: str, seed: int, now_s: float) -> None:
         self._peers = peers
         self._ticket = ticket
         self._rng = random.Random(seed)
         self._next_s = now_s + self._rng.uniform(*KILL_EVERY_S)
-        self._dead: tuple[DemoPeer, float] | None = None  # and when it comes back
+        self._dead: tuple[DemoPeer, float] | None = None  # with the time of its restart
 
     @property
     def somebody_is_dead(self) -> bool:
         return self._dead is not None
 
     def step(self, now_s: float) -> None:
-        """Call often. Nobody is killed before all have begun to train: one peer at most is away at a time."""
+        """Call often. Kills begin once all peers train, and at most one peer is down at a time."""
         if self._dead and now_s >= self._dead[1]:
             self._dead[0].start(self._ticket)
             self._dead = None
@@ -266,7 +264,7 @@ class Chaos:
         elif self._dead is None and now_s >= self._next_s and all(peer.is_back() for peer in self._peers):
             training = [peer for peer in self._peers if not peer.is_done()]
             if len(training) < 2:
-                return  # the last one would be killed for ever, with nobody left to swap with
+                return  # the last peer would be killed forever, with no partner left
             victim = self._rng.choice(training)
             victim.kill()
             self._dead = victim, now_s + self._rng.uniform(*BACK_AFTER_S)

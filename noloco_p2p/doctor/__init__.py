@@ -1,1 +1,1 @@
-"""Examines this machine, and its way to a run: what would keep a peer from training here, and what to do about it."""
+"""Checks this machine and its connection to a run: what would prevent training here, and how to fix it."""

@@ -1,4 +1,4 @@
-"""One finding of the doctor, how it is shown, and the first: what is installed, as the other checks import it."""
+"""The result of one check and how it is shown; and the first check, of installed packages, which the others import."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARKS: dict[str, str] = {"ok": "ok     ", "warning": "warning", "failed": "FAILE
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`found` says what was seen; `fix` what to do, and is there whenever the level is warning or failed."""
+    """One result. `found` says what was seen; `fix` says what to do, and is set for warnings and failures."""
 
     name: str
     level: Level
@@ -29,7 +29,7 @@ class Check:
 
 
 def report(checks: list[Check]) -> dict[str, Any]:
-    """As JSON; `healthy` is what the exit code says."""
+    """Return the checks as JSON values; `healthy` decides the exit code."""
     return {"healthy": is_healthy(checks), "checks": [asdict(check) for check in checks]}
 
 

@@ -1,4 +1,4 @@
-"""What can be seen without a swarm: ports, p2pd, disk, memory, accelerator, the speed of the codecs."""
+"""The checks that need no swarm: ports, p2pd, disk, memory, accelerator, and the speed of the codecs."""
 
 from __future__ import annotations
 
@@ -32,21 +32,25 @@ CODEC_CHUNKS = 8
 
 
 def ports(settings: PeerSettings) -> Check:
-    """Free, or in the hands of the peer that runs here."""
+    """Check that the ports are free, or in use by the peer that runs here."""
     running = ask(settings.state_dir, "status")
     if running:
-        return Check("ports", "ok", f"the peer that runs here (process {running['pid']}) has them")
+        return Check("ports", "ok", f"the peer that runs here (process {running['pid']}) uses them")
     try:
         for port in (settings.listen_port, settings.libp2p_port):
             probe_port(settings.listen_host, port)
     except NolocoError as error:
-        return Check("ports", "failed", str(error), "end the other program, or choose others: --listen HOST:PORT")
-    chosen = "any two (port 0)" if not settings.listen_port else f"{settings.listen_port} and {settings.libp2p_port}"
+        return Check("ports", "failed", str(error), "stop the other program, or choose other ports: --listen HOST:PORT")
+    chosen = (
+        "any two free ports (port 0)"
+        if not settings.listen_port
+        else f"{settings.listen_port} and {settings.libp2p_port}"
+    )
     return Check("ports", "ok", f"{chosen} on {settings.listen_host}: free")
 
 
 async def p2pd() -> Check:
-    """The libp2p daemon comes up, under a passing identity."""
+    """Check that the libp2p daemon starts, with a temporary identity."""
     await asyncio.to_thread(kademlia.load)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="noloco-doctor-") as folder:
@@ -64,10 +68,12 @@ def disk(settings: PeerSettings) -> Check:
     folder = settings.state_dir
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not os.access(existing, os.W_OK):
-        return Check("disk", "failed", f"{folder} cannot be written", "use another --state-dir, or mend its owner")
+        return Check("disk", "failed", f"{folder} cannot be written", "use another --state-dir, or fix its ownership")
     free = shutil.disk_usage(existing).free
     if free < LOW_DISK_BYTES:
-        fix = "free some, or use another --state-dir: a checkpoint takes 20 bytes a parameter, three are kept"
+        fix = (
+            "free some space, or use another --state-dir: a checkpoint takes 20 bytes per parameter, and three are kept"
+        )
         return Check("disk", "warning", f"{mib(free)} free in {existing}", fix)
     return Check("disk", "ok", f"{mib(free)} free in {existing}")
 
@@ -76,17 +82,17 @@ def memory() -> Check:
     free = psutil.virtual_memory().available
     if free < LOW_MEMORY_BYTES:
         return Check(
-            "memory", "warning", f"{mib(free)} free", "end other programs: loading torch and hivemind needs 1 GiB"
+            "memory", "warning", f"{mib(free)} free", "stop other programs: loading torch and hivemind needs 1 GiB"
         )
     return Check("memory", "ok", f"{mib(free)} free")
 
 
 def accelerator() -> Check:
-    """The GPUs, and what `--device auto` and `--precision auto` are here."""
+    """Check the GPUs, and show what `--device auto` and `--precision auto` choose here."""
     device = choose_device("auto")
     chosen = f"auto is {device} in {'bf16' if Compute().is_bf16(device) else 'fp32'}"
     if device.type == "cpu":
-        fix = "nothing, to train on the processor; else install the driver and a torch built for the GPU (CUDA or ROCm)"
+        fix = "to train on the CPU, do nothing; else install the driver and a torch built for the GPU (CUDA or ROCm)"
         return Check("accelerator", "warning", f"torch sees no GPU (CUDA, ROCm or MPS); {chosen}", fix)
     count = torch.cuda.device_count() if device.type == "cuda" else 1
     names = ", ".join(describe(torch.device(device.type, index)) for index in range(count))
@@ -103,7 +109,10 @@ def free_time() -> Check:
 
 
 def codec_speed(name: str = "int8") -> Check:
-    """Coding and decoding of one vector in memory that is kept, as a swap does; fp32 bytes a second, best of three."""
+    """Measure coding and decoding of one vector in preallocated memory, as in a swap.
+
+    The result is the best of three, in bytes of fp32 per second.
+    """
     codec, scratch = get_codec(name), Scratch()
     values, decoded = torch.randn(CHUNK_ELEMENTS), torch.empty(CHUNK_ELEMENTS)
     coded = torch.empty(codec.num_bytes(CHUNK_ELEMENTS), dtype=torch.uint8)
@@ -115,7 +124,7 @@ def codec_speed(name: str = "int8") -> Check:
             codec.decode(coded.numpy().data, num_elements=CHUNK_ELEMENTS, out=decoded, scratch=scratch)
         seconds.append(time.perf_counter() - began_s)
     speed = CODEC_CHUNKS * 4 * CHUNK_ELEMENTS / min(seconds)
-    told = f"{name}: {mib(speed)}/s of fp32, there and back"
+    told = f"{name}: {mib(speed)}/s of fp32, coding and decoding"
     if speed < SLOW_CODEC_BYTES_PER_S:
         return Check("codec", "warning", told, "the processor is slow or busy: swaps of large models will wait for it")
     return Check("codec", "ok", told)

@@ -1,4 +1,4 @@
-"""What only a run can tell: the way in, the clock, whether this machine is reached, the link, what the model needs."""
+"""The checks that need a run: entering it, the clock, reachability, the link, and what the model needs."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ PROBE_S = 12.0
 DOWNLOAD_CHUNKS = 16
 DOWNLOAD_S = 10.0
 SLOW_LINK_BYTES_PER_S = 1e6
-USUAL_BYTES_PER_S = 12.5e6  # of a link that nothing is known of: 100 Mbit/s
+USUAL_BYTES_PER_S = 12.5e6  # assumed for a link of unknown speed: 100 Mbit/s
 
 
 async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
-    """Every check that needs the run; when nobody is found there is one, which failed."""
+    """Run every check that needs the run. If no peer is found, there is one check, which failed."""
     async with reader(ticket) as directory:
         try:
             await find_somebody(ticket, directory)
         except DirectoryError as error:
-            return [Check("clock", "failed", str(error), "set it as it says; then ask again")]
+            return [Check("clock", "failed", str(error), "set the clock of this machine, then run this again")]
         except PeerError as error:
-            fix = "get a fresh ticket; if others enter, open outgoing TCP and set this machine's clock"
+            fix = "get a new ticket; if other peers can enter, allow outgoing TCP and set this machine's clock"
             return [Check("way in", "failed", str(error), fix)]
         peers = [peer for peer in directory.live() if peer.can_be_called]
         random.shuffle(peers)
@@ -59,7 +59,7 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
         transport = GrpcTransport(lambda: hello, session=session, guard=directory.guard)
         checks = [
-            Check("way in", "ok", f"run {ticket.run_name}: {len(peers)} live peers heard of"),
+            Check("way in", "ok", f"run {ticket.run_name}: {len(peers)} live peers known"),
             _versions(directory),
             ways(directory, settings),
         ]
@@ -102,16 +102,14 @@ def _versions(directory: SwarmDirectory) -> Check:
     found = Counter(record.software for record, _ in directory.records())
     told = ", ".join(f"{version} ({number})" for version, number in sorted(found.items()))
     if __version__ not in found:
-        return Check(
-            "peers run", "warning", f"{told}; this is {__version__}", "install the version that the others have"
-        )
+        return Check("peers run", "warning", f"{told}; this is {__version__}", "install the same version")
     return Check("peers run", "ok", told)
 
 
 async def _dialled_back(
     peers: Sequence[Candidate], hello: Hello, session: Session, settings: PeerSettings, guard: DialGuard
 ) -> list[Check]:
-    """The clock and the reachability, as the first peers that answer see them."""
+    """Check the clock and reachability, as seen by the first peers that answer."""
     faults = []
     async with _listening(settings) as ports:
         for peer in peers[:ASKED_PEERS]:
@@ -121,15 +119,15 @@ async def _dialled_back(
                 faults.append(f"{named(peer.peer_id)}: {error}")
                 continue
             return [clock(probed, peer), reachability(probed, peer)]
-    told = "nobody dialled back: " + "; ".join(faults)
-    return [Check("reached", "warning", told, "ask again later; peers of an older version cannot dial back")]
+    told = "no peer dialled back: " + "; ".join(faults)
+    return [Check("reached", "warning", told, "try again later; peers with an older version cannot dial back")]
 
 
 def clock(probed: probe.Probed, peer: Candidate) -> Check:
     unsure = f"give or take {probed.round_trip_s / 2:.2f} s"
-    told = f"that of {named(peer.peer_id)} is {probed.clock_offset_s:+.1f} s from this one ({unsure})"
+    told = f"the clock of {named(peer.peer_id)} is {probed.clock_offset_s:+.1f} s from this one ({unsure})"
     if abs(probed.clock_offset_s) - probed.round_trip_s / 2 > MAX_OFFSET_S:
-        fix = "set the clock of this machine (systemctl start systemd-timesyncd, or ntpd); else it cannot enter a run"
+        fix = "set the clock of this machine (start systemd-timesyncd or ntpd): with a wrong one it cannot enter"
         return Check("clock", "failed", told, fix)
     return Check("clock", "ok", told)
 
@@ -146,13 +144,13 @@ def reachability(probed: probe.Probed, peer: Candidate) -> Check:
         )
         return Check("reached", "failed", f"{seen}; {told}", fix)
     if not probed.reached:
-        return Check("reached", "skipped", f"{seen}; no port of this one was free to be tried")
+        return Check("reached", "skipped", f"{seen}; no port of this machine was free for a test")
     return Check("reached", "ok", f"{seen}, and reached port {' and '.join(map(str, probed.reached))}")
 
 
 @asynccontextmanager
 async def _listening(settings: PeerSettings) -> AsyncIterator[list[int]]:
-    """The two ports of the peer that runs here, or listeners where it would listen."""
+    """Yield the two ports of the peer that runs here, or of listeners in its place."""
     own = Ports(settings)
     if ask(settings.state_dir, "status") and own.grpc and own.libp2p:
         yield [own.grpc, own.libp2p]
@@ -166,7 +164,7 @@ async def _listening(settings: PeerSettings) -> AsyncIterator[list[int]]:
         for port in (settings.listen_port, settings.libp2p_port):
             servers.append(await asyncio.start_server(hang_up, settings.listen_host.strip("[]"), port))
     except OSError:
-        pass  # the check of the ports tells why
+        pass  # the check of the ports reports the reason
     try:
         yield [server.sockets[0].getsockname()[1] for server in servers]
     finally:
@@ -175,7 +173,10 @@ async def _listening(settings: PeerSettings) -> AsyncIterator[list[int]]:
 
 
 async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tuple[StateManifest | None, float, Check]:
-    """A few chunks of the state of the first peer that gives some, thrown away: its manifest, and bytes a second."""
+    """Download a few chunks of a state and discard them. Returns its manifest, and bytes per second.
+
+    The first peer that serves its state is used.
+    """
     faults = []
     for peer in peers[:ASKED_PEERS]:
         try:
@@ -186,10 +187,10 @@ async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tup
             continue
         told = f"{mib(speed)}/s from {named(peer.peer_id)} (download; a state of {mib(manifest.num_bytes)})"
         if speed < SLOW_LINK_BYTES_PER_S:
-            fix = "a swap moves the coded model both ways every round: take a smaller model, or more inner steps"
+            fix = "a swap moves the coded model both ways every round: use a smaller model, or more inner steps"
             return manifest, speed, Check("bandwidth", "warning", told, fix)
         return manifest, speed, Check("bandwidth", "ok", told)
-    return None, 0.0, Check("bandwidth", "skipped", "no peer gave a piece of its state: " + "; ".join(faults))
+    return None, 0.0, Check("bandwidth", "skipped", "no peer served a chunk of its state: " + "; ".join(faults))
 
 
 async def _speed(transport: GrpcTransport, peer: Candidate, manifest: StateManifest) -> float:
@@ -205,7 +206,7 @@ async def _speed(transport: GrpcTransport, peer: Candidate, manifest: StateManif
 
 
 def model(spec: TrainerSpec, settings: PeerSettings) -> list[Check]:
-    """What a run would need here, from its spec alone. Raises ModelError."""
+    """Check what a run would need here, from its spec alone. Raises ModelError."""
     if spec.pipeline.stages > 1:
         return stages(spec, settings)
     num_parameters, _ = count_parameters(spec.model, sequence_length=spec.data.sequence_length, folders=settings.models)
@@ -213,12 +214,12 @@ def model(spec: TrainerSpec, settings: PeerSettings) -> list[Check]:
 
 
 def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
-    """Memory and disk of the run's model against what is free here; activations come on top."""
+    """Compare the memory and disk that the run's model needs with what is free; activations come on top."""
     folder = next(parent for parent in (settings.state_dir, *settings.state_dir.parents) if parent.exists())
     found = estimate(spec, num_parameters=num_parameters, step_s=1.0, folder=folder)
     told = (
         f"{count(num_parameters)} parameters: {mib(found.model_bytes)} to train, {mib(found.outer_bytes)} for the "
-        f"outer step, {mib(found.disk_bytes)} of disk, {mib(found.round_bytes)} each way a round"
+        f"outer step, {mib(found.disk_bytes)} of disk, {mib(found.round_bytes)} each way per round"
     )
     if warnings := found.warnings():
         return Check(
@@ -228,14 +229,14 @@ def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
 
 
 def stages(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: float | None = None) -> list[Check]:
-    """What each stage would cost on this machine, and the tokens that its link carries. It is a failure when none fits.
+    """Check what each stage would cost on this machine, and the tokens that its link carries. Fails if no stage fits.
 
     download_bytes_per_s: as measured, or None.
     """
     try:
         needs = StageNeeds.as_cut(spec, folders=settings.models)
     except NolocoError as error:
-        fix = "write the spec anew with `noloco init --stages`, or name the folder of its model: --model NAME=FOLDER"
+        fix = "recreate the spec with `noloco init --stages`, or name the folder of its model: --model NAME=FOLDER"
         return [Check("the stages", "failed", str(error), fix)]
     fitting = Fitting.of(needs, settings)
     found = [_stage(needs, fitting, stage, settings) for stage in range(spec.pipeline.stages)]
@@ -252,13 +253,13 @@ def _stage(needs: StageNeeds, fitting: Fitting, stage: int, settings: PeerSettin
     reads = "; this machine can be a head, as it can read the data" if stage == 0 else ""
     told = (
         f"{count(needs.part(stage).num_parameters)} parameters: {mib(needs.memory(stage))} of memory, and activations "
-        f"on top; fits, as {mib(memory_limit(settings))} may be used{reads}"
+        f"on top; this fits into the {mib(memory_limit(settings))} that may be used{reads}"
     )
     return Check(name, "ok", told)
 
 
 def _link(needs: StageNeeds, settings: PeerSettings, download_bytes_per_s: float | None) -> Check:
-    """By the slowest of what was measured and what the settings allow."""
+    """Check the link, by the lowest of the measured rate and the limits in the settings."""
     known = {
         "measured": download_bytes_per_s,
         "--max-upload": settings.upload_bytes_per_s,

@@ -1,4 +1,4 @@
-"""What a driver has to do for `replica.py` and `head.py`, in order."""
+"""The actions that `replica.py` and `head.py` return for their driver, in order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Kind(IntEnum):
 
     CLOSE_STEP = 0
     BACKWARD = 1
-    LOSS = 2  # of a head: from the returned activations to their gradient
+    LOSS = 2  # on a head: from the returned activations to their gradient
     FORWARD = 3
 
 
@@ -31,7 +31,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Send a frame over all open streams but the one to `but`."""
+    """Send a frame over all open streams except the one to `but`."""
 
     frame: Frame
     but: str = ""
@@ -39,11 +39,13 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compute:
-    """Run this task, and report `computed` or `compute_failed`. At most one task is out, a `CloseStep` included.
+    """Run this task, and report `computed` or `compute_failed`. At most one task is running, including `CloseStep`.
 
-    data: encoded input of a replica, or the microbatch as a head was given it. received: the encoded gradient
-    (BACKWARD) or activations (LOSS). The result is the payload of the next frame; BACKWARD at the head has none. The
-    gradients of a task whose end is reported with `compute_failed` must be discarded, and no others.
+    data: encoded input of a replica, or the microbatch as a head received it. received: the encoded gradient
+    (BACKWARD) or
+    activations (LOSS). The result is the payload of the next frame; BACKWARD at the head has none. The driver must
+    discard
+    the gradients of a task that is reported with `compute_failed`, and no others.
     """
 
     kind: Kind

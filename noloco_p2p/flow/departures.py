@@ -1,10 +1,10 @@
-"""How the microbatches of one node get to the next stage: asked for room, sent, and theirs once TAKEN.
+"""How the microbatches of one node reach the next stage: the node asks for room, sends, and gets TAKEN.
 
     ASKING -> SENT -> TAKEN -> (Backward)
-      ^         |        |
-      +--DROP---+        +--Lost, or the stream closed--> lost
+       ^         |        |
+       +--DROP---+        +--Lost, or the stream closed--> lost
 
-Before TAKEN, a microbatch that is refused, or whose receiver dies, is offered to another one. After TAKEN it is lost.
+Before TAKEN, a microbatch that is refused, or whose receiver dies, is offered to another peer. After TAKEN it is lost.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ class Departure:
     sinks: tuple[str, ...]
     deadline_s: float
     place: Place = Place.ASKING
-    peer: str = ""  # whom it was sent to
-    has_left: bool = False  # it was sent to somebody, be it in vain
+    peer: str = ""  # the peer it was sent to
+    has_left: bool = False  # whether it was ever sent, even in vain
     asked: set[str] = field(default_factory=set)  # in this pass over the neighbours
-    waiting: set[str] = field(default_factory=set)  # of those that were ever asked, who may still give a Credit
-    last: str = ""  # who was asked last
-    since_s: float = 0.0  # of the last Want, or of the Forward
+    # of the peers that were ever asked, those that may still give a Credit
+    waiting: set[str] = field(default_factory=set)
+    last: str = ""  # the peer that was asked last
+    since_s: float = 0.0  # when the last Want, or the Forward, was sent
     pass_began_s: float = 0.0
 
 
 class Departures:
-    """candidates: for a microbatch, whom to ask. returns: True at the last stage, which sends to the head unasked.
+    """candidates: the peers to ask for a microbatch. returns: True at the last stage, which sends to the head unasked.
 
-    gives_up: lose a microbatch that all neighbours refuse, so that it frees its room for others. A head keeps it and
-    asks again, as nobody waits for its room.
+    gives_up: drop a microbatch that all neighbours refuse, so that its room is free for others. A head keeps it and
+    asks
+    again, because no other microbatch waits for its room.
     """
 
     def __init__(
@@ -56,7 +58,8 @@ class Departures:
         returns: bool = False,
         gives_up: bool = True,
     ) -> None:
-        self.lost: list[MicrobatchId] = []  # they found no way, or their Backward will not come; the owner takes them
+        # they found no way, or their Backward will not come; the owner clears the list
+        self.lost: list[MicrobatchId] = []
         self._routing = routing
         self._candidates = candidates
         self._returns = returns
@@ -71,7 +74,7 @@ class Departures:
         return departure.place if departure else None
 
     def peer(self, id: MicrobatchId) -> str:
-        """From whom alone a Backward is accepted; "" while nobody has it."""
+        """The only peer from which a Backward is accepted; "" while no peer has it."""
         departure = self._departures.get(id)
         return departure.peer if departure else ""
 
@@ -84,7 +87,7 @@ class Departures:
         return self._send(departure, ticket.id.head, now_s) if self._returns else []
 
     def start(self, now_s: float) -> list[Action]:
-        """Asks for room for the next ones, in their order. Due after each event."""
+        """Ask for room for the next ones, in order. Call it after each event."""
         departures = self._departures.values()
         num_under_way = sum(bool(other.waiting) or other.place is Place.SENT for other in departures)
         actions: list[Action] = []
@@ -99,7 +102,7 @@ class Departures:
         return actions
 
     def end(self, id: MicrobatchId) -> list[Action]:
-        """Forgets a microbatch, and releases what was asked for it."""
+        """Forget a microbatch, and release the room that was requested for it."""
         departure = self._departures.pop(id, None)
         return [Send(peer, Lost(id)) for peer in sorted(departure.waiting)] if departure else []
 
@@ -133,7 +136,7 @@ class Departures:
         return []
 
     def lost_there(self, peer: str, id: MicrobatchId, now_s: float) -> list[Action]:
-        """The neighbour says that there will be no Backward. Its TAKEN may have been lost."""
+        """The neighbour reports that there will be no Backward. Its TAKEN may have been lost."""
         departure = self._departures.get(id)
         if departure is None:
             return []
@@ -154,7 +157,7 @@ class Departures:
         return actions
 
     def look_again(self, now_s: float) -> list[Action]:
-        """Time has passed, or the neighbours have changed: those that are asked for do not answer, or have no room."""
+        """Time has passed, or the neighbours have changed: the peers that were asked do not answer, or have no room."""
         actions: list[Action] = []
         for departure in list(self._departures.values()):
             is_asking = departure.place is Place.ASKING and departure.asked
@@ -166,7 +169,7 @@ class Departures:
         return actions
 
     def offer_sinks(self, sinks: tuple[str, ...]) -> None:
-        """At a head, whose streams change while a microbatch waits."""
+        """Set the sinks at a head, whose streams change while a microbatch waits."""
         for departure in self._departures.values():
             departure.sinks = sinks
 
@@ -188,7 +191,7 @@ class Departures:
         elif departure.place is not Place.ASKING or peer not in departure.asked:
             return []
         if departure.waiting and peer != departure.last:
-            return []  # another one was asked already
+            return []  # another peer was already asked
         actions = self._ask_next(departure, now_s)
         if not actions and not departure.waiting and self._gives_up:
             self.lost.append(departure.ticket.id)

@@ -1,14 +1,14 @@
-"""What neighbours in the pipeline say to each other about microbatches. `Forward` and `Backward` carry payloads.
+"""The frames that neighbours in the pipeline exchange about microbatches. `Forward` and `Backward` carry payloads.
 
 upstream, stage s                downstream, stage s + 1
-  Want(ticket, ...)       ->                                this microbatch waits for room at you
-                          <-     Credit(id, has_room)       room is reserved; or it is not, and the want is queued
-  Lost(id)                ->                                the want, or the room reserved for it, is not needed
-  Forward(id, payload)    ->
-                          <-     Answer(id, is_taken)       TAKEN: it is yours no longer; DROP: try somebody else
-                          <-     Backward(id, payload)      no answer: nothing would depend on it
-                          <-     Lost(id)                   the Backward will not come
-  Mark(ticket)           <-->    Mark(ticket)               a head launches no more; passed on to everybody, once
+Want(ticket, ...)       ->                                this microbatch waits for room with you
+                        <-     Credit(id, has_room)       room is reserved; or it is not, and the want is queued
+Lost(id)                ->                                the want, or the room reserved for it, is not needed
+Forward(id, payload)    ->
+                        <-     Answer(id, is_taken)       TAKEN: the sender may forget it; DROP: try another peer
+                        <-     Backward(id, payload)      there is no answer: nothing would depend on it
+                        <-     Lost(id)                   the Backward will not come
+Mark(ticket)           <-->    Mark(ticket)               a head launches no more; each peer forwards it once
 
 The last stage returns its Forward to the head without a Want: the head reserved room for it at launch. The answer to a
 Want is a Credit, or DROP.
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 
 class MicrobatchId(NamedTuple):
-    """`number` grows with each microbatch of a head, also from one start of the head to the next."""
+    """`number` increases with each microbatch of a head, also across restarts of the head."""
 
     head: str  # peer id
     number: int
@@ -29,11 +29,13 @@ class MicrobatchId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchTicket:
-    """What a head says of one of its microbatches, under its signature. No replica on the path can change it.
+    """What a head states about one of its microbatches, under its signature. No replica on the path can change it.
 
-    mark: progress of the head at launch, 0 to 1. num_tokens: in the loss, whose gradients are of the sum.
-    is_training: False = evaluation: nothing is kept for a backward, and the mark does not count.
-    signature: by the head over all other fields; the driver signs and verifies.
+    mark: progress of the head at launch, 0 to 1. num_tokens: in the loss; gradients are of the sum over them.
+    is_training:
+    False = evaluation: nothing is kept for a backward, and the mark does not count. signature: by the head over all
+    other
+    fields; the driver signs and verifies.
     """
 
     id: MicrobatchId
@@ -57,7 +59,7 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """A reservation for this microbatch alone. Without room it is queued, and a second Credit may follow."""
+    """A reservation for one microbatch. Without room it is queued, and a second Credit may follow."""
 
     id: MicrobatchId
     has_room: bool
@@ -65,7 +67,7 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """payload: encoded activations, as received. None = it arrived damaged, or a gate refused it."""
+    """payload: encoded activations, as received. None = they arrived damaged, or a gate refused them."""
 
     id: MicrobatchId
     remaining_s: float
@@ -82,7 +84,7 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """To a Forward: True = TAKEN, False = DROP. To a Want: always False."""
+    """The answer to a Forward: True = TAKEN, False = DROP. To a Want it is always False."""
 
     id: MicrobatchId
     is_taken: bool
@@ -95,8 +97,10 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The head of this ticket launches nothing any more: at the mark 1 it has finished, and below 1, with 0 tokens, it
-    pauses or leaves, and has no vote until it launches again."""
+    """The head of this ticket launches nothing any more.
+
+    At the mark 1 it has finished. Below 1, with 0 tokens, it pauses or leaves, and has no vote until it launches again.
+    """
 
     ticket: MicrobatchTicket
 

@@ -69,18 +69,19 @@ class InFlight:
 
 
 class Window:
-    """How many microbatches may be in flight: twice as many for each window that ends well, half after losses.
+    """How many microbatches may be in flight: the window doubles after each window without losses, and halves after
+    losses.
 
-    Once it was halved, it grows by one for each window: slow start and congestion avoidance of TCP (RFC 5681).
+    Once it was halved, it grows by one per window: slow start and congestion avoidance of TCP (RFC 5681).
 
-    A loss after a whole window that ended well changes nothing. On links that lose 5 % of the microbatches by chance,
+    A loss after a whole window without any changes nothing. On links that lose 5 % of the microbatches at random,
     halving at each loss would cost a sixth of the speed.
     """
 
     def __init__(self, largest: int) -> None:
         self.size = 1
         self._largest = largest
-        self._is_starting = True  # until it was halved
+        self._is_starting = True  # until it is halved
         self._num_good = 0  # since the last change
         self._num_good_in_a_row = 0
         self._halved_s = -1.0
@@ -98,7 +99,7 @@ class Window:
             self.size, self._num_good = min(self.size + 1, self._largest), 0
 
     def lost(self, sent_s: float, now_s: float) -> None:
-        """Of those sent before the window was halved, no further one counts: they met the same trouble."""
+        """Halve the window. Further losses among microbatches sent before that do not count: the cause is the same."""
         is_alone, self._num_good_in_a_row = self._num_good_in_a_row >= self.size, 0
         if is_alone or sent_s <= self._halved_s:
             return
@@ -108,7 +109,9 @@ class Window:
 
 
 class HeadDeadlines:
-    """A multiple of the median latency. One that passed counts as a latency, so that deadlines grow with the path."""
+    """Deadlines are a multiple of the median latency. A missed one counts as a latency, so that they grow with the
+    path.
+    """
 
     def __init__(self) -> None:
         self._latencies_s: deque[float] = deque(maxlen=NUM_LATENCIES)
@@ -124,9 +127,9 @@ class HeadDeadlines:
 
 
 class Head(Machine):
-    """max_in_flight: as `limits.num_rooms` gives it. `rng` draws the path. Methods are events, and return what to do.
+    """A head. max_in_flight: from `limits.num_rooms`. `rng` draws the path. Methods are events, and return actions.
 
-    first_number: larger than any that this head has used, also before it was started again; Unix milliseconds do.
+    first_number: larger than any that this head has used, also before a restart; Unix milliseconds are.
     """
 
     def __init__(
@@ -141,7 +144,7 @@ class Head(Machine):
         rule: Rule = "random",
         progress: float = 0.0,
     ) -> None:
-        assert num_stages > 1, "one stage is no pipeline"
+        assert num_stages > 1, "one stage is not a pipeline"
         super().__init__()
         self.in_flight: dict[MicrobatchId, InFlight] = {}
         self.steps = BatchSteps(batch_tokens=batch_tokens)
@@ -161,12 +164,12 @@ class Head(Machine):
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is in flight: a head that leaves may go."""
+        """Nothing is in flight, so a head that is leaving may stop."""
         return not self.in_flight and self.tasks.running is None
 
     @property
     def is_over(self) -> bool:
-        """It has finished. Evaluations may still be on their way."""
+        """The head has finished. Evaluations may still be in flight."""
         trains = any(flying.ticket.is_training for flying in self.in_flight.values())
         return self.progress >= FINAL_MARK and not trains and self.tasks.running is None
 
@@ -180,7 +183,7 @@ class Head(Machine):
         return self._settle(self.departures.look_again(now_s), now_s)
 
     def can_launch(self, now_s: float, *, is_training: bool = True) -> bool:
-        """Whether the next microbatch is due. Asked after each event: it depends on all of them."""
+        """Whether the next microbatch is due. Call it after each event, because it depends on all of them."""
         if self._is_leaving or (is_training and self.progress >= FINAL_MARK):
             return False
         if isinstance(self.tasks.running, CloseStep) or not self._sinks:
@@ -192,7 +195,7 @@ class Head(Machine):
     def launch(
         self, microbatch: object, num_tokens: int, now_s: float, *, is_training: bool = True
     ) -> tuple[MicrobatchId, list[Action]]:
-        """num_tokens: in the loss of this microbatch."""
+        """Launch a microbatch. num_tokens: in its loss."""
         assert self.can_launch(now_s, is_training=is_training)
         id = self._new_id()
         ticket = MicrobatchTicket(id, min(self.progress, FINAL_MARK), num_tokens, is_training)
@@ -201,7 +204,7 @@ class Head(Machine):
         return id, self._settle([], now_s)
 
     def received(self, peer: str, frame: Frame, now_s: float) -> list[Action]:
-        """A frame of a neighbour: whole, and of a size known from the spec."""
+        """Handle a frame of a neighbour: complete, and of a size known from the spec."""
         actions: list[Action] = []
         match frame:
             case Forward():
@@ -215,7 +218,7 @@ class Head(Machine):
             case Lost(id):
                 actions = self.departures.lost_there(peer, id, now_s)
             case Want(ticket):
-                actions = [Send(peer, Answer(ticket.id, is_taken=False))]  # a head takes what it launched, no more
+                actions = [Send(peer, Answer(ticket.id, is_taken=False))]  # a head accepts only what it has launched
             case Mark():
                 pass  # of another head
         return self._settle(actions, now_s)
@@ -258,15 +261,15 @@ class Head(Machine):
         return self._settle([Broadcast(self._last_mark())] if progress >= FINAL_MARK else [], now_s)
 
     def stream_opened(self, peer: str, now_s: float) -> list[Action]:
-        """A neighbour that was not here when this head finished hears of it now, and passes it on."""
+        """A neighbour that was absent when this head finished is notified now, and forwards it."""
         return self._settle([Send(peer, self._last_mark())] if self.progress >= FINAL_MARK else [], now_s)
 
     def tick(self, now_s: float) -> list[Action]:
-        """Due every TICK_S: deadlines pass, and neighbours are asked again."""
+        """Call it every TICK_S: deadlines pass, and neighbours are asked again."""
         actions: list[Action] = []
         for id, flying in list(self.in_flight.items()):
             if flying.phase is HeadPhase.AWAY and not self.departures.has_left(id):
-                # Its time runs from its first Forward on. One that is refused again and again does not stay for ever.
+                # Its time starts with its first Forward, so one that is always refused does not stay forever.
                 flying.sent_s, flying.deadline_s = now_s, now_s + self.deadlines.seconds
                 self.departures.postpone(id, flying.deadline_s)
             elif flying.deadline_s <= now_s and flying.phase in (HeadPhase.AWAY, HeadPhase.BEHIND):
@@ -275,9 +278,10 @@ class Head(Machine):
         return self._settle(actions + self.departures.look_again(now_s), now_s)
 
     def leave(self, now_s: float) -> list[Action]:
-        """Nothing is launched from now on; what is in flight is finished, and what has not left is given up.
+        """Launch nothing from now on; finish what is in flight, and give up what has not left.
 
-        All replicas hear of it: the mark of this head must not hold up the median."""
+        All replicas are notified, because the mark of this head must not hold up the median.
+        """
         self._is_leaving = True
         actions: list[Action] = [] if self.progress >= FINAL_MARK else [Broadcast(self._last_mark())]
         for id in list(self.in_flight):
@@ -298,7 +302,9 @@ class Head(Machine):
     # frames
 
     def _returned(self, peer: str, forward: Forward) -> list[Action]:
-        """Its room was reserved at launch, so it is refused only when it was given up, or came by another path."""
+        """Handle a returned microbatch. Its room was reserved at launch, so it is refused only if it was given up, or
+        came from another path.
+        """
         flying = self.in_flight.get(forward.id)
         if flying is not None and flying.returned_by == peer:  # repeated
             return [Send(peer, Answer(forward.id, is_taken=True))]
@@ -333,7 +339,7 @@ class Head(Machine):
     def _done(self, flying: InFlight, now_s: float) -> list[Action]:
         self.num_done += 1
         self.window.ended_well()
-        if flying.ticket.is_training:  # an evaluation takes less, and would shorten the deadlines
+        if flying.ticket.is_training:  # an evaluation takes less time, and would shorten the deadlines
             self.num_late += flying.step < self._num_steps
             self.deadlines.measured(now_s - flying.sent_s)
             self.steps.count_done(flying.ticket.num_tokens)
@@ -343,7 +349,7 @@ class Head(Machine):
         flying = self.in_flight.get(id)
         if flying is None or flying.phase is not HeadPhase.LOSS:
             return self._lose(id, now_s)
-        flying.is_lost_upstream = True  # the loss is valid all the same, and so are the gradients of later stages
+        flying.is_lost_upstream = True  # the loss is still valid, and so are the gradients of later stages
         return []
 
     def _lose(self, id: MicrobatchId, now_s: float) -> list[Action]:
@@ -366,7 +372,7 @@ class Head(Machine):
         return self.departures.end(id)
 
     def _settle(self, actions: list[Action], now_s: float) -> list[Action]:
-        """The end of each event: what became possible with it."""
+        """The end of each event: add what has become possible."""
         while self.departures.lost:
             actions += self._path_lost(self.departures.lost.pop(), now_s)
         actions += self.departures.start(now_s)

@@ -49,20 +49,22 @@ class ReplicaPhase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Stashed:
-    """data: the encoded input, exactly as received, from which the backward recomputes. gradient: the encoded one."""
+    """data: the encoded input, exactly as received, from which the backward recomputes. gradient: the encoded
+    gradient.
+    """
 
     ticket: MicrobatchTicket
     sinks: tuple[str, ...]
     upstream: str  # "" once its stream has closed
     deadline_s: float
     phase: ReplicaPhase = ReplicaPhase.RESERVED
-    step: int = 0  # in which its forward was computed
+    step: int = 0  # the step in which its forward was computed
     data: object = None
     gradient: object = None
 
 
 class Replica(Machine):
-    """num_rooms: as `limits.num_rooms` gives it. `rng` draws the path. Methods are events, and return what to do."""
+    """num_rooms: from `limits.num_rooms`. `rng` draws the path. Methods are events, and return actions."""
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class Replica(Machine):
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is held: a replica that leaves may go."""
+        """Nothing is held, so a replica that is leaving may stop."""
         return not self.stash and self.tasks.running is None
 
     def is_over(self, now_s: float) -> bool:
@@ -104,12 +106,12 @@ class Replica(Machine):
     # events
 
     def neighbours_changed(self, downstream: Collection[str], now_s: float) -> list[Action]:
-        """Whom to ask for room from now on. What others hold goes on."""
+        """Set the peers to ask for room from now on. What others hold is not affected."""
         self._neighbours = frozenset(downstream)
         return self._settle(self.departures.look_again(now_s), now_s)
 
     def received(self, peer: str, frame: Frame, now_s: float) -> list[Action]:
-        """A frame of a neighbour: whole, of a size known from the spec, its ticket verified."""
+        """Handle a frame of a neighbour: complete, of a size known from the spec, its ticket verified."""
         match frame:
             case Want():
                 actions = self._want(peer, frame, now_s)
@@ -136,7 +138,7 @@ class Replica(Machine):
                 continue
             held.upstream = ""
             if self.departures.place(id) is not Place.TAKEN and held.phase is not ReplicaPhase.BACKWARD:
-                actions += self._lose(id)  # it has not come further than here, and all before give it up
+                actions += self._lose(id)  # it is no further than here, and all before give it up
         return self._settle(actions, now_s)
 
     def computed(self, task: Compute, result: object, now_s: float) -> list[Action]:
@@ -172,7 +174,7 @@ class Replica(Machine):
         return self._settle([], now_s)
 
     def tick(self, now_s: float) -> list[Action]:
-        """Due every TICK_S: deadlines pass, and neighbours are asked again."""
+        """Call it every TICK_S: deadlines pass, and neighbours are asked again."""
         self.wants.expire(now_s)
         actions: list[Action] = []
         for id, held in list(self.stash.items()):
@@ -181,7 +183,7 @@ class Replica(Machine):
         return self._settle(actions + self.departures.look_again(now_s), now_s)
 
     def leave(self, now_s: float) -> list[Action]:
-        """No Want is accepted from now on; what is promised or held is finished."""
+        """Accept no Want from now on; finish what is promised or held."""
         self._is_leaving = True
         refused = self.wants.take_all()
         return self._settle([_drop(waiting.peer, waiting.want.ticket.id) for waiting in refused], now_s)
@@ -205,8 +207,8 @@ class Replica(Machine):
 
     def _grant(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
-        # Only stage 1 makes heads wait that are ahead, as their microbatches hold no room yet: behind it, they would
-        # wait in rooms that the heads need for which they wait.
+        # Only stage 1 makes heads wait that are ahead, as their microbatches hold no room yet. Behind it, they would
+        # wait in rooms that the slower heads need.
         barred = {head for head in self.wants.heads if self.steps.is_ahead(head, now_s)} if self._is_first else set()
         while len(self.stash) < self._num_rooms and (waiting := self.wants.next(barred)):
             want, id = waiting.want, waiting.want.ticket.id
@@ -231,7 +233,7 @@ class Replica(Machine):
 
     def _backward(self, peer: str, backward: Backward) -> list[Action]:
         held = self.stash.get(backward.id)
-        # Asked of the departure, which ends here: a Backward that is repeated, or comes from elsewhere, does nothing.
+        # Checked with the departure, which ends here: a Backward that is repeated, or from another peer, has no effect.
         if held is None or self.departures.peer(backward.id) != peer or not held.ticket.is_training:
             return []
         if backward.payload is None:
@@ -257,7 +259,7 @@ class Replica(Machine):
 
     def _mark(self, peer: str, mark: Mark, now_s: float) -> list[Action]:
         ticket, has_finished = mark.ticket, mark.ticket.mark >= FINAL_MARK
-        # Below 1, a Mark with tokens is the ticket of a microbatch, which its head sent as a Want alone.
+        # Below 1, a Mark with tokens is the ticket of a microbatch, which its head sent only as a Want.
         is_news = (has_finished or ticket.num_tokens == 0) and self.steps.vote(ticket, now_s, is_away=not has_finished)
         return [Broadcast(mark, but=peer)] if is_news else []
 
@@ -277,7 +279,7 @@ class Replica(Machine):
         return [*self._release(id), *upstream]
 
     def _settle(self, actions: list[Action], now_s: float) -> list[Action]:
-        """The end of each event: what became possible with it."""
+        """The end of each event: add what has become possible."""
         while self.departures.lost:
             actions += self._lose(self.departures.lost.pop())
         actions += self.departures.start(now_s)
@@ -298,10 +300,10 @@ def _drop(peer: str, id: MicrobatchId) -> Send:
 
 
 class SeenForwards:
-    """Which forwards a replica has taken, as it processes each once at most: a sliding window of numbers for each head.
-    What is older than the window counts as seen.
+    """The forwards that a replica has taken, because it processes each at most once: a sliding window per head.
 
-    Backwards need no window: each uses up the stash entry of its forward.
+    A number below the window counts as seen. Backwards need no window, because each uses up the stash entry of its
+    forward.
     """
 
     def __init__(self) -> None:
@@ -317,7 +319,7 @@ class SeenForwards:
     def add(self, id: MicrobatchId) -> None:
         highest, bits = self._windows.get(id.head, (id.number, 0))
         if id.number > highest:
-            # Not shifted by the whole distance: numbers may jump by a clock's worth when a head starts again.
+            # Not shifted by the whole distance: numbers jump when a head restarts with a new clock value.
             distance = min(id.number - highest, SEEN_NUMBERS)
             highest, bits = id.number, (bits << distance) & ((1 << SEEN_NUMBERS) - 1)
         if highest - id.number < SEEN_NUMBERS:

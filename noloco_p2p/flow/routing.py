@@ -1,4 +1,4 @@
-"""In which order the neighbours of the next stage are asked for room. Pure: the random generator is passed in."""
+"""The order in which the neighbours of the next stage are asked for room. Pure: callers pass the random generator."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from blake3 import blake3
 
 from noloco_p2p.flow.frames import MicrobatchTicket
 
-SMOOTHING = 0.2  # weight of a new measurement: some five microbatches decide
+SMOOTHING = 0.2  # weight of a new measurement: about five microbatches decide
 
 Rule = Literal["random", "fast"]
 
 
 class Routing:
-    """`random`: each order is as likely, so the first with room is a random one among those that have room.
+    """`random`: each order is equally likely, so the first with room is a random one among those that have room.
 
-    `fast`: a neighbour comes first with a chance in proportion to its measured rate, so the slow are still measured.
+    `fast`: the probability that a neighbour is first is proportional to its measured rate, so slow ones are still
+    measured.
     """
 
     def __init__(self, rng: random.Random, rule: Rule = "random") -> None:
@@ -28,14 +29,15 @@ class Routing:
         self._seconds: dict[str, float] = {}  # from sending a Forward to TAKEN
 
     def order(self, candidates: Iterable[str], ticket: MicrobatchTicket) -> list[str]:
-        """For an evaluation one candidate alone, so that all evaluations of a head take one path."""
-        names = sorted(candidates)  # sets have no order that a seed decides
-        if not ticket.is_training:  # rendezvous hash: the path changes only where a neighbour goes
+        """Return the order; for an evaluation only one candidate, so that all evaluations of a head take one path."""
+        names = sorted(candidates)  # sets have no order that a seed determines
+        if not ticket.is_training:  # rendezvous hash: the path changes only where a neighbour leaves
             return sorted(names, key=lambda peer: blake3(f"{ticket.id.head} {peer}".encode()).digest())[:1]
         self._rng.shuffle(names)
         if self._rule == "fast" and self._seconds:
-            usual_s = fmean(self._seconds.values())  # what is not measured is taken for average
-            # Efraimidis and Spirakis (2006): the largest u^(1/w) comes first with a chance in proportion to w = 1/s.
+            usual_s = fmean(self._seconds.values())  # an unmeasured neighbour counts as average
+            # Efraimidis and Spirakis (2006): the largest u^(1/w) comes first with a probability proportional to w =
+            # 1/s.
             names.sort(key=lambda peer: -(self._rng.random() ** self._seconds.get(peer, usual_s)))
         return names
 

@@ -25,10 +25,10 @@ class _Vote:
     mark: float
     heard_s: float
     usual_s: float | None = None  # between two of its microbatches here, smoothed
-    is_away: bool = False  # it said so, with this number
+    is_away: bool = False  # it announced that, with this number
 
     def after(self, number: int, mark: float, now_s: float) -> _Vote:
-        """The next one of the same head."""
+        """The next vote of the same head."""
         passed_s, usual_s = now_s - self.heard_s, self.usual_s
         if not self.is_away:
             usual_s = passed_s if usual_s is None else usual_s + SMOOTHING * (passed_s - usual_s)
@@ -47,7 +47,7 @@ class MedianSteps:
     """Progress of an inner replica: the lower median over the last marks of live heads, each with one vote.
 
     Each rise of the median closes at most one step, so a stage with few replicas takes larger steps, not more. The
-    median falls where slow heads are heard again; progress does not, and the steps follow the median from there.
+    median falls when slow heads are heard again; progress does not, and the steps follow the median from there.
     """
 
     def __init__(self, *, batch_tokens: int, progress: float = 0.0) -> None:
@@ -55,14 +55,16 @@ class MedianSteps:
         self.num_tokens = 0  # counted since the last step
         self._batch_tokens = batch_tokens
         self._last_median = progress
-        self._votes: OrderedDict[str, _Vote] = OrderedDict()  # the last heard at the end
+        self._votes: OrderedDict[str, _Vote] = OrderedDict()  # the most recent last
 
     def vote(self, ticket: MicrobatchTicket, now_s: float, *, is_away: bool = False) -> bool:
-        """True = the ticket is newer than what was known of its head. is_away: the head has no vote until a newer one
-        comes."""
+        """Record a vote. Returns True if the ticket is newer than what was known of its head.
+
+        is_away: the head has no vote until a newer ticket arrives.
+        """
         before = self._votes.get(ticket.id.head)
         if before is not None and ticket.id.number <= before.number:
-            return False  # overtaken, or repeated by somebody who wants a dead head to have a vote
+            return False  # outdated, or repeated by a peer that wants a dead head to have a vote
         make = before.after if before else _Vote
         vote = make(ticket.id.number, ticket.mark, now_s)
         self._votes[ticket.id.head] = replace(vote, is_away=is_away)
@@ -79,7 +81,7 @@ class MedianSteps:
         return marks[(len(marks) - 1) // 2] if marks else None
 
     def take_step(self, now_s: float) -> int:
-        """Tokens of the step that closes now; 0 = none does. A rise on less than half a batch closes none."""
+        """Return the tokens of the step that closes now, or 0. A rise on less than half a batch closes none."""
         before, median = self._last_median, self.median(now_s)
         if median is None:
             return 0
@@ -93,9 +95,10 @@ class MedianSteps:
         return num_tokens
 
     def is_ahead(self, head: str, now_s: float) -> bool:
-        """At four batches, heads ahead of the median wait. The others go on, as only they can move the median.
+        """Whether a head waits: at four batches, those ahead of the median do. The others go on, since only they can
+        move it.
 
-        To refuse all heads would deadlock a stage with less than a quarter as many replicas as there are heads.
+        Refusing all heads would deadlock a stage with less than a quarter as many replicas as there are heads.
         """
         if self.num_tokens < LARGEST_STEP_BATCHES * self._batch_tokens or head not in self._votes:
             return False
@@ -103,7 +106,7 @@ class MedianSteps:
         return median is not None and self._votes[head].mark > median
 
     def is_over(self, now_s: float) -> bool:
-        """This replica has finished, and so have all heads that live."""
+        """Whether this replica has finished, and so have all live heads."""
         votes = [vote for vote in self._votes.values() if vote.counts(now_s)]
         return self.progress >= FINAL_MARK and all(vote.mark >= FINAL_MARK for vote in votes)
 
@@ -114,8 +117,8 @@ class MedianSteps:
 class BatchSteps:
     """A head closes a step when a batch of its own is done, and divides by the tokens in its losses.
 
-    With one microbatch in flight the two are the same. With more, the tail is ahead of the front by those in flight,
-    at both ends of the step alike. The backward of the front that was lost counts as zero.
+    With one microbatch in flight the two are the same. With more, the tail is ahead of the front by those in flight, at
+    both ends of the step alike. A lost backward of the front counts as zero.
     """
 
     def __init__(self, *, batch_tokens: int) -> None:
@@ -127,7 +130,7 @@ class BatchSteps:
         self.loss_tokens += num_tokens
 
     def count_done(self, num_tokens: int) -> None:
-        """The backward of a microbatch with a loss is through the front, or lost."""
+        """The backward of a microbatch with a loss has passed the front, or is lost."""
         self.done_tokens += num_tokens
 
     @property
@@ -135,7 +138,7 @@ class BatchSteps:
         return self.done_tokens >= self._batch_tokens
 
     def take_step(self) -> int:
-        """Tokens of the step that closes now; 0 = none does."""
+        """Return the tokens of the step that closes now; 0 = none does."""
         if not self.is_due:
             return 0
         num_tokens, self.loss_tokens, self.done_tokens = self.loss_tokens, 0, 0

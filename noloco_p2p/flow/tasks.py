@@ -9,9 +9,9 @@ from noloco_p2p.flow.frames import MicrobatchId
 
 
 class Tasks:
-    """One is out at a time, the most urgent kind first, each kind in order of arrival.
+    """One task runs at a time: the most urgent kind first, each kind in order of arrival.
 
-    `take` gives the next one once none is out. A step closes first, and no task runs while it does.
+    `take` returns the next one when none is running. A step closes first, and no task runs meanwhile.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Tasks:
         return [task]
 
     def peek(self, make: Callable[[Kind, MicrobatchId], Compute]) -> Compute | None:
-        """The task that comes next, unless a more urgent one arrives: what it needs can be prepared."""
+        """Return the task that comes next, unless a more urgent one arrives, so that its input can be prepared."""
         if not self._queue:
             return None
         id = min(self._queue, key=self._queue.__getitem__)  # min takes the first of equals
@@ -49,7 +49,7 @@ class Tasks:
         return [step]
 
     def end(self, task: Compute | CloseStep | None = None) -> bool:
-        """False = this task is not the one that is out: its end is reported twice."""
+        """End the running task. Returns False if it is another one: its end was reported twice."""
         if self.running is None or (task is not None and task is not self.running):
             return False
         self.running = None
@@ -57,9 +57,9 @@ class Tasks:
 
 
 class Machine:
-    """A stage of one peer. Methods are events, and return what to do.
+    """One stage of a peer. Methods are events, and return actions.
 
-    num_done: microbatches with a backward here; num_late: of those, the ones whose forward was in an earlier step.
+    num_done: microbatches with a backward here. num_late: those of them whose forward was in an earlier step.
     """
 
     def __init__(self) -> None:
@@ -71,15 +71,15 @@ class Machine:
 
     @property
     def next_task(self) -> Compute | None:
-        """What will be computed next, unless something more urgent arrives."""
+        """What is computed next, unless something more urgent arrives."""
         return self.tasks.peek(self._task)
 
     def hold_steps(self) -> None:
-        """No step closes until `release_steps`. Tasks go on, and their gradients count toward the next step."""
+        """Close no step until `release_steps`. Tasks continue, and their gradients count towards the next step."""
         self._holds_steps = True
 
     def release_steps(self, now_s: float) -> list[Action]:
-        """The outer step that was waited for is taken."""
+        """The outer step is done: steps may close again."""
         self._holds_steps = False
         return self._settle([], now_s)
 
@@ -92,5 +92,5 @@ class Machine:
         raise NotImplementedError
 
     def _settle(self, actions: list[Action], now_s: float) -> list[Action]:
-        """The actions, and what may be done now."""
+        """Return the actions, and those that have become possible."""
         raise NotImplementedError

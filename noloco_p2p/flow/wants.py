@@ -1,4 +1,4 @@
-"""Who waits for room at a replica, and who gets it next."""
+"""The microbatches that wait for room at a replica, and the order in which they get it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Waiting:
 class Wants:
     """Room goes to waiting heads in turn, but while others wait, not to one that had twice its fair share of this step.
 
-    `new_step` starts the count again.
+    `new_step` resets the counts.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[MicrobatchId, Waiting] = {}  # in order of arrival
-        self._num_served: dict[str, int] = {}  # by head, the one whose turn was last at the end
+        self._num_served: dict[str, int] = {}  # by head, the most recently served last
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, waiting: Waiting) -> bool:
-        """False = refused: another neighbour waits with this microbatch, or this one waits with too many.
+        """Queue a want. Returns False if another neighbour waits with this microbatch, or this one waits with too many.
 
         A repeated want keeps its place.
         """
@@ -45,7 +45,7 @@ class Wants:
         return True
 
     def next(self, barred: set[str]) -> Waiting | None:
-        """barred: heads that wait on."""
+        """Return the next want. barred: heads that must wait."""
         heads = [head for head in self.heads if head not in barred]
         if not heads:
             return None
@@ -78,5 +78,5 @@ class Wants:
 
     @property
     def heads(self) -> list[str]:
-        """In order of arrival."""
+        """The waiting heads, in order of arrival."""
         return list(dict.fromkeys(id.head for id in self._waiting))

@@ -1,6 +1,6 @@
-"""One swap as its round sees it: where both partners stood, when each part was committed, and what that predicts.
+"""One swap as its round sees it: the positions of both partners, when each part was committed, and estimates from that.
 
-Pure: the counters of the swap are read, and times are passed in.
+Pure: it reads the counters of the swap, and callers pass times.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from noloco_p2p.optim.mixing import Agreement, agreed_inner_steps
 
 
 class SwapHandle(Protocol):
-    """What a round reads of a swap, and what an action may do with it; `gossip.swap.Swap` is one, and tells more."""
+    """What a round reads of a swap, and what its actions may do with it; `gossip.swap.Swap` implements it."""
 
     bytes_sent: int
     bytes_received: int
@@ -39,7 +39,7 @@ class SwapHandle(Protocol):
 
 @dataclass(slots=True, eq=False)
 class ActiveSwap:
-    """mine, theirs: where both stood at `began_s`. boundary_s: when this peer came to its boundary.
+    """mine, theirs: the positions of both partners at `began_s`. boundary_s: when this peer reached its boundary.
 
     early_s, late_s: when the part was committed. total_steps: of the run.
     """
@@ -72,12 +72,12 @@ class ActiveSwap:
             self.late_s = now_s
 
     def broken_off(self, now_s: float, goodput: Goodput) -> None:
-        """A failed early part is a measurement, too; without it a link that became slow would go unnoticed."""
+        """Record a failed early part as a measurement, too; otherwise a link that became slow would go unnoticed."""
         if self.early_s is None:
             goodput.note(self.swap.bytes_moved, now_s - self.began_s)
 
     def link(self, now_s: float) -> LinkMeasure:
-        """What the swap of a round that ends now measured; the controller of the round length takes it."""
+        """Return what the swap of a round that ends now measured, for the controller of the round length."""
         early_bytes, late_bytes = (self.swap.num_bytes(part) for part in Part)
         return measure_link(
             early_bytes=early_bytes,
@@ -89,7 +89,7 @@ class ActiveSwap:
         )
 
     def misses(self, boundary_s: float, now_s: float, goodput: Goodput) -> bool:
-        """The early part will miss `boundary_s`, while one with another partner would still make it.
+        """Whether the early part will miss `boundary_s`, while one with another partner would still make it.
 
         True only after the early part took longer than a whole one should, by earlier measurements.
         """
@@ -103,7 +103,7 @@ class ActiveSwap:
     def expected_s(self, now_s: float, goodput: Goodput) -> float:
         """When the late part should be here: after the rest of the early part, the partner's boundary and the transfer.
 
-        What is not known counts as no time. Without a late part: when the early part should be here.
+        Unknown times count as 0. Without a late part: when the early part should be here.
         """
         early, late = (self.swap.num_bytes(part) for part in Part)
         early_left, late_left = max(0, early - self.swap.bytes_moved), min(late, early + late - self.swap.bytes_moved)
@@ -115,21 +115,21 @@ class ActiveSwap:
         return ready_s + (goodput.seconds_for(max(0, late_left)) or 0.0)
 
     def lateness_s(self, now_s: float) -> float:
-        """How long this peer stood at its boundary before the partner's late part began to arrive."""
+        """How long this peer waited at its boundary before the partner's late part began to arrive."""
         if self.boundary_s is None or not self.swap.num_bytes(Part.LATE):
             return 0.0
         there_s = self.swap.partner_staged_s
         return max(0.0, (now_s if there_s is None else there_s) - self.boundary_s)
 
     def transfer_s(self, now_s: float) -> float:
-        """From when both were at their boundaries to the commit of the late part, or to now."""
+        """The time from when both were at their boundaries to the commit of the late part, or to now."""
         there_s = self.swap.partner_staged_s
         if self.boundary_s is None or there_s is None:
             return 0.0
         return max(0.0, (now_s if self.late_s is None else self.late_s) - max(self.boundary_s, there_s))
 
     def received(self, now_s: float) -> Received:
-        """What the swap brought to its round, which ends now. Takes the sections out of the swap."""
+        """Return what the swap brought to its round, which ends now. Takes the sections out of the swap."""
         return Received(
             partner=self.partner,
             partner_round=self.theirs.round,

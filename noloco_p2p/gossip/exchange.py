@@ -1,4 +1,4 @@
-"""How training takes part in rounds: four calls a round, and nothing a partner does raises here.
+"""The interface between training and the network: four calls per round, none of which raises for a partner's fault.
 
 open(state)  ->  inner steps, polling late()  ->  stage(gradient)  ->  poll() or collect()  ->  apply  ->  open(...)
 
@@ -31,11 +31,11 @@ As = TypeVarTuple("As")
 T = TypeVar("T")
 
 SILENT = Alone("the network thread does not answer")
-NETWORK_ANSWER_S = 5.0  # what the network thread may take to answer, beyond the wait that was asked for
+NETWORK_ANSWER_S = 5.0  # extra time for the network thread to answer, beyond the requested wait
 
 
 class Exchange(Protocol):
-    """What a round needs of the network. No method waits for a partner, and none raises for a fault of one."""
+    """What a round needs of the network. No method waits for a partner, and none raises for a partner's fault."""
 
     @property
     def step_rate(self) -> StepRate: ...
@@ -51,49 +51,50 @@ class Exchange(Protocol):
         shortest_round_s: float | None = None,
         patience_s: float = 0.0,
     ) -> None:
-        """Begin a round: from now on a partner is sought and the early part travels, in the background.
+        """Begin a round: start matchmaking, and send the early part in the background.
 
-        `steps_done`: inner steps of it that were taken before a restart. `inner_steps`: its length; None = as long as
-        the last one. `shortest_round_s`: that this peer can keep up with, for others to know. `patience_s`: of a
-        closing round, see `Opening`. `state`: slow weights, and momentum where it is swapped, flat fp32 vectors on the
-        CPU that do not change until the round ends, but for a correction that `late` gave. Sections are coded from
-        them as they are sent. Returns at once.
+        `steps_done`: its inner steps that were taken before a restart. `inner_steps`: its length; None = as the last
+        one. `shortest_round_s`: the shortest round that this peer can keep up with, which others are told.
+        `patience_s`: for a closing round, see `Opening`. `state`: slow weights, and momentum if it is swapped, flat
+        fp32 vectors on the CPU that do not change until the round ends, except by a correction from `late`. Sections
+        are coded as they are sent. Returns at once.
         """
         ...
 
     def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
-        """At the boundary: code the outer gradient chunk by chunk where it lies, and hand it over.
+        """At the boundary: code the outer gradient chunk by chunk on its device, and hand it over.
 
-        `chunks()` yields it in order; it is not called when no partner can be had in this round, or when swaps have no
-        late part. A gradient that is not
-        finite is not sent: the swap stays half.
+        `chunks()` yields it in order. It is not called when no partner can be found in this round, or when swaps have
+        no late part. A gradient that is not finite is not sent: the swap stays half.
         """
         ...
 
     def poll(self, *, wait_s: float) -> Outcome | None:
-        """After `stage`: the outcome, which ends the round, once nothing more can come within `wait_s` from now.
+        """After `stage`: return the outcome, which ends the round, once nothing more can arrive within `wait_s` from
+        now.
 
         None = ask again, with less of `wait_s` left. With 0 it always ends the round.
         """
         ...
 
     def withdraw(self) -> Outcome:
-        """End the round before its boundary, as `poll` does at it; what is not committed by now never will be."""
+        """End the round before its boundary, as `poll` does at it. Parts that are not committed now never will be."""
         ...
 
     def late(self, round_index: int) -> Correction | None:
-        """A late part of a round before `round_index` that arrived after its boundary; costs nothing to ask.
+        """Return a late part of a round before `round_index` that arrived after its boundary; cheap to call.
 
-        None while slow weights and momentum travel, as they must not change then. Call `corrected` when it is applied.
+        Returns None while slow weights and momentum travel, because they must not change then. Call `corrected` once it
+        is applied.
         """
         ...
 
     def corrected(self) -> None:
-        """The correction that `late` gave is in the vectors: they may be sent again."""
+        """The correction from `late` has been applied: the vectors may be sent again."""
         ...
 
     def forget(self) -> None:
-        """Between rounds: the vectors were replaced. What still comes for those before is not applied any more."""
+        """Between rounds: the vectors were replaced. Late parts for the old ones are no longer applied."""
         ...
 
 
@@ -168,9 +169,9 @@ class LoopExchange:
 
 
 class ThreadedExchange(LoopExchange):
-    """The training thread's side. No method blocks past its deadline, whatever becomes of the network thread."""
+    """The training thread's side. No method blocks past its deadline, even if the network thread hangs."""
 
-    owner: object = None  # who trains by it; another one may take it over
+    owner: object = None  # the caller that trains with it; another one may take it over
 
     def __init__(self, spec: Spec, driver: RoundDriver, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(spec, driver)
@@ -178,11 +179,11 @@ class ThreadedExchange(LoopExchange):
 
     @property
     def is_closed(self) -> bool:
-        """The network thread has ended: the peer was closed."""
+        """Whether the network thread has ended, because the peer was closed."""
         return self._loop.is_closed()
 
     def collect(self, wait_s: float) -> Outcome:
-        """`poll`, waiting: blocks while there is a swap, or hope of one, but never longer than `wait_s`."""
+        """`poll`, and wait: block while there is a swap, or a chance of one, but never longer than `wait_s`."""
         given_up = threading.Event()
 
         async def collect() -> Outcome:
@@ -191,15 +192,16 @@ class ThreadedExchange(LoopExchange):
         return self._wait_for(collect(), SILENT, given_up, wait_s=wait_s)
 
     def _tell(self, function: Callable[[*As], None], *arguments: *As) -> None:
-        """Call on the network thread, without waiting for it."""
+        """Call a function on the network thread without waiting for it."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _ask(self, function: Callable[[], T], otherwise: T, *, even_late: bool = False) -> T:
-        """Call on the network thread, which answers at once; `otherwise` when it is stopped or silent.
+        """Call a function on the network thread, which answers at once; `otherwise` when it has stopped or hangs.
 
-        even_late: call it all the same when a silent thread wakes up. Anything else would then act on a round that has
-        gone on without it: `open` finds the round unended, and ends it.
+        even_late: run the call even if a hanging thread answers later. Any other call would then act on a round
+        that has moved
+        on without it; `open` finds the round unended, and ends it.
         """
         given_up = threading.Event()
 
@@ -211,7 +213,9 @@ class ThreadedExchange(LoopExchange):
     def _wait_for(
         self, coroutine: Coroutine[Any, Any, T], otherwise: T, given_up: threading.Event, *, wait_s: float = 0.0
     ) -> T:
-        """Run on the network thread; `otherwise` when it is stopped or silent, as training must go on without it."""
+        """Run on the network thread; `otherwise` when it has stopped or hangs, because training must continue without
+        it.
+        """
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError:  # the loop is closed
@@ -220,7 +224,7 @@ class ThreadedExchange(LoopExchange):
         try:
             return future.result(wait_s + NETWORK_ANSWER_S)
         except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
-            given_up.set()  # first: a task that is cancelled before it has begun takes its first step all the same
+            given_up.set()  # first: a task that is cancelled before it has begun still runs its first step
             future.cancel()
-            log.error("the network thread does not answer; training goes on alone")
+            log.error("the network thread does not answer; training continues alone")
             return otherwise

@@ -1,15 +1,15 @@
-"""What two peers say to each other during a swap. `net` puts these on the wire; `testing` passes them in memory.
+"""The frames that two peers exchange during a swap. `net` puts them on the wire; `testing` passes them in memory.
 
 initiator                     acceptor
-  Offer(hello, ...)    ->
-                       <-     Accept(hello, ...) | Refuse(code, sentence, retry_after_s)
-  Grid                  <->   Grid                     for each section that is coded modulo
-  Header, Chunk.., End  <->   Header, Chunk.., End     for each section of the early part
-  Header, Chunk.., End  <->   Header, Chunk.., End     chunks again that modulo coding could not carry, if any
-  Ready(EARLY)         <->    Ready(EARLY)
-  Header, Chunk.., End  <->   Header, Chunk.., End     for each section of the late part
-  Ready(LATE)          <->    Ready(LATE)
-  Abort(code, sentence) may end it from either side at any time
+Offer(hello, ...)    ->
+                     <-     Accept(hello, ...) | Refuse(code, sentence, retry_after_s)
+Grid                  <->   Grid                     for each section that is coded modulo
+Header, Chunk.., End  <->   Header, Chunk.., End     for each section of the early part
+Header, Chunk.., End  <->   Header, Chunk.., End     again, for chunks that modulo coding could not carry, if any
+Ready(EARLY)         <->    Ready(EARLY)
+Header, Chunk.., End  <->   Header, Chunk.., End     for each section of the late part
+Ready(LATE)          <->    Ready(LATE)
+Abort(code, sentence) may end it from either side at any time
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from enum import IntEnum
 import xxhash
 from blake3 import blake3
 
-PROTOCOL_VERSION = "1.0"  # same major number = can talk
+PROTOCOL_VERSION = "1.0"  # peers with the same major number can talk
 STATE_CHUNK_BYTES = 1 << 20
-MAX_CHUNKS_PER_REQUEST = 16_384  # 16 GiB, named in 48 KiB; the rest of a larger state is asked for in further calls
+MAX_CHUNKS_PER_REQUEST = 16_384  # 16 GiB, named in 48 KiB; more chunks of a larger state take further calls
 
-Payload = bytes | memoryview  # what came from the network is a view of the message
+Payload = bytes | memoryview  # a payload from the network is a view of the message
 
 
 def chunk_digest(payload: Payload) -> bytes:
-    """16 bytes that a damaged payload does not have: XXH3-128, big-endian, seed 0.
+    """A 16-byte digest that detects damage: XXH3-128, big-endian, seed 0.
 
-    It guards against damage, as the checksums of Ethernet and TCP let some pass. Against a sender who lies no digest
-    of his own helps, so that a cryptographic one (a tenth of the speed) would give nothing.
+    It is needed because the checksums of Ethernet and TCP miss some errors. Against a lying sender no digest of its own
+    would help, so a cryptographic one (a tenth of the speed) would gain nothing.
     """
     return xxhash.xxh3_128_digest(payload)
 
 
 class Part(IntEnum):
-    """The early part: slow weights and outer momentum. The late part: the outer gradient. Each commits by itself."""
+    """The early part: slow weights and outer momentum. The late part: the outer gradient. Each commits separately."""
 
     EARLY = 1
     LATE = 2
@@ -50,14 +50,11 @@ class SectionName(IntEnum):
 
 
 class RefuseCode(IntEnum):
-    """Why an offer is refused.
+    """Why an offer is refused. The three groups pass soon, last for this round, and are permanent."""
 
-    The first group passes by itself, the second lasts for this round, the third for good.
-    """
-
-    BUSY = 1  # an offer of mine is out, or I answer another one
+    BUSY = 1  # I have made an offer, or am answering another one
     BETWEEN_ROUNDS = 2  # my round is not open
-    CROSSED = 3  # we offered to each other; the stream of the higher peer id stands, and that is mine
+    CROSSED = 3  # we offered to each other; the stream of the higher peer id is used, and that is mine
     TAKEN = 4  # I have a partner for this round
     TOO_FAR = 5  # our boundaries are more than 0.6 of the shorter round apart
     NOT_TRAINING = 6  # paused, leaving or done
@@ -66,15 +63,15 @@ class RefuseCode(IntEnum):
     OTHER_VERSION = 9
     OTHER_MODEL = 10
     MALFORMED = 11
-    NOT_PROVEN = 12  # the caller has not shown that it is the peer it says
-    NOT_INVITED = 13  # to a private run
-    BANNED = 14  # here, for a time
-    STALE = 15  # our places in the run are too far apart
-    OVER_SHARE = 16  # you have had your share of my swaps; I look for somebody else first
+    NOT_PROVEN = 12  # the caller has not authenticated itself as its peer id
+    NOT_INVITED = 13  # not invited to a private run
+    BANNED = 14  # banned here, for a time
+    STALE = 15  # our positions in the run are too far apart
+    OVER_SHARE = 16  # you have had your share of my swaps; I prefer another peer
     UNLISTED = 17  # I know no live record of you yet
 
 
-PASSED_ON = frozenset({RefuseCode.OVER_SHARE, RefuseCode.UNLISTED})  # another peer is drawn
+PASSED_ON = frozenset({RefuseCode.OVER_SHARE, RefuseCode.UNLISTED})  # another peer is drawn instead
 PASSING = frozenset({RefuseCode.BUSY, RefuseCode.BETWEEN_ROUNDS, RefuseCode.CROSSED, RefuseCode.UNLISTED})
 FINAL = frozenset(
     {
@@ -98,9 +95,9 @@ class AbortCode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who speaks, and of which run.
+    """The identity of a peer and of its run.
 
-    `layout` digests the parameters of the model, as `gossip.layout` tells ("" = not known yet).
+    `layout` digests the parameters of the model, see `gossip.layout` ("" = not known yet).
     """
 
     peer_id: str
@@ -113,14 +110,16 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Where a peer stands in its round: what decides whether two peers fit."""
+    """The position of a peer in its round, which decides whether two peers fit."""
 
     round: int
     seconds_to_boundary: float | None  # None = not measured yet (first round)
     seconds_per_round: float | None
     progress: float  # fraction of the run's schedule at the opening of the round
-    inner_steps: int = 0  # length of this round; progress and age are counted in the mean of both sides' (0 = as yours)
-    shortest_round_s: float | None = None  # that the peer can keep up with; None = not measured, or of fixed length
+    # length of this round; progress and age are counted in the mean of both lengths (0 = same as yours)
+    inner_steps: int = 0
+    # the shortest that the peer can keep up with; None = not measured, or of fixed length
+    shortest_round_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +143,7 @@ class Refuse:
 
 
 def other_kind(ours: Hello, theirs: Hello) -> Refuse | None:
-    """Why these two peers can never swap: another protocol version, run, spec or model; None when they can."""
+    """Return why these two peers can never swap: another protocol version, run, spec or model; None when they can."""
     versions = [hello.protocol_version.split(".")[0] for hello in (ours, theirs)]
     if versions[0] != versions[1]:
         what = f"protocol version {PROTOCOL_VERSION} here, {theirs.protocol_version or 'none'} there"
@@ -161,7 +160,7 @@ def other_kind(ours: Hello, theirs: Hello) -> Refuse | None:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The grid that this side proposes for a section: `codec.modulo.Bounds.propose()`, one exponent a block."""
+    """The grid that this side proposes for a section: `codec.modulo.Bounds.propose()`, one exponent per block."""
 
     section: SectionName
     exponents: bytes
@@ -171,7 +170,7 @@ class Grid:
 class Header:
     """Announces a section, or those of its chunks that are sent again.
 
-    All of it must be what the receiver computed from the spec and the grid, or the part is aborted.
+    It must equal what the receiver computed from the spec and the grid, or the part is aborted.
     """
 
     section: SectionName
@@ -186,7 +185,7 @@ class Chunk:
     section: SectionName
     index: int
     payload: Payload
-    digest: bytes  # as chunk_digest gives it
+    digest: bytes  # from `chunk_digest`
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +210,7 @@ Frame = Offer | Accept | Refuse | Grid | Header | Chunk | End | Ready | Abort
 
 @dataclass(frozen=True, slots=True)
 class SwapState:
-    """Answer to "what became of swap X?": which parts the peer has verified, and which it has committed."""
+    """The answer to a question about a swap: which parts the peer has verified, and which it has committed."""
 
     known: bool = False
     verified: tuple[Part, ...] = ()
@@ -220,7 +219,7 @@ class SwapState:
 
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
-    """Answer of a peer to a status question."""
+    """The answer to a status question."""
 
     hello: Hello
     state: str
@@ -233,7 +232,7 @@ class PeerStatus:
 class StateManifest:
     """The newest saved state of a donor: slow weights and outer momentum as one file, in chunks with a digest each.
 
-    A newcomer takes `round` and `progress` from it. `layout` must equal its own. Chunks have STATE_CHUNK_BYTES but
+    A newcomer takes `round` and `progress` from it. `layout` must equal its own. Chunks have STATE_CHUNK_BYTES except
     for the last; their number and the size of the file follow from the spec.
     """
 
@@ -245,32 +244,32 @@ class StateManifest:
     chunk_digests: tuple[bytes, ...]
 
     def digest(self) -> bytes:
-        """Names this state: blake3 over the digests of its chunks."""
+        """Identifies this state: blake3 over the digests of its chunks."""
         return blake3(b"".join(self.chunk_digests)).digest()
 
     def chunk_range(self, index: int) -> tuple[int, int]:
-        """First and last-but-one byte of a chunk in the file."""
+        """The first byte of a chunk in the file, and the one after its last."""
         return index * STATE_CHUNK_BYTES, min((index + 1) * STATE_CHUNK_BYTES, self.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class WantSpec:
-    """Asks for the run spec."""
+    """A request for the run spec."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantManifest:
-    """Asks for the manifest of the newest saved state."""
+    """A request for the manifest of the newest saved state."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantLayout:
-    """Asks which tensors the model of the peer has: the digests of two layouts differ."""
+    """A request for the tensors of the peer's model, sent when the digests of two layouts differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantChunks:
-    """Asks for chunks of the state that `manifest_digest` names."""
+    """A request for chunks of the state that `manifest_digest` identifies."""
 
     manifest_digest: bytes
     indices: tuple[int, ...]

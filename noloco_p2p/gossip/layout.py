@@ -1,4 +1,4 @@
-"""Which tensors a model has: what two peers must have in common before they can swap."""
+"""The tensors of a model: what two peers must have in common before they can swap."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from typing import Any
 
 from blake3 import blake3
 
-MAX_LAYOUT_BYTES = 1 << 20  # some 10,000 tensors; a list that comes from the network is refused above this size
-MAX_NAME = 200  # characters that are shown of a name
+MAX_LAYOUT_BYTES = 1 << 20  # about 10,000 tensors; a larger list from the network is refused
+MAX_NAME = 200  # the most characters of a name that are shown
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """Trainable tensors, which travel, by name and shape; frozen ones, which do not, by name, shape and content.
+    """Trainable tensors by name and shape, and frozen ones, which do not travel, by name, shape and content.
 
-    Buffers (running statistics and the like) are each peer's own and not a part of it.
+    Buffers such as running statistics belong to each peer and are not part of it.
     """
 
     trainable: tuple[tuple[str, tuple[int, ...]], ...]
-    frozen: tuple[tuple[str, tuple[int, ...], str], ...] = ()  # the last: blake3 of the bytes
+    frozen: tuple[tuple[str, tuple[int, ...], str], ...] = ()  # the last field: blake3 of the bytes
 
     @property
     def num_elements(self) -> int:
-        """Of the flat vector of all trainable tensors."""
+        """The size of the flat vector of all trainable tensors."""
         return sum(math.prod(shape) for _, shape in self.trainable)
 
     def as_json(self) -> bytes:
-        """One byte string for one layout."""
+        """The canonical byte string of a layout."""
         return json.dumps({"trainable": self.trainable, "frozen": self.frozen}, separators=(",", ":")).encode()
 
     def digest(self) -> str:
-        """64 hexadecimal digits: two peers can swap only when it is the same."""
+        """64 hexadecimal digits. Two peers can swap only if they are equal."""
         return blake3(self.as_json()).hexdigest()
 
     @classmethod
     def from_json(cls, data: bytes | str) -> ModelLayout:
-        """Raises ValueError for what `as_json` did not give."""
+        """Raises ValueError for anything that `as_json` does not produce."""
         if len(data) > MAX_LAYOUT_BYTES:
             raise ValueError(f"a list of tensors of {len(data)} bytes is over the limit of {MAX_LAYOUT_BYTES}")
         try:
@@ -51,7 +51,7 @@ class ModelLayout:
         return cls(trainable, frozen)
 
     def first_difference(self, other: ModelLayout) -> str:
-        """The first tensor, trainable ones first, that is another one there; empty when there is none."""
+        """Describe the first tensor, trainable ones first, that differs there; empty when there is none."""
         for what, ours, theirs in (
             ("trainable", self.trainable, other.trainable),
             ("frozen", self.frozen, other.frozen),
@@ -64,7 +64,7 @@ class ModelLayout:
 
 def _difference(what: str, ours: tuple[Any, ...] | None, theirs: tuple[Any, ...] | None) -> str:
     if ours and theirs and ours[:2] == theirs[:2]:
-        return f"{what} tensor {_shown(ours)} has other values there: it is of another revision or another seed"
+        return f"{what} tensor {_shown(ours)} has other values there, from another revision or seed"
     return f"{what} tensor {_shown(ours)} here, {_shown(theirs)} there"
 
 
@@ -77,11 +77,11 @@ def _shown(tensor: tuple[Any, ...] | None) -> str:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not text")
     return value
 
 
 def _shape(value: object) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(isinstance(size, int) for size in value):
-        raise TypeError("a shape is no list of numbers")
+        raise TypeError("a shape is not a list of numbers")
     return tuple(value)

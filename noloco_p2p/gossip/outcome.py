@@ -15,14 +15,15 @@ from noloco_p2p.optim.mixing import Agreement
 class Received:
     """What a swap brought: one pair of coded vectors per section (until they are applied), and what it cost.
 
-    lateness_s: the partner came to its boundary so long after this peer; 0 when it was first. transfer_s: from when
-    both were there until the late part was committed, or the round was ended without it.
+    lateness_s: how long after this peer the partner reached its boundary; 0 when it was first. transfer_s: from
+    when both
+    had reached it until the late part was committed, or the round ended without it.
     """
 
     partner: str
     partner_round: int
     partner_progress: float
-    agreed: Agreement  # what both sides mix by, from what they told each other
+    agreed: Agreement  # what both sides mix by, computed from what they announced
     sections: dict[SectionName, SectionPair]
     link: LinkMeasure
     bytes_sent: int
@@ -34,35 +35,35 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """Both parts are here."""
+    """Both parts were committed."""
 
     received: Received
 
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """Slow weights and momentum are here, the partner's outer gradient is not (yet)."""
+    """Slow weights and momentum were committed; the partner's outer gradient was not (yet)."""
 
     received: Received
     reason: str
 
 
 class LonelyCause(StrEnum):
-    """Why a round had no partner, for counting. New ones go to the end: records list the counts in this order."""
+    """Why a round had no partner, for counting. Append new causes, since records list the counts in this order."""
 
     NOBODY = "nobody"  # no other live peer was known
-    REFUSED = "refused"  # who was asked said no: busy, paused, too far from its boundary
-    NO_ANSWER = "no_answer"  # who was asked could not be reached, or had not answered at the boundary
+    REFUSED = "refused"  # the peer asked was busy, paused, or too far from its boundary
+    NO_ANSWER = "no_answer"  # the peer asked could not be reached, or had not answered at the boundary
     FAILED = "failed"  # a swap began and broke before its early part was committed
-    SLOW = "slow"  # a swap was running, its early part not here at the boundary
-    REFUSED_STATE = "refused_state"  # what a partner sent came whole, and a gate refused to apply it
+    SLOW = "slow"  # a swap was running, but its early part was not here at the boundary
+    REFUSED_STATE = "refused_state"  # what a partner sent arrived, but the update filter refused it
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
     """No partner in this round; `reason` is a sentence for people.
 
-    `link` is there when a swap was on its way and a boundary, here or there, came before its early part was committed.
+    `link` is set when a swap was running and a boundary, here or there, came before its early part was committed.
     """
 
     reason: str
@@ -75,17 +76,17 @@ Outcome = Swapped | Half | Alone
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """A late part that arrived after its boundary: `beta h` is still to be added to weights and momentum."""
+    """A late part that arrived after its boundary: `beta h` has yet to be added to weights and momentum."""
 
     gradient: SectionPair
     partner: str
     round: int  # which it belongs to
-    agreed: Agreement  # of its swap
+    agreed: Agreement  # by both partners of its swap
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What all swaps of this peer moved, failed ones too; names and meanings are those of `telemetry.metrics`."""
+    """What all swaps of this peer moved, including failed ones; names and meanings are those of `telemetry.metrics`."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -98,6 +99,6 @@ class Traffic:
     refused_unlisted: int = 0
 
     def note_refusal(self, code: RefuseCode) -> None:
-        """An offer of another peer was refused."""
+        """Count a refused offer of another peer."""
         self.refused_over_share += code is RefuseCode.OVER_SHARE
         self.refused_unlisted += code is RefuseCode.UNLISTED

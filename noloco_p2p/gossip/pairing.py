@@ -1,4 +1,6 @@
-"""Whom to ask for a swap, and when again. Pure: it is given candidates, times and a random generator."""
+"""Matchmaking: which peer to ask for a swap, and when again. Pure: callers pass candidates, times and a random
+generator.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +17,22 @@ from noloco_p2p.gossip.shares import Shares
 
 FAR_SHARE = 0.6  # of the shorter round; peers of one speed are at most half a round apart, and measure it with noise
 FAILED_RETRY_S = 10.0  # a peer that could not be reached is asked again after this
-PASSING_RETRY_S = 0.05  # added, give or take half, to the wait after a refusal that passes by itself
-LONGEST_PASSING_RETRY_S = 0.4  # it is doubled from one such refusal to the next
-PASSING_TRIES = 10  # a peer that said "in a moment" so often in one round is not waited for any longer
-MAX_PARTNERS = 1024  # that are remembered
+PASSING_RETRY_S = 0.05  # added, with jitter of half, to the wait after a temporary refusal
+LONGEST_PASSING_RETRY_S = 0.4  # it doubles from one such refusal to the next
+PASSING_TRIES = 10  # after this many temporary refusals in one round, a peer is no longer waited for
+MAX_PARTNERS = 1024  # the most that are remembered
 PASSED_OVER_S = 10.0  # until it may be asked again
 
 
 def lateness_s(mine: Boundary, theirs: Boundary) -> float:
-    """How long the earlier of two peers would wait for the other at its boundary; 0 while one has measured nothing."""
+    """How long the earlier of two peers would wait for the other at its boundary; 0 while one has no measurement."""
     if mine.seconds_to_boundary is None or theirs.seconds_to_boundary is None:
         return 0.0
     return abs(mine.seconds_to_boundary - theirs.seconds_to_boundary)
 
 
 def too_far_s(mine: Boundary, theirs: Boundary) -> float:
-    """Seconds by which two boundaries are further apart than a swap is worth; 0 = they fit."""
+    """Seconds by which two boundaries are too far apart for a swap; 0 = they fit."""
     rounds_s = [b.seconds_per_round for b in (mine, theirs) if b.seconds_per_round is not None]
     if not rounds_s:
         return 0.0
@@ -38,7 +40,7 @@ def too_far_s(mine: Boundary, theirs: Boundary) -> float:
 
 
 class _Answer(Enum):
-    PASSING = auto()  # no, for a moment
+    PASSING = auto()  # no, for the moment
     NO = auto()  # no, for this round
     NONE = auto()  # could not be reached, or a swap with it failed
 
@@ -51,25 +53,26 @@ class _Memory:
 
 
 class Pairing:
-    """What this peer remembers about the answers of others, from offer to offer."""
+    """What this peer remembers of the answers of others, from offer to offer."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._target = ""
         self._is_patient = False
-        self._turned_away: set[str] = set()  # in the round of now, as this peer had a partner
-        self._waiting: set[str] = set()  # of the last round: they may have waited for this one
+        self._turned_away: set[str] = set()  # in this round, because this peer had a partner
+        self._waiting: set[str] = set()  # turned away in the last round: they may have waited for this one
         self._last_partner = ""
         self._shares = Shares()
-        self._partners: OrderedDict[str, None] = OrderedDict()  # those that this peer swapped with, the last at the end
+        self._partners: OrderedDict[str, None] = OrderedDict()  # peers that this one swapped with, the most recent last
         self._memory: dict[str, _Memory] = {}
         self._incompatible: dict[str, str] = {}
 
     def open_round(self, live: Sequence[Candidate], *, num_live: int, is_patient: bool = False) -> None:
-        """A new round asks everybody afresh, but for those that are of another run or could not be reached lately.
+        """Begin a round. All peers may be asked again, except those of another run or that were unreachable recently.
 
-        num_live: peers of the run, with this one. is_patient: the last partner is not asked while anybody else is here,
-        however long that one has no time.
+        num_live: peers of the run, including this one. is_patient: the last partner is asked only if no other peer
+        is live,
+        even if the others are busy.
         """
         self._target, self._is_patient = "", is_patient
         num_real = round(1 + (num_live - 1) * self._share_of_real(live))
@@ -78,7 +81,7 @@ class Pairing:
         self._memory = {peer: memory for peer, memory in self._memory.items() if memory.answer is _Answer.NONE}
 
     def began(self, peer_id: str) -> None:
-        """A swap with this peer begins."""
+        """Record that a swap with this peer begins."""
         self._shares.swapped(peer_id)
         self._partners.pop(peer_id, None)
         self._partners[peer_id] = None
@@ -86,29 +89,32 @@ class Pairing:
             self._partners.popitem(last=False)
 
     def has_had_its_share(self, peer_id: str) -> bool:
-        """Whether offers of this peer are refused for now."""
+        """Whether offers of this peer are refused for the moment."""
         return self._shares.has_had(peer_id)
 
     def met(self, peer_id: str) -> None:
-        """A swap with this peer has its early part committed."""
+        """Record that the early part of a swap with this peer was committed."""
         self._last_partner = peer_id
 
     def turned_away(self, peer_id: str, *, mine: Boundary, theirs: Boundary) -> None:
-        """It drew us, and we had a partner already. If our next round opens within its own, it is asked first then."""
+        """Note a peer that drew this one while this one had a partner.
+
+        If the next round here opens within that peer's round, that peer is asked first.
+        """
         if mine.seconds_to_boundary is None or theirs.seconds_to_boundary is None:
             return
         if mine.seconds_to_boundary < theirs.seconds_to_boundary:
             self._turned_away.add(peer_id)
 
     def choose(self, live: Sequence[Candidate], now_s: float, *, latest_s: float) -> Candidate | None:
-        """The peer to make an offer to now; None when there is none, or while the drawn one is waited for.
+        """Return the peer to make an offer to now; None if there is none, or while the drawn one is waited for.
 
-        One peer is drawn, each with the same chance, and kept: when it has a partner, its next round is waited for as
-        long as that comes before `latest_s`. To take whoever is free at once would pair the same two again and again,
-        as they begin each round together while everybody else is in the middle of one. For the same reason the last
-        partner is drawn only when there is nobody else, and so is a peer that has had more than its share of swaps. A
-        peer that drew this one in its last round and was turned away goes before all others: it may be waiting for this
-        very round, and would otherwise be late again.
+        One peer is drawn uniformly, and kept: when it has a partner, its next round is waited for if that comes before
+        `latest_s`. Taking any free peer at once would pair the same two again and again, because they begin each round
+        together while all others are in the middle of one. For the same reason the last partner is drawn only when
+        there is no other peer, and so is a peer that has had more than its share of swaps. A peer that drew this one in
+        its last round and was turned away goes first: it may be waiting for this very round, and would otherwise be
+        late again.
         """
         reachable = {peer.peer_id: peer for peer in self._eligible(live) if self._in_time(peer, now_s, latest_s)}
         if self._target not in reachable:
@@ -119,16 +125,16 @@ class Pairing:
         return target if target and self._may_ask(target, now_s) else None
 
     def wait_s(self, now_s: float) -> float:
-        """After `choose` gave nobody: until the drawn peer may be asked, which is never now; infinite when none is."""
+        """After `choose` returned None: the time until the drawn peer may be asked; infinite when none is drawn."""
         memory = self._memory.get(self._target)
         return memory.retry_at_s - now_s if memory and memory.retry_at_s > now_s else math.inf
 
     def hopeful(self, live: Sequence[Candidate], now_s: float, *, latest_s: float) -> bool:
-        """Could anybody still say yes within moments, or by `latest_s`? False = stepping alone is right."""
+        """Whether any peer could still accept within moments, or by `latest_s`. If False, stepping alone is right."""
         return any(self._in_time(candidate, now_s, latest_s) for candidate in self._eligible(live))
 
     def refused(self, peer_id: str, *, code: RefuseCode, retry_after_s: float, now_s: float) -> None:
-        if peer_id in self._waiting:  # it has found somebody else: it is no longer waited for, either
+        if peer_id in self._waiting:  # it has found another partner, so it is no longer waited for
             self._waiting.remove(peer_id)
             self._target = ""
         if code in PASSED_ON:
@@ -136,11 +142,11 @@ class Pairing:
         if code in FINAL:
             self._incompatible[peer_id] = code.name
             return
-        # TAKEN by a peer that waits at its boundary comes with 0 s: to believe it would be to ask without a pause.
+        # TAKEN by a peer that waits at its boundary comes with 0 s; taken literally, it would be asked without a pause.
         if code in PASSING or retry_after_s < PASSING_RETRY_S:
             before = self._memory.get(peer_id)
             tries = before.tries + 1 if before and before.answer is _Answer.PASSING else 1
-            # Spread at random, and wider each time: what keeps peers apart that refuse each other again and again.
+            # A random delay that grows each time separates peers that keep refusing each other.
             apart_s = min(PASSING_RETRY_S * 2.0 ** (tries - 1), LONGEST_PASSING_RETRY_S)
             wait_s = retry_after_s + apart_s * self._rng.uniform(0.5, 1.5)
             if tries < PASSING_TRIES:
@@ -159,9 +165,9 @@ class Pairing:
         self._memory[peer_id] = _Memory(_Answer.NONE, now_s + FAILED_RETRY_S)
 
     def _share_of_real(self, live: Sequence[Candidate]) -> float:
-        """Of the peers with a live record, those that were partners or may still be reached.
+        """The share of peers with a live record that were partners or may still be reached.
 
-        Records cost nothing. Without this, made-up ones would make the share of each honest peer too small to pair.
+        Records cost nothing. Without this, fake ones would make the share of each honest peer too small to pair.
         """
         real = [peer for peer in live if peer.peer_id in self._partners or self._may_be_reached(peer)]
         return len(real) / len(live) if live else 1.0
@@ -181,7 +187,7 @@ class Pairing:
         return memory is None or memory.retry_at_s <= now_s
 
     def _in_time(self, candidate: Candidate, now_s: float, latest_s: float) -> bool:
-        """May be asked now, or will be free before `latest_s`; not for one that could not be reached."""
+        """Whether a peer may be asked now, or will be free before `latest_s`; False if it could not be reached."""
         memory = self._memory.get(candidate.peer_id)
         if memory is None or memory.retry_at_s <= now_s:
             return True

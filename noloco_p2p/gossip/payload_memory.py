@@ -37,7 +37,7 @@ class PayloadMemory:
         try:
             memory = free.pop()
         except IndexError:
-            memory = np.empty(num_bytes, dtype=np.uint8)  # becomes real page by page, as it is filled
+            memory = np.empty(num_bytes, dtype=np.uint8)  # pages are allocated as they are filled
         return Slab(np.asarray(_Lease(memory, free)).data)
 
 
@@ -51,7 +51,7 @@ def _keep_freed_blocks() -> None:
 
 
 class Slab:
-    """The memory of one section, filled from the front, chunk after chunk, by one thread at a time."""
+    """The memory of one section, filled from the front, chunk by chunk, by one thread at a time."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -59,15 +59,15 @@ class Slab:
         self._scratch = Scratch()
 
     def code(self, codec: Codec, values: Tensor) -> memoryview:
-        """The payload of a chunk. Raises ValueError as `Codec.encode_into` does."""
+        """Return the payload of a chunk. Raises ValueError as `Codec.encode_into` does."""
         payload = self._cut(codec.num_bytes(values.numel()))
         codec.encode_into(values, torch.frombuffer(payload, dtype=torch.uint8), scratch=self._scratch)
         return payload
 
     def keep(self, payload: Payload) -> memoryview:
-        """A copy of a payload, so that the message it came in can go."""
+        """Return a copy of a payload, so that its message can be freed."""
         kept = self._cut(len(payload))
-        # numpy lets other threads run Python meanwhile, and unlike torch it reads memory that is not to be written.
+        # numpy lets other threads run meanwhile, and unlike torch it accepts read-only memory
         np.copyto(np.frombuffer(kept, dtype=np.uint8), np.frombuffer(payload, dtype=np.uint8))
         return kept
 

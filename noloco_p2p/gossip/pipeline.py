@@ -1,7 +1,7 @@
 """Coding ahead and checking behind: what a swap does with payloads besides moving them, off the event loop.
 
-Both work in batches of a few chunks. A hop to another thread and back costs more than coding a chunk does, as the event
-loop, the codec thread and the training thread pass one interpreter lock around.
+Both work in batches of a few chunks. A hop to another thread and back costs more than coding a chunk, because the event
+loop, the codec thread and the training thread share one interpreter lock.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from noloco_p2p.gossip.frames import Chunk, Payload, chunk_digest
 from noloco_p2p.gossip.payload_memory import Slab
 from noloco_p2p.gossip.sections import Coding, Squares
 
-BATCH_CHUNKS = 4  # 4 MiB of fp32; two batches each way are on their way at most
+BATCH_CHUNKS = 4  # 4 MiB of fp32; at most two batches are in flight in each direction
 
-Checked = tuple[Payload, bool]  # what is kept of a chunk, and whether it is whole, or modulo coding could not carry it
+# what is kept of a chunk, and whether it is intact; False = modulo coding could not carry it
+Checked = tuple[Payload, bool]
 
 
 class Staged:
-    """The coded outer gradient of this round, filled chunk by chunk at the boundary. Lives on the network thread."""
+    """The coded outer gradient of this round, filled chunk by chunk at the boundary, on the network thread."""
 
     def __init__(self) -> None:
         self.chunks: list[Payload | None] = []
@@ -37,7 +38,9 @@ class Staged:
         self._grown.set()
 
     async def get(self, indices: Sequence[int]) -> list[Payload]:
-        """Waits until these chunks are staged; ends by cancellation only, as the boundary may be minutes away."""
+        """Wait until these chunks are staged. Only cancellation ends the wait, because the boundary may be minutes
+        away.
+        """
         while len(self.chunks) <= indices[-1]:
             self._grown.clear()
             await self._grown.wait()
@@ -53,7 +56,7 @@ async def code_ahead(
     slab: Slab,
     squares: Squares,
 ) -> AsyncGenerator[list[Chunk]]:
-    """These chunks of a section in batches; the next batch is coded while the caller sends this one.
+    """Yield these chunks of a section in batches; the next batch is coded while the caller sends this one.
 
     `source`: a flat vector to code, or payloads that the training thread codes, whose squares are added to
     `squares.own`. Raises ValueError for a vector that is not finite.
@@ -83,7 +86,7 @@ async def code_ahead(
 class Beside:
     """What modulo coding needs on the receiving side: the own vector, unchanged since it was coded, and its bounds.
 
-    earlier: what was kept of the partner's chunks, for those whose further bits come now.
+    earlier: what was kept of the partner's chunks whose further bits arrive now.
     """
 
     values: Tensor
@@ -92,11 +95,12 @@ class Beside:
 
 
 class CheckBehind:
-    """Checks chunks in batches while the next ones arrive. An error is raised by a later `add`, or by `finish`.
+    """Checks chunks in batches while the next ones arrive. A later `add`, or `finish`, raises the error.
 
     kept: what `Coding.half_difference` takes as the partner's side, in order, in memory of `slab`. broken: chunks whose
-    bound did not hold; `kept` has all their payloads so far if more bits follow, and nothing if they are sent anew
-    without modulo. With `squares` the squares of all are added to `squares.partner`.
+    bound did not hold; `kept` has all their payloads so far if more bits follow, and nothing if they are sent again
+    without
+    modulo. With `squares`, the squares of all are added to `squares.partner`.
     """
 
     def __init__(
@@ -121,13 +125,13 @@ class CheckBehind:
         self._indices: list[int] = []
 
     async def add(self, chunk: Chunk) -> None:
-        """Raises CorruptPayload for this or an earlier chunk. Waits when the check falls two batches behind."""
+        """Add a chunk. Raises CorruptPayload for it or an earlier one. Waits when checking falls two batches behind."""
         self._batch.append(chunk)
         if len(self._batch) >= BATCH_CHUNKS:
             await self._flush()
 
     async def finish(self) -> None:
-        """All chunks are checked when this returns. Raises CorruptPayload."""
+        """Wait until all chunks are checked. Raises CorruptPayload."""
         await self._flush()
         await self._settle()
 
@@ -165,7 +169,7 @@ def _code(coding: Coding, indices: Sequence[int], source: Tensor, slab: Slab) ->
 
 
 def _coded(coding: Coding, index: int, values: Tensor, slab: Slab) -> Payload:
-    """Modulo payloads are gone when they are sent; of the others the half-differences are made."""
+    """Code a chunk. Modulo payloads are dropped when they are sent; the half-differences are made from the others."""
     if on_grid := coding.modulo(index):
         codec, grid = on_grid
         return codec.encode(values, grid=grid, chunk_index=index)
@@ -211,5 +215,5 @@ def _kept(coding: Coding, chunk: Chunk, slab: Slab) -> Payload:
     codec, num_elements = coding.plan.codec, coding.num_elements(chunk.index)
     fits = len(chunk.payload) == codec.num_bytes(num_elements)
     payload = slab.keep(chunk.payload) if fits else chunk.payload
-    codec.check(payload, num_elements=num_elements)  # of the copy, as torch wants writable memory
+    codec.check(payload, num_elements=num_elements)  # of the copy, because torch needs writable memory
     return payload

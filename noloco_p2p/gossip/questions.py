@@ -1,4 +1,4 @@
-"""Questions to another peer that one item answers: its run spec, its manifest, its layout."""
+"""Questions to another peer that have a one-item answer: its run spec, its manifest, its layout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def ask(transport: Transport, peer: Candidate, want: FetchWant, kind: type
 
 
 async def find_difference(transport: Transport, peer: Candidate, ours: ModelLayout) -> str:
-    """The first tensor in which the model of `peer` differs, as a sentence; "" if none does or the peer is silent."""
+    """Describe the first tensor in which the model of `peer` differs; "" if none does or the peer does not answer."""
     try:
         layout = await ask(transport, peer, WantLayout(), LayoutJson)
         return ours.first_difference(ModelLayout.from_json(layout.data))

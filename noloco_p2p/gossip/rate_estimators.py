@@ -1,4 +1,4 @@
-"""Rate estimators: how long the steps of this peer take, and how fast swaps move bytes. Pure: times are given."""
+"""Rate estimators: how long the steps of this peer take, and how fast swaps move bytes. Pure: callers pass times."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from statistics import median
 from noloco_p2p.gossip.frames import Boundary
 
 WINDOW_STEPS = 32
-HEARD_FOR_ROUNDS = 20  # rounds of this peer, after which what another one told is forgotten: it may be gone
+HEARD_FOR_ROUNDS = 20  # rounds of this peer after which announcements of others are forgotten: they may be gone
 HEARD_PEERS = 64
-REMEMBERED = 8  # transfers; a link that has changed is believed after half as many
+REMEMBERED = 8  # transfers; a change of the link shows after half as many
 
 
 class StepRate:
-    """Seconds of an inner step (median of the last 32: an evaluation in between does not count) and of a round.
+    """Seconds of an inner step (median of the last 32, so that evaluations do not count) and of a round.
 
-    The main thread feeds it, the network thread reads it.
-    `inner_steps` is the length of the rounds until `open_round` is told another.
+    The main thread writes it, the network thread reads it. `inner_steps` is the length of the rounds until `open_round`
+    changes it.
     """
 
     def __init__(self, inner_steps: int) -> None:
@@ -28,11 +28,11 @@ class StepRate:
         self._last_step_s: float | None = None
         self._steps_left = inner_steps
         self.seconds_per_step: float | None = None
-        self.shortest_round_s: float | None = None  # that this peer can keep up with, as it tells others
-        self._heard: dict[str, tuple[float, float]] = {}  # oldest first: what was told, and when
+        self.shortest_round_s: float | None = None  # that this peer can keep up with, as announced to others
+        self._heard: dict[str, tuple[float, float]] = {}  # oldest first: what was announced, and when
 
     def hear(self, peer_id: str, boundary: Boundary, *, now_s: float) -> None:
-        """What another peer told, whether a swap came of it or not. Called by the network thread."""
+        """Record what another peer announced, whether or not they swapped. Runs on the network thread."""
         if boundary.shortest_round_s is not None:
             self._heard.pop(peer_id, None)
             self._heard[peer_id] = (boundary.shortest_round_s, now_s)
@@ -40,7 +40,7 @@ class StepRate:
                 del self._heard[next(iter(self._heard))]
 
     def others_s(self, now_s: float) -> list[float]:
-        """The shortest rounds of the peers heard of lately."""
+        """The shortest rounds that other peers announced recently."""
         long_s = HEARD_FOR_ROUNDS * (self.seconds_per_round() or math.inf)
         return [shortest_s for shortest_s, heard_s in list(self._heard.values()) if now_s - heard_s <= long_s]
 
@@ -85,20 +85,20 @@ class StepRate:
 
 
 class Goodput:
-    """Seconds a byte of the last transfers, of whichever direction was slower, partner and coding included."""
+    """Seconds per byte of the last transfers, of the slower direction, with partner and coding included."""
 
     def __init__(self) -> None:
         self._seconds_per_byte: deque[float] = deque(maxlen=REMEMBERED)
 
     def note(self, num_bytes: int, seconds: float) -> None:
-        """A transfer of `num_bytes` one way, whole or broken off; one that moved nothing tells nothing."""
+        """Record a transfer of `num_bytes` in one direction, complete or not; one that moved nothing says nothing."""
         if num_bytes > 0 and seconds > 0:
             self._seconds_per_byte.append(seconds / num_bytes)
 
     def seconds_for(self, num_bytes: int) -> float | None:
-        """What a transfer may well take: median and spread (median distance from it) added; None before the first.
+        """A cautious estimate of the duration of a transfer: median plus spread; None before the first one.
 
-        While one or two are all there is, nothing is known of the spread: it then counts as large as the median.
+        With one or two transfers the spread is unknown, and counts as large as the median.
         """
         samples = self._seconds_per_byte
         if not samples:
@@ -107,7 +107,7 @@ class Goodput:
 
 
 def cautious(values: Iterable[float]) -> float:
-    """Median plus spread (median absolute deviation): more than most of `values`; 0 when there are none."""
+    """Median plus spread (median absolute deviation), which exceeds most of `values`; 0 when there are none."""
     known = list(values)
     if not known:
         return 0.0

@@ -1,7 +1,7 @@
 """Drives the rounds of one peer on the network thread: feeds `RoundState` with events and performs its actions.
 
-It owns what takes time: the offers, the streams, the swaps, the timers. No decision is made here. All methods run on
-the event loop; `exchange.py` connects them with the training thread.
+It owns what takes time: offers, streams, swaps and timers. It makes no decisions. All methods run on the event loop;
+`exchange.py` connects them with the training thread.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ from noloco_p2p.telemetry.console import named
 
 log = logging.getLogger(__name__)
 
-HOLD_S = 2.0  # that an offer is held at most; shorter than any offer's deadline
-WATCH_S = 0.5  # how often an early part on its way is judged
-FAREWELL_S = 2.0  # for the last words of swaps that are broken off
+HOLD_S = 2.0  # the longest time an offer is held; shorter than any offer's deadline
+WATCH_S = 0.5  # how often a running early part is judged
+FAREWELL_S = 2.0  # for the Aborts of swaps that are broken off
 SWAP_ID_BYTES = 16
 REMEMBERED_SWAPS = 16
 
 
 @dataclass(slots=True)
 class LastFault:
-    """The last thing that went wrong with another peer: in words, what to do about it, and when (Unix time)."""
+    """The last fault of another peer: in words, what to do about it, and when (Unix time)."""
 
     text: str = ""
     advice: str = ""
@@ -85,9 +85,9 @@ class LastFault:
 
 
 class RoundDriver:
-    """`rng` draws partners and the ids of swaps, which must not be guessed. `clock`: seconds, as in `step_rate`.
+    """`rng` draws partners and the ids of swaps, which must be unpredictable. `clock`: seconds, as in `step_rate`.
 
-    on_corrupt: called with a partner that sent what no honest peer sends, and what it was.
+    on_corrupt: called with a partner that sent what no honest peer sends, and a description.
     """
 
     def __init__(
@@ -127,19 +127,19 @@ class RoundDriver:
         self._tasks = OwnedTasks("a task of the rounds")
         self._matchmaking: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
-        self._staged = Staged()  # the own outer gradient, for the swap of this round
-        self._streams: dict[Ask | Incoming, tuple[FrameStream, bytes]] = {}  # offers that are not decided, and swap ids
+        self._staged = Staged()  # this peer's outer gradient, for the swap of this round
+        self._streams: dict[Ask | Incoming, tuple[FrameStream, bytes]] = {}  # undecided offers, and their swap ids
         self._decisions: dict[Incoming, asyncio.Future[Refuse | ActiveSwap]] = {}
         self._bounds: dict[SectionName, Bounds] = {}
         self._ledgers: OrderedDict[bytes, Ledger] = OrderedDict()
 
     def now_s(self) -> float:
-        """Seconds, by the clock of this driver. For any thread where the clock is."""
+        """Seconds by the clock of this driver. Callable from any thread if the clock is."""
         return self._clock()
 
     @property
     def layout(self) -> ModelLayout | None:
-        """Of the model that trains here, once it is known. With another model, no distance of the one before counts."""
+        """The layout of the model that trains here, once known. A new model discards the distances of the old one."""
         return self._layout
 
     @layout.setter
@@ -153,12 +153,12 @@ class RoundDriver:
 
     @property
     def partner(self) -> str:
-        """Of the current round; "" while it has none."""
+        """The partner of the current round; "" while there is none."""
         return self.round.partner
 
     @property
     def peer_state(self) -> str:
-        """training, paused, leaving or done, as the swarm reads it."""
+        """training, paused, leaving or done, as announced to the swarm."""
         return self.round.peer_state
 
     @peer_state.setter
@@ -174,12 +174,12 @@ class RoundDriver:
         return self.fault.text
 
     def take_refused_as_stale(self) -> bool:
-        """Whether a peer has refused this one as too far away in the run since the last call. For any thread."""
+        """Whether a peer has refused this one as too far away in the run since the last call. Thread-safe."""
         refused, self.round.was_refused_as_stale = self.round.was_refused_as_stale, False
         return refused
 
     def hurry(self) -> None:
-        """This peer was asked to leave: no boundary waits any more. Safe in a signal handler and from any thread."""
+        """This peer was asked to leave, so no boundary waits any more. Safe in a signal handler and from any thread."""
         self.round.is_leaving = True
 
     def swap_now(self) -> tuple[Swap, float] | None:
@@ -190,7 +190,7 @@ class RoundDriver:
     # the phases of a round
 
     def open(self, opening: Opening, plans: tuple[SectionPlan, ...]) -> None:
-        """A round begins: a partner is sought from now on."""
+        """Begin a round and start matchmaking."""
         self._end_matchmaking()
         self._staged = Staged()
         self._do(self.round.open(opening, plans, self._clock()))
@@ -198,23 +198,25 @@ class RoundDriver:
         self._changed.set()
 
     def reach_boundary(self) -> bool:
-        """False = no partner can be had in this round, so that nothing needs to be coded."""
+        """Note the boundary. Returns False when no partner can be found in this round, so that nothing needs to be
+        coded.
+        """
         self._do(self.round.reach_boundary(self._clock()))
         self._changed.set()
         return self.phase is not RoundPhase.CLOSED
 
     def stage(self, payload: Payload) -> None:
-        """The next chunk of the own outer gradient, coded."""
+        """Stage the next coded chunk of this peer's outer gradient."""
         self._staged.put(payload)
 
     def cannot_stage(self, reason: str) -> None:
-        """The own outer gradient cannot be sent."""
+        """This peer's outer gradient cannot be sent."""
         self._do(self.round.cannot_stage(reason, self._clock()))
 
     def poll(self, wait_s: float) -> Outcome | None:
-        """After the boundary: ends the round if it is over, or if nothing more can come within `wait_s` from now.
+        """After the boundary: end the round if it is over, or if nothing more can arrive within `wait_s` from now.
 
-        None = it is worth waiting; a partner may still be found, or a part arrive.
+        Returns None if waiting may help: a partner may still be found, or a part arrive.
         """
         now_s = self._clock()
         if wait_s > 0 and not self.round.is_over(now_s, until_s=now_s + wait_s):
@@ -222,7 +224,7 @@ class RoundDriver:
         return self._end()
 
     async def wait_until_over(self, wait_s: float) -> None:
-        """Until `poll` would end the round, and `wait_s` at most."""
+        """Wait until `poll` would end the round, and `wait_s` at most."""
         until_s = self._clock() + wait_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
@@ -230,12 +232,12 @@ class RoundDriver:
                     await self._wait_for_change(POLL_S)
 
     async def collect(self, wait_s: float) -> Outcome:
-        """`poll`, again and again, for `wait_s` at most."""
+        """Call `poll` repeatedly, for `wait_s` at most."""
         await self.wait_until_over(wait_s)
         return self._end()
 
     def withdraw(self) -> Outcome:
-        """Ends the round before its boundary."""
+        """End the round before its boundary."""
         self._end_matchmaking()
         outcome, actions = self.round.withdraw(self._clock())
         self._do(actions)
@@ -243,7 +245,7 @@ class RoundDriver:
         return outcome
 
     def take_correction(self, before: int) -> Correction | None:
-        """See `RoundState.take_correction`; report its end with `corrected`."""
+        """See `RoundState.take_correction`; call `corrected` once it is applied."""
         return self.round.take_correction(before)
 
     def corrected(self) -> None:
@@ -255,7 +257,7 @@ class RoundDriver:
         self._do(self.round.forget())
 
     async def stop(self) -> None:
-        """Abandon what runs and wait until all tasks have ended."""
+        """Abandon what is running and wait until all tasks have ended."""
         self._do(self.round.stop(self._clock()))
         self._end_matchmaking()
         await self._tasks.stop(grace_s=FAREWELL_S)
@@ -274,12 +276,12 @@ class RoundDriver:
     # what other peers ask
 
     def admit(self, hello: Hello) -> None:
-        """Raises Refused when the caller is of another protocol version, run, spec or model."""
+        """Raises Refused when the caller has another protocol version, run, spec or model."""
         if refuse := other_kind(self._hello(), hello):
             raise Refused(refuse.sentence, peer=hello.peer_id, code=refuse.code.name)
 
     def swap_state(self, swap_id: bytes) -> SwapState:
-        """What became of a swap, for the partner that asks."""
+        """Return what became of a swap, for the partner that asks."""
         ledger = self._ledgers.get(swap_id)
         return ledger.state() if ledger else SwapState()
 
@@ -302,7 +304,7 @@ class RoundDriver:
                 self._swap_ended(decision, error)
                 return
             except BaseException:
-                self._swap_ended(decision, Unreachable("it was broken off here", peer=decision.partner))
+                self._swap_ended(decision, Unreachable("this peer broke it off", peer=decision.partner))
                 raise
             await self._run_swap(decision)
         except PeerError as error:
@@ -311,7 +313,7 @@ class RoundDriver:
             await stream.close()
 
     async def _decide(self, stream: FrameStream, incoming: Incoming) -> Refuse | ActiveSwap:
-        """The answer of the state machine: at once, or after HOLD_S at most."""
+        """Return the decision of the state machine: at once, or after HOLD_S at most."""
         decision: asyncio.Future[Refuse | ActiveSwap] = asyncio.get_running_loop().create_future()
         self._streams[incoming] = stream, incoming.offer.swap_id
         self._decisions[incoming] = decision
@@ -325,7 +327,7 @@ class RoundDriver:
         except asyncio.CancelledError:
             self.round.offer_gone(incoming)
             if decision.done() and isinstance(active := decision.result(), ActiveSwap):
-                self._swap_ended(active, Unreachable("it was broken off here", peer=active.partner))
+                self._swap_ended(active, Unreachable("this peer broke it off", peer=active.partner))
             raise
         finally:
             del self._streams[incoming], self._decisions[incoming]
@@ -333,9 +335,9 @@ class RoundDriver:
     # matchmaking
 
     async def _seek(self, opening: Opening) -> None:
-        """Until the round ends, as a swap may fail and another partner be needed.
+        """Do the matchmaking until the round ends: a swap may fail, so that another partner is needed.
 
-        The opening is looked at, too: before Python 3.12, `wait_for` may swallow the cancellation of this task.
+        It also checks the opening, because before Python 3.12 `wait_for` may swallow the cancellation of this task.
         """
         while self.round.opening is opening and (step := self.round.seek(self._clock())) is not None:
             if isinstance(step, Wait):
@@ -344,7 +346,7 @@ class RoundDriver:
                 await self._offer(step)
 
     async def _offer(self, ask: Ask) -> None:
-        """Make one offer and report the answer; when it is accepted, the swap runs in a task of its own."""
+        """Make one offer and report the answer; if it is accepted, the swap runs in its own task."""
         stream: FrameStream | None = None
         is_bound = False
         mine = self.round.standing(self._clock())
@@ -356,7 +358,7 @@ class RoundDriver:
                 await self._send(stream, Offer(self._hello(), swap_id, mine))
                 answer = await stream.receive(self._deadlines.offer_s)
             except PeerError as error:
-                answer = error.with_traceback(None)  # which holds this frame, and with it the stream
+                answer = error.with_traceback(None)  # the traceback holds this frame, and with it the stream
             actions = self.round.offer_answered(ask, answer, mine=mine, now_s=self._clock())
             is_bound = any(isinstance(action, Bind) and action.via is ask for action in actions)
             self._do(actions)
@@ -368,16 +370,16 @@ class RoundDriver:
                 await stream.close()
 
     async def _send(self, stream: FrameStream, frame: Frame) -> None:
-        """An offer or its answer: one small frame, which only a frozen peer does not take. Raises PeerError."""
+        """Send an offer or its answer: one small frame, which only a frozen peer does not take. Raises PeerError."""
         try:
             await asyncio.wait_for(stream.send(frame), self._deadlines.offer_s)
         except TimeoutError:
-            raise TimedOut(f"it took no message for {self._deadlines.offer_s:g} s", peer=stream.peer) from None
+            raise TimedOut(f"it accepted no message for {self._deadlines.offer_s:g} s", peer=stream.peer) from None
 
     async def _compare_models(self, action: CompareModels, layout: ModelLayout) -> None:
         difference = await find_difference(self._transport, action.candidate, layout)
         if difference:
-            text = f"{named(action.candidate.peer_id)} has another model than this peer: {difference}"
+            text = f"{named(action.candidate.peer_id)} trains another model: {difference}"
             self.fault.report(text, action.error)
 
     # actions
@@ -440,7 +442,7 @@ class RoundDriver:
         )
 
     def _bounds_of(self, plans: Iterable[SectionPlan], round_index: int) -> dict[SectionName, Bounds]:
-        """Those of each section that is coded modulo; they learn from swap to swap."""
+        """The bounds of each section that is coded modulo; they learn from swap to swap."""
         for plan in plans:
             if plan.modulo and plan.name not in self._bounds:
                 self._bounds[plan.name] = Bounds(plan.num_elements, codec=plan.modulo[0])
@@ -454,11 +456,11 @@ class RoundDriver:
             await _swap_of(active).run()
         except PeerError as error:
             self._swap_ended(active, error)
-            # Its frames hold the swap, and the swap holds it: payloads as large as the model would wait for the
+            # Its frames and the swap refer to each other: payloads as large as the model would otherwise wait for the
             # garbage collector.
             error.__traceback__ = error.__context__ = None
-        except BaseException:  # cancelled, or a mistake of ours: the round must not wait for it
-            self._swap_ended(active, Unreachable("it was broken off here", peer=active.partner))
+        except BaseException:  # cancelled, or a bug here: the round must not wait for it
+            self._swap_ended(active, Unreachable("this peer broke it off", peer=active.partner))
             raise
         finally:
             watch.cancel()
@@ -469,7 +471,7 @@ class RoundDriver:
             self._do(self.round.swap_watched(active, self._clock()))
 
     def _committed(self, swap: Swap, part: Part) -> None:
-        """Called by the swap in the moment of the commit."""
+        """Called by the swap at the moment of the commit."""
         self.round.committed(swap, part, self._clock())
         self._changed.set()
 
@@ -478,7 +480,7 @@ class RoundDriver:
         self._changed.set()
 
     async def _ask_partner(self, partner: str, swap_id: bytes) -> SwapState:
-        """What the partner knows of a swap; nothing when it cannot be asked."""
+        """Ask what the partner knows of a swap; the answer is empty when it cannot be reached."""
         candidate = await self._directory.find(partner, timeout_s=self._deadlines.status_s)
         if candidate is None:
             return SwapState()

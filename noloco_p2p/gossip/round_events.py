@@ -1,4 +1,4 @@
-"""The vocabulary of `round_state.py`: phases, what opens a round, and the actions that the driver performs."""
+"""The vocabulary of `round_state.py`: phases, the opening of a round, and the actions that the driver performs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from noloco_p2p.gossip.seams import Candidate
 
 
 class RoundPhase(Enum):
-    SEEKING = auto()  # no partner, no offer out
-    OFFERING = auto()  # an offer of mine is out
-    SWAPPING = auto()  # a partner is found, the early part is on its way
+    SEEKING = auto()  # no partner, and no offer made
+    OFFERING = auto()  # this peer has made an offer
+    SWAPPING = auto()  # a partner is found, and the early part travels
     EARLY = auto()  # the early part is committed
     DONE = auto()  # all parts are committed
-    HALF = auto()  # the early part is committed, the late part will never come
+    HALF = auto()  # the early part is committed, and the late part will never be
     CLOSED = auto()
 
 
@@ -28,35 +28,36 @@ class RoundPhase(Enum):
 class Opening:
     """The state of a peer when it opens a round. The tensors must not change until the round ends.
 
-    patience_s: of a closing round, in which nobody trains: for this long, peers in the middle of a round are waited
-    for, and the last partner is asked only when nobody else is alive.
+    patience_s: for a closing round, in which nobody trains. For this long, peers in the middle of a round are
+    waited for,
+    and the last partner is asked only when no other peer is alive.
     """
 
     round: int
     progress: float
-    total_steps: int  # of the run: what progress is a share of
-    longest_round: int  # inner steps that a round of this run may have
+    total_steps: int  # of the run, which progress is a share of
+    longest_round: int  # inner steps of the longest round of this run
     early_state: dict[SectionName, Tensor]  # flat, fp32, on the CPU
     patience_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ask:
-    """Make this peer an offer, and report what comes of it with `offer_answered`."""
+    """Make this peer an offer, and report the answer with `offer_answered`."""
 
     candidate: Candidate
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Call `seek` again when something changes, or after so long."""
+    """Call `seek` again when something changes, or after this time."""
 
     at_most_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Incoming:
-    """An offer of another peer. Each is answered by one `Bind` or `Reply`, perhaps after it was held for a while.
+    """An offer of another peer. Each is answered by one `Bind` or `Reply`, possibly after it was held for a while.
 
     is_listed: whether a live record of its caller is known.
     """
@@ -67,7 +68,7 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """The round has its partner: start the swap, over the stream of that offer, and report `swap_began`."""
+    """The round has its partner: start the swap over the stream of that offer, and report `swap_began`."""
 
     via: Ask | Incoming
     partner: str
@@ -89,7 +90,7 @@ class Abandon:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A fault of another peer, for people."""
+    """Report a fault of another peer to people."""
 
     text: str
     error: PeerError
@@ -106,7 +107,7 @@ class Strike:
 
 @dataclass(frozen=True, slots=True)
 class CompareModels:
-    """This peer trains another model: find out where it differs."""
+    """This peer trains another model: find out how it differs."""
 
     candidate: Candidate
     error: Refused

@@ -21,7 +21,7 @@ Serve = Callable[[FetchWant], AsyncGenerator[FetchItem]]
 
 
 async def serve_nothing(want: FetchWant) -> AsyncGenerator[FetchItem]:
-    """For peers that have no state to give."""
+    """The answer of peers that have no state to serve."""
     raise Refused("this peer serves no state", code=RefuseCode.BETWEEN_ROUNDS.name)
     yield
 
@@ -33,7 +33,7 @@ class PeerService:
         self._driver = driver
         self._serve = serve
         self._status = status
-        self.num_calls = 0  # of other peers that got through, whatever the answer was
+        self.num_calls = 0  # calls of other peers that got through, whatever the answer was
 
     def admit(self, hello: Hello) -> None:
         self.num_calls += 1
@@ -73,7 +73,7 @@ def build_round_stack(
 ) -> RoundStack:
     """See `RoundDriver` for the arguments. Call it on the event loop.
 
-    serve: what newcomers fetch, of a `StateServer`. status: None = what the driver knows itself.
+    serve: answers the fetches of newcomers, from a `StateServer`. status: None = what the driver knows itself.
     """
     driver = RoundDriver(
         hello=hello,

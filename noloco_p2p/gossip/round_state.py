@@ -5,7 +5,7 @@
        +--refused-+--failed---+          +--late part failed--> HALF
     any -> CLOSED when the round ends
 
-In a run whose swaps have no late part, SWAPPING -> DONE: the early part is all there is.
+In a run whose swaps have no late part: SWAPPING -> DONE, as there is only the early part.
 
 A round has at most one partner whose early part is committed. Nothing is reserved before an offer is accepted. When a
 round ends before its late part is committed, its swap trails into the next round, and the late part becomes a
@@ -57,21 +57,21 @@ from noloco_p2p.gossip.staleness import refuse_distant, too_long
 from noloco_p2p.gossip.swap import Ended
 from noloco_p2p.telemetry.console import named
 
-POLL_S = 0.1  # newcomers and retry times are not announced: matchmaking looks again after this
-LAST_LOOK_S = 1.0  # how long a peer without a partner goes on asking at its boundary
+POLL_S = 0.1  # newcomers and retry times are not announced, so matchmaking polls
+LAST_LOOK_S = 1.0  # how long a peer without a partner keeps asking at its boundary
 TRAILING_RETRY_S = 1.0
-TRAILING_SHARE = 1 / 3  # of a round, in which the trailing swap has the link to itself
+TRAILING_SHARE = 1 / 3  # of a round, during which the trailing swap has the link to itself
 NOT_TRAINING_RETRY_S = 60.0
 UNLISTED_RETRY_S = 1.0
 OTHER_KINDS = (RefuseCode.OTHER_VERSION, RefuseCode.OTHER_SPEC, RefuseCode.OTHER_RUN, RefuseCode.OTHER_MODEL)
 
 
 class RoundState:
-    """The current round of one peer, and what is left of the one before.
+    """The current round of one peer, and what remains of the one before.
 
-    `hello`, `live` and `num_live` give the own introduction, the membership view, and how many peers are alive with
-    this one; `step_rate` is read, `pairing` remembers answers.
-    Methods are events: each changes the state at once and returns what the driver has to do, in order.
+    `hello`, `live` and `num_live` return this peer's introduction, the membership view, and the number of live peers
+    including this one; `step_rate` is read, `pairing` remembers answers. Methods are events: each changes the state at
+    once and returns what the driver has to do, in order.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class RoundState:
         step_rate: StepRate,
         pairing: Pairing,
     ) -> None:
-        self.peer_state = "training"  # or paused, leaving, done; offers are accepted in training only
+        self.peer_state = "training"  # or paused, leaving, done; offers are accepted only while training
         self.is_leaving = False  # no boundary waits any more
         self.was_refused_as_stale = False  # another peer is too far away in the run
         self.goodput = Goodput()
@@ -95,7 +95,7 @@ class RoundState:
         self._num_live = num_live
         self._step_rate = step_rate
         self._pairing = pairing
-        self._held: deque[Incoming] = deque()  # they wait for the answer to an own offer
+        self._held: deque[Incoming] = deque()  # waiting for the answer to an offer of this peer
         self._is_correcting = False
         self._begin(None, (), 0.0)
         self.phase = RoundPhase.CLOSED
@@ -107,48 +107,48 @@ class RoundState:
         self.index, self.progress = (opening.round, opening.progress) if opening else (0, 0.0)
         self.partner = ""
         self.active: ActiveSwap | None = None  # the swap of this round
-        self.asked: Ask | None = None  # an own offer is out
+        self.asked: Ask | None = None  # an offer of this peer that is not answered yet
         self.reason, self.cause = "", LonelyCause.NO_ANSWER  # why there is no partner yet
         self._failed_link: LinkMeasure | None = None  # of a swap that failed before its early part was committed
         self._opened_s = now_s
         self._patient_until_s = now_s + (opening.patience_s if opening else 0.0)
-        self._boundary_s: float | None = None  # when this peer came to its boundary
+        self._boundary_s: float | None = None  # when this peer reached its boundary
 
     # the phases of a round, as training goes through them
 
     def open(self, opening: Opening, plans: tuple[SectionPlan, ...], now_s: float) -> list[Action]:
-        """A round begins. One whose outcome was never asked for, as the network thread was silent, ends here."""
+        """Begin a round. A round whose outcome was never fetched, because the network thread hung, ends here."""
         actions: list[Action] = []
         if self.phase is not RoundPhase.CLOSED:
             actions += self._drop_trailing() + self.end(now_s)[1] + self._drop_trailing()
         self._begin(opening, plans, now_s)
-        self._is_correcting = False  # in case the end of a correction was never reported
+        self._is_correcting = False  # in case `corrected` was never called
         is_patient = opening.patience_s > 0
         self._pairing.open_round(self._live(), num_live=self._num_live(), is_patient=is_patient)
         return actions + self._release(now_s)
 
     def reach_boundary(self, now_s: float) -> list[Action]:
-        """Drops the trailing swap. The phase is CLOSED afterwards when no partner can be had in this round."""
+        """Drop the trailing swap. The phase is CLOSED afterwards if no partner can be found in this round."""
         actions = self._drop_trailing()
         self._boundary_s = now_s
         if self.active:
             self.active.boundary_s = now_s
         if self.is_hopeless(now_s):
-            self.phase = RoundPhase.CLOSED  # nobody may join a round whose gradient is not coded
+            self.phase = RoundPhase.CLOSED  # no peer may join a round whose gradient is not coded
         return actions
 
     def cannot_stage(self, reason: str, now_s: float) -> list[Action]:
-        """The own outer gradient cannot be sent: a committed early part stays a half, all else ends here."""
+        """This peer's outer gradient cannot be sent: a committed early part stays a half; anything else ends here."""
         actions: list[Action] = []
         if self.active:
-            error = CorruptPayload(f"the own outer gradient cannot be sent: {reason}")
+            error = CorruptPayload(f"this peer's outer gradient cannot be sent: {reason}")
             actions.append(Abandon(self.active.swap, error))
         if not self.has_early_part:
             self._close()
         return actions + self._release(now_s)
 
     def is_over(self, now_s: float, *, until_s: float) -> bool:
-        """At the boundary: the round has all it can get, or nothing more can come until `until_s`."""
+        """At the boundary: whether the round has all it can get, or nothing more can arrive until `until_s`."""
         if (
             self.phase in (RoundPhase.DONE, RoundPhase.HALF, RoundPhase.CLOSED)
             or self.is_leaving
@@ -160,25 +160,25 @@ class RoundState:
         return self.active.expected_s(now_s, self.goodput) > until_s
 
     def end(self, now_s: float) -> tuple[Outcome, list[Action]]:
-        """Ends the round with what it got so far; a late part that is still on its way trails into the next one."""
+        """End the round with what it has so far; a late part in flight trails into the next one."""
         outcome, actions = self._outcome(now_s)
         self._close()
         self.opening = None
         return outcome, actions + self._release(now_s)
 
     def withdraw(self, now_s: float) -> tuple[Outcome, list[Action]]:
-        """Ends the round before its boundary: no partner waits for this peer, whose outer gradient is never sent."""
+        """End the round before its boundary: no partner waits for this peer, whose outer gradient is never sent."""
         actions = self._drop_trailing() if self.has_early_part else []
         outcome, more = self.end(now_s)
         actions += more
         if not isinstance(outcome, Alone):
-            actions += self._drop_trailing()  # the swap of this round, whose late part will not come
+            actions += self._drop_trailing()  # the swap of this round, whose late part will not arrive
         return outcome, actions
 
     def take_correction(self, before: int) -> Correction | None:
-        """A late part of a round before `before`, to be applied at once and reported as `corrected`.
+        """Return a late part of a round before `before`, to be applied at once and reported with `corrected`.
 
-        None while the vectors that it changes are on their way to a partner, or may be in a moment.
+        None while the vectors that it changes are being sent to a partner, or may be in a moment.
         """
         is_sending = self.phase in (RoundPhase.OFFERING, RoundPhase.SWAPPING)
         if not self.corrections or self.corrections[0].round >= before or is_sending:
@@ -190,12 +190,12 @@ class RoundState:
         self._is_correcting = False
 
     def forget(self) -> list[Action]:
-        """The vectors of earlier rounds were replaced: late parts for them are of no use."""
+        """The vectors of earlier rounds were replaced, so late parts for them are dropped."""
         self.corrections.clear()
         return self._drop_trailing()
 
     def stop(self, now_s: float) -> list[Action]:
-        """This peer ends: so do the round and its swaps."""
+        """End the round and its swaps, because this peer ends."""
         self._close()
         actions = self._drop_trailing()
         if self.active:
@@ -209,14 +209,14 @@ class RoundState:
         return self.phase in (RoundPhase.EARLY, RoundPhase.DONE, RoundPhase.HALF)
 
     def standing(self, now_s: float) -> Boundary:
-        """Where this peer stands in its round, as its partner will read it."""
+        """The position of this peer in its round, as its partner will read it."""
         return self._step_rate.boundary(round_index=self.index, progress=self.progress, now_s=now_s)
 
     def waits_for_trailing(self, now_s: float) -> bool:
-        """Matchmaking waits: the trailing swap has the link first, and its correction the vectors.
+        """Whether matchmaking waits: the trailing swap has the link first, and its correction the vectors.
 
-        So the last partner's gradient comes early, and what this round sends does not change any more. A late part that
-        takes long has to share the link; its correction then waits until the early part is here.
+        So the last partner's gradient arrives early, and what this round sends does not change any more. A late part
+        that takes long has to share the link; its correction then waits until the early part is here.
         """
         if self._is_correcting:
             return True
@@ -225,7 +225,7 @@ class RoundState:
         return not is_long and (self.trailing is not None or bool(self.corrections))
 
     def is_hopeless(self, now_s: float) -> bool:
-        """No live peer could still become the partner of this round."""
+        """Whether no live peer can still become the partner of this round."""
         if self.phase is not RoundPhase.SEEKING:
             return False
         if self._boundary_s is not None and now_s > max(self._boundary_s + LAST_LOOK_S, self._patient_until_s):
@@ -235,26 +235,26 @@ class RoundState:
     # matchmaking: own offers
 
     def seek(self, now_s: float) -> Ask | Wait | None:
-        """The next step of matchmaking; None = this round needs no partner any more."""
+        """Return the next step of matchmaking; None = this round needs no partner any more."""
         if self.phase is RoundPhase.CLOSED:
             return None
         if self.phase is not RoundPhase.SEEKING or self.waits_for_trailing(now_s):
             return Wait(POLL_S)
         candidate = self._pairing.choose(self._live(), now_s, latest_s=self._latest_offer_s(now_s))
         if candidate is None:
-            # Asking at the next poll, and not when the drawn peer may be asked, would let peers that refuse each other
-            # because each has an offer out ask again at one moment, and refuse each other again.
+            # If peers asked as soon as the drawn peer may be asked, instead of at the next poll, two that refuse each
+            # other because both have made an offer would ask again at the same moment, and refuse each other again.
             return Wait(min(POLL_S, self._pairing.wait_s(now_s)))
         self.phase, self.asked = RoundPhase.OFFERING, Ask(candidate)
         return self.asked
 
     def offer_answered(self, ask: Ask, answer: Frame | PeerError, *, mine: Boundary, now_s: float) -> list[Action]:
-        """What came of an own offer, which said `mine`: a frame of the peer, or why none came."""
+        """Handle the answer to an offer that announced `mine`: a frame of the peer, or why there is none."""
         fault = answer if isinstance(answer, PeerError) else self._fault_of(ask.candidate, answer)
         if fault is None and isinstance(answer, Accept):
             self._step_rate.hear(ask.candidate.peer_id, answer.boundary, now_s=now_s)
             if self.asked is not ask:
-                return []  # overtaken while the answer was on its way
+                return []  # superseded while the answer was in flight
             if not (fault := self._fault_of_boundary(ask.candidate, answer.boundary)):
                 return [self._bind(ask, ask.candidate.peer_id, mine, answer.boundary)]
         assert fault is not None
@@ -262,7 +262,7 @@ class RoundState:
         return actions + self.offer_dropped(ask, now_s)
 
     def offer_dropped(self, ask: Ask, now_s: float) -> list[Action]:
-        """An own offer is not out any more."""
+        """An offer of this peer is no longer pending."""
         if self.asked is ask:
             self.phase, self.asked = RoundPhase.SEEKING, None
         return self._release(now_s)
@@ -289,7 +289,7 @@ class RoundState:
         self.was_refused_as_stale |= code is RefuseCode.STALE
         actions: list[Action] = []
         if code in OTHER_KINDS:
-            actions.append(Report(f"{named(peer_id)} is not of this run: {error}", error))
+            actions.append(Report(f"{named(peer_id)} is not in this run: {error}", error))
         if code is RefuseCode.OTHER_MODEL:
             actions.append(CompareModels(ask.candidate, error))
         return actions
@@ -303,7 +303,7 @@ class RoundState:
         return [Report(f"offer to {named(peer_id)} failed: {error}", error, level)]
 
     def _latest_offer_s(self, now_s: float) -> float:
-        """Until when an offer may wait, if the early part is to arrive within the round."""
+        """The latest time at which an offer still lets the early part arrive within the round."""
         early_s = self.goodput.seconds_for(part_bytes(self.plans, Part.EARLY)) or 0.0
         if self._patient_until_s > now_s:
             return self._patient_until_s - early_s
@@ -313,7 +313,7 @@ class RoundState:
     # matchmaking: offers of other peers
 
     def offer_came(self, incoming: Incoming, now_s: float) -> list[Action]:
-        """Answered now, or held until the answer to an own offer is here."""
+        """Answer an offer now, or hold it until an own offer is answered."""
         if self._holds(incoming.offer):
             self._held.append(incoming)
             return []
@@ -327,25 +327,25 @@ class RoundState:
         return [self._answer(incoming, now_s)]
 
     def offer_gone(self, incoming: Incoming) -> None:
-        """Its stream ended before it was answered."""
+        """The stream of an offer ended before it was answered."""
         if incoming in self._held:
             self._held.remove(incoming)
 
     def _holds(self, offer: Offer) -> bool:
-        """Whether an offer waits while an own one is out, instead of a BUSY.
+        """Whether an offer waits while one of this peer is pending, instead of a BUSY.
 
-        Only offers of higher ids wait, so that no ring of peers waits for itself.
+        Only offers of higher ids wait, so that no cycle of peers waits for itself.
         """
         caller, own_id = offer.hello.peer_id, self._hello().peer_id
         return self.asked is not None and self.asked.candidate.peer_id != caller and caller > own_id
 
     def _release(self, now_s: float) -> list[Action]:
-        """Answers the held offers, in their order, once no own one is out. The driver reports `swap_began` between."""
+        """Answer the held offers in order, once no own one is pending. The driver reports `swap_began` in between."""
         actions: list[Action] = []
         while self._held and self.phase is not RoundPhase.OFFERING:
             actions.append(self._answer(self._held.popleft(), now_s))
             if isinstance(actions[-1], Bind):
-                break  # the others are answered when its swap has begun
+                break  # the others are answered once its swap has begun
         return actions
 
     def _answer(self, incoming: Incoming, now_s: float) -> Bind | Reply:
@@ -370,7 +370,7 @@ class RoundState:
             return Refuse(RefuseCode.NOT_TRAINING, f"I am {self.peer_state}", NOT_TRAINING_RETRY_S)
         if self.phase is RoundPhase.SEEKING and self.waits_for_trailing(now_s):
             wait_s = self._trailing_left_s(now_s)
-            return Refuse(RefuseCode.BUSY, "the late part of my last round is on its way", wait_s)
+            return Refuse(RefuseCode.BUSY, "the late part of my last round is still travelling", wait_s)
         mine = self.standing(now_s)
         if refuse := self._refusal_in_phase(offer, mine, now_s):
             return refuse
@@ -380,7 +380,7 @@ class RoundState:
         return distant or self._refusal_of_share(caller, mine)
 
     def _refusal_of_share(self, caller: str, mine: Boundary) -> Refuse | None:
-        """Whoever has had its share waits for a later round. A peer that this one asks itself is welcome."""
+        """Refuse a peer that has had its share until a later round, unless this peer has asked it itself."""
         is_asked = self.asked is not None and self.asked.candidate.peer_id == caller
         if is_asked or not self._pairing.has_had_its_share(caller):
             return None
@@ -397,9 +397,9 @@ class RoundState:
             case RoundPhase.OFFERING:
                 assert self.asked is not None
                 if self.asked.candidate.peer_id != caller:
-                    return Refuse(RefuseCode.BUSY, "an offer of mine is out", 0.1)
+                    return Refuse(RefuseCode.BUSY, "I have made an offer to another peer", 0.1)
                 if self._hello().peer_id > caller:
-                    return Refuse(RefuseCode.CROSSED, "our offers crossed, and mine stands", 0.1)
+                    return Refuse(RefuseCode.CROSSED, "our offers crossed, and mine is used", 0.1)
                 return None
             case _:
                 self._pairing.turned_away(caller, mine=mine, theirs=offer.boundary)
@@ -409,7 +409,7 @@ class RoundState:
                 return Refuse(RefuseCode.TAKEN, f"I have a partner for round {self.index}", wait_s)
 
     def _trailing_left_s(self, now_s: float) -> float:
-        """How much longer matchmaking waits for the trailing swap, as far as is known."""
+        """How much longer matchmaking waits for the trailing swap, as far as known."""
         round_s = self._step_rate.seconds_per_round()
         if self.trailing is None or round_s is None:
             return TRAILING_RETRY_S
@@ -426,7 +426,7 @@ class RoundState:
         return Bind(via, partner, mine, theirs)
 
     def swap_began(self, bind: Bind, swap: SwapHandle, now_s: float) -> tuple[ActiveSwap, list[Action]]:
-        """Reported in the same moment as its `Bind` is performed."""
+        """Reported at the same moment as its `Bind` is performed."""
         assert self.opening is not None
         self.active = ActiveSwap(
             bind.partner,
@@ -441,18 +441,18 @@ class RoundState:
         return self.active, self._release(now_s)
 
     def watches(self, active: ActiveSwap) -> bool:
-        """Whether this swap may still have to give way to another: `swap_watched` is then due from time to time."""
+        """Whether this swap may still have to give way to another: call `swap_watched` from time to time."""
         return self.phase is RoundPhase.SWAPPING and active is self.active and self._boundary_s is None
 
     def swap_watched(self, active: ActiveSwap, now_s: float) -> list[Action]:
-        """Abandons an early part that will miss the boundary, while there is time for another partner."""
+        """Abandon an early part that will miss the boundary, while there is time for another partner."""
         left_s = self._step_rate.seconds_to_boundary(now_s) if self.watches(active) else None
         if left_s is None or not active.misses(now_s + left_s, now_s, self.goodput):
             return []
         return [Abandon(active.swap, TimedOut("too slow for this round", peer=active.partner))]
 
     def committed(self, swap: SwapHandle, part: Part, now_s: float) -> None:
-        """A part is here and verified on both sides: the round moves on, or a late part becomes a correction."""
+        """A part was received and verified on both sides: the round advances, or a late part becomes a correction."""
         if self.active and swap is self.active.swap:
             self.active.committed(part, now_s, self.goodput)
             if part is Part.EARLY:
@@ -469,7 +469,7 @@ class RoundState:
             self.corrections.append(Correction(gradient, trailing.partner, trailing.round, trailing.agreed))
 
     def swap_ended(self, active: ActiveSwap, error: PeerError, now_s: float) -> list[Action]:
-        """A swap ended in a fault; before its early part is committed, the round looks for another partner."""
+        """A swap failed. If its early part was not committed, the round looks for another partner."""
         is_trailing, is_active = active is self.trailing, active is self.active
         actions: list[Action] = []
         if is_trailing or (is_active and self.phase is not RoundPhase.CLOSED):
@@ -487,7 +487,7 @@ class RoundState:
     def _lose_partner(self, active: ActiveSwap, error: PeerError, now_s: float) -> None:
         active.broken_off(now_s, self.goodput)
         if isinstance(error, Ended) and error.code is AbortCode.ABANDONED:
-            # No fault: its boundary came first, and its next round may fit.
+            # Not a fault: its boundary came first, and its next round may fit.
             between = RefuseCode.BETWEEN_ROUNDS
             self._pairing.refused(active.partner, code=between, retry_after_s=POLL_S, now_s=now_s)
         else:

@@ -1,4 +1,6 @@
-"""The named vectors of a swap: which there are, how each chunk of them is coded, and what two sides make of them."""
+"""The named vectors of a swap: which there are, how each chunk of them is coded, and the half-differences of two
+sides.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from noloco_p2p.gossip.frames import Part, Payload, SectionName
 from noloco_p2p.optim.halves import half_difference_
 from noloco_p2p.spec import CodecSpec
 
-BESIDE_MODULO = "int8"  # for a chunk whose bounds are not known yet, or were broken
+BESIDE_MODULO = "int8"  # for a chunk whose bounds are not known yet, or did not hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,8 @@ class SectionPlan:
     """One named vector of a swap, as both sides must see it.
 
     codec: for every chunk; with `modulo` only for the chunks that cannot be coded modulo. modulo: the codec of all
-    other chunks, then those of the bits that follow, one after another, while a chunk is broken; () without.
+    other
+    chunks, then those of the bits that follow, one after another, while a chunk fails; () without.
     """
 
     name: SectionName
@@ -37,13 +40,15 @@ class SectionPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Sum of the payloads; with modulo as long as every bound is known and holds."""
+        """The total size of the payloads; with modulo, if every bound is known and holds."""
         return section_bytes(self.modulo[0] if self.modulo else self.codec, self.num_elements)
 
 
 def section_plans(codecs: CodecSpec, *, swap_momentum: bool, num_elements: int) -> tuple[SectionPlan, ...]:
-    """The sections of every swap of a run, in the order in which they travel. Without a codec for the outer gradient
-    there is no late part."""
+    """The sections of every swap of a run, in the order in which they travel.
+
+    Without a codec for the outer gradient there is no late part.
+    """
     momentum = [(SectionName.OUTER_MOMENTUM, Part.EARLY, codecs.outer_momentum)] if swap_momentum else []
     gradient = [(SectionName.OUTER_GRADIENT, Part.LATE, codecs.outer_gradient)] if codecs.has_late_part else []
     rows = [(SectionName.SLOW_WEIGHTS, Part.EARLY, codecs.slow_weights), *momentum, *gradient]
@@ -51,7 +56,7 @@ def section_plans(codecs: CodecSpec, *, swap_momentum: bool, num_elements: int) 
 
 
 def part_bytes(plans: Iterable[SectionPlan], part: Part) -> int:
-    """What a part moves each way, see `SectionPlan.num_bytes`."""
+    """The bytes of a part in each direction, see `SectionPlan.num_bytes`."""
     return sum(plan.num_bytes for plan in plans if plan.part is part)
 
 
@@ -64,8 +69,8 @@ def _plan(name: SectionName, part: Part, codec: str, num_elements: int) -> Secti
 class Coding:
     """How the chunks of a section are coded in one swap, equal on both sides.
 
-    grid: what both agreed on; None for a section, or a repair of one, that goes without modulo. times_broken: of the
-    chunks that this coding is for.
+    grid: the agreed grid; None for a section, or a repair of one, without modulo. times_broken: how often the chunks of
+    this coding have failed.
     """
 
     plan: SectionPlan
@@ -74,12 +79,12 @@ class Coding:
 
     @property
     def follows(self) -> Coding | None:
-        """What codes the further bits of broken chunks; None where they are sent anew, without modulo."""
+        """The coding of the further bits of failed chunks; None if they are sent again without modulo."""
         is_last = self.times_broken + 1 >= len(self.plan.modulo)
         return None if is_last else replace(self, times_broken=self.times_broken + 1)
 
     def modulo(self, index: int) -> tuple[ModuloCodec, Grid] | None:
-        """Codec and grid of a chunk; None when the plan's plain codec codes it."""
+        """The codec and grid of a chunk; None when the plan's plain codec codes it."""
         if not self.plan.modulo or self.grid is None or not self.grid.covers(index):
             return None
         return self.plan.modulo[self.times_broken], self.grid
@@ -89,7 +94,7 @@ class Coding:
         return stop - start
 
     def num_bytes(self, indices: Sequence[int]) -> int:
-        """Sum of the payloads of these chunks."""
+        """The total size of the payloads of these chunks."""
         return sum(self._chunk_bytes(index) for index in indices)
 
     def _chunk_bytes(self, index: int) -> int:
@@ -97,10 +102,10 @@ class Coding:
         return (on_grid[0] if on_grid else self.plan.codec).num_bytes(self.num_elements(index))
 
     def half_difference(self, own: Kept, partner: Payload, index: int, *, scratch: Scratch | None = None) -> Tensor:
-        """h of chunk `index`, fp32 on the CPU: (Q(partner) - Q(own)) / 2.
+        """Return h of chunk `index`, fp32 on the CPU: (Q(partner) - Q(own)) / 2.
 
-        With a modulo codec in `own`, `partner` holds the differences of the grid's integers. In memory of its own; with
-        `scratch` only until the next half-difference that is made with it.
+        With a modulo codec in `own`, `partner` holds the differences of the grid's integers. The result is new memory;
+        with `scratch` it is valid only until the next half-difference that uses it.
         """
         size = self.num_elements(index)
         if isinstance(own, ModuloCodec):
@@ -109,7 +114,9 @@ class Coding:
         return half_difference_(*self.decoded(own, partner, index, scratch=scratch or Scratch()))
 
     def decoded(self, own: Payload, partner: Payload, index: int, *, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        """Q(own), Q(partner) of a chunk that was not coded modulo, fp32 on the CPU, until `scratch` is used again."""
+        """Return Q(own), Q(partner) of a chunk that was not coded modulo, fp32 on the CPU, valid until `scratch` is
+        reused.
+        """
         size, decode = self.num_elements(index), self.plan.codec.decode
         mine, theirs = (
             decode(payload, num_elements=size, out=scratch.take(side, size, dtype=torch.float32), scratch=scratch)
@@ -118,7 +125,7 @@ class Coding:
         return mine, theirs
 
     def square(self, payload: Payload, index: int, *, scratch: Scratch) -> float:
-        """Squared norm of a chunk that was not coded modulo, as both sides decode it."""
+        """Return the squared norm of a chunk that was not coded modulo, as both sides decode it."""
         size = self.num_elements(index)
         out = scratch.take("square", size, dtype=torch.float32)
         values = self.plan.codec.decode(payload, num_elements=size, out=out, scratch=scratch)
@@ -127,7 +134,7 @@ class Coding:
 
 @dataclass(slots=True)
 class Squares:
-    """Squared norms of both sides' coded vectors, added up in the order of the chunks: equal on both sides."""
+    """Squared norms of both sides' coded vectors, summed in the order of the chunks: equal on both sides."""
 
     own: float = 0.0
     partner: float = 0.0
@@ -138,9 +145,9 @@ Kept = Payload | ModuloCodec  # what is kept of an own chunk: its payload, or th
 
 @dataclass(frozen=True, slots=True)
 class SectionPair:
-    """What is left of both sides' coded vectors in a committed section, chunk by chunk, as `Coding` takes it.
+    """Both sides' coded vectors in a committed section, chunk by chunk, in the form that `Coding` takes.
 
-    squares: of the outer gradient, which is judged by its length before it is used.
+    squares: of the outer gradient, whose length is judged before it is used.
     """
 
     coding: Coding
@@ -149,13 +156,13 @@ class SectionPair:
     squares: Squares
 
     def half_difference(self, index: int, *, scratch: Scratch | None = None) -> Tensor:
-        """h of chunk `index`, see `Coding.half_difference`."""
+        """Return h of chunk `index`, see `Coding.half_difference`."""
         own = self.own[index]
         assert own is not None, index
         return self.coding.half_difference(own, self.partner[index], index, scratch=scratch)
 
     def decoded(self, index: int, *, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        """Both sides' vectors of chunk `index`, see `Coding.decoded`."""
+        """Return both sides' vectors of chunk `index`, see `Coding.decoded`."""
         own = self.own[index]
         assert own is not None, index
         assert not isinstance(own, ModuloCodec), "coded modulo"

@@ -1,11 +1,11 @@
-"""How far apart two peers are in the run, and what follows from it. Pure: it is given places and lengths of rounds.
+"""How far apart two peers are in the run, and what follows from it. Pure.
 
-Progress is compared, not the counters of rounds: a peer whose rounds are longer, or who stood still for a while, has a
-smaller counter and may be as far as everybody.
+Progress is compared, not the round counters: a peer with longer rounds, or one that was paused for a while, has a
+smaller counter and may be as far as the others.
 
     up to FRESH_ROUNDS     a partner counts fully
-    up to STALE_ROUNDS     its vectors are weighted down, by the same factor on both sides: FRESH_ROUNDS / age
-    beyond                 the offer is refused; a peer that most others are so far ahead of fetches the state of one
+    up to STALE_ROUNDS     its vectors have less weight, by the same factor on both sides: FRESH_ROUNDS / age
+    beyond                 the offer is refused; a peer that is this far behind most others fetches a live state
 """
 
 from __future__ import annotations
@@ -17,33 +17,35 @@ from noloco_p2p.gossip.frames import Boundary, Refuse, RefuseCode
 from noloco_p2p.gossip.pairing import too_far_s
 from noloco_p2p.optim.mixing import agreed_inner_steps
 
-FRESH_ROUNDS = 4.0  # peers of one run differ by so much when one is four times faster, and rounds have a fixed length
+FRESH_ROUNDS = 4.0  # the difference in one run when one peer is four times faster, and rounds have a fixed length
 STALE_ROUNDS = 32.0
 STALE_RETRY_S = 30.0  # long enough to have caught up with a small model
 
 
 def told_lengths(mine: Boundary, theirs: Boundary) -> tuple[int, int]:
-    """Inner steps of both rounds; who tells none is taken to have the other's, so that to be silent hides no age."""
+    """The inner steps of both rounds. A peer that announces none counts with the other's, so silence hides no age."""
     return mine.inner_steps or theirs.inner_steps, theirs.inner_steps or mine.inner_steps
 
 
 def rounds_apart(mine: Boundary, theirs: Boundary, *, total_steps: int) -> float:
-    """Age of the older one, in rounds of the length that both agree on: the same number for both. 0 = none is told."""
+    """The age of the older one, in rounds of the agreed length: the same for both. 0 = no length is announced."""
     agreed = agreed_inner_steps(*told_lengths(mine, theirs))
     return abs(mine.progress - theirs.progress) * total_steps / agreed if agreed else 0.0
 
 
 def age_weight(age_rounds: float) -> float:
-    """What the half-differences of a swap are multiplied by, on both sides; 1 for most swaps."""
+    """The factor of the half-differences of a swap, on both sides; 1 for most swaps."""
     return min(1.0, FRESH_ROUNDS / age_rounds) if age_rounds else 1.0
 
 
 def too_long(told: Boundary, longest_round: int) -> str:
-    """What is wrong with a round that is longer than the run allows, or ""; by its length the partner would weigh in
-    and be believed to be near."""
+    """Describe a round that is longer than the run allows, or return "".
+
+    With such a length the partner would gain weight, and pass for being near.
+    """
     if told.inner_steps <= longest_round:
         return ""
-    return f"a round of {told.inner_steps} inner steps, and this run has none of more than {longest_round}"
+    return f"a round of {told.inner_steps} inner steps, but the longest of this run has {longest_round}"
 
 
 def refuse_stale(mine: Boundary, theirs: Boundary, *, total_steps: int) -> Refuse | None:
@@ -60,7 +62,7 @@ def refuse_stale(mine: Boundary, theirs: Boundary, *, total_steps: int) -> Refus
 
 
 def refuse_distant(mine: Boundary, theirs: Boundary, *, total_steps: int, longest_round: int) -> Refuse | None:
-    """The answer to an offer whose round does not fit the own one; None when it fits."""
+    """The answer to an offer whose round does not fit this peer's; None when it fits."""
     far_s = too_far_s(mine, theirs)
     if far_s > 0:
         sentence = f"our boundaries are {far_s:.2f} s further apart than 0.6 of a round"
@@ -71,5 +73,5 @@ def refuse_distant(mine: Boundary, theirs: Boundary, *, total_steps: int, longes
 
 
 def is_left_behind(progress: float, others: Sequence[float], *, round_progress: float) -> bool:
-    """Do most other peers stand too far ahead for a swap? One that says it is far ahead moves nobody."""
+    """Whether most other peers are too far ahead for a swap. A single peer that claims to be ahead has no effect."""
     return bool(others) and median(others) - progress > STALE_ROUNDS * round_progress

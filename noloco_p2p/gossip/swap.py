@@ -1,7 +1,8 @@
 """One swap with one partner, after its offer was accepted: both directions at once over one stream.
 
-Each part goes stage -> verify -> commit: its sections arrive whole and are checked (order, length, digest, finite),
-both sides say Ready, and a side that has said and heard Ready commits. Nothing is applied here; what came stays coded.
+Each part goes stage -> verify -> commit. Its sections arrive completely and are checked (order, length, digest,
+finite), both sides send Ready, and a side that has sent and received Ready commits. Nothing is applied here; received
+sections stay coded.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from noloco_p2p.gossip.pipeline import Beside, CheckBehind, Staged, code_ahead
 from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.gossip.sections import Coding, Kept, SectionPair, SectionPlan, Squares
 
-ALIVE_PER_PROGRESS = 4  # signs of life in the time without one that ends a swap
-Again = tuple[Coding, Sequence[int]]  # chunks that are broken or sent again, and how
+ALIVE_PER_PROGRESS = 4  # signs of life per interval whose silence ends a swap
+Again = tuple[Coding, Sequence[int]]  # chunks that failed or are sent again, and how
 RECEIVE_TIMEOUT_S = 86_400.0  # `_progress` and the owner of the swap end it long before
 
 
 class Ledger:
-    """How far a swap came. Small: it is remembered when the swap and its payloads are gone."""
+    """How far a swap came. It is small, and kept after the swap and its payloads are gone."""
 
     def __init__(self) -> None:
         self.verified: set[Part] = set()
@@ -54,13 +55,13 @@ class Ledger:
         self.has_ended = False  # nothing is committed from now on
 
     def state(self) -> SwapState:
-        """What the partner is told when it asks. A part that was verified but given up counts as not verified."""
+        """The answer for the partner. A part that was verified but given up counts as not verified."""
         verified = self.committed if self.has_ended else self.verified
         return SwapState(known=True, verified=tuple(verified), committed=tuple(self.committed))
 
 
 class Swap:
-    """`run` carries it out; `on_commit(part)` is called, on the loop, the moment a part is committed."""
+    """`run` carries it out; `on_commit(part)` is called, on the loop, at the moment a part is committed."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class Swap:
             plan.name: [None] * num_chunks(plan.num_elements) for plan in plans if plan.part is Part.EARLY
         }
         self._theirs: dict[SectionName, list[Payload]] = {}
-        # Of first payloads. Exact once the grids are agreed on.
+        # For first payloads. Exact once the grids are agreed.
         self._num_bytes = {plan.name: plan.num_bytes for plan in plans}
         self._squares = Squares()  # of the outer gradients
         sizes = {plan.name: section_bytes(plan.codec, plan.num_elements) for plan in plans}
@@ -123,9 +124,9 @@ class Swap:
         self._timer = asyncio.timeout(None)
 
     def pair(self, name: SectionName) -> SectionPair:
-        """The coded vectors of both sides, to be had once; the part that `name` belongs to must be committed.
+        """Return the coded vectors of both sides, once; the part that `name` belongs to must be committed.
 
-        From then on they are the caller's: a swap ends some time after its round, and the next one needs the memory.
+        They then belong to the caller: a swap ends some time after its round, and the next one needs the memory.
         """
         assert self._plan(name).part in self.ledger.committed, (name, self.ledger.committed)
         for slabs in (self._own_slabs, self._their_slabs):
@@ -137,29 +138,29 @@ class Swap:
         return {plan.name: self.pair(plan.name) for plan in self._plans if plan.part in self.ledger.committed}
 
     def num_bytes(self, part: Part) -> int:
-        """What a part moves each way, as far as it is known: chunks that are sent again count from then on."""
+        """The bytes of a part in each direction, as far as known: chunks that are sent again count from then on."""
         return sum(self._num_bytes[plan.name] for plan in self._plans if plan.part is part)
 
     @property
     def waits(self) -> bool:
-        """The early part is committed, and neither side has begun its late part."""
+        """Whether the early part is committed, and neither side has begun its late part."""
         has_begun = self.partner_staged_s is not None or bool(self._staged.chunks)
         return Part.EARLY in self.ledger.committed and not has_begun
 
     @property
     def bytes_moved(self) -> int:
-        """Payload so far, of the direction that is behind."""
+        """Payload bytes so far, in the slower direction."""
         return min(self.bytes_sent, self.bytes_received)
 
     def abandon(self, reason: PeerError) -> None:
-        """End the swap from outside: nothing more is committed, `run` raises `reason`. Harmless when it has ended."""
+        """End the swap from outside: nothing more is committed, and `run` raises `reason`. Harmless after its end."""
         self.ledger.has_ended = True
         if not self._abandoned.done():
             self._abandoned.set_exception(reason)
-            self._abandoned.exception()  # retrieved here, as `run` may already be gone
+            self._abandoned.exception()  # retrieved here, because `run` may already have returned
 
     async def run(self) -> None:
-        """Returns when all parts are committed. Raises PeerError otherwise; the ledger tells how far it came."""
+        """Return when all parts are committed. Raises PeerError otherwise; the ledger shows how far it came."""
         sender = asyncio.create_task(self._send_parts())
         receiver = asyncio.create_task(self._receive_parts())
         alive = asyncio.create_task(self._keep_alive())
@@ -181,7 +182,7 @@ class Swap:
             await self._farewell(AbortCode.ABANDONED, error.reason)
             raise error.reason from None
         finally:
-            # Only now, after the farewell: a read or write that is cancelled may take the whole stream with it.
+            # Only now, after the Abort: a cancelled read or write may end the whole stream.
             self.ledger.has_ended = True
             for task in (sender, receiver, alive):
                 task.cancel()
@@ -198,7 +199,7 @@ class Swap:
                 raise _Abandoned(reason)
             pending -= done
             if sender in done and isinstance(sender.exception(), Unreachable):
-                # The receiver may hold the partner's Abort, which tells more than a broken connection.
+                # The receiver may hold the partner's Abort, which says more than a broken connection.
                 await asyncio.wait({receiver}, timeout=self._deadlines.farewell_s)
                 if receiver.done():
                     receiver.result()
@@ -221,7 +222,7 @@ class Swap:
             self._sent[part].set()
             self._progress()
             if part is Part.EARLY:
-                await self._early_done.wait()  # keeps the frames of the two parts apart on the wire
+                await self._early_done.wait()  # keeps the frames of the two parts separate on the wire
                 self._progress()
 
     async def _send_section(self, coding: Coding, indices: Sequence[int]) -> None:
@@ -246,7 +247,7 @@ class Swap:
         return code_ahead(coding, indices, source, executor=self._executor, slab=slab, squares=squares)
 
     async def _each(self, batches: AsyncIterator[list[Chunk]], coding: Coding) -> AsyncIterator[Chunk]:
-        """Chunk after chunk; what the half-differences need of early payloads is kept (the staged ones are)."""
+        """Yield the chunks; what the half-differences need of early payloads is kept (the staged ones are)."""
         name, own = coding.plan.name, self._own.get(coding.plan.name)
         try:
             async for batch in batches:
@@ -256,11 +257,12 @@ class Swap:
                         own[chunk.index] = on_grid[0] if on_grid else chunk.payload
                     yield chunk
         except ValueError as error:
-            raise CorruptPayload(f"own {name.name.lower()} cannot be sent: {error}") from None  # nobody else's fault
+            # not the partner's fault
+            raise CorruptPayload(f"own {name.name.lower()} cannot be sent: {error}") from None
 
     async def _send(self, frame: Frame) -> None:
-        async with self._send_lock:  # sections and Ready come from two tasks; a stream takes one writer
-            with self._of_partner():  # a stream that broke of what came tells so to its writer, too
+        async with self._send_lock:  # sections and Ready come from two tasks, but a stream takes one writer
+            with self._of_partner():  # a decode error also surfaces in send()
                 await self._stream.send(frame)
 
     # receiving
@@ -295,7 +297,7 @@ class Swap:
         self._codings[name].set_result(coding)
 
     async def _repair(self, broken: Sequence[Again]) -> None:
-        """Both sides saw the same chunks broken: more bits of them travel, and at last all of them without modulo."""
+        """Both sides saw the same chunks fail: more bits of them travel, and in the end all of them without modulo."""
         while broken:
             again = [(coding.follows or Coding(coding.plan), indices) for coding, indices in broken]
             self._again.put_nowait(again)
@@ -305,7 +307,7 @@ class Swap:
         self._again.put_nowait([])
 
     async def _receive_again(self, coding: Coding, indices: Sequence[int]) -> Sequence[int]:
-        """Which of these chunks are still broken."""
+        """Return which of these chunks still fail."""
         name = coding.plan.name
         self._num_bytes[name] += coding.num_bytes(indices)
         check = await self._receive_chunks(coding, indices)
@@ -326,7 +328,7 @@ class Swap:
             self._early_done.set()
 
     async def _committed_after_silence(self) -> bool:
-        """Only a Ready may be missing: ask for it before giving up. True = all parts are committed now."""
+        """Only a Ready may be missing: ask for it before giving up. Returns True if all parts are committed now."""
         for part in self._parts:
             if part not in self.ledger.verified - self.ledger.committed or not self._sent[part].is_set():
                 continue
@@ -335,7 +337,7 @@ class Swap:
         return self.ledger.committed.issuperset(self._parts)
 
     async def _receive_section(self, plan: SectionPlan) -> Again:
-        """How it was coded, and the chunks that modulo coding could not carry."""
+        """Return how the section was coded, and the chunks that modulo coding could not carry."""
         indices = range(num_chunks(plan.num_elements))
         coding = await self._codings[plan.name]
         check = await self._receive_chunks(coding, indices)
@@ -382,18 +384,18 @@ class Swap:
             try:
                 frame = await self._receive(until_ready=True)
             except Ended:
-                raise  # it said that it will not commit
+                raise  # it announced that it will not commit
             except (Unreachable, TimedOut):
-                # The Ready may be lost on the way: ask once what the partner has; unknown counts as not committed.
+                # The Ready may be lost: ask once what the partner has; unknown counts as not committed.
                 if part not in (await self._ask_partner(self.partner, self.swap_id)).verified:
-                    self.ledger.has_ended = True  # from this moment on, as the partner may be asking, too
+                    self.ledger.has_ended = True  # from now on, because the partner may be asking, too
                     raise
                 return
             if frame is not None:
                 raise CorruptPayload(f"expected Ready, got {_show(frame)}")
 
     async def _receive(self, *, until_ready: bool = False) -> Frame | None:
-        """The next frame that is no Ready (those are noted); with `until_ready` a Ready ends the wait, with None."""
+        """Return the next frame that is not a Ready (those are recorded); with `until_ready` a Ready returns None."""
         while True:
             frame = await self._stream.receive(RECEIVE_TIMEOUT_S)
             if isinstance(frame, Abort):
@@ -410,7 +412,7 @@ class Swap:
 
     @contextlib.contextmanager
     def _of_partner(self) -> Iterator[None]:
-        """What is found corrupt here came from the partner; whoever finds it knows no name, or an address."""
+        """Name the partner in errors found here: the code that finds one knows no name, or only an address."""
         try:
             yield
         except CorruptPayload as error:
@@ -424,36 +426,38 @@ class Swap:
         return [plan for plan in self._plans if plan.part is part]
 
     async def _keep_alive(self) -> None:
-        """While both sides wait for a boundary nothing moves; Ready is said again, so that a frozen partner is missed.
+        """Repeat Ready while both sides wait for a boundary and nothing moves, so that a frozen partner is noticed.
 
-        gRPC's keepalive would have to be patient enough for a ping that waits behind megabytes on a slow link.
+        gRPC's keepalive would have to tolerate a ping that waits behind megabytes on a slow link.
         """
         await self._early_done.wait()
-        with contextlib.suppress(Unreachable):  # told to the receiver, too
+        with contextlib.suppress(Unreachable):  # reported to the receiver, too
             while True:
                 await asyncio.sleep(self._deadlines.progress_s / ALIVE_PER_PROGRESS)
                 await self._send(Ready(Part.EARLY))
 
     def _waits_for_boundary(self) -> bool:
-        """One side trains on, so that nothing has to move: the partner, which has sent nothing of its late part, or
-        this one, which has all of the partner's."""
+        """Whether one side trains on, so that nothing has to move.
+
+        That is the partner, if it has sent nothing of its late part, or this peer, if it has all of the partner's.
+        """
         if Part.EARLY not in self.ledger.committed:
             return False
         return self.partner_staged_s is None or (Part.LATE in self.ledger.verified and not self._staged.chunks)
 
     def _progress(self) -> None:
-        """Something moved: start the progress timer anew."""
+        """Restart the progress timer, because something moved."""
         if not (self.ledger.has_ended or self._timer.expired()):
             self._timer.reschedule(self._loop.time() + self._deadlines.progress_s)
 
     async def _farewell(self, code: AbortCode, reason: PeerError) -> None:
         self.ledger.has_ended = True
-        with contextlib.suppress(PeerError, TimeoutError):  # it is gone: nobody to tell
+        with contextlib.suppress(PeerError, TimeoutError):  # the partner is gone
             await asyncio.wait_for(self._send(Abort(code, str(reason))), self._deadlines.farewell_s)
 
 
 class Ended(Unreachable):
-    """The partner sent Abort: what it has not committed it never will."""
+    """The partner sent Abort: it will never commit what it has not committed."""
 
     def __init__(self, abort: Abort, *, peer: str) -> None:
         super().__init__(f"the partner ended the swap ({abort.code.name}): {abort.sentence}", peer=peer)
@@ -472,7 +476,7 @@ def _header(coding: Coding, indices: Sequence[int]) -> Header:
 
 
 def _show(frame: Frame | None) -> str:
-    """A frame in a log line, without what a stranger can make long."""
+    """Describe a frame in a log line, without what a stranger can make long."""
     if isinstance(frame, Chunk):
         return f"chunk {frame.index} of {frame.section.name.lower()} ({len(frame.payload)} bytes)"
     if isinstance(frame, Header):

@@ -1,4 +1,4 @@
-"""Watches the swap that runs: bytes each way, rate and time left, for `noloco status` and the event log."""
+"""Watches the running swap: bytes each way, rate and time left, for `noloco status` and the event log."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from noloco_p2p.gossip.swap import Swap
 from noloco_p2p.telemetry.progress import Meter
 
 SAMPLE_S = 0.5
-LONG_S = 10.0  # a swap that takes longer is told, and again so often
+LONG_S = 10.0  # a longer swap is reported, and again after each such interval
 
 
 @dataclass(frozen=True, slots=True)
 class SwapProgress:
-    """Where a swap stands. Bytes are payload; `total_bytes` is what the present part needs each way, from the start.
+    """The progress of a swap. Bytes are payload; `total_bytes` is what the current part needs each way in total.
 
-    `part`: "early", "late", or "waiting": the early part is committed and a boundary has not come yet.
+    `part`: "early", "late", or "waiting": the early part is committed and a boundary has not been reached yet.
     """
 
     partner: str
@@ -35,7 +35,7 @@ class SwapProgress:
 
 
 class SwapWatch:
-    """`run` samples the driver's swap until it is cancelled; `now` tells at any moment, on the loop."""
+    """`run` samples the driver's swap until it is cancelled; `now` returns its progress at any moment, on the loop."""
 
     def __init__(self, driver: RoundDriver) -> None:
         self.on_long: Callable[[SwapProgress], None] | None = None
@@ -67,7 +67,7 @@ class SwapWatch:
                 self.on_long(progress)
 
     def now(self, *, now_s: float) -> SwapProgress | None:
-        """None when no swap runs."""
+        """Return None when no swap is running."""
         swap = self._swap
         if swap is None:
             return None
@@ -75,7 +75,7 @@ class SwapWatch:
         all_bytes = early_bytes + swap.num_bytes(Part.LATE)
         if Part.EARLY not in swap.ledger.committed:
             part, total = "early", early_bytes
-        elif swap.waits:  # bytes do not tell: those of modulo sections are fewer than foreseen
+        elif swap.waits:  # bytes do not show it: modulo sections may need fewer than planned
             part, total = "waiting", early_bytes
         else:
             part, total = "late", all_bytes

@@ -1,7 +1,6 @@
-"""Callbacks that bring NoLoCo into other trainers: `huggingface` for transformers, `lightning` for Lightning.
+"""Callbacks that add NoLoCo to other trainers: `huggingface` for transformers, `lightning` for Lightning.
 
-    from noloco_p2p.integrations.huggingface import NoLoCoCallback
-    Trainer(..., callbacks=[NoLoCoCallback(peer)])
+    from noloco_p2p.integrations.huggingface import NoLoCoCallback Trainer(..., callbacks=[NoLoCoCallback(peer)])
 
 Import the module of your trainer: this package itself imports neither torch nor any trainer.
 """

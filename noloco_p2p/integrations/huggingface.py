@@ -36,15 +36,15 @@ FOLDER = "noloco"  # in the folder of a checkpoint of the Trainer
 class NoLoCoCallback(TrainerCallback):
     """Counts the optimizer steps of the Trainer as inner steps, and takes the outer step in place on its model.
 
-    peer: a running `Peer`.
-    options: of `NoLoCo`, such as `save_every_rounds` and `on_round`.
+    peer: a running `Peer`. options: of `NoLoCo`, such as `save_every_rounds` and `on_round`.
 
-    Each checkpoint of the Trainer gets the outer state, in its subfolder `noloco`. With `resume_from_checkpoint`, of a
-    checkpoint in `output_dir`, the run goes on from there. Without it, NoLoCo goes on from the newest checkpoint in the
-    folder of the peer (weights, moments and place in the run), while schedule, data and step count of the Trainer begin
-    anew; `resume=False` enters the run as a new peer.
+    Each checkpoint of the Trainer also holds the outer state, in its subfolder `noloco`. With `resume_from_checkpoint`,
+    for a checkpoint in `output_dir`, the run continues from there. Without it, NoLoCo resumes from the newest
+    checkpoint in the folder of the peer (weights, moments and position in the run), while schedule, data and step count
+    of the Trainer start from scratch; `resume=False` enters the run as a new peer.
 
     `noloco leave` ends the training after the current step, with a checkpoint of the Trainer unless it saves none.
+
     Raises SettingsError for DeepSpeed, FSDP, DDP and DataParallel, ModelError for a model on several devices.
     """
 
@@ -69,10 +69,12 @@ class NoLoCoCallback(TrainerCallback):
     ) -> None:
         check_whole(args, state)
         model, optimizer = kwargs["model"], kwargs["optimizer"]
-        if isinstance(optimizer, AcceleratedOptimizer):  # a torch optimizer by name alone: it has no hooks
+        if isinstance(optimizer, AcceleratedOptimizer):  # a torch optimizer in name only: it has no hooks
             optimizer = optimizer.optimizer
         if not isinstance(optimizer, Optimizer):
-            raise SettingsError(f"NoLoCo counts the steps of a torch optimizer; {type(optimizer).__name__} is none")
+            raise SettingsError(
+                f"NoLoCo counts the steps of a torch optimizer, and {type(optimizer).__name__} is not one"
+            )
         saved = None
         if state.global_step and "resume" not in self._options:
             saved = load_outer_state(checkpoint_folder(args, state), model)
@@ -85,7 +87,7 @@ class NoLoCoCallback(TrainerCallback):
             control.should_save = args.save_strategy != SaveStrategy.NO
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The history of the Trainer and the callbacks after this one get the values of NoLoCo, too."""
+        """Add the values of NoLoCo to the history of the Trainer and to the callbacks after this one."""
         logs, metrics = kwargs["logs"], self.peer.metrics
         metrics.loss = logs.get("loss", metrics.loss)
         metrics.validation_loss = logs.get("eval_loss", metrics.validation_loss)
@@ -96,20 +98,20 @@ class NoLoCoCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         try:
             save_outer_state(checkpoint_folder(args, state), self.outer, kwargs["model"])
-        except CheckpointError as error:  # training must not end for a full disk
+        except CheckpointError as error:  # a full disk must not end training
             log.error("%s", error)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if args.load_best_model_at_end:  # the model has the weights of another step, which are not to be served
+        if args.load_best_model_at_end:  # the model has the weights of another step, which must not be served
             self.outer.detach()
         else:
             self._begun.end()
 
 
 def check_whole(args: TrainingArguments, state: TrainerState) -> None:
-    """Raises SettingsError for a Trainer that NoLoCo cannot follow."""
+    """Raise SettingsError for a Trainer configuration that NoLoCo does not support."""
     if args.n_gpu > 1:
         raise refuse("Trainer", f"DataParallel on {args.n_gpu} GPUs")
     if args.parallel_mode is not ParallelMode.NOT_PARALLEL:
@@ -121,12 +123,12 @@ def check_whole(args: TrainingArguments, state: TrainerState) -> None:
 
 
 def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
-    """Where the Trainer has its checkpoint of this step; it does not tell from where it has resumed."""
+    """The folder of the Trainer's checkpoint of this step; the Trainer does not say from where it has resumed."""
     return Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
 def save_outer_state(folder: Path, outer: NoLoCo, model: nn.Module) -> None:
-    """Add the outer state to a checkpoint of the Trainer, whole or not at all. Raises CheckpointError."""
+    """Add the outer state to a checkpoint of the Trainer, atomically. Raises CheckpointError."""
     state = outer.state_dict()
     place = state.pop("place")
     meta = {"place": place, "weights": weights_digest(model)}
@@ -136,16 +138,16 @@ def save_outer_state(folder: Path, outer: NoLoCo, model: nn.Module) -> None:
 def load_outer_state(folder: Path, model: nn.Module) -> dict[str, Any]:
     """The inverse of `save_outer_state`.
 
-    Raises CheckpointError when there is none, or when it was saved beside other weights than those of `model`: the
-    Trainer has then resumed from a checkpoint of the same step in another folder.
+    Raises CheckpointError when there is none, or when it was saved with other weights than those of `model`: then the
+    Trainer has resumed from a checkpoint of the same step in another folder.
     """
     saved: Checkpoint | None = Checkpoints(folder / FOLDER, keep=1).newest()
     if saved is None:
         raise no_outer_state(str(folder))
     if saved.meta["weights"] != weights_digest(model):
         raise CheckpointError(
-            f"the Trainer did not resume from {folder}, as its weights are others: NoLoCo finds its state in "
-            "output_dir alone, so move the checkpoint there"
+            f"the Trainer did not resume from {folder}, as its weights differ: NoLoCo looks for its state in "
+            "output_dir only, so move the checkpoint there"
         )
     return {**saved.load(STATE_FILE), "place": saved.meta["place"]}
 

@@ -27,25 +27,24 @@ from noloco_p2p.outer.noloco import NoLoCo, RoundResult
 class NoLoCoCallback(Callback):
     """Counts the optimizer steps of the Trainer as inner steps, and takes the outer step in place on its module.
 
-    peer: a running `Peer`.
-    options: of `NoLoCo`, such as `save_every_rounds` and `on_round`.
+    peer: a running `Peer`. options: of `NoLoCo`, such as `save_every_rounds` and `on_round`.
 
-    Of several optimizers, a step of the last one in `configure_optimizers` is an inner step. Checkpoints of Lightning
-    hold the outer state, and `fit(ckpt_path=...)` goes on from it. Without `ckpt_path`, NoLoCo goes on from the newest
-    checkpoint in the folder of the peer (weights, moments and place in the run), while epochs, schedule and step count
-    of the Trainer begin anew; `resume=False` enters the run as a new peer.
+    With several optimizers, a step of the last one in `configure_optimizers` is an inner step. Checkpoints of Lightning
+    hold the outer state, and `fit(ckpt_path=...)` continues from it. Without `ckpt_path`, NoLoCo resumes from the
+    newest checkpoint in the folder of the peer (weights, moments and position in the run), while epochs, schedule and
+    step count of the Trainer start from scratch; `resume=False` enters the run as a new peer.
 
-    `noloco leave` ends the training after the current batch, whatever `min_steps` and `min_epochs` ask for.
-    Raises SettingsError for a strategy of several devices, ModelError for a model on several devices.
+    `noloco leave` ends the training after the current batch, regardless of `min_steps` and `min_epochs`. Raises
+    SettingsError for a strategy with several devices, ModelError for a model on several devices.
     """
 
     def __init__(self, peer: Host, **options: Any) -> None:
         self.peer = peer
         self._options = options
         self._session: TrainingSession | None = None
-        self._saved: dict[str, Any] | None = None  # what Lightning has loaded, until training begins
+        self._saved: dict[str, Any] | None = None  # loaded by Lightning, used when training begins
         self._losses: list[Tensor] = []
-        self._num_steps = 0  # when this callback looked last
+        self._num_steps = 0  # when this callback last checked
 
     @property
     def outer(self) -> NoLoCo:
@@ -68,7 +67,7 @@ class NoLoCoCallback(Callback):
         optimizers = [one.optimizer if isinstance(one, LightningOptimizer) else one for one in trainer.optimizers]
         options = dict(self._options)
         if not pl_module.automatic_optimization:
-            # `toggle_optimizer` freezes parameters around a step. They stay trainable ones for NoLoCo.
+            # `toggle_optimizer` freezes parameters around a step. NoLoCo still treats them as trainable.
             options.setdefault("parameters", FlatParameters(pl_module))
 
         def told(result: RoundResult) -> None:
@@ -82,8 +81,8 @@ class NoLoCoCallback(Callback):
     ) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
-            self._losses.append(loss.detach() * trainer.accumulate_grad_batches)  # Lightning has divided it
-        if self.outer.num_steps > self._num_steps:  # not between batches whose gradients are accumulated
+            self._losses.append(loss.detach() * trainer.accumulate_grad_batches)  # undo the division by Lightning
+        if self.outer.num_steps > self._num_steps:  # false between batches whose gradients are accumulated
             self._begun.pause_if_asked()
         self._num_steps = self.outer.num_steps
         if self.peer.leave_requested.is_set():
@@ -104,9 +103,9 @@ class NoLoCoCallback(Callback):
         self._saved = state_dict
 
     def _round_ended(self, trainer: Trainer) -> None:
-        """Within the step of the optimizer, so the loss of the current batch belongs to the next round."""
+        """Runs within the step of the optimizer, so the loss of the current batch belongs to the next round."""
         if self._losses:
-            self.peer.metrics.loss = float(torch.stack(self._losses).mean())  # waits for the GPU, once a round
+            self.peer.metrics.loss = float(torch.stack(self._losses).mean())  # waits for the GPU, once per round
             self._losses.clear()
         for logger in trainer.loggers:
             logger.log_metrics(logged_values(self.peer.metrics), step=trainer.global_step)

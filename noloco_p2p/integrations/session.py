@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Host(Swarm, Protocol):
-    """What a callback needs of a peer; `noloco_p2p.Peer` is one."""
+    """What a callback needs of a peer; `noloco_p2p.Peer` implements it."""
 
     leave_requested: threading.Event
     pause_requested: threading.Event
@@ -28,11 +28,12 @@ class Host(Swarm, Protocol):
 
 
 class TrainingSession:
-    """One training. It logs a line for each round and passes the round on to `told` and to the user's `on_round`.
+    """One training. It logs a line for each round and passes the result to `told` and to the user's `on_round`.
 
-    options: of `NoLoCo`, as the user gave them. They win over `saved`.
-    saved: the outer state in the checkpoint that the trainer resumes from, or None.
-    Raises ModelError when the model does not lie on one device, and what `NoLoCo` raises.
+    options: of `NoLoCo`, as the user gave them. They take precedence over `saved`. saved: the outer state in the
+    checkpoint
+    that the trainer resumes from, or None. Raises ModelError when the model is not on one device, and what `NoLoCo`
+    raises.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class TrainingSession:
         if self.outer.resumed:
             log.warning(
                 "NoLoCo resumed this peer's own checkpoint of %d steps; the trainer's schedule, data and step count "
-                "begin anew: resume from a checkpoint of the trainer to continue them as well",
+                "start from scratch: resume from a checkpoint of the trainer to continue them as well",
                 self.outer.num_steps,
             )
 
     def pause_if_asked(self) -> None:
-        """Between two steps: wait until this peer is resumed or asked to leave. A checkpoint is written before."""
+        """Between two steps: write a checkpoint and wait until this peer is resumed or asked to leave, if it is
+        paused.
+        """
         if not self._peer.pause_requested.is_set():
             return
         self._withdraw()
@@ -69,7 +72,7 @@ class TrainingSession:
         log.info("asked to leave" if self._peer.leave_requested.is_set() else "resumed")
 
     def end(self) -> None:
-        """Leave the round after the last step, and save the current state for newcomers and a restart."""
+        """End the round after the last step, and save the current state for newcomers and a restart."""
         self._withdraw()
         self._save()
         self.outer.detach()
@@ -82,7 +85,7 @@ class TrainingSession:
     def _save(self) -> None:
         try:
             self.outer.save()
-        except CheckpointError as error:  # training must not end for a full disk
+        except CheckpointError as error:  # a full disk must not end training
             log.error("%s", error)
 
     def _round_ended(self, result: RoundResult) -> None:
@@ -94,7 +97,7 @@ class TrainingSession:
 
 
 def logged_values(metrics: Metrics) -> dict[str, float]:
-    """What a trainer's own logs get of NoLoCo."""
+    """The values of NoLoCo for a trainer's own logs."""
     values = {
         "noloco/round": metrics.round,
         "noloco/progress": metrics.progress,
@@ -108,7 +111,7 @@ def check_one_device(model: nn.Module) -> None:
     devices = sorted({str(param.device) for param in model.parameters()})
     if len(devices) > 1:
         raise ModelError(
-            f"the parameters of the model lie on {' and '.join(devices)}, and NoLoCo needs all of them on one device: "
+            f"the parameters of the model are on {' and '.join(devices)}, but NoLoCo needs all of them on one device: "
             "load the model without a device_map and without offloading"
         )
 
@@ -116,14 +119,14 @@ def check_one_device(model: nn.Module) -> None:
 def refuse(trainer: str, what: str) -> SettingsError:
     """The error for a trainer that spreads a model over several devices."""
     return SettingsError(
-        f"NoLoCo needs the whole model in one process on one device, and this {trainer} uses {what}: start one process "
-        "for each GPU, with CUDA_VISIBLE_DEVICES and a peer of its own"
+        f"NoLoCo needs the whole model in one process on one device, but this {trainer} uses {what}: start one process "
+        "per GPU, each with CUDA_VISIBLE_DEVICES and its own peer"
     )
 
 
 def no_outer_state(where: str) -> CheckpointError:
-    """The error for a checkpoint of a trainer that NoLoCo took no part in."""
+    """The error for a checkpoint of a trainer that was written without NoLoCo."""
     return CheckpointError(
-        f"{where} has no state of NoLoCo, so the place in the run is unknown: resume from a checkpoint that was "
-        "written with NoLoCoCallback, or give NoLoCoCallback(peer, resume=False) to enter the run with these weights"
+        f"{where} has no state of NoLoCo, so the position in the run is unknown: resume from a checkpoint that was "
+        "written with NoLoCoCallback, or pass NoLoCoCallback(peer, resume=False) to enter the run with these weights"
     )

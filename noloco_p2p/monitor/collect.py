@@ -1,6 +1,6 @@
-"""The swarm from outside: what the DHT tells about every peer of a run, and nothing else.
+"""The swarm as seen from outside, by the records of its peers in the DHT alone.
 
-`Watcher` keeps what it has heard; `summary` is the JSON that docs/monitoring.md describes.
+`Watcher` keeps the records that were read; `summary` is the JSON that docs/monitoring.md describes.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from noloco_p2p.telemetry.totals import Peers, totals
 from noloco_p2p.ticket import Ticket
 
 SUMMARY_VERSION = 1
-SETTLE_S = 2.0  # after the first record: the others come with the same read, or the next
-COMMON_MARK_S = TTL_S / 4 + 5.0  # until every peer has announced itself again, and was read
-MOST = 2 / 3  # of the peers that publish a sketch
+SETTLE_S = 2.0  # after the first record: the others arrive with the same read or the next one
+COMMON_MARK_S = TTL_S / 4 + 5.0  # until every peer has announced itself again, and its record was read
+MOST = 2 / 3  # share of the peers that publish a sketch
 LOOK_AGAIN_S = 1.0
-SHOWN = tuple(name for name in RECORDED if not name.startswith("alone_"))  # those stand together, by their causes
+# the causes of solo rounds are shown together
+SHOWN = tuple(name for name in RECORDED if not name.startswith("alone_"))
 
 
 class Watcher:
-    """One run, seen again and again: `look` takes in what the directory has by now."""
+    """Observes one run: each `look` takes in what the directory holds at that moment."""
 
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
         self.roster = Roster()
-        self.sketches: dict[int, Sketches] = {}  # by stage: peers of different ones are no replicas
+        self.sketches: dict[int, Sketches] = {}  # by stage: peers of different stages are not replicas of each other
         self.spreads: dict[int, Spread] = {}
         self.directory_age_s = 0.0
         self.headcount: Headcount | None = None
@@ -60,12 +61,12 @@ class Watcher:
         self.spreads = {stage: spread for stage, spread in measured.items() if spread}
 
     def living(self) -> list[Member]:
-        """Members that are alive or silent."""
+        """The members that are alive or silent."""
         members = self.roster.members.values()
         return [member for member in members if member.health(self.now_s) in (Health.ALIVE, Health.SILENT)]
 
     def summary(self) -> dict[str, Any]:
-        """All that is known as JSON values, the peers in the order of their ids."""
+        """Return all that is known as JSON values, with the peers ordered by id."""
         members = sorted(self.roster.members.items())
         stages = stage_rows([member.record for member in self.living()], self.spreads)
         told = notices(
@@ -90,14 +91,14 @@ class Watcher:
         }
 
     def estimate(self) -> int | None:
-        """Live peers, while not all of them were read; None when all were."""
+        """The estimated number of live peers while only some were read; None once all were read."""
         return self.headcount.others if self.headcount and self.headcount.is_estimate else None
 
     def totals(self) -> dict[str, Any]:
-        """Of the whole swarm. Speed, loss and progress are of living peers that train; counts are of all.
+        """Return totals of the swarm: speed, loss and progress of living peers that train, and counters of all members.
 
-        In a run with stages the speed is that of the heads, as each token passes all stages, and the spread that of the
-        stage whose peers are furthest apart.
+        In a run with stages the speed is that of the heads, since each token passes through all stages, and the spread
+        is the largest of any stage.
         """
         health = Counter(member.health(self.now_s) for member in self.roster.members.values())
         records = [member.record for member in self.roster.members.values()]
@@ -119,7 +120,7 @@ class Watcher:
         }
 
     def has_common_marks(self) -> bool:
-        """Whether most peers that publish a sketch can be compared, in each stage where two do."""
+        """Whether most of the peers that publish a sketch can be compared, in each stage with at least two of them."""
         return all(
             stage in self.spreads and self.spreads[stage].num_peers >= MOST * sketches.num_peers
             for stage, sketches in self.sketches.items()
@@ -134,9 +135,9 @@ class Watcher:
 
 
 async def snapshot(ticket: Ticket) -> dict[str, Any]:
-    """The swarm now. Raises Unreachable when no record of the run is found.
+    """Read the swarm once. Raises Unreachable when no record of the run is found.
 
-    While too few peers have a sketch of the same mark, it looks on until they have announced themselves once more.
+    While few peers have a sketch of the same mark, it keeps reading until every peer has announced itself again.
     """
     async with reader(ticket) as directory:
         await find_somebody(ticket, directory)
@@ -152,7 +153,7 @@ async def snapshot(ticket: Ticket) -> dict[str, Any]:
 
 
 def describe(record: PeerRecord, age_s: float) -> dict[str, Any]:
-    """One peer in its own words; `age_s` is how long ago it said so."""
+    """Return one peer's record as JSON values. `age_s` is the age of the record."""
     return {
         "peer_id": record.peer_id,
         "name": record.name,

@@ -1,7 +1,8 @@
-"""The curves of a swarm in SQLite: fine for what is recent, ever coarser for what is old, bounded in size.
+"""The curves of a swarm in SQLite, fine for recent times, coarser for older ones, and bounded in size.
 
-A sample taken at tick k (every SAMPLE_S) is kept at an age of a ticks when k is a multiple of 2^j, the largest power of
-two not above a / fine ticks (1 at least): each doubling of the age costs `fine` rows a series, however long it runs.
+A sample taken at tick k (one tick every SAMPLE_S) is kept at an age of a ticks if k is a multiple of 2^j, the largest
+power of two not above a / FINE_TICKS (at least 1). Each doubling of the age costs FINE_TICKS rows per series, however
+long the run is.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from noloco_p2p.telemetry.totals import TOTALS
 log = logging.getLogger(__name__)
 
 SAMPLE_S = 10.0
-FINE_TICKS = 360  # of the swarm: one hour
-MAX_PEER_ROWS = 400_000  # some 25 MB
-OCTAVES = 12  # of age that are planned for: 360 ticks times 2^12 are half a year
+FINE_TICKS = 360  # of the swarm's curves: one hour
+MAX_PEER_ROWS = 400_000  # about 25 MB
+OCTAVES = 12  # doublings of age that are planned for: 360 ticks times 2^12 are half a year
 THIN_EVERY_TICKS = 30
 MAX_MEETINGS = 5_000
-MAX_SERIES = 60  # peers whose curves are given at once
-NAMES = (*(total.name for total in TOTALS), "spread")  # of the totals that are kept
+MAX_SERIES = 60  # the most peers whose curves are returned at once
+NAMES = (*(total.name for total in TOTALS), "spread")  # of the totals whose curves are kept
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS swarm (tick INTEGER PRIMARY KEY, alive INTEGER);
 CREATE TABLE IF NOT EXISTS peer (id INTEGER PRIMARY KEY, name TEXT UNIQUE);
@@ -39,7 +40,7 @@ CREATE TABLE IF NOT EXISTS meeting (at_s REAL, peer TEXT, partner TEXT);
 
 
 def _opened(path: Path | str) -> sqlite3.Connection:
-    """With its tables. Raises sqlite3.Error."""
+    """Open the database and create its tables. Raises sqlite3.Error."""
     db = sqlite3.connect(path, check_same_thread=False, timeout=5.0)
     try:
         db.execute("PRAGMA journal_mode=WAL")
@@ -55,17 +56,17 @@ def _opened(path: Path | str) -> sqlite3.Connection:
 
 
 class History:
-    """One file a run, for any thread. A full disk is told once."""
+    """The curves of one run in one file, usable from any thread. A write error is logged once."""
 
     def __init__(self, path: Path | str, *, max_peer_rows: int = MAX_PEER_ROWS) -> None:
-        """Raises SettingsError when the file cannot be used."""
+        """Raises SettingsError if the file cannot be used."""
         try:
             if isinstance(path, Path):
                 path.parent.mkdir(parents=True, exist_ok=True)
             self._db = _opened(path)
         except (OSError, sqlite3.Error) as error:
-            raise SettingsError(f"--history {path}: cannot be used: {error}; name another file") from None
-        self._using = threading.Lock()  # the connection, and with it what is known here of its rows
+            raise SettingsError(f"--history {path} cannot be used: {error}; name another file") from None
+        self._using = threading.Lock()  # guards the connection and what is cached of its rows
         self._ids = {name: number for number, name in self._db.execute("SELECT id, name FROM peer")}
         self._last_tick = self._db.execute("SELECT max(tick) FROM swarm").fetchone()[0] or 0
         self._failed = False
@@ -76,7 +77,7 @@ class History:
         self._db.close()
 
     def add(self, summary: dict[str, Any], meetings: Sequence[Meeting]) -> bool:
-        """Take a sample when one is due; True then."""
+        """Store a sample if one is due, and return whether it was."""
         tick = int(summary["time_s"] // SAMPLE_S)
         if tick <= self._last_tick:
             return False
@@ -88,12 +89,12 @@ class History:
                     self._thin(tick)
         except sqlite3.Error as error:
             if not self._failed:
-                log.error("the curves are not written any more: %s", error)
+                log.error("writing the curves failed, and stops: %s", error)
             self._failed = True
         return True
 
     def swarm(self) -> dict[str, list[Any]]:
-        """Column by column: time_s, alive and the totals."""
+        """Return columns: time_s, alive and the totals."""
         with self._using:
             rows = self._db.execute(f"SELECT tick, alive, {', '.join(NAMES)} FROM swarm ORDER BY tick").fetchall()
         columns = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(2 + len(NAMES))]
@@ -101,7 +102,7 @@ class History:
         return {"time_s": times, **dict(zip(("alive", *NAMES), columns[1:], strict=True))}
 
     def peers(self, names: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
-        """The curves of these peers (the first MAX_SERIES that are known): time_s, loss, tokens_per_s."""
+        """Return the curves of these peers (at most MAX_SERIES known ones): time_s, loss, tokens_per_s."""
         with self._using:
             return {name: self._curves(name) for name in [name for name in names if name in self._ids][:MAX_SERIES]}
 
@@ -124,7 +125,7 @@ class History:
 
     def _insert(self, tick: int, summary: dict[str, Any], meetings: Sequence[Meeting]) -> None:
         totals = summary["totals"]
-        # SQLite's integers end at 2^63, which a sum of counts may pass.
+        # SQLite's integers end at 2^63, which a sum of counts may exceed.
         sums = [None if totals[name] is None else float(totals[name]) for name in NAMES]
         values = (tick, totals[Health.ALIVE] + totals[Health.SILENT], *sums)
         self._db.execute(f"INSERT OR REPLACE INTO swarm VALUES ({', '.join('?' * len(values))})", values)
@@ -157,7 +158,7 @@ class History:
         self._ids = {name: number for number, name in self._db.execute("SELECT id, name FROM peer")}
 
     def _bound(self, table: str, order: str, limit: int) -> None:
-        """Drop the oldest rows beyond `limit`."""
+        """Delete the oldest rows beyond `limit`."""
         row = self._db.execute(
             f"SELECT {order} FROM {table} ORDER BY {order} DESC LIMIT 1 OFFSET ?", (limit,)
         ).fetchone()

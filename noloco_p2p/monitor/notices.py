@@ -1,4 +1,4 @@
-"""What somebody who runs a swarm should look at first, in sentences. Pure."""
+"""Sentences about what an operator of a swarm should look at first. Pure."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from noloco_p2p.swarm.dial_back import Reach
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.console import duration, named, numbered_stages
 
-STALE_AFTER_S = 20.0  # of the directory: it is read every 5 s
+STALE_AFTER_S = 20.0  # age of the directory, which is read every 5 s
 SOLO_SHARE = 0.25
 ENOUGH_ROUNDS = 10
-ASTRAY = 4.0  # times the spread
+ASTRAY = 4.0  # multiple of the spread
 UNREACHED_ROUNDS = 10
 
 CAUSES = {
-    LonelyCause.NOBODY: "nobody else was there",
-    LonelyCause.REFUSED: "partners said no",
+    LonelyCause.NOBODY: "no other peer was there",
+    LonelyCause.REFUSED: "partners refused",
     LonelyCause.NO_ANSWER: "partners did not answer",
     LonelyCause.FAILED: "swaps broke",
     LonelyCause.SLOW: "swaps were not ready in time",
@@ -46,14 +46,16 @@ def notices(
     now_s: float,
     num_estimated: int | None = None,
 ) -> list[Notice]:
-    """The worst first; none when all is well. `spreads`: of each stage. `num_estimated`: peers of a swarm that was not
-    read whole."""
+    """Return notices, the worst first; none if all is well.
+
+    spreads: one per stage. num_estimated: estimated number of peers of a swarm that was not read completely.
+    """
     found: list[Notice] = []
     health = {peer: member.health(now_s) for peer, member in roster.members.items()}
     alive = [roster.members[peer].record for peer, state in health.items() if state in (Health.ALIVE, Health.SILENT)]
     if directory_age_s > STALE_AFTER_S:
         found.append(
-            Notice("bad", f"The directory has not answered for {duration(directory_age_s)}: what is shown is old.")
+            Notice("bad", f"The directory has not answered for {duration(directory_age_s)}: the values shown are old.")
         )
     if not alive:
         found.append(Notice("bad", "No peer is alive."))
@@ -62,7 +64,7 @@ def notices(
     silent = sum(state is Health.SILENT for state in health.values())
     if silent:
         found.append(Notice("warn", f"{_peers(silent)} missed two announcements and may be gone."))
-    found += _solo(roster, "nobody else held their stage" if stages else CAUSES[LonelyCause.NOBODY])
+    found += _solo(roster, "no other peer held their stage" if stages else CAUSES[LonelyCause.NOBODY])
     far = [peer for spread in spreads if spread.num_peers >= 4 for peer in _astray(spread)]
     found += [Notice("warn", f"{named(peer)} is far from the other replicas.") for peer in far[:3]]
     unreached = [
@@ -71,9 +73,11 @@ def notices(
         if r.reachability not in (Reach.DIRECT, Reach.PUNCHED) and r.metrics.swaps + r.metrics.alone >= UNREACHED_ROUNDS
     ]
     if unreached and len(alive) > 1:
-        found.append(Notice("info", f"{_peers(len(unreached))} never reached by another peer: behind a firewall?"))
+        found.append(
+            Notice("info", f"{_peers(len(unreached))} never reached by another peer. Are they behind a firewall?")
+        )
     if num_estimated is not None:
-        read = f"{len(alive)} of them were read so far"
+        read = f"{len(alive)} of them have been read so far"
         found.append(Notice("info", f"The swarm has about {_peers(num_estimated)}; {read}."))
     versions = Counter(record.software for record in alive)
     if len(versions) > 1:
@@ -88,12 +92,14 @@ def _lost(roster: Roster, health: dict[str, Health], now_s: float) -> list[Notic
     if not lately:
         return []
     names = ", ".join(named(peer) for _, peer in lately[:3]) + (" and others" if len(lately) > 3 else "")
-    said = f"Lost {_peers(len(lately))} without a good-bye: {names}, last heard {duration(lately[0][0])} ago."
+    said = (
+        f"Lost {_peers(len(lately))} that did not announce leaving: {names}, last heard {duration(lately[0][0])} ago."
+    )
     return [Notice("warn", said)]
 
 
 def _solo(roster: Roster, nobody: str) -> list[Notice]:
-    """`nobody`: the words for the cause of that name."""
+    """`nobody`: the text for the cause `nobody`."""
     lately = roster.lately()
     rounds = lately["swaps"] + lately["halves"] + lately["alone"]
     if rounds < ENOUGH_ROUNDS or lately["alone"] < SOLO_SHARE * rounds:
@@ -109,7 +115,7 @@ def _empty(stages: Sequence[Stage], alive: Sequence[PeerRecord]) -> list[Notice]
     empty = sorted(row["stage"] for row in stages if not row["peers"])
     if not empty or all(record.state != "training" for record in alive):
         return []
-    return [Notice("bad", f"Nobody computes {numbered_stages(empty)}, so no microbatch gets through.")]
+    return [Notice("bad", f"No peer holds {numbered_stages(empty)}, so no microbatch gets through.")]
 
 
 def _astray(spread: Spread) -> list[str]:

@@ -1,6 +1,6 @@
-"""Everybody a monitor has heard of: who is alive, who fell silent, who left, who is gone, and who met whom. Pure.
+"""The members that a monitor knows: alive, silent, left or gone, and who swapped with whom. Pure.
 
-A directory forgets a peer when its record expires; somebody who watches wants to know whom he lost, and when.
+The directory forgets a peer when its record expires, but an operator wants to know which peers were lost, and when.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from enum import StrEnum
 from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 
-SILENT_AFTER_S = 35.0  # two announcements are missing
-LEAVING_FOR_S = 20.0  # as long as a peer may take to stop
+SILENT_AFTER_S = 35.0  # it missed two announcements
+LEAVING_FOR_S = 20.0  # the longest time that a peer may take to stop
 FORGET_AFTER_S = 3600.0
 MAX_PEERS = 20_000
 MAX_MEETINGS = 5_000
-WINDOW_S = 600.0  # of what "lately" means
+WINDOW_S = 600.0  # the window that "lately" means
 WINDOW_STEP_S = 10.0
-ROUNDS = ("swaps", "halves", "alone", *LonelyCause)  # what is counted over the window
+ROUNDS = ("swaps", "halves", "alone", *LonelyCause)  # counted over the window
 
 
 class Health(StrEnum):
-    """What the monitor makes of the last words of a peer and their age; the order is that of the view."""
+    """The monitor's judgement of a peer, from its last record and its age, in display order."""
 
     ALIVE = "alive"
     SILENT = "silent"  # it should have announced itself twice since
     LEAVING = "leaving"
-    LEFT = "left"  # it said good-bye
-    GONE = "gone"  # its record has expired without a good-bye
+    LEFT = "left"  # it announced that it left
+    GONE = "gone"  # its record expired before it announced leaving
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Two peers swapped; `at_s` is when this one said so first (Unix time)."""
+    """Two peers swapped. `at_s` is when this one first reported it (Unix time)."""
 
     at_s: float
     peer: str
@@ -44,7 +44,7 @@ class Meeting:
 
 @dataclass(slots=True)
 class Member:
-    """A peer, its newest record, and when that was made (in the clock that `Roster.take` is given)."""
+    """A peer, its newest record, and when the record was made (on the clock given to `Roster.take`)."""
 
     record: PeerRecord
     made_at_s: float
@@ -63,7 +63,7 @@ class Member:
 
 @dataclass(slots=True)
 class Roster:
-    """`take` what the directory has, again and again; all times are Unix seconds of this machine."""
+    """Call `take` with each read of the directory. All times are Unix seconds of this machine."""
 
     members: dict[str, Member] = field(default_factory=dict)
     meetings: deque[Meeting] = field(default_factory=lambda: deque(maxlen=MAX_MEETINGS))
@@ -71,7 +71,7 @@ class Roster:
     _window: deque[tuple[float, dict[str, int]]] = field(default_factory=deque)
 
     def take(self, records: Iterable[tuple[PeerRecord, float]], *, now_s: float) -> None:
-        """(record, age in seconds) of the directory, those of peers that are known already too."""
+        """Take in (record, age in seconds) pairs of the directory, including those of known peers."""
         for record, age_s in records:
             known = self.members.get(record.peer_id)
             if known is not None and record.sequence <= known.record.sequence:
@@ -86,7 +86,7 @@ class Roster:
             self._window.popleft()
 
     def lately(self) -> dict[str, int]:
-        """Rounds by outcome, and alone by cause, that ended while this roster watched, in the last ten minutes."""
+        """Count the rounds of the last ten minutes by outcome, and solo ones by cause, while this roster watched."""
         begun = self._window[0][1] if self._window else dict.fromkeys(ROUNDS, 0)
         return {name: self._counts[name] - begun[name] for name in ROUNDS}
 

@@ -1,15 +1,15 @@
-"""How far apart the replicas are, from the sketches in their records: no weight has to travel. Pure.
+"""How far apart the replicas are, computed from the sketches in their records, so that no weights travel. Pure.
 
-spread = sqrt(mean_i |phi_i - mean|^2) / |mean|, phi_i the slow weights of peer i: what
+spread = sqrt(mean_i |phi_i - mean|^2) / |mean|, where phi_i is the slow weights of peer i: the same quantity that
 `trainer.swarm_evaluation` measures on checkpoints. Distances come from the sketches, norms are published exactly, and
 |mean|^2 = mean_i |phi_i|^2 - mean_i |phi_i - mean|^2.
 
-Only sketches of one mark of the schedule are compared (`peer/sketcher.py`). A record holds one, and peers come to a
-mark and announce it at different times: the last few of each peer are kept, and the newest mark counts that nearly as
-many peers have as any other. Where the same peers have more marks in common, close to it, the mean of them is better,
-as each mark has a sketch of its own. With n peers whose deviations are independent, one mark gives the spread with a
-relative standard deviation of 1 / sqrt(2 * SKETCH_SIZE * (n - 1)), 9 % for two peers, and k marks with that over
-sqrt(k). Peers that have just swapped in pairs count as half as many.
+Only sketches of the same mark of the schedule are compared (`peer/sketcher.py`). A record holds one sketch, and peers
+reach a mark and announce it at different times. So the last few sketches of each peer are kept, and the newest mark is
+used that nearly as many peers have as any other mark. If the same peers share more marks close to it, their mean is
+used, since the sketches of different marks are independent. With n peers whose deviations are independent, one mark
+gives the spread with a relative standard deviation of 1 / sqrt(2 * SKETCH_SIZE * (n - 1)), 9 % for two peers, and k
+marks divide this by sqrt(k). Peers that have just swapped in pairs count as half as many.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ import numpy as np
 from noloco_p2p.codec.sketch import AT_REST, MARKS, SKETCH_SIZE, Sketch, unpack
 from noloco_p2p.swarm.records import PeerRecord
 
-NEAR = MARKS // 32  # two marks so close: the spread changes by a few per cent in between
-KEPT = 4  # sketches of a peer
+NEAR = MARKS // 32  # two marks within this distance: the spread changes by a few per cent between them
+KEPT = 4  # sketches per peer
 NEARLY = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """`of_all`: the spread of the replicas; `of_each`: the distance of a peer from the mean, as a share of its norm;
-    `progress`: the place in the schedule where the peers had these weights, 1 at rest."""
+    """The spread of the replicas.
+
+    of_all: relative to the norm of the mean. of_each: distance of each peer from the mean, relative to that norm.
+    progress: the place in the schedule where the peers had these weights; 1 at rest.
+    """
 
     of_all: float
     of_each: Mapping[str, float]
@@ -45,7 +48,7 @@ class Spread:
 
 @dataclass(slots=True)
 class _Kept:
-    text: str = ""  # the packed sketch that was read last: most looks bring the same one again
+    text: str = ""  # the last packed sketch; most reads bring the same one again
     by_mark: dict[int, Sketch] = field(default_factory=dict)  # the newest is last
 
     def take(self, text: str) -> None:
@@ -67,11 +70,11 @@ class Sketches:
 
     @property
     def num_peers(self) -> int:
-        """That published a sketch which can be read."""
+        """Number of peers with a readable sketch."""
         return len(self._by_peer)
 
     def take(self, records: Iterable[PeerRecord]) -> None:
-        """What the peers publish now; those who are not among them are forgotten."""
+        """Take in what the peers publish now, and forget peers that are not among them."""
         before, self._by_peer = self._by_peer, {}
         for record in records:
             kept = before.get(record.peer_id) or _Kept()
@@ -80,7 +83,7 @@ class Sketches:
                 self._by_peer[record.peer_id] = kept
 
     def measure(self) -> Spread | None:
-        """The spread of the peers that have a mark in common; None where no two have."""
+        """Measure the spread of the peers that share a mark; None if no two do."""
         by_mark: dict[int, dict[str, Sketch]] = defaultdict(dict)
         for peer, kept in self._by_peer.items():
             for mark, sketch in kept.by_mark.items():
@@ -101,13 +104,15 @@ class Sketches:
 
 
 def _squares(sketches: Mapping[str, Sketch]) -> dict[str, float] | None:
-    """|phi_i - mean|^2 / |mean|^2 of each peer at one mark; below 0 where there is less than was to be expected of the
-    rounding to integers."""
+    """Return |phi_i - mean|^2 / |mean|^2 of each peer at one mark.
+
+    A value can be negative, because the expected rounding error of the integers is subtracted.
+    """
     values = np.asarray([sketch.numbers for sketch in sketches.values()])
     rounding = np.asarray([SKETCH_SIZE / 12 * sketch.step**2 for sketch in sketches.values()])
     of_difference = (1 - 2 / len(sketches)) * rounding + rounding.mean() / len(sketches)
     squares = np.square(values - values.mean(0)).sum(1) - of_difference
     mean_square = float(np.square([sketch.norm for sketch in sketches.values()]).mean() - squares.mean())
-    if mean_square <= 0:  # the peers have nothing in common, or somebody publishes nonsense
+    if mean_square <= 0:  # the peers have nothing in common, or one publishes nonsense
         return None
     return dict(zip(sketches, (squares / mean_square).tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""The stages of a run whose model is cut: what the peers of each stage do together, as their records say. Pure."""
+"""The stages of a run with a cut model: what the peers of each stage do together, according to their records. Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ COUNTED = ("queue", "microbatches", "lost_microbatches", "late_microbatches")
 
 
 def stage_rows(living: Sequence[PeerRecord], spreads: Mapping[int, Spread]) -> list[Stage]:
-    """One object for each stage, the one with the least capacity first. There are none where peers hold whole models.
+    """Return one object per stage, with the least capacity first; an empty list where peers hold whole models.
 
-    living: records of peers that are alive or silent. A stage is empty where none of them serves it.
+    living: records of peers that are alive or silent. A stage that none of them serves is empty.
     """
     rows = [
         _row(stage, [record for record in living if record.stage == stage and record.state in SERVING], spreads)
@@ -27,7 +27,10 @@ def stage_rows(living: Sequence[PeerRecord], spreads: Mapping[int, Spread]) -> l
 
 
 def _num_stages(records: Sequence[PeerRecord]) -> int:
-    """As most peers say, so that a single one cannot invent stages. A peer says 0 before it enters the pipeline."""
+    """Return the number that most peers report, so that one peer cannot invent stages.
+
+    A peer reports 0 before it enters the pipeline.
+    """
     told = Counter(record.stages for record in records if record.stages <= MAX_STAGES)
     return max(told, key=lambda number: (told[number], number), default=0)
 

@@ -1,4 +1,4 @@
-"""The swarm as a page of text: drawn by rich on a terminal of any size, plain lines elsewhere."""
+"""The swarm as text: drawn by rich on a terminal of any size, and as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ Peer = dict[str, Any]
 STYLES = {"alive": "", "silent": "yellow", "leaving": "cyan", "left": "dim", "gone": "dim"}
 LEVELS = {"bad": "bold red", "warn": "yellow", "info": "dim"}
 MAX_NOTICES = 4
-STAGES_SHARE = 3  # stages take a third of the height at most
+STAGES_SHARE = 3  # stages take at most a third of the height
 GAP = 2  # between two columns
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`show` is the cell, `key` sorts (None comes last); on a narrow terminal columns go, the highest `rank` first.
+    """A column of the tables of peers and of stages.
 
-    Of a peer, or of a stage: those have their order already.
+    `show` formats the cell and `key` sorts the rows (None comes last); stages keep their own order. A narrow terminal
+    drops the columns of the highest `rank` first.
     """
 
     name: str
@@ -50,7 +51,7 @@ def _why(peer: Peer) -> str:
 
 
 def state_of(peer: Peer) -> str:
-    """What it said of itself while it is alive, else what became of it."""
+    """What the peer reports while it is alive, else its health."""
     if peer["health"] != Health.ALIVE:
         return peer["health"]
     return f"{peer['state']} ({peer['paused_by']})" if peer["paused_by"] else peer["state"]
@@ -66,7 +67,7 @@ def _column(name: str, about: About) -> Column:
     return Column(about.column, about.rank, lambda p: show(p[name]), lambda p: p[name], is_text=is_text)
 
 
-FORMATS: dict[str, Callable[[Any], str]] = {  # by unit; page.js has the same
+FORMATS: dict[str, Callable[[Any], str]] = {  # by unit; page.js has the same formats
     "nats/token": loss,
     "tokens/s": count,
     "bytes": mib,
@@ -102,7 +103,7 @@ STAGE_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to show: sorted by a column, only peers with `words` in their id, name, state, partner, reach or version."""
+    """The sort column, and only peers with `words` in their id, name, state, partner, reach or version."""
 
     sort: str = "state"
     words: str = ""
@@ -128,7 +129,7 @@ def _texts(peer: Peer) -> tuple[str, ...]:
 
 
 def percent(share: float | None) -> str:
-    """0.0039 -> '0.39 %'; what is below the noise of the sketches is told so."""
+    """Format a share: 0.0039 -> '0.39 %'. Values below the noise of the sketches are marked as such."""
     if share is None:
         return "-"
     return "<0.01 %" if share < 1e-4 else f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
@@ -139,9 +140,9 @@ def _part(share: float | None) -> str:
 
 
 def headline(swarm: dict[str, Any]) -> str:
-    """`run tiny: 3 alive, 1 gone | 12.3k tokens/s | loss 1.498 | spread 0.39 % | 34 % done`."""
+    """Format the first line: `run tiny: 3 alive, 1 gone | 12.3k tokens/s | loss 1.498 | spread 0.39 % | 34 % done`."""
     totals = swarm["totals"]
-    counts = ", ".join(f"{totals[kind]} {kind}" for kind in Health if totals[kind]) or "no peer heard of"
+    counts = ", ".join(f"{totals[kind]} {kind}" for kind in Health if totals[kind]) or "no peer known"
     parts = [f"run {swarm['run']}: {counts}", f"{count(totals['tokens_per_s'])} tokens/s"]
     if totals["loss"] is not None:
         parts.append(f"loss {loss(totals['loss'])}")
@@ -153,7 +154,7 @@ def headline(swarm: dict[str, Any]) -> str:
 
 
 def rounds_line(swarm: dict[str, Any]) -> str:
-    """`rounds: 120 swapped, 3 half, 5 alone (4 refused, 1 slow) | 1.2 GiB out, 1.2 GiB in`."""
+    """Format the outcomes: `rounds: 120 swapped, 3 half, 5 alone (4 refused, 1 slow) | 1.2 GiB out, 1.2 GiB in`."""
     totals = swarm["totals"]
     causes = [f"{number} {cause.replace('_', ' ')}" for cause, number in totals["alone_by_cause"].items() if number]
     why = f" ({', '.join(causes)})" if causes else ""
@@ -164,7 +165,7 @@ def rounds_line(swarm: dict[str, Any]) -> str:
 
 
 def view(swarm: dict[str, Any], choice: Choice, *, width: int, height: int) -> Group:
-    """A page that fits `width` x `height`: headline, notices, stages, as many peers as there is room for."""
+    """Draw a page that fits `width` x `height`: headline, notices, stages, and as many peers as fit."""
     from rich.console import Group
     from rich.text import Text
 
@@ -175,8 +176,8 @@ def view(swarm: dict[str, Any], choice: Choice, *, width: int, height: int) -> G
     more = "and {} more: --filter, --sort, or a larger window"
     stages = swarm["stages"][: height // STAGES_SHARE]
     used = sum(len(textwrap.wrap(line.plain, width)) for line in [*lines, Text(more)])
-    used += len(stages) + 2 if stages else 0  # their header, and how many are left out
-    room = max(1, height - used - 3)  # blank, header, and the line that a terminal keeps for the cursor
+    used += len(stages) + 2 if stages else 0  # their header, and the line about hidden ones
+    room = max(1, height - used - 3)  # a blank line, the header, and the line that a terminal keeps for the cursor
     shown = peers[:room]
     parts: list[Any] = [*lines, Text("")]
     if stages:
@@ -217,9 +218,9 @@ def _drawn(
 
 
 def columns_of(swarm: dict[str, Any]) -> tuple[Column, ...]:
-    """What is shown of peers: their stages, too, in a run that has some, and their names, where any has one.
+    """The columns of the table of peers; with the stage in a run with stages, and with names if any peer has one.
 
-    A name stands before the state, whose letters keep one that is written from the right away from numbers.
+    A name stands before the state, whose letters separate a name that is written from right to left from the numbers.
     """
     stage = (STAGE_OF_PEER,) if swarm["stages"] else ()
     name = (NAME_OF_PEER,) if any(peer["name"] for peer in swarm["peers"]) else ()
@@ -229,7 +230,7 @@ def columns_of(swarm: dict[str, Any]) -> tuple[Column, ...]:
 def fitting(
     rows: Sequence[dict[str, Any]], columns: Sequence[Column], *, width: int | None
 ) -> tuple[list[Column], list[tuple[str, ...]]]:
-    """The columns that fit, in their order, and the cells of the rows; `width` None = all."""
+    """Return the columns that fit, in their order, and the cells of the rows. A `width` of None fits all."""
     shown = {column.name: [column.show(row) for row in rows] for column in columns}
     widths = {name: max(map(cells, [name, *column])) for name, column in shown.items()}
     left = list(columns)
@@ -239,7 +240,7 @@ def fitting(
 
 
 def plain(swarm: dict[str, Any], choice: Choice | None = None) -> list[str]:
-    """Headline, notices, and one line a stage and a peer with aligned columns: for logs and pipes."""
+    """Return the headline, the notices, and one aligned line per stage and per peer, for logs and pipes."""
     peers, stages = (choice or Choice()).of(swarm["peers"]), swarm["stages"]
     return [
         *(headline(swarm), rounds_line(swarm)),
@@ -250,5 +251,5 @@ def plain(swarm: dict[str, Any], choice: Choice | None = None) -> list[str]:
 
 
 def _aligned(rows: Sequence[dict[str, Any]], columns: Sequence[Column]) -> list[str]:
-    """A header, and a line for each row."""
+    """Return a header, and a line per row."""
     return aligned([tuple(column.name for column in columns), *fitting(rows, columns, width=None)[1]])

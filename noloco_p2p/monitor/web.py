@@ -1,10 +1,10 @@
-"""The swarm as a web page: read-only, without secrets or addresses, nothing loaded from elsewhere.
+"""The swarm as a web page: read-only, without secrets or addresses, and without external resources.
 
     /                 the page             /api/status          the swarm as JSON (docs/monitoring.md)
     /api/history      curves of the swarm  /api/history/peers   curves of some peers, ?id=..&id=..
     /api/events       server-sent events   /metrics, /healthz   for machines
 
-All addresses on the page are relative: a proxy may serve it under any path.
+All URLs on the page are relative, so a proxy may serve it under any path.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ LOOK_S = 2.0
 KEEPALIVE_S = 15.0
 MAX_READERS = 100  # of server-sent events
 MEETINGS_SHOWN_S = 120.0
-STALE_S = 30.0  # without a look: the monitor itself is ill
+STALE_S = 30.0  # after this long without a read, the monitor itself is unhealthy
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-ROW = (  # what the page knows of a peer, in this order; made_at_s instead of an age, so that only news travel
+ROW = (  # the fields of a peer that the page knows, in order; made_at_s replaces an age, so that only changes travel
     *(
         "peer_id",
         "name",
@@ -68,8 +68,8 @@ ROW = (  # what the page knows of a peer, in this order; made_at_s instead of an
     ),
     *IN_COLUMNS,
 )
-WIDE_RANK = 5  # columns from here on, and those of texts, are for wide windows
-COLUMNS = [  # of metrics; page.js has the others
+WIDE_RANK = 5  # columns from this rank on, and text columns, appear only in wide windows
+COLUMNS = [  # the columns of metrics; page.js has the others
     {
         "name": METRICS[name].column,
         "key": name,
@@ -82,7 +82,7 @@ COLUMNS = [  # of metrics; page.js has the others
 
 
 class SwarmFeed:
-    """The newest state of a watcher, and what changed at each look, for any number of readers."""
+    """The newest state of a watcher and the changes of each read, for any number of readers."""
 
     def __init__(self, watcher: Watcher, history: History) -> None:
         self.watcher = watcher
@@ -100,7 +100,7 @@ class SwarmFeed:
             self._meetings.append(meeting)
 
     async def look(self, take: Callable[[], None]) -> None:
-        """Take in what is new, keep a sample, and wake the readers."""
+        """Take in a new read, store a sample, and wake the readers."""
         before = len(self.watcher.roster.meetings)
         last = self.watcher.roster.meetings[-1] if before else None
         take()
@@ -127,7 +127,7 @@ class SwarmFeed:
             self._changed.notify_all()
 
     def whole(self) -> bytes:
-        """What a new reader is told first."""
+        """The first event for a new reader."""
         since_s = time.time() - MEETINGS_SHOWN_S
         recent = [meeting for meeting in self._meetings if meeting.at_s >= since_s]
         state = {
@@ -140,7 +140,7 @@ class SwarmFeed:
         return _event("whole", state)
 
     async def read(self) -> AsyncGenerator[bytes]:
-        """Server-sent events; a reader that is too slow for an update gets the whole again."""
+        """Yield server-sent events. A reader that is too slow for an update gets the whole state again."""
         self.num_readers += 1
         try:
             number, first = self._number, True
@@ -161,7 +161,7 @@ class SwarmFeed:
             self.num_readers -= 1
 
     def status(self) -> dict[str, Any]:
-        """/api/status: the summary without addresses, which are nobody's business on the open web."""
+        """/api/status: the summary without addresses, which stay private."""
         peers = [{name: value for name, value in peer.items() if name != "addresses"} for peer in self._peers()]
         return {**self.summary, "peers": peers}
 
@@ -193,7 +193,7 @@ def app(feed: SwarmFeed) -> Starlette:
 
     async def events(request: Request) -> Response:
         if feed.num_readers >= MAX_READERS:
-            return PlainTextResponse("too many readers; /api/status has the same\n", status_code=503)
+            return PlainTextResponse("too many readers; use /api/status\n", status_code=503)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # proxies must not hold events back
         return StreamingResponse(feed.read(), media_type="text/event-stream", headers=headers)
 
@@ -204,7 +204,7 @@ def app(feed: SwarmFeed) -> Starlette:
     async def healthz(request: Request) -> Response:
         is_well = time.monotonic() - feed.looked_at_s < STALE_S
         return PlainTextResponse(
-            "ok\n" if is_well else "the swarm is not looked at\n", status_code=200 if is_well else 503
+            "ok\n" if is_well else "the monitor has stopped reading the swarm\n", status_code=200 if is_well else 503
         )
 
     routes = [
@@ -217,7 +217,7 @@ def app(feed: SwarmFeed) -> Starlette:
 
 
 class _Headers:
-    """Security headers on every answer."""
+    """Adds security headers to every answer."""
 
     def __init__(self, inner: ASGIApp) -> None:
         self._inner = inner
@@ -241,14 +241,14 @@ async def serve(
     stop: asyncio.Event,
     say: Callable[[str], None],
 ) -> None:
-    """Until `stop` is set. Raises SettingsError when address or history file cannot be used."""
+    """Serve until `stop` is set. Raises SettingsError if the address or the history file cannot be used."""
     kept = History(history)
     try:
         feed = SwarmFeed(Watcher(ticket), kept)
         server = HttpServer(app(feed), host=host, port=port)
         await feed.look(lambda: feed.watcher.look(directory))
         await server.start(flag="--listen")
-        say(f"the swarm is at http://{host}:{server.port}/ (curves kept in {history}); Ctrl-C ends it")
+        say(f"the page is at http://{host}:{server.port}/ (curves are kept in {history}); Ctrl-C stops it")
         try:
             await _until(stop, lambda: feed.look(lambda: feed.watcher.look(directory)))
         finally:
@@ -262,14 +262,14 @@ async def _until(stop: asyncio.Event, look: Callable[[], Awaitable[None]]) -> No
     while not stop.is_set():
         try:
             await look()
-        except Exception:  # a page that shows old numbers, and says so, is better than none
-            log.exception("a look at the swarm failed")
+        except Exception:  # a page that shows old values, and says so, is better than none
+            log.exception("reading the swarm failed")
         with suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), LOOK_S)
 
 
 def _after(meetings: deque[Meeting], last: Meeting | None) -> list[Meeting]:
-    """The newest ones, behind `last`."""
+    """Return the meetings after `last`."""
     found: list[Meeting] = []
     for meeting in reversed(meetings):
         if meeting is last:

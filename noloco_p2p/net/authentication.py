@@ -1,8 +1,9 @@
-"""Authentication of callers: who makes a call, whether it may go on, and how many of them at once.
+"""Authentication of callers: the identity of a caller, whether its call may continue, and how many it may have.
 
-Before a caller is proven it costs a connection for seconds, one of few of its network (`proxy.py`), and two greetings
-and one refused call at most, for then the connection ends. What a proven peer may have open is counted by its id. Sizes
-of messages are bounded by `proxy.py` and `options.py`, and how many are held by the connections of an accepted swap.
+An unauthenticated caller gets a connection for seconds, one of few of its network (`proxy.py`), with at most two
+greetings and one refused call, after which the connection ends. The open calls of an authenticated peer are counted by
+its id. `proxy.py` and `options.py` bound the sizes of messages, and the connections of an accepted swap bound their
+number.
 """
 
 from __future__ import annotations
@@ -31,15 +32,18 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-MAX_CALLS_PER_PEER = MAX_CONNECTIONS + 4  # a swap; an offer, a question, a fetch and one more beside it
-MAX_FETCHES_PER_PEER = 2  # of chunks: the one that counts, and one before it
+MAX_CALLS_PER_PEER = MAX_CONNECTIONS + 4  # a swap; besides it an offer, a question, a fetch and one more
+MAX_FETCHES_PER_PEER = 2  # of chunks: the current one, and one before it
 TELL_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes a call. `peer_id` is proven, and empty where nobody is asked; `address` as gRPC names it; `accepted` is
-    called once something is accepted that takes long or brings much."""
+    """The caller of a call.
+
+    `peer_id` is authenticated, and empty if there is no authentication; `address` is gRPC's name; `accepted` is called
+    once something is accepted that takes long or transfers much.
+    """
 
     peer_id: str
     address: str
@@ -47,7 +51,7 @@ class Caller:
 
 
 class Authenticator:
-    """Without a session everybody may enter, under any name: for measurements and tests on one machine."""
+    """Without a session every caller is accepted, under any name: for measurements and tests on one machine."""
 
     def __init__(
         self,
@@ -68,7 +72,7 @@ class Authenticator:
         address = ""
         try:
             if self._challenges is None:
-                raise Refused("nobody is greeted here", code=frames.RefuseCode.NOT_PROVEN.name)
+                raise Refused("greetings are disabled here", code=frames.RefuseCode.NOT_PROVEN.name)
             address = self._proxy.address(context.peer())
             self._proxy.greeted(context.peer())
             return self._challenges.answer(request, address)
@@ -77,7 +81,7 @@ class Authenticator:
 
     @contextlib.asynccontextmanager
     async def visit(self, context: Any) -> AsyncIterator[Caller]:
-        """For the time of one call: its caller. Ends the call when it may not go on."""
+        """Yield the caller for the duration of one call. Ends the call when it may not continue."""
         connection, address = context.peer(), ""
         try:
             address = self._proxy.address(connection)
@@ -104,10 +108,13 @@ class Authenticator:
 
     @contextlib.contextmanager
     def fetching(self, caller: str) -> Iterator[Callable[[], None]]:
-        """For the time of one fetch of chunks. The function that it yields raises Refused once the same peer has begun
-        another fetch: the newer one counts, as the older may hang in a dead connection. Raises Refused for a third one,
-        as each may hold a slot of the donor until it ends."""
-        busy = Refused("you fetch here in another call", code=frames.RefuseCode.BUSY.name, retry_after_s=5.0)
+        """Account for one fetch of chunks.
+
+        The function that it yields raises Refused once the same peer has begun another fetch: the newer one counts,
+        because the older may hang in a dead connection. Raises Refused for a third one, because each may hold a slot of
+        the donor until it ends.
+        """
+        busy = Refused("you are fetching here in another call", code=frames.RefuseCode.BUSY.name, retry_after_s=5.0)
         mine, fetches = object(), self._fetches.setdefault(caller, [])
         if caller and len(fetches) >= MAX_FETCHES_PER_PEER:
             raise busy
@@ -131,12 +138,12 @@ class Authenticator:
             if key == PROOF_KEY and isinstance(value, bytes):
                 return self._challenges.check(_parsed(value), address)
         raise Refused(
-            "who calls is not proven: greet first, and put the proof into the metadata of the call",
+            "caller authentication failed: greet first, and put the proof into the metadata of the call",
             code=frames.RefuseCode.NOT_PROVEN.name,
         )
 
     async def _turn_away(self, context: Any, address: str, error: PeerError) -> NoReturn:
-        """End the call with a refusal in words, and then its connection."""
+        """End the call with a refusal, and then its connection."""
         self._turned_away.note(address or context.peer(), error)
         self._proxy.turned_away(context.peer())
         refuse = refuse_to_wire(error)
@@ -145,7 +152,7 @@ class Authenticator:
 
 
 class TurnedAway:
-    """One line a minute, however many come."""
+    """Logs refused calls, at most one line per minute."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -171,4 +178,4 @@ def _parsed(value: bytes) -> pb.Proof:
     try:
         return pb.Proof.FromString(value)
     except DecodeError:
-        raise CorruptPayload("the proof of who calls is no message of this protocol") from None
+        raise CorruptPayload("the authentication proof is not a message of this protocol") from None

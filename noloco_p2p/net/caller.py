@@ -1,4 +1,4 @@
-"""The caller's side of a swap: its first connection, and the further ones that it opens while they pay."""
+"""The caller's side of a swap: its first connection, and further ones that it opens while they pay."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-# Called with bytes: framing.py makes and reads the messages.
+# Called with bytes: framing.py encodes and decodes the messages.
 SWAP_METHOD = "/noloco_p2p.wire.v1.Peer/Swap"
 CONNECTION_METHOD = "/noloco_p2p.wire.v1.Peer/Lane"
 OPEN_CONNECTION_S = 5.0  # to connect, and again for the answer
 
 
 class CallerWire:
-    """A call on a connection of its own.
+    """A call on its own connection.
 
-    The connection ends with the last reference to the call. So `close` drops it, and no fault that leaves from here has
-    the call in its traceback: whoever keeps the fault would keep the connection until the garbage collector comes.
+    The connection ends with the last reference to the call. So `close` drops it, and no error raised here has the call
+    in its traceback: keeping the error would keep the connection until a garbage collection.
     """
 
     def __init__(self, peer: str, channel: grpc.aio.Channel, call: Any, limits: Limits) -> None:
@@ -74,7 +74,7 @@ class CallerWire:
                 return await action(self._call)
             except grpc.aio.AioRpcError as error:
                 fault = translate(error, self._peer)
-            except (grpc.aio.UsageError, asyncio.InvalidStateError):  # what a write after the end of the call raises
+            except (grpc.aio.UsageError, asyncio.InvalidStateError):  # raised by a write after the end of the call
                 pass
             except asyncio.CancelledError:
                 fault = call_cancelled(self._peer)
@@ -117,7 +117,7 @@ class CallerStream(SwapStream):
                 self._decided.set()
 
     async def _grow(self, offer: Offer) -> None:
-        """Brings the connections to the number that the tuner wants, until it has settled."""
+        """Adjust the number of connections to what the tuner wants, until it has settled."""
         while True:
             self._decided.clear()
             wanted = self._tuner.wanted
@@ -130,7 +130,7 @@ class CallerStream(SwapStream):
             await self._decided.wait()
 
     async def _open_connection(self, offer: Offer) -> None:
-        """The swap goes on as before when it cannot be had."""
+        """Open a connection. The swap continues unchanged if that fails."""
         try:
             wire = await connect(
                 self._connector, self._candidate, CONNECTION_METHOD, timeout_s=OPEN_CONNECTION_S, limits=self._limits
@@ -152,14 +152,14 @@ class CallerStream(SwapStream):
         try:
             answer = pb.Frame.FromString(await wire.read() or b"")
         except DecodeError:
-            raise CorruptPayload("the answer to a further connection is no frame", peer=self._peer) from None
+            raise CorruptPayload("the answer to a further connection is not a frame", peer=self._peer) from None
         if answer.HasField("refuse"):
             raise refused(answer.refuse, self._peer)
         if not answer.HasField("join"):
             raise CorruptPayload("the answer to a further connection was neither yes nor no", peer=self._peer)
 
     async def _leave(self, connection: SwapConnection) -> None:
-        """Nothing more is put on it; the other side hears all that was, and ends the call."""
+        """Use a connection no more; the other side receives all that was sent, and ends the call."""
         connection.leaving = True
         await self._written(connection)
         if connection is not self._first:
@@ -187,7 +187,7 @@ class CallerStream(SwapStream):
 async def connect(
     connector: Connector, candidate: Candidate, method: str, *, timeout_s: float, limits: Limits
 ) -> CallerWire:
-    """A call of `method` on a new connection. Raises PeerError; a refused connection is told at once."""
+    """Call `method` on a new connection. Raises PeerError; a refused connection fails at once."""
     connection = await connector.dial(candidate, timeout_s=timeout_s)
     call = connection.channel.stream_stream(method)(metadata=connection.metadata)
     return CallerWire(candidate.peer_id, connection.channel, call, limits)

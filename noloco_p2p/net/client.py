@@ -1,4 +1,4 @@
-"""The Transport on gRPC: this peer's calls to others. Nothing but PeerError and its children leaves this file."""
+"""The Transport on gRPC: this peer's calls to others. It raises only PeerError and its subclasses."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 
 POLICY = ConnectionPolicy()
-MAX_MANIFEST_CHUNKS = 1 << 20  # 1 TiB of state; a manifest that names more is refused
+MAX_MANIFEST_CHUNKS = 1 << 20  # 1 TiB of state; a larger manifest is refused
 
 
 class GrpcTransport:
     """Dials other peers, with one connection per call: a swap may use the whole link for minutes.
 
-    A swap takes further connections while they make it faster; what helped is remembered for each address.
+    A swap opens further connections while they make it faster; what helped is remembered per address.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class GrpcTransport:
         """Connect, and open a swap stream. Raises Unreachable or TimedOut."""
         began_s = time.monotonic()
         wire = await connect(self._connector, candidate, SWAP_METHOD, timeout_s=timeout_s, limits=self._limits)
-        # To connect takes three round trips or four; a new TCP stream finds its rate in some twenty.
+        # Connecting takes three or four round trips; a new TCP stream needs about twenty to find its rate.
         settle_s = max(self._connections.window_s / 2, 10 * (time.monotonic() - began_s))
         return CallerStream(
             candidate,
@@ -84,7 +84,7 @@ class GrpcTransport:
         request = _fetch_request(want)
         request.hello.CopyFrom(convert.hello_to_wire(self._hello()))
         if isinstance(want, frames.WantLayout):
-            request.hello.layout = ""  # a peer of another layout would refuse
+            request.hello.layout = ""  # a peer with another layout would refuse
         async with self._connector.dialled(candidate, timeout_s=timeout_s) as connection:
             call = PeerStub(connection.channel).Fetch(request, metadata=connection.metadata)
             manifest: frames.StateManifest | None = None
@@ -111,8 +111,8 @@ class GrpcTransport:
                             digests += part.chunk_digests
                             if len(digests) > MAX_MANIFEST_CHUNKS:
                                 raise CorruptPayload("a manifest without end", peer=candidate.peer_id)
-                        case _:  # an earlier version sends a place in a queue
-                            sentence = "an answer of a kind that this version does not know"
+                        case _:  # an earlier version sends a position in a queue
+                            sentence = "the kind of the answer is unknown to this version"
                             raise Refused(sentence, code=frames.RefuseCode.BUSY.name, peer=candidate.peer_id)
                 if manifest:
                     yield replace(manifest, chunk_digests=tuple(digests))

@@ -1,4 +1,4 @@
-"""The caller's connections: dialled, known to lead to the right peer, and what their failures mean in words."""
+"""The caller's connections: dialling, authenticating the called peer, and describing failures."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ def nobody_is_banned(peer_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """`metadata` goes with the one call that is made on it."""
+    """`metadata` is sent with the one call that is made on it."""
 
     channel: grpc.aio.Channel
     metadata: Metadata = ()
 
 
 class Connector:
-    """Makes connections, each for one call. Without a session they are plain and prove nothing: for measurements and
-    tests on one machine."""
+    """Makes connections, each for one call.
+
+    Without a session they are plain and unauthenticated: for measurements and tests on one machine.
+    """
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class Connector:
         self._options = [*options.CLIENT, *limits.options()]
 
     async def dial(self, candidate: Candidate, *, timeout_s: float) -> Connection:
-        """Connect, and greet. Whoever gets the connection closes its channel. Raises PeerError."""
+        """Connect, and greet. The caller closes the channel of the connection. Raises PeerError."""
         if why := self._why_banned(candidate.peer_id):
             code = RefuseCode.BANNED.name
             raise Refused(f"it is {why}", peer=candidate.peer_id, code=code, retry_after_s=60.0)
@@ -80,7 +82,7 @@ class Connector:
 
     @contextlib.asynccontextmanager
     async def dialled(self, candidate: Candidate, *, timeout_s: float) -> AsyncIterator[Connection]:
-        """`dial`, with the channel closed in the end."""
+        """`dial`, with the channel closed at the end."""
         connection = await self.dial(candidate, timeout_s=timeout_s)
         try:
             yield connection
@@ -97,18 +99,18 @@ class Connector:
         )
 
     async def _connected(self, channel: grpc.aio.Channel, candidate: Candidate) -> None:
-        """Until the channel is connected. A refused connection is told at once: another candidate may be there."""
+        """Wait until the channel is connected. A refused connection fails at once, to try another candidate."""
         ready, failing = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE
         state = channel.get_state(try_to_connect=True)
         while state is not ready:
             if state is failing:
-                sentence = f"{candidate.address} cannot be connected to: nobody is there{self._perhaps()}"
+                sentence = f"{candidate.address} cannot be connected to: no peer is there{self._perhaps()}"
                 raise Unreachable(sentence, peer=candidate.peer_id)
             await channel.wait_for_state_change(state)
             state = channel.get_state(try_to_connect=True)
 
     def _perhaps(self) -> str:
-        """TLS does not tell why it failed."""
+        """Name other possible causes, because TLS does not say why it failed."""
         if self._session is None:
             return ""
         private = "one of the two is not invited to this private run" if self._session.invitation else "it is private"
@@ -122,7 +124,7 @@ class Connector:
             reply = await PeerStub(channel).Greet(greeting.request())
         except grpc.aio.AioRpcError as error:
             fault = translate(error, candidate.peer_id)
-            if isinstance(fault, Unreachable):  # all that TLS 1.3 tells of a certificate that is not taken
+            if isinstance(fault, Unreachable):  # all that TLS 1.3 reports of a refused certificate
                 fault = Unreachable(f"{fault}{self._perhaps()}", peer=fault.peer)
             raise fault from None
         check_parsed(reply, candidate.peer_id)
@@ -130,26 +132,26 @@ class Connector:
 
 
 def split_address(candidate: Candidate) -> tuple[str, str]:
-    """(host, port) of where the candidate is said to be. Raises Unreachable."""
+    """The (host, port) at which the candidate claims to be. Raises Unreachable."""
     host, _, port = candidate.address.rpartition(":")
     if not is_host(host) or not is_port(port):
-        raise Unreachable(f"{candidate.address!r} is no address of a peer", peer=candidate.peer_id)
+        raise Unreachable(f"{candidate.address!r} is not the address of a peer", peer=candidate.peer_id)
     return host, port
 
 
 def grpc_target(address: str, port: str) -> str:
-    """For gRPC, which would take many other things for a target, and resolve names by itself."""
+    """Format a target for gRPC, which would accept many other forms, and resolve names by itself."""
     return f"ipv6:[{address}]:{port}" if ":" in address else f"ipv4:{address}:{port}"
 
 
 def check_parsed(message: object, peer: str) -> None:
-    """gRPC gives None for bytes that are no message."""
+    """Raise CorruptPayload for None, which gRPC passes for bytes that it cannot parse."""
     if message is None:
-        raise CorruptPayload("what came is no message of this protocol", peer=peer)
+        raise CorruptPayload("it sent something that is not a message of this protocol", peer=peer)
 
 
 def translate(error: grpc.aio.AioRpcError, peer: str) -> PeerError:
-    """A gRPC status in words of this project."""
+    """Convert a gRPC status to an error of this project."""
     for key, value in error.trailing_metadata() or ():
         if key == REFUSE_KEY and isinstance(value, bytes):
             return _refused_in(value, peer)
@@ -170,6 +172,6 @@ def _refused_in(value: bytes, peer: str) -> PeerError:
     try:
         return refused(pb.Refuse.FromString(value), peer)
     except DecodeError:
-        return CorruptPayload("its refusal is no message of this protocol", peer=peer)
+        return CorruptPayload("its refusal is not a message of this protocol", peer=peer)
     except CorruptPayload as error:
         return error

@@ -1,9 +1,9 @@
-"""How many connections a swap needs, by hill climbing on what it carries: no constant here is about a link.
+"""The number of connections of a swap, by hill climbing on its throughput: no constant here is about a link.
 
-They are doubled while that pays. A TCP stream that loss holds back carries as much beside others as alone, so that two
-carry nearly twice as much; a link that is full carries no more, whatever the number. Each direction is looked at by
-itself. The frames of a new connection wait for the backlog of the others, so a trial that makes one direction faster
-and the other one slower is measured once more. What was learned is remembered for the next swap with the same peer.
+The number doubles while that pays. If loss limits a TCP stream, two streams carry nearly twice as much; a saturated
+link carries no more, whatever the number. Each direction is judged separately. The frames of a new connection wait for
+the backlog of the others, so a trial that makes one direction faster and the other one slower is measured once more.
+The result is remembered for the next swap with the same peer.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-GAIN = 1.2  # a trial pays when it makes a direction so much faster, and the other not as much slower
-FRAMES_PER_CONNECTION = 2  # of each direction in a window at least; a connection of 2 Mbit/s needs two seconds for them
+GAIN = 1.2  # a trial pays if it makes a direction this much faster, and the other not as much slower
+FRAMES_PER_CONNECTION = 2  # per direction in a window, at least; a connection of 2 Mbit/s needs two seconds for them
 MAX_SETTLE_S = 5.0
 REMEMBERED_PEERS = 256
-QUIET_SWAPS = 8  # so many swaps use what was learned before it is tried again
+QUIET_SWAPS = 8  # this many swaps use the result before it is tried again
 
 
 class Direction(IntEnum):
@@ -34,7 +34,7 @@ class ConnectionPolicy:
 
 
 class _Meter:
-    """Rate of one direction in a window. Times between sections, when nothing has to move, do not count."""
+    """The rate of one direction in a window. Times between sections, when nothing has to move, do not count."""
 
     def __init__(self) -> None:
         self.num_bytes = self.num_frames = 0
@@ -48,7 +48,7 @@ class _Meter:
 
     def moved(self, num_bytes: int, now_s: float, *, connection: int) -> None:
         self.connections.add(connection)
-        if self._last_s is not None:  # the first frame came out of a time that was not measured
+        if self._last_s is not None:  # the time before the first frame was not measured
             self.num_bytes += num_bytes
             self.num_frames += 1
             self.active_s += now_s - self._last_s
@@ -70,11 +70,12 @@ class Measured:
 
 
 class ConnectionTuner:
-    """The number of connections of one swap: `wanted`. Pure: it is given the time.
+    """The number of connections of one swap: `wanted`. Pure: callers pass the time.
 
-    The caller opens or leaves some until there are `wanted`, and calls `in_place`; `moved` says when that changes.
-    settle_s: how long new TCP streams take to find their rate, many round trips; not measured.
-    before: what was measured before the trial with `start` connections, in an earlier swap.
+    The caller opens or closes some until there are `wanted`, and calls `in_place`; `moved` returns whether that
+    changes.
+    settle_s: how long new TCP streams take to find their rate, many round trips, which are not measured. before: the
+    measurement before the trial with `start` connections, in an earlier swap.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class ConnectionTuner:
         self._is_repeated = False
 
     def in_place(self, num_connections: int, now_s: float) -> None:
-        """So many connections are open now; fewer than wanted when the other side has refused some."""
+        """This many connections are open now; fewer than wanted if the other side has refused some."""
         if num_connections < self.wanted:
             self.wanted = num_connections
             self.is_settled = self.is_settled or self.before is None or num_connections <= self.before.num_connections
@@ -107,7 +108,9 @@ class ConnectionTuner:
         self._meters[direction].pause()
 
     def moved(self, direction: Direction, num_bytes: int, now_s: float, *, connection: int) -> bool:
-        """A frame is through, on a connection with this number; True = `wanted` or `is_settled` has changed."""
+        """A frame has passed, on the connection with this number. Returns whether `wanted` or `is_settled` has
+        changed.
+        """
         if not self._is_measuring:
             return False
         if now_s < self._window_begins_s:
@@ -144,8 +147,8 @@ class ConnectionTuner:
     def _window_is_full(self, now_s: float) -> bool:
         if not any(self._knows(direction) for direction in Direction):
             return False
-        # A slower direction, or one whose frames do not come over the new connections yet, gets some more time. One
-        # that has nothing to send, or a slow sender, is not waited for.
+        # A slower direction, or one whose frames do not use the new connections yet, gets some more time. One without
+        # anything to send, or with a slow sender, is not waited for.
         is_late = now_s - self._window_begins_s > 3 * self._policy.window_s
         return is_late or all(
             (self._knows(way) and self._is_spread(way)) or not self._meters[way].is_moving for way in Direction
@@ -175,20 +178,20 @@ def _disagree(gains: list[float]) -> bool:
 @dataclass(slots=True)
 class _Known:
     num_connections: int
-    quiet_swaps: int = 0  # how many more swaps take it as it is
+    quiet_swaps: int = 0  # how many more swaps use it unchanged
     is_settled: bool = False
-    before: Measured | None = None  # a trial of more was cut short: the next swap begins with it
+    before: Measured | None = None  # a trial of more was interrupted: the next swap begins with it
 
 
 class ConnectionMemory:
-    """How many connections the last swaps with each address needed. It fades: every ninth swap tries from half."""
+    """How many connections the last swaps with each address needed. It fades: every ninth swap starts from half."""
 
     def __init__(self, policy: ConnectionPolicy) -> None:
         self._policy = policy
         self._known: OrderedDict[str, _Known] = OrderedDict()
 
     def tuner(self, address: str, *, settle_s: float) -> ConnectionTuner:
-        """For a swap that begins now."""
+        """Return the tuner of a swap that begins now."""
         known = self._known.get(address, _Known(1))
         start, is_trying, before = known.num_connections, not known.quiet_swaps, known.before
         if known.quiet_swaps:
@@ -196,15 +199,15 @@ class ConnectionMemory:
         elif known.is_settled:  # a link may have become better, or worse
             start, known.quiet_swaps = max(1, start // 2), QUIET_SWAPS
         elif before:
-            start, known.before = 2 * start, None  # once: this swap, too, may be too short
+            start, known.before = 2 * start, None  # once, because this swap may be too short, too
         return ConnectionTuner(self._policy, start=start, is_trying=is_trying, settle_s=settle_s, before=before)
 
     def num_connections(self, address: str) -> int:
-        """With how many the next swap begins, unless it is time to try."""
+        """The number of connections with which the next swap begins, unless a trial is due."""
         return self._known[address].num_connections if address in self._known else 1
 
     def learn(self, address: str, tuner: ConnectionTuner) -> None:
-        """A swap has ended."""
+        """Record the result of a swap."""
         if not tuner.has_measured:
             return
         if tuner.is_settled:

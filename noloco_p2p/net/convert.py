@@ -1,7 +1,7 @@
 """Frames <-> protobuf messages, one table each way.
 
-What comes from the network is checked here for form: a missing or unknown variant, an unknown enum value or a number
-out of range becomes CorruptPayload. Whether it makes sense is for the gossip room to say.
+Network input is checked here for form: a missing or unknown variant, an unknown enum value or a number out of range
+becomes CorruptPayload. gossip decides whether it makes sense.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from noloco_p2p.gossip import frames
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.transfer.kept_chunks import DIGEST_BYTES
 
-MAX_TEXT = 1000  # characters of any name or sentence that another peer sends
-MAX_ROUND = 2**53  # beyond any run, and below where a counter of the wire ends
+MAX_TEXT = 1000  # of any name or sentence that another peer sends
+MAX_ROUND = 2**53  # beyond any run, and below the limit of a counter on the wire
 
 
 def hello_to_wire(hello: frames.Hello) -> pb.Hello:
@@ -56,7 +56,7 @@ def frame_to_wire(frame: frames.Frame) -> pb.Frame:
 
 
 def frame_from_wire(message: pb.Frame) -> frames.Frame:
-    """Raises CorruptPayload when the message is no frame of this protocol version."""
+    """Raises CorruptPayload when the message is not a frame of this protocol version."""
     name = message.WhichOneof("frame")
     if name not in _FROM_WIRE:
         raise CorruptPayload("a frame of an unknown kind arrived; the other peer may speak a newer protocol")
@@ -75,7 +75,7 @@ def manifest_to_wire(manifest: frames.StateManifest, digests: tuple[bytes, ...])
 
 
 def manifest_from_wire(message: pb.Manifest) -> frames.StateManifest:
-    """A manifest, or a part of one; one without digests, or with others, could be repeated without end."""
+    """A manifest, or a part of one. Parts without digests, or with others, could repeat forever."""
     digests = tuple(message.chunk_digests)
     if not digests or any(len(digest) != DIGEST_BYTES for digest in digests):
         raise CorruptPayload(f"a manifest arrived without digests of {DIGEST_BYTES} bytes")
@@ -108,25 +108,25 @@ def status_from_wire(message: pb.StatusReply) -> frames.PeerStatus:
 
 
 def text(value: str) -> str:
-    """Text of another peer, bounded, and without control characters that could play with a terminal."""
+    """Text of another peer, bounded, and without control characters that could manipulate a terminal."""
     return "".join(char for char in value[:MAX_TEXT] if char.isprintable())
 
 
 def finite(value: float) -> float:
     if not math.isfinite(value):
-        raise CorruptPayload(f"a number that is {value} arrived where a finite one belongs")
+        raise CorruptPayload(f"received {value} instead of a finite number")
     return value
 
 
 def run_position(round_index: int, progress: float) -> tuple[int, float]:
-    """Where a peer says that it stands in the run: both are gone on from, and must not end a counter or a schedule."""
+    """The announced position of a peer. Newcomers adopt both values, so those out of range are rejected."""
     if round_index > MAX_ROUND or not 0 <= progress < math.inf:
-        raise CorruptPayload(f"round {round_index} at progress {progress:g} is no position in a run")
+        raise CorruptPayload(f"round {round_index} at progress {progress:g} is not a position in a run")
     return round_index, progress
 
 
 def _enum(value: int) -> Any:
-    """Protobuf's stubs want their own enum types; ours have the same numbers (a test holds that)."""
+    """Convert an enum value. Protobuf's stubs want their own types; ours have the same numbers (a test verifies it)."""
     return int(value)
 
 

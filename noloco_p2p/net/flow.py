@@ -1,7 +1,8 @@
-"""The streams of a peer to its neighbours in a pipeline: one for each pair, dialled by either side, kept open.
+"""The streams of a peer to its neighbours in a pipeline: one per pair, dialled by either side, kept open.
 
-When both dial at once, the call of the higher peer id stands, and the other is refused CROSSED. A later call of the
-same peer takes the place of its stream: it has noticed first that the old one is lost. Lives on the network thread.
+When both dial at once, the call of the higher peer id is used, and the other is refused CROSSED. A later call of the
+same peer replaces its stream: the caller was the first to notice that the old one is lost. Belongs to the network
+thread.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from noloco_p2p.owned_tasks import OwnedTasks
 log = logging.getLogger(__name__)
 
 FLOW_METHOD = "/noloco_p2p.wire.v1.Peer/Flow"
-OPEN_S = 10.0  # to find, to connect and to be answered, and again for the call that crossed this one
+OPEN_S = 10.0  # to find, connect and get an answer, and again for a call that crossed this one
 FIRST_WORDS_S = 5.0  # from a call to its FlowHello
-PROVEN_S = 3600.0  # the age at which the caller of a stream ends it, to prove itself anew
-LATEST_S = 1.1 * PROVEN_S  # and at which the other side does: an invitation may have ended
-MAX_DIALLED = 32  # streams; the one that was unused for longest makes place for another
-MAX_ACCEPTED = 32  # the one that carried no payload for longest makes room, unless it did so within `stuck_s`
+PROVEN_S = 3600.0  # the age at which the caller ends a stream, to authenticate itself again
+LATEST_S = 1.1 * PROVEN_S  # and at which the other side does: an invitation may have expired
+MAX_DIALLED = 32  # streams; the least recently used one is closed for another
+MAX_ACCEPTED = 32  # the one without payload for longest makes room, unless it carried some within `stuck_s`
 
 
 class Neighbourhood(Protocol):
-    """What a driver does with its neighbours. All is called on the event loop."""
+    """What a driver does with its neighbours. All methods are called on the event loop."""
 
     def opened(self, peer: str, stage: int) -> None: ...
 
@@ -49,7 +50,7 @@ class Neighbourhood(Protocol):
         ...
 
     async def checked(self, peer: str, frame: Frame) -> Frame:
-        """The frame as it may be used. Raises CorruptPayload for what no honest peer sends."""
+        """Return the frame as it may be used. Raises CorruptPayload for what no honest peer sends."""
         ...
 
     def received(self, peer: str, frame: Frame) -> None: ...
@@ -64,13 +65,13 @@ class Find(Protocol):
 @dataclass(slots=True, eq=False)
 class Dial:
     task: asyncio.Task[None]
-    frames: list[tuple[Frame, float]] = field(default_factory=list)  # that wait for the stream, since when
+    frames: list[tuple[Frame, float]] = field(default_factory=list)  # waiting for the stream, and since when
 
 
 class FlowLinks:
     """hello: of this peer; its layout is left out. neighbourhood: set before the first stream opens.
 
-    strike: called with a peer and what it did that no honest peer does.
+    strike: called with a peer, and what it did that no honest peer does.
     """
 
     neighbourhood: Neighbourhood
@@ -107,13 +108,13 @@ class FlowLinks:
 
     @property
     def stages(self) -> dict[str, int]:
-        """Of the peers with an open stream."""
+        """The stages of the peers with an open stream."""
         return {peer: link.stage for peer, link in self._links.items()}
 
     def send(self, to: str, frame: Frame, *, since_s: float | None = None) -> None:
-        """Over the stream to that peer, which is opened on demand. Never waits, never raises.
+        """Send over the stream to that peer, which is opened on demand. Never waits, never raises.
 
-        since_s: when the frame was ready, on the clock of the loop; None = now. Its remaining time shrinks from there.
+        since_s: when the frame was ready, on the clock of the loop; None = now. Its remaining time counts from there.
         """
         since_s = asyncio.get_running_loop().time() if since_s is None else since_s
         if link := self._links.get(to):
@@ -125,12 +126,12 @@ class FlowLinks:
             dial.frames.append((frame, since_s))
 
     def broadcast(self, frame: Frame, *, but: str = "") -> None:
-        """Over all open streams but one."""
+        """Send over all open streams but one."""
         for peer in [peer for peer in self._links if peer != but]:
             self.send(peer, frame)
 
     def open(self, peer: str) -> None:
-        """Open a stream if there is none, and tell the driver the result."""
+        """Open a stream if there is none, and report the result to the driver."""
         if peer not in self._links and peer not in self._dials and not self._is_leaving:
             self._dials[peer] = Dial(self._tasks.start(self._dial(peer)))
 
@@ -140,8 +141,10 @@ class FlowLinks:
             self._drop(link, fault)
 
     def look(self) -> None:
-        """Due every second or so: ends the streams of peers that were banned since, and one that is old. Its caller
-        opens another one, and proves itself anew."""
+        """Call it every second or so: it ends the streams of banned peers, and an old one.
+
+        The caller of an old stream opens another one, and authenticates itself again.
+        """
         now_s = asyncio.get_running_loop().time()
         for link in list(self._links.values()):
             if why := self._why_banned(link.peer):
@@ -151,7 +154,7 @@ class FlowLinks:
             self._drop(oldest, Unreachable("its proof is too old", peer=oldest.peer))
 
     async def stop(self) -> None:
-        """End all streams without a word; none is opened or taken from now on."""
+        """End all streams immediately; none is opened or accepted from now on."""
         self._is_leaving = True
         for link in self._links.values():
             link.stop(Unreachable("this peer leaves", peer=link.peer))
@@ -174,7 +177,7 @@ class FlowLinks:
         self._add(self._link(peer, stage, wire, is_dialled=True))
 
     async def _called(self, peer: str) -> tuple[CallerWire, int]:
-        """Raises PeerError and DirectoryError. Ends by cancellation when the other side has called meanwhile."""
+        """Raises PeerError and DirectoryError. It is cancelled when the other side has called meanwhile."""
         try:
             async with asyncio.timeout(OPEN_S):
                 return await self._call(peer)
@@ -184,12 +187,12 @@ class FlowLinks:
             if error.code != RefuseCode.CROSSED.name:
                 raise
         await asyncio.sleep(OPEN_S)
-        raise Unreachable("its own call, which crossed this one, did not come", peer=peer)
+        raise Unreachable("its own call, which crossed this one, did not arrive", peer=peer)
 
     async def _call(self, peer: str) -> tuple[CallerWire, int]:
         candidate = await self._find(peer, timeout_s=OPEN_S)
         if candidate is None or not candidate.can_be_called:
-            raise Unreachable("nobody knows where to call it", peer=peer)
+            raise Unreachable("its address is unknown", peer=peer)
         wire = await connect(self._connector, candidate, FLOW_METHOD, timeout_s=OPEN_S, limits=self._limits)
         try:
             await wire.write(self._own_hello())
@@ -204,8 +207,11 @@ class FlowLinks:
     # a call of another peer
 
     async def serve(self, wire: ServerWire, caller: str, admit: Callable[[Hello], None]) -> None:
-        """Until the stream has ended. caller: proven, or "". admit: raises PeerError for who may not come in, and is
-        called once there is a place."""
+        """Run until the stream has ended.
+
+        caller: authenticated, or "". admit: raises PeerError for a caller that may not enter; called once there is
+        a place.
+        """
         try:
             async with asyncio.timeout(FIRST_WORDS_S):
                 first = flow_wire.decode(await wire.read() or b"")
@@ -222,7 +228,7 @@ class FlowLinks:
                     await wire.write(flow_wire.encode(refuse))
             return
         if idle:
-            self._drop(idle, Unreachable("another stream takes its place", peer=idle.peer))
+            self._drop(idle, Unreachable("another stream replaces it", peer=idle.peer))
         link = self._link(peer, stage, wire, first_words=self._own_hello())
         self._add(link)
         try:
@@ -232,15 +238,17 @@ class FlowLinks:
                 self._drop(link, Unreachable("the connection was lost", peer=peer))
 
     def _place_for(self, peer: str) -> FlowLink | None:
-        """The stream that makes room, if one has to. Raises Refused when the own call stands, or all are busy, or this
-        peer leaves."""
+        """The stream that makes room, if necessary.
+
+        Raises Refused when this peer's own call is used instead, when all streams are busy, or when this peer leaves.
+        """
         if self._is_leaving:
             raise Refused("this peer leaves", peer=peer, code=RefuseCode.NOT_TRAINING.name)
         is_ours_first = self._hello().peer_id > peer
         now_s, link = asyncio.get_running_loop().time(), self._links.get(peer)
         has_just_called = link is not None and link.is_dialled and now_s - link.opened_s < OPEN_S
         if is_ours_first and (peer in self._dials or has_just_called):
-            raise Refused("my own call to you stands", peer=peer, code=RefuseCode.CROSSED.name)
+            raise Refused("my own call to you is used", peer=peer, code=RefuseCode.CROSSED.name)
         others = [other for other in self._links.values() if other is not link and not other.is_dialled]
         if len(others) < self._max_accepted:
             return None
@@ -261,7 +269,7 @@ class FlowLinks:
             raise CorruptPayload("a stream of a pipeline begins with a FlowHello")
         distance = abs(frame.stage - self._stage)
         if frame.stage >= self._num_stages or distance not in (1, self._num_stages - 1):
-            sentence = f"stage {self._stage} here and stage {frame.stage} there are no neighbours"
+            sentence = f"stage {self._stage} here and stage {frame.stage} there are not neighbours"
             raise Refused(sentence, peer=frame.hello.peer_id, code=RefuseCode.OTHER_MODEL.name)
         return frame.stage
 
@@ -290,12 +298,12 @@ class FlowLinks:
         dialled = [link for link in self._links.values() if link.is_dialled]
         if len(dialled) >= MAX_DIALLED:
             unused = min(dialled, key=lambda link: link.used_s)
-            self._drop(unused, Unreachable("another stream takes its place", peer=unused.peer))
+            self._drop(unused, Unreachable("another stream replaces it", peer=unused.peer))
 
     def _add(self, link: FlowLink) -> None:
         if before := self._links.get(link.peer):
-            link.worked_s = before.worked_s  # else who calls again and again would never make room
-            self._drop(before, Unreachable("a new stream takes its place", peer=link.peer))
+            link.worked_s = before.worked_s  # otherwise a peer that calls repeatedly would never make room
+            self._drop(before, Unreachable("a new stream replaces it", peer=link.peer))
         dial = self._dials.pop(link.peer, None)
         self._links[link.peer] = link
         self._tasks.start(self._carry(link))

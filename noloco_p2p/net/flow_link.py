@@ -1,8 +1,8 @@
 """One stream between two neighbours in a pipeline.
 
-Out: what is urgent goes first, that is, frames without payload, then backwards, then forwards; a more urgent frame goes
-between two pieces of a less urgent one. In: at most one payload of each direction is held, of a size known from the
-spec, and nothing more is read while it is checked or while answers wait to be taken. So a flood slows down its sender.
+Outgoing: frames without payload first, then backwards, then forwards; a more urgent frame may be sent between two
+pieces of a less urgent one. Incoming: at most one payload per direction is held, of a size known from the spec, and
+nothing more is read while it is checked or while answers wait to be taken. So a flood slows down its sender.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from noloco_p2p.net.swap_stream import Wire
 
 STUCK_S = 30.0  # for a message to be taken, or for the next one while a payload is incomplete: 1 MiB at 0.3 Mbit/s
 MAX_QUEUED = 1024  # frames without payload; a neighbour that lets the queue fill up is stuck
-PAUSE_QUEUED = 256  # from here on nothing is read, as what is read is answered
+PAUSE_QUEUED = 256  # from here on nothing is read, because each frame that is read is answered
 
 
 @dataclass(frozen=True, slots=True)
 class PayloadSizes:
-    """Of a microbatch in the codecs of the spec."""
+    """The payload sizes of a microbatch in the codecs of the spec."""
 
     forward_bytes: int
     backward_bytes: int
 
 
 class Outbound:
-    """Payloads of one direction, one after the other. Their number is bounded by the rooms of both sides."""
+    """Payloads of one direction, one after the other. The rooms of both sides bound their number."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Forward | Backward, float]] = deque()  # with the time since which they wait
@@ -57,7 +57,7 @@ class Outbound:
 
 
 class ArrivingPayload:
-    """A payload that arrives. `frame`: what announced it."""
+    """A payload that is arriving. `frame`: its announcement."""
 
     def __init__(self, frame: ForwardAnnounced | BackwardAnnounced, now_s: float) -> None:
         self._frame = frame
@@ -67,10 +67,12 @@ class ArrivingPayload:
         self._is_whole = True
 
     def take(self, piece: Piece, now_s: float) -> Forward | Backward | None:
-        """The frame once the payload has ended; its payload is None if a digest is wrong. Raises CorruptPayload."""
+        """Return the frame once the payload is complete; its payload is None if a digest is wrong. Raises
+        CorruptPayload.
+        """
         begin, expected = self._num_bytes, min(PIECE_BYTES, self._frame.num_bytes - self._num_bytes)
         if len(piece.payload) != expected:
-            raise CorruptPayload(f"a piece of {len(piece.payload)} bytes arrived where one of {expected} belongs")
+            raise CorruptPayload(f"a piece has {len(piece.payload)} bytes instead of {expected}")
         self._is_whole &= chunk_digest(piece.payload) == piece.digest
         self._num_bytes += expected
         self._data[begin : self._num_bytes] = piece.payload
@@ -83,10 +85,11 @@ class ArrivingPayload:
 
 
 class FlowLink:
-    """Whoever makes it runs `run`, the only task that uses the wire.
+    """A stream. Its creator runs `run`, the only task that uses the wire.
 
-    checked: gives a frame as it may be used, or raises CorruptPayload; awaited before the next frame is read.
-    received: is called with each frame, in order, and no longer once the link was stopped.
+    checked: returns a frame as it may be used, or raises CorruptPayload; awaited before the next frame is read.
+    received:
+    called with each frame, in order, and no longer once the link was stopped.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class FlowLink:
         self.peer, self.stage, self.is_dialled = peer, stage, is_dialled
         self._clock = asyncio.get_running_loop().time
         self.opened_s = self.used_s = self._clock()
-        self.worked_s = self.opened_s  # when a payload went either way; who keeps a stream for nothing sends none
+        self.worked_s = self.opened_s  # when a payload went either way; an idle stream has none
         self._wire = wire
         self._sizes = sizes
         self._checked, self._received = checked, received
@@ -124,7 +127,7 @@ class FlowLink:
         return self._stopped.done()
 
     def send(self, frame: Frame, since_s: float) -> None:
-        """since_s: when it was given for sending, on the clock of the event loop. Never waits, never raises."""
+        """since_s: when it was ready, on the clock of the event loop. Never waits, never raises."""
         self.used_s = self._clock()
         self._note_work(frame)
         if isinstance(frame, Backward):
@@ -144,12 +147,12 @@ class FlowLink:
             self.worked_s = self._clock()
 
     def stop(self, fault: PeerError) -> None:
-        """From now on nothing is received, and `run` ends."""
+        """Receive nothing from now on, and end `run`."""
         if not self._stopped.done():
             self._stopped.set_result(fault)
 
     async def run(self) -> PeerError:
-        """Carry frames both ways until the stream ends, and close it. Gives why it has ended."""
+        """Carry frames both ways until the stream ends, and close it. Returns why it has ended."""
         tasks = [asyncio.create_task(self._until_fault(way)) for way in (self._read_all, self._write_all)]
         try:
             return await self._stopped
@@ -214,10 +217,10 @@ class FlowLink:
                     return
                 self._note_work(frame)
                 self._received(self.peer, frame)
-            await self._few_queued.wait()  # as long as `_write` lets it last
+            await self._few_queued.wait()  # until `_write` continues
 
     def _taken(self, frame: WireFrame) -> Frame | None:
-        """A whole frame; None while its payload is incomplete. Raises CorruptPayload."""
+        """A complete frame; None while its payload is incomplete. Raises CorruptPayload."""
         match frame:
             case ForwardAnnounced():
                 self._announced(frame, self._sizes.forward_bytes)
@@ -226,7 +229,7 @@ class FlowLink:
             case Piece():
                 return self._piece(frame)
             case FlowHello() | Refuse():
-                raise CorruptPayload("a stream begins once", peer=self.peer)
+                raise CorruptPayload("a second FlowHello arrived on the stream", peer=self.peer)
             case _:
                 return frame
         return None
@@ -234,14 +237,14 @@ class FlowLink:
     def _announced(self, frame: ForwardAnnounced | BackwardAnnounced, expected: int) -> None:
         is_backward = isinstance(frame, BackwardAnnounced)
         if frame.num_bytes != expected or is_backward in self._inbound:
-            why = f"{frame.num_bytes} bytes, not {expected}" if frame.num_bytes != expected else "it comes too early"
-            raise CorruptPayload(f"a payload that cannot be was announced: {why}", peer=self.peer)
+            why = f"{frame.num_bytes} bytes, not {expected}" if frame.num_bytes != expected else "it is too early"
+            raise CorruptPayload(f"an impossible payload was announced: {why}", peer=self.peer)
         self._inbound[is_backward] = ArrivingPayload(frame, self._clock())
 
     def _piece(self, piece: Piece) -> Forward | Backward | None:
         inbound = self._inbound.get(piece.is_backward)
         if inbound is None:
-            raise CorruptPayload("a piece of no payload arrived", peer=self.peer)
+            raise CorruptPayload("a piece arrived without a payload", peer=self.peer)
         frame = inbound.take(piece, self._clock())
         if frame is not None:
             del self._inbound[piece.is_backward]

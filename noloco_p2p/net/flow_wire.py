@@ -1,8 +1,8 @@
 """Frames of a pipeline <-> the bytes of a protobuf `FlowFrame` message.
 
-A payload travels apart from the frame that announces it, in pieces, so that what is more urgent can go in between.
-What comes from the network is checked here for form: a missing or unknown variant, or a number out of range, becomes
-CorruptPayload. Whether it makes sense is for `flow/` to say.
+A payload travels separately from the frame that announces it, in pieces, so that more urgent frames can go in between.
+Network input is checked here for form: a missing or unknown variant, or a number out of range, becomes CorruptPayload.
+`flow/` decides whether it makes sense.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from noloco_p2p.gossip.frames import Hello, Refuse
 from noloco_p2p.net import convert
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
-PIECE_BYTES = 1 << 18  # 0.1 s at 20 Mbit/s: what a more urgent frame waits for
+PIECE_BYTES = 1 << 18  # 0.1 s at 20 Mbit/s: the wait of a more urgent frame
 MAX_NUMBER = 2**63 - 1  # of a microbatch
 SIGNATURE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class FlowHello:
-    """hello: without a layout, as each stage has another one."""
+    """hello: without a layout, since each stage has a different one."""
 
     hello: Hello
     stage: int
@@ -35,7 +35,7 @@ class FlowHello:
 
 @dataclass(frozen=True, slots=True)
 class ForwardAnnounced:
-    """`flow.frames.Forward` without its payload, which follows in pieces. So does that of BackwardAnnounced."""
+    """`flow.frames.Forward` without its payload, which follows in pieces, as for BackwardAnnounced."""
 
     id: MicrobatchId
     remaining_s: float
@@ -50,7 +50,7 @@ class BackwardAnnounced:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """PIECE_BYTES of the payload of the last Backward or Forward, or the rest of it. digest: as chunk_digest gives."""
+    """PIECE_BYTES of the payload of the last Backward or Forward, or the rest of it. digest: from `chunk_digest`."""
 
     is_backward: bool
     payload: bytes
@@ -67,11 +67,11 @@ def encode(frame: WireFrame) -> bytes:
 
 
 def decode(data: bytes) -> WireFrame:
-    """Raises CorruptPayload when `data` is no frame of this protocol version."""
+    """Raises CorruptPayload when `data` is not a frame of this protocol version."""
     try:
         message = pb.FlowFrame.FromString(data)
     except DecodeError:
-        raise CorruptPayload("a message arrived that is no frame of a pipeline") from None
+        raise CorruptPayload("a message arrived that is not a frame of a pipeline") from None
     name = message.WhichOneof("frame")
     if name not in _FROM_WIRE:
         raise CorruptPayload("a frame of an unknown kind arrived; the other peer may speak a newer protocol")

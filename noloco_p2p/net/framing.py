@@ -1,7 +1,8 @@
 """Frames <-> the bytes of a protobuf `Frame` message.
 
-Nearly all bytes of a swap are payloads of chunks. protobuf would copy each three times on its way out and in; here a
-chunk is written by hand, with one copy, and read without any. On the wire it is the same message: a test compares them.
+Nearly all bytes of a swap are payloads of chunks. protobuf would copy each three times on sending and receiving; here a
+chunk is written by hand, with one copy, and read without any. On the wire it is the same message (a test compares
+them).
 
 A swap on several connections numbers its frames (swap_stream.py); the number is the last field, 0 = not numbered.
 """
@@ -33,9 +34,9 @@ def encode(frame: Frame, *, sequence: int = 0) -> bytes:
 
 
 def decode(data: bytes) -> tuple[Frame, int]:
-    """A frame and its sequence number. A chunk's payload is a view of `data`.
+    """Return a frame and its sequence number. A chunk's payload is a view of `data`.
 
-    Raises CorruptPayload when `data` is no frame of this protocol version.
+    Raises CorruptPayload when `data` is not a frame of this protocol version.
     """
     chunk = _decode_chunk(data) if data[:1] == b"\x2a" else None
     if chunk is not None:
@@ -43,12 +44,12 @@ def decode(data: bytes) -> tuple[Frame, int]:
     try:
         message = pb.Frame.FromString(data)
     except DecodeError:
-        raise CorruptPayload("a message arrived that is no frame") from None
+        raise CorruptPayload("a message arrived that is not a frame") from None
     return convert.frame_from_wire(message), message.sequence
 
 
 def _decode_chunk(data: bytes) -> tuple[Chunk, int] | None:
-    """None when the chunk is not written as `encode` writes it: protobuf itself may then read it."""
+    """None when the chunk is not written as `encode` writes it; then protobuf reads it."""
     try:
         length, at = _varint(data, 1)
         end, sequence = at + length, 0
@@ -87,7 +88,7 @@ def _tagged(tag: int, value: int) -> bytes:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """(value, where it ends). At most ten bytes, as in protobuf; IndexError when `data` ends before."""
+    """Return (value, its end). At most ten bytes, as in protobuf; IndexError when `data` ends too early."""
     value = 0
     for position in range(10):
         byte = data[at + position]

@@ -1,12 +1,12 @@
-"""Who calls, and who answers: both sides sign what only this call, on this connection, to this session can hold.
+"""Mutual authentication: both sides sign what only this call, on this connection, to this session can contain.
 
     caller   -> Greet(nonce)
     answerer -> challenge, signature over (ANSWERER, nonce, challenge, session key, answerer)
     caller   -> the call; in its metadata a Proof: signature over (CALLER, nonce, challenge, session key, both ids)
 
-A proof serves for one call: the challenge is bound to the network address of the connection, is taken once, and ages
-by the monotonic clock of who gave it. As the session key of the answerer is signed, whoever is called cannot pass the
-proof on to another peer and be taken for the caller. What is said after it is protected by TLS.
+A proof is valid for one call: the challenge is bound to the network address of the connection, is accepted once, and
+expires by the monotonic clock of its creator. As the session key of the answerer is signed, the answerer cannot forward
+the proof to another peer and pass for the caller. TLS protects everything after it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 PROOF_KEY = "noloco-proof-bin"
 NONCE_BYTES = 16
 CHALLENGE_S = 10.0
-CHALLENGE_BYTES = 8 + NONCE_BYTES + 16  # when it was given, in ms; random; and that it was given here
+# when it was issued, in ms; random bytes; and a tag that shows that it was issued here
+CHALLENGE_BYTES = 8 + NONCE_BYTES + 16
 CALLER, ANSWERER = b"noloco_p2p caller 1\x00", b"noloco_p2p answerer 1\x00"
 
 Metadata = tuple[tuple[str, bytes], ...]
@@ -40,7 +41,7 @@ class Greeting:
     """What the caller keeps between Greet and its call."""
 
     nonce: bytes
-    peer_id: str  # of the peer that is called
+    peer_id: str  # of the called peer
     session_key: bytes
 
     @classmethod
@@ -51,12 +52,12 @@ class Greeting:
         return pb.GreetRequest(nonce=self.nonce)
 
     def prove(self, reply: pb.GreetReply, session: Session) -> Metadata:
-        """What goes with the call. Raises PeerError when it is not the right peer that answered."""
+        """Return the metadata of the call. Raises PeerError when another peer has answered."""
         if len(reply.challenge) != CHALLENGE_BYTES:
-            raise CorruptPayload("its greeting holds no challenge", peer=self.peer_id)
+            raise CorruptPayload("its greeting has no challenge", peer=self.peer_id)
         words = _words(ANSWERER, self.nonce, reply.challenge, self.session_key, self.peer_id)
         if not verify(self.peer_id, words, reply.signature):
-            raise PeerError("who answers is not that peer: its signature is wrong", peer=self.peer_id)
+            raise PeerError("another peer answered: the signature is wrong", peer=self.peer_id)
         check_membership(session, reply.membership, self.peer_id)
         own_id = session.identity.peer_id
         words = _words(CALLER, self.nonce, reply.challenge, self.session_key, self.peer_id + own_id)
@@ -71,18 +72,18 @@ class Greeting:
 
 
 class Challenges:
-    """The answering side. Keeps nothing about a caller but the challenges that were taken, for as long as they live."""
+    """The answering side. It stores nothing about callers except accepted challenges, until they expire."""
 
     def __init__(self, session: Session, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
         self._clock = clock
         self._secret = secrets.token_bytes(32)
-        self._taken: dict[bytes, float] = {}  # challenge -> when it was taken; in that order
+        self._taken: dict[bytes, float] = {}  # challenge -> when it was accepted, in that order
 
     def answer(self, request: pb.GreetRequest, address: str) -> pb.GreetReply:
         """`address`: of the connection, as gRPC names it. Raises CorruptPayload."""
         if len(request.nonce) != NONCE_BYTES:
-            raise CorruptPayload(f"a greeting holds {NONCE_BYTES} random bytes")
+            raise CorruptPayload(f"a greeting must have {NONCE_BYTES} random bytes")
         given = int(self._clock() * 1000).to_bytes(8, "big") + secrets.token_bytes(NONCE_BYTES)
         challenge = given + self._mark(given, request.nonce, address)
         identity = self._session.identity
@@ -91,18 +92,18 @@ class Challenges:
         return pb.GreetReply(challenge=challenge, signature=signature, membership=self._session.membership)
 
     def check(self, proof: pb.Proof, address: str) -> str:
-        """The peer id of the caller. Raises Refused when it is not proven."""
+        """The peer id of the caller. Raises Refused when authentication fails."""
         challenge, now_s = proof.challenge, self._clock()
         given, mark = challenge[:-16], challenge[-16:]
         if len(challenge) != CHALLENGE_BYTES or not secrets.compare_digest(
             mark, self._mark(given, proof.nonce, address)
         ):
-            raise not_proven("the challenge was not given here, on this connection")
+            raise not_proven("the challenge was not issued here, on this connection")
         if now_s - int.from_bytes(given[:8], "big") / 1000 > CHALLENGE_S:
             raise not_proven(f"the challenge is older than {CHALLENGE_S:g} s")
         if challenge in self._taken:
-            raise not_proven("the challenge was taken before: a proof serves for one call")
-        self._take(challenge, now_s)  # a proof that fails uses it up, too
+            raise not_proven("the challenge was used before: a proof is valid for one call")
+        self._take(challenge, now_s)  # a failed proof uses it up, too
         own = self._session
         words = _words(CALLER, proof.nonce, challenge, own.key, own.identity.peer_id + proof.peer_id)
         if not verify(proof.peer_id, words, proof.signature):
@@ -120,7 +121,7 @@ class Challenges:
 
 
 def check_membership(session: Session, membership: bytes, peer_id: str) -> None:
-    """Raises Refused when the run is private and the peer is not invited."""
+    """Raise Refused when the run is private and the peer is not invited."""
     if session.invitation:
         try:
             session.invitation.check(membership, peer_id=peer_id, now_s=time.time())
@@ -129,9 +130,9 @@ def check_membership(session: Session, membership: bytes, peer_id: str) -> None:
 
 
 def _words(role: bytes, nonce: bytes, challenge: bytes, session_key: bytes, ids: str) -> bytes:
-    """Each part but the last is of fixed length (peer ids are too), so no two meanings share a string of bytes."""
+    """Join the signed parts. Each but the last has a fixed length (peer ids do too), so the result is unambiguous."""
     return role + nonce + challenge + session_key + ids.encode()
 
 
 def not_proven(sentence: str) -> Refused:
-    return Refused(f"who calls is not proven: {sentence}", code=RefuseCode.NOT_PROVEN.name, retry_after_s=1.0)
+    return Refused(f"caller authentication failed: {sentence}", code=RefuseCode.NOT_PROVEN.name, retry_after_s=1.0)

@@ -1,6 +1,6 @@
-"""Dialling back: a peer asks another whether it can be reached from there, and what time it is there.
+"""Dialling back: a peer asks another one whether it can be reached from there, and what time it is there.
 
-Nobody can be made to dial a stranger: only the address that the call came from is tried, a few ports, a few times.
+Nobody can make a peer dial a stranger: it tries only the address that the call came from, a few ports, a few times.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ PORTS_A_MINUTE = 48  # of all peers of one network
 
 
 async def _dial(host: str, port: int) -> str:
-    """Empty when a connection could be made, else one sentence for every reason."""
+    """Return an empty string if a connection could be made, else one sentence for every reason."""
     try:
         async with asyncio.timeout(DIAL_S):
             _, writer = await asyncio.open_connection(host, port)
-    except OSError:  # TimeoutError is one
+    except OSError:  # includes TimeoutError
         return f"no connection within {DIAL_S:.0f} s"
     writer.close()
     return ""
@@ -45,7 +45,7 @@ async def _dial(host: str, port: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What another peer saw of this one. `reached`: port -> "" or why not."""
+    """What another peer saw of this one. `reached`: port -> "" or why it cannot be reached."""
 
     observed_host: str
     reached: dict[int, str]
@@ -56,7 +56,7 @@ class Probed:
 class Prober:
     """The answering side. `tunnelled` and `only_public` are those of `GrpcServer`.
 
-    dial: tries one port of a host, and gives why it cannot be reached, or "".
+    dial: tries one port of a host, and returns why it cannot be reached, or "".
     """
 
     def __init__(
@@ -74,19 +74,23 @@ class Prober:
         self._of_network = Rates.a_minute(PORTS_A_MINUTE, clock=clock)
 
     async def probe(self, request: pb.ProbeRequest, caller: str, peer_id: str) -> pb.ProbeReply:
-        """`caller`: the network address as gRPC names it. Raises Refused when asked too often, CorruptPayload."""
-        if not request.ports:  # for the clock alone
+        """`caller`: the network address as gRPC names it. Raises CorruptPayload, and Refused for too frequent
+        requests.
+        """
+        if not request.ports:  # only the clock is requested
             return pb.ProbeReply(observed_host=caller_host(caller), time_s=time.time())
         if caller.rpartition(":")[2] in map(str, self._tunnelled):
-            raise CorruptPayload("who calls by a tunnel cannot be dialled")
+            raise CorruptPayload("a caller behind a tunnel cannot be dialled")
         host = caller_host(caller)
         if self._only_public and not is_public(host):
-            raise CorruptPayload("who calls from a private network is not dialled in a public swarm")
+            raise CorruptPayload("a caller from a private network is not dialled in a public swarm")
         num_ports = len(request.ports)
         if num_ports > MAX_PORTS or not all(0 < port < 65_536 for port in request.ports):
-            raise CorruptPayload(f"at most {MAX_PORTS} ports of 1 to 65535 can be asked for")
+            raise CorruptPayload(f"at most {MAX_PORTS} ports of 1 to 65535 can be requested")
         if not self._of_one.take(peer_id, num_ports) or not self._of_network.take(network_of(host), num_ports):
-            raise Refused("I dial back a few times a minute", code=frames.RefuseCode.BUSY.name, retry_after_s=60.0)
+            raise Refused(
+                "I dial back only a few times per minute", code=frames.RefuseCode.BUSY.name, retry_after_s=60.0
+            )
         told_s = time.time()
         sentences = await asyncio.gather(*(self._dial(host, port) for port in request.ports))
         ports = [
@@ -105,9 +109,9 @@ async def ask(
     session: Session | None = None,
     guard: DialGuard | None = None,
 ) -> Probed:
-    """Ask a peer to dial back. Raises PeerError; Refused with code UNIMPLEMENTED from one that is older than this."""
+    """Ask a peer to dial back. Raises PeerError; Refused with code UNIMPLEMENTED from an older peer."""
     request = pb.ProbeRequest(hello=convert.hello_to_wire(hello), ports=ports)
-    # Told when it answers, and it answers once it has dialled: an empty request first is for the clock alone.
+    # A reply comes only after the dials, so an empty request before it measures the clock.
     empty = pb.ProbeRequest(hello=convert.hello_to_wire(hello))
     connector = Connector(session, guard=guard)
     clock, began_wall_s, round_trip_s = await _asked(connector, candidate, empty, timeout_s)
@@ -129,8 +133,10 @@ def _reason(sentence: str) -> str:
 async def _asked(
     connector: Connector, candidate: Candidate, request: pb.ProbeRequest, timeout_s: float
 ) -> tuple[pb.ProbeReply, float, float]:
-    """(the answer, when it was asked for, and how long it took); a proof serves for one call, and so each has its own
-    connection."""
+    """Return (the answer, when it was requested, and how long it took).
+
+    Each request has its own connection, because a proof is valid for one call.
+    """
     async with connector.dialled(candidate, timeout_s=timeout_s) as connection:
         began_s, began_wall_s = time.monotonic(), time.time()
         try:

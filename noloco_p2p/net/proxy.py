@@ -1,10 +1,10 @@
-"""What strangers connect to: a proxy in front of the gRPC server, which itself listens on a Unix socket of this user.
+"""A proxy in front of the gRPC server, to which strangers connect; the server listens on a Unix socket of this user.
 
-gRPC takes connections by itself, first come, first served, and reads 1 MiB at a time before anybody asks who calls.
-Here a connection costs a socket until its first byte has come. Until its caller has authenticated it is one of few
-of its network, and then, but for the time of what the server has accepted, one of few of its caller; the oldest makes
-room.
-Until something is accepted, so much may come in and no more. A call that is turned away is the last of its connection.
+gRPC alone accepts connections in order of arrival, and reads 1 MiB at a time before the caller is authenticated. Here a
+connection costs only a socket until its first byte arrives. Until the caller has authenticated, the connections of
+its network are limited, and after that those of the caller, except while the server has accepted something; the oldest
+one makes room. Until something is accepted, the bytes that a connection may send are limited. A refused call ends its
+connection.
 A connection that asks where it comes from (tcp.py) is answered here, and ends.
 
 The socket behind the proxy is a Unix socket because the kernel holds little for it: 0.2 MB each way. Over TCP on this
@@ -33,26 +33,26 @@ from noloco_p2p.tcp import ASK, seen_from, tune
 log = logging.getLogger(__name__)
 
 UNPROVEN_OF_ONE, UNPROVEN_IN_ALL = 16, 64  # of one network: a /24 of IPv4, a /48 of IPv6, or one relay
-UNPROVEN_S = 15.0  # the greeting takes three round trips or four
-WAITING_OF_ONE, WAITING_IN_ALL = 16, 64  # of one proven caller, whose offer or question is not answered yet
-UNACCEPTED_BYTES = 64 * 1024  # that a connection may bring until the server has accepted something
+UNPROVEN_S = 15.0  # the greeting takes three or four round trips
+WAITING_OF_ONE, WAITING_IN_ALL = 16, 64  # of one authenticated caller whose offer or question is not answered yet
+UNACCEPTED_BYTES = 64 * 1024  # that a connection may send until the server has accepted something
 ANSWERED_SHARE = 16  # one more byte may come in for each 16 bytes sent, because HTTP/2 acknowledges a long download
-GREETINGS_OF_ONE = 2  # connection, which is for one call
+GREETINGS_OF_ONE = 2  # on one connection, which is for one call
 LAST_WORDS_S = 2.0  # for a refusal to reach its caller, before the connection is closed
 BACKLOG = 1024
-TAKEN_AT_ONCE = 64  # connections, before other work of the loop has its turn
-RETRY_S = 0.3  # when this process has no descriptor left
+TAKEN_AT_ONCE = 64  # connections, before other callbacks of the loop run
+RETRY_S = 0.3  # when this process has no file descriptor left
 
 
 class Inbound:
-    """A connection: from the moment it is there, through its first byte, to its end."""
+    """One connection, from its first byte to its end."""
 
     def __init__(self, near: socket.socket, address: str) -> None:
         self.near = near
-        self.address = address  # as gRPC names it, ipv4:HOST:PORT
+        self.address = address  # in gRPC's form, ipv4:HOST:PORT
         self.splice: Splice | None = None
         self.num_greetings = self.num_calls = 0
-        self.caller = ""  # peer id, once it is proven
+        self.caller = ""  # peer id, once it is authenticated
         self.is_accepted = self.is_turned_away = False
         self.deadline: asyncio.TimerHandle | None = None
 
@@ -64,13 +64,15 @@ class Inbound:
 
 
 class Quota:
-    """Members by number, each of a group; at most `of_one` of a group and `in_all` altogether. When too many have come,
-    the first one of the group that has the most goes."""
+    """Members by number, each in a group: at most `of_one` per group and `in_all` in total.
+
+    If there are too many, the oldest of the largest group is removed.
+    """
 
     def __init__(self, *, of_one: int, in_all: int) -> None:
         self._of_one = of_one
         self._in_all = in_all
-        self._group_of: OrderedDict[int, str] = OrderedDict()  # in the order in which they came
+        self._group_of: OrderedDict[int, str] = OrderedDict()  # in the order of arrival
         self._groups: dict[str, OrderedDict[int, None]] = {}
 
     def __len__(self) -> int:
@@ -80,7 +82,7 @@ class Quota:
         return member in self._group_of
 
     def enter(self, member: int, group: str) -> list[int]:
-        """Those that have to go for it, which are no members any more."""
+        """Add a member. Returns those that are removed for it."""
         self._group_of[member] = group
         self._groups.setdefault(group, OrderedDict())[member] = None
         gone = [next(iter(self._groups[group]))] if len(self._groups[group]) > self._of_one else []
@@ -91,7 +93,7 @@ class Quota:
         return gone
 
     def leave(self, member: int) -> None:
-        """Nothing happens when it is no member."""
+        """Remove a member; does nothing if it is not one."""
         group = self._group_of.pop(member, None)
         if group is not None:
             del self._groups[group][member]
@@ -121,19 +123,19 @@ class Proxy:
         self._waiting = Quota(of_one=WAITING_OF_ONE, in_all=WAITING_IN_ALL)
 
     def listen(self, host: str, port: int) -> int:
-        """The real port. Raises OSError when it is taken, or the host is none of this machine."""
+        """Return the actual port. Raises OSError when it is taken, or the host is not an address of this machine."""
         self._listener = _listening(host, port)
         self._folder = Path(tempfile.mkdtemp(prefix="noloco-"))  # nobody else may enter
         return self._listener.getsockname()[1]
 
     @property
     def behind(self) -> Path:
-        """The Unix socket where gRPC is to listen."""
+        """The Unix socket on which gRPC listens."""
         assert self._folder is not None
         return self._folder / "grpc"
 
     def open(self) -> None:
-        """Take connections from now on; called on the event loop when gRPC listens."""
+        """Accept connections from now on; called on the event loop once gRPC listens."""
         assert self._listener is not None
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._listener, self._take)
@@ -163,28 +165,30 @@ class Proxy:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    # what the server tells, by the name that gRPC has for the connection
+    # reports of the server, by gRPC's name of the connection
 
     def address(self, peer: str) -> str:
-        """Where the caller really is, as gRPC names addresses. Raises CorruptPayload for who came past the proxy, and
-        Refused for who was turned away before."""
+        """The real address of the caller, in gRPC's form.
+
+        Raises CorruptPayload for a caller that bypassed the proxy, and Refused for one that was already turned away.
+        """
         inbound = self._inbound_of(peer)
         if inbound.is_turned_away:
             raise not_proven("a call on this connection was turned away")
         return inbound.address
 
     def greeted(self, peer: str) -> None:
-        """Raises Refused when it greets again and again."""
+        """Raises Refused when a connection greets too often."""
         inbound = self._inbound_of(peer)
         inbound.num_greetings += 1
         if inbound.num_greetings > GREETINGS_OF_ONE:
-            raise not_proven(f"over {GREETINGS_OF_ONE} greetings came on one connection")
+            raise not_proven(f"more than {GREETINGS_OF_ONE} greetings arrived on one connection")
 
     def proven(self, peer: str, caller: str) -> None:
-        """Who calls is known now. Raises Refused when somebody else was proven on the same connection."""
+        """The caller is authenticated. Raises Refused when another peer was authenticated on the same connection."""
         inbound, number = self._inbound_of(peer), _number(peer)
         if inbound.caller not in ("", caller):
-            raise not_proven("this connection is that of another peer")
+            raise not_proven("this connection belongs to another peer")
         inbound.caller = caller
         inbound.num_calls += 1
         if number in self._unproven:
@@ -192,7 +196,7 @@ class Proxy:
             self._wait(number, caller)
 
     def turned_away(self, peer: str) -> None:
-        """A call was refused: nothing more is taken from its connection, which ends once the caller could read why."""
+        """A call was refused: read nothing more, and close the connection once the caller could read the reason."""
         number = _number(peer)
         inbound = self._inbound.get(number)
         if inbound is None or inbound.is_turned_away or not self._asks:
@@ -205,7 +209,7 @@ class Proxy:
         inbound.deadline = self._loop.call_later(LAST_WORDS_S, self._drop, number)
 
     def accepted(self, peer: str) -> None:
-        """An offer, a connection or an upload: now the call may bring as much as it likes, and is never dropped."""
+        """An offer, a connection or an upload was accepted: the call is no longer limited or dropped."""
         number = _number(peer)
         if number in self._inbound and not self._inbound[number].is_turned_away:
             self._unproven.leave(number)
@@ -214,7 +218,7 @@ class Proxy:
             self._end_deadline(number)
 
     def ended(self, peer: str) -> None:
-        """A call of a proven caller is over: its connection is one of few again, as if nothing had been accepted."""
+        """A call of an authenticated peer is over: its connection is limited again, as if nothing had been accepted."""
         number = _number(peer)
         inbound = self._inbound.get(number)
         if inbound is None or not self._asks:
@@ -226,7 +230,7 @@ class Proxy:
     def _inbound_of(self, peer: str) -> Inbound:
         inbound = self._inbound.get(_number(peer))
         if inbound is None:
-            raise CorruptPayload("this connection did not come in by the port of this peer")
+            raise CorruptPayload("this connection did not arrive at the port of this peer")
         return inbound
 
     # connections
@@ -239,7 +243,7 @@ class Proxy:
                 near, address = self._listener.accept()
             except (BlockingIOError, InterruptedError):
                 return
-            except ConnectionError:  # it has gone again
+            except ConnectionError:  # it is already closed
                 continue
             except OSError as error:
                 log.debug("a connection could not be taken: %s", error)
@@ -247,7 +251,7 @@ class Proxy:
                 return
             try:
                 self._enter(near, address)
-            except OSError as error:  # it has gone again
+            except OSError as error:  # it is already closed
                 log.debug("a connection ended at once: %s", error)
                 near.close()
 
@@ -277,7 +281,7 @@ class Proxy:
             self._drop(each)
 
     def _first_byte(self, number: int) -> None:
-        """Now it has a connection to the server."""
+        """Open its connection to the server."""
         assert self._loop is not None
         inbound = self._inbound[number]
         self._loop.remove_reader(inbound.near)
@@ -323,7 +327,7 @@ class Proxy:
 
 
 def named(host: str, port: int) -> str:
-    """As gRPC names addresses: ipv4:192.0.2.7:29500."""
+    """The address in gRPC's form: ipv4:192.0.2.7:29500."""
     address = ip_of(host)
     return f"ipv4:{address}:{port}" if address.version == 4 else f"ipv6:[{host}]:{port}"
 
@@ -346,7 +350,7 @@ def _number(peer: str) -> int:
 
 
 def _is_own(near: socket.socket) -> bool:
-    """Whether both ends are of this machine."""
+    """Whether both ends are on this machine."""
     return near.getpeername()[0] == near.getsockname()[0]
 
 

@@ -1,4 +1,4 @@
-"""The gRPC server of a peer: turns calls into calls of the gossip room's Service, and refusals into words."""
+"""The gRPC server of a peer: maps calls to gossip's Service, and errors to refusals."""
 
 from __future__ import annotations
 
@@ -37,14 +37,18 @@ log = logging.getLogger(__name__)
 SERVICE = "noloco_p2p.wire.v1.Peer"
 JOIN_S = 5.0  # from the call of a connection to its Join
 FIRST_WORDS_S = 5.0  # from any other call to its request
-TAKE_S = 20.0  # for one answer, of 1 MiB at most: who reads slower would hold an upload for ever
+TAKE_S = 20.0  # for one answer, of at most 1 MiB: a slower reader would hold an upload forever
 MANIFEST_DIGESTS_PER_REPLY = 16_384
 
 
 class GrpcServer:
-    """`port` is the real port once `start` has returned. serve_flow: of a peer with a stage, `FlowLinks.serve`; None
-    until it holds one. tunnelled: ports of this machine from which calls come by a tunnel -> the relay they come from;
-    it may change any time. only_public: as of `DialGuard`."""
+    """`port` is the actual port once `start` has returned.
+
+    serve_flow: on a peer with a stage, `FlowLinks.serve`; None until it holds one. tunnelled: ports of this machine
+    from
+    which calls arrive through a tunnel -> the relay they come from; it may change at any time. only_public: as in
+    `DialGuard`.
+    """
 
     def __init__(
         self,
@@ -104,7 +108,7 @@ class GrpcServer:
 
 
 class ServerWire:
-    """A call that another peer made; its handler returns when the wire is closed."""
+    """A call by another peer; its handler returns when the wire is closed."""
 
     def __init__(self, requests: AsyncIterator[bytes], context: Any, address: str, limits: Limits = UNLIMITED) -> None:
         self._limits = limits
@@ -143,7 +147,7 @@ class ServerWire:
         self._closed.set()
 
     async def closed(self) -> None:
-        """Until this side has closed it."""
+        """Wait until this side has closed it."""
         await self._closed.wait()
 
 
@@ -157,7 +161,7 @@ class ServerStream(SwapStream):
         self._running = running
         self._visitor = visitor
         self._swap_id = b""
-        self.caller = ""  # peer id; empty until the swap takes connections
+        self.caller = ""  # peer id; empty until the swap accepts connections
         super().__init__(first.peer, first)
 
     def _agreed(self, offer: Offer) -> None:
@@ -176,7 +180,7 @@ class ServerStream(SwapStream):
             self._visitor.accepted()
 
     def join(self, wire: ServerWire, answer: bytes) -> None:
-        """Raises Refused when the swap has as many connections as it may have."""
+        """Raises Refused when the swap already has the maximum of connections."""
         if self.num_connections >= MAX_CONNECTIONS:
             raise _no_connection(f"this swap has {MAX_CONNECTIONS} connections already")
         self.add(SwapConnection(wire), first_words=answer)
@@ -197,9 +201,9 @@ class ServerStream(SwapStream):
 
 
 def check_name(proven: str, hello: frames.Hello) -> None:
-    """Raises CorruptPayload when a caller names another peer than the one whose key it has."""
+    """Raise CorruptPayload when a caller names another peer than the one that it authenticated as."""
     if proven and hello.peer_id != proven:
-        raise CorruptPayload(f"the caller is ..{short_id(proven)} and says that it is another peer", peer=proven)
+        raise CorruptPayload(f"the caller is ..{short_id(proven)} but claims to be another peer", peer=proven)
 
 
 def _no_connection(sentence: str) -> Refused:
@@ -207,7 +211,7 @@ def _no_connection(sentence: str) -> Refused:
 
 
 def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
-    """The methods of the service. All are streams of bytes: gRPC itself would wait for a request without end."""
+    """The methods of the service. All are streams of bytes, because gRPC itself would wait for a request forever."""
     methods = {
         "Greet": _Asked(servicer.Greet, pb.GreetRequest, enter=contextlib.nullcontext).handler(),
         "Swap": grpc.stream_stream_rpc_method_handler(servicer.Swap),
@@ -221,10 +225,10 @@ def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
 
 
 class _Asked:
-    """A method with one request, which must come soon, and one answer or a stream of them, which must be taken.
+    """A method with one request, which must arrive soon, and one or more answers, which must be taken.
 
-    `enter` gives who calls, and ends the call of who may not, before a byte of the request is read. The method gets the
-    request and what `enter` gives.
+    `enter` yields the caller, and ends the call of one that may not enter, before a byte of the request is read. The
+    method gets the request and the result of `enter`.
     """
 
     def __init__(
@@ -261,9 +265,9 @@ class _Asked:
             async with asyncio.timeout(self._first_words_s):
                 return self._request_type.FromString(await anext(aiter(requests), b""))
         except TimeoutError:
-            code, sentence = grpc.StatusCode.DEADLINE_EXCEEDED, f"no request came within {self._first_words_s:g} s"
+            code, sentence = grpc.StatusCode.DEADLINE_EXCEEDED, f"no request arrived within {self._first_words_s:g} s"
         except DecodeError:
-            code, sentence = grpc.StatusCode.INVALID_ARGUMENT, "the request is no message of this protocol"
+            code, sentence = grpc.StatusCode.INVALID_ARGUMENT, "the request is not a message of this protocol"
         raise await context.abort(code, sentence)
 
     async def _write(self, context: Any, answer: Message) -> None:
@@ -302,7 +306,7 @@ class _Servicer:
             swap = self._swaps.start(self._swap(stream))
             closed = asyncio.create_task(wire.closed())
             try:
-                # gRPC cancels this handler when the caller is gone; the swap is told so and ends by its own rules.
+                # gRPC cancels this handler when the caller is gone; the swap is notified and ends by its own rules.
                 await asyncio.wait({swap, closed}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 closed.cancel()
@@ -331,15 +335,15 @@ class _Servicer:
             try:
                 await wire.closed()
             finally:
-                if not wire.is_closed:  # the caller is gone, and with it what this connection held
+                if not wire.is_closed:  # the caller is gone, and the connection with it
                     stream.lose(Unreachable("a connection of the swap was lost", peer=stream.peer))
 
     def _joined(self, data: bytes, caller: Caller) -> ServerStream:
-        """The swap that a connection is for. Raises PeerError when there is none that the caller may join."""
+        """The swap that a connection belongs to. Raises PeerError when there is none that the caller may join."""
         try:
             message = pb.Frame.FromString(data)
         except DecodeError:
-            raise CorruptPayload("what came is no message of this protocol") from None
+            raise CorruptPayload("it sent something that is not a message of this protocol") from None
         if not message.HasField("join"):
             raise CorruptPayload("a connection begins with a Join")
         hello = self._admitted(message.join.hello, caller)
@@ -394,7 +398,7 @@ class _Servicer:
             return pb.ProbeReply(refuse=refuse_to_wire(error))
 
     def _admitted(self, message: pb.Hello, caller: Caller) -> frames.Hello:
-        """Raises PeerError when the caller is another one than it says, or of another run."""
+        """Raises PeerError when the caller is not the peer that it claims to be, or is of another run."""
         hello = convert.hello_from_wire(message)
         self._admit(hello, caller)
         return hello
@@ -417,7 +421,7 @@ def _want(request: pb.FetchRequest) -> frames.FetchWant:
             return frames.WantLayout()
         case "chunks":
             if len(request.chunks.indices) > frames.MAX_CHUNKS_PER_REQUEST:
-                raise CorruptPayload(f"at most {frames.MAX_CHUNKS_PER_REQUEST} chunks can be asked for at once")
+                raise CorruptPayload(f"at most {frames.MAX_CHUNKS_PER_REQUEST} chunks can be requested at once")
             return frames.WantChunks(request.chunks.manifest_digest, tuple(request.chunks.indices))
         case _:
             raise CorruptPayload("a request of an unknown kind; the caller may speak a newer protocol")

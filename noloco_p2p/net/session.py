@@ -1,11 +1,11 @@
-"""The TLS side of a peer: a P-256 session key, fresh at every start, that its signed directory record names.
+"""The TLS side of a peer: a P-256 session key, new at every start, which its signed directory record names.
 
-gRPC's TLS takes no Ed25519 certificates and knows no check of fingerprints in Python. So the caller makes the only
-certificate authority that it trusts in a call: one with the session key of the record. The server's certificate is
-issued by its own session key, and no other can stand there: pinned in the handshake, without asking for it first.
+gRPC's TLS accepts no Ed25519 certificates, and its Python API has no fingerprint check. So the caller creates the only
+certificate authority that it trusts in a call, with the session key of the record. The server's certificate is issued
+by its session key, so the handshake pins that key without fetching it first.
 
-In a private run callers have a certificate, too, issued by a key that follows from the secret of the invited. Who has
-none gets no further than TLS. Which peer calls, and until when it is invited, is for `handshake.py`.
+In a private run callers have a certificate, too, issued by a key derived from the members' secret. Without it the TLS
+handshake fails. `handshake.py` checks which peer calls, and until when it is invited.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from noloco_p2p.identity import Identity
 from noloco_p2p.invitation import Invitation
 
 KEY_BYTES = 33  # a compressed point of P-256
-SERVER_NAME = "noloco"  # in every certificate: who a peer is, its key tells
-# Certificates say nothing about time: a session key lives as long as its process, and clocks of strangers differ.
+SERVER_NAME = "noloco"  # in every certificate; its key identifies a peer
+# Certificates have no time limits: a session key lives as long as its process, and clocks of strangers differ.
 FROM, UNTIL = datetime(2020, 1, 1), datetime(2120, 1, 1)
 
 _CURVE = ec.SECP256R1()
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of P-256: SEC 2, version 2, 2.4.2
-_anyone = ec.generate_private_key(_CURVE)  # nobody checks the signature of a certificate that is trusted as it is
+_anyone = ec.generate_private_key(_CURVE)  # the signature of a directly trusted certificate is never checked
 
 
 class Session:
-    """The keys of one start of a peer. `key`: 33 bytes, public, what the record names."""
+    """The keys of one start of a peer. `key`: 33 bytes, public, named in the record."""
 
     def __init__(self, identity: Identity, invitation: Invitation | None = None) -> None:
         self.identity = identity
@@ -53,7 +53,7 @@ class Session:
 
     @property
     def key_text(self) -> str:
-        """The key as the record holds it."""
+        """The key in the form of the record."""
         return b64encode(self.key).decode()
 
     def server_credentials(self) -> grpc.ServerCredentials:
@@ -64,14 +64,16 @@ class Session:
         return grpc.ssl_server_credentials([pair], root_certificates=members, require_client_auth=True)
 
     def channel_credentials(self, candidate: Candidate) -> grpc.ChannelCredentials:
-        """For a connection that none but the holder of the candidate's session key can answer. Raises Unreachable."""
+        """Credentials for a connection that only the holder of the candidate's session key can answer. Raises
+        Unreachable.
+        """
         try:
             server = authority(candidate.session_key)
             if self._members_key is None:
                 return grpc.ssl_channel_credentials(server)
             return grpc.ssl_channel_credentials(server, self._private_pem(), self._members_certificate())
         except ValueError:
-            raise Unreachable("its record names no session key to know it by", peer=candidate.peer_id) from None
+            raise Unreachable("its record names no session key", peer=candidate.peer_id) from None
 
     def _members_certificate(self) -> bytes:
         assert self._members_key is not None
@@ -86,7 +88,7 @@ class Session:
 
 @lru_cache(maxsize=1024)
 def authority(key: bytes) -> bytes:
-    """The certificate (PEM) of an authority with this session key. 0.7 ms. Raises ValueError for what is no key."""
+    """The certificate (PEM) of an authority with this session key. 0.7 ms. Raises ValueError for an invalid key."""
     public_key = ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, key)
     return _certificate(_issuer(key), _issuer(key), public_key, _anyone, is_authority=True)
 
@@ -115,12 +117,12 @@ def _certificate(
 
 
 def _members_key(invitation: Invitation) -> ec.EllipticCurvePrivateKey:
-    """The same for all who are invited to the run."""
+    """The key shared by all members of the run."""
     return ec.derive_private_key(int.from_bytes(invitation.tls_seed(), "big") % (_ORDER - 1) + 1, _CURVE)
 
 
 def _issuer(key: bytes) -> str:
-    """Each key has a name of its own: among many authorities only the right one is tried."""
+    """A name per key: among many authorities only the right one is tried."""
     return f"{SERVER_NAME} {key[:20].hex()}"
 
 

@@ -1,13 +1,13 @@
-"""The stream of frames of one swap, over one connection or more: spread over them, and put in order again.
+"""The stream of frames of one swap, over one or more connections: distributed over them, and reordered.
 
 Each connection carries one gRPC call. The sender numbers its frames and puts each on the connection that is free first;
-it is free when it has taken its last frame. The receiver holds early frames back until their turn, and does not read on
-from a connection that is too far ahead. So each side holds, for every connection, WINDOW_FRAMES and one more that are
-read and one that is written, of 1 MiB at most: with eight of them 48 MiB, most of it payloads that a swap keeps anyway.
+a connection is free when it has taken its last frame. The receiver holds early frames until their turn, and stops
+reading from a connection that is too far ahead. So each side holds, per connection, WINDOW_FRAMES plus one that is read
+and one that is written, of 1 MiB at most: with eight connections 48 MiB, mostly payloads that a swap keeps anyway.
 
-Only the caller of a swap opens further connections and leaves them, for it knows an address; both sides send on all.
-One that breaks ends the swap, as nobody keeps what it took; one that is left takes nothing with it. On the wire a
-further connection is the call `Lane`, and the feature is named "lanes".
+Only the caller of a swap, which knows an address, opens further connections and closes them; both sides send on all.
+A broken connection ends the swap, because nobody keeps what it took; closing one loses nothing. On the wire a further
+connection is the call `Lane`, and the feature is named "lanes".
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ FEATURE = "lanes"  # in Hello: this peer joins connections to a swap
 MAX_CONNECTIONS = 8
 WINDOW_FRAMES = 4  # per connection
 LEAVE = pb.Frame(leave=pb.Leave()).SerializeToString()
-LAST_WORDS_S = 0.5  # from the end of what is sent to the end of the stream
+LAST_WORDS_S = 0.5  # from the last message sent to the end of the stream
 
 
 class Wire(Protocol):
-    """One gRPC call, from either side: messages in order, both ways. Raises PeerError and its children."""
+    """One gRPC call, from either side: ordered messages both ways. Raises PeerError and its subclasses."""
 
     async def write(self, data: bytes) -> None:
-        """Returns when gRPC has room for more."""
+        """Return when gRPC has room for more."""
         ...
 
     async def read(self) -> bytes | None:
-        """None = the other side has written its last, in peace."""
+        """Return None when the other side has finished in order."""
         ...
 
     async def finish(self) -> None:
-        """This side has written its last."""
+        """Finish writing."""
         ...
 
     async def close(self) -> None:
-        """The call is over, whatever is on its way."""
+        """End the call, and drop what is in flight."""
         ...
 
 
@@ -70,7 +70,7 @@ class Order:
         self._early[sequence] = frame
 
     def take(self) -> Frame | None:
-        """The next one, if it is here."""
+        """Return the next one, if it is here."""
         frame = self._early.pop(self._next, None)
         if frame is not None:
             self._next += 1
@@ -78,14 +78,14 @@ class Order:
 
 
 class SwapConnection:
-    """A wire and what a stream knows of it."""
+    """A wire, and what a stream knows of it."""
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
         self.number = 0
         self.writing: asyncio.Task[PeerError | None] | None = None
         self.reading: asyncio.Task[None] | None = None
-        self.leaving = False  # takes no more frames; what it has taken still comes through
+        self.leaving = False  # it takes no more frames; those that it has taken still arrive
         self.last_received = 0
 
     @property
@@ -94,7 +94,7 @@ class SwapConnection:
 
 
 class SwapStream:
-    """A FrameStream over one connection or more, for both sides of a swap. Its tasks end in `close`, or with `lose`."""
+    """A FrameStream over one or more connections, for both sides of a swap. Its tasks end in `close` or `lose`."""
 
     def __init__(self, peer: str, first: Wire) -> None:
         self._peer = peer
@@ -117,11 +117,11 @@ class SwapStream:
 
     @property
     def num_connections(self) -> int:
-        """Without those that are being left."""
+        """The number of connections, without those that are closing."""
         return sum(not connection.leaving for connection in self._connections)
 
     async def send(self, frame: Frame) -> None:
-        """Waits until a connection is free; with one connection, until it has taken the frame."""
+        """Wait until a connection is free; with one connection, until it has taken the frame."""
         connection = await self._free_connection()
         self._num_sent += 1
         frame = _with_feature(frame)
@@ -129,7 +129,7 @@ class SwapStream:
         data = framing.encode(frame, sequence=self._num_sent if self._is_numbered else 0)
         writing = self._write(connection, data, frame)
         if len(self._connections) == 1:
-            # A write that is cancelled would take the call with it, and the farewell that is to follow.
+            # A cancelled write would end the call, and with it the Abort that is to follow.
             fault = await asyncio.shield(writing)
             if fault:
                 raise fault
@@ -141,12 +141,14 @@ class SwapStream:
                 async with asyncio.timeout(timeout_s):
                     frame = await self._next()
             except TimeoutError:
-                raise TimedOut(f"nothing came for {timeout_s:.1f} s", peer=self._peer) from None
+                raise TimedOut(f"nothing arrived for {timeout_s:.1f} s", peer=self._peer) from None
         self._taken.set()
         return frame
 
     async def close(self) -> None:
-        """The other side hears all that was sent before, a last Ready or Abort above all, if it takes it at once."""
+        """Close the stream. The other side receives everything sent before, such as a last Ready or Abort, if it reads
+        it now.
+        """
         if self._is_closing:
             return
         self._is_closing = True
@@ -159,7 +161,7 @@ class SwapStream:
             await self._end()
 
     def lose(self, fault: PeerError) -> None:
-        """Whoever waits for a frame gets `fault`, after the frames that are already here."""
+        """Fail waiting readers with `fault`, after the frames that are already here."""
         self._gone = self._gone or fault
         for event in (self._freed, self._arrived, self._taken):
             event.set()
@@ -167,21 +169,21 @@ class SwapStream:
     # what differs between the two sides
 
     def _agreed(self, offer: Offer) -> None:
-        """The offer is accepted, and both sides can have several connections."""
+        """The offer is accepted, and both sides support several connections."""
 
     def _moved(self, direction: Direction, frame: Frame, *, connection: int) -> None:
-        """A frame is through."""
+        """A frame has passed."""
 
     async def _last_words(self) -> None:
-        """Until all that was sent is out, or longer."""
+        """Wait at least until everything is sent."""
         for connection in list(self._connections):
             await self._written(connection)
 
     def _check_end(self, connection: SwapConnection) -> None:
-        """The other side has ended the connection without a Leave. Raises Unreachable when that is no peaceful end."""
+        """Handle the end of a connection without a Leave. Raises Unreachable if that was a failure."""
 
     async def _end(self) -> None:
-        """Ends all tasks and calls."""
+        """End all tasks and calls."""
         connections, self._connections = self._connections, []
         for connection in connections:
             await connection.wire.close()
@@ -192,7 +194,7 @@ class SwapStream:
             if task and not task.done()
         ]
         if tasks:
-            # They end with their call; none is cut off inside gRPC that can do without.
+            # They end with their call; none is cancelled inside gRPC unnecessarily.
             await asyncio.wait(tasks, timeout=LAST_WORDS_S)
         for task in tasks:
             task.cancel()
@@ -201,7 +203,7 @@ class SwapStream:
     # connections
 
     def add(self, connection: SwapConnection, *, first_words: bytes = b"") -> None:
-        """From now on frames are numbered, and may go this way."""
+        """Number frames from now on, and use this connection."""
         self._connections.append(connection)
         connection.number = self._num_added = self._num_added + 1
         self._is_numbered = len(self._connections) > 1 or self._is_numbered
@@ -211,14 +213,14 @@ class SwapStream:
         self._freed.set()
 
     def _left(self, connection: SwapConnection) -> None:
-        """It takes nothing more in either direction."""
+        """The connection takes nothing more in either direction."""
         if connection in self._connections:
             self._connections.remove(connection)
         if not self._connections:
             self.lose(Unreachable("the other side closed the stream", peer=self._peer))
 
     async def _written(self, connection: SwapConnection) -> None:
-        """Until the connection has taken what was given to it."""
+        """Wait until the connection has taken what it was given."""
         if connection.writing:
             await asyncio.wait({connection.writing})
 
@@ -241,7 +243,7 @@ class SwapStream:
             try:
                 await connection.wire.write(data)
             except PeerError as fault:
-                connection.leaving = True  # the stream ends when its reader finds the end, behind what has arrived
+                connection.leaving = True  # the stream ends when its reader finds the end, after what has arrived
                 return fault
             finally:
                 self._freed.set()
@@ -263,7 +265,7 @@ class SwapStream:
         return frame
 
     async def _read(self, connection: SwapConnection) -> None:
-        """Runs for the life of a connection. What breaks one connection ends the stream."""
+        """Read for the life of a connection. A broken connection ends the stream."""
         try:
             while (data := await connection.wire.read()) is not None:
                 if data == LEAVE:
@@ -291,13 +293,13 @@ class SwapStream:
             self._taken.clear()
             await self._taken.wait()
         if self._is_closing:
-            return  # nobody takes it any more
+            return  # the stream has ended
         self._order.put(sequence, frame)
         self._heed(frame, Direction.RECEIVED)
         self._arrived.set()
 
     def _heed(self, frame: Frame, direction: Direction) -> None:
-        """An offer one way and its answer the other way tell whether there may be several connections."""
+        """Watch for an offer and its answer, which decide whether there may be several connections."""
         if isinstance(frame, Offer) and self._offer is None:
             self._offer = frame, direction
         elif isinstance(frame, Accept) and self._offer and self._offer[1] is not direction and not self._is_answered:
@@ -308,8 +310,10 @@ class SwapStream:
 
 
 def call_cancelled(peer: str) -> Unreachable | asyncio.CancelledError:
-    """What to raise: a gRPC call that has ended may raise CancelledError in whoever uses it, and so does a task that is
-    cancelled. A new one for it, as the one that came has the call in its traceback."""
+    """Return what to raise: a gRPC call that has ended may raise CancelledError in its user, as a cancelled task does.
+
+    It is a new exception, because the traceback of the original one refers to the call.
+    """
     task = asyncio.current_task()
     return asyncio.CancelledError() if task and task.cancelling() else Unreachable("the stream is closed", peer=peer)
 

@@ -1,4 +1,4 @@
-"""A ring all-reduce, the counterpart of a swap: what it sends, how long it takes, and what coding its messages does."""
+"""A ring all-reduce, for comparison with a swap: its bytes, its time, and the effect of coding its messages."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def ring_bytes(num_bytes: float, num_replicas: int) -> float:
-    """Bytes that each replica sends in a ring all-reduce of a vector of `num_bytes`: 2 (N - 1) / N times its size."""
+    """The bytes that each replica sends to all-reduce a vector of `num_bytes`: 2 (N - 1) / N times its size."""
     return 2 * (num_replicas - 1) / num_replicas * num_bytes
 
 
 def ring_s(num_bytes: float, num_replicas: int, *, bytes_per_s: float, delay_s: float) -> float:
-    """Seconds of it over the slowest link: `num_bytes` sent by each, in 2 (N - 1) dependent messages."""
+    """The duration over the slowest link: each replica sends `num_bytes`, in 2 (N - 1) dependent messages."""
     return num_bytes / bytes_per_s + 2 * (num_replicas - 1) * delay_s
 
 
@@ -23,11 +23,11 @@ def ring_s(num_bytes: float, num_replicas: int, *, bytes_per_s: float, delay_s: 
 class Ring:
     """A ring all-reduce of fp32 vectors whose messages are coded.
 
-    coded: what a vector becomes by encode and decode; None = nothing is lost. bytes_per_element: of a message.
+    coded: applies encode and decode to a vector; None = lossless. bytes_per_element: of a message.
 
-    Each replica owns a segment of the vector. The N - 1 hops of the reduce-scatter code a partial sum anew, and its
-    receiver adds its own segment in fp32. The owner codes the mean once, and every replica, the owner included, takes
-    what was coded. So errors add up with N, and all replicas end with the same bits. PRIME does the same
+    Each replica owns a segment of the vector. The N - 1 hops of the reduce-scatter code a partial sum again, and its
+    receiver adds its own segment in fp32. The owner codes the mean once, and every replica, including the owner, uses
+    the coded mean. So errors accumulate with N, and all replicas end with the same bits. PRIME does the same
     (`ring_allreduce` of PrimeIntellect-ai/prime at 5cc57a0).
     """
 
@@ -35,7 +35,7 @@ class Ring:
     bytes_per_element: float = 4.0
 
     def mean(self, vectors: Tensor) -> Tensor:
-        """(replicas, elements) -> (elements,)."""
+        """The mean: (replicas, elements) -> (elements,)."""
         num_replicas = len(vectors)
         if self.coded is None or num_replicas == 1:
             return vectors.mean(0)
@@ -48,5 +48,5 @@ class Ring:
         return torch.cat(means)
 
     def sent_bytes(self, num_elements: int, num_replicas: int) -> float:
-        """By each replica."""
+        """The bytes that each replica sends."""
         return ring_bytes(self.bytes_per_element * num_elements, num_replicas)

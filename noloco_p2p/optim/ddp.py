@@ -1,4 +1,4 @@
-"""Synchronous data parallel training: gradients are averaged at every step, as DDP and FSDP do. For simulation only."""
+"""Synchronous data-parallel training: gradients are averaged at every step, as DDP and FSDP do. For simulation only."""
 
 from __future__ import annotations
 

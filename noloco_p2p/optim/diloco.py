@@ -29,7 +29,7 @@ class DiLoCo:
         self._momentum: Tensor | None = None
 
     def mix_gradients(self, gradients: Tensor) -> None:
-        """Replicas train alone."""
+        """Do nothing: replicas train independently within a round."""
 
     def outer_step(self, slow_weights: Tensor, fast_weights: Tensor) -> None:
         if self._momentum is None:

@@ -15,7 +15,7 @@ from noloco_p2p.optim.pair_averaging import average_pairs
 
 
 class GASLoC:
-    """One vector to one neighbour a round."""
+    """Each replica sends one vector to one neighbour per round."""
 
     is_collective = False
 
@@ -26,7 +26,7 @@ class GASLoC:
         self._last_update: Tensor | None = None
 
     def mix_gradients(self, gradients: Tensor) -> None:
-        """Replicas train alone."""
+        """Do nothing: replicas train independently within a round."""
 
     def outer_step(self, slow_weights: Tensor, fast_weights: Tensor) -> None:
         updated = slow_weights + self._outer_rate * (fast_weights - slow_weights)

@@ -1,36 +1,37 @@
-"""What of a partner's vectors is applied: decisions on norms, and the scaling that follows. Pure.
+"""What is applied of a partner's vectors: decisions on norms, and the scaling that follows. Pure.
 
-A partner is a stranger. What it sends is whole and finite when it comes here, and may still be anything. Several gates
-stand between it and the weights; all measure against what this peer itself has done and seen.
+A partner is a stranger. What it sends has arrived intact and is finite, but may otherwise be anything. Several gates
+stand between it and the weights; all compare it with what this peer itself has done and seen.
 
-* finite     a norm that is not a number refuses the whole swap (a chunk that is not finite never gets here).
-* gradient   a partner whose outer gradient is ten times the median of the own last ones is refused whole.
-             Otherwise, of the two outer gradients the longer is scaled down to twice the shorter, and then in each
+* finite     A norm that is not a number refuses the whole swap (a chunk that is not finite never gets here).
+* gradient   A partner whose outer gradient is ten times the median of this peer's recent ones is refused entirely.
+             Otherwise the longer of the two outer gradients is scaled down to twice the shorter, and then in each
              tensor to four times the shorter, before the half-difference is made. Both sides know both coded vectors,
-             so both use the same factors and their half-differences stay opposite: nothing needs to be agreed on, and
-             the mean of the pair is not moved.
-* cosine     a partner whose outer gradient points against the own one is refused whole. It is estimated on at most
-             16 chunks that this peer draws in secret, so that nobody knows which ones to keep clean. Honest gradients
-             of one run agree, or have nothing to do with each other: the limit is well below 0.
-* distance   a partner whose slow weights are three times as far away as those of most of the last partners is refused
-             whole, where that is also further than the own outer gradient allows. Each partner counts once, so that one
-             liar, however often it is met, does not make far weights usual; when islands come together, far partners
-             are refused until as many of them were met as near ones.
-* offset     the half-differences of slow weights and outer momentum are clipped to a radius around oneself
-             (ClippedGossip, arXiv 2202.01545), for each tensor by itself: twice the median of the last ones, and
-             between half the own outer gradient there and twice it. Each side has a radius of its own.
-* loss       `outer/update_filter.py`: the loss on a private batch, before and after. Off unless a peer asks for it.
+             so both use the same factors and their half-differences stay opposite: nothing needs to be negotiated,
+             and the mean of the pair does not move.
+* cosine     A partner whose outer gradient points against this peer's one is refused entirely. The cosine is estimated
+             on at most 16 chunks that this peer draws in secret, so that a liar cannot keep just those clean. Honest
+             gradients of one run agree or are unrelated: the limit is well below 0.
+* distance   A partner whose slow weights are three times as far away as those of most recent partners is refused
+             entirely, if that is also further than this peer's outer gradient allows. Each partner counts once, so a
+             liar that is met often does not make distant weights usual. When islands merge, distant partners are
+             refused until as many of them were met as close ones.
+* offset     The half-differences of slow weights and outer momentum are clipped to a radius around this peer
+             (ClippedGossip, arXiv 2202.01545), for each tensor separately: twice the median of the last ones, bounded
+             by half and twice this peer's outer gradient there. Each side has its own radius.
+* loss       `outer/update_filter.py` compares the loss on a private batch, before and after. Off by default.
 
-Outer gradients are compared as they were decoded, as both sides know those alone. A coarse code changes lengths and
-angles. A normal vector becomes 0.94 times as long with int2 and 0.80 times with sign1; real outer gradients of the toy
-in benchmarks/study become 0.90 to 1.10 and 0.75 to 0.95 times as long. No vector becomes more than 1.5 times as long
-with int2, or longer at all with sign1. So a partner is refused for a gradient that decodes to ten times the median of
-the own exact ones. Of two normal vectors with the cosine c, the decoded ones have 0.89 c (int2) or 2 / pi asin(c)
-(sign1): the limit of -0.1 stands for -0.11 or -0.16 of the exact ones. Honest partners are refused less often for it,
-and what a liar may send is bounded as before. A run whose outer gradients do not travel has the gates on weights and
-the loss alone. Its offsets are as long as outer gradients, so that clipping begins later (`WITHOUT_LATE_PART`).
+Outer gradients are compared after decoding, because only the decoded ones are known to both sides. A coarse code
+changes lengths and angles. A normal vector becomes 0.94 times as long with int2 and 0.80 times with sign1; real outer
+gradients of the toy in benchmarks/study become 0.90 to 1.10 and 0.75 to 0.95 times as long. No vector becomes more than
+1.5 times as long with int2, or longer at all with sign1. So a partner is refused for a gradient that decodes to ten
+times the median of this peer's exact ones. For two normal vectors with cosine c, the decoded ones have 0.89 c (int2)
+or 2 / pi asin(c) (sign1): the limit of -0.1 corresponds to -0.11 or -0.16 of the exact ones. So honest partners are
+refused less often, and what a liar may send is bounded as before. A run whose outer gradients do not travel has only
+the gates on weights and the loss. Its offsets are as long as outer gradients, so clipping begins later
+(`WITHOUT_LATE_PART`).
 
-Slow weights have no cosine gate: islands that come together again may lie either way.
+Slow weights have no cosine gate: islands that merge may differ in either direction.
 """
 
 from __future__ import annotations
@@ -48,32 +49,32 @@ from torch import Tensor
 from noloco_p2p.spec import CodecSpec
 
 HISTORY_ROUNDS = 8
-LEAST_PARTNERS = 3  # of whom a majority can be told
+LEAST_PARTNERS = 3  # needed to identify a majority
 
 
 @dataclass(frozen=True, slots=True)
 class GateLimits:
-    """How much is let through. benchmarks/attacks.py measures what the defaults hold, and what they cost."""
+    """The limits of the gates. benchmarks/attacks.py measures what the defaults achieve, and what they cost."""
 
     clip_above: float = 2.0  # times the shorter outer gradient of a swap
     clip_piece_above: float = 4.0  # times the shorter one, of each piece of the two
     refuse_above: float = 10.0  # times the median of the own outer gradients
     least_cosine: float = -0.1  # of the two outer gradients of a swap
-    far_above: float = 3.0  # times the median distance of the last partners
+    far_above: float = 3.0  # times the median distance of recent partners
     offset_radius: float = 2.0  # times the median of the last offsets
     offset_least: float = 0.5  # times the own outer gradient
     offset_most: float = 2.0
 
 
 LIMITS = GateLimits()
-# Where outer gradients do not travel, partners differ by whole ones, and the slow weights alone bring them together.
+# If outer gradients do not travel, partners differ by whole ones, and only the slow weights bring them together.
 WITHOUT_LATE_PART = replace(LIMITS, offset_least=1.0)
-# For measurements: nothing is shortened, nothing refused.
+# For measurements: nothing is clipped or refused.
 OPEN = GateLimits(1e30, 1e30, 1e30, -2.0, 1e30, 1e30, 1e30, 1e30)
 
 
 def gate_limits(codecs: CodecSpec) -> GateLimits:
-    """Those of a run."""
+    """Return the limits of a run."""
     return LIMITS if codecs.has_late_part else WITHOUT_LATE_PART
 
 
@@ -86,13 +87,13 @@ class GradientScales:
 
 
 def gradient_scales(own_norm: float, partner_norm: float, *, limits: GateLimits = LIMITS) -> GradientScales:
-    """The partner's call gives the same two numbers, exchanged."""
+    """Return the factors. The partner's call returns the same two numbers, exchanged."""
     limit = limits.clip_above * min(own_norm, partner_norm)
     return GradientScales(*(limit / norm if norm > limit else 1.0 for norm in (own_norm, partner_norm)))
 
 
 class GradientHistory:
-    """Norms of the own outer gradient of the last rounds: what a partner's is measured against."""
+    """Norms of this peer's recent outer gradients, against which a partner's is compared."""
 
     def __init__(self, limits: GateLimits = LIMITS) -> None:
         self._limits = limits
@@ -102,31 +103,33 @@ class GradientHistory:
         self._norms.append(own_norm)
 
     def usual(self) -> float:
-        """The median of the last rounds; 0 before the first one."""
+        """The median of the recent rounds; 0 before the first one."""
         return median(self._norms) if self._norms else 0.0
 
     def refusal(self, own_norm: float, partner_norm: float, *, times_longer: float = 1.0) -> str:
-        """Why a partner is refused, in words; "" = it is not.
+        """Return why a partner is refused; "" = it is not.
 
-        own_norm: of this round, not yet noted. times_longer: the partner's round has so many times the inner steps.
+        own_norm: of this round, not yet recorded. times_longer: the ratio of the partner's inner steps to this peer's.
         """
         if not math.isfinite(partner_norm):
             return "the norm of its outer gradient is not finite"
         usual = median([*self._norms, own_norm])
         if partner_norm > self._limits.refuse_above * max(1.0, times_longer) * usual:
-            return f"its outer gradient has {partner_norm / max(usual, 1e-30):.3g} times the norm of the own ones"
+            return f"its outer gradient has {partner_norm / max(usual, 1e-30):.3g} times the norm of this peer's own"
         return ""
 
 
 def cosine_refusal(*, dot: float, own_norm: float, partner_norm: float, limits: GateLimits = LIMITS) -> str:
-    """Why a partner is refused, in words; "" = it is not. All of the same chunks of the two outer gradients."""
+    """Return why a partner is refused; "" = it is not. All arguments are of the same chunks of the two outer
+    gradients.
+    """
     if dot >= limits.least_cosine * own_norm * partner_norm:
         return ""
-    return f"its outer gradient points against the own one (cosine {dot / (own_norm * partner_norm):.2f})"
+    return f"its outer gradient points against this peer's own (cosine {dot / (own_norm * partner_norm):.2f})"
 
 
 class DistanceHistory:
-    """How far away the slow weights of the last `HISTORY_ROUNDS` different partners were, whatever became of them.
+    """How far away the slow weights of the last `HISTORY_ROUNDS` different partners were, admitted or not.
 
     Distances are norms of half-differences.
     """
@@ -136,9 +139,9 @@ class DistanceHistory:
         self._distances: OrderedDict[str, float] = OrderedDict()
 
     def refusal(self, partner: str, distance: float, *, own_gradient: float) -> str:
-        """Note this distance. Why the partner is refused, in words; "" = it is not.
+        """Record this distance, and return why the partner is refused; "" = it is not.
 
-        own_gradient: the norm of the own outer gradient, or the usual one where that is larger.
+        own_gradient: the norm of this peer's outer gradient, or the usual one if that is larger.
         """
         self._distances.pop(partner, None)
         self._distances[partner] = distance
@@ -153,9 +156,9 @@ class DistanceHistory:
 
 
 class PieceNorms:
-    """Norms of one vector in the last rounds, piece by piece.
+    """Norms of one vector in recent rounds, piece by piece.
 
-    Pieces are the tensors of the model, those of more than a chunk cut at the chunks: a vector is gated in one pass.
+    Pieces are the tensors of the model, cut at chunk boundaries, so that a vector is gated in one pass.
     """
 
     def __init__(self, num_pieces: int) -> None:
@@ -163,27 +166,27 @@ class PieceNorms:
         self._rounds = 0
 
     def usual(self) -> list[float]:
-        """Median of the last ones; 0 where none is known."""
+        """The median of recent norms; 0 where none is known."""
         return self._norms.nanmedian(dim=0).values.nan_to_num_(0.0).tolist()
 
     def note(self, norms: Sequence[float]) -> None:
-        """One round; of offsets what was let through, as a liar must not widen its own gate."""
+        """Record one round; for offsets after clipping, since a liar must not widen its own gate."""
         self._norms[self._rounds % HISTORY_ROUNDS] = torch.tensor(norms, dtype=torch.float64)
         self._rounds += 1
 
 
 def offset_radius(*, usual: float, own_gradient: float, limits: GateLimits = LIMITS) -> float:
-    """How far a partner may pull one piece. All norms: usual of its offsets, own_gradient of the own outer gradient.
+    """How far a partner may pull one piece. All are norms: usual of its offsets, own_gradient of this peer's gradient.
 
-    The bounds by the own gradient let the first swaps in, and stop a liar who is met again and again: what was let
-    through is what the median is made of.
+    The bounds by the own gradient admit the first swaps, and stop a liar that is met again and again, because the
+    median is computed from clipped offsets.
     """
     most, least = limits.offset_most * own_gradient, limits.offset_least * own_gradient
     return min(max(limits.offset_radius * usual, least), most)
 
 
 def shorten_longer_(own: Tensor, partner: Tensor, *, limits: GateLimits = LIMITS) -> None:
-    """Of one piece of two outer gradients, in place: the longer becomes at most `clip_piece_above` times the shorter.
+    """Clip one piece of two outer gradients, in place: the longer one to `clip_piece_above` times the shorter one.
 
     The partner does the same to the same two vectors.
     """
@@ -195,7 +198,7 @@ def shorten_longer_(own: Tensor, partner: Tensor, *, limits: GateLimits = LIMITS
 
 
 def clip_offset_(offset: Tensor, radius: float) -> tuple[float, float]:
-    """Shorten one piece of a half-difference, in place: (its norm, that of what was let through)."""
+    """Clip one piece of a half-difference, in place. Returns its norm before and after."""
     norm = float(torch.linalg.vector_norm(offset))
     if norm <= radius:
         return norm, norm
@@ -204,14 +207,14 @@ def clip_offset_(offset: Tensor, radius: float) -> tuple[float, float]:
 
 
 class Pieces:
-    """Where the pieces lie: the tensors of a flat vector, cut where its chunks are."""
+    """The pieces: the tensors of a flat vector, cut at the boundaries of its chunks."""
 
     def __init__(self, tensor_sizes: Sequence[int], chunks: Sequence[tuple[int, int]]) -> None:
         ends: list[int] = []
         for size in tensor_sizes:
             if size:
                 ends.append((ends[-1] if ends else 0) + size)
-        self.in_chunk: list[list[tuple[int, slice]]] = []  # (number of the piece, its place in the chunk)
+        self.in_chunk: list[list[tuple[int, slice]]] = []  # (index of the piece, its slice of the chunk)
         number = 0
         for start, stop in chunks:
             inner = ends[bisect_right(ends, start) : bisect_right(ends, stop - 1)]

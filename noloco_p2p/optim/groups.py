@@ -18,7 +18,7 @@ SIZE = 4
 
 
 class Groups:
-    """The rest of a division is a smaller group."""
+    """If the number of replicas is not a multiple, the remainder forms a smaller group."""
 
     is_collective = False
 
@@ -29,7 +29,7 @@ class Groups:
         self._momentum: Tensor | None = None
 
     def mix_gradients(self, gradients: Tensor) -> None:
-        """Replicas train alone."""
+        """Do nothing: replicas train independently within a round."""
 
     def outer_step(self, slow_weights: Tensor, fast_weights: Tensor) -> None:
         momentum = torch.zeros_like(slow_weights) if self._momentum is None else self._momentum

@@ -18,12 +18,12 @@ from torch import Tensor
 
 
 def half_difference_(own_coded: Tensor, partner_coded: Tensor) -> Tensor:
-    """(partner - own) / 2, in place of `partner_coded`: what `own` must move by to reach the middle.
+    """Compute (partner - own) / 2 in place of `partner_coded`: what `own` must move by to reach the midpoint.
 
     `own_coded` is the own vector after encode and decode, not the exact one; it is overwritten. The partner's call
-    gives exactly the opposite, element by element (a zero stays a zero): each operand is halved by itself, and rounding
-    a difference to the nearest is symmetric. Halving first also keeps every h of finite vectors finite, which
-    (partner - own) / 2 would not. Not fused into one multiply-add, which would round the two operands of subnormal size
+    gives exactly the opposite, element by element (a zero stays a zero), because each operand is halved separately, and
+    rounding a difference to nearest is symmetric. Halving first also keeps every h of finite vectors finite, which
+    (partner - own) / 2 would not. It is not fused into one multiply-add, which would round subnormal operands
     differently. Raises ValueError when a dtype is not fp32 or the shapes differ.
     """
     _check(own_coded, partner_coded)

@@ -9,7 +9,7 @@ class Local:
     is_collective = False
 
     def mix_gradients(self, gradients: Tensor) -> None:
-        """Replicas train alone."""
+        """Do nothing: replicas train independently."""
 
     def outer_step(self, slow_weights: Tensor, fast_weights: Tensor) -> None:
         slow_weights.copy_(fast_weights)

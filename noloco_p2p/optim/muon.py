@@ -4,12 +4,12 @@ An update is the momentum of a matrix with all of its singular values moved clos
 `torch.optim.Muon` computes that in bf16 on every device, one matrix after another and in five iterations. A processor
 without bf16 instructions takes eight times as long for such a product as in fp32. This class therefore
 
-* computes in fp32, and in bf16 only on an accelerator that has it: all CPUs follow one rule, so that two machines of a
-  run and a simulation agree;
+* computes in fp32, and in bf16 only on an accelerator that supports it: all CPUs follow one rule, so that two machines
+  of a run and a simulation agree;
 * computes matrices of one shape in one batched product;
 * needs three iterations. The rows of a matrix are first scaled so that its largest singular value is at most 1
   (almost-orthogonal layers, Prach and Lampert 2022, as in Turbo-Muon, arXiv 2512.04632), and each iteration has the
-  coefficients that are best after the one before (Polar Express, arXiv 2505.16932). benchmarks/study has the losses.
+  optimal coefficients given the one before (Polar Express, arXiv 2505.16932). benchmarks/study has the losses.
 
 Hyperparameters, state and checkpoints are those of `torch.optim.Muon`.
 """
@@ -29,16 +29,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from noloco_p2p.devices import has_fast_bf16
 
-# x -> a x + b x^3 + c x^5, three times: the odd polynomials nearest to 1 (minimax) on what the one before makes of
-# [0.01, 1]. Together they move that interval into [0.73, 1.27], and lift smaller singular values 78 times.
+# x -> a x + b x^3 + c x^5, three times: the odd polynomials nearest to 1 (minimax) on the image of [0.01, 1] under the
+# previous ones. Together they move that interval into [0.73, 1.27], and raise smaller singular values 78 times.
 COEFFICIENTS = (
     (8.0934, -23.6204, 17.4462),
     (3.6366, -2.7219, 0.5365),
     (2.6613, -1.9772, 0.4526),
 )
 MARGIN = 1.02  # rounding must not take a singular value beyond 1, where the first quintic is steep
-LONG = 1.5  # longer side over the shorter one, from which on it pays to iterate on Gram matrices
-BATCH_ELEMENTS = 1 << 24  # of the matrices that go through one product, or one matrix: it is copied a few times
+LONG = 1.5  # ratio of the longer side to the shorter one from which iterating on Gram matrices pays
+BATCH_ELEMENTS = 1 << 24  # of the matrices in one product, which is copied a few times
 
 
 class Muon(torch.optim.Muon):
@@ -60,7 +60,7 @@ class Muon(torch.optim.Muon):
         return loss
 
     def _step_batch(self, params: list[Tensor], *, lr: float, decay: float, momentum: float) -> None:
-        """One step of parameters that have one shape."""
+        """Take one step of parameters that have one shape."""
         gradients = [param.grad for param in params if param.grad is not None]
         for param, gradient in zip(params, gradients, strict=True):
             if "momentum_buffer" not in self.state[param]:
@@ -78,7 +78,7 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Matrices U S V^T, (num, rows, cols) -> U V^T, nearly: singular values are about 1. Computes in their dtype."""
+    """Map matrices U S V^T, (num, rows, cols), to approximately U V^T, with singular values near 1, in their dtype."""
     is_tall = matrices.size(-2) > matrices.size(-1)
     gram = torch.bmm(matrices.mT, matrices) if is_tall else torch.bmm(matrices, matrices.mT)  # of the shorter side
     # With the rows divided by the roots of these sums, no singular value is above 1 (Prach and Lampert 2022).
@@ -101,9 +101,9 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def _whole_factor(gram: Tensor) -> Tensor:
-    """What all iterations together multiply the matrices by, from their Gram matrices, which are overwritten.
+    """The matrix by which all iterations together multiply, from the Gram matrices, which are overwritten.
 
-    All products are of the shorter side, and commute: a quarter of the work less where one side is 2.7 times as long.
+    All products have the size of the shorter side, and commute: a quarter less work if one side is 2.7 times as long.
     In bf16 the rounding errors of a Gram matrix would grow.
     """
     polynomial, product = torch.empty_like(gram), torch.empty_like(gram)
@@ -123,12 +123,12 @@ def _whole_factor(gram: Tensor) -> Tensor:
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """bf16 where the accelerator computes in it, and fp32 elsewhere: on all CPUs, too."""
+    """bf16 if the accelerator computes in it, and fp32 elsewhere, including all CPUs."""
     return torch.bfloat16 if device.type == "cuda" and has_fast_bf16(device) else torch.float32
 
 
 def _batches(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters of one shape and device, as many as go through a product together."""
+    """Yield parameters of one shape and device, as many as go through a product together."""
     alike: defaultdict[tuple[torch.Size, torch.device], list[Tensor]] = defaultdict(list)
     for param in params:
         alike[param.shape, param.device].append(param)
@@ -142,7 +142,7 @@ def _whole(values: Tensor) -> Tensor:
 
 
 def _placed_as(param: Tensor, values: Tensor) -> Tensor:
-    """This rank's part of `values`, which all ranks have, where `param` is sharded."""
+    """This rank's part of `values`, which all ranks have, if `param` is sharded."""
     if not isinstance(param, DTensor):
         return values
     return distribute_tensor(values, param.device_mesh, param.placements, src_data_rank=None)

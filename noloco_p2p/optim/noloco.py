@@ -31,11 +31,11 @@ def outer_step(
 ) -> None:
     """Update momentum, then slow weights, in place; the new fast weights are a copy of the new slow weights.
 
-    Elements do not meet each other, so a vector may be updated slice by slice with the same result. Nothing is
-    allocated. Where momenta are swapped too, add their half-difference to `outer_momentum` first. The sign of beta is
-    that of the proof (eq. 32) and of the published code: eq. 2 of the paper prints a minus although Delta points
-    downhill. Raises ValueError, before anything is changed, when dtypes, shapes or devices do not fit, or when there is
-    an alpha and no momentum.
+    Elements are independent, so a vector may be updated slice by slice with the same result. Nothing is allocated. If
+    momenta are swapped too, add their half-difference to `outer_momentum` first. The sign of beta is that of the proof
+    (eq. 32) and of the published code: eq. 2 of the paper prints a minus although Delta points downhill. Raises
+    ValueError, before anything changes, when dtypes, shapes or devices do not match, or when alpha is set without a
+    momentum.
     """
     _check(slow_weights, outer_momentum, mean_outer_gradient, mean_slow_offset)
     if outer_momentum is None:

@@ -14,7 +14,7 @@ class PairAveraging:
         self._rng = rng
 
     def mix_gradients(self, gradients: Tensor) -> None:
-        """Replicas train alone."""
+        """Do nothing: replicas train independently within a round."""
 
     def outer_step(self, slow_weights: Tensor, fast_weights: Tensor) -> None:
         slow_weights.copy_(fast_weights)
@@ -25,7 +25,7 @@ class PairAveraging:
 
 
 def average_pairs(vectors: Tensor, rng: random.Random) -> None:
-    """Each row, (replicas, elements), becomes the mean of itself and another; of an odd number one stays as it is."""
+    """Average random pairs of rows of (replicas, elements), in place. With an odd number, one row is unchanged."""
     order = list(range(len(vectors)))
     rng.shuffle(order)
     for one, other in zip(order[::2], order[1::2], strict=False):

@@ -17,27 +17,29 @@ from noloco_p2p.optim.local import Local
 from noloco_p2p.optim.pair_averaging import PairAveraging
 from noloco_p2p.spec import OuterSpec
 
-NOLOCO = "noloco"  # no rule of this kind: replicas of it run as peers do
+NOLOCO = "noloco"  # not a rule of this kind: replicas run it as peers do
 
 
 class Rule(Protocol):
-    """All tensors are fp32 of shape (replicas, parameters), changed in place."""
+    """An outer rule. All tensors are fp32 of shape (replicas, parameters), changed in place."""
 
-    is_collective: bool  # how its time is counted: as a ring all-reduce; else as one exchange with one other
+    # decides how its time is counted: as a ring all-reduce, or as one exchange with one other replica
+    is_collective: bool
 
     def mix_gradients(self, gradients: Tensor) -> None:
-        """After each backward, before clipping and the inner optimizer."""
+        """Called after each backward, before clipping and the inner optimizer."""
         ...
 
     def outer_step(self, slow_weights: Tensor, fast_weights: Tensor) -> None:
-        """At the end of a round: `slow_weights` holds where it began, and is left with where the next one begins.
+        """Called at the end of a round. On entry `slow_weights` is the start of the round, on return that of the next
+        one.
 
-        The caller sets the fast weights to it; what a rule does to `fast_weights` is lost.
+        The caller copies it to the fast weights; what a rule does to `fast_weights` is lost.
         """
         ...
 
     def sent_bytes(self, num_elements: int, num_replicas: int) -> tuple[float, float]:
-        """What one replica sends (an inner step, a round)."""
+        """The bytes that one replica sends, (per inner step, per round)."""
         ...
 
 

@@ -11,7 +11,7 @@ def learning_rate(train: TrainSpec, progress: float) -> float:
     """The learning rate of the inner step that starts at `progress`, a fraction of the run's schedule.
 
     0 is the first step, 1 the end; beyond it the minimum stays. The warm-up covers warmup_steps / total_steps; its
-    first step gets 1 / warmup_steps of the peak rather than nothing. Raises ValueError below 0 and for NaN.
+    first step gets 1 / warmup_steps of the peak rather than 0. Raises ValueError below 0 and for NaN.
     """
     if not progress >= 0:
         raise ValueError(f"progress is a fraction of the schedule, 0 or more; it is {progress}")

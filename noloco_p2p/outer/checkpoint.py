@@ -1,12 +1,12 @@
-"""Checkpoints on disk: whole or absent, and verified before they are used.
+"""Checkpoints on disk: complete or absent, and verified before use.
 
     FOLDER/00000007-round-41/          number of the checkpoint, and the round it was taken in
         manifest.json                  size and blake3 of every other file; written last
         meta.json
         STEM.safetensors ...
 
-A checkpoint is written into `.partial-*`, every file is synced, the folder renamed, and its parent synced: after a
-crash at any moment it is there or it is not. No pickle anywhere.
+A checkpoint is written into `.partial-*`, every file is synced, the folder renamed, and its parent synced. So after a
+crash at any moment it is either complete or absent. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LOCK = ".writer.lock"
 
 
 class Checkpoint:
-    """One checkpoint. Raises CheckpointError when `path` is none."""
+    """One checkpoint. Raises CheckpointError when `path` is not one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,11 +51,11 @@ class Checkpoint:
         self.round = int(self._read_json(MANIFEST)["round"])
 
     def has(self, stem: str) -> bool:
-        """Whether it holds STEM.safetensors."""
+        """Whether the checkpoint holds STEM.safetensors."""
         return f"{stem}.safetensors" in self._files
 
     def file(self, stem: str) -> Path:
-        """Path of STEM.safetensors. Raises CheckpointError when the checkpoint has none of that name."""
+        """The path of STEM.safetensors. Raises CheckpointError when the checkpoint has no such file."""
         name = f"{stem}.safetensors"
         if name not in self._files:
             raise CheckpointError(
@@ -64,23 +64,23 @@ class Checkpoint:
         return self.path / name
 
     def load(self, stem: str) -> dict[str, Tensor]:
-        """The tensors of one file, on the CPU, mapped copy-on-write: nothing written to them reaches the disk."""
+        """Load the tensors of one file on the CPU, mapped copy-on-write: nothing written to them reaches the disk."""
         path = self.file(stem)
         try:
             return load_file(path)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}") from None
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
 
     def verify(self) -> None:
-        """Reads every file (about 4 GB/s from the page cache) and raises CheckpointError for the first damaged one."""
+        """Read every file (about 4 GB/s from the page cache). Raises CheckpointError for the first damaged one."""
         for name, expected in self._files.items():
             path = self.path / name
             try:
                 found = _describe(path)
             except OSError as error:
-                raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+                raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
             if found != expected:
-                raise CheckpointError(f"{path}: damaged: {found}, the manifest says {expected}")
+                raise CheckpointError(f"{path} is damaged: {found}, but the manifest says {expected}")
 
     def _read_manifest(self) -> dict[str, dict[str, Any]]:
         manifest = self._read_json(MANIFEST)
@@ -91,7 +91,7 @@ class Checkpoint:
             or not isinstance(files, dict)
         ):
             raise CheckpointError(
-                f"{self.path / MANIFEST}: not the manifest of a checkpoint of this version ({VERSION})"
+                f"{self.path / MANIFEST} is not the manifest of a checkpoint of this version ({VERSION})"
             )
         return files
 
@@ -100,18 +100,18 @@ class Checkpoint:
         try:
             values = json.loads(path.read_bytes())
         except FileNotFoundError:
-            raise CheckpointError(f"{self.path}: not a checkpoint: it has no {name}") from None
+            raise CheckpointError(f"{self.path} is not a checkpoint: it has no {name}") from None
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}") from None
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
         if not isinstance(values, dict):
-            raise CheckpointError(f"{path}: damaged: it holds no JSON object")
+            raise CheckpointError(f"{path} is damaged: it is not a JSON object")
         return values
 
 
 class Checkpoints:
     """The last `keep` checkpoints in `folder`. One process writes; any number may read.
 
-    What a killed writer left behind is removed at the start, unless another process writes here just now.
+    Leftovers of a killed writer are removed at the start, unless another process is writing.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
@@ -122,10 +122,11 @@ class Checkpoints:
             self._remove_leftovers()
 
     def save(self, round: int, *, files: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, Any]) -> Path:
-        """Write STEM.safetensors for every stem of `files`, and `meta` as JSON; returns the folder.
+        """Write STEM.safetensors for every stem of `files`, and `meta` as JSON. Returns the folder.
 
-        Tensors lie on any device; they must be contiguous and must not overlap in memory (disjoint views of one vector
-        may be saved). On failure, a full disk for example, the older checkpoints stay and CheckpointError is raised.
+        Tensors may be on any device; they must be contiguous and must not overlap in memory (disjoint views of one
+        vector may be saved). On failure, for example with a full disk, the older checkpoints stay and CheckpointError
+        is raised.
         """
         for tensors in files.values():
             _check_tensors(tensors)
@@ -137,12 +138,12 @@ class Checkpoints:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"the checkpoint of round {round} cannot be written to {self.folder}: {error}. "
-                "Earlier checkpoints are intact; free disk space, or give another folder"
+                "Earlier checkpoints are intact; free disk space, or choose another folder"
             ) from None
         return path
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint that verifies. Damaged ones are skipped, and a warning names each."""
+        """Return the newest checkpoint that verifies. Damaged ones are skipped with a warning."""
         for path in reversed(self._list()):
             try:
                 checkpoint = Checkpoint(path)
@@ -172,7 +173,7 @@ class Checkpoints:
             _sync(partial)
             final = self.folder / f"{number:08d}-round-{round}"
             partial.rename(final)
-        except BaseException:  # Ctrl-C too: half a checkpoint must not stay and fill the disk
+        except BaseException:  # Ctrl-C too: a partial checkpoint must not stay and fill the disk
             shutil.rmtree(partial, ignore_errors=True)
             raise
         _sync(self.folder)
@@ -180,7 +181,8 @@ class Checkpoints:
 
     def _prune(self) -> None:
         for path in self._list()[: -self._keep]:
-            doomed = path.with_name(f"{_PARTIAL}{path.name}")  # half-removed must not look like damaged
+            # a half-removed checkpoint must not look like a damaged one
+            doomed = path.with_name(f"{_PARTIAL}{path.name}")
             path.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
 
@@ -194,13 +196,15 @@ class Checkpoints:
             with self._writing():
                 for path in self.folder.glob(f"{_PARTIAL}*"):
                     shutil.rmtree(path, ignore_errors=True)
-        except OSError as error:  # read-only, or a writer is at work: not for this process to tidy
+        except OSError as error:  # the folder is read-only, or a writer is at work: do not clean up
             log.debug("leftovers in %s stay: %s", self.folder, error)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Be the only writer; the kernel frees the lock when the process dies. Raises OSError when there is another."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # weights, of a private run, too
+        """Hold the lock of the only writer, which the kernel frees when the process dies. Raises OSError if it is
+        taken.
+        """
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the weights of a private run are private too
         with (self.folder / _LOCK).open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -210,7 +214,7 @@ class Checkpoints:
 
 
 def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
-    """Our own callers' mistakes, named before safetensors refuses them in the middle of a write."""
+    """Report mistakes of our own callers before safetensors refuses them in the middle of a write."""
     areas = []
     for name, tensor in tensors.items():
         assert tensor.is_contiguous(), f"{name} is not contiguous: save .contiguous() of it"
@@ -234,7 +238,7 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def _sync(path: Path) -> None:
-    """Data and names on the disk, not in a cache; a folder is synced for the names in it."""
+    """Flush data and names to the disk; syncing a folder flushes the names in it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

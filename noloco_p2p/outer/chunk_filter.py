@@ -1,4 +1,4 @@
-"""The gates of `optim/gates.py` on what a swap brought, chunk by chunk, beside the outer step."""
+"""The gates of `optim/gates.py` applied to what a swap brought, chunk by chunk, during the outer step."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from noloco_p2p.optim.gates import (
 from noloco_p2p.optim.halves import half_difference_
 
 UNSCALED = GradientScales(1.0, 1.0)
-ESTIMATE_CHUNKS = 16  # of 1 MiB in fp32: milliseconds
+ESTIMATE_CHUNKS = 16  # of 1 MiB in fp32: this takes milliseconds
 SECRET = random.SystemRandom()
 OFFSETS = (SectionName.SLOW_WEIGHTS, SectionName.OUTER_MOMENTUM)
 
 
 @dataclass(frozen=True, slots=True)
 class FilterVerdict:
-    """Of the gates that look at a whole swap. refusal: why nothing of it is applied; "" = it may be."""
+    """The verdict of the gates on a whole swap. refusal: why nothing of it is applied; "" = it may be applied."""
 
     refusal: str = ""
     scales: GradientScales = UNSCALED
@@ -46,19 +46,19 @@ class FilterVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Clipped:
-    """What one outer step shortened: pieces of the offsets, of so many that the swap brought.
+    """What one outer step clipped, in pieces of the offsets that the swap brought.
 
-    num_lost: chunks of the own outer gradient that were not finite, and became 0.
+    num_lost: chunks of this peer's outer gradient that were not finite, and became 0.
     """
 
     num_clipped: int = 0
     num_pieces: int = 0
-    cut_share: float = 0.0  # length of what was cut off, of the length of all offsets
+    cut_share: float = 0.0  # length of what was cut off, over the length of all offsets
     num_lost: int = 0
 
 
 class ChunkFilter:
-    """The history of one replica. Not kept over a restart: it is learned again in a few rounds."""
+    """The history of one replica. It is not kept over a restart, but learned again in a few rounds."""
 
     def __init__(self, tensor_sizes: Sequence[int], limits: GateLimits = LIMITS) -> None:
         self.limits = limits
@@ -69,7 +69,9 @@ class ChunkFilter:
         self.own = PieceNorms(self.pieces.num_pieces)
 
     def judge_weights(self, partner: str, weights: SectionPair, gradient: SectionPair | None) -> str:
-        """Why the slow weights of a partner refuse the whole swap; "" = they do not. They count as seen either way."""
+        """Return why the slow weights of a partner refuse the whole swap; "" = they do not. They are recorded either
+        way.
+        """
         own_gradient = max(self.gradients.usual(), math.sqrt(gradient.squares.own) if gradient else 0.0)
         scratch, square, num_chunks = Scratch(), 0.0, len(weights.partner)
         drawn = _drawn(num_chunks)
@@ -79,7 +81,7 @@ class ChunkFilter:
         return self.distances.refusal(partner, distance, own_gradient=own_gradient)
 
     def judge(self, gradient: SectionPair | None, *, times_longer: float = 1.0) -> FilterVerdict:
-        """`times_longer`: see `GradientHistory.refusal`."""
+        """Judge a whole swap. `times_longer`: see `GradientHistory.refusal`."""
         if gradient is None:
             return FilterVerdict()
         own_norm, partner_norm = math.sqrt(gradient.squares.own), math.sqrt(gradient.squares.partner)
@@ -101,9 +103,9 @@ class ChunkFilter:
         )
 
     def half_gradient(self, pair: SectionPair, index: int, scales: GradientScales, *, scratch: Scratch) -> Tensor:
-        """The half-difference of a chunk of the two outer gradients after scaling, as a whole and piece by piece.
+        """Return the half-difference of a chunk of the scaled outer gradients. Scaling is of the whole, then per piece.
 
-        It is opposite to the partner's, which has all factors the other way round.
+        It is the opposite of the partner's half-difference, which uses the same factors in exchanged order.
         """
         own, partner = pair.decoded(index, scratch=scratch)
         for vector, scale in ((own, scales.own), (partner, scales.partner)):
@@ -116,9 +118,10 @@ class ChunkFilter:
     def late_steps(
         self, gradient: SectionPair, *, beta: float, scales: GradientScales = UNSCALED
     ) -> Iterator[tuple[int, Tensor]]:
-        """(place of its first element, `beta h`) of each chunk of a partner's gradient that came after the boundary.
+        """Yield (index of the first element, `beta h`) of each chunk of a partner's gradient that came after the
+        boundary.
 
-        fp32 on the CPU, each in the memory of the one before.
+        fp32 on the CPU; each chunk reuses the memory of the one before.
         """
         scratch = Scratch()
         for index, (start, _) in enumerate(chunk_bounds(gradient.coding.plan.num_elements)):
@@ -129,12 +132,12 @@ class ChunkFilter:
 
 
 def _drawn(num_chunks: int) -> list[int]:
-    """Chunks on which a norm or a cosine is estimated; nobody else knows which."""
+    """Draw chunks in secret, on which a norm or a cosine is estimated."""
     return SECRET.sample(range(num_chunks), min(num_chunks, ESTIMATE_CHUNKS))
 
 
 class FilteredStep:
-    """One outer step: ask for the chunks in order, `own_gradient` first, then `close`."""
+    """One outer step. Ask for the chunks in order, `own_gradient` first, then call `close`."""
 
     def __init__(self, gating: ChunkFilter, received: Received | None, scales: GradientScales) -> None:
         self._filter = gating
@@ -148,13 +151,14 @@ class FilteredStep:
         self._num_lost = 0
         self._squares = self._cut_squares = 0.0
         self._usual_own = gating.own.usual()
-        self._own_norms: list[float] = []  # of the pieces of the chunk at hand
+        self._own_norms: list[float] = []  # of the pieces of the current chunk
         self._all_own_norms: list[float] = []
 
     def own_gradient(self, index: int, gradient: Tensor) -> None:
-        """The exact own outer gradient of a chunk: what offsets of that chunk are measured against.
+        """Set the exact outer gradient of this peer for a chunk, against which offsets of that chunk are measured.
 
-        One that is not finite becomes 0: the chunk goes back to its slow weights, and the others go on with theirs.
+        A chunk that is not finite becomes 0: its weights return to the slow weights, and the other chunks are
+        unaffected.
         """
         places = self._filter.pieces.in_chunk[index]
         self._own_norms = [float(torch.linalg.vector_norm(gradient[place])) for _, place in places]
@@ -165,12 +169,12 @@ class FilteredStep:
         self._all_own_norms += self._own_norms
 
     def gradient(self, index: int) -> Tensor | None:
-        """The half-difference of the outer gradients; valid until the next chunk is asked for."""
+        """Return the half-difference of the outer gradients, valid until the next chunk."""
         pair = self._sections.get(SectionName.OUTER_GRADIENT)
         return self._filter.half_gradient(pair, index, self._scales, scratch=self._scratch) if pair else None
 
     def offset(self, name: SectionName, index: int) -> Tensor | None:
-        """The clipped half-difference of slow weights or momentum; valid until the next chunk is asked for."""
+        """Return the clipped half-difference of slow weights or momentum, valid until the next chunk."""
         if name not in self._offsets:
             return None
         limits = self._filter.limits
@@ -186,8 +190,8 @@ class FilteredStep:
         return offset
 
     def close(self) -> Clipped:
-        """The round goes into the history."""
-        if any(self._all_own_norms):  # in rounds of pure mixing nobody trains
+        """Record the round in the history."""
+        if any(self._all_own_norms):  # nobody trains in rounds of pure mixing
             self._filter.gradients.note(math.hypot(*self._all_own_norms))
             self._filter.own.note(self._all_own_norms)
         for name, norms in self._norms.items():

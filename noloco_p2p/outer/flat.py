@@ -1,4 +1,4 @@
-"""The trainable parameters of a model as one flat vector in a fixed, named order, without ever holding it."""
+"""The trainable parameters of a model as one flat vector in a fixed order of names, without storing that vector."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from noloco_p2p.devices import has_own_memory, synchronize
 from noloco_p2p.errors import ModelError
 from noloco_p2p.gossip.layout import ModelLayout
 
-HASHED_AT_ONCE = 1 << 22  # numbers; what is copied for a digest
+HASHED_AT_ONCE = 1 << 22  # numbers that are copied for a digest
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    values: Tensor  # part of one parameter, 1-D, where the parameter lies
-    start: int  # where it stands in the chunk
+    values: Tensor  # a part of one parameter, 1-D, on the parameter's device
+    start: int  # its offset in the chunk
     stop: int
 
 
 class FlatParameters:
-    """`read(start, stop)` and `write(start, values)` by position in the vector; tied parameters appear once."""
+    """`read(start, stop)` and `write(start, values)` by position in the vector. Tied parameters appear once."""
 
     def __init__(self, model: nn.Module) -> None:
         self.named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
@@ -53,20 +53,20 @@ class FlatParameters:
 
     @cached_property
     def model_layout(self) -> ModelLayout:
-        """What partners must have in common. Frozen parameters do not travel, so their content counts (4 GB/s)."""
+        """What partners must have in common. Frozen parameters do not travel, so their content is hashed (4 GB/s)."""
         trainable = tuple((name, tuple(param.shape)) for name, param in self.named)
         return ModelLayout(trainable, tuple((name, tuple(p.shape), content_digest(p)) for name, p in self._frozen))
 
     def layout(self) -> str:
-        """Digest of `model_layout`: two peers can swap only when it is the same."""
+        """The digest of `model_layout`: two peers can swap only if it is the same."""
         return self.model_layout.digest()
 
     def read(self, start: int, stop: int) -> Tensor:
-        """A new fp32 tensor with elements [start, stop), on the device of the parameters."""
+        """Return a new fp32 tensor with elements [start, stop), on the device of the parameters."""
         return torch.cat([piece.values.float() for piece in self._pieces(start, stop)])
 
     def minus(self, start: int, values: Tensor, *, out: Tensor) -> Tensor:
-        """Parameters less `values` (1-D, any device), for elements [start, start + len): the first elements of `out`.
+        """Write parameters minus `values` (1-D, any device), for elements [start, start + len), to the start of `out`.
 
         `out`: fp32, on the device of the parameters, at least as long as `values`.
         """
@@ -79,7 +79,7 @@ class FlatParameters:
     def write(self, start: int, values: Tensor) -> None:
         """Copy `values` (1-D, any device) over elements [start, start + len).
 
-        From pinned memory it may return before; `values` must then stay as they are until `flush`.
+        From pinned memory it may return early; `values` must then not change until `flush`.
         """
         for piece in self._pieces(start, start + values.numel(), is_written=True):
             piece.values.copy_(values[piece.start : piece.stop], non_blocking=self._is_async)
@@ -90,15 +90,15 @@ class FlatParameters:
             piece.values.add_(values[piece.start : piece.stop].to(piece.values.device))
 
     def flush(self) -> None:
-        """Returns when all that was written is in the model."""
+        """Wait until all that was written is in the model."""
         synchronize(self.device)
 
     def named_values(self) -> dict[str, Tensor]:
-        """The parameters by name, whole; not to be written to."""
+        """The parameters by name, which must not be written to."""
         return {name: param.detach() for name, param in self.named}
 
     def by_name(self, vector: Tensor) -> dict[str, Tensor]:
-        """Parts of a flat vector, not copied, with the names and shapes of the parameters."""
+        """Views of a flat vector with the names and shapes of the parameters."""
         stops = [*self._offsets[1:], self.num_elements]
         return {
             name: vector[start:stop].view(param.shape)
@@ -106,7 +106,7 @@ class FlatParameters:
         }
 
     def take(self, values: Mapping[str, Tensor]) -> None:
-        """The inverse of `named_values`; on any device."""
+        """The inverse of `named_values`; the values may be on any device."""
         for offset, (name, _) in zip(self._offsets, self.named, strict=True):
             flat = values[name].reshape(-1)
             for start, stop in chunk_bounds(flat.numel()):
@@ -119,17 +119,17 @@ class FlatParameters:
             if offset >= stop:
                 return
             first, last = max(start, offset), min(stop, offset + self.named[index][1].numel())
-            if first < last:  # not so for a parameter without elements
+            if first < last:  # false for a parameter without elements
                 values = self._values(index, is_written=is_written).view(-1)
                 yield _Piece(values[first - offset : last - offset], first - start, last - start)
 
     def _values(self, index: int, *, is_written: bool) -> Tensor:
-        """The whole parameter at that place of `named`; where `is_written`, what the caller writes counts."""
+        """The whole parameter at that index of `named`. If `is_written`, what the caller writes takes effect."""
         return self.named[index][1].detach()
 
 
 def content_digest(values: Tensor) -> str:
-    """blake3 of the bytes of a tensor, in its own dtype, wherever it lies."""
+    """The blake3 of the bytes of a tensor in its own dtype, on any device."""
     hasher = blake3()
     for chunk in values.detach().reshape(-1).split(HASHED_AT_ONCE):
         hasher.update(chunk.cpu().contiguous().view(torch.uint8).numpy().tobytes())

@@ -1,6 +1,6 @@
-"""NoLoCo around anybody's training loop: it counts the steps of the inner optimizer, and needs no other call.
+"""NoLoCo in any training loop: it counts the steps of the inner optimizer, and needs no other call.
 
-Every `outer.inner_steps` steps, or with "auto" as often as the link of this peer carries it, it takes the outer step
+Every `outer.inner_steps` steps, or with "auto" as often as this peer's link allows, it takes the outer step
 (arXiv 2506.10911) with what one random live peer has sent, in place on the model. In between, the swap of slow weights
 and momentum runs in the background.
 """
@@ -40,37 +40,41 @@ from noloco_p2p.transfer.donor import SavedState
 
 log = logging.getLogger(__name__)
 
-FETCHED_FILE = "fetched.safetensors"  # the state of a live peer, until it is in memory
+FETCHED_FILE = "fetched.safetensors"  # holds the state of a live peer until it is loaded
 
 
 class Membership(Protocol):
-    """What the outer step asks of the network beside swaps."""
+    """What the outer step needs from the network besides swaps."""
 
     def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
-        """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file."""
+        """Announce which model trains here; with `target`, fetch the state of a live peer into that file."""
         ...
 
     def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
-        """Fetch the state of a live peer into that file when most of the swarm is far ahead of `progress`; rounds of
-        this peer have `inner_steps`. None when it is not, or nobody gives a newer state."""
+        """Fetch the state of a live peer into that file if most of the swarm is far ahead of `progress`.
+
+        inner_steps: length of this peer's rounds. Returns None if it is not behind, or no peer serves a newer state.
+        """
         ...
 
     def serve_state(self, saved: SavedState) -> None:
-        """From now on newcomers get this state."""
+        """Serve this state to newcomers from now on."""
         ...
 
     def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
-        """An outer step was taken: publish a sketch of these weights, made in the background, where one is due.
-        `progress`: of the step, the same for both partners of a swap; `at_rest`: nobody will train them any more."""
+        """Note an outer step: if a sketch of these weights is due, make it in the background and publish it.
+
+        progress: of the step, the same for both partners of a swap. at_rest: the weights will not be trained any more.
+        """
         ...
 
     def weights_change(self) -> None:
-        """The slow weights are about to change: a sketch that still reads them is of no use."""
+        """The slow weights are about to change: a sketch that is still reading them becomes useless."""
         ...
 
 
 class Swarm(Protocol):
-    """What the outer step needs of a peer; `noloco_p2p.Peer` is one."""
+    """What the outer step needs of a peer; `noloco_p2p.Peer` implements it."""
 
     @property
     def spec(self) -> Spec: ...
@@ -90,23 +94,23 @@ class Swarm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """What happened in one round; `outcome` tells with whom."""
+    """The result of one round. `outcome` says with whom this peer swapped."""
 
     round: int  # the round that ended
     outcome: Outcome
     progress: float
-    blocked_s: float  # how long the boundary lasted; `step` waits for it
-    diverged: bool = False  # own weights were not finite, and went back to those of the round's start
+    blocked_s: float  # duration of the boundary; `step` waits for it
+    diverged: bool = False  # this peer's weights were not finite, and were reset to the start of the round
 
 
 class NoLoCo:
     """The outer optimizer of one peer.
 
-    The slow weights and the outer momentum are fp32 on the CPU: 4 bytes a parameter for each. Raises ModelError when
-    the optimizers train parameters that are not the model's.
+    The slow weights and the outer momentum are fp32 on the CPU: 4 bytes per parameter for each. Raises ModelError when
+    the optimizers train parameters that do not belong to the model.
 
     Args:
-        model: Its trainable parameters form one flat vector, in the order of `named_parameters()`. They lie on one
+        model: Its trainable parameters form one flat vector, in the order of `named_parameters()`. They are on one
             device, and have any floating dtype. Frozen parameters never travel and must be the same on all peers, which
             compare their content. Each peer keeps its own buffers; a checkpoint holds the persistent ones.
         optimizer: One optimizer, or several in the order in which they step. A step of the last one is an inner step,
@@ -114,18 +118,18 @@ class NoLoCo:
             `InnerState` that is no torch optimizer, call `step` after each inner step. Checkpoints keep the state of
             all optimizers, and a round whose weights are not finite resets it.
         peer: A running `Peer`. It trains the model of the last NoLoCo that was made for it. When the peer enters a
-            swarm that already trains, the model takes the state of the swarm. Otherwise training starts from the
+            swarm that is already training, the model takes the state of the swarm. Otherwise training starts from the
             model's own weights. Peers that start at the same time must have equal weights: seed the model.
         resume: True resumes from the newest of `checkpoints`, if there is one: the model, the inner optimizer and the
             position in the round. A mapping from `state_dict` restores the outer state and the position in the run;
             the caller loads the model and the inner optimizer. False starts afresh.
-        save_every_rounds: Rounds between two checkpoints, which newcomers fetch, too. With 0 the caller calls `save`;
-            newcomers keep their own weights until then.
+        save_every_rounds: Rounds between two checkpoints, which are also served to newcomers. With 0 the caller calls
+            `save`; newcomers keep their own weights until then.
         checkpoints: None keeps the last two, in the peer's folder of the run.
         on_round: Called with the result at the end of each round, within `optimizer.step()` or `step()`.
         end_at: No round opens at or above this `progress`.
         loss_check: Undoes swaps that raise the loss; None turns it off.
-        parameters: Reads and writes the parameters of a model that is not whole on one device.
+        parameters: Reads and writes the parameters of a model that is not on one device as a whole.
         follows_caller: True leaves `progress`, the position in the schedule, to the caller: steps and swaps do not
             change it.
 
@@ -151,8 +155,8 @@ class NoLoCo:
         follows_caller: bool = False,
     ) -> None:
         self.spec = peer.spec
-        self.entered = False  # took the state of a live peer
-        self.resumed: Checkpoint | None = None  # what it went on from
+        self.entered = False
+        self.resumed: Checkpoint | None = None
         self._peer = peer
         self._exchange = peer.exchange
         self._model = model
@@ -163,10 +167,10 @@ class NoLoCo:
         self._save_every_rounds = save_every_rounds
         self._checkpoints = checkpoints or Checkpoints(peer.run_folder / "checkpoints")
         self._saver = Saver()
-        self._saved_round = -1  # which round's start was written last
+        self._saved_round = -1  # the round whose start was written last
         self._on_round = on_round
         self._end_at = end_at
-        self._trainable = _trainable(model) if parameters is None else None  # FSDP puts others there at times
+        self._trainable = _trainable(model) if parameters is None else None  # FSDP temporarily replaces them
         if isinstance(self._exchange.owner, NoLoCo):
             self._exchange.owner.detach()
         self._exchange.owner = self
@@ -174,14 +178,14 @@ class NoLoCo:
         self._hook = self._hooked.register_step_post_hook(self._optimizer_stepped) if self._hooked else None
 
     def detach(self) -> None:
-        """The steps of the optimizer are not counted any more: it goes on alone. Safe to call twice."""
+        """Stop counting the steps of the optimizer, which continues on its own. Safe to call twice."""
         if self._hook:
             self._hook.remove()
             self._hook = None
 
     @property
     def progress(self) -> float:
-        """Fraction of the run's schedule; the learning rate follows it."""
+        """The fraction of the run's schedule that is done; the learning rate follows it."""
         return self._rounds.progress
 
     @progress.setter
@@ -189,43 +193,44 @@ class NoLoCo:
         self._rounds.progress = progress
 
     def hold_progress(self) -> None:
-        """From now on `progress` is the caller's to set: steps and swaps do not move it."""
+        """From now on the caller sets `progress`: steps and swaps do not change it."""
         self._rounds.follows_caller = True
 
     @property
     def round(self) -> int:
-        """Outer steps of this replica, and of those it descends from."""
+        """The number of outer steps of this replica, including those before the state that it took over."""
         return self._rounds.round
 
     @property
     def inner_steps(self) -> int:
-        """Length of the current round."""
+        """The length of the current round."""
         return self._rounds.inner_steps
 
     @property
     def is_between_rounds(self) -> bool:
-        """No inner step was taken since the last outer step: the model equals its slow weights."""
+        """Whether no inner step was taken since the last outer step: the model then equals its slow weights."""
         return self._rounds.steps == 0
 
     @property
     def num_steps(self) -> int:
-        """Inner steps taken on this machine, those before a restart included: the position in its own data."""
+        """The number of inner steps on this machine, including those before a restart: the position in its own data."""
         return self._peer.metrics.step
 
     def step(self) -> RoundResult | None:
-        """Call after every inner step, unless the steps of the optimizer are counted. Returns what a round brought at
-        its end, None in between. Never raises for a fault of another peer; blocks at most `outer.max_wait_s`, and only
-        at the end of a round.
+        """Call after every inner step, unless the steps of the optimizer are counted.
 
-        SettingsError: another NoLoCo was made for this peer, a boundary is polled, or the optimizer's steps are
-        counted. ModelError: other parameters are trained than at first.
+        Returns the result at the end of a round, and None in between. Never raises for a fault of another peer. Blocks
+        at most `outer.max_wait_s`, and only at the end of a round. Raises SettingsError when another NoLoCo was made
+        for this peer, when a boundary is being polled, or when the optimizer's steps are counted, and ModelError when
+        the trainable parameters have changed.
         """
         self._check_is_callers()
         return self._close_step()
 
     def _optimizer_stepped(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """After a step of the last optimizer, before anybody has seen the new weights."""
-        if self._exchange.is_closed:  # after the end of `with Peer.join(...)`, a script may train on alone
+        """Run after a step of the last optimizer, before the caller sees the new weights."""
+        # after the end of `with Peer.join(...)`, a script may continue to train on its own
+        if self._exchange.is_closed:
             self.detach()
         elif not is_skipped(optimizer):
             self._close_step()
@@ -236,22 +241,22 @@ class NoLoCo:
             if not self._take_step():
                 return None
             end = self._finish_waiting()
-        except BaseException:  # an interrupt, or a loss check that failed: the next step comes to the boundary again
+        except BaseException:  # an interrupt, or a failed loss check: the next step reaches the boundary again
             self._rounds.give_up()
             raise
         return self._ended(end)
 
     def advance(self) -> bool:
-        """As `step`, without waiting. True = the round is at its boundary: `poll` until it gives the result.
+        """As `step`, without waiting. Returns True at the boundary: then call `poll` until it returns the result.
 
-        Until then gradients may be computed, with weights that do not change, and no optimizer step may be taken.
+        Until then gradients may be computed, since the weights do not change, but no optimizer step may be taken.
         """
         self._check_is_callers()
         self._check_step()
         return self._take_step()
 
     def reach_boundary(self) -> None:
-        """End the round after fewer inner steps than it has: `poll` until it gives the result."""
+        """End the round before its last inner step; then call `poll` until it returns the result."""
         self._check_is_callers()
         self._check_step()
         self._rounds.reach_boundary()
@@ -259,7 +264,7 @@ class NoLoCo:
     def _check_is_callers(self) -> None:
         if self._hook:
             raise SettingsError(
-                "NoLoCo counts the steps of its optimizer itself: leave the call out, or give None as the optimizer"
+                "NoLoCo counts the steps of its optimizer itself: remove this call, or pass None as the optimizer"
             )
 
     def _check_step(self) -> None:
@@ -268,7 +273,7 @@ class NoLoCo:
                 "another NoLoCo was made for this peer, which trains one model: put several into one nn.ModuleDict"
             )
         if self._rounds.is_at_boundary:
-            raise SettingsError("the round is at its boundary: `poll` until it has ended, and take the next step then")
+            raise SettingsError("the round is at its boundary: call `poll` until it has ended before the next step")
 
     def _take_step(self) -> bool:
         self._peer.metrics.step += 1
@@ -283,9 +288,9 @@ class NoLoCo:
         return self._rounds.finish(self._exchange.collect(self._rounds.wait_left_s))
 
     def poll(self) -> RoundResult | None:
-        """At a boundary: the result of the round once it is over, within `outer.max_wait_s`; None while it is not.
+        """Return the result of the round once it is over, within `outer.max_wait_s` of the boundary; None until then.
 
-        The model has taken its outer step when there is a result, and the next round is open. Never waits.
+        When it returns a result, the outer step is done and the next round is open. Never waits.
         """
         if not self._rounds.is_at_boundary:
             return None
@@ -293,11 +298,11 @@ class NoLoCo:
         return self._ended(end) if end else None
 
     def closing_round(self, *, wait_s: float) -> RoundResult:
-        """A round without inner steps, once training is done: this peer and its partner go to the middle between them.
+        """Run a round without inner steps, after training: both partners move to the midpoint between them.
 
-        After about log2 of the number of peers, and three more, each is nearly where the mean of all is, without any
-        of them having to know the others. Blocks at most `wait_s`, most of all for those who still train: the last
-        partner is met again only where nobody else is alive. The progress of this peer does not change.
+        After log2 of the number of peers plus about three rounds, each peer is close to the mean of all, without
+        knowing the others. Blocks at most `wait_s`, mainly for peers that still train. The last partner is met again
+        only if no other peer is alive. The progress of this peer does not change.
         """
         assert self.is_between_rounds, "inner steps were taken since the last outer step"
         try:
@@ -310,10 +315,10 @@ class NoLoCo:
         return self._count(end, is_closing=True)
 
     def withdraw(self) -> RoundResult | None:
-        """Before a pause: from now on no partner waits for this peer; the next `step` seeks one again.
+        """Prepare for a pause: no partner waits for this peer any more; the next `step` starts matchmaking again.
 
-        A round that has a partner ends here, with fewer inner steps and without the outer gradients: its result is
-        returned. Any other goes on after the pause.
+        A round with a partner ends here, with fewer inner steps and without the outer gradients, and its result is
+        returned. Any other round continues after the pause.
         """
         end = self._rounds.withdraw()
         return self._count(end) if end else None
@@ -321,10 +326,10 @@ class NoLoCo:
     def save(self, meta: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint, and serve it to newcomers. Raises CheckpointError; the last good one is then intact.
 
-        It holds the outer state, the inner optimizer's, and within a round the model's weights. `meta`: JSON values of
-        the caller, which `resumed.meta` gives back.
+        It holds the outer state, the state of the inner optimizer, and within a round the model's weights. `meta`: JSON
+        values of the caller, which `resumed.meta` returns.
         """
-        self._saver.wait()  # there is one writer
+        self._saver.wait()  # there is only one writer
         files, meta = self._content(meta)
         folder = self._checkpoints.save(self.round, files=files, meta=meta)
         self._serve(folder, meta["outer"])
@@ -333,9 +338,9 @@ class NoLoCo:
     def save_in_background(
         self, meta: Mapping[str, Any] | None = None, *, done: Callable[[Path], None] | None = None
     ) -> bool:
-        """As `save`, of the state of now, while training goes on; False when the last one is not written yet.
+        """As `save`, for the current state, while training continues. Returns False while the last one is unfinished.
 
-        `done` gets the folder, on the thread that wrote it. A failure is logged.
+        `done` is called with the folder, on the thread that wrote it. A failure is logged.
         """
         position = self._position()
 
@@ -347,26 +352,29 @@ class NoLoCo:
         return self._saver.begin(self._checkpoints, self.round, content=lambda: self._content(meta), done=written)
 
     def state_dict(self) -> dict[str, Any]:
-        """Slow weights and outer momentum, as they are and not copied, and the position in the run, for a checkpoint of
-        the caller's own. The model and the inner optimizer are not in it."""
+        """Return slow weights and outer momentum (not copied), and the position in the run, for a checkpoint of the
+        caller.
+
+        The model and the inner optimizer are not part of it.
+        """
         return {**self._state.tensors(), "place": self._position()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`, before the first step; model and inner optimizer are the caller's to load.
+        """The inverse of `state_dict`, before the first step. The caller loads the model and the inner optimizer.
 
-        Raises CheckpointError when the state is of another model.
+        Raises CheckpointError when the state belongs to another model.
         """
         if self._rounds.is_open or self._rounds.is_at_boundary:
-            raise SettingsError("a round is open: load the state before the first step, or give it as `resume`")
+            raise SettingsError("a round is open: load the state before the first step, or pass it as `resume`")
         if "place" not in state:
-            raise CheckpointError("this state_dict has no position in a run: it is not that of a NoLoCo")
+            raise CheckpointError("this state_dict has no position in a run: it is not from a NoLoCo")
         saved_state.check_layout(state["place"], self._state.parameters.model_layout, origin="this state_dict")
         self._peer.membership.weights_change()
         self._state.take_vectors(state)
         self._go_on_from(state["place"])
 
     def _position(self) -> dict[str, Any]:
-        """Where this peer stands, as JSON values."""
+        """The position of this peer in the run, as JSON values."""
         return {
             "round": self.round,
             "progress": self.progress,
@@ -378,7 +386,7 @@ class NoLoCo:
         }
 
     def _content(self, meta: Mapping[str, Any] | None) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """Files and meta of a checkpoint."""
+        """The files and the meta of a checkpoint."""
         files = saved_state.tensors_of(self._state, self._model, is_within_round=not self.is_between_rounds)
         if self._inner:
             files[saved_state.INNER_FILE] = self._inner.state()
@@ -400,9 +408,9 @@ class NoLoCo:
         self._peer.metrics.round, self._peer.metrics.progress = self.round, self.progress
 
     def _catch_up(self) -> None:
-        """A peer that stood still, or loaded an old checkpoint, would drag its partners back: it goes where they are.
+        """Take the swarm's state if this peer is far behind, since its partners would be dragged back.
 
-        The steps of a round that was begun are given up with it. The inner optimizer keeps its moments.
+        The steps of a round that was begun are discarded with it. The inner optimizer keeps its moments.
         """
         target = self._peer.run_folder / FETCHED_FILE
         manifest = self._peer.membership.catch_up(progress=self.progress, inner_steps=self.inner_steps, target=target)
@@ -413,12 +421,15 @@ class NoLoCo:
             self._peer.metrics.catch_ups += 1
 
     def _take_fetched(self, target: Path) -> bool:
-        """False, and told, when what a donor gave is no state: its digests only say that it came as it was sent."""
+        """Load a fetched state. Return False and log an error if the file is not a valid state.
+
+        The digests of a donor only prove that the file arrived intact.
+        """
         self._peer.membership.weights_change()
         try:
             self._state.take(load_file(target))
         except (CheckpointError, SafetensorError) as error:
-            log.error("the state of a peer cannot be used: %s; this peer goes on with what it has", error)
+            log.error("the state of a peer cannot be used: %s; this peer continues with its own", error)
             return False
         finally:
             target.unlink()
@@ -435,14 +446,14 @@ class NoLoCo:
 
     def _go_on_from(self, position: Mapping[str, Any]) -> None:
         self._rounds.restart(round_index=position["round"], progress=position["progress"], steps=position["steps"])
-        if "inner_steps" in position:  # older ones are of runs with a fixed length
+        if "inner_steps" in position:  # older ones belong to runs with a fixed length
             self._rounds.length.resume(position["inner_steps"])
         self._peer.metrics.step = position.get("num_steps", 0)
 
     def _open(self, *, patience_s: float = 0.0, is_closing: bool = False) -> None:
         if self._trainable is not None and _trainable(self._model) != self._trainable:
             raise ModelError(
-                "parameters of the model were replaced, frozen or unfrozen since this NoLoCo was made: "
+                "parameters of the model were replaced, frozen or unfrozen after this NoLoCo was made: "
                 "make a new one, because this one would swap the old parameters"
             )
         self._catch_up()
@@ -451,7 +462,7 @@ class NoLoCo:
         self._save_if_due()
 
     def _save_if_due(self) -> None:
-        """Once in a round at most, as a round may be opened again after a pause."""
+        """Save at most once per round, because a round may be opened again after a pause."""
         every = self._save_every_rounds
         if every and self.round != self._saved_round and self.round % every == 0:
             self._saved_round = self.round
@@ -479,7 +490,7 @@ class NoLoCo:
         metrics.rounds_here += 1
         if result.diverged:
             metrics.diverged += 1
-            log.error("round %d | own weights were not finite: they go back to the round's start", result.round)
+            log.error("round %d | own weights were not finite: they are reset to the round's start", result.round)
             if self._inner:
                 self._inner.restore({})  # its moments are not finite either
         metrics.blocked_s = result.blocked_s
@@ -504,12 +515,12 @@ class NoLoCo:
 
 
 def _trainable(model: nn.Module) -> list[int]:
-    """Which parameters are trained: the tensors themselves, whatever is in them."""
+    """The identities of the trainable parameters, whatever their values are."""
     return [id(param) for param in model.parameters() if param.requires_grad]
 
 
 def describe_outcome(outcome: Outcome) -> str:
-    """The outcome in one phrase for a log line."""
+    """Describe an outcome in one phrase for a log line."""
     match outcome:
         case Alone(reason):
             return f"alone: {reason}"

@@ -1,4 +1,4 @@
-"""The inner optimizer as NoLoCo sees it, and its state as named tensors, so that a checkpoint holds no pickle."""
+"""The state of the inner optimizer as named tensors, so that a checkpoint needs no pickle."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class InnerState(Protocol):
     """What a checkpoint keeps of an inner optimizer."""
 
     def state(self) -> dict[str, Tensor]:
-        """Its moments by name; their own memory, not copies."""
+        """The moments by name; not copies."""
         ...
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `state`; without tensors the optimizer is as new. Raises CheckpointError."""
+        """The inverse of `state`; without tensors the optimizer is reset. Raises CheckpointError."""
         ...
 
 
 def inner_state(
     optimizer: Optimizer | Sequence[Optimizer] | InnerState | None, model: nn.Module
 ) -> tuple[InnerState | None, Optimizer | None]:
-    """What is kept of an inner optimizer, and the torch optimizer whose steps close the inner steps.
+    """Return what is kept of an inner optimizer, and the torch optimizer whose step ends an inner step.
 
-    Raises ModelError when it trains parameters that are not the model's: they would not be swapped.
+    Raises ModelError when the optimizer trains parameters that do not belong to the model, which would not be swapped.
     """
     if isinstance(optimizer, Optimizer):
         optimizer = [optimizer]
@@ -47,7 +47,7 @@ class TorchOptimizers:
     """The `InnerState` of torch optimizers, each with parameters of its own."""
 
     def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[str, Tensor]) -> None:
-        """`names`: the parameters of the model."""
+        """`names`: maps names to the parameters of the model."""
         own = {id(parameter) for parameter in names.values()}
         num_foreign = sum(id(parameter) not in own for one in optimizers for parameter in _parameters(one))
         if num_foreign:
@@ -60,12 +60,14 @@ class TorchOptimizers:
         self._is_warned = False
 
     def state(self) -> dict[str, Tensor]:
-        """Empty, with a warning, where a field is no tensor: training must not end for a checkpoint."""
+        """Return the state; empty, with a warning, if a field is not a tensor, since training must not end for a
+        checkpoint.
+        """
         try:
             return flatten_optimizers(self._optimizers, self._names)
         except CheckpointError as error:
             if not self._is_warned:
-                log.warning("%s; after a restart the inner optimizer begins anew", error)
+                log.warning("%s; after a restart the inner optimizer starts from scratch", error)
             self._is_warned = True
             return {}
 
@@ -74,16 +76,16 @@ class TorchOptimizers:
 
 
 def is_skipped(optimizer: Optimizer) -> bool:
-    """Within a step that a GradScaler has asked for: whether gradients overflowed, and the step changes nothing.
+    """Whether gradients overflowed within a step that a GradScaler started, so that the step changes nothing.
 
-    A scaler leaves such a step out, but where a fused optimizer is to find out itself.
+    A scaler skips such a step itself, unless a fused optimizer handles the overflow.
     """
     found = getattr(optimizer, "found_inf", None)
     return isinstance(found, Tensor) and bool(found.item())
 
 
 def flatten_optimizers(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`flatten_optimizer` of several, each with parameters of its own."""
+    """`flatten_optimizer` of several optimizers, each with its own parameters."""
     return {key: value for optimizer in optimizers for key, value in flatten_optimizer(optimizer, names).items()}
 
 
@@ -94,24 +96,24 @@ def restore_optimizers(
     *,
     keep_on_cpu: bool = False,
 ) -> None:
-    """The inverse of `flatten_optimizers`; each takes what is its parameters'. Raises CheckpointError."""
+    """The inverse of `flatten_optimizers`; each takes the state of its parameters. Raises CheckpointError."""
     for optimizer in optimizers:
         restore_optimizer(optimizer, names, tensors, keep_on_cpu=keep_on_cpu)
 
 
 def flatten_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """State of each parameter as `field/parameter name`: for AdamW step, exp_avg and exp_avg_sq, for Muon
-    momentum_buffer; nothing before step 1.
+    """Return the state of each parameter as `field/parameter name`; empty before the first step.
 
-    `names` maps names to the parameters of the optimizer, as `dict(model.named_parameters())` does: the order of its
-    groups then does not matter. The tensors are the optimizer's own, not copies; hyperparameters belong to the spec.
+    The fields are step, exp_avg and exp_avg_sq for AdamW, and momentum_buffer for Muon. `names` maps names to the
+    parameters of the optimizer, as `dict(model.named_parameters())` does, so that the order of its groups does not
+    matter. The tensors are not copied. Hyperparameters are left out, since they belong to the spec.
     """
     name_of = {id(parameter): name for name, parameter in names.items()}
     flat: dict[str, Tensor] = {}
     for parameter in _parameters(optimizer):
         for field, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
-                raise CheckpointError(f"{type(optimizer).__name__} cannot be kept: its {field} is no tensor")
+                raise CheckpointError(f"{type(optimizer).__name__} cannot be saved: its {field} is not a tensor")
             flat[f"{field}/{name_of[id(parameter)]}"] = value
     return flat
 
@@ -123,9 +125,11 @@ def restore_optimizer(
     *,
     keep_on_cpu: bool = False,
 ) -> None:
-    """The inverse of `flatten_optimizer`; copies to each parameter's device, or `keep_on_cpu` in pinned memory. The
-    learning rate and the other hyperparameters stay the optimizer's own. A parameter of which nothing is given is as
-    before its first step. Raises CheckpointError when names or shapes are not this model's."""
+    """The inverse of `flatten_optimizer`. Copies to each parameter's device, or with `keep_on_cpu` to pinned memory.
+
+    The optimizer keeps its learning rate and other hyperparameters. A parameter without saved state is reset. Raises
+    CheckpointError when names or shapes do not match this model.
+    """
     fields: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         field, _, name = key.partition("/")
@@ -139,7 +143,7 @@ def restore_optimizer(
         if name in fields:
             state[index] = fields[name]
     moments: dict[int, dict[str, Tensor]] = {}
-    if keep_on_cpu:  # only the counts of steps go where the optimizer wants them
+    if keep_on_cpu:  # only the step counts go where the optimizer wants them
         moments = {index: {field: v for field, v in fields.items() if v.ndim} for index, fields in state.items()}
         state = {index: {field: v for field, v in fields.items() if not v.ndim} for index, fields in state.items()}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -150,7 +154,7 @@ def restore_optimizer(
 
 
 def _fits(value: Tensor, parameter: Tensor) -> bool:
-    """As large as the parameter, a number, or a part of a factored one: Adafactor keeps a row and a column."""
+    """Whether a value is as large as the parameter, a scalar, or a row or column, as Adafactor keeps."""
     if value.ndim == parameter.ndim:
         return all(mine in (1, whole) for mine, whole in zip(value.shape, parameter.shape, strict=True))
     return not value.ndim

@@ -1,4 +1,4 @@
-"""One replica's slow weights and outer momentum, and what a round does to them and to the model. Knows no network."""
+"""The slow weights and outer momentum of one replica, and how a round changes them and the model. Knows no network."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from noloco_p2p.outer.staging import Staging, pin
 from noloco_p2p.outer.state_checks import OUTER_MOMENTUM, SLOW_WEIGHTS, check_vectors
 from noloco_p2p.spec import OuterSpec, Spec
 
-ROUNDING = 1e-9  # progress is a sum of fractions: so near to 1 it is 1
-SPREAD_CHUNKS = 16  # of the slow weights, or twice as many: an estimate takes milliseconds, and all of them would not
+ROUNDING = 1e-9  # progress is a sum of fractions: within this of 1 it counts as 1
+SPREAD_CHUNKS = 16  # sampled slow-weight chunks (or up to twice as many): this takes milliseconds, all chunks would not
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """All that an outer step changes, as it was."""
+    """A copy of all that an outer step changes."""
 
     vectors: Mapping[str, Tensor]
     fast_weights: Tensor
@@ -37,10 +37,10 @@ class Kept:
 
 
 class OuterState:
-    """`slow_weights`, and where alpha is above 0 `outer_momentum`: flat fp32 vectors on the CPU.
+    """`slow_weights`, and with alpha above 0 `outer_momentum`: flat fp32 vectors on the CPU.
 
-    The model may be on any one device and of any floating dtype; its weights are the slow weights at the start. All
-    steps go chunk by chunk: there is never a second vector of the model's size.
+    The model may be on any one device and of any floating dtype; its weights are the initial slow weights. All steps
+    work chunk by chunk, so there is never a second vector of the model's size.
     """
 
     def __init__(self, model: nn.Module | FlatParameters, outer: OuterSpec, *, limits: GateLimits = LIMITS) -> None:
@@ -49,7 +49,7 @@ class OuterState:
         self.num_elements = self.parameters.num_elements
         self.slow_weights = torch.empty(self.num_elements)
         self.outer_momentum = torch.zeros(self.num_elements) if outer.keeps_momentum else None
-        self.spread: float | None = None  # distance to the last partner over 2^0.5, as a share of the own norm
+        self.spread: float | None = None  # distance to the last partner over 2^0.5, relative to the own norm
         self._outer = outer
         self._bounds = chunk_bounds(self.num_elements)
         self.gating = ChunkFilter([param.numel() for _, param in self.parameters.named], limits)
@@ -61,32 +61,32 @@ class OuterState:
             pin(vector, self.parameters.device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a newcomer takes (`take`): the vectors themselves, not copies."""
+        """The vectors that a newcomer takes over (`take`); not copies."""
         momentum = {} if self.outer_momentum is None else {OUTER_MOMENTUM: self.outer_momentum}
         return {SLOW_WEIGHTS: self.slow_weights, **momentum}
 
     def sections(self) -> dict[SectionName, Tensor]:
-        """What is sent while a round goes on."""
+        """The vectors that travel during a round."""
         return {SectionName[name.upper()]: vector for name, vector in self.tensors().items()}
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """As `take_vectors`, and the model's weights become the slow weights."""
+        """As `take_vectors`, and set the model's weights to the slow weights."""
         self.take_vectors(tensors)
         for start, stop in self._bounds:
             self.parameters.write(start, self.slow_weights[start:stop])
         self.parameters.flush()
 
     def take_vectors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Slow weights and momentum become those of `tensors`, what is more there is left alone.
+        """Set slow weights and momentum from `tensors`; other entries are ignored.
 
-        Raises CheckpointError, before anything is changed, for another model's state or numbers that are not finite.
+        Raises CheckpointError, before anything changes, for another model's state or numbers that are not finite.
         """
         check_vectors(tensors, {name: own.numel() for name, own in self.tensors().items()})
         for name, own in self.tensors().items():
             own.copy_(tensors[name])
 
     def copy(self) -> Kept:
-        """Slow weights, momentum and the model's weights as they are, on the CPU: 4 bytes a parameter and vector."""
+        """Copy slow weights, momentum and the model's weights to the CPU: 4 bytes per parameter and vector."""
         vectors = {name: vector.clone() for name, vector in self.tensors().items()}
         fast_weights = torch.empty(self.num_elements)
         for start, stop in self._bounds:
@@ -96,7 +96,7 @@ class OuterState:
 
     @torch.no_grad()
     def restore(self, kept: Kept) -> None:
-        """Bit for bit what `copy` gave; the gates forget what they saw since, too."""
+        """Restore a `copy`, bit for bit; the gates also forget what they saw since."""
         for name, vector in self.tensors().items():
             vector.copy_(kept.vectors[name])
         for start, stop in self._bounds:
@@ -105,22 +105,22 @@ class OuterState:
         self.gating, self.spread = kept.gating, kept.spread
 
     def outer_gradient(self) -> Iterator[Tensor]:
-        """fast - slow, chunk by chunk, where the model lies; each in the memory of the one before."""
+        """Yield fast - slow, chunk by chunk, on the model's device; each chunk reuses the memory of the one before."""
         gradient = torch.empty(CHUNK_ELEMENTS, device=self.parameters.device)
         for start, stop in self._bounds:
             yield self.parameters.minus(start, self.slow_weights[start:stop], out=gradient)
         self.parameters.flush()
 
     def judge(self, gradient: SectionPair | None, agreed: Agreement) -> FilterVerdict:
-        """Whether what a partner sent may be applied at all, and its outer gradient how scaled; changes nothing.
+        """Judge whether what a partner sent may be applied, and how its outer gradient is scaled. Changes nothing.
 
-        gradient: None = it has not come. agreed: of the swap.
+        gradient: None = it has not arrived. agreed: the agreement of the swap.
         """
         return self.gating.judge(gradient, times_longer=agreed.partner_share / max(1e-6, 1 - agreed.partner_share))
 
     @torch.no_grad()
     def judge_swap(self, received: Received) -> FilterVerdict:
-        """As `judge`, of all that a swap brought; changes nothing but what the gates remember."""
+        """As `judge`, for all that a swap brought; changes only what the gates remember."""
         gradient = received.sections.get(SectionName.OUTER_GRADIENT)
         weights = received.sections.get(SectionName.SLOW_WEIGHTS)
         refusal = self.gating.judge_weights(received.partner, weights, gradient) if weights else ""
@@ -130,12 +130,12 @@ class OuterState:
     def step(
         self, received: Received | None, *, scales: GradientScales = UNSCALED, is_closing: bool = False
     ) -> Clipped:
-        """The outer step; None = alone. The model's weights become the new slow weights.
+        """Take the outer step; None = solo. The model's weights become the new slow weights.
 
-        Own exact vectors plus half-differences, so that coding errors cannot move a pair's mean. scales: of the outer
-        gradients, from `judge`. is_closing: nobody trains, and both partners go to the middle. Offsets are clipped on
-        the way, and what was clipped is told. On an accelerator the next chunk comes and the last one goes back while
-        the CPU works on this one.
+        It adds half-differences to exact own vectors, so that coding errors cannot move the mean of a pair. scales: of
+        the outer gradients, from `judge`. is_closing: nobody trains, and both partners move to the midpoint. Offsets
+        are clipped on the way; returns what was clipped. On an accelerator, copies of the next and the last chunk
+        overlap with the work of the CPU on this one.
         """
         outer = CLOSING if is_closing else self._outer
         weight = received.agreed.weight if received else 1.0
@@ -166,7 +166,9 @@ class OuterState:
 
     @torch.no_grad()
     def correct(self, correction: Correction, *, scales: GradientScales = UNSCALED) -> None:
-        """The partner's gradient came after the boundary: `beta h` goes into slow, fast weights and momentum."""
+        """Apply a partner's gradient that came after the boundary: add `beta h` to slow weights, fast weights and
+        momentum.
+        """
         beta = self._outer.beta * gradient_weight(self._outer, correction.agreed)
         vectors = [*self.tensors().values()]
         for start, late in self.gating.late_steps(correction.gradient, beta=beta, scales=scales):
@@ -181,16 +183,17 @@ class OuterState:
 
 
 def next_progress(progress: float, total_steps: int) -> float:
-    """One inner step on."""
+    """The progress after one more inner step."""
     return _settled(progress + 1 / total_steps)
 
 
 def progress_after(progress: float, received: Received, *, inner_steps: int, spec: Spec) -> float:
-    """Where a peer stands on the schedule after a swap.
+    """The progress of a peer after a swap.
 
-    progress: own, at the end of a round of `inner_steps`. The two move as far as each other: by at most one round of
-    the length that both agreed on, and less where the partner's vectors have less weight. What a partner told is
-    bounded by the spec.
+    progress: of this peer, at the end of a round of `inner_steps`. Both partners move by the same amount: at most
+    one round
+    of the agreed length, and less if the partner's vectors have less weight. The partner's claims are bounded by
+    the spec.
     """
     outer, total = spec.outer, spec.schedule_steps
     agreed = min(received.agreed.inner_steps, outer.max_inner_steps) if outer.is_auto else inner_steps
@@ -199,10 +202,12 @@ def progress_after(progress: float, received: Received, *, inner_steps: int, spe
 
 
 def swap_progress(progress: float, received: Received, *, inner_steps: int, spec: Spec) -> float:
-    """Where a swap is on the schedule: the same number for both partners.
+    """The progress of a swap: the same number for both partners.
 
-    progress: own, at the end of a round of `inner_steps`. The middle of where the two opened their rounds, and a round
-    of the length that they agreed on; of partners further apart than that each stays within it of its own opening.
+    progress: of this peer, at the end of a round of `inner_steps`. The result is the midpoint between the progress
+    at which
+    the two opened their rounds, plus a round of the agreed length. Partners that are further apart each stay within one
+    round of their own opening.
     """
     total = spec.schedule_steps
     agreed = min(received.agreed.inner_steps, spec.outer.longest_round) / total
@@ -212,9 +217,11 @@ def swap_progress(progress: float, received: Received, *, inner_steps: int, spec
 
 
 def met_progress(progress: float, partner_progress: float, *, round_progress: float, at_most: float) -> float:
-    """Partners move towards each other.
+    """Move partners towards each other.
 
-    progress: own, at the end of a round of `round_progress`; partner_progress: the partner's, when it opened its round.
+    progress: of this peer, at the end of a round of `round_progress`. partner_progress: the partner's, when it
+    opened its
+    round.
     """
     apart = (partner_progress - (progress - round_progress)) / 2
     return _settled(progress + max(-at_most, min(at_most, apart)))

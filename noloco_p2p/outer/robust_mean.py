@@ -1,14 +1,14 @@
-"""The mean of the states of several peers, of which some may lie.
+"""The mean of the states of several peers, some of which may lie.
 
-The centre is the coordinate-wise median, which liars cannot move beyond the honest peers while they are fewer than
-half (Yin, Chen, Ramchandran, Bartlett: Byzantine-robust distributed learning, 2018). A state that is further from it
-than any honest one is left out. Every other state counts with its deviation from the centre, shortened to a radius
-(centred clipping; Karimireddy, He, Jaggi: Learning from history for Byzantine robust optimization, 2021), so that no
-single state moves the mean by more than a share of its norm.
+The centre is the coordinate-wise median, which liars cannot move beyond the honest peers while they are fewer than half
+(Yin, Chen, Ramchandran, Bartlett: Byzantine-robust distributed learning, 2018). A state that is further from it than
+any honest one is left out. Every other state contributes its deviation from the centre, shortened to a radius (centred
+clipping; Karimireddy, He, Jaggi: Learning from history for Byzantine robust optimization, 2021), so that no single
+state moves the mean by more than a share of its norm.
 
-Both limits come from honest swarms of eight (`benchmarks/honest_states.py`): states of one moment were up to 0.037 of
-the norm from the centre, and none of them is shortened; states that were saved up to seven rounds apart 0.33, and a
-peer that a cut had separated from the seven others for the whole run 0.48.
+Both limits come from honest swarms of eight (`benchmarks/honest_states.py`): states of the same moment were up to 0.037
+of the norm from the centre, and none of them is shortened. States that were saved up to seven rounds apart were up to
+0.33 from it, and a peer that a partition had separated from the seven others for the whole run 0.48.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor
 from noloco_p2p.codec import chunk_bounds
 from noloco_p2p.errors import CheckpointError
 
-FURTHEST = 0.75  # from the centre, as a share of its norm; who is further is left out
-MOST_MOVED = 0.008  # of the norm, by one state; the median moves a little with it, too, and both stay below 1 %
+FURTHEST = 0.75  # from the centre, relative to its norm; states further away are left out
+MOST_MOVED = 0.008  # of the norm, by one state; the median also moves a little, and together they stay below 1 %
 
 
 @dataclass(frozen=True, slots=True)
 class Distances:
-    """`of_each` state from the coordinate-wise median, as a share of `norm`, the norm of the median."""
+    """The distance `of_each` state from the coordinate-wise median, relative to `norm`, the norm of the median."""
 
     of_each: Mapping[str, float]
     norm: float
@@ -36,7 +36,9 @@ class Distances:
 
 @dataclass(frozen=True, slots=True)
 class RobustMean:
-    """`left_out`: the distance of each state that does not count. `shortened`: of each that counts as a nearer one."""
+    """The mean. `left_out`: distances of the states that do not count. `shortened`: distances of those that were
+    clipped.
+    """
 
     weights: Tensor
     admitted: Sequence[str]
@@ -45,9 +47,9 @@ class RobustMean:
 
 
 def robust_mean(states: Mapping[str, Tensor]) -> RobustMean:
-    """states: by peer, flat fp32 vectors of one size, all finite; mapped files are read chunk by chunk.
+    """Compute the mean of `states`: by peer, flat fp32 vectors of one size, all finite. Mapped files are read by chunk.
 
-    Raises CheckpointError when they are so far apart that nobody can tell which of them are wrong.
+    Raises CheckpointError when the states are too far apart to decide which ones are wrong.
     """
     distances, left_out = leave_out_far(states)
     admitted = {peer: states[peer] for peer in distances.of_each}
@@ -65,7 +67,7 @@ def robust_mean(states: Mapping[str, Tensor]) -> RobustMean:
 
 
 def leave_out_far(states: Mapping[str, Tensor]) -> tuple[Distances, dict[str, float]]:
-    """The distances of the states that are near each other, and those of the others.
+    """Return the distances of the states that are close to each other, and those of the others.
 
     Raises CheckpointError when none is left.
     """
@@ -77,8 +79,8 @@ def leave_out_far(states: Mapping[str, Tensor]) -> tuple[Distances, dict[str, fl
             return distances, left_out
         left_out |= far
     raise CheckpointError(
-        f"the states of {len(states)} peers are so far apart that nobody can tell which of them are wrong; "
-        "try again when more peers are there"
+        f"the states of {len(states)} peers are too far apart to decide which ones are wrong; "
+        "try again when more peers are live"
     )
 
 
@@ -93,13 +95,13 @@ def _distances(states: Mapping[str, Tensor]) -> Distances:
 
 
 def _chunks(states: Mapping[str, Tensor]) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """((start, stop), fp32 of shape (states, stop - start)): what is held at once is a chunk of each state."""
+    """Yield ((start, stop), fp32 of shape (states, stop - start)). Only one chunk of each state is in memory."""
     vectors = list(states.values())
     for start, stop in chunk_bounds(vectors[0].numel()):
         yield (start, stop), torch.stack([vector[start:stop] for vector in vectors])
 
 
 def _median(chunk: Tensor) -> Tensor:
-    """Over the states; of an even number the middle between the two in the middle, so that no state is preferred."""
+    """The median over the states. An even number has the midpoint of the middle two, so no state is preferred."""
     ordered = chunk.sort(0).values
     return ordered[(len(chunk) - 1) // 2].lerp(ordered[len(chunk) // 2], 0.5)

@@ -1,8 +1,8 @@
-"""The rounds of one replica, without a network and without waiting: the one place that knows their sequence.
+"""The rounds of one replica, without a network and without waiting: the only place that knows their sequence.
 
-open  ->  step_taken, once an inner step  ->  at its True: reach_boundary  ->  poll until the round has ended  ->  open
+open  ->  step_taken, once per inner step  ->  when it returns True: reach_boundary  ->  poll until the end  ->  open
 
-`NoLoCo` blocks where this polls; a simulated replica sleeps on its virtual clock.
+`NoLoCo` blocks between polls; a simulated replica sleeps on its virtual clock.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from noloco_p2p.spec import Spec
 
 
 class Vectors(Protocol):
-    """What a round sends; `OuterState` is one."""
+    """What a round sends; `OuterState` implements it."""
 
     def sections(self) -> dict[SectionName, Tensor]:
-        """Flat fp32 vectors on the CPU, of one size; they do not change while a round goes on."""
+        """Flat fp32 vectors on the CPU, of one size, which do not change during a round."""
         ...
 
     def outer_gradient(self) -> Iterable[Tensor]:
-        """fast - slow, chunk by chunk."""
+        """Yield fast - slow, chunk by chunk."""
         ...
 
 
 class OuterStep(Protocol):
-    """What a round does with what it got; `UpdateFilter` is one."""
+    """What a round does with its outcome; `UpdateFilter` implements it."""
 
     def step(self, outcome: Outcome, *, is_closing: bool) -> tuple[Outcome, bool]:
-        """The outer step; returns what was applied of the outcome, and whether own weights were not finite."""
+        """Take the outer step. Returns what was applied of the outcome, and whether own weights were not finite."""
         ...
 
     def correct(self, correction: Correction) -> None:
@@ -48,8 +48,12 @@ class OuterStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RoundEnd:
-    """round: its index. swap_progress: where the swap is on the schedule, the same number for both partners, or where
-    this replica is. boundary_s: how long its boundary lasted. diverged: own weights were not finite."""
+    """The end of a round.
+
+    round: its index. swap_progress: the progress of the swap, the same number for both partners, or else of this
+    replica.
+    boundary_s: duration of the boundary. diverged: own weights were not finite.
+    """
 
     round: int
     outcome: Outcome
@@ -59,10 +63,10 @@ class RoundEnd:
 
 
 class Rounds:
-    """`steps`: inner steps of the current round that were taken.
+    """The sequence of rounds. `steps`: inner steps taken in the current round.
 
-    follows_caller: `progress` is the caller's to set; inner steps and swaps do not move it. clock: seconds, those of
-    the exchange's step rate.
+    follows_caller: the caller sets `progress`; inner steps and swaps do not change it. clock: seconds, the clock of the
+    exchange's step rate.
     """
 
     def __init__(
@@ -87,25 +91,25 @@ class Rounds:
         self._vectors = vectors
         self._outer_step = outer_step
         self._clock = clock
-        self._boundary_s: float | None = None  # when it came; None before it
+        self._boundary_s: float | None = None  # when the boundary was reached; None before
         self._until_s = 0.0
 
     @property
     def inner_steps(self) -> int:
-        """Length of the current round."""
+        """The length of the current round."""
         return self.length.inner_steps
 
     @property
     def is_at_boundary(self) -> bool:
-        """No inner step may be closed until `poll` has ended the round."""
+        """Whether the round waits for `poll`; no inner step may be closed until it has ended."""
         return self._boundary_s is not None
 
     def open(self, *, patience_s: float = 0.0, is_closing: bool = False) -> None:
-        """A round begins. is_closing: it has no inner steps, its partners go to the middle between them.
+        """Begin a round. is_closing: it has no inner steps, and its partners move to the midpoint.
 
-        patience_s: of a closing round, see `Opening`.
+        patience_s: for a closing round, see `Opening`.
         """
-        self.apply_late()  # one that came since the last outer step would keep partners waiting
+        self.apply_late()  # one that came after the last outer step would keep partners waiting
         self._is_closing = is_closing
         self.is_open = True
         step_rate = self.exchange.step_rate
@@ -122,7 +126,7 @@ class Rounds:
         )
 
     def step_taken(self) -> bool:
-        """An inner step was closed. True = it was the last one of the round: `reach_boundary` comes next."""
+        """Note an inner step. Returns True after the last one of the round: call `reach_boundary` next."""
         assert not self.is_at_boundary, "poll until the round has ended"
         self.steps += 1
         if not self.follows_caller:
@@ -132,7 +136,7 @@ class Rounds:
         return self.steps >= self.inner_steps
 
     def reach_boundary(self, *, wait_s: float | None = None) -> None:
-        """Stage the outer gradient. `poll` then gives up after `wait_s`; None = `Spec.boundary_wait_s`."""
+        """Stage the outer gradient. `poll` gives up after `wait_s`; None = `Spec.boundary_wait_s`."""
         self._boundary_s = self._clock()
         self.exchange.stage(self._vectors.outer_gradient)
         self._until_s = self._clock() + (self.spec.boundary_wait_s if wait_s is None else wait_s)
@@ -143,12 +147,12 @@ class Rounds:
         return max(0.0, self._until_s - self._clock())
 
     def poll(self) -> RoundEnd | None:
-        """After the boundary: takes the outer step once the round is over; None while it is not."""
+        """After the boundary: take the outer step once the round is over. Returns None until then."""
         outcome = self.exchange.poll(wait_s=self.wait_left_s)
         return None if outcome is None else self.finish(outcome)
 
     def finish(self, outcome: Outcome) -> RoundEnd:
-        """The outer step with what the round got, after as many inner steps as were taken."""
+        """Take the outer step with the outcome of the round, after any number of inner steps."""
         boundary_s = 0.0 if self._boundary_s is None else self._clock() - self._boundary_s
         link = outcome.link if isinstance(outcome, Alone) else outcome.received.link
         if link:
@@ -161,7 +165,7 @@ class Rounds:
                 received, steps = outcome.received, self.steps
                 swapped_at = swap_progress(self.progress, received, inner_steps=steps, spec=self.spec)
                 self.progress = progress_after(self.progress, received, inner_steps=steps, spec=self.spec)
-            outcome.received.sections.clear()  # the payloads are as large as the model, and results may be kept
+            outcome.received.sections.clear()  # the payloads are as large as the model, and callers may keep results
         end = RoundEnd(self.round, outcome, swapped_at, boundary_s, diverged)
         self.round += 1
         self.steps = 0
@@ -170,9 +174,9 @@ class Rounds:
         return end
 
     def withdraw(self) -> RoundEnd | None:
-        """No partner waits for this peer from now on. A round that has one, or is at its boundary, ends here.
+        """Make sure that no partner waits for this peer. A round that has a partner, or is at its boundary, ends here.
 
-        None = there is no partner: the round goes on when it is opened again.
+        Returns None if there is no partner: the round continues when it is opened again.
         """
         if not self.is_open:
             return None
@@ -184,18 +188,18 @@ class Rounds:
         return self.finish(outcome)
 
     def give_up(self) -> None:
-        """The caller was interrupted at the boundary. The next step comes to it again, and what came is not applied."""
+        """The caller was interrupted at the boundary. The next step reaches it again; what arrived is not applied."""
         if self.is_at_boundary:
             self.exchange.poll(wait_s=0.0)
         self.is_open = self._is_closing = False
         self._boundary_s = None
 
     def restart(self, *, round_index: int, progress: float, steps: int = 0) -> None:
-        """The vectors were replaced by those of another time or another peer, which stood there."""
+        """The vectors were replaced by those of another time or another peer, at this position."""
         self.round, self.progress, self.steps = round_index, progress, steps
 
     def apply_late(self) -> None:
-        """Apply a late part that came after its boundary, if there is one and the vectors do not travel."""
+        """Apply a late part that came after its boundary, if there is one and the vectors are not travelling."""
         correction = self.exchange.late(self.round)
         if correction:
             self._outer_step.correct(correction)

@@ -1,4 +1,4 @@
-"""The outer state of a peer in a checkpoint: what is written, how it is put back, and what newcomers get of it."""
+"""The outer state of a peer in a checkpoint: what is written, how it is restored, and what newcomers get of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUFFERS_FILE = "buffers"  # stem of the file with running statistics and the lik
 
 
 def tensors_of(state: OuterState, model: nn.Module, *, is_within_round: bool) -> dict[str, dict[str, Tensor]]:
-    """File -> name -> tensor. Between two rounds the model equals its slow weights, and is not written."""
+    """Return file -> name -> tensor. Between rounds the model equals its slow weights, and is left out."""
     tensors = {STATE_FILE: state.tensors()}
     if buffers := persistent_buffers(model):
         tensors[BUFFERS_FILE] = buffers
@@ -32,7 +32,7 @@ def tensors_of(state: OuterState, model: nn.Module, *, is_within_round: bool) ->
 
 
 def put_back(checkpoint: Checkpoint, state: OuterState, model: nn.Module) -> dict[str, Any]:
-    """State and model become those of the checkpoint; returns its position in the run. Raises CheckpointError."""
+    """Restore state and model from the checkpoint, and return its position in the run. Raises CheckpointError."""
     position = checkpoint.meta["outer"]
     check_layout(position, state.parameters.model_layout, origin=str(checkpoint.path))
     state.take(checkpoint.load(STATE_FILE))
@@ -44,7 +44,7 @@ def put_back(checkpoint: Checkpoint, state: OuterState, model: nn.Module) -> dic
 
 
 def for_newcomers(folder: Path, state: OuterState, position: dict[str, Any]) -> SavedState:
-    """The checkpoint in `folder`, written at that position in the run."""
+    """Describe the checkpoint in `folder`, written at that position in the run, for newcomers."""
     return describe_state(
         folder / f"{STATE_FILE}.safetensors",
         layout=state.layout,
@@ -55,7 +55,7 @@ def for_newcomers(folder: Path, state: OuterState, position: dict[str, Any]) -> 
 
 
 def check_layout(position: Mapping[str, Any], layout: ModelLayout, *, origin: str) -> None:
-    """Raises CheckpointError, with the first tensor that differs, when a position in a run is of another model.
+    """Raise CheckpointError if a position in a run belongs to another model, and name the first tensor that differs.
 
     origin: what the position was read from, for the message.
     """
@@ -64,15 +64,15 @@ def check_layout(position: Mapping[str, Any], layout: ModelLayout, *, origin: st
     try:
         difference = layout.first_difference(ModelLayout.from_json(position["tensors"]))
     except (KeyError, ValueError):
-        difference = "it does not say which"
+        difference = "the state does not say which"
     raise CheckpointError(f"{origin} is of another model: {difference}; use another --state-dir, or `noloco fork`")
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Running statistics and the like that `state_dict` holds, by name, once each: the tensors themselves, not copies.
+    """Return the buffers in `state_dict`, such as running statistics, by name and once each. They are not copies.
 
-    They are each peer's own, and do not travel. Partners whose running statistics differ a little swap without harm, as
-    training does not read them. A newcomer begins with the model's own. After a merge take them anew from data
+    Each peer keeps its own; they do not travel. Partners whose running statistics differ a little swap without harm, as
+    training does not read them. A newcomer starts with the model's own. After a merge, recompute them from data
     (`torch.optim.swa_utils.update_bn`): a mean of statistics is not the statistics of a mean.
     """
     kept = model.state_dict(keep_vars=True).keys()
@@ -80,10 +80,12 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def restore_buffers(buffers: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Copy over. Raises CheckpointError when names or shapes are others."""
+    """Copy the saved buffers. Raises CheckpointError when names or shapes differ."""
     for name, buffer in buffers.items():
         if name not in saved or saved[name].shape != buffer.shape:
-            raise CheckpointError(f"the checkpoint has no buffer {name} {tuple(buffer.shape)}: it is of another model")
+            raise CheckpointError(
+                f"the checkpoint has no buffer {name} {tuple(buffer.shape)}: it belongs to another model"
+            )
     with torch.no_grad():
         for name, buffer in buffers.items():
             buffer.copy_(saved[name])

@@ -1,4 +1,4 @@
-"""Checkpoints off the training thread: what is to be written is copied, and training goes on."""
+"""Checkpoints off the training thread: the content is copied, and training continues while it is written."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from noloco_p2p.outer.checkpoint import Checkpoints
 
 log = logging.getLogger(__name__)
 
-USED_SHARE = 0.5  # of free memory, for the copy; otherwise training waits for the disk
+USED_SHARE = 0.5  # of free memory for the copy; if it needs more, training waits for the disk
 
 Files = Mapping[str, Mapping[str, Tensor]]
 
 
 class Saver:
-    """At most one checkpoint is being written; who asks for another one meanwhile is told no, and goes on training."""
+    """Writes at most one checkpoint at a time; a request made meanwhile is refused, and training continues."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -39,15 +39,15 @@ class Saver:
         content: Callable[[], tuple[Files, Mapping[str, Any]]],
         done: Callable[[Path], None],
     ) -> bool:
-        """Copy `content()`, files and meta, and write it in the background; False, and nothing done, while the last one
-        is unfinished.
+        """Copy `content()` (files and meta) and write it in the background. Returns False while the last one is
+        unfinished.
 
-        `done` is called with the folder by the thread that wrote it; a failure is logged, and the last good checkpoint
-        stays. A program that ends meanwhile ends when all is written. Where memory is too short for a copy, returns
-        when it is.
+        `done` is called with the folder by the thread that wrote it. A failure is logged, and the last good checkpoint
+        stays. A program that exits meanwhile ends after the write. If memory is too short for a copy, it returns after
+        the write.
         """
         if self.is_busy:
-            log.warning("the checkpoint of round %d is left out: the last one is still being written", round)
+            log.warning("the checkpoint of round %d is skipped: the last one is still being written", round)
             return False
         files, meta = content()
         num_bytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
@@ -70,7 +70,7 @@ class Saver:
         return True
 
     def wait(self) -> None:
-        """Returns when nothing is being written."""
+        """Wait until nothing is being written."""
         if self._thread:
             self._thread.join()
             self._thread = None

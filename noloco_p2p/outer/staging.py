@@ -1,4 +1,4 @@
-"""Chunks between an accelerator and main memory, beside what both compute: pinned memory and a stream of their own."""
+"""Copies chunks between an accelerator and main memory while both compute, through pinned memory and own streams."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from noloco_p2p.devices import has_own_memory
 
 log = logging.getLogger(__name__)
 
-Chunk = Callable[[int, Tensor], Tensor]  # (number of the chunk, memory on the device for it) -> the chunk in it
+Chunk = Callable[[int, Tensor], Tensor]  # (index of the chunk, memory on the device for it) -> the chunk in it
 
 
 class Staging:
-    """Two streams of one device: one for what comes from it, one for what goes there, as a bus carries both at once."""
+    """Two streams of one device, one per direction, because a bus carries both directions at once."""
 
     def __init__(self, device: torch.device, *, is_overlapped: bool | None = None) -> None:
-        """`is_overlapped`: None = where the device has memory and streams of its own; the CPU has them in name only."""
+        """`is_overlapped`: None = if the device has its own memory and streams; the CPU has them in name only."""
         self.device = device
         self._api = torch.get_device_module(device)
         if is_overlapped is None:
@@ -30,11 +30,11 @@ class Staging:
         self._down, self._up = (self._stream(), self._stream()) if is_overlapped else (None, None)
 
     def _stream(self) -> Any:
-        """Of the model's device, which need not be the current one."""
+        """A stream of the model's device, which need not be the current one."""
         return self._api.Stream() if self.device.type == "cpu" else self._api.Stream(device=self.device)
 
     def chunks(self, chunk: Chunk, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """Each chunk on the CPU, made on the device and copied while the one before it is used.
+        """Yield each chunk on the CPU, made on the device and copied while the one before it is used.
 
         A chunk is valid until the next one is asked for.
         """
@@ -55,11 +55,11 @@ class Staging:
                 yield slots[(index - 1) % 2].end(sizes[index - 1])
 
     def going_up(self) -> AbstractContextManager[object]:
-        """Copies to the device that are begun within do not wait for what it computes; `FlatParameters.flush` waits."""
+        """Copies to the device that start inside do not wait for its computation; `FlatParameters.flush` waits."""
         return nullcontext() if self._up is None else self._api.stream(self._up)
 
     def begin(self) -> None:
-        """What is copied up from now on comes after all that the device was asked to compute until now."""
+        """Order later copies to the device after all computation that was queued until now."""
         if self._up is not None:
             self._up.wait_stream(self._api.current_stream(self.device))
 
@@ -81,9 +81,9 @@ class _Slot:
 
 
 def pin(values: Tensor, device: torch.device) -> None:
-    """Lock a tensor of main memory in place, where a CUDA device can then copy it by itself; no copy, no rounding up.
+    """Pin a tensor of main memory in place, so that a CUDA device can copy it directly; no copy, no rounding up.
 
-    Where the system does not allow it, copies are slower and a line tells it.
+    If the system does not allow it, copies are slower and a warning is logged.
     """
     if device.type != "cuda" or not values.numel():
         return

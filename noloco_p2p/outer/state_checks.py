@@ -1,10 +1,10 @@
-"""What the state of a stranger must pass before it is taken: by a newcomer, by who catches up, for a merge or a fork.
+"""Checks of a stranger's state before it is used: by a newcomer, when catching up, for a merge or a fork.
 
-The functions are pure: they are given tensors, positions in the run and what peers publish, and raise CheckpointError
-with a sentence. `peer/state_admission.py` asks the swarm for what they compare with; `robust_mean.py` compares states
-with each other.
+The functions are pure: they take tensors, positions in the run and what peers publish, and raise CheckpointError with a
+sentence. `peer/state_admission.py` asks the swarm for what they compare with; `robust_mean.py` compares states with
+each other.
 
-The limits come from honest swarms (`benchmarks/honest_states.py`), whose schedule of 40 rounds is far shorter than that
+The limits come from honest swarms (`benchmarks/honest_states.py`) with a schedule of 40 rounds, far shorter than that
 of a real run, so that weights move further in a round. States that are 32 rounds apart were at most 0.75 of their norm
 apart, and their norms differed by a factor of up to 1.6.
 """
@@ -28,10 +28,10 @@ from noloco_p2p.gossip.staleness import FRESH_ROUNDS, STALE_ROUNDS
 from noloco_p2p.spec import OuterSpec, Spec
 
 SLOW_WEIGHTS, OUTER_MOMENTUM = "slow_weights", "outer_momentum"
-MIN_POSITIONS = 3  # of fewer nobody can tell which one is wrong
-MIN_SKETCHES = 2  # of other peers: by what one publishes nobody is refused
-MARKS_COMPARED = 2  # each costs a pass over the state, 3 ns a number
-LARGEST_DISTANCE = 1.0  # of the norm: 0.75, and three standard deviations of a sketch (9 % of a distance)
+MIN_POSITIONS = 3  # with fewer, it cannot be decided which one is wrong
+MIN_SKETCHES = 2  # of other peers: a single one cannot refuse a state
+MARKS_COMPARED = 2  # each costs a pass over the state, 3 ns per number
+LARGEST_DISTANCE = 1.0  # relative to the norm: 0.75, and three standard deviations of a sketch (9 % of a distance)
 LARGEST_NORM_RATIO = 1.75  # 1.6 in honest swarms
 
 
@@ -42,58 +42,60 @@ def vectors_of(outer: OuterSpec, num_elements: int) -> dict[str, int]:
 
 
 def read_state(path: Path, expected: Mapping[str, int]) -> dict[str, Tensor]:
-    """The vectors of a state file, mapped and not copied, once they have passed `check_vectors`.
+    """Return the vectors of a state file, mapped and not copied, once they have passed `check_vectors`.
 
-    Raises CheckpointError, also for a file that is no state, and OSError.
+    Raises OSError, and CheckpointError for an invalid state or another file format.
     """
     try:
         tensors = load_file(path)
     except SafetensorError:
-        raise CheckpointError("the state is no safetensors file") from None
+        raise CheckpointError("the state is not a safetensors file") from None
     check_vectors(tensors, expected)
     return tensors
 
 
 def check_vectors(tensors: Mapping[str, object], expected: Mapping[str, int]) -> None:
-    """Raises CheckpointError for another model's state, another dtype, or numbers that are not finite.
+    """Raise CheckpointError for another model's state, another dtype, or numbers that are not finite.
 
-    expected: the size of each flat vector; what there is more is not looked at.
+    expected: the size of each flat vector; other entries are ignored.
     """
     for name, num_elements in expected.items():
         vector = tensors.get(name)
         if not isinstance(vector, Tensor) or vector.shape != (num_elements,):
-            raise CheckpointError(f"the state has no {name} of {num_elements} numbers: it is of another model")
+            raise CheckpointError(f"the state has no {name} of {num_elements} numbers: it belongs to another model")
         if vector.dtype is not torch.float32:
             raise CheckpointError(f"the state has {name} in {vector.dtype}, not float32")
         if not all(bool(torch.isfinite(chunk).all()) for chunk in vector.split(CHUNK_ELEMENTS)):
-            raise CheckpointError(f"the state has {name} with numbers that are not finite")
+            raise CheckpointError(f"{name} of the state has numbers that are not finite")
 
 
 def check_position(round_index: int, progress: float, others: Sequence[tuple[int, float]], spec: Spec) -> None:
-    """Raises CheckpointError for a position in the run where the swarm is not.
+    """Raise CheckpointError for a position in the run that is far from the swarm's.
 
-    others: round and progress of each live peer, that of the donor too. Counters of rounds differ between honest peers
-    as much as their pace and the length of their rounds do, so that only a counter far beyond that is refused.
+    others: round and progress of each live peer, including the donor. The round counters of honest peers differ
+    with their
+    speed and round lengths, so only a counter far beyond that is refused.
     """
     if len(others) < MIN_POSITIONS:
         return
     outer, middle = spec.outer, median(progress for _, progress in others)
     if not abs(progress - middle) <= STALE_ROUNDS * outer.longest_round / spec.schedule_steps:
         raise CheckpointError(
-            f"the state is of {100 * progress:.1f} % of the schedule, and the swarm stands at {100 * middle:.1f} %"
+            f"the state is at {100 * progress:.1f} % of the schedule, but the swarm is at {100 * middle:.1f} %"
         )
     shortest = outer.min_inner_steps if outer.is_auto else outer.longest_round
     most = FRESH_ROUNDS * outer.longest_round / shortest * median(count for count, _ in others) + STALE_ROUNDS
     if not 0 <= round_index <= most:
-        raise CheckpointError(f"the state is of round {round_index}, which no peer of this swarm can have reached")
+        raise CheckpointError(f"the state is from round {round_index}, which no peer of this swarm can have reached")
 
 
 def check_sketches(slow_weights: Tensor, published: Sequence[str], *, progress: float, spec: Spec) -> None:
-    """Raises CheckpointError for weights that are far from what most of the other peers publish of theirs.
+    """Raise CheckpointError for weights that are far from what most of the other peers publish.
 
-    published: the packed sketches of the others. The state is sketched as they sketched theirs, at the same mark; marks
-    further from `progress` than the staleness limit are left out. Everybody can compute these sketches, so that weights
-    can be made up that pass: this finds faults and simple lies, and a comparison with other donors finds more.
+    published: the packed sketches of the others. The state is sketched at the same marks; marks further from `progress`
+    than the staleness limit are left out. Anyone can compute these sketches, and make up weights that pass. So this
+    check
+    finds faults and simple lies, and a comparison with other donors finds more.
     """
     reach = STALE_ROUNDS * spec.outer.longest_round / spec.schedule_steps
     read = [found for text in published if (found := unpack(text)) and abs(_progress_of(found) - progress) <= reach]
@@ -105,9 +107,7 @@ def check_sketches(slow_weights: Tensor, published: Sequence[str], *, progress: 
     own = {mark: sketch(slow_weights, run=spec.digest(), mark=mark) for mark in marks}
     num_far = sum(_is_far(own[found.mark], length, found) for found in compared)
     if num_far > len(compared) / 2:
-        raise CheckpointError(
-            f"the weights are far from what {num_far} of {len(compared)} other peers publish of theirs"
-        )
+        raise CheckpointError(f"the weights are far from what {num_far} of {len(compared)} other peers publish")
 
 
 def _is_far(own: Tensor, length: float, other: Sketch) -> bool:

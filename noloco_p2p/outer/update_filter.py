@@ -1,4 +1,4 @@
-"""What of a swap is let into the model: the gates ask the numbers, and a loss check asks the model itself."""
+"""Update filtering: the gates check the numbers of a swap, and a loss check evaluates the model itself."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LossCheck:
-    """The gate that asks the model itself: a swap that raises the loss on a private batch too much is undone.
+    """The gate that evaluates the model: a swap that raises the loss on a private batch too much is undone.
 
-    While it checks a step, slow weights, momentum and the model's weights are held twice: 12 bytes a parameter. It does
-    not check a gradient that comes after its boundary.
+    During a checked step, slow weights, momentum and the model's weights are held twice: 12 bytes per parameter. A
+    gradient that comes after its boundary is not checked.
 
     Args:
-        measure: Returns the loss of the model as it is, in nats a token, on a batch that no partner knows. It is called
-            twice a swap.
+        measure: Returns the current loss of the model, in nats per token, on a batch that no partner knows. It is
+        called
+            twice per swap.
         max_rise: By how much a swap may raise the loss.
     """
 
@@ -33,7 +34,7 @@ class LossCheck:
 
 
 class UpdateFilter:
-    """Takes the outer steps of one peer, with what its gates let through, and counts what they did not.
+    """Takes the outer steps of one peer with what its gates admit, and counts what they refuse or clip.
 
     on_change: called before slow weights or momentum change.
     """
@@ -54,7 +55,9 @@ class UpdateFilter:
         self.scales = UNSCALED  # of the outer gradients in it
 
     def step(self, outcome: Outcome, *, is_closing: bool) -> tuple[Outcome, bool]:
-        """The outer step of a round; returns what is left of its outcome, and whether own weights were not finite."""
+        """Take the outer step of a round. Returns what is left of its outcome, and whether own weights were not
+        finite.
+        """
         self._on_change()
         admitted_outcome, verdict = admitted(outcome, self._state)
         if verdict.refusal:
@@ -64,10 +67,10 @@ class UpdateFilter:
         before = self._state.copy()
         loss = self._loss_check.measure()
         diverged = self._apply(admitted_outcome, verdict, is_closing=is_closing)
-        if diverged:  # there is no loss to compare with, and none of it is the partner's doing
+        if diverged:  # there is no loss to compare with, and the partner did not cause it
             return admitted_outcome, True
         rise = self._loss_check.measure() - loss
-        if rise <= self._loss_check.max_rise:  # not so for NaN
+        if rise <= self._loss_check.max_rise:  # false for NaN
             return admitted_outcome, False
         self._state.restore(before)
         self._metrics.refused_losses += 1
@@ -75,7 +78,7 @@ class UpdateFilter:
         return alone, self._apply(alone, FilterVerdict(), is_closing=is_closing)
 
     def correct(self, correction: Correction) -> None:
-        """What a late part adds after its boundary."""
+        """Apply a late part after its boundary."""
         metrics, verdict = self._metrics, self._state.judge(correction.gradient, correction.agreed)
         if verdict.refusal:
             metrics.refused_gradients += 1
@@ -98,7 +101,7 @@ class UpdateFilter:
 
 
 def admitted(outcome: Outcome, state: OuterState) -> tuple[Outcome, FilterVerdict]:
-    """What is left of an outcome behind the gates that may refuse a whole swap: the round is then a solo one."""
+    """Apply the gates that may refuse a whole swap; the round is then a solo round."""
     if isinstance(outcome, Alone):
         return outcome, FilterVerdict()
     received = outcome.received

@@ -1,4 +1,4 @@
-"""What a peer gets from those who are there: the spec, the state at its start, and the state of who is far ahead."""
+"""What a peer gets from live peers: the spec, the state at its start, and a newer state if it is far behind."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ from noloco_p2p.transfer.kept_chunks import forget
 
 log = logging.getLogger(__name__)
 
-ENTER_TIMEOUT_S = 30.0  # to hear of a live peer of the run that a ticket names
-LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps or peers met before: nobody need be there
+ENTER_TIMEOUT_S = 30.0  # to find a live peer of the run that a ticket names
+LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps or known peers: there may be no live peer
 ASK_AGAIN_S = 1.0  # for the spec
-ANSWER_S = 120.0  # for what takes seconds, on a slow machine
-FETCH_STATE_TIMEOUT_S = 24 * 3600.0  # at its start a peer has nothing else to do
-CATCH_UP_TIMEOUT_S = 600.0  # training waits: what came is kept, and the next try goes on with it
-CATCH_UP_AGAIN_S = 60.0  # after the last try, and at least as long as that took
+ANSWER_S = 120.0  # for fast questions, on a slow machine
+FETCH_STATE_TIMEOUT_S = 24 * 3600.0  # a starting peer has nothing else to do
+CATCH_UP_TIMEOUT_S = 600.0  # training waits: what arrived is kept, and the next try continues with it
+CATCH_UP_AGAIN_S = 60.0  # after the last try, and at least as long as it took
 DONORS_ASKED = 3  # for their tensors, when none of them had a state that fits
 
 
 async def find_spec(
     ticket: Ticket, *, state_dir: Path, directory: SwarmDirectory, transport: GrpcTransport, live_peers: LivePeers
 ) -> Spec:
-    """The spec that this machine has kept, or that a live peer gives. Raises Unreachable."""
+    """Return the spec that this machine has kept, or that a live peer serves. Raises Unreachable."""
     if kept := read_spec(ticket, state_dir):
         return kept
     await find_somebody(ticket, directory, timeout_s=ENTER_TIMEOUT_S)
     until_s = time.monotonic() + ENTER_TIMEOUT_S
-    while True:  # a relay for those who are here may be found in a moment
-        donors = [candidate for candidate in live_peers.live() if candidate.can_be_called]  # of whatever stage
+    while True:  # a relay to the live peers may be found in a moment
+        donors = [candidate for candidate in live_peers.live() if candidate.can_be_called]  # of any stage
         try:
             return await fetch_spec(transport, donors, expected_digest=ticket.spec_digest)
         except Unreachable:
@@ -67,9 +67,11 @@ async def find_spec(
 class Entering:
     """`enter` and `catch_up` belong to the main thread; everything that they ask of others runs on the network thread.
 
-    is_told_stale: has a peer refused this one as too far away in the run since that was asked last? ticket: that this
-    peer enters with. expects_others: it has other ways in, and waits a little for somebody. leaving:
-    set when this peer is to end, which also ends what takes long here (`Left`).
+    is_told_stale: whether a peer has refused this one as too far away in the run since the last call. ticket: the
+    one that
+    this peer enters with. expects_others: it has other ways to enter, and waits briefly for a live peer. leaving:
+    set when
+    this peer must end, which also ends long work here (`Left`).
     """
 
     def __init__(
@@ -106,17 +108,19 @@ class Entering:
         self._ask_again_s = 0.0
 
     def look_around(self) -> None:
-        """Wait until a live peer is heard of, where there should be one. Raises Left, and Unreachable: a ticket, and
-        nobody is there."""
+        """Wait until a live peer is known, if one is expected.
+
+        Raises Left, and Unreachable when this peer has a ticket and no peer is live.
+        """
         with self._progress.task("looking for live peers"):
             self._thread.call(self._look_around(), ANSWER_S, leaving=self._leaving)
 
     def enter(self, layout: ModelLayout, *, target: Path) -> StateManifest | None:
-        """Fetch the state of a live peer into `target`; None when nobody has one. Waits while all who are listed are
-        silent: they may have died, and their records outlive them.
+        """Fetch the state of a live peer into `target`; None when no peer has one.
 
-        Raises Left, Unreachable (a ticket, and nobody is there), TimedOut, CheckpointError (the disk), and ModelError,
-        with the first tensor that differs, when live peers train another model.
+        Waits while all listed peers are silent: they may have died, and their records outlive them. Raises Left,
+        Unreachable (a ticket, and no live peer), TimedOut, CheckpointError (the disk), and ModelError, with the first
+        tensor that differs, when live peers train another model.
         """
         donors, told = self._look_for_donors(), False
         while donors:
@@ -132,39 +136,43 @@ class Entering:
                 break
             if not told:
                 told = True
-                log.warning("no peer of the run answers: this one waits until one does, or none is listed any more")
+                log.warning("no peer of the run answers: this peer waits until one does, or all records have expired")
             if self._leaving.wait(self._pause_s):
                 raise Left("asked to leave before a peer of the run answered")
             donors = self._look_for_donors()
         if told and not donors and self._live_peers.stage is not None:
-            raise Unreachable("the peers that held this stage are gone: start this peer again, and it waits for them")
+            raise Unreachable("the peers that held this stage are gone: restart this peer to wait for them")
         self._check_model(donors, layout)
         return None
 
     def answering(self) -> Sequence[Candidate]:
-        """Some of those that this peer swaps with, as they are now. Those that died do not answer, and their records
-        outlive them. Raises Left."""
+        """Some of the peers that this one swaps with, with current values. Dead peers do not answer, but their records
+        remain.
+
+        Raises Left.
+        """
         return self._thread.call(self._ask_for_positions(), ANSWER_S, leaving=self._leaving)
 
     def catch_up(
         self, layout: ModelLayout, *, progress: float, round_progress: float, target: Path
     ) -> StateManifest | None:
-        """Fetch the state of a live peer into `target` when most of the swarm is far ahead; None when it is not.
+        """Fetch the state of a live peer into `target` if most of the swarm is far ahead; None if it is not.
 
-        progress: own, of the schedule; round_progress: of one round. Costs nothing to ask, but after a refusal. None,
-        too, when nobody gives a newer state: it is then tried again after a while.
+        progress: of this peer, in the schedule. round_progress: of one round. It is cheap to call, except after a
+        refusal. Also
+        None when no peer serves a newer state: then it is tried again after a while.
         """
         if time.monotonic() < self._catch_up_again_s:
             return None
         try:
             ahead = self._far_ahead(progress, round_progress=round_progress)
-        except (Left, TimeoutError):  # asked to leave, or the network thread is stuck
+        except (Left, TimeoutError):  # asked to leave, or the network thread hangs
             return None
         if not ahead:
             return None
         began_s = time.monotonic()
         log.warning(
-            "this peer stands at %.1f %% of the schedule and most of the swarm at %.1f %% or beyond: it catches up",
+            "this peer is at %.1f %% of the schedule and most of the swarm at %.1f %% or beyond: catching up",
             100 * progress,
             100 * min(donor.progress for donor in ahead),
         )
@@ -181,16 +189,16 @@ class Entering:
             now_s = time.monotonic()
             self._catch_up_again_s = now_s + max(CATCH_UP_AGAIN_S, now_s - began_s)
         if manifest is None:
-            log.warning("nobody gives a newer state now; this peer asks again in a while")
+            log.warning("no peer serves a newer state now; this peer will ask again later")
             return None
-        log.warning("it has caught up with round %d, %.1f %% of the schedule", manifest.round, 100 * manifest.progress)
+        log.warning("caught up with round %d, %.1f %% of the schedule", manifest.round, 100 * manifest.progress)
         return manifest
 
     def _far_ahead(self, progress: float, *, round_progress: float) -> list[Candidate]:
-        """Peers that stand where the swarm does, shuffled; none while this one stands there, too. Raises Left.
+        """Peers at the position of the swarm, shuffled; none while this peer is there, too. Raises Left.
 
-        Records are up to a heartbeat old, which can be more short rounds than partners may be apart: a peer that was
-        refused for its position asks some others for theirs; not often, as anybody can refuse, and training waits.
+        Records are up to a heartbeat old, which can be more short rounds than partners may be apart. So a peer that was
+        refused for its position asks some others for theirs; not often, because anybody can refuse, and training waits.
         """
         live = self._live_peers.mates()
         if time.monotonic() >= self._ask_again_s and self._is_told_stale():
@@ -213,23 +221,23 @@ class Entering:
         return await ask_for_positions(self._transport, self._live_peers.live())
 
     async def _reached(self, live: Sequence[Candidate]) -> Sequence[Candidate]:
-        """The same peers, with ways to those that cannot be dialled."""
+        """The same peers, with tunnels to those that cannot be dialled."""
         return self._live_peers.reached(live)
 
     async def _look_around(self) -> None:
-        """Wait until a live peer is heard of, where there should be one. Raises Unreachable: a ticket, and nobody."""
+        """Wait until a live peer is known, if one is expected. Raises Unreachable for a ticket without live peers."""
         if self._ticket:
             await find_somebody(self._ticket, self._directory, timeout_s=ENTER_TIMEOUT_S)
         elif self._expects_others:
             await self._directory.wait_for_peers(LOOK_AROUND_S)
 
     async def _find_donors(self) -> Sequence[Candidate]:
-        """Live peers that may have a state, in any order; none when this peer is the first. Raises Unreachable."""
+        """Live peers that may have a state, in any order; none if this peer is the first. Raises Unreachable."""
         await self._look_around()
         donors = [peer for peer in self._live_peers.live() if can_give(peer)]
         random.shuffle(donors)
         middle = median(donor.progress for donor in donors) if donors else 0.0
-        return sorted(donors, key=lambda donor: donor.progress < middle)  # who is behind is asked last
+        return sorted(donors, key=lambda donor: donor.progress < middle)  # peers that are behind are asked last
 
     def _fetch_state(
         self,
@@ -243,7 +251,7 @@ class Entering:
         waits = False
 
         def what() -> str:
-            return "fetching the state of the swarm" + (" (all donors are busy; it asks them again)" if waits else "")
+            return "fetching the state of the swarm" + (" (all donors are busy; retrying)" if waits else "")
 
         def note_waiting(now_waits: bool) -> None:
             nonlocal waits
@@ -271,17 +279,17 @@ class Entering:
             if manifest is None:
                 forget(target)
         except TimeoutError:
-            raise TimedOut(f"the state of the swarm did not come within {duration(timeout_s)}") from None
+            raise TimedOut(f"the state of the swarm did not arrive within {duration(timeout_s)}") from None
         except OSError as error:
             raise CheckpointError(f"the state of the swarm cannot be written to {target}: {error}") from None
         return manifest
 
     def _check_model(self, donors: Sequence[Candidate], layout: ModelLayout) -> None:
-        """Raises ModelError when the swarm trains another model than the one here: it would be refused for ever."""
+        """Raise ModelError when the swarm trains another model than this peer, which would always be refused."""
         for donor in donors[:DONORS_ASKED]:
             difference = self._thread.call(find_difference(self._transport, donor, layout), ANSWER_S)
             if difference:
                 raise ModelError(
-                    f"this model is not the one that the swarm trains, {named(donor.peer_id)} says: {difference}. "
-                    "Use the same revision, folder and versions of torch and transformers as the others"
+                    f"this model is not the one that the swarm trains, according to {named(donor.peer_id)}: "
+                    f"{difference}. Use the same revision, folder and versions of torch and transformers as the others"
                 )

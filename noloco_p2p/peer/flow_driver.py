@@ -1,8 +1,8 @@
-"""Drives the state machine of a pipeline over the streams to its neighbours, beside the thread that computes.
+"""Drives the state machine of a pipeline over the streams to its neighbours, in parallel to the thread that computes.
 
-Events and their times go into `flow/`; its actions are performed here, on the network thread. Tasks go to the one
-thread that touches weights (`threaded_flow.py`), one at a time. While it computes, other threads decode the payload of
-the next task and encode the result of the one before, so that it waits for neither.
+It feeds `flow/` with events and their times, and performs its actions on the network thread. Tasks go to the one thread
+that touches weights (`threaded_flow.py`), one at a time. While it computes, other threads decode the payload of the
+next task and encode the result of the one before, so that it waits for neither.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from noloco_p2p.owned_tasks import OwnedTasks
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-DIAL_AGAIN_S = 5.0  # a neighbour to which a stream is to be kept
-MAX_DROPPED = 16  # forwards of one neighbour in a row; an honest one sends after a Credit alone
+DIAL_AGAIN_S = 5.0  # to a neighbour with which a stream is kept
+MAX_DROPPED = 16  # consecutive forwards of one neighbour; an honest one sends only after a Credit
 
 
 class Work(Protocol):
@@ -53,10 +53,11 @@ class Handed:
 
 
 class FlowDriver:
-    """Lives on the network thread. `tasks` is what the computing thread takes, an exception of its data included.
+    """Belongs to the network thread. `tasks` is what the computing thread takes, including an exception of its data.
 
-    batches: of a head, microbatches; the next one is read on another thread before it is due.
-    microbatch_tokens: in the loss of each.
+    batches: microbatches of a head; the next one is read on another thread before it is due. microbatch_tokens: in
+    the loss
+    of each.
     """
 
     def __init__(
@@ -86,9 +87,10 @@ class FlowDriver:
         self._microbatch_tokens = microbatch_tokens
         self._loop = asyncio.get_running_loop()
         self._downstream: frozenset[str] = frozenset()
-        self._kept: dict[str, float] = {}  # neighbours to which a stream is kept -> when they were dialled last
+        self._kept: dict[str, float] = {}  # neighbours to which a stream is kept -> when they were last dialled
         self._num_dropped = Counter[str]()
-        self._ahead: tuple[Compute, asyncio.Future[Compute]] | None = None  # what is decoded for the next task
+        # the payload that is being decoded for the next task
+        self._ahead: tuple[Compute, asyncio.Future[Compute]] | None = None
         self._given_up: deque[object] = deque()
         self._to_evaluate: deque[object] = deque()
         self._microbatch: asyncio.Future[object] | None = None  # the next one
@@ -99,15 +101,17 @@ class FlowDriver:
         self._running.start(self._tick())
 
     def meet(self, downstream: Collection[str], ring: Collection[str] = ()) -> None:
-        """downstream: replicas of the next stage. ring: to whom a stream is kept, where the path closes: of a head,
-        replicas of the last stage; of those, heads."""
+        """downstream: replicas of the next stage. ring: peers to which a stream is kept where the path closes.
+
+        For a head these are replicas of the last stage; for those, heads.
+        """
         self._downstream = frozenset(downstream)
         self._kept = dict.fromkeys(ring, -DIAL_AGAIN_S)
         self._keep_streams()
         self._neighbours_changed()
 
     def leave(self) -> None:
-        """Launch and accept nothing; what is held is finished."""
+        """Launch and accept nothing; finish what is held."""
         self._do(self.machine.leave(self._now_s()))
 
     def rejoin(self) -> None:
@@ -115,12 +119,12 @@ class FlowDriver:
         self._do(self.machine.rejoin(self._now_s()))
 
     def evaluate(self, microbatches: Collection[object]) -> None:
-        """Of a head: send these around the ring before others, without gradients, in place of those before."""
+        """On a head: send these around the ring before others, without gradients, replacing earlier ones."""
         self._to_evaluate = deque(microbatches)
         self._do([])
 
     async def stop(self) -> None:
-        """The streams are ended by their owner, before."""
+        """Stop. The owner has ended the streams before."""
         await self._running.stop(grace_s=0.0)
 
     # neighbours
@@ -137,7 +141,7 @@ class FlowDriver:
         self._neighbours_changed()
 
     async def checked(self, peer: str, frame: Frame) -> Frame:
-        """Raises CorruptPayload for what is no fault of the network. A value that is not finite is a strike."""
+        """Raises CorruptPayload for damage that the network cannot cause. A value that is not finite is a strike."""
         if isinstance(frame, Want | Mark):
             self._tickets.check(frame.ticket)
         if not isinstance(frame, Forward | Backward) or frame.payload is None:
@@ -160,7 +164,7 @@ class FlowDriver:
     def _count_dropped(self, peer: str, *, is_dropped: bool) -> None:
         self._num_dropped[peer] = self._num_dropped[peer] + 1 if is_dropped else 0
         if self._num_dropped[peer] > MAX_DROPPED and isinstance(self.machine, Replica):
-            sentence = f"it sent {MAX_DROPPED} forwards for which it had no room"
+            sentence = f"it sent {MAX_DROPPED} forwards without a reservation"
             self._strike(peer, sentence)
             self._loop.call_soon(self._links.drop, peer, Refused(sentence, peer=peer))
 
@@ -193,7 +197,7 @@ class FlowDriver:
     # what the computing thread reports
 
     def computed(self, task: Compute, result: object) -> None:
-        """result: a tensor, or None where nothing is to be sent."""
+        """result: a tensor, or None if nothing is to be sent."""
         payload = None if result is None else self._elsewhere(lambda: self._work.encoded(task.kind, result))
         self._do(self.machine.computed(task, payload, self._now_s()))
 
@@ -209,7 +213,7 @@ class FlowDriver:
         self.machine.hold_steps()
 
     def release_steps(self, progress: float) -> None:
-        """progress: after the outer step, which moves that of a head. Only an inner step of its own finishes a head."""
+        """progress: after the outer step, which moves a head's progress. Only its own inner step finishes a head."""
         machine = self.machine
         if isinstance(machine, Head) and progress < FINAL_MARK:
             machine.progress = progress
@@ -265,7 +269,7 @@ class FlowDriver:
         self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """Decode the payload of the next task, if it is not the one that is decoded already."""
+        """Decode the payload of the next task, unless that is already being done."""
         if not isinstance(self.machine.tasks.running, Compute):
             return
         task = self.machine.next_task
@@ -293,13 +297,13 @@ class FlowDriver:
             self._perform(actions)
 
     def _next_microbatch(self) -> object:
-        """None = it is not read yet; `_launch` is called again once it is."""
+        """Return the next microbatch; None if it is not read yet: `_launch` is called again once it is."""
         ready, self._microbatch = self._microbatch, None
         if ready and not ready.done():
             self._microbatch = ready
             return None
         if ready and (ready.exception() or ready.result() is None):
-            self._microbatch = ready  # nothing more is launched; the computing thread hears of a fault
+            self._microbatch = ready  # nothing more is launched; the computing thread gets the error
             return None
         self._microbatch = self._elsewhere(lambda: next(self._batches, None))
         self._microbatch.add_done_callback(self._has_read)

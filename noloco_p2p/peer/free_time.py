@@ -1,4 +1,4 @@
-"""When a peer trains on a machine that has other things to do. Pure: `peer/machine_use.py` looks at the machine."""
+"""When a peer trains on a machine that has other work, too. Pure: `peer/machine_use.py` observes the machine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.records import PausedBy
 
 BUSY_SHARE = 0.25  # of all cores, by other programs
-GPU_BUSY_SHARE = 0.1  # of the GPU's time; a desktop that stands still takes less
+GPU_BUSY_SHARE = 0.1  # of the GPU's time; an idle desktop takes less
 QUIET_S = 120.0  # since other programs were last busy, before training goes on
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The machine at one moment; None = not known.
+    """The use of the machine at one moment; None = unknown.
 
     minute: of the day, local time. others_share: of all cores, that other programs used since the last look.
     gpu_others_share: of the time of the GPUs that this peer computes on, the same.
@@ -45,11 +45,13 @@ GPU_IN_USE = Reason(
 
 
 class FreeTime:
-    """What the settings allow. It remembers when other programs were last busy, so that training does not flap."""
+    """Decides whether the settings allow training. It remembers when other programs were last busy,
+    so that training does not start and stop in quick succession.
+    """
 
     def __init__(self, settings: PeerSettings) -> None:
         self._hours = settings.hours
-        self._is_outside = Reason("hours", f"it is outside of {settings.when}")
+        self._is_outside = Reason("hours", f"the time is outside {settings.when}")
         self._spares_battery = settings.on_battery == "never"
         self.spares_users = settings.when == "idle"
         self.spares_gpu = self.spares_users or settings.on_busy_gpu == "never"
@@ -57,7 +59,7 @@ class FreeTime:
 
     @property
     def is_limited(self) -> bool:
-        """Whether there is anything to look at."""
+        """Whether the settings depend on the use of the machine."""
         return bool(self._hours or self._spares_battery or self.spares_gpu)
 
     def why_not(self, seen: Seen, *, now_s: float) -> Reason | None:

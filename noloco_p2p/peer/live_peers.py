@@ -1,4 +1,4 @@
-"""The live peers that this one may call: as the directory knows them, by tunnel where needed, of its stage."""
+"""The live peers that this one may call: from the directory, by tunnel if needed, and of its stage."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from noloco_p2p.swarm.tunnel import Tunnels
 
 
 class LivePeers:
-    """Implements the seam `gossip.seams.Directory`. `stage`: that this peer holds, in a run with stages; from then on
-    the seam knows peers of that stage alone.
+    """Implements `gossip.seams.Directory`. `stage`: that of this peer, in a run with stages.
 
-    `live`, `reached` and `find` belong to the network thread, as they may open a tunnel; the rest is for any thread.
+    Once it is set, the interface returns only peers of that stage. `live`, `reached` and `find` belong to the network
+    thread, because they may open a tunnel; the rest is thread-safe.
     """
 
     def __init__(self, directory: SwarmDirectory, tunnels: Tunnels) -> None:
@@ -39,11 +39,11 @@ class LivePeers:
         return self.reached([found])[0] if found else None
 
     def everyone(self) -> Sequence[Candidate]:
-        """Live peers of all stages, as their records say. Never waits."""
+        """Live peers of all stages, from their records. Never waits."""
         return self._directory.live()
 
     def mates(self) -> Sequence[Candidate]:
-        """The same, of the stage of this peer alone once it holds one."""
+        """The same, restricted to the stage of this peer once it holds one."""
         return self._of_own_stage(self.everyone())
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:

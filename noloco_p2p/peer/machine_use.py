@@ -1,4 +1,4 @@
-"""What this machine does beside this peer: its battery, the processor, and NVIDIA's GPUs as NVML sees them."""
+"""How this machine is used apart from this peer: its battery, its processor, and NVIDIA's GPUs as NVML reports them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import psutil
 
 from noloco_p2p.peer.free_time import Seen
 
-BUSY = ("user", "nice", "system", "irq", "softirq")  # of the times of the processor; the others are times of waiting
+BUSY = ("user", "nice", "system", "irq", "softirq")  # processor times; the other fields count waiting
 
 
 class MachineUse:
-    """Looks at the machine. root_pid: this peer is that process with all its children. gpu: None = do not look."""
+    """Observes the machine. root_pid: the process that, with its children, is this peer. gpu: None = none."""
 
     def __init__(self, *, root_pid: int | None = None, gpu: GpuUse | None = None) -> None:
         self._root = psutil.Process(own_root() if root_pid is None else root_pid)
@@ -24,7 +24,7 @@ class MachineUse:
         self._before: tuple[float, float, float] | None = None
 
     def look(self) -> Seen:
-        """Takes some milliseconds; `others_share` is known from the second look on."""
+        """Observe the machine, which takes some milliseconds. `others_share` is known from the second call on."""
         own = self._own_processes()
         local = time.localtime()
         return Seen(
@@ -60,7 +60,7 @@ class GpuUse:
     def __init__(self) -> None:
         self.why_unknown = ""
         self._nvml: Any = None
-        self._since: dict[int, int] = {}  # time of the newest sample that was read of each GPU, as NVML counts it
+        self._since: dict[int, int] = {}  # time of the newest sample read from each GPU, on NVML's clock
         try:
             pynvml = import_module("pynvml")
         except ModuleNotFoundError:
@@ -82,7 +82,7 @@ class GpuUse:
             return None
         try:
             shares = [self._share(index, own) for index in range(self._nvml.nvmlDeviceGetCount())]
-        except self._nvml.NVMLError:  # of a card that does not count them, or a driver that was changed
+        except self._nvml.NVMLError:  # the card does not count them, or the driver was replaced
             return None
         return max((share for share in shares if share is not None), default=None)
 
@@ -93,7 +93,7 @@ class GpuUse:
             return None
         try:
             samples = nvml.nvmlDeviceGetProcessUtilization(device, self._since.get(index, 0))
-        except nvml.NVMLError_NotFound:  # no process was busy since
+        except nvml.NVMLError_NotFound:  # no process was busy since then
             return 0.0
         self._since[index] = max((sample.timeStamp for sample in samples), default=self._since.get(index, 0))
         return sum(sample.smUtil for sample in samples if sample.pid not in own) / 100
@@ -105,10 +105,10 @@ def own_root() -> int:
 
 
 def on_battery() -> bool | None:
-    """None where there is no battery, or the system does not tell."""
+    """None where there is no battery, or the system does not report it."""
     try:
         battery = psutil.sensors_battery()
-    except (AttributeError, OSError):  # no such system call here
+    except (AttributeError, OSError):  # the system has no such call
         return None
     return None if battery is None or battery.power_plugged is None else not battery.power_plugged
 

@@ -1,4 +1,4 @@
-"""What the outer step of a running peer asks of the network beside swaps: entering, catching up, serving, sketches."""
+"""What the outer step of a running peer asks of the network besides swaps: entering, catching up, serving, sketches."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from noloco_p2p.transfer.donor import SavedState
 if TYPE_CHECKING:
     from torch import Tensor
 
-START_TIMEOUT_S = 120.0  # importing hivemind on a slow disk included
-CHECK_CLOCK_S = 6.0  # for those that this peer enters through to be tried once
+START_TIMEOUT_S = 120.0  # including the import of hivemind from a slow disk
+CHECK_CLOCK_S = 6.0  # to try the peers that this one enters through once
 
 
 class Membership:
-    """`NoLoCo` uses it on the main thread; see the protocol of the same name in `outer/noloco.py`.
+    """Used by `NoLoCo` on the main thread; see the protocol of the same name in `outer/noloco.py`.
 
     network: the running network; raises SettingsError once the peer is closed. call: runs a coroutine on its thread.
     announce: changes the state that others see.
@@ -42,7 +42,7 @@ class Membership:
         self._announce = announce
 
     def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
-        """Tell the network which model trains here; with `target`, fetch the state of a live peer into that file.
+        """Announce which model trains here; with `target`, fetch the state of a live peer into that file.
 
         Raises Left when this peer is asked to leave meanwhile, and ModelError, with the first tensor that differs, when
         live peers train another model.
@@ -59,25 +59,28 @@ class Membership:
         return manifest
 
     def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
-        """Fetch the state of a live peer into `target` when most of the swarm is far ahead; None when it is not.
+        """Fetch the state of a live peer into `target` if most of the swarm is far ahead; None if it is not.
 
-        Costs nothing to ask. None, too, when nobody gives a newer state: it is then tried again after a while.
+        It is cheap to call. Also None when no peer serves a newer state: then it is tried again after a while.
         """
-        assert self._status.layout, "`enter` comes first"
+        assert self._status.layout, "call `enter` first"
         return self._network().entering.catch_up(
             self._status.layout, progress=progress, round_progress=inner_steps / self._total_steps, target=target
         )
 
     def serve_state(self, saved: SavedState) -> None:
-        """From now on newcomers get this state. Of a peer that is closed nobody gets it."""
+        """Serve this state to newcomers from now on. A closed peer serves nothing."""
         if network := self._status.network:
             network.states.saved = saved
 
     def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
-        """After an outer step: sketch these weights in the background, for the record of this peer, where `progress`
-        reached a mark that all peers share; `at_rest`: training is over, and the newest weights count."""
+        """After an outer step: sketch these weights in the background if `progress` reached a mark that all peers
+        share.
+
+        at_rest: training is over, and the final weights are sketched.
+        """
         self._status.sketcher.sketch(slow_weights, progress=progress, at_rest=at_rest)
 
     def weights_change(self) -> None:
-        """Call before the slow weights change; a sketch of them that is not done is thrown away."""
+        """Call it before the slow weights change: an unfinished sketch of them is discarded."""
         self._status.sketcher.weights_change()

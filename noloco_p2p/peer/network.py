@@ -21,8 +21,9 @@ from noloco_p2p.transfer.donor import StateServer
 
 @dataclass(slots=True)
 class Network:
-    """All of them, once they have started. watching: the tasks that look at the swap and at the machine. stage_flow:
-    once this peer holds a stage."""
+    """All of them, once they have started. watching: the tasks that watch the swap and the machine. stage_flow: set
+    once this peer holds a stage.
+    """
 
     directory: SwarmDirectory
     transport: GrpcTransport

@@ -1,4 +1,4 @@
-"""The network thread of a peer: one event loop (uvloop) beside the thread that trains."""
+"""The network thread of a peer: one event loop (uvloop) besides the thread that trains."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from noloco_p2p.errors import Left
 T = TypeVar("T")
 
 STOP_TIMEOUT_S = 20.0
-LOOK_S = 0.1  # how often a call that may be long looks whether this peer is to leave
+LOOK_S = 0.1  # how often a long call checks whether this peer must leave
 
 
 class NetworkThread:
@@ -30,7 +30,7 @@ class NetworkThread:
         self._started.wait()
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, *, leaving: threading.Event | None = None) -> T:
-        """Raises what the coroutine raises, TimeoutError, and Left soon after `leaving` was set."""
+        """Raises what the coroutine raises, TimeoutError, and Left soon after `leaving` is set."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         until_s = time.monotonic() + timeout_s
         try:

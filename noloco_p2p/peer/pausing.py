@@ -1,4 +1,4 @@
-"""Who asks this peer to pause: its user by `noloco pause`, or what else its machine does, as the settings say."""
+"""Whether this peer pauses: its user asked by `noloco pause`, or the machine is used as the settings exclude."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from noloco_p2p.swarm.records import PausedBy
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 5.0  # between two looks at the machine
+LOOK_S = 5.0  # between two observations of the machine
 
 
 class Pausing:
-    """`requested` is set while anybody asks. Changed on the network thread alone."""
+    """`requested` is set while a pause is requested. Only the network thread changes it."""
 
     def __init__(self, requested: threading.Event) -> None:
         self.is_asked = False  # by `noloco pause`
@@ -31,12 +31,12 @@ class Pausing:
         self._requested.set()
 
     def resume(self) -> None:
-        """Take back what `noloco pause` asked for; the use of the machine may still ask for it."""
+        """Withdraw the request of `noloco pause`; the use of the machine may still require a pause."""
         self.is_asked = False
         self.heed(self._machine)
 
     def heed(self, machine: Reason | None) -> None:
-        """What the use of the machine asks for now."""
+        """Set what the use of the machine requires now."""
         self._machine = machine
         if self.is_asked or machine:
             self._requested.set()
@@ -45,22 +45,22 @@ class Pausing:
 
     @property
     def word(self) -> PausedBy:
-        """For the record; empty when nobody asks."""
+        """The reason as it stands in the record; empty without a request."""
         if self._machine and not self.is_asked:
             return self._machine.word
         return "asked" if self._requested.is_set() else ""
 
     @property
     def sentence(self) -> str:
-        """Why, and how it ends; empty when nobody asks."""
+        """A sentence with the reason and how the pause ends; empty without a request."""
         if self._machine and not self.is_asked:
-            return f"{self._machine.sentence}; training goes on by itself"
-        asked = "`noloco pause` asked for it; `noloco resume` goes on, `noloco leave` ends it"
+            return f"{self._machine.sentence}; training resumes by itself"
+        asked = "`noloco pause` asked for it; `noloco resume` continues, `noloco leave` ends the peer"
         return asked if self._requested.is_set() else ""
 
 
 async def watch_machine(settings: PeerSettings, pausing: Pausing) -> list[asyncio.Task[None]]:
-    """The task that looks at this machine; none where the settings let the peer train at any time."""
+    """Start the task that observes this machine; None where the settings let the peer train at any time."""
     free_time = FreeTime(settings)
     if not free_time.is_limited:
         return []
@@ -71,10 +71,10 @@ async def watch_machine(settings: PeerSettings, pausing: Pausing) -> list[asynci
 
 
 async def watch(free_time: FreeTime, pausing: Pausing, look: Callable[[], Seen], *, every_s: float = LOOK_S) -> None:
-    """Look again and again, on another thread, and tell `pausing` what it comes to."""
+    """Observe the machine every few seconds, on another thread, and pass the result to `pausing`."""
     while True:
         try:
             pausing.heed(free_time.why_not(await asyncio.to_thread(look), now_s=time.monotonic()))
-        except Exception:  # the peer goes on as it is
-            log.exception("the use of this machine could not be found out")
+        except Exception:  # the peer keeps its present state
+            log.exception("the use of this machine could not be read")
         await asyncio.sleep(every_s)

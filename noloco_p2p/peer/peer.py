@@ -69,12 +69,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_S = 0.05
-NOT_RUNNING = "this peer is not running: it was closed, as the end of its `with` block does"
-DIAL_BACK_S = 12.0  # for one peer to answer whether it gets through; it tries for 4 s
+NOT_RUNNING = "this peer is not running: it was closed, for example at the end of its `with` block"
+DIAL_BACK_S = 12.0  # for one peer to report whether it gets through; it tries for 4 s
 
 
 def resolve(target: Spec | Ticket | Path | str) -> Spec | Ticket:
-    """A spec, a spec file or a ticket -> what it is. Raises SpecError, TicketError."""
+    """Load what is named by a spec, a spec file or a ticket. Raises SpecError, TicketError."""
     if isinstance(target, Spec | Ticket):
         return target
     if isinstance(target, str) and is_ticket(target):
@@ -83,12 +83,12 @@ def resolve(target: Spec | Ticket | Path | str) -> Spec | Ticket:
 
 
 class Peer:
-    """A running peer. Use `Peer.join(...)` as a context manager; leaving it says good-bye to the swarm.
+    """A running peer. Use `Peer.join(...)` as a context manager; at its end the peer announces that it leaves.
 
     Attributes:
         spec: What all peers of the run share.
         settings: The settings of this machine.
-        metrics: The numbers of this peer; other peers see `metrics.loss`, which the script sets.
+        metrics: The metrics of this peer; other peers see `metrics.loss`, which the script sets.
         leave_requested: An event: `noloco leave` asks the script to stop after the inner step.
         pause_requested: An event: `noloco pause`, or the use of this machine, asks it to pause after the inner step.
         pausing: Why it has to pause.
@@ -97,18 +97,18 @@ class Peer:
 
     def __init__(self, target: Spec | Ticket, settings: PeerSettings, *, progress: Progress | None = None) -> None:
         self.settings = settings
-        self.progress = progress or Progress()  # what takes long now; `noloco status` tells it
+        self.progress = progress or Progress()  # long work, as shown by `noloco status`
         self.metrics = Metrics()
         self.leave_requested = threading.Event()
-        self.fault: NolocoError | None = None  # why this peer has to leave, when nobody asked it to
-        self.pause_requested = threading.Event()  # look after each inner step
+        self.fault: NolocoError | None = None  # why this peer has to leave, if nobody asked it to
+        self.pause_requested = threading.Event()  # checked after each inner step
         self.pausing = Pausing(self.pause_requested)
         self.spec: Spec
         self.exchange: ThreadedExchange
         self.membership: Membership
         self.stages: Stages
         self._target = target
-        # Name and digest of the run: known before the spec is, when it comes from the swarm.
+        # Name and digest of the run: known before the spec, if that comes from the swarm.
         self._run = (
             (target.name, target.digest()) if isinstance(target, Spec) else (target.run_name, target.spec_digest)
         )
@@ -144,22 +144,22 @@ class Peer:
         """Start a peer of the run that `target` (spec, spec file or ticket) names.
 
         Returns when the peer answers others; with a ticket, it has fetched the spec from a live peer by then. Raises
-        SpecError, TicketError, SettingsError (a port or a folder is in use), DirectoryError, and Unreachable when
-        no peer of the ticket's run answers.
+        SpecError, TicketError, SettingsError (a port or a folder is in use), DirectoryError, and Unreachable when no
+        peer of the ticket's run answers.
 
         Args:
             target: A spec, the path of a spec file, or a ticket.
-            settings: All settings of this machine. With None, the arguments below hold; those that are None come from
+            settings: All settings of this machine. With None, the arguments below apply; those that are None come from
                 the NOLOCO_* environment, the user's file, or the defaults.
             state_dir: The folder of the identity and the checkpoints. Each peer of a machine needs its own.
-            listen: IP:PORT of gRPC; libp2p takes the next port. Port 0 takes any two.
+            listen: IP:PORT of gRPC; libp2p takes the next port. Port 0 takes any two free ports.
             announce: HOST[:PORT] at which others reach this machine, if it differs.
-            bootstrap: Multiaddrs of peers to enter the DHT by, beside those of the ticket.
-            max_upload: The rate for all that swaps and fetches send, such as "40mbit" or "5MB/s".
-            max_download: The same for what they receive.
+            bootstrap: Multiaddrs of peers to enter the DHT through, in addition to those of the ticket.
+            max_upload: The limit on what swaps and fetches send together, such as "40mbit" or "5MB/s".
+            max_download: The limit on what they receive.
             run_key: The file with the key of a private run that this peer starts or opens to others.
             metrics: HOST:PORT of /metrics for Prometheus.
-            progress: Shows what takes long.
+            progress: Shows long work.
         """
         if settings is None:
             settings = PeerSettings.load(
@@ -191,22 +191,24 @@ class Peer:
 
     @property
     def run_folder(self) -> Path:
-        """What this machine keeps of this run: spec, checkpoints, events."""
+        """The folder in which this machine keeps the spec, checkpoints and events of this run."""
         return folder_of(self.settings.state_dir, self.spec.run_id)
 
     @property
     def ticket(self) -> str:
-        """Hand it on: whoever has it can enter the run through this peer, its bootstraps, and others alive now."""
+        """The ticket to share: anyone with it can enter the run through this peer, its bootstraps, and other live
+        peers.
+        """
         return self._status.ticket()
 
     @property
     def state(self) -> str:
-        """What others see in the record: training, paused, leaving or done."""
+        """The state that others see in the record: training, paused, leaving or done."""
         return self._status.state
 
     @property
     def has_entered(self) -> bool:
-        """It has a model, and the swarm has heard of it."""
+        """Whether the peer has a model and has announced itself."""
         return self._status.has_entered
 
     @property
@@ -220,11 +222,11 @@ class Peer:
         return self._net.reachability.address
 
     def live_peers(self) -> int:
-        """How many other peers are alive, as far as this one has heard: an estimate in a swarm of more than 48."""
+        """How many other peers are alive, as far as known: an estimate in a swarm of more than 48."""
         return self._net.directory.headcount().others
 
     def wait_for_peers(self, num_peers: int, *, timeout_s: float) -> bool:
-        """Wait for `num_peers` others, as `live_peers` counts them. False when time is over or it is asked to leave."""
+        """Wait for `num_peers` others, as `live_peers` counts them. False after a timeout or a request to leave."""
         until_s = time.monotonic() + timeout_s
         while self.live_peers() < num_peers:
             if time.monotonic() > until_s or self.leave_requested.wait(POLL_S):
@@ -232,13 +234,13 @@ class Peer:
         return True
 
     def request_leave(self) -> None:
-        """Ask the training loop to end politely; safe in a signal handler and from any thread."""
+        """Ask the training loop to end cleanly; safe in a signal handler and from any thread."""
         self.leave_requested.set()
         if self._network:
             self._network.driver.hurry()
 
     def wait_while_paused(self) -> None:
-        """Until nothing asks for the pause any more, or this peer is asked to leave; the swarm is told of both ends.
+        """Wait until the reason for the pause ends, or for a request to leave; both ends are announced to the swarm.
 
         Call `NoLoCo.withdraw` before it, so that no partner waits.
         """
@@ -249,24 +251,24 @@ class Peer:
             self.announce("training")
 
     def announce(self, state: str) -> None:
-        """Change the state that others see: training, paused, leaving or done. Swaps are offered in training only."""
+        """Change the state that others see: training, paused, leaving or done. Only "training" allows swaps."""
         self._status.change_state(state)
         self._net.driver.peer_state = state
         try:
             self._call(self._net.directory.announce_now(), START_TIMEOUT_S)
         except (DirectoryError, TimeoutError) as error:
-            log.warning("the swarm could not be told that this peer is %s: %s", state, error)
+            log.warning("the state %s could not be announced to the swarm: %s", state, error)
 
     def last_fault(self) -> str:
-        """The last thing that went wrong with another peer, in words; empty when nothing did."""
+        """Describe the last fault of another peer; empty when there was none."""
         return self._net.driver.last_fault
 
     def tell_long_swaps(self, tell: Callable[[SwapProgress], None]) -> None:
-        """Call `tell`, on the network thread, again and again while a swap takes long."""
+        """Call `tell` on the network thread repeatedly during a long swap."""
         self._net.watch.on_long = tell
 
     def reach(self) -> Verdict:
-        """Whether other peers can dial this one, as far as they have told."""
+        """Whether other peers can dial this one, as far as they have reported."""
         return self._net.reachability.verdict()
 
     async def _ask_to_dial_back(self, candidate: Candidate, ports: Sequence[int]) -> DialBack:
@@ -282,15 +284,15 @@ class Peer:
         return DialBack(probed.observed_host, probed.reached)
 
     def count_traffic(self) -> None:
-        """Bring the counters of bytes, chunks and time in `metrics` up to date."""
+        """Update the counters of bytes, chunks and time in `metrics`."""
         self._status.count()
 
     def restore_metrics(self, values: dict[str, Any]) -> None:
-        """Go on counting where a checkpoint stopped; unknown names are ignored."""
+        """Continue the counters of a checkpoint; unknown names are ignored."""
         self._status.restore_metrics(values)
 
     def status(self) -> dict[str, Any]:
-        """What `noloco status` shows; docs/monitoring.md tells what each key means."""
+        """The content of `noloco status`; docs/monitoring.md explains each key."""
         return self._status.as_dict()
 
     # starting and stopping
@@ -323,7 +325,7 @@ class Peer:
             raise
 
     def close(self) -> None:
-        """Say good-bye and stop everything; returns when no thread and no process is left. Safe to call twice."""
+        """Announce leaving and stop everything; returns when no thread and no process is left. Safe to call twice."""
         if self._thread:
             try:
                 self._call(self._stop_network(), STOP_TIMEOUT_S)
@@ -362,7 +364,7 @@ class Peer:
                 live_peers=live_peers,
             )
         if self.spec.run_key != (self._invitation.run_key if self._invitation else ""):
-            raise TicketError("the run is private, and the ticket holds no invitation to it: ask for a new ticket")
+            raise TicketError("the run is private, but the ticket has no invitation: ask for a new ticket")
         states = StateServer(self.spec)
         stack = build_round_stack(
             self.spec,
@@ -370,7 +372,7 @@ class Peer:
             transport=transport,
             directory=live_peers,
             executor=self._executor,
-            rng=random.SystemRandom(),  # ids of swaps must not be guessed
+            rng=random.SystemRandom(),  # ids of swaps must be unpredictable
             serve=states.serve,
             status=self._status.standing,
             on_corrupt=self.bans.strike,
@@ -478,7 +480,7 @@ class Peer:
         if self._reachability:
             await self._reachability.stop()
         if self._directory:
-            # The last words of a copy would be taken for those of the other.
+            # The leaving record of a copy would be taken for that of the other.
             await self._directory.stop(farewell=self.has_entered and self.fault is None)
         if self._network:
             await self._network.driver.stop()
@@ -489,8 +491,8 @@ class Peer:
         if self.fault is None:
             where = ", ".join(other.addresses) or "another machine"
             self.fault = IdentityError(
-                f"the key of this peer is in use at {where}, too, by a peer that started later: this one stops. A key "
-                f"must not be used twice: move {self.settings.state_dir / 'identity.key'} away on one of the two "
+                f"the key of this peer is also in use at {where}, by a peer that started later, so this one stops. "
+                f"A key must not be used twice: move {self.settings.state_dir / 'identity.key'} away on one of the two "
                 "machines, and `noloco id` creates a new one there"
             )
             log.error("%s", self.fault)

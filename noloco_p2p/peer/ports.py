@@ -1,4 +1,4 @@
-"""Which two ports a peer listens on, and that it finds them again at its next start."""
+"""The two ports of a peer, which it reuses at its next start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ T = TypeVar("T")
 
 
 class Ports:
-    """`--listen HOST:PORT`: PORT is gRPC, PORT+1 libp2p. With port 0, the two that were free last time, or any two."""
+    """`--listen HOST:PORT`: PORT is for gRPC, PORT+1 for libp2p. Port 0 takes the last two if they are free, or any
+    two.
+    """
 
     def __init__(self, settings: PeerSettings) -> None:
         self._file = settings.state_dir / "ports.json"
@@ -28,12 +30,12 @@ class Ports:
         self.libp2p = settings.libp2p_port if self._fixed else remembered.get("libp2p", 0)
 
     def check(self) -> None:
-        """Raises SettingsError when a port that the user named is taken: before anything is started."""
+        """Raise SettingsError when a port that the user named is taken, before anything is started."""
         if self._fixed:
             check_free(self._host, self.grpc, self.libp2p)
 
     async def try_both(self, port: int, start: Callable[[int], Coroutine[Any, Any, T]]) -> T:
-        """Start on `port`; a remembered port that is taken by now gives way to any free one."""
+        """Start on `port`; if a remembered port is taken now, any free one is used."""
         try:
             return await start(port)
         except (SettingsError, DirectoryError):
@@ -45,7 +47,7 @@ class Ports:
         try:
             write_atomically(self._file, json.dumps({"grpc": grpc, "libp2p": libp2p}).encode())
         except OSError as error:
-            log.warning("the ports are not remembered: %s", error)
+            log.warning("the ports could not be saved for the next start: %s", error)
 
     def _read(self) -> dict[str, int]:
         try:
@@ -56,7 +58,7 @@ class Ports:
 
 
 def check_free(host: str, *ports: int) -> None:
-    """Raises SettingsError when one of them is taken, or the host is no address of this machine."""
+    """Raise SettingsError when a port is taken, or the host is not an address of this machine."""
     try:
         for port in ports:
             probe_port(host, port)

@@ -1,4 +1,4 @@
-"""How a peer can be reached: whether others can dial it, its published addresses, the ways round a closed port."""
+"""Reachability: whether others can dial this peer, the addresses it publishes, and tunnels around a closed port."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from noloco_p2p.swarm.tunnel import Tunnels
 
 log = logging.getLogger(__name__)
 
-OWN_DOORS = 4  # of this peer in its ticket; the rest is room for other live peers and bootstraps
-OTHER_DOORS = 6  # live peers in a ticket: it is good while one of them is there
-FIRST_DIAL_BACK_S = 6.0  # so long a newcomer waits for the first answer before it announces itself
-LOOK_S = 1.0  # how often a change of what others should know is looked for
+OWN_DOORS = 4  # of this peer in its ticket; the rest is for other live peers and bootstraps
+OTHER_DOORS = 6  # live peers in a ticket, which is valid while one of them is alive
+FIRST_DIAL_BACK_S = 6.0  # how long a newcomer waits for the first answer before it announces itself
+LOOK_S = 1.0  # how often changes of the published addresses are checked
 
 Ask = Callable[[Candidate, Sequence[int]], Awaitable[DialBack]]
 
 
 class Reachability:
-    """Make it when the directory is there, `start` it when the server listens; `tunnels` are good from the beginning.
+    """Create it once the directory exists, and `start` it once the server listens; `tunnels` work from the beginning.
 
     `entrances` are the multiaddrs that this peer was given to enter through; `ask` raises PeerError.
     """
@@ -49,7 +49,7 @@ class Reachability:
         self._settings = settings
         self._book = book
         self._entrances: dict[str, str] = {}
-        for door in entrances:  # of each its first, which is its best
+        for door in entrances:  # the first one of each, which is its best
             self._entrances.setdefault(split_peer_id(door)[1], door)
         self._ask = ask
         self._server: GrpcServer | None = None
@@ -71,7 +71,7 @@ class Reachability:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, server: GrpcServer, *, num_calls: Callable[[], int]) -> None:
-        """`num_calls`: calls of other peers that came in."""
+        """`num_calls`: the number of incoming calls of other peers."""
         self._server, self._num_calls = server, num_calls
         self._directory.mirror(self._ports()[0])
         await self.tunnels.start()
@@ -87,7 +87,7 @@ class Reachability:
         await self.tunnels.stop()
 
     async def wait_for_dial_back(self) -> None:
-        """Until the first peer has told whether it gets through; a few seconds at most."""
+        """Wait until the first peer has reported whether it gets through; a few seconds at most."""
         await self._dial_backs.wait(FIRST_DIAL_BACK_S)
 
     # what this peer publishes
@@ -99,7 +99,7 @@ class Reachability:
         return host_port(host or routable_host(self._settings.listen_host), port or self._port)
 
     def verdict(self) -> Verdict:
-        """Whether other peers can dial this one, as far as they have told."""
+        """Whether other peers can dial this one, as far as they have reported."""
         return assess(
             self.address,
             ports=self._ports(),
@@ -120,16 +120,16 @@ class Reachability:
         }
 
     def addresses(self) -> tuple[str, ...]:
-        """gRPC addresses for the record: a private one leads nowhere in a public swarm."""
+        """gRPC addresses for the record. In a public swarm private ones are left out."""
         leads_nowhere = self._directory.is_abroad() and not is_public(host_of(self.address))
         return () if leads_nowhere else (self.address,)
 
     def ways_in(self) -> tuple[str, ...]:
-        """Multiaddrs for the record; those by relays first, as they are the ones that work then."""
+        """Multiaddrs for the record. Those by relays come first, because they work if there are any."""
         return (*self._reservations.circuits(), *self._directory.multiaddrs())
 
     def doors(self) -> list[str]:
-        """Multiaddrs for a ticket: of this peer, of live ones that others reach, and those that it was given."""
+        """Multiaddrs for a ticket: of this peer, of live peers that others reach, and those that it was given."""
         alive = {candidate.peer_id for candidate in self._directory.live() if candidate.can_be_called}
         others = sorted((peer, addresses[0]) for peer, addresses in self._book.addresses().items() if peer in alive)
         met = [address for _, address in others[:OTHER_DOORS]]
@@ -137,7 +137,7 @@ class Reachability:
         return list(dict.fromkeys([*own, *met, *self._entrances.values()]))
 
     async def _announce_changes(self) -> None:
-        """Others offer in vain, or not at all, until they read it."""
+        """Announce changed addresses: until others read them, they offer in vain, or not at all."""
         announced = ("", ())
         while True:
             now = (self.verdict().state, self._reservations.circuits())
@@ -146,7 +146,7 @@ class Reachability:
                     await self._directory.announce_now()
                     announced = now
                 except DirectoryError as error:
-                    log.debug("a change is not announced yet: %s", error)
+                    log.debug("a change of addresses is not announced yet: %s", error)
             await asyncio.sleep(LOOK_S)
 
     # how it is found out
@@ -156,12 +156,12 @@ class Reachability:
         return self._server.port if self._server else 0
 
     def _ports(self) -> tuple[int, int]:
-        """gRPC and libp2p as others see them: a router may map other ports to ours."""
+        """The gRPC and libp2p ports that others see: a router may map other ports to ours."""
         announced_port = self._settings.announced[1]
         return (announced_port, announced_port + 1) if announced_port else (self._port, self._directory.port)
 
     def is_closed(self) -> bool:
-        """Whether no other peer can dial this one, as far as they have told."""
+        """Whether no other peer can dial this one, as far as they have reported."""
         return self._server is not None and self.verdict().state in CLOSED
 
     def _take(self, connection: socket.socket) -> None:
@@ -173,13 +173,13 @@ class Reachability:
         return self.is_closed() or not any(candidate.can_be_called for candidate in self._directory.live())
 
     def _relays(self) -> Mapping[str, Sequence[str]]:
-        """Nodes that may pass calls on: live peers that are reached by others, and those that were entered through."""
+        """Nodes that may relay calls: live peers that others reach, and those that this peer entered through."""
         records = self._directory.records()
         peers = {record.peer_id: record.multiaddrs for record, _ in records if record.reachability == Reach.DIRECT}
         return {peer: (door,) for peer, door in self._entrances.items()} | peers
 
     def _to_ask(self) -> list[Candidate]:
-        """Live peers; with fewer than three, also the entrances that are no peers: their DHT node can dial back."""
+        """Live peers; with fewer than three, also entrances that are not peers, whose DHT node can dial back."""
         live = list(self._directory.live())
         known = {candidate.peer_id for candidate in live}
         near = self._directory.neighbours()

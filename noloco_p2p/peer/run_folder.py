@@ -1,4 +1,4 @@
-"""What a machine keeps of a run from one start to the next: its folder, the spec, the invitation to a private one."""
+"""What a machine keeps of a run between starts: its folder, the spec, and the invitation to a private run."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ log = logging.getLogger(__name__)
 
 SPEC_FILE = "spec.json"
 INVITATION_FILE = "invitation"  # a secret
-OWN_INVITATION_S = 365 * 86400.0  # that the holder of the run key gives itself, at every start anew
+OWN_INVITATION_S = 365 * 86400.0  # that the holder of the run key issues to itself at every start
 
 
 def folder_of(state_dir: Path, run_id: str) -> Path:
-    """What this machine keeps of one run: spec, checkpoints, events."""
+    """The folder in which this machine keeps the spec, checkpoints and events of one run."""
     return state_dir / "runs" / run_id
 
 
 def stage_folder(run_folder: Path, stage: int) -> Path:
-    """Where a peer keeps its checkpoints of one stage."""
+    """The folder of a peer's checkpoints of one stage."""
     return run_folder / f"stage-{stage}"
 
 
 def check_checkpoint_folder(folder: Path) -> None:
     """Fail fast, before the slow imports. Raises CheckpointError."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; a peer names its checkpoint when it leaves")
+        raise CheckpointError(f"{folder} does not exist; a peer prints the path of its checkpoint when it leaves")
 
 
 def write_run(spec: Spec, invitation: Invitation | None, folder: Path) -> None:
-    """Keep both for the next start. Raises SettingsError when the folder cannot be written."""
+    """Store both for the next start. Raises SettingsError when the folder cannot be written."""
     path = folder / SPEC_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,23 +47,23 @@ def write_run(spec: Spec, invitation: Invitation | None, folder: Path) -> None:
         if invitation:
             write_atomically(folder / INVITATION_FILE, invitation.encode(), mode=0o600)
     except OSError as error:
-        raise SettingsError(f"{path}: cannot be written: {error.strerror}; use another --state-dir") from None
+        raise SettingsError(f"{path} cannot be written: {error.strerror}; use another --state-dir") from None
 
 
 def read_spec(ticket: Ticket, state_dir: Path) -> Spec | None:
-    """The spec of the ticket's run, when this machine has it whole."""
+    """The spec of the ticket's run, if this machine has it complete."""
     path = folder_of(state_dir, ticket.run_id) / SPEC_FILE
     if not path.exists():
         return None
     try:
         return Spec.from_json(path.read_bytes(), expected_digest=ticket.spec_digest, origin=str(path))
-    except (SpecError, OSError) as error:  # half-written when the disk was full, for example
-        log.warning("the spec is asked for again: %s", error)
+    except (SpecError, OSError) as error:  # incomplete because the disk was full, for example
+        log.warning("the spec will be fetched again: %s", error)
         return None
 
 
 def find_invitation(target: Spec | Ticket, settings: PeerSettings) -> Invitation | None:
-    """Into a private run: the ticket's, one made with the run key, or the one kept at an earlier start.
+    """Find the invitation to a private run: the ticket's, one made with the run key, or a stored one.
 
     Raises SettingsError, TicketError, IdentityError.
     """
@@ -74,7 +74,7 @@ def find_invitation(target: Spec | Ticket, settings: PeerSettings) -> Invitation
     elif settings.run_key:
         key = Identity.load(settings.run_key)
         if key.peer_id != target.run_key:
-            raise SettingsError(f"--run-key {settings.run_key}: it is not the key that the run spec names")
+            raise SettingsError(f"--run-key {settings.run_key}: this is not the key that the run spec names")
         found = invite(key, expires_at_s=time.time() + OWN_INVITATION_S, seed=os.urandom(32))
     else:
         found = _kept_invitation(target, settings.state_dir)

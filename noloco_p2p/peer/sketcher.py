@@ -1,18 +1,18 @@
-"""Sketches of the slow weights for the record of a peer, made beside training at common marks of the schedule.
+"""Sketches of the slow weights for the record of a peer, made in the background at common marks of the schedule.
 
-Weights of different moments are further apart than weights of different peers: from one round to the next the mean of
-all peers moves by about as much as the spread. So a monitor compares only sketches of the same mark, a fraction of the
+Weights at different times are further apart than weights of different peers: from one round to the next the mean of all
+peers moves by about as much as the spread. So a monitor compares only sketches of the same mark, a fraction of the
 schedule, and a peer sketches the slow weights after the first outer step that reaches a mark. Both partners of a swap
-take its place in the schedule from the same numbers (`train.outer_state.swap_progress`), and so find a mark reached by
-the same swap. Weights are not interpolated to the exact mark: what sets peers apart changes from round to round, so
-that the middle between two states has up to 30 % less spread than either (measured on four peers).
+compute its position in the schedule from the same numbers (`outer.outer_state.swap_progress`), and so find that the
+same swap reached a mark. Weights are not interpolated to the exact mark: the difference between peers changes from
+round to round, so the midpoint between two states has up to 30 % less spread than either (measured on four peers).
 
 The spacing of marks is a power of two of the schedule, the smallest that lasts at least MARK_EVERY_S and a round at the
-pace of this peer. Peers of other paces then have other spacings, but the wider marks are among the narrower ones. A
-record has room for one sketch. It is renewed more often than marks come, so a monitor that keeps the last few sketches
+speed of this peer. Peers of other speeds have other spacings, but the wider marks are among the narrower ones. A record
+has room for one sketch. It is renewed more often than marks are reached, so a monitor that keeps the last few sketches
 of every peer (`monitor/spread.py`) misses none.
 
-A peer that trains no more sketches its newest weights, after each closing round too, under the mark AT_REST.
+A peer that has stopped training sketches its newest weights, after each closing round too, under the mark AT_REST.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from noloco_p2p.swarm.records import TTL_S
 if TYPE_CHECKING:
     from torch import Tensor
 
-MARK_EVERY_S = TTL_S / 3  # an announcement (TTL_S / 4) and the time that it takes to be read
+MARK_EVERY_S = TTL_S / 3  # an announcement (TTL_S / 4) and the time until it is read
 FINEST = 24  # the narrowest spacing is 2^-24 of the schedule: the unit of marks
-LAST_ROUNDS = 32  # from which the pace is taken
+LAST_ROUNDS = 32  # from which the speed is computed
 MIN_ROUNDS = 3
-LONGEST_JUMP = 2.0  # rounds: the weights of a peer that jumped further say nothing about marks on the way
+LONGEST_JUMP = 2.0  # rounds: the weights of a peer that jumped further say nothing about the marks in between
 
 
 class Sketcher:
     """`latest`: the packed sketch of the newest mark, "" before there is one."""
 
     def __init__(self, run: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`run`: the digest of the spec, from which all peers draw the same sketches."""
+        """`run`: the digest of the spec, from which all peers derive the same sketches."""
         self.latest = ""
         self._run = run
         self._clock = clock
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-sketch")
         self._step_rate: deque[tuple[float, float]] = deque(maxlen=LAST_ROUNDS)  # (seconds, progress) of outer steps
-        self._reached = 0.0  # progress up to which marks are behind this peer
+        self._reached = 0.0  # progress up to which marks have passed
         self._lock = threading.Lock()
-        self._state = 0  # rises with every change of the slow weights
+        self._state = 0  # increases with every change of the slow weights
 
     def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
         """An outer step was taken: begin a sketch in the background if it reached a mark, or if training is over."""
@@ -60,12 +60,14 @@ class Sketcher:
         mark, state = self._mark(progress, at_rest=at_rest), self._state
         self._reached = max(self._reached, progress)
         if mark is not None:
-            with suppress(RuntimeError):  # it is closed
+            with suppress(RuntimeError):  # the pool is closed
                 self._executor.submit(self._make, slow_weights, state, mark)
 
     def weights_change(self) -> None:
-        """Call before the slow weights change. A sketch that is not done by now is thrown away, and this peer has none
-        of its mark: it would be a mixture of two states, and that of the next outer step would be a round late."""
+        """Call it before the slow weights change. An unfinished sketch is discarded, and this mark has none.
+
+        It would mix two states, and a sketch after the next outer step would be a round late.
+        """
         with self._lock:
             self._state += 1
 
@@ -73,7 +75,7 @@ class Sketcher:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _mark(self, progress: float, *, at_rest: bool) -> int | None:
-        """The mark that this outer step reached, or None."""
+        """Return the mark that this outer step reached, or None."""
         from noloco_p2p.codec.sketch import AT_REST
 
         if at_rest:
@@ -99,8 +101,10 @@ class Sketcher:
 
 
 def finest_level(*, round_s: float, round_progress: float) -> int | None:
-    """L of the spacing 2^-L of marks for a peer whose rounds last `round_s` and take it on by `round_progress`; None
-    when even the whole schedule is shorter."""
+    """L of the mark spacing 2^-L for a peer whose rounds last `round_s` and advance it by `round_progress`.
+
+    None if even the whole schedule is shorter.
+    """
     if round_progress <= 0:
         return None
     spacing = round_progress * max(1.0, MARK_EVERY_S / max(round_s, 1e-3))
@@ -108,8 +112,10 @@ def finest_level(*, round_s: float, round_progress: float) -> int | None:
 
 
 def roundest(after: float, until: float, *, level: int) -> int | None:
-    """The multiple of 2^-LEVEL in (after, until] that is a multiple of the largest power of two, in units of
-    2^-FINEST: of several marks the one that most other peers have. None when there is none, or far past the end."""
+    """The multiple of 2^-LEVEL in (after, until] that is a multiple of the largest power of two, in units of 2^-FINEST.
+
+    Of several marks it is the one that most other peers have. None if there is none, or far past the end.
+    """
     if not 0 <= until < 1 << (32 - FINEST - 1):
         return None
     for coarser in range(level + 1):

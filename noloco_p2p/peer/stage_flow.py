@@ -1,8 +1,8 @@
-"""The pipeline of a peer that holds a stage: its streams, the driver of its state machine, and whom it sends to.
+"""The pipeline of a peer that holds a stage: its streams, the driver of its state machine, and its neighbours.
 
-A replica sends to a few replicas of the next stage, and draws one of them anew from time to time. A head keeps streams
-to replicas of the last stage, on which its microbatches return, and each of those keeps streams to some heads: of few
-neighbours on both sides, the two sets might not meet. Lives on the network thread.
+A replica sends to a few replicas of the next stage, and redraws one of them from time to time. A head keeps streams to
+replicas of the last stage, on which its microbatches return, and each of those keeps streams to some heads: with few
+neighbours on both sides, the two sets might not intersect. Belongs to the network thread.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from noloco_p2p.peer.flow_driver import FlowDriver, Work
 from noloco_p2p.peer.threaded_flow import ThreadedFlow
 from noloco_p2p.swarm.records import SERVING
 
-NUM_NEIGHBOURS = 4  # of the next stage, that a replica sends to
+NUM_NEIGHBOURS = 4  # of the next stage, to which a replica sends
 NUM_HEADS = 2  # to which a replica of the last stage keeps a stream
-LOOK_S = 2.0  # how often it looks who is there
-REDRAW_S = 60.0  # how often one neighbour is drawn anew
+LOOK_S = 2.0  # how often it checks the live peers
+REDRAW_S = 60.0  # how often one neighbour is redrawn
 CODING_THREADS = 2  # one decodes the next payload while the other one encodes the last
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """What a peer brings into the pipeline. microbatch_tokens: in the loss of each. batches: of a head."""
+    """A peer's part in the pipeline. microbatch_tokens: in the loss of each. batches: on a head."""
 
     stage: int
     num_stages: int
@@ -53,8 +53,11 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the pipeline needs of the rest of the peer. live: peers of all stages, with ways to them. is_closed: whether
-    nobody can dial this peer, so that it has to dial all of its neighbours."""
+    """What the pipeline needs of the rest of the peer.
+
+    live: reachable peers of all stages. is_closed: whether no peer can dial this one, so that it has to dial all
+    neighbours.
+    """
 
     identity: Identity
     spec_digest: str
@@ -69,7 +72,7 @@ class Surroundings:
 
 
 class Neighbours:
-    """Whom a peer sends to: a few random ones of those that live, kept while they do."""
+    """The peers that this one sends to: a few random live ones, kept while they live."""
 
     def __init__(self, rng: random.Random, most: int) -> None:
         self.chosen: tuple[str, ...] = ()
@@ -83,7 +86,7 @@ class Neighbours:
         self.chosen = (*kept, *self._rng.sample(others, num_new))
 
     def drop_one(self) -> None:
-        """Its place is drawn anew by the next `update`, and it may be drawn again."""
+        """Drop one neighbour; the next `update` draws another one in its place, possibly the same."""
         if self.chosen:
             left_out = self._rng.choice(self.chosen)
             self.chosen = tuple(peer for peer in self.chosen if peer != left_out)
@@ -127,7 +130,7 @@ class StageFlow:
 
     @property
     def serve(self) -> ServeFlow:
-        """It takes the streams that others open."""
+        """The handler of the streams that others open."""
         return self._links.serve
 
     @property
@@ -136,7 +139,7 @@ class StageFlow:
 
     @property
     def sends_to(self) -> tuple[str, ...]:
-        """Ends of the ids of the replicas that microbatches go to next."""
+        """The ends of the ids of the replicas to which microbatches are sent next."""
         return tuple(short_id(peer) for peer in self._downstream.chosen)
 
     def start(self) -> None:
@@ -163,7 +166,7 @@ class StageFlow:
             await asyncio.sleep(LOOK_S)
 
     def _draw(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Whom it sends to, and to whom it keeps a stream where the path closes."""
+        """Draw the peers to send to, and those with which a stream is kept where the path closes."""
         stage, last = self._plan.stage, self._plan.num_stages - 1
         of_stage = self._taking_part()
         kept: set[str] = set()
@@ -180,8 +183,9 @@ class StageFlow:
         return frozenset(self._downstream.chosen), frozenset(kept)
 
     def _taking_part(self) -> defaultdict[int, set[str]]:
-        """Live peers of each stage that take part. One that nobody can dial has to dial itself; it is sent to while it
-        has a stream here."""
+        """Live peers of each stage that take part. A peer that cannot be dialled takes part while it has a stream
+        here.
+        """
         streams, found = self._links.stages, defaultdict[int, set[str]](set)
         for peer in self._around.live():
             if peer.state in SERVING and (peer.can_be_called or peer.peer_id in streams):

@@ -1,4 +1,4 @@
-"""What the trainer of a stage asks of the network: who holds which stage, and a part in the pipeline."""
+"""What the trainer of a stage asks of the network: which peers hold which stage, and a part in the pipeline."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from noloco_p2p.peer.threaded_flow import ThreadedFlow
 
 
 class Stages:
-    """For the main thread. network: the running one; raises SettingsError once the peer is closed. call: runs a
-    coroutine on its thread."""
+    """For the main thread.
+
+    network: the running one; raises SettingsError once the peer is closed. call: runs a coroutine on its thread.
+    """
 
     def __init__(
         self,
@@ -42,37 +44,40 @@ class Stages:
         self._call = call
 
     def look_around(self) -> None:
-        """Wait until a live peer is heard of, where there should be one. Raises Left, and Unreachable: a ticket, and
-        nobody is there."""
+        """Wait until a live peer is known, if one is expected.
+
+        Raises Left, and Unreachable when this peer has a ticket and no peer is live.
+        """
         self._network().entering.look_around()
 
     def members(self) -> Sequence[Candidate]:
-        """Other live peers, of all stages, as their records say."""
+        """Other live peers of all stages, from their records."""
         return self._network().live_peers.everyone()
 
     def mates(self) -> Sequence[Candidate]:
-        """Those of them that hold the stage of this peer; it swaps with them."""
+        """Those of them that hold the stage of this peer, with which it swaps."""
         return self._network().live_peers.mates()
 
     def answering(self) -> Sequence[Candidate]:
-        """Some of these, as they are now: the dead do not answer, and their records outlive them. Raises Left."""
+        """Some of these, with current values: dead peers do not answer, but their records remain. Raises Left."""
         return self._network().entering.answering()
 
     def num_mates(self) -> int:
-        """How many they are: an estimate in a swarm of more than 48."""
+        """The number of mates: an estimate in a swarm of more than 48."""
         return self._network().live_peers.num_live() - 1
 
     def hold(self, stage: int) -> None:
-        """Before a NoLoCo is made: this peer swaps with peers of that stage alone, and fetches their state.
+        """Hold a stage: swap only with its peers, and fetch their state. Call it before a NoLoCo is made.
 
-        It forgets the layout of a stage that it held before, since peers of the new stage refuse that as another model.
+        The layout of a stage that was held before is dropped, because peers of the new stage would refuse it as
+        another model.
         """
         network = self._network()
         network.live_peers.stage = stage
         self._status.layout = network.driver.layout = network.states.layout = None
 
     def wait_for(self, stages: Sequence[int]) -> None:
-        """Show what this peer waits for: stages that nobody holds; none = it waits no longer."""
+        """Show which stages this peer waits for because no peer holds them; none = it no longer waits."""
         self._status.waits_for_stages = tuple(stages)
 
     def start_flow(self, plan: StagePlan) -> ThreadedFlow:
@@ -80,7 +85,7 @@ class Stages:
         return self._call(self._start_flow(plan), START_TIMEOUT_S)
 
     def stop_flow(self) -> None:
-        """Take part no longer: before this peer holds another stage."""
+        """Stop taking part, before this peer holds another stage."""
         self._call(self._stop_flow(), START_TIMEOUT_S)
 
     async def _start_flow(self, plan: StagePlan) -> ThreadedFlow:

@@ -1,4 +1,4 @@
-"""The one way by which the state of another peer is taken: first fetch, catch-up, merge and fork all go through it."""
+"""The admission of another peer's state, used by the first fetch, catch-up, merge and fork."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from noloco_p2p.outer.state_checks import (
 )
 from noloco_p2p.spec import Spec
 
-PLACES_ASKED = 5  # peers that are asked where they stand
+PLACES_ASKED = 5  # peers that are asked for their position
 PLACE_S = 5.0  # for the answer
 
 
 class StateAdmission:
-    """A `transfer.fetch.Admission` that compares a state with what the live peers of the run tell of theirs.
+    """A `transfer.fetch.Admission` that compares a state with what the live peers of the run publish.
 
-    live: the peers that the directory knows now. refused: of each peer whose state was not taken, why.
+    live: the peers that the directory knows now. refused: why the state of each refused peer was not taken.
     """
 
     def __init__(self, spec: Spec, transport: Transport, *, live: Callable[[], Sequence[Candidate]]) -> None:
@@ -38,8 +38,10 @@ class StateAdmission:
         self._live = live
 
     async def check_position(self, donor: Candidate, manifest: StateManifest) -> None:
-        """Records are up to a heartbeat old, which can be more short rounds than a state may be away from the swarm: a
-        position that does not fit them is compared with what some peers say when they are asked."""
+        """Check a position against records, and if it does not fit, against the answers of some peers.
+
+        Records are up to a heartbeat old, which can be more short rounds than a state may be away from the swarm.
+        """
         live = self._live()
         try:
             check_position(manifest.round, manifest.progress, positions(live), self._spec)
@@ -50,7 +52,7 @@ class StateAdmission:
             check_position(manifest.round, manifest.progress, fresh, self._spec)
 
     async def check_state(self, donor: Candidate, manifest: StateManifest, path: Path) -> None:
-        """Reads the whole file, off the event loop."""
+        """Read and check the whole file, off the event loop."""
         published = [each.sketch for each in self._live() if each.sketch and each.peer_id != donor.peer_id]
         await asyncio.to_thread(self._check_state, manifest, path, published)
 
@@ -63,12 +65,12 @@ class StateAdmission:
 
 
 def positions(live: Sequence[Candidate]) -> list[tuple[int, float]]:
-    """Round and progress of those who stand where the swarm does."""
+    """Round and progress of the peers at the position of the swarm."""
     return [(each.round, each.progress) for each in live if each.state in ("training", "done")]
 
 
 async def ask_for_positions(transport: Transport, live: Sequence[Candidate]) -> Sequence[Candidate]:
-    """A few of the live peers, as they are now; those who do not answer are left out."""
+    """Ask a few live peers for their current position; peers that do not answer are left out."""
 
     async def ask(peer: Candidate) -> Candidate | None:
         try:

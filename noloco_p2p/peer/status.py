@@ -1,4 +1,4 @@
-"""What a peer publishes of itself: its record to the swarm, its status to its user, its numbers to a scraper."""
+"""What a peer publishes of itself: its record to the swarm, its status to its user, and its metrics to a scraper."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Stopwatch:
 
 
 class PublishedStatus:
-    """`network` is there once everything has started; until then only `hello` and what is counted are asked for.
+    """`network` is set once everything has started; until then only `hello` and counters are used.
 
-    run: name and digest. `layout`: of the model, once it is there. `state`: what others see in the record; training,
-    paused, leaving or done. They see it once the peer `has_entered`.
+    run: name and digest. `layout`: of the model, once known. `state`: what others see in the record: training, paused,
+    leaving or done. It is published once the peer `has_entered`.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class PublishedStatus:
         self.layout: ModelLayout | None = None
         self.state = "training"
         self.has_entered = False
-        self.metrics_address = ""  # HOST:PORT of /metrics, when it is served
-        self.waits_for_stages: tuple[int, ...] = ()  # that nobody holds now
+        self.metrics_address = ""  # HOST:PORT of /metrics, if it is served
+        self.waits_for_stages: tuple[int, ...] = ()  # that no peer holds now
         self._run = run
         self._identity = identity
         self._session = session
@@ -92,7 +92,7 @@ class PublishedStatus:
         self._metrics_server: HttpServer | None = None
 
     async def serve_metrics(self) -> None:
-        """Begin to answer a scraper, where the settings say so. Raises SettingsError: the port is taken."""
+        """Start /metrics if the settings say so. Raises SettingsError when the port is taken."""
         if not self._settings.metrics:
             return
         from noloco_p2p.telemetry.http import HttpServer, metrics_app
@@ -108,7 +108,7 @@ class PublishedStatus:
         self.sketcher.close()
 
     def enter(self) -> None:
-        """From now on there is something to tell."""
+        """Publish from now on."""
         self.has_entered, self._state_since_s = True, time.time()
         self._training_time.run(self.state == "training")
 
@@ -121,14 +121,14 @@ class PublishedStatus:
     # what is counted
 
     def count(self) -> None:
-        """Bring the counters of bytes, chunks and time up to date."""
+        """Update the counters of bytes, chunks and time."""
         for name, number in asdict(self._net.driver.traffic).items():
             setattr(self._metrics, name, getattr(self._traffic_before, name) + number)
         self._metrics.relayed_bytes = self._relayed_before + self._net.directory.relayed_bytes
         self._metrics.trained_s = self._training_time.seconds()
 
     def restore_metrics(self, values: dict[str, Any]) -> None:
-        """Go on counting where a checkpoint stopped; unknown names are ignored."""
+        """Continue the counters of a checkpoint; unknown names are ignored."""
         for name in Metrics.__dataclass_fields__:
             if name in values:
                 setattr(self._metrics, name, values[name])
@@ -140,20 +140,20 @@ class PublishedStatus:
     # what is published
 
     def hello(self) -> Hello:
-        """The first words of every call."""
+        """The introduction in every call."""
         return Hello(self._identity.peer_id, *self._run, layout=self.layout.digest() if self.layout else "")
 
     def standing(self) -> tuple[Hello, str, int, float]:
-        """The answer to another peer that asks: hello, state, round, progress."""
+        """The answer to a status question of another peer: hello, state, round, progress."""
         return self.hello(), self.state, self._metrics.round, self._metrics.progress
 
     def ticket(self) -> str:
-        """Whoever has it can enter the run through this peer, its bootstraps, and others alive now."""
+        """Anyone with this ticket can enter the run through this peer, its bootstraps, and other live peers."""
         doors = tuple(self._net.reachability.doors())[:MAX_ADDRESSES]
         return Ticket(*self._run, doors, self._invitation).encode()
 
     def record(self) -> PeerRecord | None:
-        """For the directory; None until this peer has a model, as it cannot swap before."""
+        """The record for the directory; None until this peer has a model, because it cannot swap before."""
         if not self.has_entered:
             return None
         self.count()
@@ -184,7 +184,7 @@ class PublishedStatus:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """What `noloco status` shows; docs/monitoring.md tells what each key means."""
+        """The content of `noloco status`; docs/monitoring.md explains each key."""
         self.count()
         now_s, net = time.time(), self._net
         swap, reach, driver = net.watch.now(now_s=time.monotonic()), net.reachability.verdict(), net.driver
@@ -235,7 +235,9 @@ class PublishedStatus:
 
     @property
     def _num_stages(self) -> int:
-        """Of the run; 0 = every peer holds the whole model, or this peer takes no part in a pipeline yet."""
+        """The number of stages of the run; 0 = every peer holds the whole model, or this peer is not in a pipeline
+        yet.
+        """
         return self._net.stage_flow.num_stages if self._net.stage_flow else 0
 
     @property

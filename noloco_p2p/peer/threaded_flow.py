@@ -1,4 +1,4 @@
-"""How the thread that computes takes part in a pipeline; a sibling of `gossip.exchange.ThreadedExchange`."""
+"""The computing thread's side of a pipeline; a sibling of `gossip.exchange.ThreadedExchange`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ As = TypeVarTuple("As")
 
 
 class FlowCounts(NamedTuple):
-    """late: of those done, whose forward pass was in an earlier inner step. held: now."""
+    """late: those of `done` whose forward pass was in an earlier inner step. held: now."""
 
     done: int
     lost: int
@@ -25,7 +25,7 @@ class FlowCounts(NamedTuple):
 
 
 class ThreadedFlow:
-    """`take` waits no longer than it was asked to; the reports never wait, and nothing a neighbour does raises here."""
+    """`take` waits no longer than requested; the reports never wait, and no fault of a neighbour raises here."""
 
     def __init__(self, driver: FlowDriver, loop: asyncio.AbstractEventLoop) -> None:
         self._driver = driver
@@ -33,23 +33,23 @@ class ThreadedFlow:
 
     @property
     def is_over(self) -> bool:
-        """No head trains any more, as far as this peer has heard, and nothing is left to compute."""
+        """Whether no head trains any more, as far as known, and nothing is left to compute."""
         return self._driver.is_over
 
     @property
     def is_idle(self) -> bool:
-        """No microbatch is held or in flight."""
+        """Whether no microbatch is held or in flight."""
         return self._driver.machine.is_idle
 
     @property
     def counts(self) -> FlowCounts:
-        """Of microbatches, since the start."""
+        """Counts of microbatches since the start."""
         machine = self._driver.machine
         held = machine.in_flight if isinstance(machine, Head) else machine.stash
         return FlowCounts(machine.num_done, machine.num_lost, machine.num_late, len(held))
 
     def take(self, wait_s: float) -> Handed | None:
-        """The next task; None when there is none within `wait_s`. Raises what the data of a head raised."""
+        """Return the next task; None when there is none within `wait_s`. Raises what the data of a head raised."""
         try:
             handed = self._driver.tasks.get(timeout=wait_s)
         except queue.Empty:
@@ -62,32 +62,32 @@ class ThreadedFlow:
         self._tell(self._driver.computed, task, result)
 
     def failed(self, task: Compute) -> None:
-        """Its gradients are discarded, and no others."""
+        """Report a failed task: its gradients are discarded, and no others."""
         self._tell(self._driver.failed, task)
 
     def step_closed(self, progress: float) -> None:
         self._tell(self._driver.step_closed, progress)
 
     def leave(self) -> None:
-        """Launch and accept nothing from now on; what is held is finished, and `is_idle` tells when."""
+        """Launch and accept nothing from now on. What is held is finished; then `is_idle` is true."""
         self._tell(self._driver.leave)
 
     def rejoin(self) -> None:
         self._tell(self._driver.rejoin)
 
     def evaluate(self, microbatches: Collection[object]) -> None:
-        """Of a head: send these around the ring before others, without gradients, in place of those before."""
+        """On a head: send these around the ring before others, without gradients, replacing earlier ones."""
         self._tell(self._driver.evaluate, microbatches)
 
     def hold_steps(self) -> None:
-        """A round is at its boundary: no inner step is handed out until `release_steps`, and tasks go on."""
+        """A round is at its boundary: no inner step closes until `release_steps`, while tasks continue."""
         self._tell(self._driver.hold_steps)
 
     def release_steps(self, progress: float) -> None:
-        """The outer step is taken. progress: where it brought this peer on the schedule."""
+        """The outer step is done. progress: of this peer after it."""
         self._tell(self._driver.release_steps, progress)
 
     def _tell(self, function: Callable[[*As], None], *arguments: *As) -> None:
-        """Call on the network thread, without waiting for it."""
+        """Call a function on the network thread without waiting for it."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)

@@ -1,4 +1,4 @@
-"""What `noloco status`, `leave`, `pause` and `resume` get from a running peer."""
+"""The answers of a running peer to `noloco status`, `leave`, `pause` and `resume`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from noloco_p2p.peer.pausing import Pausing
 
 
 class Controlled(Protocol):
-    """What of a peer the verbs touch."""
+    """The part of a peer that the verbs use."""
 
     leave_requested: threading.Event
     pausing: Pausing
@@ -28,7 +28,7 @@ class Controlled(Protocol):
 
 
 def verbs(peer: Controlled) -> dict[str, Handler]:
-    """Verb of the control socket -> what it does to `peer`, and answers."""
+    """Map each verb of the control socket to a function that acts on `peer` and returns the answer."""
 
     def leave() -> dict[str, Any]:
         peer.request_leave()
@@ -55,9 +55,9 @@ def verbs(peer: Controlled) -> dict[str, Handler]:
 
 
 def why_no_pause(peer: Controlled) -> str:
-    """Why `peer` cannot be paused now; empty when it can."""
+    """Return why `peer` cannot be paused now; empty when it can."""
     if peer.leave_requested.is_set():
         return "it is leaving"
     if not peer.has_entered:
         return "it has not begun to train yet; try again, or stop it with `noloco leave`"
-    return "the run is done, and it trains no more" if peer.state == "done" else ""
+    return "the run is done, so it no longer trains" if peer.state == "done" else ""

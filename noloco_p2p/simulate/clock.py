@@ -1,4 +1,4 @@
-"""A virtual clock: an event loop without sockets whose time jumps to the next timer. And coding without threads."""
+"""A virtual clock: an event loop without sockets whose time jumps to the next timer; and a threadless executor."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ TICK_S = 1e-9  # by which timers are late
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """`time()` begins at 0 and moves only when everybody waits: then to where the next of them wakes.
+    """`time()` begins at 0 and advances only when all coroutines wait: then to the next timer.
 
-    What runs takes no time but what it sleeps. The same coroutines give the same order of events every time. Raises
-    RuntimeError when all wait and nothing will ever happen.
+    Code takes no time except when it sleeps. The same coroutines give the same order of events every time. Raises
+    RuntimeError when all coroutines wait and no timer is left.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._now_s = 0.0
-        # A timer must not fire early, by however little: who then finds that its moment has not come waits again, and
-        # as nothing else moves the clock, for ever.
+        # A timer must not fire early, even slightly: code that finds that its time has not come waits again, and since
+        # nothing else moves the clock, it would wait forever.
         self._clock_resolution = 0.0
         self._selector = self  # `BaseEventLoop` waits by calling its `select`
 
@@ -33,21 +33,21 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def select(self, timeout: float | None) -> list[Any]:
         if timeout is None:
-            raise RuntimeError("all coroutines wait, and nothing is left that could wake one")
+            raise RuntimeError("all coroutines wait, and no timer is left to wake one")
         if timeout > 0 or not self._is_busy():
             self._now_s += timeout + TICK_S
         return []
 
     def _is_busy(self) -> bool:
-        """Somebody can go on now."""
+        """Whether a coroutine can run now."""
         ready: Sized = getattr(self, "_ready")  # noqa: B009 - of BaseEventLoop, which stubs do not show
         return len(ready) > 0
 
     def _process_events(self, event_list: list[Any]) -> None:
-        """There are no sockets, so no events."""
+        """There are no sockets, so there are no events."""
 
     def _write_to_self(self) -> None:
-        """Nobody calls from another thread, so nobody needs to be woken."""
+        """No other thread calls, so nothing needs to be woken."""
 
 
 class InlineExecutor(Executor):

@@ -19,10 +19,11 @@ from noloco_p2p.trainer.inner_step import InnerStep
 
 
 def simulate_lockstep(material: Material, plan: Plan, *, rule: str) -> Result:
-    """Everybody takes every step together. Calls that break (`churn.lose`) and closing rounds do not apply.
+    """Simulate replicas that take every step together. Broken calls (`churn.lose`) and closing rounds do not apply.
 
-    A replica that is absent from a round of a collective rule adds nothing to the mean, and gets the mean afterwards as
-    one more coded vector, so that it goes on with the weights of the others. No system loses less by an absence.
+    A replica that is absent from a round of a collective rule contributes nothing to the mean, and receives the mean
+    afterwards as one more coded vector, so that it continues with the weights of the others. No real system loses less
+    by an absence.
     """
     return _Lockstep(material, plan, rule).run()
 
@@ -30,7 +31,7 @@ def simulate_lockstep(material: Material, plan: Plan, *, rule: str) -> Result:
 def ring_of(rule: str, codec_name: str, *, num_elements: int) -> Ring:
     """The ring of a collective rule in a run with this codec of outer gradients.
 
-    DiLoCo codes with that codec. ddp sends bf16 gradients as DDP's hook does, whatever the codec, but fp32 with fp32.
+    DiLoCo uses that codec. ddp sends bf16 gradients as DDP's hook does, whatever the codec, but fp32 with fp32.
     """
     name = "bf16" if rule == "ddp" and codec_name != "fp32" else codec_name
     if name == "fp32":
@@ -39,7 +40,7 @@ def ring_of(rule: str, codec_name: str, *, num_elements: int) -> Ring:
 
     def coded(vector: Tensor) -> Tensor:
         if not vector.isfinite().all():
-            return vector  # a run that diverges goes on to do so
+            return vector  # a run that diverges continues to diverge
         parts = [vector[start:stop] for start, stop in chunk_bounds(vector.numel())]
         return torch.cat([codec.decode(codec.encode(part), num_elements=part.numel()) for part in parts])
 
@@ -113,7 +114,7 @@ class _Lockstep:
         own = [inner.gradients() for inner in self.inner]
         stacked = torch.stack([torch.cat([gradient.flatten() for gradient in gradients]) for gradients in own])
         if not self.present:
-            stacked.zero_()  # the round is lost to all
+            stacked.zero_()  # the round is lost for all
         else:
             mixed = stacked[self.present]
             self.rule.mix_gradients(mixed)
@@ -136,13 +137,13 @@ class _Lockstep:
         self.virtual_s += self._exchange_s(self.round_bytes)
 
     def _give_to_all(self, rows: Tensor, mixed: Tensor) -> None:
-        """`mixed` has the rows of the replicas that are present; absent ones take what the first of those has."""
+        """`mixed` has the rows of the replicas that are present; absent ones get the row of the first of those."""
         rows[self.present] = mixed
         absent = [number for number in range(len(rows)) if number not in self.present]
         rows[absent] = mixed[:1].expand(len(absent), -1)
 
     def _count_bytes(self, num_bytes: float) -> None:
-        """Of an exchange in which each replica sends `num_bytes` when all are present."""
+        """Count an exchange in which each replica sends `num_bytes` when all are present."""
         num_replicas, num_present = self.plan.num_replicas, len(self.present)
         if num_bytes and num_present < num_replicas:
             vector = self.ring.bytes_per_element * self.num_elements
@@ -154,7 +155,7 @@ class _Lockstep:
         return torch.stack([flat.read(0, self.num_elements) for flat in self.flat])
 
     def _exchange_s(self, num_bytes: float) -> float:
-        """Over the slowest link; everybody waits for it."""
+        """Seconds over the slowest link, for which all wait."""
         if not num_bytes:
             return 0.0
         links = [self.plan.link(number) for number in range(self.plan.num_replicas)]

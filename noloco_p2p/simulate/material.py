@@ -1,4 +1,6 @@
-"""What every replica of a simulation trains with: model, data and held-out text, built as the trainer builds them."""
+"""What every replica of a simulation trains with: model, data and held-out text, built in the same way as the
+trainer's.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class Material:
     tokenizer: PreTrainedTokenizerBase
     validation: list[Tensor]
     bindings: Mapping[str, str]
-    device: torch.device  # of all models; outer states stay on the CPU, as a peer's do
+    device: torch.device  # of all models; outer states stay on the CPU, as on a peer
 
     @classmethod
     def of(cls, spec: TrainerSpec, bindings: Mapping[str, str], *, device: torch.device = CPU) -> Material:
@@ -46,7 +48,7 @@ class Material:
         return model
 
     def batches(self, peer_id: str, *, replica: int = 0, batch_size: int | None = None) -> TokenStream:
-        """`{replica}` in a binding is the number of the replica: each then reads files of its own.
+        """Open the batches of a replica. `{replica}` in a binding is its number, so that each can read its own files.
 
         batch_size: None = `train.batch_size`. The sequences and their order do not depend on it.
         """
@@ -59,10 +61,10 @@ class Material:
         )
 
     def loss(self, model: PreTrainedModel) -> float:
-        """Validation loss of a model."""
+        """The validation loss of a model."""
         return evaluate_loss(model, self.validation)
 
     def loss_of(self, weights: Tensor, scratch: PreTrainedModel) -> float:
-        """Validation loss of a flat vector; `scratch` then has its weights."""
+        """The validation loss of a flat vector; afterwards `scratch` has its weights."""
         FlatParameters(scratch).write(0, weights)
         return self.loss(scratch)

@@ -15,20 +15,20 @@ from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.testing.links import BUFFER_S, PROFILES, LinkProfile, Shape
 from noloco_p2p.testing.memory import MemoryNetwork, Wrap, unchanged
 
-FRAME_BYTES = 64  # of a frame beside its payload
+FRAME_BYTES = 64  # of a frame besides its payload
 IDEAL = LinkProfile("ideal", down_mbit_s=float("inf"), up_mbit_s=float("inf"), delay_ms=0, jitter_ms=0)
 LINKS = {IDEAL.name: IDEAL, **PROFILES}
 
 
 class LinkDirection(Protocol):
-    """One direction of one peer's link; frames of all its swaps share it."""
+    """One direction of one peer's link, shared by the frames of all its swaps."""
 
     def carry(self, num_bytes: int, then: Callable[[], None]) -> None:
-        """Call `then` when these bytes, which enter now, have come out; in the order in which they entered."""
+        """Call `then` when these bytes, which enter now, have left the link, in order of entry."""
         ...
 
     async def drain(self) -> None:
-        """Until the link takes more, as its sender feels it."""
+        """Wait until the link accepts more, as its sender observes it."""
         ...
 
 
@@ -48,7 +48,7 @@ class ShapedWay:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A peer's link to everybody: up away from it, down towards it."""
+    """A peer's link to all others: up from it, down to it."""
 
     up: LinkDirection
     down: LinkDirection
@@ -63,7 +63,7 @@ class Link:
 
 
 class LinkNetwork(MemoryNetwork):
-    """Who can be reached, and over which link.
+    """Which peers can be reached, and over which link.
 
     lose: share of the calls whose connection breaks, at one of the first `frames_a_swap` frames that the caller sends.
     """
@@ -74,10 +74,10 @@ class LinkNetwork(MemoryNetwork):
         self._lose = lose
         self._frames_a_swap = frames_a_swap
         self._rng = random.Random(f"lost/{seed}")
-        self._streams: dict[str, list[LinkStream]] = {}  # open ones of each peer, both ends
+        self._streams: dict[str, list[LinkStream]] = {}  # the open ones of each peer, both ends
 
     def connect(self, caller: str, called: str) -> LinkStream:
-        """The caller's end; the called peer is handed the other one when the call has come through."""
+        """Return the caller's end; the called peer gets the other end when the call has arrived."""
         self.service(called)
         ours, theirs = self.links[caller], self.links[called]
         here, there = LinkStream(called, ours.up, ours.down), LinkStream(caller, theirs.up, theirs.down)
@@ -90,7 +90,7 @@ class LinkNetwork(MemoryNetwork):
         return here
 
     def vanish(self, peer_id: str) -> None:
-        """It cannot be reached, and its swaps break."""
+        """The peer cannot be reached any more, and its swaps break."""
         super().vanish(peer_id)
         for stream in self._streams.pop(peer_id, []):
             stream.end()
@@ -100,7 +100,7 @@ class LinkNetwork(MemoryNetwork):
 
 
 class LinkTransport:
-    """Calls of one peer over a LinkNetwork. `wrap` is put around the streams that are opened."""
+    """The calls of one peer over a LinkNetwork. `wrap` is applied to the opened streams."""
 
     def __init__(self, network: LinkNetwork, hello: Callable[[], Hello], *, wrap: Wrap = unchanged) -> None:
         self._network = network
@@ -123,13 +123,13 @@ class LinkTransport:
         return await service.on_status(swap_id)
 
     async def fetch(self, candidate: Candidate, want: FetchWant, *, timeout_s: float) -> AsyncGenerator[FetchItem]:
-        """Simulated newcomers take their donor's state directly."""
+        """Not supported: simulated newcomers take their donor's state directly."""
         raise Unreachable("states are not fetched in a simulation", peer=candidate.peer_id)
         yield
 
 
 class LinkStream:
-    """One end of a stream. What it sends comes out of its up link, then of the other end's down link, in order."""
+    """One end of a stream. Its frames pass its up link, then the other end's down link, in order."""
 
     def __init__(self, peer: str, up: LinkDirection, down: LinkDirection) -> None:
         self.other: LinkStream | None = None
@@ -137,7 +137,7 @@ class LinkStream:
         self._peer = peer
         self._up = up
         self._down = down
-        self._in_up: deque[Frame] = deque()  # in order: of two timers for one moment either may fire first
+        self._in_up: deque[Frame] = deque()  # in order, because timers for the same moment may fire in any order
         self._in_down: deque[Frame] = deque()
         self._received: asyncio.Queue[Frame | None] = asyncio.Queue()
         self._is_drained = False
@@ -148,7 +148,7 @@ class LinkStream:
         return self._peer
 
     def break_after(self, num_frames: int) -> None:
-        """The connection breaks, for both, after this end has sent so many."""
+        """Break the connection, for both ends, after this end has sent `num_frames`."""
         self._frames_left = num_frames
 
     async def send(self, frame: Frame) -> None:
@@ -168,7 +168,7 @@ class LinkStream:
         try:
             frame = await asyncio.wait_for(self._received.get(), timeout_s)
         except TimeoutError:
-            raise TimedOut(f"nothing came for {timeout_s:.1f} s", peer=self._peer) from None
+            raise TimedOut(f"nothing arrived for {timeout_s:.1f} s", peer=self._peer) from None
         if frame is None:
             self._is_drained = True
             raise Unreachable("the stream is closed", peer=self._peer)
@@ -178,7 +178,7 @@ class LinkStream:
         self.end()
 
     def end(self) -> None:
-        """For both ends; what is on its way still arrives, as over TCP."""
+        """End the stream for both ends; frames in flight still arrive, as over TCP."""
         for stream in (self, self._partner):
             if not stream.has_ended:
                 stream.has_ended = True

@@ -1,5 +1,7 @@
-"""What every simulated peer has for its rounds: the stack of a real one on a virtual network, and counters of what came
-of them. `Replica` trains a whole model, `StageNode` one stage."""
+"""A simulated peer's rounds: the stack of a real peer on a virtual network, and counters of the outcomes.
+
+`Replica` trains a whole model, `StageNode` one stage.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,11 @@ from noloco_p2p.trainer.inner_step import InnerStep
 
 
 class SimulatedPeer:
-    """The counters can be read at any time.
+    """The base of simulated peers. The counters can be read at any time.
 
-    train: for the inner optimizer. absent: share of the rounds in which nobody reaches this peer. gates: None =
-    those of the spec. follows_caller: see `Rounds`.
+    train: for the inner optimizer. absent: share of the rounds in which no peer reaches this one. gates: None =
+    those of
+    the spec. follows_caller: see `Rounds`.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class SimulatedPeer:
         self.inner = InnerStep(model, train)
         self.steps = 0
         self.cut_share = 0.0  # sum over swaps, of `Clipped`
-        self.clipped = 0  # rounds in which a gate shortened what a partner sent
+        self.clipped = 0  # rounds in which a gate clipped what a partner sent
         self.swapped = self.half = self.alone = 0  # rounds with inner steps, by their outcome
         self._spec = spec
         self._network = network
@@ -105,7 +108,7 @@ class SimulatedPeer:
         return self._metrics.late
 
     def take(self, donor: SimulatedPeer) -> None:
-        """Begin where another peer stands, as a newcomer does."""
+        """Take over the state of another peer, as a newcomer does."""
         self.state.take(donor.state.tensors())
         self._rounds.restart(round_index=donor._rounds.round, progress=donor.progress)
 
@@ -124,7 +127,7 @@ class SimulatedPeer:
         self._rounds.open()
 
     async def _closing_round(self) -> None:
-        """Mixing without training: both partners go to the middle."""
+        """Mix without training: both partners move to the midpoint."""
         self._rounds.exchange = self._exchange
         wait_s = closing_wait_s(self._spec.outer, self.driver.step_rate.seconds_per_round())
         self._rounds.open(patience_s=wait_s, is_closing=True)
@@ -142,7 +145,7 @@ class SimulatedPeer:
             await self.driver.wait_until_over(self._rounds.wait_left_s)
 
     def _poll(self) -> RoundEnd | None:
-        """At the boundary: takes the outer step once the round is over."""
+        """At the boundary: take the outer step once the round is over."""
         end = self._rounds.poll()
         if end is None:
             return None
@@ -164,7 +167,7 @@ class SimulatedPeer:
 
 
 class Around:
-    """An `Exchange` around another one; by itself it changes nothing."""
+    """An `Exchange` that wraps another one, and forwards all calls."""
 
     def __init__(self, inner: Exchange) -> None:
         self._inner = inner
@@ -196,7 +199,7 @@ class Around:
 
 
 class Absent(Around):
-    """The rounds of a replica that cannot be reached: it trains, and no round is opened to others."""
+    """The rounds of a replica that cannot be reached: it trains, but its rounds are not open to others."""
 
     def open(self, round_index: int, *, state: dict[SectionName, Tensor], **options: Any) -> None:
         steps = {name: options[name] for name in ("steps_done", "inner_steps", "shortest_round_s")}

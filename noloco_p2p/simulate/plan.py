@@ -1,4 +1,4 @@
-"""What a simulation is asked to do: replicas, their speeds and links, and what happens to them."""
+"""The input of a simulation: replicas, their speeds and links, and what happens to them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Churn:
-    """What goes wrong, and who comes and goes.
+    """Faults, and peers that come and go.
 
-    lose: share of calls whose connection breaks on the way; the peers then look for others, as they do on a network.
-    absent: share of the rounds in which a replica cannot be reached from the opening to the end: a solo round.
+    lose: share of calls whose connection breaks; the peers then look for others, as on a real network. absent: share of
+    the rounds in which a replica cannot be reached from the opening to the end: a solo round.
     """
 
     events: tuple[Event, ...] = ()
@@ -39,17 +39,18 @@ class Churn:
     absent: float = 0.0
 
     def joins_at_s(self, replica: int, stage: int = 0) -> float | None:
-        """None for a replica that is there from the start."""
+        """Return None for a replica that is present from the start."""
         joins = (event for event in self.events if event.kind == "join")
         return next((event.at_s for event in joins if (event.stage, event.replica) == (stage, replica)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """num_replicas: those that join later are counted, too.
+    """num_replicas: includes those that join later.
 
-    step_s: virtual seconds of an inner step at speed 1. speeds, links: one each for a replica, used again from the
-    front when there are fewer.
+    step_s: virtual seconds of an inner step at speed 1. speeds, links: one per replica, reused from the start if
+    there are
+    fewer.
     """
 
     num_replicas: int
@@ -69,9 +70,9 @@ class Plan:
 
 
 def parse_churn(text: str, *, num_replicas: int | tuple[int, ...]) -> Churn:
-    """Items with commas between them, as in EXAMPLE. Raises SettingsError that names the item.
+    """Parse comma-separated items, as in EXAMPLE. Raises SettingsError that names the item.
 
-    num_replicas: of each stage in a run with stages, whose events name a replica by its stage, as in `crash:1.2@200`.
+    num_replicas: per stage in a run with stages, whose events name a replica by its stage, as in `crash:1.2@200`.
     """
     stages = (num_replicas,) if isinstance(num_replicas, int) else num_replicas
     events: list[Event] = []
@@ -88,7 +89,7 @@ def parse_churn(text: str, *, num_replicas: int | tuple[int, ...]) -> Churn:
         if all(churn.joins_at_s(replica, stage) is not None for replica in range(num)):
             of_stage = f" of stage {stage}" if len(stages) > 1 else ""
             raise SettingsError(
-                f"--churn: one replica{of_stage} at least must be there from the start, as the donor of the others"
+                f"--churn: one replica{of_stage} at least must be present from the start, as the donor of the others"
             )
     return churn
 
@@ -96,7 +97,7 @@ def parse_churn(text: str, *, num_replicas: int | tuple[int, ...]) -> Churn:
 def _event(match: re.Match[str], item: str, stages: tuple[int, ...]) -> Event:
     kind, stage, replica, at_s = match.groups()
     if (stage is not None) != (len(stages) > 1):
-        wanted = "a replica of a stage, as in crash:1.2@200" if stage is None else "a replica alone, as in crash:2@200"
+        wanted = "a replica of a stage, as in crash:1.2@200" if stage is None else "only a replica, as in crash:2@200"
         raise SettingsError(f"--churn {item}: must name {wanted}")
     index = int(stage or 0)
     if index >= len(stages):
@@ -108,7 +109,7 @@ def _event(match: re.Match[str], item: str, stages: tuple[int, ...]) -> Event:
 
 
 def parse_speeds(text: str) -> tuple[float, ...]:
-    """`1,1,2,4`: relative speeds. Raises SettingsError."""
+    """Parse relative speeds: `1,1,2,4`. Raises SettingsError."""
     try:
         speeds = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -119,7 +120,7 @@ def parse_speeds(text: str) -> tuple[float, ...]:
 
 
 def parse_links(names: Sequence[str]) -> tuple[LinkProfile, ...]:
-    """Names of profiles, or a rate each way and the delay between two such peers: `100mbit-50ms`.
+    """Parse names of profiles, or a rate each way with the delay between two such peers: `100mbit-50ms`.
 
     Raises SettingsError.
     """

@@ -1,4 +1,4 @@
-"""Curves of a simulation as a picture. matplotlib is an extra: `pip install noloco_p2p[plot]`."""
+"""Plots of the curves of a simulation. matplotlib is an extra: `pip install noloco_p2p[plot]`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from noloco_p2p.simulate.result import Result
 
 
 def check(folder: Path) -> None:
-    """Raises SettingsError when there is nothing to draw with, or nowhere to."""
+    """Raise SettingsError when matplotlib is missing, or the folder cannot be created."""
     if find_spec("matplotlib") is None:
         raise SettingsError("--plot needs matplotlib: pip install 'noloco_p2p[plot]'")
     try:
@@ -39,7 +39,7 @@ def draw(results: Sequence[Result], folder: Path) -> Path:
                 label=result.rule if replica == result.curve[0].replica else None,
             )
     axes.set_xlabel("virtual seconds")
-    axes.set_ylabel("validation loss, nats a token")
+    axes.set_ylabel("validation loss, nats per token")
     axes.legend()
     path = folder / "loss.png"
     figure.savefig(path, dpi=120)

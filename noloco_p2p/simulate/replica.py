@@ -47,14 +47,14 @@ class SimulatedReplica(SimulatedPeer):
         )
         self.number = number
         self.curve: list[Point] = []
-        self.rounds_s: list[float] = []  # virtual, waiting included
+        self.rounds_s: list[float] = []  # virtual, including waits
         self._material = material
         self._batches = material.batches(peer_id, replica=number)
         self._step_s = step_s
         self._num_points = num_points
 
     def leave(self) -> None:
-        """After the current inner step."""
+        """Leave after the current inner step."""
         self._is_leaving = True
 
     async def run(self, *, closing_rounds: int = 0) -> None:
@@ -86,7 +86,7 @@ class SimulatedReplica(SimulatedPeer):
         self._note_point()
 
     def _note_point(self) -> None:
-        """Validation loss, where the schedule passes the next of the points."""
+        """Evaluate the validation loss when the schedule passes the next of the points."""
         if self.progress * self._num_points >= len(self.curve) + 1 - AT_POINT:
             loss = self._material.loss(self.model)
             self.curve.append(Point(self.number, self.steps, now_s(), loss))

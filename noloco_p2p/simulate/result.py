@@ -1,4 +1,4 @@
-"""What a simulation found, as values, as JSON and as a table."""
+"""The results of a simulation, as values, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Of the curve of one replica."""
+    """One point of the curve of one replica."""
 
     replica: int
     step: int
     virtual_s: float
-    loss: float  # validation, nats a token
+    loss: float  # validation, nats per token
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One rule in one simulation. Losses are validation losses of slow weights at the end, nats a token."""
+    """One rule in one simulation. Losses are validation losses of slow weights at the end, in nats per token."""
 
     rule: str
-    num_replicas: int  # that were there at the end
+    num_replicas: int  # those present at the end
     num_parameters: int
     loss: float  # mean over replicas
     worst_loss: float
     merged_loss: float  # of the mean of the weights
-    spread: float  # root mean square distance from the mean, as a share of its norm
+    spread: float  # root mean square distance from the mean, relative to its norm
     sent_bytes: float  # payload, mean over replicas
     sent_per_parameter_step: float  # bytes
     steps: float  # inner steps, mean over replicas
@@ -47,16 +47,16 @@ class Result:
     half: int
     alone: int
     refused: int  # rounds that a gate made solo, and late gradients that one refused
-    clipped: int  # rounds in which a gate shortened what a partner sent
-    cut_share: float  # of the length of the offsets, mean over swaps
-    late: int  # gradients that came after their boundary, and were applied
+    clipped: int  # rounds in which a gate clipped what a partner sent
+    cut_share: float  # of the length of the offsets that was clipped, mean over swaps
+    late: int  # gradients that arrived after their boundary, and were applied
     modulo_chunks: int
     plain_chunks: int
     extended_chunks: int
     broken_chunks: int
     virtual_s: float
     curve: tuple[Point, ...]
-    rounds_s: tuple[float, ...] = ()  # virtual seconds of a round, for each replica the median of its second half
+    rounds_s: tuple[float, ...] = ()  # virtual seconds of a round: for each replica the median of its second half
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -71,7 +71,7 @@ class Result:
 
 
 def judge(material: Material, weights: Sequence[Tensor]) -> dict[str, Any]:
-    """The fields of a Result that follow from the flat weights of the replicas."""
+    """Compute the fields of a Result that follow from the flat weights of the replicas."""
     scratch = material.model()
     losses = [material.loss_of(each, scratch) for each in weights]
     mean = torch.stack(list(weights)).mean(0)

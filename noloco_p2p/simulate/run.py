@@ -24,14 +24,14 @@ BEAR_ABSENCE = (NOLOCO, "diloco", "diloco-nesterov", "ddp", "local")
 
 
 def check_rules(rules: Sequence[str], plan: Plan) -> None:
-    """Raises SettingsError for a rule that does not exist, or a plan that it cannot follow."""
+    """Raise SettingsError for a rule that does not exist, or a plan that it cannot follow."""
     for rule in rules:
         if rule not in RULE_NAMES:
             raise SettingsError(f"--rules {rule}: must be one of {', '.join(RULE_NAMES)}")
         if rule != NOLOCO and plan.churn.events:
-            raise SettingsError(f"--churn: replicas of {rule} cannot join, leave or crash; simulate it by itself")
+            raise SettingsError(f"--churn: replicas of {rule} cannot join, leave or crash; simulate it separately")
         if rule not in BEAR_ABSENCE and plan.churn.absent:
-            raise SettingsError(f"--churn: replicas of {rule} are never absent; leave it or absent out")
+            raise SettingsError(f"--churn: replicas of {rule} are never absent; leave out the rule, or absent")
 
 
 def simulate(
@@ -42,7 +42,7 @@ def simulate(
     bindings: Mapping[str, str] | None = None,
     device: torch.device = CPU,
 ) -> Iterator[Result]:
-    """One Result a rule, as each is done. Same spec, plan and number of threads, same bits (on a CPU)."""
+    """Yield one Result per rule, as each is done. The same spec, plan and threads give the same bits (on a CPU)."""
     material = Material.of(seeded(spec, plan.seed), bindings or {}, device=device)
     for rule in rules:
         yield simulate_swarm(material, plan) if rule == NOLOCO else simulate_lockstep(material, plan, rule=rule)
@@ -52,16 +52,16 @@ STAGED_RULES = (NOLOCO, "local")
 
 
 def check_stages(rules: Sequence[str], plan: StagedPlan, spec: TrainerSpec) -> None:
-    """Raises SettingsError for what a pipeline cannot be simulated with."""
+    """Raise SettingsError for what the simulation of a pipeline does not support."""
     for rule in rules:
         if rule not in STAGED_RULES:
             raise SettingsError(f"--rules {rule}: with stages it must be one of {', '.join(STAGED_RULES)}")
     if plan.paths == "fixed" and (len(set(plan.num_replicas)) > 1 or plan.churn.events):
-        raise SettingsError("--paths fixed: needs equally many replicas in all stages, and none that come or go")
+        raise SettingsError("--paths fixed: needs the same number of replicas in all stages, and none that come or go")
     if spec.train.batch_size % spec.pipeline.microbatch:
         raise SettingsError(
             f"train.batch_size {spec.train.batch_size} must be a multiple of pipeline.microbatch "
-            f"{spec.pipeline.microbatch}, or the heads take larger steps than the spec says"
+            f"{spec.pipeline.microbatch}, otherwise the heads take larger steps than the spec says"
         )
 
 
@@ -72,14 +72,14 @@ def simulate_stages(
     rules: Sequence[str] = (NOLOCO,),
     bindings: Mapping[str, str] | None = None,
 ) -> Iterator[StagedResult]:
-    """As `simulate`, for a model that is cut into the stages of the plan. With `local` nobody mixes."""
+    """As `simulate`, for a model that is cut into the stages of the plan. With `local` no replicas mix."""
     material = Material.of(seeded(staged(spec, plan.num_stages), plan.seed), bindings or {})
     for rule in rules:
         yield run_pipeline(material, replace(plan, gossips=rule == NOLOCO))
 
 
 def seeded(spec: TrainerSpec, seed: int) -> TrainerSpec:
-    """Another seed starts from other weights, too; 0 is the spec's own start."""
+    """Return a spec whose start weights also depend on the seed; 0 is the spec's own start."""
     if not seed:
         return spec
     return spec.with_changes({"model.seed": spec.model.seed + seed}, origin="--seed")

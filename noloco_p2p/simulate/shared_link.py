@@ -1,8 +1,8 @@
 """A peer's link that the pipeline shares with swaps: backwards go first, then forwards, and swaps last.
 
 A swap gets a fifth of the link while frames of the pipeline wait, and all of it otherwise. A more urgent frame
-interrupts a less urgent one, as frames travel in chunks. What comes in is shared in the same way as what goes out: its
-senders have sorted it.
+interrupts a less urgent one, because frames travel in chunks. Incoming traffic is shared in the same way as outgoing
+traffic, since its senders have ordered it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from noloco_p2p.simulate.network import Link
 from noloco_p2p.testing.links import BUFFER_S, LinkProfile
 
 SWAP_SHARE = 0.2  # of a link on which frames of the pipeline wait
-FASTEST = 1e15  # bytes per second of a link without a limit: infinity times no time is no number
+FASTEST = 1e15  # bytes per second of a link without a limit: infinity times 0 is undefined
 CHUNKS_OF_PATIENCE = 3  # one may wait behind another, on either link
-DONE_BYTES = 1e-3  # what rounding leaves
+DONE_BYTES = 1e-3  # tolerance for rounding
 
 
 def patient(deadlines: Deadlines, *, chunk_bytes: int, mbit_s: float) -> Deadlines:
-    """Stretched where a link is so slow that a chunk of a swap takes longer than its partner waits for one.
+    """Stretch deadlines if a link is so slow that a chunk of a swap takes longer than its partner waits for one.
 
-    A small model on a link that is as slow in proportion has few and long chunks; a real one has many.
+    A small model on a proportionally slow link has few and long chunks; a real one has many.
     """
     chunk_s = chunk_bytes / (SWAP_SHARE * mbit_s * 1e6 / 8)
     factor = max(1.0, CHUNKS_OF_PATIENCE * chunk_s / deadlines.progress_s)
@@ -98,7 +98,7 @@ class SharedWay:
         self.busy_s += elapsed_s if served else 0.0
 
     def _plan(self) -> None:
-        """Wake up when the next of what travels has come out."""
+        """Wake up when the next item has left the link."""
         if self._timer:
             self._timer.cancel()
         served = self._served()
@@ -122,7 +122,7 @@ class SharedWay:
 
 
 class SwapWay:
-    """A `network.LinkDirection` for the swaps on a shared one."""
+    """A `network.LinkDirection` for the swaps on a shared link."""
 
     def __init__(self, way: SharedWay, delay_s: float) -> None:
         self._way = way
@@ -137,7 +137,7 @@ class SwapWay:
 
 
 class SharedLink:
-    """Of one peer. Its jitter is taken at its mean, so that the frames of a stream keep their order."""
+    """The link of one peer. Jitter is replaced by its mean, so that the frames of a stream keep their order."""
 
     def __init__(self, profile: LinkProfile) -> None:
         self.up = SharedWay(profile.up_mbit_s)
@@ -158,7 +158,7 @@ def transfer(
     *,
     on_begin: Callable[[], None],
 ) -> None:
-    """A frame of the pipeline from one link to another, whose rates overlap: the first byte does not wait for the last.
+    """Send a frame of the pipeline from one link to another, at both rates at once: the first byte does not wait.
 
     on_begin: called when its first byte leaves.
     """

@@ -1,7 +1,7 @@
 """One node of a simulated pipeline: it drives the production `flow` on a virtual clock, and takes part in rounds.
 
-The ring never stops for a swap. From the boundary of a round until its outer step, tasks go on with unchanged weights,
-and only the closing of an inner step waits. The outer step is taken between two tasks.
+The ring never stops for a swap. From the boundary of a round until its outer step, tasks continue with unchanged
+weights, and only the closing of an inner step waits. The outer step is taken between two tasks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Pipeline(Protocol):
     def node(self, name: str) -> StageNode: ...
 
     def neighbours(self, node: StageNode, *, is_new_round: bool) -> None:
-        """Draw whom the node sends to, and tell its machine."""
+        """Draw the peers that the node sends to, and pass them to its machine."""
         ...
 
     def launched(self, id: MicrobatchId) -> None: ...
@@ -53,7 +53,7 @@ class Pipeline(Protocol):
 
 
 class StageNode(SimulatedPeer):
-    """Stage 0 is the head. `begin` starts it; `has_finished` is set when its schedule is done, and when it is gone.
+    """Stage 0 is the head. `begin` starts it; `has_finished` is set when its schedule is done, and when it has left.
 
     gossips: False = no round is ever opened, so that replicas of a stage never mix.
     """
@@ -91,17 +91,17 @@ class StageNode(SimulatedPeer):
         self.work, self.link = work, link
         self.flops, self.flops_per_s = flops, flops_per_s
         self.rng = random.Random(f"flow/{seed}/{name}")
-        self.streams: dict[str, None] = {}  # open ones, in the order in which they were opened
+        self.streams: dict[str, None] = {}  # the open ones, in order of opening
         self.downstream: set[str] = set()  # neighbours in the next stage
-        self.ring: set[str] = set()  # of a head, sinks that it drew; of the last stage, heads that it drew
+        self.ring: set[str] = set()  # of a head: sinks that it drew; of the last stage: heads that it drew
         self.unreachable: set[str] = set()
         self.is_alive = True
         self.has_finished = asyncio.Event()
         self.busy_s = 0.0
         self.lateness: Counter[int] = Counter()  # inner steps from a forward to its backward
         self.latencies_s: list[float] = []  # of a head, from the launch to the end of the backward
-        self.num_counted = 0  # backwards; at a head, of its front
-        self.trained_tokens = 0  # in closed steps, the first ones of sequences, too
+        self.num_counted = 0  # backwards; at a head, those of its front
+        self.trained_tokens = 0  # in closed steps, including the first ones of sequences
         self._pipeline = pipeline
         self._gossips = gossips
         self._is_frozen = False
@@ -125,7 +125,7 @@ class StageNode(SimulatedPeer):
         asyncio.get_running_loop().call_later(TICK_S * self.rng.random(), self._tick)
 
     def weights(self) -> Tensor:
-        """Flat, on which the node would be judged: slow weights, or without gossip the fast ones."""
+        """The flat weights by which the node is judged: slow weights, or without gossip the fast ones."""
         if self._gossips:
             return self.state.slow_weights
         return self.fast_weights()
@@ -160,12 +160,12 @@ class StageNode(SimulatedPeer):
             self._do(self.machine.neighbours_changed(self.downstream, now_s()))
 
     def leave(self) -> None:
-        """Accept nothing, finish what is held, and go."""
+        """Accept nothing more, finish what is held, and leave."""
         self._is_leaving = True
         self._do(self.machine.leave(now_s()))
 
     def vanish(self) -> None:
-        """Crash: each peer with a stream to this one hears of it in its time."""
+        """Crash: each peer with a stream to this one notices in its own time."""
         self.is_alive = False
         self.has_finished.set()
         self._network.vanish(self.name)
@@ -251,7 +251,7 @@ class StageNode(SimulatedPeer):
             other.received(self.name, frame)
 
     def _compute(self, task: Compute) -> None:
-        """The numbers are computed at once, and reported when the virtual time of the task is over."""
+        """Compute the task at once, and report it when its virtual time is over."""
         seconds = self.flops.of_kind(task.kind) * self._tokens / self.flops_per_s
         self._is_running = True
         self.busy_s += seconds
@@ -294,7 +294,7 @@ class StageNode(SimulatedPeer):
     def _close_step(self, step: CloseStep) -> None:
         if self._is_frozen or not self.is_alive:
             return
-        assert step.num_tokens == self._counted_tokens, "divided by other tokens than were counted"
+        assert step.num_tokens == self._counted_tokens, "the divisor differs from the counted tokens"
         self.trained_tokens += self._tokens * self._counted_tokens // self._microbatch_tokens
         self._counted_tokens = 0
         self.work.close(self.inner, step.num_tokens, progress=self.progress)
@@ -332,7 +332,7 @@ class StageNode(SimulatedPeer):
         if (machine.progress if isinstance(machine, Head) else self.progress) >= 1:
             self.has_finished.set()
             return
-        if isinstance(machine, Head) and self.progress < 1:  # it moves with a swap
+        if isinstance(machine, Head) and self.progress < 1:  # it changes with a swap
             machine.progress = self.progress
         self._open_round()
         self._pipeline.neighbours(self, is_new_round=True)

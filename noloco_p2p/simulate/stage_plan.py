@@ -1,4 +1,4 @@
-"""What a simulation of a pipeline is asked to do."""
+"""The input of a simulation of a pipeline."""
 
 from __future__ import annotations
 
@@ -19,16 +19,20 @@ Paths = Literal["random", "fixed"]
 
 @dataclass(frozen=True, slots=True)
 class StagedPlan:
-    """num_replicas: of each stage, those that join later are counted, too.
+    """num_replicas: per stage, including those that join later.
 
-    step_s: virtual seconds in which a peer at speed 1 would take an inner step of the whole model, without recomputing;
-    tasks of a stage take their share of its FLOPs. speeds, links: those of each stage, in turn; of the stages, the last
-    are used for all that follow.
+    step_s: virtual seconds in which a peer at speed 1 would take an inner step of the whole model, without
+    recomputation;
+    tasks of a stage take their share of its FLOPs. speeds, links: those of each stage, in turn; the last stage's
+    are used
+    for all that follow.
 
-    lost_share: of the microbatches, each at one of its computations but the first. A replica finds it unusable and says
-    so, as after a damaged frame or without memory. late_steps: see `LateStageWork`. window: microbatches that a head
-    may have in flight, and a replica hold; None = as many as `flow.limits` gives. paths: fixed = each node sends to one
-    replica of the next stage, where all stages have equally many. gossips: False = replicas never mix.
+    lost_share: of the microbatches, each at one of its computations except the first. A replica finds it unusable and
+    reports that, as after a damaged frame or without memory. late_steps: see `LateStageWork`. window: microbatches
+    that a
+    head may have in flight, and a replica hold; None = as many as `flow.limits` allows. paths: fixed = each node
+    sends to
+    one replica of the next stage, if all stages have the same number. gossips: False = replicas never mix.
     """
 
     num_replicas: tuple[int, ...]
@@ -55,7 +59,7 @@ class StagedPlan:
         return _of(self.links, stage, replica)
 
     def num_rooms(self, spec: TrainerSpec) -> int:
-        """Microbatches that a head may have in flight, and a replica hold."""
+        """The microbatches that a head may have in flight, and a replica hold."""
         in_flight = int(IN_FLIGHT_SHARE * spec.train.batch_size / spec.pipeline.microbatch)
         return max(1, in_flight) if self.window is None else self.window
 
@@ -66,23 +70,23 @@ def _of(lists: tuple[tuple[T, ...], ...], stage: int, replica: int) -> T:
 
 
 def parse_replicas(text: str, *, num_stages: int) -> tuple[int, ...]:
-    """`8`, or of each stage `4,8,4`. Raises SettingsError."""
+    """Parse `8`, or per stage `4,8,4`. Raises SettingsError."""
     parts = text.split(",")
     numbers = tuple(int(part) for part in parts if part.strip().isdigit())
     if len(numbers) != len(parts) or not all(1 <= number <= 256 for number in numbers):
         raise SettingsError(f"--replicas {text}: must be a number from 1 to 256, or one for each stage: 4,8,4")
     if len(numbers) not in (1, num_stages):
-        raise SettingsError(f"--replicas {text}: has {len(numbers)} numbers, and there are {num_stages} stages")
+        raise SettingsError(f"--replicas {text}: has {len(numbers)} numbers, but there are {num_stages} stages")
     return numbers * (num_stages // len(numbers))
 
 
 def by_stage(
     text: str, parse: Callable[[str], tuple[T, ...]], *, num_stages: int, flag: str
 ) -> tuple[tuple[T, ...], ...]:
-    """Lists with commas, those of the stages with slashes between them; the last one counts for all that follow."""
+    """Parse comma-separated lists, with slashes between the stages; the last one is used for all that follow."""
     lists = tuple(parse(part) for part in text.split("/"))
     if len(lists) > num_stages:
-        raise SettingsError(f"{flag} {text}: has lists for {len(lists)} stages, and there are {num_stages}")
+        raise SettingsError(f"{flag} {text} has lists for {len(lists)} stages, but there are {num_stages}")
     return lists
 
 

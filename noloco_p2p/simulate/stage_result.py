@@ -1,4 +1,4 @@
-"""Simulate a pipeline; what that found, as values, as JSON and as a table."""
+"""Simulates a pipeline, and returns the results as values, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -28,13 +28,17 @@ COLUMNS = (
     *("stage", "replicas", "parameters", "steps", "computing %", "up %", "down %", "late steps", "late %", "lost %"),
     *("spread %", "swapped", "half", "alone", "sent a peer", "of it swaps"),
 )
-NUM_PATHS = 8  # random ones, whose mean loss is given
+NUM_PATHS = 8  # random paths, over which the loss is averaged
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """While the heads train. tokens_per_s: of the whole pipeline, from a quarter to three quarters of its tokens, when
-    windows have grown and nobody has finished. busy: of each node, the shares of compute, up link and down link."""
+    """Speeds while the heads train.
+
+    tokens_per_s: of the whole pipeline, from a quarter to three quarters of its tokens, when windows have grown and
+    no head
+    has finished. busy: of each node, the busy shares of compute, up link and down link.
+    """
 
     virtual_s: float
     tokens: int
@@ -64,20 +68,20 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """Means are over the replicas that were there at the end, shares of time are over that in which heads train."""
+    """Means are over the replicas present at the end, shares of time over the time in which heads train."""
 
     stage: int
     num_replicas: int
     num_parameters: int
     steps: float  # inner steps
-    tokens_per_s: float  # that the arithmetic of links and compute gives for this stage
+    tokens_per_s: float  # that links and compute of this stage allow, by arithmetic
     compute_busy: float
     up_busy: float
     down_busy: float
-    counted: int  # backwards, of all replicas; of a head's front
-    lost_share: float  # of the microbatches that came to a stage, those without a backward there
-    lateness: float  # inner steps from a forward to its backward, in the mean
-    late_share: float  # of the backwards, those at least one inner step late
+    counted: int  # backwards, of all replicas; for a head, of its front
+    lost_share: float  # share of the microbatches that reached a stage without a backward there
+    lateness: float  # mean of inner steps from a forward to its backward
+    late_share: float  # share of the backwards that are at least one inner step late
     lateness_counts: dict[int, int]
     spread: float
     swapped: int
@@ -99,18 +103,18 @@ class StageResult:
 
 @dataclass(frozen=True, slots=True)
 class StagedResult:
-    """Losses are validation losses at the end, nats a token: of slow weights, or without gossip of the fast ones."""
+    """Losses are final validation losses, in nats per token: of slow weights, or without gossip of the fast ones."""
 
     rule: str
     loss: float  # mean over random paths, one replica of each stage
     merged_loss: float  # of the mean of each stage
-    tokens: int  # that came to a loss, in all sequences
+    tokens: int  # tokens that reached a loss, in all sequences
     trained_tokens: int  # of those, the ones in closed steps of the heads
     virtual_s: float  # until the last head has finished
     tokens_per_s: float
     predicted_tokens_per_s: float  # of the stage with the least
     latency_s: float
-    num_lost: int  # microbatches that a head gave up or whose gradient for its front did not come
+    num_lost: int  # microbatches that a head gave up or whose gradient for its front did not arrive
     num_done: int
     num_rooms: int
     stages: tuple[StageResult, ...]
@@ -135,8 +139,10 @@ class StagedResult:
 def simulate_stages(
     material: Material, plan: StagedPlan, *, on_made: Callable[[list[StageNode]], None] | None = None
 ) -> StagedResult:
-    """material: of a spec that `staged` gave. `on_made` gets the nodes before they run, so that the caller can inspect
-    them afterwards."""
+    """Run the simulation. material: of a spec from `staged`.
+
+    `on_made` gets the nodes before they run, so that the caller can inspect them afterwards.
+    """
 
     async def run() -> StagedResult:
         swarm = StagedSwarm(material, plan)
@@ -154,7 +160,7 @@ def judge_stages(swarm: StagedSwarm, speed: Speed) -> StagedResult:
     weights = [[node.weights() for node in swarm.living(stage)] for stage in range(swarm.plan.num_stages)]
     for stage, own in enumerate(weights):
         if not own:
-            raise SettingsError(f"every replica of stage {stage} is gone, and none is left to judge: a smaller --churn")
+            raise SettingsError(f"every replica of stage {stage} is gone, so there is no result: use a smaller --churn")
     heads = [node.machine for node in swarm.stages[0] if isinstance(node.machine, Head)]
     stages = tuple(_stage(swarm, stage, own, speed) for stage, own in enumerate(weights))
     return StagedResult(
@@ -176,7 +182,7 @@ def judge_stages(swarm: StagedSwarm, speed: Speed) -> StagedResult:
 
 
 def predicted_tokens_per_s(swarm: StagedSwarm, nodes: Iterable[StageNode]) -> float:
-    """The arithmetic of a stage: what the links of its replicas carry, and what they compute, whichever is less."""
+    """The speed of a stage by arithmetic: the lesser of what its links carry, and what its replicas compute."""
     spec = swarm.spec
     total = 0.0
     for node in nodes:

@@ -1,4 +1,4 @@
-"""What the tasks of a simulated node cost, and the ablation of gradients that come late."""
+"""The cost of the tasks of a simulated node, and the ablation of gradients that arrive late."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.stage import Stage
 from noloco_p2p.trainer.stage_work import StageWork
 
-FORWARD_SHARE = 0.25  # of the FLOPs of a block: 2 a weight, then 2 for the recomputed forward and 4 for the backward
+FORWARD_SHARE = 0.25  # of the FLOPs of a block: 2 per weight, then 2 for the recomputed forward and 4 for the backward
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFlops:
-    """A token, by the kind of the task."""
+    """Flops per token, by the kind of the task."""
 
     forward: float
-    backward: float  # the recomputed forward, too
+    backward: float  # including the recomputed forward
     loss: float
 
     @classmethod
@@ -48,7 +48,7 @@ class LateBackward:
 
 
 class LateStageWork(StageWork):
-    """The parameters' gradients of backwards come `late_steps` inner steps late; that of the input goes on in time.
+    """The parameter gradients of backwards arrive `late_steps` inner steps late; the input gradient is on time.
 
     The gradients of the last steps are never applied.
     """

@@ -1,4 +1,4 @@
-"""A swarm of stages on a virtual clock: who is there when, who sends to whom, what is lost, and what they come to."""
+"""A swarm of stages on a virtual clock: which peers are present, where they send, what is lost, and the result."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from noloco_p2p.trainer.stage import Stage, build_stage, measure
 from noloco_p2p.trainer.stage_work import StageWork
 from noloco_p2p.transfer.donor import state_file_bytes
 
-NUM_NEIGHBOURS = 4  # downstream, and as many sinks of a head
+NUM_NEIGHBOURS = 4  # downstream; a head has as many sinks
 NUM_HEADS = 2  # to which each replica of the last stage keeps a stream
 STUCK_S = 3600.0  # without one loss in the whole pipeline
 
 
 def staged(spec: TrainerSpec, num_stages: int) -> TrainerSpec:
-    """The spec with that many stages. A spec that has them keeps its cut. Raises SpecError."""
+    """Return the spec with that many stages. A spec that has them keeps its cut. Raises SpecError."""
     if spec.pipeline.stages == num_stages and spec.pipeline.cut != "auto":
         return spec
     meta = build_on_meta(spec.model, sequence_length=spec.data.sequence_length)
@@ -50,7 +50,7 @@ def staged(spec: TrainerSpec, num_stages: int) -> TrainerSpec:
 
 
 class StagedSwarm:
-    """A `stage_node.Pipeline`. material: of a spec that `staged` gave."""
+    """A `stage_node.Pipeline`. material: of a spec from `staged`."""
 
     def __init__(self, material: Material, plan: StagedPlan) -> None:
         self.material, self.plan, self.spec = material, plan, material.spec
@@ -68,14 +68,14 @@ class StagedSwarm:
         self.rng = random.Random(f"swarm/{plan.seed}")
         self.nodes: dict[str, StageNode] = {}
         self.stages: list[list[StageNode]] = [[] for _ in plan.num_replicas]
-        self.losses_s: list[float] = []  # when a microbatch came to its loss
+        self.losses_s: list[float] = []  # when each microbatch reached its loss
         self.curve: list[tuple[float, float, float]] = []  # progress, virtual seconds, loss of the merged model
         self._events: list[asyncio.Task[None]] = []
         self._losses = random.Random(f"lost/{plan.seed}")
         self._lost_at: dict[MicrobatchId, tuple[Kind, int]] = {}
 
     async def train(self, on_made: Callable[[list[StageNode]], None] | None) -> None:
-        """Until the last head has finished; peers come and go meanwhile."""
+        """Run until the last head has finished, while peers come and go."""
         churn = self.plan.churn
         for stage, num in enumerate(self.plan.num_replicas):
             for number in range(num):
@@ -89,7 +89,7 @@ class StagedSwarm:
         await self._until_heads_finish()
 
     async def finish(self) -> None:
-        """What is under way comes to its end, and the closing rounds are taken; nobody comes or goes any more."""
+        """Finish what is in flight, and take the closing rounds, without further churn."""
         for event in self._events:
             event.cancel()
         await asyncio.gather(*self._events, return_exceptions=True)
@@ -106,7 +106,7 @@ class StagedSwarm:
             await network.close()
 
     def loss(self, weights: Sequence[Tensor]) -> float:
-        """Validation loss of one flat vector a stage, put together to a whole model."""
+        """The validation loss of one flat vector per stage, combined to a whole model."""
         model = self.material.model()
         parts: dict[str, Tensor] = {}
         for stage, vector in enumerate(weights):
@@ -115,7 +115,7 @@ class StagedSwarm:
         return self.material.loss(model)
 
     def merged_loss(self, weights: Sequence[Sequence[Tensor]]) -> float:
-        """Of the mean of each stage."""
+        """The validation loss of the mean of each stage."""
         return self.loss([torch.stack(list(own)).mean(0) for own in weights])
 
     def living(self, stage: int) -> list[StageNode]:
@@ -145,7 +145,7 @@ class StagedSwarm:
             node.tell_neighbours(())
 
     def launched(self, id: MicrobatchId) -> None:
-        """Draw whether, and in which of its computations behind the head's first one, the microbatch is lost."""
+        """Draw whether, and in which of its computations after the head's first one, the microbatch is lost."""
         if self._losses.random() < self.plan.lost_share:
             stages = range(self.plan.num_stages)
             forwards = [(Kind.FORWARD if stage else Kind.LOSS, stage) for stage in stages]
@@ -158,13 +158,13 @@ class StagedSwarm:
         self.losses_s.append(asyncio.get_running_loop().time())
 
     def step_closed(self, node: StageNode) -> None:
-        """Validation loss of the merged model, where the first head passes the next of the points."""
+        """Evaluate the merged model when the first head passes the next of the points."""
         heads = self.living(0)
         if heads and node is heads[0] and node.progress * self.plan.evaluations >= len(self.curve) + 1 - 1e-6:
             loss = self.merged_loss([[each.fast_weights() for each in self.living(s)] for s in range(len(self.cut))])
             self.curve.append((node.progress, asyncio.get_running_loop().time(), loss))
 
-    # who is there
+    # which peers are present
 
     def _start(self, stage: int, number: int, donor: StageNode | None = None) -> StageNode:
         plan, spec = self.plan, self.spec
@@ -220,7 +220,7 @@ class StagedSwarm:
         return flops * spec.train.batch_size * spec.data.sequence_length / self.plan.step_s
 
     def _draw(self, node: StageNode, drawn: set[str], stage: int, number: int, *, is_new_round: bool) -> None:
-        """Fill up with live peers of a stage; at a new round one makes place for another."""
+        """Fill up with live peers of a stage; in a new round one is replaced."""
         listed = [name for name in self.networks[stage].listed if name not in node.unreachable]
         if self.plan.paths == "fixed":
             drawn.clear()
@@ -273,7 +273,7 @@ class StagedSwarm:
         num_losses = -1
         while not all(node.has_finished.is_set() for node in self.stages[0]):
             if len(self.losses_s) == num_losses:
-                raise SettingsError(f"no microbatch came through the pipeline for {STUCK_S:.0f} virtual seconds")
+                raise SettingsError(f"no microbatch passed through the pipeline for {STUCK_S:.0f} virtual seconds")
             num_losses = len(self.losses_s)
             await self._wait(self.stages[0], STUCK_S)
 
@@ -282,7 +282,7 @@ class StagedSwarm:
         await self._wait([node for stage in range(1, self.plan.num_stages) for node in self.living(stage)], VOTE_S)
 
     async def _wait(self, nodes: Sequence[StageNode], timeout_s: float) -> None:
-        """Until all of them have finished."""
+        """Wait until all of them have finished."""
         tasks = [asyncio.create_task(node.has_finished.wait()) for node in nodes]
         _, waiting = await asyncio.wait(tasks, timeout=timeout_s)
         for task in waiting:

@@ -1,4 +1,4 @@
-"""A swarm of NoLoCo replicas on a virtual clock: who is there when, and what they come to."""
+"""A swarm of NoLoCo replicas on a virtual clock: when each is present, and the result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from noloco_p2p.simulate.result import Result, judge
 from noloco_p2p.simulate.shared_link import patient
 from noloco_p2p.transfer.donor import state_file_bytes
 
-LISTED_S = 60.0  # after a crash: the life of a record
+LISTED_S = 60.0  # after a crash: the lifetime of a record
 
 
 def simulate_swarm(
@@ -34,20 +34,20 @@ def simulate_swarm(
     on_made: Callable[[list[SimulatedReplica]], None] | None = None,
     liars: Mapping[int, Callable[..., SimulatedReplica]] | None = None,
 ) -> Result:
-    """`on_made` gets the replicas before they run, so that the caller can inspect them afterwards.
+    """Run the simulation. `on_made` gets the replicas before they run, so that the caller can inspect them afterwards.
 
-    liars: how replicas with these numbers are made, instead of as a `SimulatedReplica`; results do not count them.
+    liars: creates the replicas with these numbers, instead of `SimulatedReplica`; results do not count them.
     """
     return run_virtual(_Swarm(material, plan, liars or {}).run(on_made))
 
 
 def peer_name(replica: int) -> str:
-    """It orders the data of the replica, too."""
+    """The peer id of a replica, which also determines the order of its data."""
     return f"replica-{replica}"
 
 
 def _late_median(values: Sequence[float]) -> float:
-    """Of the second half, when lengths have settled; 0 where there is none."""
+    """The median of the second half, when round lengths have settled; 0 if there is none."""
     return median(values[len(values) // 2 :]) if values else 0.0
 
 
@@ -150,7 +150,7 @@ class _Swarm:
         everybody = list(honest.values())
         survivors = [replica for number, replica in honest.items() if number not in self.crashed]
         if not survivors:
-            raise SettingsError("every replica has crashed, and none is left to judge: a smaller --churn")
+            raise SettingsError("every replica has crashed, so there is no result: use a smaller --churn")
         traffic = [replica.driver.traffic for replica in everybody]
         steps = sum(replica.steps for replica in everybody)
         sent_bytes = sum(each.bytes_sent for each in traffic)

@@ -1,6 +1,6 @@
-"""Peers met before: libp2p addresses in a JSON file, dialled at the next start and when the swarm was lost.
+"""Known peers: libp2p addresses in a JSON file, dialled at the next start and when the swarm was lost.
 
-The file is a convenience: damaged or missing, it is the same as empty, and failing to write it is no error.
+The file is a convenience: a damaged or missing one counts as empty, and failing to write it is no error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ MAX_ADDRESS_CHARS = 320
 
 
 class AddressBook:
-    """Peer id -> multiaddrs, each ending in /p2p/PEER_ID; the peer heard of last at the end. No `path`: in memory."""
+    """Peer id -> multiaddrs, each ending in /p2p/PEER_ID, the most recently heard last. Without `path` it is in
+    memory.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
@@ -30,7 +32,7 @@ class AddressBook:
         self._changed = False
 
     def remember(self, peer_id: str, multiaddrs: Sequence[str]) -> None:
-        """Keep where a live peer can be dialled. The peer heard of least recently makes room."""
+        """Store the addresses of a live peer. The least recently heard peer is dropped if there are too many."""
         addresses = tuple(address for address in multiaddrs if _belongs(address, peer_id))[:MAX_ADDRESSES]
         if not addresses:
             return
@@ -41,11 +43,11 @@ class AddressBook:
             del self._peers[next(iter(self._peers))]
 
     def addresses(self) -> dict[str, tuple[str, ...]]:
-        """Where to dial, peer by peer, the one heard of last first."""
+        """The addresses by peer, the most recently heard first."""
         return dict(reversed(self._peers.items()))
 
     def save(self) -> None:
-        """Write the file when something changed: whole or not at all. Blocks on the disk; never raises."""
+        """Write the file atomically if something changed. Blocks on the disk; never raises."""
         if self._path is None or not self._changed:
             return
         values = {"version": 1, "peers": list(self._peers.items())}
@@ -64,7 +66,7 @@ def _belongs(address: object, peer_id: str) -> bool:
         isinstance(address, str)
         and len(address) <= MAX_ADDRESS_CHARS
         and address.startswith("/")
-        and CIRCUIT not in address  # good for calls while a relay keeps it, and no way into the DHT
+        and CIRCUIT not in address  # usable for calls while a relay keeps it, but not for entering the DHT
         and address.endswith(f"/p2p/{peer_id}")
     )
 

@@ -1,4 +1,4 @@
-"""libp2p multiaddrs: making them, taking the peer id off, and putting the most useful first."""
+"""libp2p multiaddrs: creating them, removing the peer id, and sorting them by usefulness."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from noloco_p2p.hosts import is_public, is_wildcard
 
 
 def listen_multiaddr(host: str, port: int) -> str:
-    """/ip4/HOST/tcp/PORT. Raises DirectoryError when HOST is no IP address of the local machine's kind."""
+    """Return /ip4/HOST/tcp/PORT. Raises DirectoryError when HOST is not an IP address."""
     try:
         return f"/{_family(host)}/{_plain(host)}/tcp/{port}"
     except ValueError:
         raise DirectoryError(
-            f"cannot listen on {host!r}: give an IP address, such as 0.0.0.0 for all networks"
+            f"cannot listen on {host!r}: use an IP address, such as 0.0.0.0 for all networks"
         ) from None
 
 
@@ -30,10 +30,10 @@ def announce_multiaddr(host: str, port: int) -> str:
 
 
 def routable_host(listen_host: str) -> str:
-    """The address that others can dial: the one listened on, or for all of them the one of the default route."""
+    """The address that others can dial: the listening one, or for a wildcard that of the default route."""
     if not is_wildcard(listen_host):
         return _plain(listen_host)
-    # Documentation addresses (RFC 5737, RFC 3849): they choose a route, and nothing is sent. :: takes IPv4 calls too.
+    # Documentation addresses (RFC 5737, RFC 3849) select a route, and nothing is sent. :: also accepts IPv4 calls.
     ways = [(socket.AF_INET, "192.0.2.1")]
     if ":" in listen_host:
         ways.insert(0, (socket.AF_INET6, "2001:db8::1"))
@@ -48,7 +48,7 @@ def routable_host(listen_host: str) -> str:
 
 
 def host_port(host: str, port: int) -> str:
-    """HOST:PORT, an IPv6 address in brackets."""
+    """HOST:PORT, with an IPv6 address in brackets."""
     plain = _plain(host)
     return f"[{plain}]:{port}" if ":" in plain else f"{plain}:{port}"
 
@@ -59,7 +59,7 @@ def host_of(address: str) -> str:
 
 
 def resolves(host: str) -> bool:
-    """Whether an IP address, or a name that this machine finds an address for; that may take its resolver seconds."""
+    """Whether `host` is an IP address, or a name that resolves on this machine; resolving may take seconds."""
     try:
         return bool(socket.getaddrinfo(_plain(host), None))
     except (OSError, UnicodeError):
@@ -67,7 +67,7 @@ def resolves(host: str) -> bool:
 
 
 def any_public(multiaddrs: Iterable[str]) -> bool:
-    """Whether one of these (with peer id or without) leads to a public address or name."""
+    """Whether one of these (with or without peer id) is a public address or name."""
     targets = (tcp_target(multiaddr.partition("/p2p/")[0]) for multiaddr in multiaddrs)
     return any(is_public(target[0]) for target in targets if target)
 
@@ -78,7 +78,7 @@ def only_public(multiaddrs: Iterable[str]) -> list[str]:
 
 
 def split_peer_id(multiaddr: str) -> tuple[str, str]:
-    """(address, peer id) of ADDRESS/p2p/ID. Raises DirectoryError when there is no id."""
+    """Split ADDRESS/p2p/ID into (address, peer id). Raises DirectoryError when there is no id."""
     address, separator, peer_id = multiaddr.rpartition("/p2p/")
     if not separator or not address.startswith("/") or not peer_id or "/" in peer_id:
         raise DirectoryError(
@@ -88,28 +88,28 @@ def split_peer_id(multiaddr: str) -> tuple[str, str]:
 
 
 def tcp_target(address: str) -> tuple[str, int] | None:
-    """(host, port) of /ip4|ip6|dns../HOST/tcp/PORT; None for any other kind of address."""
+    """The (host, port) of /ip4|ip6|dns../HOST/tcp/PORT; None for any other kind of address."""
     parts = address.split("/")
     is_plain = len(parts) == 5 and parts[1] in ("ip4", "ip6", "dns", "dns4", "dns6") and parts[3] == "tcp"
     return (parts[2], int(parts[4])) if is_plain and parts[4].isdecimal() else None
 
 
 async def guarded(guard: DialGuard, peer_id: str, address: str) -> str:
-    """The multiaddr (without peer id) to dial for this one, which a stranger has named. Raises Unreachable."""
+    """The multiaddr (without peer id) to dial for one that a stranger named. Raises Unreachable."""
     target = tcp_target(address)
     if target is None:
-        raise Unreachable(f"{address} is no address of a peer", peer=peer_id)
+        raise Unreachable(f"{address} is not the address of a peer", peer=peer_id)
     return listen_multiaddr(await guard.way(peer_id, target[0]), target[1])
 
 
 def host_in(address: str) -> str:
-    """The host of a multiaddr; empty when it is not one of TCP."""
+    """The host of a multiaddr; empty if it is not TCP."""
     target = tcp_target(address)
     return target[0] if target else ""
 
 
 def by_reach(multiaddrs: Iterable[str]) -> list[str]:
-    """Public addresses and names first, private networks next, loopback last; no address twice."""
+    """Public addresses and names first, private networks next, loopback last, without duplicates."""
     return sorted(dict.fromkeys(multiaddrs), key=_reach)
 
 

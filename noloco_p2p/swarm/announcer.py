@@ -1,4 +1,4 @@
-"""The own record: stored in the DHT again and again, and looked for under the own peer id, where a copy would speak."""
+"""Announces this peer: stores its record in the DHT periodically, and detects another peer with the same key."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from noloco_p2p.swarm.records import EXPIRY_SLACK_S, TTL_S, PeerRecord, encode_r
 
 
 class Announcer:
-    """Stores what `describe` returns, in the buckets that the view counts with.
+    """Stores the result of `describe`, in the buckets of the membership view.
 
-    key: of the view in which the record is stored. describe: the current record but for the fields of the directory;
-    None until there is something to announce. multiaddrs: where this node can be dialled, when the record does not
-    tell. on_copy: called, perhaps again and again, when a later start with the same key announces itself.
+    key: of the view in which the record is stored. describe: returns the current record without the fields of the
+    directory; None until there is something to announce. multiaddrs: where this node can be dialled, if the record
+    does not
+    say. on_copy: called, possibly repeatedly, when a later start with the same key announces itself.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Announcer:
         self._announcing = asyncio.Lock()
 
     async def beat(self) -> float:
-        """One heartbeat; returns the pause after it. Raises DirectoryError."""
+        """Announce the record; returns the pause until the next heartbeat. Raises DirectoryError."""
         with suppress(DirectoryError):
             await self._look_for_copies()
         await self.announce()
@@ -63,7 +64,7 @@ class Announcer:
         async with self._announcing:
             described = self._describe()
             if described is None:
-                return  # nothing to say yet
+                return  # nothing to announce yet
             depths = self._view.depths()
             record = replace(
                 described,
@@ -85,13 +86,13 @@ class Announcer:
                 self._node.store(key, record.peer_id, value, expires_at_s=expires_at_s, timeout_s=timeout_s)
                 for key in keys
             ),
-            return_exceptions=True,  # all are tried
+            return_exceptions=True,  # try all of them
         )
         for fault in filter(None, results):
             raise fault
 
     async def _look_for_copies(self) -> None:
-        """What is stored under the own peer id must be the own word."""
+        """Check that the record under this peer's id is its own."""
         own = self._describe()
         if own is None:
             return
@@ -100,25 +101,28 @@ class Announcer:
                 self._on_copy(found)
 
     def _next_sequence(self) -> int:
-        """Rises over restarts too: milliseconds of DHT time, or one more than the last."""
+        """The next sequence number, which increases over restarts: milliseconds of DHT time, or one more than the
+        last.
+        """
         self._sequence = max(self._sequence + 1, int(CLOCK.now() * 1000))
         return self._sequence
 
     def _next_expiry_s(self) -> float:
-        """A DHT node keeps the record that expires last, so the newest must."""
+        """The next expiry. A DHT node keeps the record that expires last, so the newest one must."""
         expires_at_s = CLOCK.now() + TTL_S
-        if self._expires_at_s <= expires_at_s + TTL_S:  # else the clock was ahead, and no node would take what is later
+        # otherwise the clock was ahead, and no node would accept a later expiry
+        if self._expires_at_s <= expires_at_s + TTL_S:
             expires_at_s = max(expires_at_s, self._expires_at_s + EXPIRY_SLACK_S)
         self._expires_at_s = expires_at_s
         return self._expires_at_s
 
 
 class CopyWatch:
-    """Notices a key that is used twice, by the records that are stored under the own peer id. Pure.
+    """Detects a key that is used twice, from the records stored under this peer's id. Pure.
 
-    A record outlives who made it, so one of another start is none of a copy yet: the copy is believed in when it has
-    spoken twice. Of two starts the later one stays, by the clocks of their machines; with equal clocks the session
-    keys decide, so that never both stop.
+    A record outlives its peer, so a record of another start does not prove a copy; one that has announced itself twice
+    does. The later of two starts stays, by the clocks of their machines; with equal clocks the session keys decide, so
+    that they never both stop.
     """
 
     def __init__(self) -> None:

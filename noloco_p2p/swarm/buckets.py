@@ -1,13 +1,13 @@
-"""Where the records of a run lie in the DHT: in buckets, by a prefix of the hash of the peer id. Pure.
+"""The buckets of a run's records in the DHT, by a prefix of the hash of the peer id. Pure.
 
     depth d   2^d buckets; the bucket of a peer is the first d bits of SHA-256 of its id; at depth 0 there is one
 
-The depth follows from the size of the swarm, and nobody decides it for others: each peer estimates the size from the
-buckets that it reads, and goes deeper above SPLIT_ABOVE records in a bucket, back below MERGE_BELOW. In between lie
-the estimates of peers that do not agree yet; who is near a limit is announced at the next depth too, so that peers on
-both sides of it see everybody. Peers that settled apart (islands that merged) find each other by looking aside. Who
-goes where others seem to be does not leave its old place, the base, before it finds its peers of there again: whoever
-answers for the nodes of another depth may have invented what is there.
+The depth follows from the size of the swarm, and each peer decides it for itself. It estimates the size from the
+buckets that it reads, and goes deeper above SPLIT_ABOVE records in a bucket, back below MERGE_BELOW. Estimates in
+between differ from peer to peer, so a peer close to a limit is also announced at the next depth, and peers on both
+sides see each other. Peers that settled at different depths (islands that merged) find each other by probing other
+depths. A peer that moves to where others seem to be keeps its old depth, the base, until it finds its peers of there
+again, because the nodes that answered for the other depth may have invented its records.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ MEAN_OCCUPANCY = 32
 SPLIT_ABOVE, MERGE_BELOW = 48, 20  # records in a bucket
 # Wider than two estimates of one size differ in nearly all cases: their standard error is 6 %.
 ALSO_DEEPER_ABOVE, ALSO_SHALLOWER_BELOW = 36, 29
-MAX_DEPTH = 16  # 2 million peers at the mean occupancy; beyond it buckets grow
-MAX_BUCKET_BYTES = 64 * 1024  # of one that is read; the rest of a larger one is left unread
-WINDOW_READS = 8  # of which the size is estimated
-PRIOR_READS = 4  # as many count for what was known before the depth changed
-LINGER_S = 120.0  # after a change of depth a peer can be found at the old one, too: two TTL
-FAR_DEPTHS = 2  # a neighbour's depth so far from the own one is a hint: a limit between both does not explain it
-EVIDENCE = 5  # records in a bucket of another depth that are worth believing
-LOOKS_THAT_AGREE = 3  # buckets of another depth, each with that evidence
-NUM_DRAWN = 2  # buckets of which a partner is drawn
+MAX_DEPTH = 16  # 2 million peers at the mean occupancy; beyond that, buckets grow
+MAX_BUCKET_BYTES = 64 * 1024  # of one that is read; the rest of a larger one is ignored
+WINDOW_READS = 8  # from which the size is estimated
+PRIOR_READS = 4  # weight of what was known before the depth changed
+LINGER_S = 120.0  # after a change of depth a peer can also be found at the old one: two TTL
+FAR_DEPTHS = 2  # a neighbour at a depth this far from one's own is a hint: a limit between the two does not explain it
+EVIDENCE = 5  # records in a bucket of another depth that count as evidence
+LOOKS_THAT_AGREE = 3  # buckets of another depth with that evidence
+NUM_DRAWN = 2  # buckets from which a partner is drawn
 
 
 def run_key(spec_digest: str) -> str:
-    """The DHT key under which the records of all peers of a run lie."""
+    """The DHT key for the records of all peers of a run."""
     return f"noloco_p2p/1/{spec_digest}"
 
 
@@ -53,7 +53,7 @@ class Bucket:
         return bucket_of(peer_id, self.depth) == self
 
     def key(self, view_key: str) -> str:
-        """The DHT key of this bucket of the view that lies under `view_key`, as `run_key` gives one."""
+        """The DHT key of this bucket of the view with `view_key`, such as `run_key` returns."""
         return f"{view_key}/{self.depth}/{self.index}" if self.depth else view_key
 
 
@@ -70,7 +70,7 @@ def buckets_at(depth: int) -> list[Bucket]:
 
 
 def random_bucket(depth: int, rng: random.Random, *, but: Collection[Bucket] = ()) -> Bucket:
-    """Uniform over the buckets of this depth that are not in `but`; over all when none is left."""
+    """A uniform choice of the buckets of this depth that are not in `but`, or of all if none is left."""
     left = (1 << depth) - sum(bucket.depth == depth for bucket in but)
     while True:
         bucket = Bucket(depth, rng.randrange(1 << depth))
@@ -79,12 +79,12 @@ def random_bucket(depth: int, rng: random.Random, *, but: Collection[Bucket] = (
 
 
 def best_depth(size: float) -> int:
-    """At which a bucket comes nearest to MEAN_OCCUPANCY."""
+    """The depth at which a bucket comes closest to MEAN_OCCUPANCY."""
     return min(max(round(math.log2(max(size, 1.0) / MEAN_OCCUPANCY)), 0), MAX_DEPTH)
 
 
 def within_limit(entries: Mapping[str, tuple[bytes, T]], rng: random.Random) -> dict[str, tuple[bytes, T]]:
-    """As many entries of a bucket as MAX_BUCKET_BYTES hold: all, or a random choice of an over-full one."""
+    """As many entries of a bucket as fit into MAX_BUCKET_BYTES: all, or a random choice."""
     total_bytes = sum(len(value) for value, _ in entries.values())
     if total_bytes <= MAX_BUCKET_BYTES:
         return dict(entries)
@@ -98,22 +98,22 @@ def within_limit(entries: Mapping[str, tuple[bytes, T]], rng: random.Random) -> 
 
 
 class Census:
-    """What one peer knows of the size of its swarm, and the depth at which it reads and is announced."""
+    """A peer's knowledge of the size of its swarm, and the depth at which it reads and is announced."""
 
     def __init__(self, rng: random.Random) -> None:
         self.depth = 0
         self._rng = rng
         self._counts: deque[float] = deque([0.0], maxlen=WINDOW_READS)  # live records of each bucket that was read
-        self.base: int | None = None  # the depth before a look aside, which is announced and read at, too
+        self.base: int | None = None  # the depth before the last move, at which this peer still reads and is announced
         self.witness: str | None = None  # a peer at the base
         self._num_along = 0
         self._before = (0, -math.inf)  # the last depth, and until when this peer is announced there
-        self._asides: list[int] = []  # other depths, still to be looked at
+        self._asides: list[int] = []  # other depths that are still to be probed
         self._hint: int | None = None
 
     @property
     def size(self) -> float:
-        """Peers of the run, this one included; exact at depth 0."""
+        """The number of peers of the run, including this one; exact at depth 0."""
         return self._occupancy() * 2.0**self.depth
 
     @property
@@ -122,7 +122,7 @@ class Census:
         return (self.depth,) if self.base is None else (self.depth, self.base)
 
     def depths(self, now_s: float) -> tuple[int, ...]:
-        """Where this peer is to be announced: the depth at which it reads, then others at which it may be sought."""
+        """The depths at which this peer is to be announced: where it reads first, then where it may be looked for."""
         occupancy, lingering = self._occupancy(), self._before
         depths = {self.depth: None}
         if occupancy > ALSO_DEEPER_ABOVE and self.depth < MAX_DEPTH:
@@ -136,9 +136,9 @@ class Census:
         return tuple(depths)
 
     def note(self, num_live: float, *, homes: Iterable[int] = (), now_s: float) -> None:
-        """A bucket of the depth of now was read. `homes`: the depth at which each of its peers reads."""
+        """Record the read of a bucket at the current depth. `homes`: the depth at which each of its peers reads."""
         if self.depth == 0:
-            self._counts.clear()  # one bucket has them all: nothing to average
+            self._counts.clear()  # one bucket has all of them, so there is nothing to average
         self._counts.append(num_live)
         afar = Counter(home for home in homes if abs(home - self.depth) >= FAR_DEPTHS)
         self._hint = max(afar, key=lambda home: afar[home]) if afar else None
@@ -147,20 +147,22 @@ class Census:
             self._move(self._size_below() if occupancy < MERGE_BELOW else self.size, now_s)
 
     def note_base(self, others: Sequence[str]) -> None:
-        """A bucket at the base was read, in which these peers are. One of them is sought at the depth of now."""
+        """Record the read of a bucket at the base with these peers. One of them becomes the witness at the current
+        depth.
+        """
         self.witness = self._rng.choice(others) if others else None
         if not others:
             self.base = None
 
     def note_witness(self, is_there: bool) -> None:
-        """The bucket was read in which the witness is, if it has come along. Many in a row prove that most have."""
+        """Record whether the witness was in its bucket. Many in a row prove that most peers have moved along."""
         self.witness = None
         self._num_along = self._num_along + 1 if is_there else 0
         if self._num_along >= WINDOW_READS:
             self.base = None
 
     def aside(self) -> int:
-        """Another depth to look at now: one that a neighbour reads at, or the next of all others in random order."""
+        """The next depth to probe: one that a neighbour reads at, or else the next of all others in random order."""
         if self._hint is not None:
             hint, self._hint = self._hint, None
             return hint
@@ -170,8 +172,10 @@ class Census:
         return depth if depth != self.depth else self.aside()
 
     def note_aside(self, depth: int, nums_apart: Sequence[float], *, now_s: float) -> None:
-        """Buckets of another depth were read, as many as `is_enough` wants, each with so many live peers that are not
-        announced at the depth of now."""
+        """Record a probe of another depth: live peers in each bucket that are not announced at the current depth.
+
+        `is_enough` decides how many buckets are read.
+        """
         total = self.size + sum(nums_apart) / len(nums_apart) * 2.0**depth
         agree = min(nums_apart) >= EVIDENCE and is_enough(depth, nums_apart)
         if agree and depth != self.depth and best_depth(total) != self.depth:
@@ -180,7 +184,7 @@ class Census:
             self.base, self._num_along = base if base != self.depth else None, 0
 
     def _size_below(self) -> float:
-        """Of a swarm that is smaller than thought: where others were not found, what it was before one looked aside."""
+        """The size of a swarm that is smaller than estimated; while others are missing, that of before the move."""
         return self.size if self.base is None else min(self.size, MEAN_OCCUPANCY * 2.0**self.base)
 
     def _move(self, size: float, now_s: float) -> None:
@@ -199,24 +203,24 @@ class Census:
 
 
 def is_enough(depth: int, nums_apart: Sequence[float]) -> bool:
-    """Whether no more buckets of this depth need to be looked at: one has no evidence, or enough of them agree."""
+    """Whether no more buckets of this depth need to be read: one has no evidence, or enough of them agree."""
     most = min(LOOKS_THAT_AGREE, 1 << depth)
     return bool(nums_apart) and (nums_apart[-1] < EVIDENCE or len(nums_apart) >= most)
 
 
 class BucketSampler:
-    """The buckets of which a partner is drawn: one is read at a time, and takes the place of the older one."""
+    """The buckets from which a partner is drawn: one is read at a time, and replaces the older one."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._drawn: deque[tuple[Bucket, frozenset[str]]] = deque(maxlen=NUM_DRAWN)
 
     def next(self, depth: int) -> Bucket:
-        """The bucket to read now: any but the one that stays."""
+        """The bucket to read now: any except the one that stays."""
         return random_bucket(depth, self._rng, but=[bucket for bucket, _ in list(self._drawn)[-1:]])
 
     def took(self, bucket: Bucket, peer_ids: Iterable[str]) -> None:
-        """Who was found there. One that was drawn already is only brought up to date."""
+        """Record the peers found there. A bucket that was already drawn is only updated."""
         others = [drawn for drawn in self._drawn if drawn[0] != bucket]
         self._drawn = deque([*others, (bucket, frozenset(peer_ids))], maxlen=NUM_DRAWN)
 

@@ -1,7 +1,7 @@
-"""DHT time: the clock in which records say when they expire, and on which all nodes must agree within 3 s.
+"""DHT time: the clock of record expiry, on which all nodes must agree within 3 s.
 
-It is the wall clock as it was when this peer entered, carried on by a clock that nobody sets. So a wall clock that
-jumps later moves nothing; and one that is wrong at the start is told, by what the first nodes say that it is.
+It is the wall clock at the time when this peer entered, continued by a clock that is never set. So later jumps of the
+wall clock have no effect; and a wall clock that is wrong at the start is detected from the answers of the first nodes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_OFFSET_S = 3.0  # hivemind's own limit between two nodes
 
 
 def _steady_s() -> float:
-    """Goes on while the machine sleeps: on macOS CLOCK_MONOTONIC does, and `time.monotonic` is another clock."""
+    """A clock that continues during sleep: on macOS that is CLOCK_MONOTONIC, unlike `time.monotonic`."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -34,17 +34,19 @@ class DhtClock:
         return self._ahead_s + self._steady()
 
     def follow_wall(self) -> None:
-        """Whoever has not met anybody yet has nothing to keep: a machine may start before its clock is set."""
+        """Until first contact, follow the wall clock, since NTP may still set it."""
         self._ahead_s = self._wall() - self._steady()
 
     def heard(self, offset_s: float) -> None:
-        """Another node's clock minus this one: when it agrees with the wall clock and not with us, so do we."""
+        """Handle another node's clock minus this one: if it agrees with the wall clock and not with this one, adopt
+        it.
+        """
         jumped_s = self._wall() - self.now()
         if abs(offset_s) > MAX_OFFSET_S and abs(offset_s - jumped_s) <= MAX_OFFSET_S:
             self.follow_wall()
 
 
-CLOCK = DhtClock()  # one a process, as hivemind has one for all its nodes
+CLOCK = DhtClock()  # one per process, because hivemind has one for all its nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Offset:
 
 
 def check_clock(offsets: Mapping[str, Offset]) -> None:
-    """`offsets`: peer id -> what it said. Raises DirectoryError, with the way out, when half of them or more differ."""
+    """`offsets`: peer id -> reported offset. Raises DirectoryError, with a remedy, when half of them or more differ."""
     wrong = {peer: offset for peer, offset in offsets.items() if offset.is_too_large()}
     if not wrong or 2 * len(wrong) < len(offsets):
         return

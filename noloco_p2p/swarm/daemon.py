@@ -1,8 +1,8 @@
-"""p2pd, the libp2p daemon from hivemind's wheel, as a child process of ours.
+"""p2pd, the libp2p daemon from hivemind's wheel, as a child process.
 
-hivemind starts it in the terminal's process group, where Ctrl-C kills it before a farewell can be announced, and leaves
-it behind when the program is killed. Here it has a session of its own and dies with the thread that started it, or,
-where the system is not Linux, with the process.
+hivemind starts it in the terminal's process group, where Ctrl-C kills it before the peer can announce leaving, and
+leaves it behind when the program is killed. Here it has its own session and dies with the thread that started it, or,
+on systems other than Linux, with the process.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from noloco_p2p.swarm.addresses import announce_multiaddr, listen_multiaddr
 
 logger = logging.getLogger(__name__)
 
-START_S = 60.0  # a tenth of a second, where the machine does nothing else
+START_S = 60.0  # it takes a tenth of a second on an idle machine
 STOP_S = 3.0
 EXIT_CODE_S = 1.0  # from the end of the output of p2pd to its exit code
-FIRST_CLIENT_S = 30  # p2pd ends by itself when nobody attaches for so long
+FIRST_CLIENT_S = 30  # p2pd exits after this time without a client
 SOCKET_PREFIX = "noloco-"
 STALE_S = 60.0
-MAX_MESSAGE_BYTES = 256 * 1024  # of one request or answer; p2pd holds it whole, and would take 4 MiB of each stream
-MEMORY = "128MiB"  # above which p2pd collects garbage all the time
-MAX_MEMORY_BYTES = 512 << 20  # above which it is started again; an idle one has 60 MiB
+MAX_MESSAGE_BYTES = 256 * 1024  # of one request or answer; p2pd holds it whole, and would accept 4 MiB of each stream
+MEMORY = "128MiB"  # above which p2pd collects garbage continuously
+MAX_MEMORY_BYTES = 512 << 20  # above which it is restarted; an idle one has 60 MiB
 LAUNCHER = Path(__file__).with_name("launch.py")
 
 
 @dataclass(frozen=True, slots=True)
 class ListenOn:
-    """Where the daemon listens, and what it tells others. Port 0: the system chooses."""
+    """Where the daemon listens, and what it announces. Port 0: the system chooses."""
 
     host: str
     port: int = 0
     announce_host: str | None = None
-    announce_port: int = 0  # where a router maps another port to ours
+    announce_port: int = 0  # if a router maps another port to ours
 
     def arguments(self) -> list[str]:
         arguments = [f"-hostAddrs={listen_multiaddr(self.host, self.port)}"]
@@ -64,7 +64,7 @@ class ListenOn:
 
 
 class Daemon:
-    """One p2pd process. `start()` it, attach to `control_socket`, wait for `ended()`, and `stop()` it in any case."""
+    """One p2pd process. `start()` it, attach to `control_socket`, wait for `ended()`, and always `stop()` it."""
 
     def __init__(self, process: asyncio.subprocess.Process, control_socket: str) -> None:
         self.control_socket = control_socket
@@ -75,7 +75,7 @@ class Daemon:
 
     @classmethod
     async def start(cls, identity_path: Path, listen_on: ListenOn) -> Daemon:
-        """Raises DirectoryError when the port is taken, the binary is missing, or it does not come up in time."""
+        """Raises DirectoryError when the port is taken, the binary is missing, or it does not start in time."""
         if listen_on.port:
             probe_port(listen_on.host, listen_on.port)
         _remove_stale_sockets()
@@ -92,7 +92,7 @@ class Daemon:
                 start_new_session=True,
             )
         except OSError as error:
-            raise DirectoryError(f"p2pd could not be started: {error}; is this machine out of memory?") from error
+            raise DirectoryError(f"p2pd could not be started: {error}; this machine may be out of memory") from error
         daemon = cls(process, control_socket)
         try:
             await daemon._wait_ready(listen_on)
@@ -106,14 +106,14 @@ class Daemon:
         return self._process.pid
 
     async def ended(self) -> str:
-        """Wait until the process has ended; says how."""
+        """Wait until the process has ended; returns how."""
         code = await self._wait()
         if code is None:
             return f"exit code unknown: {self._said()}"
         return f"exit code {code}: {self._said()}" if code >= 0 else f"signal {-code}"
 
     async def stop(self) -> None:
-        """End the process, politely for STOP_S at most, and remove its socket."""
+        """End the process, with SIGTERM for up to STOP_S, and remove its socket."""
         try:
             self._signal("terminate")
             try:
@@ -122,17 +122,17 @@ class Daemon:
                 self._signal("kill")
                 await self._wait()
         finally:
-            self._signal("kill")  # when this stop itself was cancelled
+            self._signal("kill")  # when this stop was itself cancelled
             self._reader.cancel()
             with suppress(FileNotFoundError):
                 os.unlink(self.control_socket)
         await asyncio.wait({self._reader})
 
     async def _wait(self) -> int | None:
-        """Wait until the process has ended. Returns its exit code, or None when the event loop does not hear of it.
+        """Wait until the process has ended. Returns its exit code, or None when the event loop does not notice.
 
-        libuv learns by SIGCHLD that a child has ended. A library that resets all signal handlers, as Lightning does
-        after a training, takes that away from it, so the end of the output counts as well.
+        libuv learns from SIGCHLD that a child has ended. A library that resets all signal handlers, as Lightning does
+        after a training, breaks that, so the end of the output counts as well.
         """
         exits = asyncio.ensure_future(self._process.wait())
         try:
@@ -143,7 +143,7 @@ class Daemon:
             exits.cancel()
 
     def memory_bytes(self) -> int:
-        """Resident now; 0 when the process has ended."""
+        """Resident memory; 0 when the process has ended."""
         try:
             return psutil.Process(self.pid).memory_info().rss
         except psutil.Error:
@@ -166,19 +166,17 @@ class Daemon:
         if self._ready.is_set():
             return
         if not self._reader.done():
-            raise DirectoryError(
-                f"p2pd did not come up within {START_S:.0f} s; the machine may be overloaded: try again"
-            )
+            raise DirectoryError(f"p2pd did not start within {START_S:.0f} s; the machine may be overloaded: try again")
         if "address already in use" in self._said():
             raise DirectoryError(_taken(listen_on.host, listen_on.port))
-        raise DirectoryError(f"p2pd could not be started: {self._said() or 'it said nothing'}")
+        raise DirectoryError(f"p2pd could not be started: {self._said() or 'it printed nothing'}")
 
     async def _read_output(self) -> None:
         assert self._process.stdout is not None
         while True:
             try:
                 line = await self._process.stdout.readline()
-            except ValueError:  # a line longer than the buffer: what is left of it follows
+            except ValueError:  # a line longer than the buffer: the rest of it follows
                 continue
             if not line:
                 return
@@ -193,15 +191,15 @@ class Daemon:
 
 
 def probe_port(host: str, port: int) -> int:
-    """The TCP port, found free a moment ago (0: any). Raises DirectoryError when it is taken.
+    """The TCP port, which was free a moment ago (0: any). Raises DirectoryError when it is taken.
 
-    p2pd shares its port (SO_REUSEPORT), so that two of them would silently take each other's connections: only a bind
-    without that option tells.
+    p2pd shares its port (SO_REUSEPORT), so two of them would silently take each other's connections. Only a bind
+    without that option detects it.
     """
     plain_host = listen_multiaddr(host, port).split("/")[2]
     try:
         with socket.socket(socket.AF_INET6 if ":" in plain_host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger are no obstacle
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # lingering connections do not matter
             probe.bind((plain_host, port))
             return probe.getsockname()[1]
     except OSError as error:
@@ -209,29 +207,29 @@ def probe_port(host: str, port: int) -> int:
             raise DirectoryError(_taken(host, port)) from None
         if error.errno == errno.EADDRNOTAVAIL:
             raise DirectoryError(
-                f"this machine has no address {host}; --listen 0.0.0.0:PORT takes all its networks"
+                f"this machine has no address {host}; --listen 0.0.0.0:PORT listens on all its networks"
             ) from None
         raise DirectoryError(
-            f"cannot listen on {host}, port {port}: {error.strerror}; choose another with --listen"
+            f"cannot listen on {host}, port {port}: {error.strerror}; choose another one with --listen"
         ) from None
 
 
 def _taken(host: str, port: int) -> str:
     return (
-        f"port {port} on {host} is already in use, by another peer perhaps; stop that program, "
+        f"port {port} on {host} is already in use, perhaps by another peer; stop that program, "
         "or choose another port with --listen HOST:PORT (libp2p takes PORT+1; 0 takes free ones)"
     )
 
 
 def _remove_stale_sockets() -> None:
-    """p2pd removes its socket, but not when it is killed together with its parent."""
+    """Remove stale sockets: p2pd removes its own, but not when it is killed together with its parent."""
     for path in glob.glob(os.path.join(tempfile.gettempdir(), f"{SOCKET_PREFIX}*.sock")):
         with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
             if time.time() - os.stat(path).st_mtime > STALE_S:
-                probe.setblocking(False)  # one that accepts nobody would be waited for
+                probe.setblocking(False)  # a socket that accepts no connection would block
                 try:
                     probe.connect(path)
-                except ConnectionRefusedError:  # nobody listens any more; another user's socket: permission denied
+                except ConnectionRefusedError:  # no listener any more; another user's socket: permission denied
                     os.unlink(path)
 
 
@@ -249,8 +247,10 @@ def _binary() -> Path:
 
 
 def _arguments(identity_path: Path, listen_on: ListenOn, control_socket: str) -> list[str]:
-    """What the project uses: connections, streams and requests. Its own DHT looks for peers at plain hivemind nodes,
-    and serves nobody; AutoNAT and pubsub are off. Its relay stays on whatever the flags say, with libp2p's limits.
+    """The flags of p2pd. The project uses only its connections, streams and requests.
+
+    Its own DHT looks up peers at plain hivemind nodes, and serves no requests; AutoNAT and pubsub are off. Its relay
+    stays on regardless of the flags, with libp2p's limits.
     """
     return [
         f"-listen=/unix{control_socket}",
@@ -259,7 +259,7 @@ def _arguments(identity_path: Path, listen_on: ListenOn, control_socket: str) ->
         "-dhtClient=1",
         f"-persistentConnMaxMsgSize={MAX_MESSAGE_BYTES}",
         f"-idleTimeout={FIRST_CLIENT_S}s",
-        "-b=0",  # with bootstraps, dead ones end the daemon: peers are dialled later
+        "-b=0",  # with bootstraps given, dead ones would end the daemon: peers are dialled later
         "-connManager=1",
         "-tls=1",
         "-autonat=0",

@@ -1,11 +1,11 @@
-"""The directory of a run: who is alive, told by signed records in a DHT that all peers keep together.
+"""The directory of a run: its live peers, from signed records in a DHT that all peers keep together.
 
-    heartbeat   store the own record, every 15 s and when something changed; others drop it after 60 s. Before it, read
-                what is stored under the own peer id: a copied key is noticed (`announcer.py`)
+    heartbeat   store this peer's record, every 15 s and after changes; others drop it after 60 s. Before that, read
+                what is stored under this peer's id, which detects a copied key (`announcer.py`)
     view        read a bucket of records: all of a small run every 5 s, one of many every 10 s; every second at
-                first and while nobody is there (`membership_view.py`)
-    dial        bootstraps and peers met before, again and again while they are missing (`dialer.py`)
-    freshen     ask for a random key every 30 s, which keeps routing tables alive: a bucket of another depth
+                first and while no peer is live (`membership_view.py`)
+    dial        bootstraps and known peers, repeatedly while they are missing (`dialer.py`)
+    freshen     look up a random key every 30 s, which keeps routing tables alive: a bucket of another depth
 
 Nothing here stops the peer: without any other node the directory is up, and empty.
 """
@@ -42,10 +42,10 @@ FAREWELL_S = 4.0  # longer than hivemind waits for one dead neighbour
 
 
 class SwarmDirectory:
-    """Implements the seam `gossip.seams.Directory`. Make it with `start()` on a running loop, end it with `stop()`.
+    """Implements `gossip.seams.Directory`. Create it with `start()` on a running loop, end it with `stop()`.
 
-    `describe` returns None until there is something to announce. Without it nothing ever is: with a run it only reads,
-    and that all buckets (a monitor, which stays out of routing tables); without one it is a plain DHT node (a
+    `describe` returns None until there is something to announce. Without `describe`, a directory of a run only reads,
+    and reads all buckets (a monitor, which stays out of routing tables); one without a run is a plain DHT node (a
     bootstrap).
     """
 
@@ -68,7 +68,7 @@ class SwarmDirectory:
     ) -> None:
         self.guard = guard
         self._announce_host = announce_host
-        self._entrances = [addresses[0] for addresses in _by_peer(bootstraps).values()]  # the best of each
+        self._entrances = [addresses[0] for addresses in _by_peer(bootstraps).values()]  # the best address of each
         self._node = node
         self._identity = identity
         self._address_book = address_book
@@ -108,7 +108,7 @@ class SwarmDirectory:
             every_s=timing.dial_s,
             heard_of=lambda: {record.peer_id for record, _ in self.records()},
             on_met=self._meet,
-            on_wrong_clock=self._view.somebody.set,  # wakes whatever waits for a first peer
+            on_wrong_clock=self._view.somebody.set,  # wakes callers that wait for a first peer
             guard=guard,
         )
         self._tasks: list[asyncio.Task[None]] = []
@@ -133,18 +133,18 @@ class SwarmDirectory:
         relays: bool = True,
         key: str | None = None,
     ) -> SwarmDirectory:
-        """Returns when the own node is up (seconds, for the import); peers are dialled in the background.
+        """Return when this node is up (seconds, for the import); peers are dialled in the background.
 
-        `on_copy` is called, perhaps again and again, when a later start with the same key announces itself. Records
-        for which `ignores` is true are never seen: of peers that are not invited, or banned.
-        `relays`: calls to peers that nobody can dial are passed on, and count as traffic of this machine.
-        `key`: of the view that is read and announced in; None = that of the whole run.
+        `on_copy` is called, possibly repeatedly, when a later start with the same key announces itself. Records for
+        which `ignores` is true are never seen: those of peers that are not invited, or banned. `relays`: relay calls to
+        peers that cannot be dialled, which counts as traffic of this machine. `key`: of the view that is read and
+        announced in; None = that of the whole run.
 
-        Raises DirectoryError when the port is taken, the daemon cannot run, or a bootstrap is no address.
+        Raises DirectoryError when the port is taken, the daemon cannot run, or a bootstrap is not an address.
         """
         if describe is not None and spec_digest is None:
             raise ValueError("a peer that describes itself belongs to a run: spec_digest is missing")
-        _by_peer(bootstraps)  # a mistyped address is told before seconds of import
+        _by_peer(bootstraps)  # report a mistyped address before the slow import
         is_monitor = spec_digest is not None and describe is None
         listen_on = ListenOn(listen_host, listen_port, announce_host, announce_port)
         guard = DialGuard(only_public=is_public(announce_host or routable_host(listen_host)) or any_public(bootstraps))
@@ -180,7 +180,7 @@ class SwarmDirectory:
 
     @property
     def node(self) -> SwarmNode:
-        """For streams of other protocols over the same daemon."""
+        """The node, for streams of other protocols over the same daemon."""
         return self._node
 
     @property
@@ -189,12 +189,12 @@ class SwarmDirectory:
 
     @property
     def port(self) -> int:
-        """The TCP port of libp2p, also when 0 was asked for."""
+        """The TCP port of libp2p, also when 0 was requested."""
         return self._node.port
 
     @property
     def relayed_bytes(self) -> int:
-        """What this node has passed on between peers that nobody can dial."""
+        """Bytes that this node has relayed between peers that cannot be dialled."""
         return self._relay.passed_bytes if self._relay else 0
 
     def mirror(self, port: int) -> None:
@@ -208,30 +208,30 @@ class SwarmDirectory:
         return self._node.daemon_pid
 
     def live(self) -> Sequence[Candidate]:
-        """Peers of the run heard of within the TTL and not leaving, without this one. Never waits; for any thread.
+        """Peers of the run heard within the TTL and not leaving, without this one. Never waits; thread-safe.
 
-        Of a run with many buckets, those in the two that were drawn last; all that were read for a monitor.
+        With many buckets, only those in the two that were drawn last; a monitor gets all that were read.
         """
         return self._view.live()
 
     def knows(self, peer_id: str) -> bool:
-        """Whether a live record of this peer was read, from whatever bucket. Never waits; for any thread."""
+        """Whether a live record of this peer was read, from any bucket. Never waits; thread-safe."""
         return self._view.knows(peer_id)
 
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
-        """One particular peer: its bucket is read when it is not known. None when it cannot be found."""
+        """Find one particular peer, reading its bucket if it is unknown. None when it cannot be found."""
         return await self._view.find(peer_id, timeout_s=timeout_s)
 
     def headcount(self) -> Headcount:
-        """How many other peers are alive. Never waits; for any thread."""
+        """How many other peers are alive. Never waits; thread-safe."""
         return self._view.headcount()
 
     def records(self) -> list[tuple[PeerRecord, float]]:
-        """(record, age in seconds) of the run's peers that were read, leaving ones too, without this one."""
+        """(record, age in seconds) of the run's peers that were read, including leaving ones, without this one."""
         return self._view.records()
 
     def read_age_s(self) -> float:
-        """Seconds since the directory last answered; since the start when it never did."""
+        """Seconds since the directory last answered, or since the start if it never did."""
         return self._view.read_age_s()
 
     def multiaddrs(self) -> list[str]:
@@ -242,12 +242,12 @@ class SwarmDirectory:
         return only_public(self._node.multiaddrs()) if self.is_abroad() else self._node.multiaddrs()
 
     def is_abroad(self) -> bool:
-        """Whether this is a peer of a swarm on public addresses, where private ones lead nowhere."""
+        """Whether this is a peer of a swarm on public addresses, where private ones are useless."""
         others = [candidate.address for candidate in self.live()]
         return self._announcer is not None and (is_public(self._announce_host) or is_abroad(self._entrances, others))
 
     def neighbours(self) -> set[str]:
-        """Ids of DHT nodes that answered lately, whatever run they are of."""
+        """Ids of DHT nodes that answered recently, of any run."""
         return self._node.neighbours()
 
     def dial_failures(self) -> dict[str, str]:
@@ -257,7 +257,7 @@ class SwarmDirectory:
     async def wait_for_peers(self, timeout_s: float) -> bool:
         """Wait until a live peer of the run is known; False when none was within `timeout_s`.
 
-        Raises DirectoryError when the clock of this machine is not that of the others.
+        Raises DirectoryError when the clock of this machine differs from that of the others.
         """
         self._dialer.check_clock()
         try:
@@ -268,32 +268,34 @@ class SwarmDirectory:
         return True
 
     async def wait_until_whole(self, timeout_s: float) -> bool:
-        """For one that only reads: wait until it has read all buckets of the run; False when it has not."""
+        """On a monitor: wait until it has read all buckets of the run; False after a timeout."""
         return await self._view.wait_until_whole(timeout_s)
 
     async def check_clock(self, timeout_s: float) -> None:
-        """Wait until those to enter through have been tried once. Raises DirectoryError, as `wait_for_peers` does."""
+        """Wait until the entrances have been tried once. Raises DirectoryError, as `wait_for_peers` does."""
         await self._dialer.wait_until_tried(timeout_s)
         self._dialer.check_clock()
 
     async def announce_now(self) -> None:
-        """Store the own record now, after a change of state. Raises DirectoryError; the next heartbeat tries again."""
+        """Store this peer's record now, after a change of state. Raises DirectoryError; the next heartbeat retries."""
         if self._announcer:
             await self._announcer.announce()
 
     async def refresh_now(self) -> None:
-        """Read a bucket now (all for a monitor). Raises DirectoryError; the view then stays as it was."""
+        """Read a bucket now (all for a monitor). Raises DirectoryError; the view is then unchanged."""
         if self._has_run:
             await self._view.refresh()
 
     async def stop(self, *, farewell: bool = True) -> None:
-        """Say good-bye (within FAREWELL_S), then end every task and process. Never raises but when cancelled."""
+        """Announce leaving (within FAREWELL_S), then end every task and process. Never raises, except for
+        cancellation.
+        """
         try:
             await end_tasks(self._tasks)
             if farewell and self._announcer:
                 await self._announcer.announce("leaving", timeout_s=FAREWELL_S)
         except DirectoryError as error:
-            logger.warning("the swarm could not be told that this peer leaves: %s", error)
+            logger.warning("leaving could not be announced to the swarm: %s", error)
         finally:
             await self._node.stop()
             await asyncio.to_thread(self._address_book.save)
@@ -318,7 +320,7 @@ class SwarmDirectory:
         return self._timing.freshen_s
 
     async def _meet(self) -> None:
-        """New neighbours: tell them of this peer, and look for the peers that they know."""
+        """Handle new neighbours: announce this peer to them, and look for the peers that they know."""
         await self.announce_now()
         await self.refresh_now()
 
@@ -331,14 +333,14 @@ def _by_peer(multiaddrs: Sequence[str]) -> dict[str, list[str]]:
 
 
 async def _forever(name: str, job: Callable[[], Awaitable[float]]) -> None:
-    """Run `job` again after the pause that it returns, whatever happens in it."""
+    """Run `job` again after the pause that it returns, even after an error."""
     while True:
         try:
             pause_s = await job()
         except DirectoryError as error:
             logger.debug("directory %s: %s", name, error)
             pause_s = 1.0
-        except Exception:  # a fault here must not end the membership of a peer that trains well
+        except Exception:  # an error here must not end the membership of a peer that trains well
             logger.exception("directory %s failed; trying again", name)
             pause_s = 5.0
         await asyncio.sleep(pause_s)

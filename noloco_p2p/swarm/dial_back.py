@@ -22,9 +22,9 @@ from noloco_p2p.swarm.addresses import any_public, host_of
 log = logging.getLogger(__name__)
 
 ASKED_PEERS = 3
-LOOK_S = 0.5  # how often newcomers are looked for while fewer than three have answered
-ASK_AGAIN_S = 15.0  # a peer that could not be asked
-RECHECK_S = 60.0  # while not direct: whoever opens a port need not start again
+LOOK_S = 0.5  # how often newcomers are checked while fewer than three have answered
+ASK_AGAIN_S = 15.0  # after a peer could not be asked
+RECHECK_S = 60.0  # while not direct, so that opening a port needs no restart
 RECHECK_DIRECT_S = 900.0
 
 
@@ -53,7 +53,7 @@ def way_to(published: str, last_way: Reach | None, *, is_closed: bool) -> Reach:
 
 @dataclass(frozen=True, slots=True)
 class DialBack:
-    """What one peer saw. `reached`: port -> "" or why not."""
+    """What one peer saw. `reached`: port -> "" or why it cannot be reached."""
 
     observed_host: str
     reached: Mapping[int, str]
@@ -82,9 +82,12 @@ def assess(
     relayed: bool = False,
     num_holes: int = 0,
 ) -> Verdict:
-    """`announced` is HOST:PORT of this peer, `ports` its gRPC and libp2p ports as others see them; `abroad`: the swarm
-    is on public addresses; `num_calls` of other peers came in; `relayed`: a relay holds a reservation for this peer;
-    `num_holes` in routers were made with others."""
+    """Assess the reachability of this peer.
+
+    announced: its HOST:PORT. ports: its gRPC and libp2p ports as others see them. abroad: the swarm is on public
+    addresses. num_calls: how many calls of other peers arrived. relayed: a relay holds a reservation for it.
+    num_holes: through how many holes in routers this peer and others are connected.
+    """
     host = host_of(announced)
     observed = next((seen.observed_host for seen in dial_backs if is_public(seen.observed_host)), "")
     through = [seen for seen in dial_backs if not seen.reached.get(ports[0], "not asked")]
@@ -123,7 +126,7 @@ def _advice(ports: tuple[int, int], host: str) -> str:
 class DialBacks:
     """Asks up to three live peers to dial back, and again from time to time. Run it as a task of the network thread.
 
-    `ask` raises PeerError; `live` gives the peers known now.
+    `ask` raises PeerError; `live` returns the peers known now.
     """
 
     def __init__(
@@ -144,12 +147,12 @@ class DialBacks:
         return list(self._seen.values())
 
     async def wait(self, timeout_s: float) -> None:
-        """Until somebody has dialled back; at most `timeout_s`, and not at all while there is nobody to ask."""
+        """Wait until a peer has dialled back; at most `timeout_s`, and not at all while there is no peer to ask."""
         if any(peer.can_be_called for peer in self._live()):
             try:
                 await asyncio.wait_for(self._first.wait(), timeout_s)
             except TimeoutError:
-                log.info("nobody dialled back within %.0f s", timeout_s)
+                log.info("no peer dialled back within %.0f s", timeout_s)
 
     async def run(self, *, is_direct: Callable[[], bool]) -> None:
         while True:
@@ -175,7 +178,7 @@ class DialBacks:
         await asyncio.gather(*(self._ask_one(peer, self._seen) for peer in chosen))
 
     async def _renew(self) -> None:
-        """Old answers stand until there are new ones."""
+        """Ask again; old answers count until there are new ones."""
         fresh: dict[str, DialBack] = {}
         peers = [peer for peer in self._live() if peer.can_be_called]
         chosen = random.sample(peers, min(len(peers), ASKED_PEERS))
@@ -189,7 +192,5 @@ class DialBacks:
             self._first.set()
         except PeerError as error:
             log.debug("%s could not be asked to dial back: %s", short_id(peer.peer_id), error)
-        except Exception:  # whatever a stranger answers, the others are asked
-            log.exception(
-                "the answer of %s, that was asked to dial back, has led to a fault here", short_id(peer.peer_id)
-            )
+        except Exception:  # whatever a stranger answers, the others are still asked
+            log.exception("handling the dial-back answer of %s failed", short_id(peer.peer_id))

@@ -1,4 +1,4 @@
-"""Whom to dial, and when to try again. Pure: times are given, nothing here touches the network."""
+"""Which peers to dial, and when to retry. Pure: callers pass times, and nothing here touches the network."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 FIRST_PAUSE_S = 1.0
-ENOUGH_NEIGHBOURS = 16  # with so many, only bootstraps and peers that fell silent are dialled
-LOST_PEERS = 8  # of the missing ones, those heard of last: they may be alive on the other side of a cut
-LONGEST_PAUSE_LOST_S = 20.0  # for them, however long the cut lasts: it heals within half a minute
+ENOUGH_NEIGHBOURS = 16  # with this many, only bootstraps and peers that fell silent are dialled
+LOST_PEERS = 8  # of the missing ones, those heard last: they may be alive on the other side of a partition
+LONGEST_PAUSE_LOST_S = 20.0  # for them, however long the partition lasts: it heals within half a minute
 
 
 @dataclass(slots=True)
@@ -21,8 +21,10 @@ class _Attempts:
 
 
 class DialPlan:
-    """Bootstraps are tried for ever, every `longest_pause_s` in the end, and so are the peers lost last, which is what
-    merges islands; other remembered peers ever more rarely."""
+    """Bootstraps are tried forever, finally every `longest_pause_s`, and so are the most recently lost peers.
+
+    That merges islands. Other known peers are tried ever more rarely.
+    """
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class DialPlan:
         now_s: float,
         most: int = 8,
     ) -> dict[str, tuple[str, ...]]:
-        """Peer id -> addresses of those to dial now: missing bootstraps, then remembered peers, the one met last first.
+        """Peer id -> addresses of those to dial now: missing bootstraps, then known peers, the most recent one first.
 
         `heard_of` are peers whose records arrive: while there are many neighbours, they are not missing.
         """
@@ -64,7 +66,7 @@ class DialPlan:
         return {peer: self._merged(peer, remembered) for peer in due[:most]}
 
     def reached(self, peer_id: str, *, now_s: float) -> None:
-        """It answered, which does not always make it a neighbour: it is left alone for a while."""
+        """The peer answered, which does not always make it a neighbour, so it is not dialled for a while."""
         self._attempts[peer_id] = _Attempts(next_at_s=now_s + self._longest_pause_s)
 
     def failed(self, peer_id: str, reason: str, *, now_s: float) -> None:
@@ -75,7 +77,7 @@ class DialPlan:
         attempts.reason = reason
 
     def forget_failures(self) -> None:
-        """Try everybody at once: this machine's own network has just come back."""
+        """Dial all at once, because this machine's own network has just come back."""
         self._attempts.clear()
 
     def failures(self) -> dict[str, str]:
@@ -84,7 +86,7 @@ class DialPlan:
         return {peer: attempts.reason for peer, attempts in tried.items() if attempts.failures}
 
     def _next_at_s(self, peer_id: str) -> float:
-        """The longest pause is judged anew each time: a peer may have been forgotten since, or met by others."""
+        """The longest pause is computed each time: a peer may have been forgotten since, or met by others."""
         attempts = self._attempts.get(peer_id)
         if attempts is None:
             return -math.inf

@@ -1,4 +1,4 @@
-"""Entering the DHT and staying in it: bootstraps and peers met before are dialled while they are missing."""
+"""Entering the DHT and staying in it: bootstraps and known peers are dialled while they are missing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from noloco_p2p.swarm.node import SwarmNode
 
 logger = logging.getLogger(__name__)
 
-LONGEST_SLEEP_S = 1.0  # between looks at the plan
+LONGEST_SLEEP_S = 1.0  # between checks of the plan
 
 
 class Dialer:
-    """Carries out a `DialPlan`, and compares the clocks of those who answer with the one here.
+    """Carries out a `DialPlan`, and compares the clocks of the peers that answer with this machine's.
 
-    heard_of: peers whose records arrive. on_met: awaited when somebody has answered. on_wrong_clock: called when the
-    clock of this machine is not that of the others; `check_clock` then raises.
+    heard_of: peers whose records arrive. on_met: awaited when a peer has answered. on_wrong_clock: called when the
+    clock of
+    this machine differs from that of the others; `check_clock` then raises.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class Dialer:
         self._on_wrong_clock = on_wrong_clock
         self._dial_now = asyncio.Event()
         self._has_dialled = asyncio.Event()
-        self._offsets: dict[str, Offset] = {}  # of the clocks of nodes, while it is not known whose is right
+        self._offsets: dict[str, Offset] = {}  # of the clocks of nodes, until it is known which ones are right
         self._clock_is_right = False
 
     async def dial(self) -> float:
-        """Dial who is due, then wait until somebody may be; returns 0, the pause after it."""
+        """Dial the peers that are due, then wait until the next one may be; returns 0, the pause after it."""
         book, near = self._address_book.addresses(), self._node.neighbours()
         due = self._plan.due(book, near, heard_of=self._heard_of(), now_s=time.monotonic())
         reached = await asyncio.gather(*(self._dial_one(peer, addresses) for peer, addresses in due.items()))
@@ -74,7 +75,7 @@ class Dialer:
         return 0.0
 
     def dial_all_now(self) -> None:
-        """The network of this machine has just come back."""
+        """Dial all peers now, because the network of this machine has just come back."""
         self._plan.forget_failures()
         self._dial_now.set()
 
@@ -83,11 +84,11 @@ class Dialer:
         return self._plan.failures()
 
     def check_clock(self) -> None:
-        """Raises DirectoryError when the clock of this machine is not that of the others."""
+        """Raise DirectoryError when the clock of this machine differs from that of the others."""
         check_clock(self._offsets)
 
     async def wait_until_tried(self, timeout_s: float) -> None:
-        """Until those to enter through have been tried once; `timeout_s` at most."""
+        """Wait until the entrances have been tried once; at most `timeout_s`."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._has_dialled.wait(), timeout_s)
 
@@ -110,15 +111,17 @@ class Dialer:
         return True
 
     async def _hosts_of(self, peer_id: str) -> set[str]:
-        """Where it was found. It may have been connected before, and then nothing was dialled but a plain socket."""
+        """The hosts of a peer. It may have been connected before, so that only a plain socket was dialled."""
         try:
             return await self._node.hosts_of(peer_id)
         except DirectoryError:
             return set()
 
     async def _ways(self, peer_id: str, multiaddrs: Sequence[str]) -> list[str]:
-        """Without peer id. What the user gave is dialled as it is, what others tell only as the guard allows it.
-        Raises DirectoryError when nothing may be dialled now."""
+        """The addresses to dial, without peer id: the user's as they are, those of others as far as the guard allows.
+
+        Raises DirectoryError when none may be dialled now.
+        """
         ways, faults = [], []
         for multiaddr in multiaddrs:
             address = split_peer_id(multiaddr)[0]
@@ -131,7 +134,7 @@ class Dialer:
         return ways
 
     def _look_at_clocks(self) -> None:
-        """Once others agree on the time, or nobody asked, this peer never doubts it again."""
+        """Judge the clocks. Once others agree on the time, or there was no answer, this peer never doubts it again."""
         try:
             self.check_clock()
         except DirectoryError as error:

@@ -1,9 +1,9 @@
 """Starts p2pd so that it dies with its parent: `python -I -S launch.py PARENT_PID P2PD ARGUMENT ..`.
 
-A script of its own, run by path and without site packages (20 ms): the wish to die is expressed in this process and
-survives the exec, so nothing runs between fork and exec in a program full of threads, where that can deadlock.
-On Linux the kernel watches the *thread* that started this process. Elsewhere a second process watches the parent, and
-sends SIGTERM when it ends; written for macOS, where nobody has run it yet.
+It is a separate script, run by path and without site packages (20 ms). The death signal is set in this process and
+survives the exec, so nothing runs between fork and exec in a program with many threads, where that can deadlock. On
+Linux the kernel watches the *thread* that started this process. Elsewhere a second process watches the parent, and
+sends SIGTERM when it ends; this was written for macOS, but has not been run there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
     else:
         start_watcher(parent_pid)
     if os.getppid() != parent_pid:  # it died before the line above
-        sys.exit("the parent is gone")
+        sys.exit("the parent has ended")
     os.umask(0o077)  # the control socket is for this user alone
     try:
         os.execv(command[0], command)
@@ -51,14 +51,14 @@ def start_watcher(parent_pid: int) -> None:
 
 
 def first_to_end(*pids: int) -> int:
-    """Wait until one of these processes has ended; by kqueue, and every POLL_S on systems without."""
+    """Wait until one of these processes has ended: with kqueue, or by polling every POLL_S on systems without it."""
     if hasattr(select, "kqueue"):
         queue = select.kqueue()
         for pid in pids:
             event = select.kevent(pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD, select.KQ_NOTE_EXIT)
             try:
                 queue.control([event], 0)
-            except OSError:  # it has ended already
+            except OSError:  # it has already ended
                 return pid
         return queue.control(None, 1)[0].ident
     while True:

@@ -1,7 +1,7 @@
-"""The membership view of a run, its live peers: buckets of records are read into it, and counted.
+"""The membership view of a run: buckets of records are read into it, and counted.
 
-Of a small run there is one bucket, which holds all records. Of a large one this peer reads a bucket at a time, drawn at
-random; a monitor reads all of them. Looks aside, at buckets of another depth, find those who count otherwise.
+A small run has one bucket, which holds all records. In a large run this peer reads one bucket at a time, drawn at
+random; a monitor reads all of them. Probes of buckets at another depth find peers that estimated another size.
 """
 
 from __future__ import annotations
@@ -41,23 +41,25 @@ READS_AT_ONCE = 16
 WHOLE_POLL_S = 0.1
 LONGEST_SURVEY_PAUSE_S = 30.0
 
-Read = tuple[Bucket, list[PeerRecord], float]  # a bucket, the records found there, and their share of all of it
+Read = tuple[Bucket, list[PeerRecord], float]  # a bucket, its records, and their share of all its entries
 
 
 @dataclass(frozen=True, slots=True)
 class Headcount:
-    """Live peers of a run, without the one that counts. An estimate where not all of them were read."""
+    """The number of live peers of a run, excluding this one. It is an estimate if not all of them were read."""
 
     others: int
     is_estimate: bool
 
 
 class MembershipView:
-    """`live`, `records` and `headcount` never wait, and are for any thread; the rest belongs to the loop.
+    """`live`, `records` and `headcount` never wait, and are thread-safe; the rest belongs to the loop.
 
-    key: of the view that is read, as `buckets.run_key` gives that of a whole run; a peer may read several.
-    spec_digest: of the run; records of others are ignored. is_monitor: reads all buckets, and is no peer itself.
-    ignores: records that are never seen. only_public: as of `DialGuard`. `somebody` is set while a live peer is known.
+    key: of the view that is read, as `buckets.run_key` returns for a whole run; a peer may read several.
+    spec_digest: of
+    the run; records of other runs are ignored. is_monitor: it reads all buckets, and is not a peer itself. ignores:
+    records
+    that are never seen. only_public: as in `DialGuard`. `somebody` is set while a live peer is known.
     """
 
     def __init__(
@@ -93,16 +95,16 @@ class MembershipView:
     # what is known
 
     def live(self) -> Sequence[Candidate]:
-        """Others heard of within the TTL and not leaving; of many buckets, those in the two that were drawn last."""
+        """Peers heard within the TTL and not leaving; with many buckets, only those in the two that were drawn last."""
         drawn = None if self._is_monitor or self._census.depth == 0 else self._sampler.peers()
         return self._sightings.live(now_s=time.monotonic(), among=drawn)
 
     def knows(self, peer_id: str) -> bool:
-        """Whether a peer was heard of within the TTL, from whatever bucket, and is not leaving."""
+        """Whether a peer was heard within the TTL, from any bucket, and is not leaving."""
         return bool(self._sightings.live(now_s=time.monotonic(), among={peer_id}))
 
     def records(self) -> list[tuple[PeerRecord, float]]:
-        """(record, age in seconds) of all that were read, leaving ones too."""
+        """(record, age in seconds) of all that were read, including leaving ones."""
         return self._sightings.records(now_s=time.monotonic())
 
     def headcount(self) -> Headcount:
@@ -113,17 +115,17 @@ class MembershipView:
         return Headcount(max(num_known, round(self._census.size) - (not self._is_monitor)), is_estimate=True)
 
     def read_age_s(self) -> float:
-        """Seconds since the DHT last answered; since the start when it never did."""
+        """Seconds since the DHT last answered, or since the start if it never did."""
         return time.monotonic() - self._read_at_s
 
     def depths(self) -> tuple[int, ...]:
-        """Of the buckets in which the own record belongs now; the first is the home."""
+        """The depths of the buckets in which this peer's record belongs now; the first is the home."""
         return self._census.depths(time.monotonic())
 
     # reading; all raise DirectoryError, and the view then stays as it was
 
     async def look(self) -> float:
-        """One look at the run, as often as the returned pause says."""
+        """Read the run once; returns the pause until the next read."""
         await self.refresh()
         now_s = time.monotonic()
         is_young = now_s - self._started_at_s < self._timing.quick_for_s
@@ -152,7 +154,7 @@ class MembershipView:
         self._whole_depth = depth if self._is_monitor else None
 
     async def look_aside(self, depth: int | None = None) -> None:
-        """Are there peers that settled at another depth? At the one that is looked at next, or at `depth`."""
+        """Look for peers that settled at another depth: the one that is due next, or `depth`."""
         depth, nums_apart = self._census.aside() if depth is None else depth, list[float]()
         while not is_enough(depth, nums_apart):
             reads = await self._read([random_bucket(depth, self._rng)])
@@ -165,7 +167,7 @@ class MembershipView:
         self._census.note_aside(depth, nums_apart, now_s=time.monotonic())
 
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
-        """One particular peer: its bucket is read when it is not known. None when it cannot be found."""
+        """Find one particular peer, reading its bucket if it is unknown. None when it cannot be found."""
         if known := next((candidate for candidate in self.live() if candidate.peer_id == peer_id), None):
             return known
         try:
@@ -175,14 +177,14 @@ class MembershipView:
         return next(iter(self._sightings.live(now_s=time.monotonic(), among={peer_id})), None)
 
     async def stored_under(self, peer_id: str, *, timeout_s: float) -> list[PeerRecord]:
-        """What the buckets of now hold under one peer id."""
+        """The records that the current buckets hold under one peer id."""
         buckets = [bucket_of(peer_id, depth) for depth in self.depths()]
         stored = await self._get(buckets, timeout_s=timeout_s)
         only = [{key: value for key, value in entries.items() if key == peer_id} for entries in stored]
         return [record for both in zip(buckets, only, strict=True) for record in self._readable(*both)]
 
     async def wait_until_whole(self, timeout_s: float) -> bool:
-        """For a monitor: wait until it has read all buckets of the run; False when it has not."""
+        """On a monitor: wait until it has read all buckets of the run; False after a timeout."""
         until_s = time.monotonic() + timeout_s
         while self._whole_depth != self._census.depth:
             if time.monotonic() > until_s:
@@ -191,7 +193,7 @@ class MembershipView:
         return True
 
     async def _survey(self) -> None:
-        """A newcomer does not know the depth: look at all of them until somebody is found, ever more rarely."""
+        """Probe all depths until a peer is found, ever more rarely, because a newcomer does not know the depth."""
         self._survey_at_s = time.monotonic() + self._survey_pause_s
         self._survey_pause_s = min(2 * self._survey_pause_s, LONGEST_SURVEY_PAUSE_S)
         before = self._census.depth
@@ -203,7 +205,7 @@ class MembershipView:
                 return
 
     async def _read(self, buckets: Iterable[Bucket], *, timeout_s: float = CALL_S) -> list[Read]:
-        """Read buckets at once, and take what they hold into the view. Empty when there is nobody to ask."""
+        """Read buckets in parallel, and merge them into the view. Empty when there is no node to ask."""
         buckets = list(buckets)
         found = await self._get(buckets, timeout_s=timeout_s)
         if not any(found) and not self._node.neighbours():
@@ -228,7 +230,7 @@ class MembershipView:
         return await asyncio.gather(*(self._node.get(key, timeout_s=timeout_s) for key in keys))
 
     def _count(self, bucket: Bucket, records: Sequence[PeerRecord], share: float) -> None:
-        """A bucket at the depth of now or at the base was read, or `share` of it."""
+        """Count a bucket at the current depth or at the base, of which `share` was read."""
         live = [record for record in records if record.state != "leaving"]
         peer_ids, witness = [record.peer_id for record in live], self._census.witness
         self._sampler.took(bucket, peer_ids)
@@ -241,13 +243,13 @@ class MembershipView:
             self._census.note_base([peer_id for peer_id in peer_ids if peer_id != self._own_peer_id])
 
     def _readable(self, bucket: Bucket, entries: dict[str, tuple[bytes, float]]) -> list[PeerRecord]:
-        """The checks of the validator once more, on what was read, and the rest of the fields."""
+        """Apply the validator's checks to what was read, and check the remaining fields."""
         records: list[PeerRecord] = []
         for subkey, (value, expires_at_s) in entries.items():
             try:
                 record = decode_record(value)
             except RecordError as error:
-                logger.debug("ignored what is stored for %s: %s", short_id(subkey), error)
+                logger.debug("ignored the record stored for %s: %s", short_id(subkey), error)
                 continue
             is_own_word = record.peer_id == subkey and record.spec_digest == self._spec_digest
             is_in_time = abs(record.expires_at_s - expires_at_s) <= EXPIRY_SLACK_S

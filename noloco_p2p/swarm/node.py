@@ -1,8 +1,8 @@
-"""A DHT node that heals: p2pd, the client attached to it, and hivemind's DHTNode, rebuilt together when one is lost.
+"""A DHT node that recovers: p2pd, its client, and hivemind's DHTNode are rebuilt together when one is lost.
 
-A DHTNode does not survive its daemon: its client's calls are never answered again. The new one has the same peer id,
-port and place in the key space; what it had stored for others is stored again by them within one heartbeat.
-Every call has a deadline, and every failure is a DirectoryError, whatever hivemind raised.
+A DHTNode does not survive its daemon: calls of its client are never answered again. The new one has the same peer id,
+port and place in the key space; others store their records with it again within one heartbeat. Every call has a
+deadline, and every failure is a DirectoryError, whatever hivemind raised.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ KNOCK_S = 4.0
 CONNECT_S = 8.0
 CALL_S = 15.0
 CLOSE_S = 2.0
-NOTICE_TURNS = 3  # of the event loop, for connections to an ended daemon to be closed on this side, too
-EXIT_S = 0.5  # a dying process is seen by its closed connection first
+NOTICE_TURNS = 3  # of the event loop, until connections to an ended daemon are closed on this side, too
+EXIT_S = 0.5  # the closed connection of a dying process is noticed first
 PING_S = 2.0
 HUNG_S = 9.0  # without an answer of p2pd; with a restart it is back within 15 s
-RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # the last one again and again
+RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # the last one repeats
 CANCEL_AGAIN_S = 0.2
 
 
 class SwarmNode:
-    """One node of the DHT. Make it with `start()`; `stop()` leaves no process, socket or task of ours behind.
+    """One node of the DHT. Create it with `start()`; `stop()` leaves no process, socket or task behind.
 
-    `guard`: for dials of nodes that other nodes tell of.
+    `guard`: for dials of nodes that other nodes report.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class SwarmNode:
         self._daemon: Daemon | None = None
         self._p2p: DaemonClient | None = None
         self._dht: BoundedNode | None = None
-        self._listening: list[str] = []  # multiaddrs without peer id, as the daemon tells them
+        self._listening: list[str] = []  # multiaddrs without peer id, as the daemon reports them
         self._watchdog: asyncio.Task[None] | None = None
         self._handlers: dict[str, StreamHandler] = {}
         self.streams = Streams()
@@ -78,9 +78,11 @@ class SwarmNode:
         is_client: bool = False,
         guard: DialGuard | None = None,
     ) -> SwarmNode:
-        """Start alone; `dial()` finds peers. Raises DirectoryError: port taken, another identity, no daemon."""
+        """Start without peers; `dial()` connects to some. Raises DirectoryError: port taken, other identity, no
+        daemon.
+        """
         await asyncio.to_thread(kademlia.load)
-        if listen_on.announce_host and not listen_on.port:  # the daemon must be told the port it announces
+        if listen_on.announce_host and not listen_on.port:  # the daemon needs the port that it announces
             listen_on = replace(listen_on, port=probe_port(listen_on.host, 0))
         node = cls(identity_path, peer_id, listen_on, is_client=is_client, guard=guard or DialGuard())
         try:
@@ -118,14 +120,14 @@ class SwarmNode:
         return list(dict.fromkeys(announced + by_reach(self._listening)))
 
     def neighbours(self) -> set[str]:
-        """Peer ids in the routing table: DHT nodes that answered lately."""
+        """Peer ids in the routing table: DHT nodes that answered recently."""
         return self._dht.neighbours() if self._dht is not None else set()
 
     async def dial(self, peer_id: str, addresses: Sequence[str]) -> Offset:
-        """Connect to a peer and enter each other's routing tables; gives how far its clock is. Raises DirectoryError.
+        """Connect to a peer and exchange routing table entries; returns its clock offset. Raises DirectoryError.
 
         A plain TCP connection is tried first: after each failure of its own, libp2p refuses to dial an address for up
-        to five minutes, in which a bootstrap that is back would not be found.
+        to five minutes, during which a bootstrap that is back would not be found.
         """
         what = f"dialling {short_id(peer_id)} at {', '.join(addresses)}"
         answers = await asyncio.gather(*(knock(address) for address in addresses))
@@ -141,7 +143,7 @@ class SwarmNode:
     async def open_stream(
         self, peer_id: str, addresses: Sequence[str], protocol: str
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Raw bytes to a peer, dialled at `addresses` where libp2p is not connected to it. Raises DirectoryError."""
+        """Open a raw byte stream to a peer, dialling `addresses` if libp2p is not connected. Raises DirectoryError."""
         what = f"a stream to {short_id(peer_id)}"
         if addresses:
             await _guard(self._running_p2p().connect(peer_id, addresses), CONNECT_S, what)
@@ -157,7 +159,7 @@ class SwarmNode:
         return await _guard(self._running_p2p().hosts_of(peer_id), ATTACH_S, "asking p2pd for its peers")
 
     async def handle_streams(self, protocol: str, handler: StreamHandler) -> None:
-        """`handler` gets (peer id, reader, writer) of each stream that others open, after a restart too."""
+        """Pass (peer id, reader, writer) of each stream that others open to `handler`, after a restart too."""
         self._handlers[protocol] = handler
         handling = self._running_p2p().handle_streams(protocol, self.streams.bounded(handler))
         await _guard(handling, ATTACH_S, "asking p2pd for streams")
@@ -165,16 +167,16 @@ class SwarmNode:
     async def store(
         self, key: str, subkey: str, value: bytes, *, expires_at_s: float, timeout_s: float = CALL_S
     ) -> None:
-        """Until `expires_at_s` (DHT time), on the nodes nearest to the key. Raises DirectoryError.
+        """Store a value until `expires_at_s` (DHT time), on the nodes closest to the key. Raises DirectoryError.
 
-        hivemind's answer is not passed on: it is true when only this node kept the value, and false when only the
-        last of five refused it.
+        hivemind's result is not returned: it is true when only this node stored the value, and false when only the last
+        of five refused it.
         """
         call = self._running_dht().store(key, value, expires_at_s, subkey=subkey)
         await _guard(call, timeout_s, "storing in the DHT")
 
     async def get(self, key: str, *, timeout_s: float = CALL_S) -> dict[str, tuple[bytes, float]]:
-        """subkey -> (value, expiry) as the nodes nearest to the key have it now. Raises DirectoryError."""
+        """subkey -> (value, expiry) from the nodes closest to the key. Raises DirectoryError."""
         found = await _guard(self._running_dht().get(key, latest=True), timeout_s, "reading from the DHT")
         if found is None or not isinstance(found.value, dict):
             return {}
@@ -230,12 +232,12 @@ class SwarmNode:
     async def _watch(self) -> None:
         while True:
             reason = await self._lost()
-            logger.warning("p2pd is gone (%s); starting it again", reason)
+            logger.warning("p2pd has ended (%s); restarting it", reason)
             await self._restart()
             self.on_restart()
 
     async def _lost(self) -> str:
-        """Wait until the daemon has ended, has closed its connection to us, or cannot go on; says which."""
+        """Wait until the daemon has ended, has closed its connection, or cannot continue; returns the reason."""
         assert self._daemon is not None
         ended = asyncio.create_task(self._daemon.ended())
         unfit = asyncio.create_task(self._unfit())
@@ -243,7 +245,7 @@ class SwarmNode:
             connection = self._running_p2p().connection_tasks()
             await asyncio.wait({ended, unfit, *connection}, return_when=asyncio.FIRST_COMPLETED)
             if unfit.done():
-                self._daemon.kill()  # a stopped process does not hear a polite word
+                self._daemon.kill()  # a stopped process does not react to SIGTERM
             await asyncio.wait({ended}, timeout=EXIT_S)
             if unfit.done():
                 return unfit.result()
@@ -253,7 +255,9 @@ class SwarmNode:
             unfit.cancel()
 
     async def _unfit(self) -> str:
-        """Wait until the daemon has been silent for HUNG_S, though this program was not, or has grown; says which."""
+        """Wait until the daemon is silent for HUNG_S, though this program was not, or is too large; returns the
+        reason.
+        """
         assert self._daemon is not None
         answered_s = time.monotonic()
         while time.monotonic() - answered_s < HUNG_S:
@@ -272,8 +276,8 @@ class SwarmNode:
                 await asyncio.sleep(RESTART_PAUSES_S[min(attempt, len(RESTART_PAUSES_S) - 1)])
                 await self._bring_up()
                 return
-            except (DirectoryError, OSError) as error:  # out of descriptors, for example
-                logger.warning("p2pd could not be started again: %s", error)
+            except (DirectoryError, OSError) as error:  # out of file descriptors, for example
+                logger.warning("p2pd could not be restarted: %s", error)
 
 
 def _port_of(multiaddrs: Sequence[str]) -> int:
@@ -281,11 +285,11 @@ def _port_of(multiaddrs: Sequence[str]) -> int:
         parts = multiaddr.split("/")
         if len(parts) >= 5 and parts[3] == "tcp":
             return int(parts[4])
-    raise DirectoryError(f"p2pd listens nowhere that others could dial ({', '.join(multiaddrs) or 'no address'})")
+    raise DirectoryError(f"p2pd listens on no address that others could dial ({', '.join(multiaddrs) or 'no address'})")
 
 
 async def knock(address: str) -> str:
-    """Why nobody listens at a TCP address; empty when somebody does, or when it is another kind of address."""
+    """Return why there is no listener at a TCP address; empty when there is one, or for another kind of address."""
     target = tcp_target(address)
     if target is None:
         return ""
@@ -300,20 +304,23 @@ async def knock(address: str) -> str:
 
 
 async def _guard(call: Awaitable[T], timeout_s: float, what: str) -> T:
-    """The one place where hivemind's faults become ours."""
+    """The one place where hivemind's errors become DirectoryErrors."""
     try:
         return await asyncio.wait_for(call, timeout_s)
     except TimeoutError:
         raise DirectoryError(f"{what}: no answer within {timeout_s:.0f} s") from None
     except DirectoryError:
         raise
-    except Exception as error:  # hivemind and its protobuf, msgpack and socket layers raise all kinds
+    except Exception as error:  # hivemind and its protobuf, msgpack and socket layers raise many kinds of errors
         raise DirectoryError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """End tasks, asking again: a call that completes in the moment of a cancellation can swallow it, and its task then
-    goes on to sleep (asyncio.wait_for of Python 3.11, and hivemind's own loops)."""
+    """Cancel tasks, repeatedly if necessary.
+
+    A call that completes at the moment of a cancellation can swallow it, and its task then continues to sleep
+    (asyncio.wait_for of Python 3.11, and hivemind's own loops).
+    """
     pending = set(tasks)
     while pending:
         for task in pending:

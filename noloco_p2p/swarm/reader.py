@@ -1,4 +1,4 @@
-"""A look at a swarm from outside: a DHT node that only reads, under a passing identity."""
+"""A read-only view of a swarm from outside: a DHT node with a temporary identity."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WHOLE_S = 30.0  # to read all buckets of a large run
 
 @asynccontextmanager
 async def reader(ticket: Ticket) -> AsyncIterator[SwarmDirectory]:
-    """A directory of the run that `ticket` names; it announces nothing, and leaves nothing behind."""
+    """Yield a directory of the run that `ticket` names; it announces nothing, and leaves nothing behind."""
     with tempfile.TemporaryDirectory(prefix="noloco-reader-") as folder:
         key_file = Path(folder) / "identity.key"
         directory = await SwarmDirectory.start(
@@ -45,5 +45,5 @@ async def find_somebody(ticket: Ticket, directory: SwarmDirectory, *, timeout_s:
         f"no live peer of the run {ticket.run_name} was found within {timeout_s:.0f} s through "
         f"{', '.join(ticket.addresses) or 'no address'}"
         + (f" ({failures})" if failures else "")
-        + "; ask for a fresh ticket"
+        + "; ask for a new ticket"
     )

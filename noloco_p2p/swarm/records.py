@@ -1,9 +1,9 @@
-"""What a peer tells the swarm about itself: a small record, signed with its key.
+"""What a peer announces about itself: a small record, signed with its key.
 
     value = signature:64 | canonical JSON       at most MAX_RECORD_BYTES
 
-The signature covers a domain prefix and the JSON. The moment of expiry is inside, so nobody can prolong the record of
-a peer that is gone. Unknown JSON fields are ignored. Imports no hivemind: the validator has its own file.
+The signature covers a domain prefix and the JSON. The expiry is part of it, so nobody can prolong the record of a peer
+that is gone. Unknown JSON fields are ignored. Imports no hivemind: the validator has its own file.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ MAX_TEXT_CHARS = 320  # a host name of 253, and a peer id after it
 MAX_ADDRESSES = 4  # of each kind
 MAX_COUNTS = 16  # in a list
 SIGNATURE_BYTES = 64
-EXPIRY_SLACK_S = 1e-3  # between what a record says and what the DHT was told
+EXPIRY_SLACK_S = 1e-3  # between the expiry in a record and the one given to the DHT
 DOMAIN = b"noloco_p2p record 1\x00"
 STATES = frozenset({"training", "paused", "leaving", "done"})
 PausedBy = Literal["", "asked", "hours", "battery", "in use", "GPU in use"]  # `noloco pause`, or the use of the machine
 PAUSED_BY = get_args(PausedBy)
-SERVING = frozenset({"training", "done"})  # who computes for the other stages of a run
+SERVING = frozenset({"training", "done"})  # peers that compute for the other stages of a run
 
 
 class RecordError(DirectoryError, ValueError):
-    """A record is oversize, malformed, not signed by its peer, or holds a value that cannot be."""
+    """A record is oversize, malformed, not signed by its peer, or has an impossible value."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerRecord:
-    """One peer at one moment. `sequence`, `expires_at_s` and `multiaddrs` are filled in by the directory."""
+    """One peer at one moment. The directory fills in `sequence`, `expires_at_s` and `multiaddrs`."""
 
     peer_id: str
     run_name: str
@@ -50,20 +50,20 @@ class PeerRecord:
     addresses: tuple[str, ...] = ()  # gRPC HOST:PORT, most useful first
     multiaddrs: tuple[str, ...] = ()  # libp2p, each ending in /p2p/PEER_ID of this peer
     protocol_version: str = PROTOCOL_VERSION
-    sequence: int = 0  # rises with every announcement, over restarts too
+    sequence: int = 0  # increases with every announcement, over restarts too
     expires_at_s: float = 0.0  # DHT time (Unix)
     state: str = "training"
-    metrics: Metrics = field(default_factory=Metrics)  # of which the record holds those with a key
+    metrics: Metrics = field(default_factory=Metrics)  # the record holds those with a key
     reachability: str = "unknown"
     software: str = __version__
     sketch: str = ""  # of the slow weights at a mark of the schedule, `codec.sketch`
     depths: tuple[int, ...] = ()  # of its buckets, `swarm.buckets`: where it reads, then where else it is; () = (0,)
-    session_key: str = ""  # by which its gRPC server is known, base64; a new one at every start
-    started_at_ms: int = 0  # Unix, by its own clock: tells two starts of one key apart
-    mark: str = ""  # of a private run: that an invited peer wrote it
+    session_key: str = ""  # identifies its gRPC server, base64; a new one at every start
+    started_at_ms: int = 0  # Unix, by its own clock: distinguishes two starts with one key
+    mark: str = ""  # in a private run: the proof that an invited peer wrote it
     stage: int = 0  # in a run with stages; 0 = the head
     stages: int = 0  # of the run; 0 = every peer holds the whole model
-    sends_to: tuple[str, ...] = ()  # ends of the ids of those that it sends microbatches to
+    sends_to: tuple[str, ...] = ()  # ends of the ids of the peers that it sends microbatches to
     name: str = ""  # that it gives itself; it proves nothing
     paused_by: PausedBy = ""  # why it is paused
 
@@ -87,7 +87,7 @@ KEYS = {
     "sends_to": "to",
     "paused_by": "pause",
 } | {name: METRICS[name].key for name in RECORDED}  # of the fields of a record, and of its metrics
-CAUSES = [METRICS[name].key for name in RECORDED if ":" in METRICS[name].key]  # of rounds alone: one list in the record
+CAUSES = [METRICS[name].key for name in RECORDED if ":" in METRICS[name].key]  # of solo rounds: one list in the record
 PLAIN: dict[str, Any] = {item.name: item.default for item in fields(PeerRecord) if item.name != "metrics"}
 TYPES = {item.name: str(item.type) for item in (*fields(PeerRecord), *fields(Metrics)) if item.name != "metrics"}
 TYPES["paused_by"] = "str"
@@ -96,7 +96,7 @@ TYPES["paused_by"] = "str"
 def encode_record(record: PeerRecord, identity: Identity) -> bytes:
     """Sign and pack. Until it fits, the least useful addresses are dropped, then `sends_to`, the name, and the sketch.
 
-    Raises RecordError when even that fails.
+    Raises RecordError when even that does not suffice.
     """
     if record.peer_id != identity.peer_id:
         raise RecordError(f"a record of {record.peer_id} cannot be signed by {identity.peer_id}")
@@ -109,11 +109,11 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
         elif len(record.addresses) > 1:
             record = replace(record, addresses=record.addresses[:-1])
         elif record.sends_to:
-            record = replace(record, sends_to=())  # it is only drawn
+            record = replace(record, sends_to=())  # it is only for display
         elif record.name:
             record = replace(record, name="")
         elif record.sketch:
-            record = replace(record, sketch="")  # to be reached is worth more than to be measured
+            record = replace(record, sketch="")  # reachability is worth more than measurement
         else:
             raise RecordError(
                 f"the record has {len(body)} bytes, over {MAX_RECORD_BYTES - SIGNATURE_BYTES}: shorten the host names"
@@ -123,9 +123,10 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
 
 
 def decode_record(data: bytes) -> PeerRecord:
-    """Check and unpack. Raises RecordError for anything that `encode_record` could not have made."""
+    """Check and unpack. Raises RecordError for anything that `encode_record` could not have produced."""
     values = open_envelope(data)
-    values = {**values, **dict(zip(CAUSES, _counts("why", values.get("why", [])), strict=False))}  # it may know others
+    # the sender may know other causes
+    values = {**values, **dict(zip(CAUSES, _counts("why", values.get("why", [])), strict=False))}
     known: dict[str, Any] = {name: values[KEYS.get(name, name)] for name in PLAIN if KEYS.get(name, name) in values}
     for name in ("addresses", "multiaddrs", "sends_to"):
         known[name] = _texts(name, known.get(name, []))
@@ -144,9 +145,10 @@ def decode_record(data: bytes) -> PeerRecord:
 
 @lru_cache(maxsize=4096)
 def open_envelope(data: bytes) -> dict[str, Any]:
-    """The fields of a record whose size and signature are right, with id, run and expiry checked; the rest is not.
+    """The fields of a record with valid size, signature, id, run and expiry; other fields are not checked.
 
-    Cached: a reader sees the same record in every answer, and a check costs 0.1 ms. The answer must not be changed.
+    Cached, because a reader sees the same record in every answer, and a check costs 0.1 ms. The result must not be
+    changed.
     """
     if not SIGNATURE_BYTES < len(data) <= MAX_RECORD_BYTES:
         raise RecordError(f"a record of {len(data)} bytes; the limit is {MAX_RECORD_BYTES}")
@@ -165,7 +167,7 @@ def open_envelope(data: bytes) -> dict[str, Any]:
 
 
 def _pack(record: PeerRecord) -> bytes:
-    # What is empty and would be read as empty stays out: addresses and a sketch need the room.
+    # Empty values that would be read as empty are left out: addresses and a sketch need the space.
     values = {KEYS.get(name, name): value for name, value, default in _named(record) if value or value != default}
     if record.state == "training":
         del values["state"]
@@ -200,7 +202,7 @@ def _check(record: PeerRecord) -> None:
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS or not value.isprintable():
-        raise RecordError(f"{name} in a record is not a short printable text")  # it is shown in terminals
+        raise RecordError(f"{name} in a record is not a short printable string")  # it is shown in terminals
     return value
 
 
@@ -229,7 +231,7 @@ def _maybe_count(name: str, value: object) -> int | None:
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RecordError(f"{name} in a record is not a number")
-    if not abs(value) <= LARGEST:  # nor is it NaN
+    if not abs(value) <= LARGEST:  # this also excludes NaN
         raise RecordError(f"{name} in a record is not finite, or over 2^53")
     return float(value)
 

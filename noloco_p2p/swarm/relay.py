@@ -1,7 +1,8 @@
-"""A relay for peers that nobody can dial: each keeps a stream to it as a reservation, and calls come in by that.
+"""A relay for peers that cannot be dialled: each keeps a stream to it as a reservation, through which calls arrive.
 
-p2pd has relays too, but they carry 128 KiB a call (measured, whatever its flags say). Here two libp2p streams are
-spliced, so the traffic is that of this node; what passes is gRPC, and a relay can break it off but is no part of it.
+p2pd has relays too, but they carry 128 KiB per call (measured, regardless of its flags). Here two libp2p streams are
+spliced, so the traffic is that of this node. The bytes are those of gRPC over TLS: a relay can interrupt them, but not
+read them.
 """
 
 from __future__ import annotations
@@ -30,27 +31,27 @@ from noloco_p2p.swarm.streams import count_down
 logger = logging.getLogger(__name__)
 
 RESERVE, CALL, DIAL = (f"/noloco_p2p/{name}/1" for name in ("place", "call", "dial"))
-TUNNEL = "/noloco_p2p/tunnel/2"  # the first one wrapped each connection, and resumed it over another relay
+TUNNEL = "/noloco_p2p/tunnel/2"  # version 1 wrapped each connection, and resumed it over another relay
 PUNCH, HOLE = (f"/noloco_p2p/{name}/1" for name in ("punch", "hole"))  # as CALL and TUNNEL, to agree on a hole
 YES, NO = b"yes\n", b"no\n"
-BEAT_S = 5.0  # of one who keeps a reservation
+BEAT_S = 5.0  # of a peer that keeps a reservation
 SILENT_S = 15.0
 ANSWER_S = 10.0
 MAX_RESERVATIONS = 32
-MAX_STREAMS_OF_A_RESERVATION = 2  # the second for a peer that is back before the first is known to be broken
-BEATS = Rate(per_s=1.0, burst=5.0)  # of one stream; the first two come together
+MAX_STREAMS_OF_A_RESERVATION = 2  # the second one is for a peer that is back before the loss of the first is noticed
+BEATS = Rate(per_s=1.0, burst=5.0)  # of one stream; the first two arrive together
 MAX_CALLS = 32
 MAX_CALLS_OF_ONE = 9  # a swap has up to eight connections
 MAX_CALL_BYTES = 4 << 30  # each way; then its connection ends
 MAX_CALL_S = 1800.0
 MAX_PORTS = 2
-DIALS_A_MINUTE_OF_ONE, DIALS_A_MINUTE = 4, 12  # asked for by one peer; by one network; as many at once
+DIALS_A_MINUTE_OF_ONE, DIALS_A_MINUTE = 4, 12  # requested by one peer; by one network; as many at once
 CALLS_A_MINUTE_OF_ONE = 120  # as many at once
-NUM_RESERVATIONS = 2  # that one peer keeps: when one relay dies, the other is there
-RETRY_S = 30.0  # a relay that said no or could not be reached
+NUM_RESERVATIONS = 2  # that one peer keeps, so that one remains when the other relay dies
+RETRY_S = 30.0  # after a relay refused or could not be reached
 LOOK_S = 1.0
 BLOCK_BYTES = 256 * 1024
-BROKEN = (OSError, EOFError, ValueError, RuntimeError, DirectoryError)  # what a stream ends in; uvloop: RuntimeError
+BROKEN = (OSError, EOFError, ValueError, RuntimeError, DirectoryError)  # how a stream ends; uvloop raises RuntimeError
 
 
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -59,7 +60,7 @@ Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 class Relay:
     """Serves reservations and calls, on every peer; unreachable peers are never chosen as relays.
 
-    `only_public`: as of `DialGuard`.
+    `only_public`: as in `DialGuard`.
     """
 
     def __init__(self, node: SwarmNode, *, only_public: bool = False) -> None:
@@ -132,7 +133,9 @@ class Relay:
         self.passed_bytes += num_bytes
 
     async def _on_dial(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Dials back the address that the stream came from, as net/probe.py does for peers; for who is none yet."""
+        """Dial back the address that the stream came from, as net/probe.py does for peers, for nodes that are not
+        peers.
+        """
         async with asyncio.timeout(ANSWER_S):
             ports = [int(port) for port in (await reader.readline()).split()][:MAX_PORTS]
         may_ask = all(0 < port < 65_536 for port in ports) and self._dials_of_one.take(peer)
@@ -142,7 +145,7 @@ class Relay:
             return
         host = target[0]
         found = await asyncio.gather(*(knock(listen_multiaddr(host, port)) for port in ports))
-        answers = ["no connection" if fault else "" for fault in found]  # which, it tells nobody
+        answers = ["no connection" if fault else "" for fault in found]  # it does not say which error
         writer.write(json.dumps([host, dict(zip(map(str, ports), answers, strict=True))]).encode() + b"\n")
         await writer.drain()
 
@@ -151,7 +154,7 @@ class Relay:
 
 
 async def ask_to_dial(node: SwarmNode, peer: str, ports: Sequence[int]) -> DialBack:
-    """What a node that need not be a peer sees of our ports. Raises DirectoryError."""
+    """What a node, which need not be a peer, sees of our ports. Raises DirectoryError."""
     try:
         reader, writer = await node.open_stream(peer, (), DIAL)
         try:
@@ -169,9 +172,9 @@ async def ask_to_dial(node: SwarmNode, peer: str, ports: Sequence[int]) -> DialB
 async def open_stream_to(
     node: SwarmNode, guard: DialGuard, relay: str, address: str, protocol: str
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Raw bytes to a relay that is said to be at `address`. Raises DirectoryError, Unreachable.
+    """Open a raw byte stream to a relay that claims to be at `address`. Raises DirectoryError, Unreachable.
 
-    Nothing is dialled where there is a connection, and nothing is known then of the address.
+    If there is a connection, nothing is dialled, and the address stays unverified.
     """
     if await node.hosts_of(relay):
         return await node.open_stream(relay, (), protocol)
@@ -187,13 +190,15 @@ async def open_stream_to(
 
 
 async def splice(near: Ends, far: Ends, *, on_passed: Callable[[int], None] = lambda _: None) -> None:
-    """Both ways until one side ends, or the limits of a call are reached; closes both. `on_passed` gets bytes."""
+    """Copy both ways until one side ends, or the limits of a call are reached; then close both. `on_passed` gets
+    bytes.
+    """
     ways = ((near[0], far[1]), (far[0], near[1]))
     tasks = [asyncio.create_task(_pass_on(reader, writer, on_passed)) for reader, writer in ways]
     try:
         await asyncio.wait(tasks, timeout=MAX_CALL_S, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        near[1].close()  # before anything is awaited: this may be cancelled again
+        near[1].close()  # before any await, because this may be cancelled again
         far[1].close()
         await end_tasks(tasks)
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -214,7 +219,7 @@ async def _pass_on(
 class Reservations:
     """Keeps reservations at two relays while this peer cannot be dialled.
 
-    `doors` gives the nodes that may be relays: peer id -> multiaddrs; `wanted` whether one is needed at all.
+    `doors` returns possible relays: peer id -> multiaddrs; `wanted` whether a reservation is needed at all.
     """
 
     def __init__(
@@ -234,11 +239,11 @@ class Reservations:
         self._not_before_s: dict[str, float] = {}
 
     def relays(self) -> Collection[str]:
-        """Peer ids of those that hold a reservation for this peer now."""
+        """Peer ids of the relays that hold a reservation for this peer now."""
         return self._held.keys()
 
     def circuits(self) -> list[str]:
-        """Multiaddrs by which this peer can be called now, as libp2p writes a way by a relay."""
+        """Multiaddrs at which this peer can be called now, in libp2p's form for relays."""
         return [f"{multiaddr}{CIRCUIT}/p2p/{self._node.peer_id}" for multiaddr in self._held.values()]
 
     async def run(self) -> None:
@@ -270,7 +275,7 @@ class Reservations:
                 writer.write(b".")
                 async with asyncio.timeout(ANSWER_S):
                     if await reader.readline() != YES:
-                        raise DirectoryError("it has no reservation left")
+                        raise DirectoryError("it has no free reservation")
                 self._held[relay] = multiaddr
                 logger.info("%s relays calls to this peer", short_id(relay))
                 await self._beat(reader, writer)
@@ -288,17 +293,17 @@ class Reservations:
             await writer.drain()
             async with asyncio.timeout(SILENT_S):
                 _expect(await reader.read(64))
-            with suppress(TimeoutError):  # silence until the next beat; the end of the stream is told at once
+            with suppress(TimeoutError):  # silence until the next beat; the end of the stream is noticed at once
                 async with asyncio.timeout(BEAT_S):
                     _expect(await reader.read(64))
 
 
 def _expect(data: bytes) -> None:
     if not data:
-        raise DirectoryError("it is gone")
+        raise DirectoryError("its stream has ended")
 
 
 def relays_of(multiaddrs: Sequence[str]) -> dict[str, str]:
-    """Relay -> its address without peer id, of the ways by relays among these."""
+    """Relay -> its address without peer id, of the relay addresses among these."""
     ways = [multiaddr.partition(CIRCUIT)[0] for multiaddr in multiaddrs if CIRCUIT in multiaddr]
     return {relay: address for address, relay in map(split_peer_id, ways)}

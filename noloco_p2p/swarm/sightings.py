@@ -1,6 +1,6 @@
-"""What this peer believes about the swarm: the newest record of each peer, and how old it is. Pure: times are given.
+"""What this peer knows about the swarm: the newest record of each peer, and its age. Pure: callers pass times.
 
-Two clocks come in: a monotonic one, which measures ages, and DHT time, in which expiry is written by other machines.
+There are two clocks: a monotonic one, which measures ages, and DHT time, in which other machines write expiries.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.swarm.dial_back import CLOSED
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 
-MEMORY_S = 2 * TTL_S  # how long a sequence number is remembered, so that an old record cannot raise the dead
+MEMORY_S = 2 * TTL_S  # how long a sequence number is remembered, so that an old record cannot revive a dead peer
 
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A record, and the moment (monotonic) at which it was made as far as this machine can tell."""
+    """A record, and when it was made (monotonic), as far as this machine can tell."""
 
     record: PeerRecord
     made_at_s: float
@@ -32,9 +32,9 @@ class Sightings:
         self._sightings: dict[str, Sighting] = {}
 
     def merge(self, records: Iterable[PeerRecord], *, now_s: float, dht_now_s: float) -> list[PeerRecord]:
-        """Take in what was read; returns what was news. Older sequence numbers and expired records are ignored.
+        """Take in records that were read; returns the new ones. Older sequence numbers and expired records are ignored.
 
-        Seen again, a record does not become younger: who repeats the last words of a dead peer prolongs nothing.
+        A record that is seen again does not become younger: replaying the last record of a dead peer prolongs nothing.
         """
         sightings = {peer: s for peer, s in self._sightings.items() if now_s - s.made_at_s <= MEMORY_S}
         news: list[PeerRecord] = []
@@ -50,7 +50,7 @@ class Sightings:
         return news
 
     def live(self, *, now_s: float, among: Container[str] | None = None) -> list[Candidate]:
-        """Peers that were heard of within the TTL and are not leaving; only those in `among`."""
+        """Peers that were heard within the TTL and are not leaving; only those in `among`."""
         return [
             _candidate(record)
             for record, _ in self.records(now_s=now_s)
@@ -58,7 +58,7 @@ class Sightings:
         ]
 
     def records(self, *, now_s: float) -> list[tuple[PeerRecord, float]]:
-        """(record, age in seconds) of every other peer heard of within the TTL, leaving ones too."""
+        """(record, age in seconds) of every other peer heard within the TTL, including leaving ones."""
         aged = [(sighting.record, max(0.0, now_s - sighting.made_at_s)) for sighting in self._sightings.values()]
         return [(record, age_s) for record, age_s in aged if age_s <= TTL_S]
 
@@ -66,7 +66,7 @@ class Sightings:
 def _candidate(record: PeerRecord) -> Candidate:
     try:
         key = b64decode(record.session_key, validate=True)
-    except ValueError:  # whoever dials it is told
+    except ValueError:  # the error appears when it is dialled
         key = b""
     address = record.addresses[0] if record.addresses else ""
     return Candidate(

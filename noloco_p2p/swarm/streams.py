@@ -1,4 +1,4 @@
-"""Streams that other peers open to this one: so many and no more, and what one of them brings ends that one alone."""
+"""Streams that other peers open to this one: their number is bounded, and a fault in one ends only that one."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ logger = logging.getLogger(__name__)
 K = TypeVar("K")
 StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
-MAX_STREAMS = 256  # each is a descriptor
-MAX_STREAMS_OF_ONE = 64  # a relay brings the calls of many
-KEPT_FOR_RELAYS = 64  # of all: for the relays that hold a reservation for this peer
+MAX_STREAMS = 256  # each is a file descriptor
+MAX_STREAMS_OF_ONE = 64  # a relay carries the calls of many
+KEPT_FOR_RELAYS = 64  # of all: reserved for the relays that hold a reservation for this peer
 FAULTS = (OSError, EOFError, RuntimeError, ValueError, NolocoError)  # TimeoutError is an OSError
 
 
 class Streams:
-    """Of one node, whatever their protocol. `relays`: the peers that hold a reservation for this one now."""
+    """The streams of one node, for any protocol. `relays`: the peers that hold a reservation for this one now."""
 
     def __init__(self) -> None:
         self.relays: Callable[[], Collection[str]] = tuple
         self._open: Counter[str] = Counter()
 
     def bounded(self, handler: StreamHandler) -> StreamHandler:
-        """The same handler; it is not called for streams too many, and raises nothing for what a stranger sends."""
+        """Wrap a handler: it is not called beyond the limits, and a stranger's input never makes it raise."""
 
         async def on_stream(peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             most = MAX_STREAMS if peer in self.relays() else MAX_STREAMS - KEPT_FOR_RELAYS

@@ -1,4 +1,4 @@
-"""How often a directory does what; in tests everything runs faster."""
+"""How often a directory performs its tasks; in tests everything is faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls to peers that nobody can dial, by their relays: a local port for each, behind which gRPC finds the peer.
+"""Calls to peers that cannot be dialled, through their relays: gRPC connects to a local port per peer.
 
     gRPC client -> local port == hole in the routers (punch.py) == gRPC server
                        or     == stream to a relay == stream to the peer == gRPC server
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.3
 MAX_PORTS = 64
-MAX_SERVED = 64  # connections that came in by relays, until they are closed
+MAX_SERVED = 64  # connections that arrived through relays, until they are closed
 MAX_PUNCHING = 16  # holes that others ask for, at once
 AGAIN_S = 300.0  # until a hole to a peer is tried again, after one that could not be made
 FAULTS = (*BROKEN, TimeoutError, Unreachable)
@@ -53,7 +53,7 @@ FAULTS = (*BROKEN, TimeoutError, Unreachable)
 
 @dataclass(frozen=True, slots=True)
 class _Port:
-    """Where calls to one peer are taken."""
+    """The local port for calls to one peer."""
 
     listener: socket.socket
     accepting: asyncio.Task[None]
@@ -84,7 +84,8 @@ class Tunnels:
         relays: Callable[[], Collection[str]],
         guard: DialGuard,
     ) -> None:
-        self.local_ports: dict[int, str] = {}  # from which calls that came by a tunnel reach the own server -> relay
+        # local ports of the connections to this peer's server that arrived through a tunnel -> relay
+        self.local_ports: dict[int, str] = {}
         self.last_ways: dict[str, Reach] = {}  # peer id -> how the last call to it went, PUNCHED or RELAYED
         self.num_holes = 0  # made, by either side
         self._node = node
@@ -111,11 +112,11 @@ class Tunnels:
             port.close()
 
     def live(self) -> Sequence[Candidate]:
-        """As the directory tells them, but for those that only a tunnel reaches."""
+        """As in the directory, but without peers that only a tunnel reaches."""
         return self.reached(self._live())
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """The same peers; who can be called by a tunnel alone has the address of a local port."""
+        """Return the same peers; a peer that only a tunnel reaches gets the address of a local port."""
         if all(candidate.can_be_called for candidate in candidates) or not self._wanted():
             return candidates
         ways = {peer: relays_of(multiaddrs) for peer, multiaddrs in self._multiaddrs().items()}
@@ -154,8 +155,8 @@ class Tunnels:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # out of descriptors, for example: not for ever
-                logger.debug("a call to %s could not be taken: %s", short_id(peer_id), error)
+            except OSError as error:  # out of file descriptors, for example, which passes
+                logger.debug("a call to %s could not be accepted: %s", short_id(peer_id), error)
                 await asyncio.sleep(RETRY_S)
                 continue
             calling = self._own(self._call(peer_id, connection))
@@ -173,7 +174,9 @@ class Tunnels:
             try:
                 way, _ = await self._way(peer_id, relay, address, CALL)
             except FAULTS as error:
-                logger.debug("no tunnel to %s by %s: %s", short_id(peer_id), short_id(relay), error)
+                logger.debug(
+                    "no tunnel to %s through %s could be opened: %s", short_id(peer_id), short_id(relay), error
+                )
                 continue
             self.last_ways[peer_id] = Reach.RELAYED
             await splice(ends, way)
@@ -204,8 +207,10 @@ class Tunnels:
         return None
 
     async def _way(self, peer_id: str, relay: str, address: str, protocol: str) -> tuple[Ends, bytes]:
-        """A stream to the peer by that relay, and what the relay said. Raises what a broken stream does, TimeoutError,
-        Unreachable."""
+        """Open a stream to the peer through that relay, and return it with what the relay said.
+
+        Raises the errors of a broken stream, TimeoutError and Unreachable.
+        """
         async with asyncio.timeout(ANSWER_S):
             reader, writer = await open_stream_to(self._node, self._guard, relay, address, protocol)
             try:

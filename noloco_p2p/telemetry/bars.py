@@ -1,4 +1,4 @@
-"""Draws the tasks of a `Progress`: bars on a terminal, a line now and then elsewhere. Silent for what is quick."""
+"""Draws the tasks of a `Progress`: bars on a terminal, an occasional line elsewhere. Short tasks are not shown."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichProgress
 
-SHOW_AFTER_S = 1.0  # what is done sooner needs no bar
-TELL_AFTER_S = 2.0  # what took longer leaves a line behind
+SHOW_AFTER_S = 1.0  # a shorter task needs no bar
+TELL_AFTER_S = 2.0  # a longer task leaves a line behind
 LINE_EVERY_S = 10.0
 REFRESH_S = 0.2
 
 
 def drawing(say: Callable[[str], None]) -> Draw:
-    """Bars when standard output is a terminal, else lines through `say`."""
+    """Return bars when standard output is a terminal, else lines through `say`."""
     return Bars(say) if sys.stdout.isatty() else Lines(say)
 
 
 class _Ticking:
-    """One thread per long task that redraws it: work that stands still must show, too."""
+    """One thread per long task redraws it, so that stalled work is visible, too."""
 
     def __init__(self, say: Callable[[str], None], *, first_s: float, every_s: float) -> None:
         self._say = say
@@ -79,7 +79,7 @@ class Lines(_Ticking):
 
 
 class Bars(_Ticking):
-    """For people at a terminal. One drawing for all tasks that run: rich allows one live display at a time."""
+    """For people at a terminal. All running tasks share one drawing, since rich allows one live display at a time."""
 
     def __init__(self, say: Callable[[str], None], *, console: Console | None = None) -> None:
         super().__init__(say, first_s=SHOW_AFTER_S, every_s=REFRESH_S)
@@ -116,7 +116,7 @@ class Bars(_Ticking):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        # Transient: the bar goes when the work is done, and the line that is told stays.
+        # Transient: the bar disappears when the work is done, and the line about it stays.
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[told]}"))
         return Progress(*columns, console=self._console or Console(), transient=True, refresh_per_second=1 / REFRESH_S)
 

@@ -1,4 +1,4 @@
-"""Numbers and rounds as a person reads them. Formats only; printing is for cli/."""
+"""Formats numbers and rounds for people. Printing is for cli/."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def closing_line(metrics: Metrics, *, number: int, num_rounds: int) -> str:
 
 
 def named(peer_id: str) -> str:
-    """A peer for people: the last of its id, as the first characters are the same for everybody."""
+    """Show a peer by the end of its id, because all ids begin with the same characters."""
     return f"..{peer_id[-6:]}"
 
 
@@ -83,7 +83,7 @@ def cells(text: str) -> int:
 
 
 def aligned(rows: Sequence[Sequence[str]], *, num_left: int | None = None) -> list[str]:
-    """A line a row. The first `num_left` columns (None = all) are aligned to the left, the others to the right."""
+    """Return one line per row. The first `num_left` columns (None = all) are left-aligned, the others right-aligned."""
     widths = [max(map(cells, column)) for column in zip(*rows, strict=True)]
     left = len(widths) if num_left is None else num_left
     return [

@@ -1,4 +1,4 @@
-"""Events for machines: one JSON object a line, appended to a file in the run folder."""
+"""Events for machines: one JSON object per line, appended to a file in the run folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EVENT_VERSION = 1
 
 
 class EventLog:
-    """Appends events; a full disk is told once and does not stop training."""
+    """Appends events. A full disk is reported once and does not stop training."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -30,12 +30,12 @@ class EventLog:
                 file.write(line + "\n")
         except OSError as error:
             if not self._failed:
-                log.error("events are not written any more: %s: %s", self.path, error)
+                log.error("writing events failed, and stops: %s: %s", self.path, error)
             self._failed = True
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; none when the file is not there yet."""
+    """Return all complete lines; none if the file does not exist yet."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except FileNotFoundError:

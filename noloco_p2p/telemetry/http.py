@@ -1,4 +1,4 @@
-"""A small HTTP server on an event loop that is there already: uvicorn, which leaves signals and logging alone."""
+"""A small HTTP server on an existing event loop: uvicorn, which leaves signals and logging unchanged."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MAX_CONNECTIONS = 256
 class _Quiet(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals belong to cli/."""
+        """Signals are handled in cli/."""
         yield
 
 
 class HttpServer:
-    """Serves an ASGI app from `start` to `stop`; `port` is the real one."""
+    """Serves an ASGI app from `start` to `stop`; `port` is the actual port."""
 
     def __init__(self, app: Any, *, host: str, port: int) -> None:
         self.port = port
@@ -54,7 +54,7 @@ class HttpServer:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((self._host.strip("[]"), self.port))
-            listening.listen(MAX_CONNECTIONS)  # now: who is told of the address may call at once
+            listening.listen(MAX_CONNECTIONS)  # now, because a client that knows the address may connect at once
         except OSError as error:
             listening.close()
             raise SettingsError(f"{flag} {self._host}:{self.port}: {error.strerror}; choose another") from None
@@ -73,7 +73,7 @@ class HttpServer:
 
 
 def metrics_app(page: Callable[[], bytes]) -> Starlette:
-    """/metrics and /healthz of a peer."""
+    """The /metrics and /healthz of a peer."""
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import PlainTextResponse, Response

@@ -1,7 +1,7 @@
-"""The one table of what a peer counts: name, kind, unit, what is counted, and where it is shown.
+"""The one table of what a peer counts: name, kind, unit, meaning, and where it is shown.
 
-All that shows a metric is made from it: the status of a peer, its events and its /metrics, its record in the directory,
-the monitor's JSON, tables, totals, curves and /metrics, and docs/metrics.md.
+Everything that shows a metric is generated from it: the status of a peer, its events and its /metrics, its record in
+the directory, the monitor's JSON, tables, totals, curves and /metrics, and docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any
 class About:
     """What is known of a metric besides its value.
 
-    kind: a counter only rises, over restarts too; a gauge is a value now; a text is not for Prometheus.
-    key: its name in the record that the peer signs, which has little room; "" = it stays with the peer; "why:2" = the
+    kind: a counter only increases, also over restarts; a gauge is a current value; a text is not for Prometheus.
+    key: its name in the record that the peer signs, which has little room; "" = it is not in the record; "why:2" = the
     third number of the list "why".
-    digits: significant ones, of a number in the record.
-    column: the head of its column in the monitor's tables of peers; "" = it has none. rank: columns are in this order,
-    and where there is little room, the last ones go first.
-    total: what the monitor makes of the values of all peers, a key of `telemetry.totals.WAYS`; "" = nothing.
+    digits: significant digits of a number in the record.
+    column: the head of its column in the monitor's tables of peers; "" = none. rank: the order of the columns; if
+    there is
+    little room, the last ones are dropped first.
+    total: how the monitor aggregates the values of all peers, a key of `telemetry.totals.WAYS`; "" = it does not.
     """
 
     kind: str
@@ -41,7 +42,7 @@ def _metric(kind: str, unit: str, meaning: str, default: Any, **shown: Any) -> A
 
 @dataclass(slots=True)
 class Metrics:
-    """The numbers of one peer now. The training thread writes, the network thread reads: each is one assignment."""
+    """The current metrics of one peer. The training thread writes, the network thread reads: each is one assignment."""
 
     step: int = _metric("counter", "steps", "inner steps taken in this run, including those before a restart", 0)
     round: int = _metric(
@@ -122,7 +123,7 @@ class Metrics:
         "counter", "swaps", "swaps ended because a chunk of the partner held NaN or infinity", 0
     )
     refused_over_share: int = _metric(
-        "counter", "offers", "offers refused because the peer had had its share of swaps, and others were there", 0
+        "counter", "offers", "offers refused because the peer had had its share of swaps, and other peers were live", 0
     )
     refused_unlisted: int = _metric(
         "counter", "offers", "offers refused because no live record of the peer was known", 0
@@ -130,7 +131,7 @@ class Metrics:
     refused_gradients: int = _metric(
         "counter",
         "swaps",
-        "outer gradients refused: far too long, or pointing against the own one",
+        "outer gradients refused: far too long, or pointing against this peer's own",
         0,
     )
     refused_losses: int = _metric(
@@ -143,7 +144,7 @@ class Metrics:
     clipped_offsets: int = _metric(
         "counter",
         "pieces",
-        "pieces of the partner's slow weights and momentum that were clipped to the radius around the own",
+        "pieces of the partner's slow weights and momentum that were clipped to the radius around this peer's own",
         0,
     )
     gated_offsets: int = _metric(
@@ -152,7 +153,7 @@ class Metrics:
     diverged: int = _metric(
         "counter",
         "rounds",
-        "rounds given up because weights were not finite; training went back to the round's start",
+        "rounds discarded because weights were not finite; training restarted from the round's start",
         0,
     )
     late: int = _metric(
@@ -207,7 +208,7 @@ class Metrics:
         "gauge", "s", "seconds that training waited for the network at the last boundary", 0.0, key="wait"
     )
     swap_hidden_s: float = _metric(
-        "gauge", "s", "time that the last committed swap ran beside training, without blocked_s", 0.0
+        "gauge", "s", "time that the last committed swap ran in parallel to training, without blocked_s", 0.0
     )
     lateness_s: float = _metric(
         "gauge", "s", "seconds by which the last partner reached its boundary after this peer; 0 if before", 0.0
@@ -218,8 +219,8 @@ class Metrics:
     spread: float | None = _metric(
         "gauge",
         "fraction",
-        "estimated distance of a replica from the mean: distance to the last partner over 2^0.5, as a share of the "
-        "own norm; from a sample of the weights, and with coding errors",
+        "estimated distance of a replica from the mean: distance to the last partner over 2^0.5, relative to the "
+        "norm of the weights; from a sample of the weights, and with coding errors",
         None,
     )
     gradient_norm: float | None = _metric(
@@ -235,7 +236,8 @@ class Metrics:
     memory_bytes: int = _metric(
         "gauge",
         "bytes",
-        "peak of the tensors on the accelerator since the start; on MPS what torch holds now, on a CPU the process",
+        "peak of the tensors on the accelerator since the start; on MPS the current allocation of torch, on a CPU the "
+        "peak of the process",
         0,
     )
     data_wait_s: float = _metric("gauge", "s", "seconds that training waited for data in the last round", 0.0)
@@ -263,7 +265,7 @@ class Metrics:
         total="sum",
     )
     relayed_bytes: int = _metric(
-        "counter", "bytes", "bytes that this relay passed on between peers that cannot be dialled", 0
+        "counter", "bytes", "bytes that this relay forwarded between peers that cannot be dialled", 0
     )
     modulo_chunks: int = _metric("counter", "chunks", "chunks received in modulo coding, including those sent again", 0)
     plain_chunks: int = _metric(
@@ -272,11 +274,14 @@ class Metrics:
     extended_chunks: int = _metric(
         "counter",
         "chunks",
-        "times that two more bits of a chunk of the codec modulo were received, as it was broken",
+        "times that two more bits of a chunk of the codec modulo were received, because its bound did not hold",
         0,
     )
     broken_chunks: int = _metric(
-        "counter", "chunks", "chunks received in modulo coding whose bound broke; they were sent again as int8", 0
+        "counter",
+        "chunks",
+        "chunks received in modulo coding whose bound did not hold; they were sent again as int8",
+        0,
     )
     microbatches: int = _metric(
         "counter", "microbatches", "microbatches whose gradients this peer has counted (run with stages)", 0, key="mb"
@@ -299,7 +304,7 @@ class Metrics:
     capacity: float = _metric(
         "gauge",
         "tokens/s",
-        "tokens per second that this peer computes when it waits for nothing (run with stages)",
+        "tokens per second that this peer computes when it never waits (run with stages)",
         0.0,
         key="cap",
     )
@@ -315,14 +320,14 @@ class Metrics:
 
     @property
     def alone_by_cause(self) -> dict[str, int]:
-        """By values of `gossip.outcome.LonelyCause`."""
+        """The counts by values of `gossip.outcome.LonelyCause`."""
         return {name.removeprefix("alone_"): getattr(self, name) for name in METRICS if name.startswith("alone_")}
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def recorded(self, *, hides_contribution: bool = False) -> Metrics:
-        """What the record of the peer says, in few digits and without what is not finite."""
+        """The metrics in the peer's record, with few digits and without values that are not finite."""
         hidden = CONTRIBUTION if hides_contribution else ()
         return Metrics(**{name: self._short(name) for name in RECORDED if name not in hidden})
 
@@ -339,9 +344,9 @@ NUMBERS = tuple(name for name, about in METRICS.items() if about.kind != "text")
 CONTRIBUTION = ("trained_s", "tokens")  # what a peer may leave out of its record: swaps tell how well the run goes
 RECORDED = tuple(name for name, about in METRICS.items() if about.key)
 IN_COLUMNS = sorted((name for name, about in METRICS.items() if about.column), key=lambda name: METRICS[name].rank)
-LARGEST = 2.0**53  # of any number in a record: whole numbers are exact so far in a page, too, and sums are finite
+LARGEST = 2.0**53  # of any number in a record: integers up to it are exact in a browser, too, and sums are finite
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Of `Metrics.as_dict()` what is a number and known."""
+    """Return the known numbers of `Metrics.as_dict()`."""
     return {name: float(metrics[name]) for name in NUMBERS if metrics.get(name) is not None}

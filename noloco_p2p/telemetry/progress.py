@@ -1,8 +1,8 @@
 """The progress of long work: what is done, the rate, and the time left. `bars.py` draws it.
 
 `Progress` is passed to all code that may take seconds. Its tasks nest, any thread may report, and `noloco status` reads
-the innermost task at any moment. rich.progress only draws: its rate stays as it was when nothing moves any more, and a
-peer without a terminal need not import it.
+the innermost task at any moment. rich.progress only draws, because its rate does not fall when work stalls, and a peer
+without a terminal need not import it.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any, Protocol
 
 from noloco_p2p.telemetry.console import count, duration, mib
 
-WINDOW_S = 15.0  # the rate is that of the last seconds: a link that got slow must show
-SAMPLE_S = 0.25  # apart, at least; a window has some sixty samples
+WINDOW_S = 15.0  # the window of the rate, so that a link that became slow shows
+SAMPLE_S = 0.25  # least distance of samples; a window has about sixty
 
 Report = Callable[[int, int], None]  # (done, total) in the unit of the task
 
 
 def ignore(done: int, total: int) -> None:
-    """A Report that nobody reads."""
+    """A Report that is ignored."""
 
 
 class Meter:
-    """Rate and time left from samples of a rising count. The caller passes the time, in seconds of any one clock."""
+    """Rate and time left from samples of an increasing count. The caller passes times, in seconds of any clock."""
 
     def __init__(self, *, now_s: float) -> None:
         self.done = 0
         self._samples: deque[tuple[float, int]] = deque([(now_s, 0)])
 
     def add(self, done: int, *, now_s: float) -> None:
-        """`done` so far, all in all. A count that falls back, as after a restart, begins a new window."""
+        """Add a sample of the total `done` so far. A count that falls, as after a restart, begins a new window."""
         if done < self.done:
             self._samples.clear()
         self.done = done
@@ -44,13 +44,13 @@ class Meter:
             self._samples.popleft()
 
     def rate_per_s(self, *, now_s: float) -> float:
-        """Over the last WINDOW_S or since the beginning; falls towards 0 while nothing comes."""
+        """The rate over the last WINDOW_S or since the start; it falls towards 0 during a stall."""
         began_s, begun = self._samples[0] if self._samples else (now_s, self.done)
         seconds = now_s - began_s
         return (self.done - begun) / seconds if seconds > 0 else 0.0
 
     def left_s(self, total: int, *, now_s: float) -> float | None:
-        """Seconds until `total` at the present rate; None when nothing moves."""
+        """Seconds until `total` at the current rate; None during a stall."""
         rate = self.rate_per_s(now_s=now_s)
         return max(0, total - self.done) / rate if rate > 0 else None
 
@@ -58,7 +58,7 @@ class Meter:
 class Task:
     """One piece of work. `unit` is "bytes" or the plural of what is counted; `total` is None until it is known.
 
-    `what`: a sentence, or what gives the one of now.
+    `what`: a description, or a function that returns the current one.
     """
 
     def __init__(self, what: str | Callable[[], str], *, unit: str, now_s: float) -> None:
@@ -73,7 +73,7 @@ class Task:
         return self._what if isinstance(self._what, str) else self._what()
 
     def report(self, done: int, total: int) -> None:
-        """For any thread: two assignments and a sample."""
+        """Report progress from any thread: two assignments and a sample."""
         self.total = total
         self.meter.add(done, now_s=time.monotonic())
 
@@ -99,7 +99,7 @@ class Draw(Protocol):
 
 
 class Progress:
-    """The tasks that run now, innermost last. Without `draw` they are only remembered."""
+    """The running tasks, innermost last. Without `draw` they are only recorded."""
 
     def __init__(self, draw: Draw | None = None) -> None:
         self._draw = draw
@@ -108,7 +108,9 @@ class Progress:
 
     @contextmanager
     def task(self, what: str | Callable[[], str], *, unit: str = "") -> Iterator[Report]:
-        """`with progress.task("evaluating", unit="batches") as report: report(1, 20)`; with no unit nothing is told."""
+        """`with progress.task("evaluating", unit="batches") as report: report(1, 20)`; without a unit there are no
+        reports.
+        """
         task = Task(what, unit=unit, now_s=time.monotonic())
         with self._lock:
             self._tasks.append(task)
@@ -123,7 +125,7 @@ class Progress:
                 self._draw.end(task)
 
     def now(self) -> dict[str, Any] | None:
-        """The innermost task as JSON values; None when nothing long runs."""
+        """The innermost task as JSON values; None when no long task is running."""
         with self._lock:
             return self._tasks[-1].as_dict(now_s=time.monotonic()) if self._tasks else None
 

@@ -1,4 +1,4 @@
-"""The numbers of one peer, and of a whole swarm, for Prometheus. Own registries; the labels are few and bounded."""
+"""The metrics of one peer, and of a whole swarm, for Prometheus. Own registries; there are few labels, all bounded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One name at /metrics; counters get `_total` there. `labels`: the names of its labels."""
+    """One metric name at /metrics, where counters get `_total`. `labels`: the names of its labels."""
 
     name: str
     kind: str
@@ -36,12 +36,16 @@ class Family:
 PEER = tuple(
     Family(f"{PREFIX}_{name}", METRICS[name].kind, METRICS[name].unit, METRICS[name].meaning) for name in NUMBERS
 )
-PEER_INFO = Family(f"{PREFIX}_peer_info", "gauge", "1", "always 1; who this peer is", ("peer_id", "run", "software"))
+PEER_INFO = Family(
+    f"{PREFIX}_peer_info", "gauge", "1", "always 1; its labels identify this peer", ("peer_id", "run", "software")
+)
 LIVE_PEERS = Family(f"{PREFIX}_live_peers", "gauge", "peers", "other live peers; an estimate above 48")
 SWARM_PREFIX = f"{PREFIX}_swarm"
-SWARM_PEERS = Family(f"{SWARM_PREFIX}_peers", "gauge", "peers", "peers by what the monitor makes of them", ("health",))
+SWARM_PEERS = Family(
+    f"{SWARM_PREFIX}_peers", "gauge", "peers", "peers by health, as judged by the monitor", ("health",)
+)
 SWARM_ALONE = Family(
-    f"{SWARM_PREFIX}_alone_rounds", "gauge", "rounds", "rounds alone of all peers listed, by cause", ("cause",)
+    f"{SWARM_PREFIX}_alone_rounds", "gauge", "rounds", "solo rounds of all peers listed, by cause", ("cause",)
 )
 SWARM = (
     *(Family(f"{SWARM_PREFIX}_{total.name}", "gauge", total.unit, total.meaning) for total in TOTALS),
@@ -57,7 +61,7 @@ SWARM = (
             (
                 "spread_progress",
                 "fraction",
-                "that mark: where in the schedule these peers had the weights that are compared",
+                "that mark: the position in the schedule at which the weights are compared",
             ),
         )
     ),
@@ -74,11 +78,13 @@ STAGES = tuple(
         ),
     )
 )
-DIRECTORY_AGE = Family(f"{SWARM_PREFIX}_directory_age_s", "gauge", "s", "since the directory last answered the monitor")
+DIRECTORY_AGE = Family(
+    f"{SWARM_PREFIX}_directory_age_s", "gauge", "s", "time since the directory last answered the monitor"
+)
 
 
 def peer_page(metrics: Metrics, *, peer_id: str, run: str, live_peers: int) -> bytes:
-    """What a peer serves at /metrics."""
+    """The page that a peer serves at /metrics."""
 
     def collect() -> Iterator[Metric]:
         for family in PEER:
@@ -92,7 +98,7 @@ def peer_page(metrics: Metrics, *, peer_id: str, run: str, live_peers: int) -> b
 
 
 def swarm_page(summary: dict[str, Any], *, healths: Iterable[str]) -> bytes:
-    """What `noloco monitor --web` serves at /metrics, from `monitor.collect.Watcher.summary`."""
+    """The page that `noloco monitor --web` serves at /metrics, from `monitor.collect.Watcher.summary`."""
     totals, stages = summary["totals"], summary["stages"]
 
     def collect() -> Iterator[Metric]:

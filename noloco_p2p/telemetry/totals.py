@@ -1,4 +1,4 @@
-"""What a monitor makes of one metric of all peers. Pure.
+"""How a monitor aggregates one metric over all peers. Pure.
 
 `About.total` names the way; the names of the totals, their units and meanings follow from the metrics.
 """
@@ -17,10 +17,11 @@ Values = Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Metrics of those peers that a total counts.
+    """The metrics of the peers that a total counts.
 
-    listed: all that the monitor knows. living: alive or silent. training: of the living those that train now; in a run
-    with stages the heads alone, as each token passes all stages.
+    listed: all known peers. living: alive or silent. training: living peers that train now; in a run with stages
+    only the
+    heads, because each token passes through all stages.
     """
 
     listed: Sequence[Metrics]
@@ -36,7 +37,7 @@ class Way:
     meaning: str
     of: str
     make: Callable[[Values], float]
-    empty: float | None = None  # the total where no peer has a value
+    empty: float | None = None  # the total if no peer has a value
 
 
 WAYS = {
@@ -78,5 +79,5 @@ TOTALS = tuple(Total(name, way) for name, about in METRICS.items() if about.tota
 
 
 def totals(peers: Peers) -> dict[str, Any]:
-    """Every total by its name; None where no peer has a value."""
+    """Return every total by its name; None if no peer has a value."""
     return {total.name: total.over(peers) for total in TOTALS}

@@ -22,13 +22,13 @@ from noloco_p2p.errors import TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Chunk, End, Frame, Header, Part, SectionName, chunk_digest
 from noloco_p2p.gossip.seams import FrameStream
 
-# Which digests fit a damaged payload: none, that of its chunk, or that of the whole section, too.
+# Which digests match a damaged payload: none, that of its chunk, or also that of the whole section.
 Digests = Literal["stale", "chunk", "section"]
 
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """The `nth` (from 1) frame of a stream and direction that fits all that is given."""
+    """The `nth` (from 1) frame of a stream and direction that matches all given fields."""
 
     kind: type[Frame] | UnionType = Frame
     section: SectionName | None = None
@@ -50,27 +50,27 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """From this frame on nothing moves in this direction, and nobody is told."""
+    """From this frame on nothing moves in this direction, without any notice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The frame is lost; what follows is delivered."""
+    """The frame is lost; later ones are delivered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """The frame comes twice."""
+    """The frame is delivered twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class SwapWithNext:
-    """The frame comes after the one that follows it."""
+    """The frame is delivered after the next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlipBit:
-    """One bit of a chunk's payload is wrong."""
+    """One bit of a chunk's payload is flipped."""
 
     bit: int
     digests: Digests = "stale"
@@ -94,7 +94,7 @@ class Truncate:
 
 @dataclass(frozen=True, slots=True)
 class Lengthen:
-    """A chunk's payload goes on for `num_bytes` more than was announced."""
+    """A chunk's payload is longer than announced, by `num_bytes`."""
 
     num_bytes: int
     digests: Digests = "section"
@@ -115,7 +115,7 @@ class NotFinite:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """A Header announces something else; None = as it was."""
+    """A Header announces something else; None = unchanged."""
 
     codec: str | None = None
     num_elements: int | None = None
@@ -134,7 +134,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Another frame comes instead."""
+    """Another frame is delivered instead."""
 
     frame: Frame
 
@@ -144,13 +144,13 @@ Fault = Cut | Stall | Drop | Repeat | SwapWithNext | FlipBit | Truncate | Length
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """Which fault comes at which frame. Frozen: `fail_at` returns a new plan. Each fault fires once on each stream."""
+    """Which fault happens at which frame. Frozen: `fail_at` returns a new plan. Each fault fires once per stream."""
 
     sending: tuple[tuple[At, Fault], ...] = ()
     receiving: tuple[tuple[At, Fault], ...] = ()
 
     def fail_at(self, at: At, *, send: Fault | None = None, receive: Fault | None = None) -> FaultPlan:
-        """`send`: what happens to a frame that the owner of the stream sends; `receive`: to one that comes to it."""
+        """`send`: the fault of a frame that the owner of the stream sends; `receive`: of one that it receives."""
         sending = (*self.sending, (at, send)) if send else self.sending
         receiving = (*self.receiving, (at, receive)) if receive else self.receiving
         return FaultPlan(sending, receiving)
@@ -158,15 +158,15 @@ class FaultPlan:
     def wrapper(
         self, *, first_streams: int | None = None, on_fault: Callable[[], None] = lambda: None
     ) -> FaultyStreams:
-        """What a peer wraps its streams in. Only the `first_streams` are faulty (None = all of them).
+        """The function with which a peer wraps its streams. Only the `first_streams` are faulty (None = all).
 
-        `on_fault` is called in the moment of a fault, for example to let the whole peer vanish.
+        `on_fault` is called at the moment of a fault, for example to let the whole peer vanish.
         """
         return FaultyStreams(self, first_streams, on_fault)
 
 
 class FaultyStreams:
-    """Puts a plan around stream after stream; `fired` counts the faults that were met, `opened` the streams."""
+    """Applies a plan to each new stream; `fired` counts the faults that happened, `opened` the streams."""
 
     def __init__(self, plan: FaultPlan, first_streams: int | None, on_fault: Callable[[], None]) -> None:
         self.fired = 0
@@ -204,12 +204,12 @@ class _FaultyStream:
 
     async def receive(self, timeout_s: float) -> Frame:
         try:
-            async with asyncio.timeout(timeout_s):  # a stall is a frame that does not come
+            async with asyncio.timeout(timeout_s):  # a stall is a frame that does not arrive
                 while not self._arrived:
                     frame = await self._stream.receive(timeout_s)
                     self._arrived.extend(await self._through(self._incoming, frame))
         except TimeoutError:
-            raise TimedOut(f"nothing came for {timeout_s:.1f} s", peer=self.peer) from None
+            raise TimedOut(f"nothing arrived for {timeout_s:.1f} s", peer=self.peer) from None
         return self._arrived.popleft()
 
     async def close(self) -> None:
@@ -231,7 +231,7 @@ class _FaultyStream:
 
 
 class _Direction:
-    """Counts the frames of one direction of one stream, and says what becomes of each."""
+    """Counts the frames of one direction of one stream, and decides the fate of each."""
 
     def __init__(self, faults: Sequence[tuple[At, Fault]], on_fault: Callable[[], None]) -> None:
         self._faults = faults
@@ -239,7 +239,7 @@ class _Direction:
         self._seen = [0] * len(faults)
         self._held: tuple[Frame, ...] = ()
         self._stalled = False
-        self._digests: dict[SectionName, list[bytes]] = {}  # of the chunks that went by
+        self._digests: dict[SectionName, list[bytes]] = {}  # of the chunks so far
         self._repaired: set[SectionName] = set()
 
     def pass_on(self, frame: Frame) -> Sequence[Frame] | Cut | Stall:
@@ -264,7 +264,7 @@ class _Direction:
                 return (*_altered(fault, frame), *held)
 
     def _repair(self, frame: Frame, *, digests: Digests = "stale") -> Frame:
-        """Let the End of a section fit its damaged chunks, if the fault says so."""
+        """Make the End of a section match its damaged chunks, if the fault says so."""
         if isinstance(frame, Chunk):
             self._digests.setdefault(frame.section, []).append(frame.digest)
             if digests == "section":

@@ -1,11 +1,11 @@
-"""Links of peers by name, and when bytes come out of one: for simulations, and for a proxy that makes loopback slow."""
+"""Named links of peers, and when bytes leave one: for simulations, and for a proxy that makes loopback slow."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
-BUFFER_S = 0.05  # what the link holds at its full rate before it takes no more, as a modem does
+BUFFER_S = 0.05  # what the link buffers at its full rate before it takes no more, as a modem does
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ PROFILES = {link.name: link for link in (HOME_FIBRE, CABLE, CONGESTED_WIFI, WEAK
 
 
 class Shape:
-    """When bytes come out of one direction of a link. Pure: it is given the time; same seed, same times."""
+    """When bytes leave one direction of a link. Pure: callers pass the time, and the same seed gives the same times."""
 
     def __init__(self, *, mbit_s: float, delay_ms: float, jitter_ms: float, seed: int) -> None:
         self._bytes_per_s = mbit_s * 1e6 / 8
@@ -39,7 +39,7 @@ class Shape:
         self._last_due_s = 0.0
 
     def due_s(self, now_s: float, num_bytes: int) -> float:
-        """When `num_bytes` that enter now have come out; never before what entered earlier."""
+        """When `num_bytes` that enter now have left the link; never before what entered earlier."""
         self._free_s = max(self._free_s, now_s) + num_bytes / self._bytes_per_s
         due_s = self._free_s + self._delay_s + self._rng.uniform(0.0, self._jitter_s)
         self._last_due_s = max(self._last_due_s, due_s)

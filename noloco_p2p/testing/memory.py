@@ -12,7 +12,7 @@ from noloco_p2p.gossip.frames import FetchItem, FetchWant, Frame, Hello, PeerSta
 from noloco_p2p.gossip.seams import Candidate, FrameStream, Service
 
 QUEUED_FRAMES = 8
-Wrap = Callable[[FrameStream], FrameStream]  # puts something around a stream, for example the faults of a FaultPlan
+Wrap = Callable[[FrameStream], FrameStream]  # wraps a stream, for example with the faults of a FaultPlan
 
 
 def unchanged(stream: FrameStream) -> FrameStream:
@@ -20,21 +20,21 @@ def unchanged(stream: FrameStream) -> FrameStream:
 
 
 class MemoryNetwork:
-    """Who can be reached. `add` a service under its peer id; `remove` it and it is gone.
+    """The reachable peers. `add` a service under its peer id; `remove` makes it unreachable.
 
-    `listed` is what directories show; a peer that is listed and cannot be reached died a moment ago. To those in
-    `closed` nobody makes an offer, as their records say that they take no calls.
+    `listed` is what directories show; a peer that is listed and cannot be reached has just died. Peers in `closed` get
+    no offers, because their records say that they take no calls.
     """
 
     def __init__(self) -> None:
         self.services: dict[str, Service] = {}
-        self.listed: dict[str, None] = {}  # a set that keeps the order
+        self.listed: dict[str, None] = {}  # a dict as an ordered set
         self.closed: set[str] = set()
         self._wraps: dict[str, Wrap] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, peer_id: str, service: Service, *, wrap: Wrap = unchanged) -> None:
-        """`wrap` is put around the streams that others open to this peer."""
+        """`wrap` is applied to the streams that others open to this peer."""
         self.services[peer_id] = service
         self.listed[peer_id] = None
         self._wraps[peer_id] = wrap
@@ -44,17 +44,17 @@ class MemoryNetwork:
         del self.listed[peer_id]
 
     def vanish(self, peer_id: str) -> None:
-        """It cannot be reached any more, and nobody knows yet."""
+        """Make the peer unreachable, although it is still listed."""
         self.services.pop(peer_id, None)
 
     def service(self, peer_id: str) -> Service:
         try:
             return self.services[peer_id]
         except KeyError:
-            raise Unreachable(f"{peer_id} is not there", peer=peer_id) from None
+            raise Unreachable(f"{peer_id} is not reachable", peer=peer_id) from None
 
     def call(self, peer_id: str, stream: FrameStream) -> None:
-        """Let a peer answer an offer that comes over `stream`."""
+        """Let a peer answer an offer that arrives over `stream`."""
         service = self.service(peer_id)
         self.own(asyncio.create_task(service.on_swap(self._wraps[peer_id](stream))))
 
@@ -69,7 +69,7 @@ class MemoryNetwork:
 
 
 class MemoryDirectory:
-    """Everybody on a MemoryNetwork but oneself."""
+    """All peers of a MemoryNetwork, except the owner."""
 
     def __init__(self, network: MemoryNetwork, *, own_id: str) -> None:
         self._network = network
@@ -90,7 +90,7 @@ class MemoryDirectory:
 
 
 class MemoryTransport:
-    """Calls on a MemoryNetwork. `wrap` is put around the streams that are opened."""
+    """Calls on a MemoryNetwork. `wrap` is applied to the streams that it opens."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class MemoryTransport:
 
 
 class MemoryStream:
-    """One end of a stream; what one end sends the other receives, in order, with back-pressure."""
+    """One end of a stream; each end receives what the other sends, in order, with back-pressure."""
 
     def __init__(self, peer: str, incoming: asyncio.Queue[Frame | None], outgoing: asyncio.Queue[Frame | None]) -> None:
         self._peer = peer
@@ -134,7 +134,7 @@ class MemoryStream:
 
     @classmethod
     def pair(cls, there: str, here: str) -> tuple[MemoryStream, MemoryStream]:
-        """(the initiator's end, the acceptor's end)."""
+        """Return (the initiator's end, the acceptor's end)."""
         forth: asyncio.Queue[Frame | None] = asyncio.Queue(QUEUED_FRAMES)
         back: asyncio.Queue[Frame | None] = asyncio.Queue(QUEUED_FRAMES)
         initiator, acceptor = cls(there, back, forth), cls(here, forth, back)
@@ -168,7 +168,7 @@ class MemoryStream:
         try:
             frame = await asyncio.wait_for(self._incoming.get(), timeout_s)
         except TimeoutError:
-            raise TimedOut(f"nothing came for {timeout_s:.1f} s", peer=self._peer) from None
+            raise TimedOut(f"nothing arrived for {timeout_s:.1f} s", peer=self._peer) from None
         if frame is None:
             raise Unreachable("the stream is closed", peer=self._peer)
         return frame

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 POLL_S = 0.01
-THREAD_S = 300.0  # for what the network thread is asked to do; it only catches a hang
+THREAD_S = 300.0  # for calls on the network thread; it only catches a hang
 
 
 class MemorySwarm:
@@ -68,9 +68,9 @@ class MemorySwarm:
         wrap: Wrap = unchanged,
         wrap_accepted: Wrap = unchanged,
     ) -> MemoryPeer:
-        """Add a live peer. `spec`, `protocol_version` for one that does not fit the others.
+        """Add a live peer. Set `spec` or `protocol_version` for one that does not fit the others.
 
-        `wrap` is put around the streams that it opens, `wrap_accepted` around those that others open to it.
+        `wrap` is applied to the streams that it opens, `wrap_accepted` to those that others open to it.
         """
         making = self._make(peer_id, spec or self.spec, run_folder, protocol_version, wrap, wrap_accepted)
         peer = asyncio.run_coroutine_threadsafe(making, self.loop).result(THREAD_S)
@@ -78,7 +78,7 @@ class MemorySwarm:
         return peer
 
     def kill(self, peer: MemoryPeer) -> None:
-        """The peer vanishes: nobody can call it any more, and its streams break."""
+        """Make the peer vanish: it cannot be called any more, and its streams break."""
 
         async def vanish() -> None:
             await self._disconnect(peer.peer_id)
@@ -97,7 +97,7 @@ class MemorySwarm:
         return transport, MemoryDirectory(self.network, own_id=peer_id)
 
     async def _connect(self, peer_id: str, service: PeerService, wrap: Wrap) -> None:
-        """From now on others can reach the peer."""
+        """Make the peer reachable for others."""
         self.network.add(peer_id, service, wrap=wrap)
 
     async def _disconnect(self, peer_id: str) -> None:
@@ -152,7 +152,7 @@ class MemorySwarm:
 
 
 class MemoryPeer:
-    """What `NoLoCo` and the callbacks of other trainers need of a peer, in memory."""
+    """An in-memory peer for `NoLoCo` and the callbacks of other trainers."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class MemoryPeer:
         self.pause_requested = threading.Event()
 
     def wait_while_paused(self) -> None:
-        """Until somebody clears `pause_requested` or sets `leave_requested`, on another thread."""
+        """Wait until another thread clears `pause_requested` or sets `leave_requested`."""
         while self.pause_requested.is_set() and not self.leave_requested.wait(POLL_S):
             pass
 
@@ -189,14 +189,14 @@ class MemoryPeer:
         return None
 
     def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
-        """Nobody is far ahead in memory."""
+        """No peer is ever far ahead in memory."""
         return None
 
     def serve_state(self, saved: SavedState) -> None:
         self.states.saved = saved
 
     def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
-        """Nobody reads records in memory."""
+        """Do nothing: no records are read in memory."""
 
     def weights_change(self) -> None:
-        """Nothing is sketched."""
+        """Do nothing: no sketches are made."""

@@ -1,4 +1,4 @@
-"""What every trainer does beside its inner steps: it reads data, reports rounds, saves, pauses, and closes the run."""
+"""What every trainer does besides its inner steps: it reads data, reports rounds, saves, pauses, and closes the run."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 
 
 class TrainerBase:
-    """peer: it has the spec of the run. spec: what the inner steps follow. say: prints a line for a person.
+    """peer: has the spec of the run. spec: what the inner steps follow. say: prints a line for a person.
 
-    Whoever inherits makes `outer`, counts `_timed_steps`, and says what the loss of a round is.
+    Subclasses create `outer`, count `_timed_steps`, and provide the loss of a round.
     """
 
     outer: NoLoCo
@@ -67,7 +67,7 @@ class TrainerBase:
     def _open_data(
         self, tokenizer: PreTrainedTokenizerBase, *, batch_size: int, pin_memory: bool
     ) -> tuple[Prefetcher, list[Tensor]]:
-        """The batches of this peer, and the held-out ones. Raises DataError."""
+        """Return this peer's batches and the held-out ones. Raises DataError."""
         spec, settings, faults = self.spec, self.peer.settings, Faults(self._data_fault)
         stream = TokenStream(
             spec.data,
@@ -90,33 +90,33 @@ class TrainerBase:
         return Prefetcher(stream, pin_memory=pin_memory), validation
 
     def _data_fault(self, fault: Fault) -> None:
-        """Called by the thread that reads."""
+        """Runs on the thread that reads."""
         self.peer.metrics.data_faults += 1
         self.events.write("data_fault", **asdict(fault))
 
     # of each trainer
 
     def _data(self) -> Prefetcher | None:
-        """Of which a checkpoint keeps the place; None = this peer reads no data."""
+        """The reader whose position a checkpoint keeps; None = this peer reads no data."""
         raise NotImplementedError
 
     def _round_loss(self) -> float | None:
-        """The mean loss of the round that ended, in nats per token, and forget it; None where there is none."""
+        """Return and reset the mean loss of the round that ended, in nats per token; None if there is none."""
         raise NotImplementedError
 
     def _take_gauges(self) -> None:
-        """Bring the gauges of the machine up to date."""
+        """Update the gauges of the machine."""
 
     def _evaluate(self) -> None:
-        """Find the loss on the held-out sequences."""
+        """Measure the loss on the held-out sequences."""
         raise NotImplementedError
 
     def _num_mates(self) -> int:
-        """Other live peers that this one swaps with."""
+        """The number of other live peers that this one swaps with."""
         return self.peer.live_peers()
 
     def _line_begins(self) -> str:
-        """What stands before the line of a round."""
+        """The prefix of the line of a round."""
         return ""
 
     # once a round
@@ -133,7 +133,8 @@ class TrainerBase:
         if result.round % self.spec.evaluate.every_rounds == self.spec.evaluate.every_rounds - 1:
             self._evaluate()
         every = self.peer.settings.save_every_rounds
-        if metrics.rounds_here == 1 or result.round % every == every - 1:  # the first one early: newcomers need a donor
+        # the first checkpoint is early, because newcomers need a donor
+        if metrics.rounds_here == 1 or result.round % every == every - 1:
             step = metrics.step
             self.outer.save_in_background(self._meta(), done=lambda folder: self._saved(folder, step))
 
@@ -148,7 +149,7 @@ class TrainerBase:
         self.peer.metrics.tokens = (self.peer.metrics.tokens or 0) + number
 
     def _time_steps(self) -> None:
-        """How fast the steps since the last call were; all that was done since then counts as their time."""
+        """Update the step rate from the steps since the last call. All time since then counts as theirs."""
         self._note_speed()
         self._timed_from_s, self._timed_steps = time.monotonic(), 0
 
@@ -161,11 +162,11 @@ class TrainerBase:
 
     @property
     def finished(self) -> bool:
-        """The schedule is done and the last round with it."""
+        """Whether the schedule and its last round are done."""
         return self.outer.progress >= 1 and self.outer.is_between_rounds
 
     def _close(self) -> None:
-        """Training is done: mix alone, until this peer is near the mean of all, or nobody is left to mix with."""
+        """After training, mix without training until this peer is near the mean of all, or no other peer is left."""
         others = self._num_mates()
         num_rounds = closing_rounds(self.spec.outer, others + 1) if others else 0
         wait_s = closing_wait_s(self.spec.outer, self.peer.exchange.step_rate.seconds_per_round())
@@ -181,7 +182,9 @@ class TrainerBase:
                 return
 
     def _wait_while_paused(self) -> None:
-        """Until it is resumed or asked to leave. What the machine holds is on disk, too, should it be switched off."""
+        """Wait until the peer is resumed or asked to leave. The state is also saved, in case the machine is switched
+        off.
+        """
         result = self.outer.withdraw()
         if result:
             self._round_done(result)
@@ -196,7 +199,7 @@ class TrainerBase:
         self.events.write("resumed", step=self.peer.metrics.step)
 
     def _finish(self) -> Path | None:
-        """Write the last checkpoint, and say how it ended."""
+        """Write the last checkpoint, and report the end."""
         folder = self._save()
         self.trackers.close()
         metrics = self.peer.metrics
@@ -208,9 +211,10 @@ class TrainerBase:
     # checkpoints
 
     def _begin_fork(self, *, is_revived: bool = False) -> None:
-        """Of a run that starts from the state of another one: newcomers may have no weights but those of this peer.
+        """Load the start state of a fork: newcomers may get their weights from this peer only.
 
-        is_revived: its weights are neither those nor drawn. Raises ModelError when it has none either.
+        is_revived: the weights come from a checkpoint of the operator. Raises ModelError when the start state is
+        missing.
         """
         start, state_dir = self.spec.model.start, self.peer.settings.state_dir
         if not (is_revived or has_start(start, state_dir=state_dir)):
@@ -237,7 +241,7 @@ class TrainerBase:
         self.events.write("saved", step=step, folder=str(folder))
 
     def _meta(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the states of model and optimizers."""
+        """What a checkpoint holds besides the states of model and optimizers."""
         data = self._data()
         return {
             "spec": self.spec.model_dump(mode="json"),

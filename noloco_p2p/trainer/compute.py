@@ -1,4 +1,4 @@
-"""How this machine computes an inner step. Nothing here changes the mathematics of a run, but for rounding."""
+"""How this machine computes an inner step. Nothing here changes the mathematics of a run, except for rounding."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from noloco_p2p.spec import TrainerSpec
 
 
 def choose_device(name: str, gpu: int | None = None) -> torch.device:
-    """auto | cpu | mps | cuda:N -> device; `gpu`: the one of this process, of several that share a model.
+    """auto | cpu | mps | cuda:N -> device. `gpu`: the index for this process, if several share a model.
 
-    auto is a CUDA or ROCm device, else Apple's MPS where one process trains alone, else the CPU. Raises SettingsError
+    auto is a CUDA or ROCm device, else Apple's MPS if one process trains the model, else the CPU. Raises SettingsError
     when there is no such device.
     """
     if not DEVICE.fullmatch(name):
@@ -29,7 +29,7 @@ def choose_device(name: str, gpu: int | None = None) -> torch.device:
         return torch.device("mps" if gpu is None and torch.backends.mps.is_available() else "cpu")
     if name != "cpu" and gpu is not None:
         if name not in ("auto", "cuda"):
-            raise SettingsError(f"--device {name} is one GPU; with several processes give auto or cpu")
+            raise SettingsError(f"--device {name} is one GPU; with several processes use auto or cpu")
         name = f"cuda:{gpu}"
     device = torch.device("cuda" if name == "auto" else name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -37,7 +37,7 @@ def choose_device(name: str, gpu: int | None = None) -> torch.device:
             f"--device {name}: torch finds {torch.cuda.device_count()} CUDA devices here; use --device cpu or auto"
         )
     if device.type == "mps" and not torch.backends.mps.is_available():
-        lacks = "finds no GPU of Apple's here" if torch.backends.mps.is_built() else "is built without MPS"
+        lacks = "finds no Apple GPU here" if torch.backends.mps.is_built() else "is built without MPS"
         raise SettingsError(f"--device mps: this torch {lacks}; use --device cpu or auto")
     return device
 
@@ -47,8 +47,8 @@ class Compute:
     """Machine settings of the inner step; the defaults are the plain step.
 
     precision: bf16 autocast over fp32 weights, or fp32; "auto" is bf16 on a CUDA or ROCm device that is fast at it.
-    micro_batch: sequences at a time, their gradients are summed; 0 = all at once, until memory says otherwise.
-    rank, num_ranks: of the processes that share one model, each takes its part of the rows of a batch.
+    micro_batch: sequences per forward and backward, whose gradients are summed; 0 = all, or as many as fit into memory.
+    rank, num_ranks: of the processes that share one model; each takes its part of the rows of a batch.
     """
 
     precision: str = "auto"
@@ -61,7 +61,7 @@ class Compute:
 
     @classmethod
     def of(cls, settings: PeerSettings, *, rank: int = 0, num_ranks: int = 1) -> Compute:
-        """Raises SettingsError for switches that exclude each other."""
+        """Raises SettingsError for settings that exclude each other."""
         if settings.offload_optimizer and num_ranks > 1:
             raise SettingsError("--offload-optimizer is for one GPU: with several, each holds only its part already")
         return cls(
@@ -75,8 +75,10 @@ class Compute:
         )
 
     def is_bf16(self, device: torch.device) -> bool:
-        """Of forward and backward. The same on all ranks, as what they send each other must have one dtype: with
-        "auto" the slowest of their GPUs decides."""
+        """Whether forward and backward use bf16. All ranks agree, because they exchange tensors of one dtype.
+
+        With "auto" the slowest of their GPUs decides.
+        """
         if self.precision != "auto":
             return self.precision == "bf16"
         if device.type != "cuda":
@@ -85,11 +87,11 @@ class Compute:
         return all(has_fast_bf16(gpu) for gpu in gpus)
 
     def warnings(self, device: torch.device, spec: TrainerSpec) -> list[str]:
-        """What is slow on this machine, and what is ignored."""
+        """Warn about settings that are slow or ignored on this machine."""
         warnings = []
         if self.offload_optimizer and not has_own_memory(device):
             warnings.append(f"--offload-optimizer is ignored: the memory of {device} is main memory already")
-        if device.type == "mps" or has_fast_bf16(device):  # of MPS nothing is known
+        if device.type == "mps" or has_fast_bf16(device):  # unknown for MPS
             return warnings
         cost = (
             "computes 3 to 20 times as long as in fp32" if device.type == "cpu" else "emulates them, slower than fp32"
@@ -98,17 +100,19 @@ class Compute:
         if self.is_bf16(device):
             warnings.append(f"{slow} --precision fp32 is faster here")
         if spec.model.lora.rank and spec.model.lora.base_dtype == "bf16":
-            warnings.append(f"{slow} the model is, by model.lora.base_dtype = 'bf16'")
+            warnings.append(f"{slow} the model uses bf16, by model.lora.base_dtype")
         return warnings
 
 
 def switch_on(model: nn.Module, compute: Compute, *, by_block: bool = False) -> None:
-    """Activation checkpointing, then compilation of the model, or of each of its blocks; parameters keep their names.
-    Raises SettingsError when the model has no blocks to checkpoint."""
+    """Enable activation checkpointing, then compile the model or each of its blocks. Parameters keep their names.
+
+    Raises SettingsError when the model has no blocks to checkpoint.
+    """
     if compute.activation_checkpointing:
         layers = blocks(model)
         if not layers:
-            raise SettingsError("--activation-checkpointing: this model repeats no layers")
+            raise SettingsError("--activation-checkpointing: this model has no repeated layers")
         for layer in layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     if compute.compile:
@@ -117,12 +121,12 @@ def switch_on(model: nn.Module, compute: Compute, *, by_block: bool = False) -> 
 
 
 def local(values: Tensor) -> Tensor:
-    """What this rank holds of a tensor that may be sharded."""
+    """This rank's part of a tensor that may be sharded."""
     return values.to_local() if isinstance(values, DTensor) else values
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers that a model repeats: the members of its outermost lists of modules."""
+    """The repeated layers of a model: the members of its outermost module lists."""
     found: list[nn.Module] = []
     for child in model.children():
         found += child if isinstance(child, nn.ModuleList) else blocks(child)
@@ -132,10 +136,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 def micro_batches(
     num_sequences: int, *, at_once: int, rank: int = 0, num_ranks: int = 1
 ) -> Iterator[tuple[slice, float]]:
-    """(rows, their share of the batch) for each forward and backward that `rank` makes of a batch.
+    """Return (rows, their share of the batch) for each forward and backward that `rank` makes of a batch.
 
-    All ranks make equally many, as they work together in each; one that has no rows left repeats the first row with
-    share 0. `at_once` bounds the rows; each row belongs to exactly one micro-batch.
+    All ranks run the same number of passes, because each pass is collective; a rank without rows left
+    repeats its first row with share 0. `at_once` bounds the rows; each row belongs to exactly one micro-batch.
     """
     first, last = _cut(num_sequences, num_ranks, rank), _cut(num_sequences, num_ranks, rank + 1)
     most = -(-num_sequences // num_ranks)
@@ -147,5 +151,5 @@ def micro_batches(
 
 
 def _cut(num: int, num_parts: int, part: int) -> int:
-    """Where part number `part` of `num` things begins, when they are dealt as evenly as they can be."""
+    """The index at which part number `part` of `num` items begins, when they are split as evenly as possible."""
     return num * part // num_parts

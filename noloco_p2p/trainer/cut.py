@@ -9,19 +9,19 @@ from noloco_p2p.errors import SettingsError, SpecError
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import PipelineSpec, TrainerSpec
 
-HOP_S = 0.1  # of a microbatch at one stage, beside the transfer: latency and computing (assumed)
+HOP_S = 0.1  # of a microbatch at one stage, besides the transfer: latency and compute (assumed)
 LATE_SHARE = 4  # a quarter of a batch may be in flight
-# Random paths cross, and microbatches wait for each other. With four times as many in flight as a path holds that is
-# alone, links of 20 and 100 Mbit/s carried 72 and 59 % of what they can (benchmarks/flow.py).
+# Random paths cross, and microbatches wait for each other. With four times as many in flight as a single path holds,
+# links of 20 and 100 Mbit/s carried 72 and 59 % of their capacity (benchmarks/flow.py).
 CROSSING = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """This is one block, or those parts of the head that are no blocks: embedding, final norm and LM head."""
+    """One block, or the parts of the head that are not blocks: embedding, final norm and LM head."""
 
     num_parameters: int
-    num_matrix_parameters: int  # those of them that Muon takes
+    num_matrix_parameters: int  # those that Muon takes
     flops: float  # a token: forward, forward again where a stage recomputes, and backward
 
     def times(self, number: int) -> Part:
@@ -37,7 +37,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """These are the sizes of a model whose blocks are alike."""
+    """The sizes of a model with identical blocks."""
 
     num_blocks: int
     block: Part
@@ -50,11 +50,11 @@ class Sizes:
 
 
 def auto_cut(sizes: Sizes, num_stages: int) -> tuple[int, ...]:
-    """Choose the blocks of each stage so that the largest stage is as small as can be.
+    """Choose the blocks of each stage so that the largest stage is as small as possible.
 
-    The size of a stage is its share of the parameters or of the computing, whichever is more. The inner stages get
-    equally many blocks, or one more. Of equal cuts, the one with the smallest head is taken, as a head has logits, too.
-    Raises SpecError when there are more stages than blocks.
+    The size of a stage is its share of the parameters or of the compute, whichever is larger. The inner stages get the
+    same number of blocks, or one more. Of equal cuts, the one with the smallest head is taken, because a head also has
+    logits. Raises SpecError when there are more stages than blocks.
     """
     if num_stages > sizes.num_blocks:
         raise SpecError(f"pipeline.stages {num_stages} must be at most the {sizes.num_blocks} blocks of the model")
@@ -72,7 +72,7 @@ def auto_cut(sizes: Sizes, num_stages: int) -> tuple[int, ...]:
 
 
 def cut_of(spec: TrainerSpec) -> tuple[int, ...]:
-    """Give the blocks of each stage. Raises SpecError where the spec has no numbers of them yet."""
+    """Return the number of blocks of each stage. Raises SpecError if the spec does not have them yet."""
     if spec.pipeline.cut == "auto":
         raise SpecError(
             "pipeline.cut is 'auto', and all peers need the same numbers: "
@@ -82,7 +82,7 @@ def cut_of(spec: TrainerSpec) -> tuple[int, ...]:
 
 
 def block_range(cut: Sequence[int], index: int) -> range:
-    """Give the blocks of one stage, by their places in the whole model."""
+    """Return the blocks of one stage, by their indices in the whole model."""
     first = sum(cut[:index])
     return range(first, first + cut[index])
 
@@ -95,31 +95,33 @@ def bytes_per_token(codec: str, hidden_size: int) -> int:
 
 
 def link_bytes_per_token(pipeline: PipelineSpec, hidden_size: int) -> int:
-    """Count what a peer sends for a token, and receives: activations one way and gradients the other way."""
+    """Count the bytes per token that a peer sends, and receives: activations one way and gradients the other way."""
     return bytes_per_token(pipeline.activations, hidden_size) + bytes_per_token(pipeline.gradients, hidden_size)
 
 
 def link_tokens_per_s(pipeline: PipelineSpec, hidden_size: int, *, mbit_s: float) -> float:
-    """Compute what a link of that rate each way carries through a stage."""
+    """Compute the tokens per second that a link of that rate in each direction carries through a stage."""
     return mbit_s * 1e6 / 8 / link_bytes_per_token(pipeline, hidden_size)
 
 
 def filling_tokens(pipeline: PipelineSpec, hidden_size: int, *, sequence_length: int, mbit_s: float) -> int:
-    """Compute the smallest batch of a replica, in tokens, that keeps a link busy most of the time. A quarter of the
-    batch may be in flight around the ring and back."""
+    """Compute the smallest batch of a replica, in tokens, that keeps a link busy most of the time.
+
+    A quarter of the batch may be in flight around the ring.
+    """
     rate = link_tokens_per_s(pipeline, hidden_size, mbit_s=mbit_s)
     in_flight = pipeline.stages * (pipeline.microbatch * sequence_length + 2 * HOP_S * rate)
     return round(LATE_SHARE * CROSSING * in_flight)
 
 
 def check_stages(spec: TrainerSpec, settings: PeerSettings) -> None:
-    """Raises SettingsError and SpecError for what a run with stages cannot do yet."""
+    """Raise SettingsError or SpecError for what a run with stages does not support yet."""
     if spec.pipeline.stages == 1:
         if settings.stage is not None:
             raise SettingsError(f"--stage {settings.stage}: the run {spec.name} has no stages")
         return
     if settings.revive_from and settings.stage is None:
-        raise SettingsError("--revive-from goes with --stage: name the stage that it holds")
+        raise SettingsError("--revive-from needs --stage: name the stage that it holds")
     cut_of(spec)
     if settings.gpus > 1:
         raise SettingsError("--gpus cannot be used in a run with stages yet")

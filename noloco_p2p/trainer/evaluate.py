@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.trainer.model import causal_lm_logits
 
-LOGITS_BYTES = 512 << 20  # of one pass, in fp32; the loss needs as much once more
-IGNORED = -100  # a target that does not count
+LOGITS_BYTES = 512 << 20  # of one pass, in fp32; the loss needs as much again
+IGNORED = -100  # a target that is ignored
 
 
 def evaluate_loss(
@@ -27,10 +27,10 @@ def evaluate_loss(
 ) -> float:
     """Mean cross-entropy in nats per predicted token over `batches` of token ids, (batch, sequence) each.
 
-    Each token counts once, whatever the size of its batch; the first token of a sequence is not predicted. A batch goes
-    through the model in as many parts as its logits need, which are far larger than all else where the vocabulary is.
-    `logits` gives (batch, sequence, vocabulary); those of one pass have `logits_bytes` at most, or are of one sequence.
-    Draws no random number and leaves the model as it was. One sync with the device, at the end.
+    Each token counts once, whatever the size of its batch; the first token of a sequence is not predicted. A batch is
+    split so that its logits, which dominate with a large vocabulary, fit: `logits` returns (batch, sequence,
+    vocabulary), and those of one pass take at most `logits_bytes`, or belong to one sequence. Draws no random numbers
+    and leaves the model unchanged. Synchronises with the device once, at the end.
     """
     assert batches, "nothing to evaluate on"
     device = next(model.parameters()).device
@@ -49,26 +49,26 @@ def evaluate_loss(
 
 
 def _rows_at_once(model: nn.Module, sequence_length: int, logits_bytes: int) -> int:
-    """How many sequences go through the model together. From sizes alone: the same on every rank of a sharded one."""
+    """The number of sequences per pass, from sizes alone, so that all ranks of a sharded model agree."""
     vocabulary = max((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), default=1)
     return max(1, logits_bytes // (4 * sequence_length * vocabulary))
 
 
 def _summed_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The logits are not cut, as that would copy them: the last token of each row has a target that is ignored."""
+    """The logits are not sliced, as that would copy them: the last token of each row has an ignored target instead."""
     targets = torch.full_like(tokens, IGNORED)
     targets[:, :-1] = tokens[:, 1:]
     return cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); infinity where that is beyond a float."""
+    """exp(loss), or infinity if that exceeds a float."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode (no dropout); afterwards every module is in the mode it was in."""
+    """Use evaluation mode (no dropout) inside; then restore the mode of every module."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

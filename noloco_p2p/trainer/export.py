@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face folder, for any program that reads one."""
+"""A trained model as a Hugging Face folder, which any program can load."""
 
 from __future__ import annotations
 
@@ -27,13 +27,11 @@ from noloco_p2p.trainer.model import build_on_meta, build_tokenizer, configured_
 def export_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, adapters_of: ModelSpec | None = None
 ) -> Path:
-    """Write model and tokenizer so that `AutoModelForCausalLM` and `AutoTokenizer` load them with no network.
+    """Write model and tokenizer so that `AutoModelForCausalLM` and `AutoTokenizer` load them without a network.
 
-    LoRA adapters are merged into the weights that are written; with `adapters_of`, the spec of the model, they are
-    written alone, as peft reads them.
-
-    All of the folder appears at once, or nothing does. Raises SettingsError when `folder` exists and is not empty,
-    CheckpointError when it cannot be written.
+    LoRA adapters are merged into the written weights; with `adapters_of`, the spec of the model, only the adapters are
+    written, in peft's format. The folder appears atomically. Raises SettingsError when `folder` exists and is not
+    empty, CheckpointError when it cannot be written.
     """
     with new_folder(folder) as partial:
         _write(model, tokenizer, partial, adapters_of)
@@ -41,7 +39,7 @@ def export_model(
 
 
 class StageShards:
-    """A model in `folder` whose stages come one after the other. Each has a file of its own, and is then forgotten."""
+    """Writes a model to `folder` stage by stage. Each stage gets its own file, and its memory is then freed."""
 
     def __init__(self, folder: Path, spec: TrainerSpec) -> None:
         self._folder = folder
@@ -50,14 +48,14 @@ class StageShards:
         self._num_bytes = 0
 
     def write(self, stage: int, tensors: Mapping[str, Tensor]) -> None:
-        """tensors: by their names in the whole model; a tied one is there once."""
+        """tensors: by their names in the whole model; a tied one appears once."""
         name = f"model-{stage + 1:05d}-of-{self._spec.pipeline.stages:05d}.safetensors"
         save_file(dict(tensors), self._folder / name, metadata={"format": "pt"})
         self._file_of |= dict.fromkeys(tensors, name)
         self._num_bytes += sum(tensor.nbytes for tensor in tensors.values())
 
     def finish(self, *, folders: Mapping[str, str] | None = None) -> None:
-        """Write what belongs to all stages. folders: of models, by name."""
+        """Write the files that belong to all stages. folders: of models, by name."""
         spec = self._spec
         model = build_on_meta(spec.model, sequence_length=spec.data.sequence_length, folders=folders)
         tokenizer = build_tokenizer(spec.data, folders=folders)
@@ -70,7 +68,7 @@ class StageShards:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder that becomes `folder` at the end, or goes when something fails.
+    """Yield a draft that becomes `folder` at the end, or is removed on failure.
 
     Raises SettingsError when `folder` exists and is not empty, CheckpointError when it cannot be written.
     """
@@ -94,9 +92,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def check_export_folder(folder: Path) -> None:
-    """Raises SettingsError when an export to `folder` would have to overwrite something. Ask before hours of work."""
+    """Raise SettingsError if an export to `folder` would overwrite something. Call it before long work."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise SettingsError(f"{folder} exists and is not an empty folder; nothing is overwritten, name another one")
+        raise SettingsError(
+            f"{folder} exists and is not an empty folder; nothing is overwritten; choose another folder"
+        )
 
 
 def _write(
@@ -113,7 +113,9 @@ def _write(
 
 
 def _for_export(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The ids of ByT5 for the same bytes, without its end, which would close a prompt; any other tokenizer as it is."""
+    """Give a byte tokenizer the ids of ByT5 without its end token, which would close a prompt; return others
+    unchanged.
+    """
     if not isinstance(tokenizer, ByT5Tokenizer):
         return tokenizer
     special = [tokenizer.pad_token, tokenizer.eos_token, tokenizer.unk_token]
@@ -131,7 +133,7 @@ def _for_export(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 
 def _letters() -> list[str]:
-    """What `ByteLevel` writes for each byte: itself where it can be seen in Latin-1, else the next from 256 on."""
+    """Return what `ByteLevel` writes for each byte: itself if printable in Latin-1, else the next from 256 on."""
     seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in seen else next(others)) for byte in range(256)]

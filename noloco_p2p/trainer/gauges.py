@@ -1,4 +1,4 @@
-"""Numbers about the machine at work: memory, and how much of the accelerator's arithmetic the model gets."""
+"""Gauges of the working machine: memory, and the model FLOPs utilisation of the accelerator."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from noloco_p2p.devices import describe, peak_bytes
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.trainer.model import attention_size
 
-# Dense bf16 matrix-core peaks of the vendors' data sheets, in flops a second, by a part of the device's name; the first
-# that fits counts. Where none fits there is no MFU: a guessed peak is no measurement.
+# Dense bf16 matrix-core peaks from the vendors' data sheets, in flops per second, by a part of the device's name; the
+# first match is used. Without a match there is no MFU, because a guessed peak is not a measurement.
 PEAKS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -35,11 +35,11 @@ PEAKS = {
 }
 
 RECENT_S = 30.0
-SHORTEST_S = 1.0  # that a speed is taken over
+SHORTEST_S = 1.0  # the shortest time over which a speed is taken
 
 
 class Gauges:
-    """Of one model on one device, or split over several of its kind. `take` reads them into metrics, once a round."""
+    """Gauges of one model on one device, or sharded over several. `take` reads them into metrics, once per round."""
 
     def __init__(self, model: nn.Module, device: torch.device, *, sequence_length: int, num_devices: int = 1) -> None:
         self._device = device
@@ -49,7 +49,9 @@ class Gauges:
         self._waited_s = 0.0
 
     def take(self, metrics: Metrics, *, gradient_norm: Tensor | None, waited_s: float) -> None:
-        """`metrics.tokens_per_s` is up to date; `waited_s`: for data, in all. Waits for the accelerator."""
+        """Update the gauges; `metrics.tokens_per_s` must be current. `waited_s`: total wait for data. Syncs the
+        accelerator.
+        """
         metrics.data_wait_s, self._waited_s = waited_s - self._waited_s, waited_s
         metrics.gradient_norm = None if gradient_norm is None else float(gradient_norm)
         if self._peak:
@@ -61,13 +63,13 @@ class Gauges:
 
 
 class RecentSpeed:
-    """How fast numbers grow, over the last RECENT_S: 0 where none does. Times are in seconds, of any one clock."""
+    """The growth rate of counters over the last RECENT_S, 0 if there is none. Times are seconds of any one clock."""
 
     def __init__(self, now_s: float, *counts: int) -> None:
         self._samples: deque[tuple[float, tuple[int, ...]]] = deque([(now_s, counts)])
 
     def at(self, now_s: float, *counts: int) -> tuple[float, ...]:
-        """Of each count, by how much it has grown in a second."""
+        """Return the growth per second of each count."""
         samples = self._samples
         samples.append((now_s, counts))
         while samples[1][0] <= now_s - RECENT_S and len(samples) > 2:
@@ -78,11 +80,11 @@ class RecentSpeed:
 
 
 def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
-    """Forward and backward: 6 a weight that is multiplied and trained, 4 a frozen one (no gradient of its own), and
-    causal attention, 6 x layers x width x tokens (half of the square is masked, and not counted).
+    """Count the flops per token of forward and backward.
 
-    Input embeddings are looked up, not multiplied; a tied one counts as the head. What activation checkpointing
-    computes again is not counted.
+    6 per weight that is multiplied and trained, 4 per frozen one (it has no gradient of its own), and causal attention:
+    6 x layers x width x tokens (half of the square is masked, and not counted). Input embeddings are looked up, not
+    multiplied; a tied one counts as the head. Recomputation by activation checkpointing is not counted.
     """
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     multiplied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
@@ -95,5 +97,5 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Of an accelerator by its name; None when it is not in the table."""
+    """The peak of an accelerator by its name; None when it is not in the table."""
     return next((peak for part, peak in PEAKS.items() if part in device_name), None)

@@ -1,4 +1,4 @@
-"""One inner step: forward, backward, clip, optimizer. The trainer takes it, and so does every simulated replica."""
+"""One inner step: forward, backward, clip, optimizer. The trainer and the simulated replicas use it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 
 class InnerStep:
-    """The inner optimization of one model, on the device where its parameters are.
+    """The inner optimization of one model, on the device of its parameters.
 
-    loss: of the model on a batch on its device, with its graph; a mean over the sequences.
-    micro_batch: sequences at a time; 0 = a whole batch. Their gradients are summed, so that a step is the same.
+    loss: of the model on a batch on its device, with its graph; a mean over the sequences. micro_batch: sequences per
+    forward and backward; 0 = a whole batch. Their gradients are summed, so the step is the same.
 
-    A step is closed apart from what it is made of: `backward` any number of times, then one `update`.
+    A step consists of any number of `backward`, then one `update`.
     """
 
     def __init__(
@@ -48,44 +48,44 @@ class InnerStep:
         self.trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.optimizers = make_inner_optimizers(self.trainable.values(), train, matrices=hidden_matrices(model))
         self.device = next(iter(self.trainable.values())).device
-        self.gradient_norm: Tensor | None = None  # of the last step, before clipping, where it lies
+        self.gradient_norm: Tensor | None = None  # of the last step, before clipping, on the device
         self.micro_batch = self.compute.micro_batch
         self._is_bf16 = self.compute.is_bf16(self.device)
         self._is_offloaded = self.compute.offload_optimizer and has_own_memory(self.device)
         self._steppers = [OffloadedOptimizer(one) if self._is_offloaded else one for one in self.optimizers]
 
     def __call__(self, batch: Tensor, *, progress: float, seed: int | None = None) -> Tensor:
-        """`batch`: token ids, (sequences, tokens), on any device. `progress`: place in the schedule.
+        """`batch`: token ids, (sequences, tokens), on any device. `progress`: position in the schedule.
 
-        Returns the loss where it lies: reading it would wait for the accelerator.
+        Returns the loss on the device, since reading it would wait for the accelerator.
         """
         loss = self.backward(batch, seed=seed)
         self.update(progress=progress)
         return loss
 
     def backward(self, batch: Tensor, *, seed: int | None = None) -> Tensor:
-        """Adds the gradients of one batch to those that are there; gives its loss, where it lies.
+        """Add the gradients of one batch to the existing ones. Returns its loss, on the device.
 
-        When it raises, gradients of earlier batches are as they were; while there are any, those of this batch take
-        memory of their own. seed: of what the model draws (dropout), so that a step is the same after a restart. An
-        accelerator that runs out of memory is given half as many sequences at a time, from now on. Raises ModelError
-        when one is too much.
+        When it raises, the gradients of earlier batches are unchanged; for that, this batch uses separate memory while
+        there are any. seed: of the model's random draws (dropout), so that a step is the same after a restart. When an
+        accelerator runs out of memory, the number of sequences per pass is halved from then on. Raises ModelError when
+        a single one does not fit.
         """
         earlier = [(param, param.grad) for param in self.trainable.values() if param.grad is not None]
         self._forget()
         try:
             return self._backward_alone(batch, seed=seed)
         except BaseException:
-            self._forget()  # what a part of the batch has left
+            self._forget()  # the gradients of a part of the batch
             raise
         finally:
             for param, gradient in earlier:
                 param.grad = gradient if param.grad is None else gradient.add_(param.grad)
 
     def update(self, *, progress: float) -> None:
-        """Close the step: clip, step with the learning rate of `progress`, and forget the gradients.
+        """Close the step: clip, step with the learning rate of `progress`, and drop the gradients.
 
-        Without any gradient the parameters and the optimizers' state stay as they are.
+        Without any gradient the parameters and the optimizers' state stay unchanged.
         """
         self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.clip_norm)
         for optimizer, stepper in zip(self.optimizers, self._steppers, strict=True):
@@ -99,23 +99,23 @@ class InnerStep:
         self._forget()
 
     def probe(self, batch: Tensor) -> Tensor:
-        """The loss of a forward and backward whose gradients nobody needs: they and earlier ones are dropped."""
+        """Return the loss of a forward and backward whose gradients are dropped, together with earlier ones."""
         self.forget()
         return self.backward(batch)
 
     def loss(self, batch: Tensor) -> Tensor:
-        """With its graph; `batch` is on the device of the model."""
+        """Return the loss with its graph; `batch` must be on the device of the model."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._is_bf16):
             return self._loss(self.model, batch)
 
     def evaluate(self, batches: Sequence[Tensor], *, progress: Progress | None = None) -> float:
-        """The loss of a language model on held-out batches (`evaluate_loss`)."""
+        """Return the loss of a language model on held-out batches (`evaluate_loss`)."""
         return evaluate_loss(self.model, batches, progress=progress)
 
     def fit(self, batch: Tensor) -> int:
-        """Find how many sequences of such a batch fit at a time, unless the machine settings say it; gives it.
+        """Find how many sequences of such a batch fit at a time, unless the machine settings set it, and return it.
 
-        Measured with one sequence; gradients are forgotten. Call before the first step.
+        It is measured with one sequence; gradients are dropped. Call it before the first step.
         """
         if not self.compute.micro_batch:
             needed = sequence_bytes(self._backward_alone, batch[:1], self.device)
@@ -126,17 +126,17 @@ class InnerStep:
         return min(self.micro_batch, self._largest(batch))
 
     def gradients(self) -> Sequence[Tensor]:
-        """Those of the last `backward`, in the order of `trainable`."""
+        """The gradients of the last `backward`, in the order of `trainable`."""
         return [param.grad for param in self.trainable.values() if param.grad is not None]
 
     # optimizer state
 
     def state(self) -> dict[str, Tensor]:
-        """Of the optimizers, as named tensors (`outer/optimizer_state.py`); their own, not copies."""
+        """The state of the optimizers as named tensors (`outer/optimizer_state.py`); not copies."""
         return flatten_optimizers(self.optimizers, self.trainable)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `state`; without tensors the optimizers are as new. Raises CheckpointError."""
+        """The inverse of `state`; without tensors the optimizers are reset. Raises CheckpointError."""
         restore_optimizers(self.optimizers, self.trainable, tensors, keep_on_cpu=self._is_offloaded)
 
     def _backward_alone(self, batch: Tensor, *, seed: int | None = None) -> Tensor:
@@ -161,7 +161,7 @@ class InnerStep:
             len(batch), at_once=self.micro_batch, rank=compute.rank, num_ranks=compute.num_ranks
         ):
             loss = self.loss(batch[rows].to(self.device, non_blocking=has_own_memory(self.device))) * share
-            (loss * compute.num_ranks).backward()  # several ranks take the mean of their gradients
+            (loss * compute.num_ranks).backward()  # ranks average their gradients
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None, "an empty batch"
         if compute.num_ranks > 1:
@@ -169,11 +169,11 @@ class InnerStep:
         return total
 
     def _largest(self, batch: Tensor) -> int:
-        """The most rows of a batch that this rank has to do."""
+        """The largest number of rows of a batch for this rank."""
         return -(-len(batch) // self.compute.num_ranks)
 
     def _agree(self, number: int) -> int:
-        """The smallest that a rank has given."""
+        """The minimum over the ranks."""
         if self.compute.num_ranks == 1:
             return number
         smallest = torch.tensor(number, device=self.device)
@@ -186,10 +186,10 @@ class InnerStep:
             offload = " or --offload-optimizer" if has_own_memory(self.device) else ""
             raise ModelError(
                 f"the accelerator is out of memory with {at_once} sequences at a time: try --micro-batch 1, "
-                f"--activation-checkpointing{offload}, or free memory there"
+                f"--activation-checkpointing{offload}, or free memory on it"
             ) from error
         self.micro_batch = -(-at_once // 2)
-        self._forget()  # what a part of the batch has left
-        error.__traceback__ = None  # it holds the activations
+        self._forget()  # the gradients of a part of the batch
+        error.__traceback__ = None  # it refers to the activations
         empty_cache(self.device)
         log.warning("out of memory with %d sequences at a time; from now on %d", at_once, self.micro_batch)

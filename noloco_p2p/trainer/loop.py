@@ -1,4 +1,4 @@
-"""The trainer: a language model on text, with NoLoCo as its outer optimizer. It uses the library as anybody can."""
+"""The trainer: a language model on text, with NoLoCo as its outer optimizer. It uses only the public library."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from noloco_p2p.trainer.start import load_start
 log = logging.getLogger(__name__)
 
 SEED_BYTES = 6  # 2 ** 48 seeds
-REFRESH_S = 1.0  # between two looks at the loss within a round: each waits for the accelerator once
+REFRESH_S = 1.0  # between two refreshes of the loss within a round, each of which syncs the accelerator
 
 
 class Trainer(TrainerBase):
     """One training peer: model, data, optimizer, outer step and checkpoints, built from the run spec.
 
-    Resumes from the newest checkpoint on this machine, else from the state of a live peer, else from the initial
-    weights that the spec defines. `say` prints a line for a person. `ranks`: this process leads others, which train the
-    same model on the other GPUs of this machine.
+    It resumes from the newest checkpoint on this machine, else from the state of a live peer, else it starts from the
+    initial weights that the spec defines. `say` prints a line for a person. `ranks`: this process leads others, which
+    train the same model on the other GPUs of this machine.
     """
 
     def __init__(self, peer: Peer, *, say: Callable[[str], None], ranks: Ranks | None = None) -> None:
@@ -87,18 +87,18 @@ class Trainer(TrainerBase):
             self._resume(self.outer.resumed)
         elif not self.outer.entered:
             self._begin_fork()
-        self._batch = self.validation[0]  # the one of now; its own order of the data is what no partner knows
+        self._batch = self.validation[0]  # the current one; no partner knows this peer's order of the data
         self.gauges = Gauges(
             self.model,
             self.device,
             sequence_length=spec.data.sequence_length,
             num_devices=ranks.size if ranks else 1,
         )
-        self._aside_s = 0.0  # of this round, in which no step was taken
+        self._aside_s = 0.0  # seconds of this round in which no step was taken
         self._refreshed_s = time.monotonic()
 
     def _place_model(self, ranks: Ranks | None, compute: Compute) -> tuple[InnerStep, FlatParameters]:
-        """Bring the model to the device, or split it over those of all ranks."""
+        """Move the model to the device, or shard it over all ranks."""
         switch_on(self.model, compute)
         if ranks:
             ranks.share(self.spec.model_dump(mode="json"))
@@ -106,13 +106,13 @@ class Trainer(TrainerBase):
             shard(self.model, ranks, compute)
             sharded_step = ShardedStep(self.model, self.spec.train, compute, ranks)
             return sharded_step, ShardedParameters(sharded_step, layout=layout)
-        torch.nn.Module.to(self.model, self.device)  # the type of transformers' own `to` is of no use
+        torch.nn.Module.to(self.model, self.device)  # transformers' own `to` has an unusable type
         return InnerStep(self.model, self.spec.train, compute), FlatParameters(self.model)
 
     def needs(self) -> Needs:
         """Memory, disk and traffic of this run on this machine; takes a few inner steps to measure.
 
-        Finds out by the way how many sequences fit into memory at a time.
+        It also finds how many sequences fit into memory at a time.
         """
         self.model.train()
         batch_size, batch = self.spec.train.batch_size, self.validation[0]
@@ -120,7 +120,7 @@ class Trainer(TrainerBase):
         at_once = self.inner_step.fit(whole)
         per_gpu = -(-batch_size // self.inner_step.compute.num_ranks)
         if at_once < per_gpu:
-            self.say(f"micro-batches of {at_once}: a step has {per_gpu} sequences a GPU")
+            self.say(f"micro-batches of {at_once}: a step has {per_gpu} sequences per GPU")
         step_s = probe_step_s(self.inner_step.probe, whole)
         self.inner_step.forget()
         num_parameters = sum(param.numel() for param in self.inner_step.trainable.values())
@@ -137,9 +137,9 @@ class Trainer(TrainerBase):
         )
 
     def train(self) -> Path | None:
-        """Run until the schedule is done, `max_steps` are taken, or somebody asked to leave.
+        """Train until the schedule is done, `max_steps` are taken, or the peer is asked to leave.
 
-        Returns the checkpoint that was then written, or None when it could not be.
+        Returns the checkpoint that was written at the end, or None when it could not be written.
         """
         metrics, max_steps = self.peer.metrics, self.peer.settings.max_steps
         last_step = None if max_steps is None else metrics.step + max_steps
@@ -169,14 +169,14 @@ class Trainer(TrainerBase):
             if metrics.step == last_step:
                 break
         self.batches.close()
-        if self.finished and metrics.rounds_here > rounds_before:  # not when it was done before a restart
+        if self.finished and metrics.rounds_here > rounds_before:  # not if it was already done before a restart
             self._close()
-        if not self.peer.leave_requested.is_set():  # who asked to leave waits: no evaluation before the checkpoint
+        if not self.peer.leave_requested.is_set():  # a request to leave must not wait for an evaluation
             self._evaluate()
         return self._finish()
 
     def serve(self) -> None:
-        """The run is done: give its state to those who come, until this peer is asked to leave."""
+        """After the end of the run, serve the state to newcomers until this peer is asked to leave."""
         self.peer.leave_requested.wait()
 
     def _pause_if_asked(self) -> None:
@@ -184,14 +184,14 @@ class Trainer(TrainerBase):
             self._wait_while_paused()
 
     def _next_batch(self) -> Tensor | None:
-        """None when somebody asked to leave while the data was waited for."""
+        """Return the next batch, or None if the peer was asked to leave while waiting for data."""
         return self.batches.get(until=self.peer.leave_requested.is_set)
 
     def _data(self) -> Prefetcher:
         return self.batches
 
     def _round_loss(self) -> float | None:
-        """Waits for the accelerator, once a round."""
+        """Syncs the accelerator, once per round."""
         if not self._losses:  # a pause may end a round before its first step
             return self.peer.metrics.loss
         loss = float(torch.stack(self._losses).mean())
@@ -207,25 +207,25 @@ class Trainer(TrainerBase):
         self._aside_s, self._refreshed_s = 0.0, self._timed_from_s
 
     def _refresh_metrics(self) -> None:
-        """Loss and speed of the round so far, for `noloco status`: a round may take minutes."""
+        """Update loss and speed within a round, for `noloco status`, because a round may take minutes."""
         self.peer.metrics.loss = float(torch.stack(self._losses).mean())
-        self._note_speed(aside_s=self._aside_s)  # a round may begin with an evaluation that is longer than its steps
+        self._note_speed(aside_s=self._aside_s)  # a round may begin with an evaluation that takes longer than its steps
         self._refreshed_s = time.monotonic()
 
     def _private_loss(self) -> float:
         return self.inner_step.evaluate([self._batch])
 
     def _evaluate(self) -> None:
-        """Perplexity on the held-out sequences, the same for every peer."""
+        """Evaluate perplexity on the held-out sequences, the same for every peer."""
         began_s = time.monotonic()
         loss = self.inner_step.evaluate(self.validation, progress=self.peer.progress)
         self._aside_s += time.monotonic() - began_s
         self._evaluated(loss)
 
-    # stop and go on
+    # stopping and resuming
 
     def _meta(self) -> dict[str, Any]:
-        """With the losses of the round so far."""
+        """Add the losses of the current round."""
         return {**super()._meta(), "losses": [float(loss) for loss in self._losses]}
 
     def _resume(self, checkpoint: Checkpoint) -> None:
@@ -234,15 +234,16 @@ class Trainer(TrainerBase):
 
 
 def draw(next_batch: Callable[[], Tensor | None]) -> Tensor | None:
-    """The next batch. Raises DataError when there is no memory for it: the others go on, and so does a restart."""
+    """Return the next batch. Raises DataError when there is no memory for it; a restart resumes."""
     try:
         return next_batch()
     except MemoryError:
         raise DataError(
-            "no memory is left for the next batch; the last checkpoint stays: free some, and the same command resumes"
+            "no memory is left for the next batch; the last checkpoint is intact: free some memory, "
+            "then the same command resumes"
         ) from None
 
 
 def step_seed(peer_id: str, step: int) -> int:
-    """For what a model draws in a step (dropout): of its own for each peer and step, the same after a restart."""
+    """The seed of a step's random draws (dropout): unique to each peer and step, and the same after a restart."""
     return int.from_bytes(blake3(f"{peer_id}/{step}".encode()).digest(length=SEED_BYTES), "little")

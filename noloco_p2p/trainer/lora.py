@@ -1,4 +1,6 @@
-"""LoRA adapters (arXiv 2106.09685) by peft (extra `lora`): the model is frozen, the adapters are trained and travel."""
+"""LoRA adapters (arXiv 2106.09685) by peft (extra `lora`): the model is frozen, and only adapters are trained and
+sent.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,11 @@ ALL_LINEAR = "all-linear"
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraSpec) -> None:
-    """Freeze the model and put fp32 adapters into it, in place. They are drawn from torch's generator, and change
-    nothing at first. Raises ModelError when peft is missing or no module has a name of `lora.targets`."""
+    """Freeze the model and add fp32 adapters to it, in place.
+
+    They are drawn from torch's generator, and do not change the output at first. Raises ModelError when peft is missing
+    or no module matches `lora.targets`.
+    """
     try:
         from peft import inject_adapter_in_model
     except ImportError:
@@ -41,7 +46,9 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the model without adapters, their products added to its weights; the model stays as it is."""
+    """The state dict of the model without adapters, with their products added to its weights. The model is not
+    changed.
+    """
     weights: dict[str, Tensor] = {}
     adapted = {name: module for name, module in model.named_modules() if _is_adapted(module)}
     for name, tensor in model.state_dict().items():
@@ -58,7 +65,9 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_adapters(model: nn.Module, lora: LoraSpec, folder: Path, *, base: str) -> None:
-    """The adapters alone, as `PeftModel.from_pretrained(model, folder)` reads them. `base`: the name told there."""
+    """Write only the adapters, in the format of `PeftModel.from_pretrained(model, folder)`. `base`: the name it
+    records.
+    """
     config = _config(lora)
     config.base_model_name_or_path = base
     config.inference_mode = True
@@ -72,7 +81,7 @@ def save_adapters(model: nn.Module, lora: LoraSpec, folder: Path, *, base: str) 
 
 
 def base_dtype(lora: LoraSpec) -> torch.dtype:
-    """Of the weights that are frozen; fp32 where all are trained."""
+    """The dtype of the frozen weights; fp32 if all are trained."""
     return torch.bfloat16 if lora.rank and lora.base_dtype == "bf16" else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""What memory there is, and how many sequences fit into it at a time: measured with one sequence, not guessed."""
+"""How much memory is free, and how many sequences fit into it at a time: measured with one sequence, not guessed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from torch import Tensor
 
 from noloco_p2p.devices import free_and_total_bytes, free_memory, has_own_memory
 
-USED_SHARE = 0.8  # of free memory: allocators lose some to fragments
-MOMENT_BYTES = 8  # a trainable parameter: what the optimizer will take at its first step
+USED_SHARE = 0.8  # of free memory, since allocators lose some to fragmentation
+MOMENT_BYTES = 8  # per trainable parameter: what the optimizer allocates at its first step
 TEMPORARY = (
     1.5  # where nothing counts the peak: all that forward and backward need, as a multiple of what is kept between them
 )
 
 
 def free_bytes(device: torch.device, *, num_parameters: int, has_moments: bool) -> int:
-    """What `device` has for activations once its optimizer has taken its moments (`has_moments`: on that device)."""
+    """The free bytes of `device` for activations once its optimizer has allocated its moments.
+
+    has_moments: the moments are on that device.
+    """
     moments = MOMENT_BYTES * num_parameters if has_moments else 0
     if device.type == "cpu":
         return max(0, free_memory() - moments)
@@ -28,16 +31,16 @@ def free_bytes(device: torch.device, *, num_parameters: int, has_moments: bool) 
 
 
 def sequence_bytes(backward: Callable[[Tensor], object], sequence: Tensor, device: torch.device) -> int:
-    """Memory that forward and backward of one sequence, (1, tokens), take beyond weights and gradients.
+    """The memory that forward and backward of one sequence, (1, tokens), take beyond weights and gradients.
 
-    On an accelerator the peak that it counts; on the CPU and on MPS, which do not, 1.5 times what autograd keeps from
-    forward to backward.
+    On an accelerator this is the peak that it counts. The CPU and MPS do not count one: there it is 1.5 times what
+    autograd keeps from forward to backward.
     """
     if not has_own_memory(device):
         with torch.compiler.set_stance("force_eager"):
             return max(1, int(TEMPORARY * _kept_bytes(backward, sequence)))
     accelerator = torch.get_device_module(device)
-    backward(sequence)  # makes gradients, workspaces and compiled code: these do not grow with the sequences
+    backward(sequence)  # creates gradients, workspaces and compiled code, which do not grow with the sequences
     before = accelerator.memory_allocated(device)
     accelerator.reset_peak_memory_stats(device)
     backward(sequence)
@@ -45,7 +48,7 @@ def sequence_bytes(backward: Callable[[Tensor], object], sequence: Tensor, devic
 
 
 def fitting(free_bytes: int, sequence_bytes: int, *, largest: int) -> int:
-    """Sequences at a time, 1 to `largest`."""
+    """The number of sequences at a time, 1 to `largest`."""
     return max(1, min(largest, int(USED_SHARE * free_bytes) // sequence_bytes))
 
 
@@ -54,7 +57,7 @@ def _kept_bytes(backward: Callable[[Tensor], object], sequence: Tensor) -> int:
 
     def keep(tensor: Tensor) -> Tensor:
         whole = tensor if tensor._base is None else tensor._base
-        if not whole.is_leaf:  # weights, and views of them, are there anyway, and so are inputs
+        if not whole.is_leaf:  # weights and views of them exist anyway, and so do inputs
             storage = tensor.untyped_storage()
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor

@@ -1,9 +1,9 @@
-"""States taken out of a run: a checkpoint's, a live peer's, or the mean over the swarm, as one flat vector.
+"""States taken from a run: of a checkpoint, of a live peer, or the mean over the swarm, as one flat vector.
 
-In a run with stages, each stage has a state of its own, and those of all stages together are a whole model.
+In a run with stages, each stage has its own state, and the states of all stages form a whole model.
 
 Peers are strangers: every state passes `peer/state_admission.py`, and those of several peers are compared with each
-other (`outer/robust_mean.py`). They lie on the disk meanwhile; in memory is a chunk of each, and the mean.
+other (`outer/robust_mean.py`). They are on disk meanwhile; memory holds a chunk of each, and the mean.
 """
 
 from __future__ import annotations
@@ -48,28 +48,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-COMPARED = 5  # states of which a fork takes the one in the middle: two of them may be lies
+COMPARED = 5  # states of which a fork takes the middle one: two of them may be lies
 
 
 @dataclass(frozen=True, slots=True)
 class TakenState:
-    """Slow weights (flat, fp32) of one or the mean of several peers, and the model that they belong to: of a stage, its
-    part, without memory for weights.
+    """Slow weights (flat, fp32) of one peer or the mean of several, and their model, or its part of one stage.
 
-    left_out: peer -> why its state does not count. shortened: peer -> how far its state is from the others, as a share
-    of the norm; it counts as one that is nearer.
+    The model has no memory for weights. left_out: peer -> why its state does not count. shortened: peer -> distance
+    of its
+    state from the others, relative to the norm, for a state that was clipped.
     """
 
     spec: TrainerSpec
     model: PreTrainedModel
     slow_weights: Tensor
     num_peers: int
-    num_silent: int = 0  # live peers that were asked and gave none: nothing saved yet, or gone
+    num_silent: int = 0  # live peers that were asked and gave no state: nothing is saved yet, or they are gone
     left_out: Mapping[str, str] = field(default_factory=dict[str, str])
     shortened: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def by_name(self) -> dict[str, Tensor]:
-        """Parts of the slow weights, not copied, with the names and shapes of the parameters."""
+        """Views of the slow weights, with the names and shapes of the parameters."""
         return FlatParameters(self.model).by_name(self.slow_weights)
 
     def fill_model(self) -> PreTrainedModel:
@@ -77,31 +77,31 @@ class TakenState:
         return self.model
 
     def notices(self) -> list[str]:
-        """A sentence for each peer that is left out, and one for those that count less."""
+        """Return a sentence for each peer that is left out, and one for all that were clipped."""
         notices = [f"the state of {named(peer)} was left out: {why}" for peer, why in self.left_out.items()]
         if self.shortened:
             peers = ", ".join(f"{named(peer)} ({_percent(share)})" for peer, share in self.shortened.items())
-            notices.append(f"these states are further from the others than they count, in shares of the norm: {peers}")
+            notices.append(
+                f"these states are far from the others and were clipped; distances relative to the norm: {peers}"
+            )
         return notices
 
 
 def from_checkpoint(folder: Path, *, stage: int | None = None, folders: Mapping[str, str] | None = None) -> TakenState:
-    """`folder`: a checkpoint, a folder of checkpoints, or the folder of a run; of several the newest is taken.
+    """Load a checkpoint. `folder`: a checkpoint, a folder of checkpoints, or that of a run; the newest one is taken.
 
     `stage`: the one that the checkpoint must hold. `folders`: of models, by name. Raises CheckpointError, also when the
-    checkpoint is of another model than its spec gives here, or of a stage while a whole model is wanted.
+    checkpoint does not match the model of its spec, or holds a stage while a whole model is wanted.
     """
     checkpoint = _newest(folder, stage)
     if "spec" not in checkpoint.meta:
-        raise CheckpointError(
-            f"{checkpoint.path}: does not say of which run it is; it was not written by `noloco join`"
-        )
+        raise CheckpointError(f"{checkpoint.path} does not name its run; it was not written by `noloco join`")
     spec = TrainerSpec.from_dict(checkpoint.meta["spec"], origin=str(checkpoint.path))
     if stage is None and spec.pipeline.stages > 1:
         raise CheckpointError(
-            f"{checkpoint.path}: holds one of the {spec.pipeline.stages} stages of the run {spec.name}, which alone is "
-            "no model; while peers of every stage are live, `noloco export TICKET DIR --merge` writes the whole model, "
-            "and `noloco fork TICKET NEW.toml` forks the run"
+            f"{checkpoint.path} holds one of the {spec.pipeline.stages} stages of the run {spec.name}, "
+            "not a whole model; while every stage has live peers, `noloco export TICKET DIR --merge` writes "
+            "the whole model, and `noloco fork TICKET NEW.toml` forks the run"
         )
     model = _build(spec, stage, folders)
     check_layout(checkpoint.meta["outer"], FlatParameters(model).model_layout, origin=str(checkpoint.path))
@@ -121,7 +121,7 @@ def _newest(folder: Path, stage: int | None) -> Checkpoint:
     for place in (folder / "checkpoints", *kept, folder):
         if checkpoint := Checkpoints(place).newest():
             return checkpoint
-    raise CheckpointError(f"{folder}: holds no checkpoint that can be read")
+    raise CheckpointError(f"{folder} holds no readable checkpoint")
 
 
 def _build(spec: TrainerSpec, stage: int | None, folders: Mapping[str, str] | None) -> PreTrainedModel:
@@ -132,9 +132,9 @@ def _build(spec: TrainerSpec, stage: int | None, folders: Mapping[str, str] | No
 
 
 class LiveRun:
-    """A run that is seen from outside, while peers train it. folders: of models, by name.
+    """A run seen from outside, while peers train it. folders: of models, by name.
 
-    shuffle: the peers, before they are asked one after the other.
+    shuffle: reorders the peers before they are asked one after the other.
     """
 
     def __init__(
@@ -155,29 +155,30 @@ class LiveRun:
         self._shuffle = shuffle
 
     def stages(self) -> Sequence[int | None]:
-        """Those whose states are a whole model together; None = a peer holds all of it."""
+        """The stages that form a whole model together; None = a peer holds all of it."""
         num_stages = self.spec.pipeline.stages
         return range(num_stages) if num_stages > 1 else [None]
 
     def check_stages(self) -> None:
-        """Before any is fetched. Raises Unreachable for a stage that nobody holds."""
+        """Raise Unreachable for a stage that no peer holds, before anything is fetched."""
         held = {peer.stage for peer in self._live() if peer.can_be_called}
         for stage in range(self.spec.pipeline.stages):
             if stage not in held:
                 raise Unreachable(_nobody(self.spec, stage))
 
     async def mean(self, stage: int | None, *, sample: int | None) -> TakenState:
-        """The mean over all live peers, or over `sample` of them drawn at random, without those that lie. stage: of a
-        run with stages, whose peers alone count.
+        """The mean over all live peers, or over `sample` of them drawn at random, without those that lie.
 
-        Raises Unreachable when nobody gives a state, CheckpointError when nobody can tell which states are wrong.
+        stage: in a run with stages, only its peers count. Raises Unreachable when no peer serves a state,
+        CheckpointError when
+        it cannot be decided which states are wrong.
         """
         async with self._fetched(stage, sample=sample) as fetched:
             mean = await asyncio.to_thread(robust_mean, fetched.states)
             return fetched.take(mean.weights, len(mean.admitted), far=mean.left_out, shortened=mean.shortened)
 
     async def state_in_the_middle(self, stage: int | None) -> TakenState:
-        """The state of one live peer: of COMPARED, the one nearest to their coordinate-wise median. Raises as above."""
+        """The state of one live peer: of COMPARED, the nearest to their coordinate-wise median. Raises as `mean`."""
         async with self._fetched(stage, sample=COMPARED) as fetched:
             distances, far = await asyncio.to_thread(leave_out_far, fetched.states)
             nearest = min(distances.of_each, key=distances.of_each.__getitem__)
@@ -185,7 +186,7 @@ class LiveRun:
 
     @asynccontextmanager
     async def _fetched(self, stage: int | None, *, sample: int | None) -> AsyncIterator[_Fetched]:
-        """The states of `sample` live peers, or of all. Raises Unreachable when there is none."""
+        """Fetch the states of `sample` live peers, or of all. Raises Unreachable when there is none."""
 
         def live() -> list[Candidate]:
             return [peer for peer in self._live() if stage is None or peer.stage == stage]
@@ -222,7 +223,7 @@ async def live_run(ticket: Ticket, *, progress: Progress, folders: Mapping[str, 
 
 @dataclass(slots=True)
 class _Fetched:
-    """States as files that are gone afterwards; `states`: the slow weights of each peer, mapped."""
+    """States as temporary files; `states`: the slow weights of each peer, mapped."""
 
     spec: TrainerSpec
     model: PreTrainedModel
@@ -259,7 +260,7 @@ class _Fetched:
         if not num_peers:
             return _nobody(self.spec, self.stage)
         refused = "; ".join(f"{named(peer)}: {why}" for peer, why in self.refused.items())
-        return f"none of {num_peers} live peers of {_part(self.spec, self.stage)} gave a state that can be used" + (
+        return f"none of {num_peers} live peers of {_part(self.spec, self.stage)} gave a usable state" + (
             f" ({refused})" if refused else "; try again in a minute"
         )
 
@@ -269,7 +270,7 @@ def _part(spec: TrainerSpec, stage: int | None) -> str:
 
 
 def _nobody(spec: TrainerSpec, stage: int | None) -> str:
-    return f"nobody who can be called holds {_part(spec, stage)} now; try again in a minute"
+    return f"no reachable peer holds {_part(spec, stage)} now; try again in a minute"
 
 
 def _percent(share: float) -> str:
@@ -286,7 +287,7 @@ async def _fetch(
     sample: int | None,
     progress: Progress,
 ) -> None:
-    """One after the other, until `sample` of them have given a state that was admitted. Raises CheckpointError."""
+    """Fetch from one peer after the other, until `sample` states were admitted. Raises CheckpointError."""
     parameters, wanted = FlatParameters(fetched.model), min(sample or len(peers), len(peers))
     num_bytes = state_file_bytes(parameters.num_elements, fetched.spec.outer)
     _check_room(folder, wanted * num_bytes, num_peers=wanted)
@@ -317,7 +318,7 @@ async def _fetch(
 
 
 def _check_room(folder: Path, num_bytes: int, *, num_peers: int) -> None:
-    """Before gigabytes travel. Raises CheckpointError."""
+    """Check the free space before gigabytes travel. Raises CheckpointError."""
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         raise CheckpointError(

@@ -33,18 +33,18 @@ DIVISIBLE = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwe
 PIPELINE_PARTS = {"embed_tokens", "layers", "norm"}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 HUB_ADVICE = (
-    "Check the name, the revision, the network, and `hf auth login` where the owner asks for consent; "
-    "a folder of this machine is bound with --model NAME=FOLDER"
+    "Check the name, the revision, the network, and `hf auth login` if the owner asks for consent; "
+    "or bind a folder of this machine with --model NAME=FOLDER"
 )
 
 
 def build_model(spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, str] | None = None) -> PreTrainedModel:
     """The model at the start of the run: fp32, on the CPU, in training mode. `folders`: names that are bound here.
 
-    With `lora.rank` the weights are frozen, and of `lora.base_dtype`; the adapters in it are fp32.
+    With `lora.rank` the weights are frozen, in `lora.base_dtype`, and the adapters are fp32.
 
     Weights drawn from `spec.seed` have the same bits on machines with the same torch and kind of CPU; elsewhere the
-    last bit may differ, which the first swaps even out. The caller's random state stays as it is. No code from the hub
+    last bit may differ, which the first swaps even out. The caller's random state is not changed. No code from the hub
     runs, and only safetensors files are read. Raises ModelError.
     """
     with quiet(), torch.random.fork_rng(devices=[]):
@@ -81,7 +81,9 @@ def build_on_meta(
 
 
 def give_weights(model: PreTrainedModel, spec: ModelSpec, *, folders: Mapping[str, str] | None = None) -> None:
-    """Draw or read, in place, the start weights of what `build_on_meta` gave, or of a part of it. Raises ModelError."""
+    """Draw or read, in place, the start weights of a model from `build_on_meta`, or of a part of it. Raises
+    ModelError.
+    """
     if spec.random_weights or not spec.pretrained:
         return draw(model, seed=spec.seed)
     source = _source(spec, folders)
@@ -105,7 +107,9 @@ def _check_divisible(config: PreTrainedConfig, name: str) -> None:
     if kind not in DIVISIBLE or set(parts) != PIPELINE_PARTS:
         raise ModelError(f"{name!r} is a {kind}, which cannot be cut into stages; these can: {', '.join(DIVISIBLE)}")
     if getattr(config, "quantization_config", None):
-        raise ModelError(f"{name!r} is quantized, and its parts cannot be loaded alone: name the model without that")
+        raise ModelError(
+            f"{name!r} is quantized, and its parts cannot be loaded separately: name the unquantized model"
+        )
 
 
 def _for_training(model: PreTrainedModel, spec: ModelSpec, sequence_length: int) -> PreTrainedModel:
@@ -113,14 +117,14 @@ def _for_training(model: PreTrainedModel, spec: ModelSpec, sequence_length: int)
     limit = getattr(model.config, "max_position_embeddings", None)
     if isinstance(limit, int) and limit < sequence_length:
         raise ModelError(f"data.sequence_length {sequence_length} is over the {limit} positions of {spec.pretrained!r}")
-    model.config.use_cache = False  # a key-value cache is of no use in training; export switches it on again
+    model.config.use_cache = False  # training does not use a key-value cache; export switches it on again
     return model.train()
 
 
 def count_parameters(
     spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, str] | None = None
 ) -> tuple[int, int]:
-    """(Trainable parameters, bytes of the frozen ones) of what `build_model` would give; takes no memory for them.
+    """Return (trainable parameters, bytes of the frozen ones) of the model of `build_model`, without memory for them.
 
     Of a model by name only the config is read. Raises ModelError.
     """
@@ -139,7 +143,10 @@ def _source(spec: ModelSpec, folders: Mapping[str, str] | None) -> ModelSource:
 
 
 def build_tokenizer(data: DataSpec, *, folders: Mapping[str, str] | None = None) -> PreTrainedTokenizerBase:
-    """`bytes` needs no file and no network; another name is one of `folders`, or of the hub. Raises ModelError."""
+    """Build the tokenizer. `bytes` needs no file and no network; other names are in `folders`, or on the hub.
+
+    Raises ModelError.
+    """
     if data.tokenizer == "bytes":
         return ByT5Tokenizer()
     source = find_source("data.tokenizer", data.tokenizer, revision=data.tokenizer_revision, folders=folders)
@@ -151,17 +158,17 @@ def build_tokenizer(data: DataSpec, *, folders: Mapping[str, str] | None = None)
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ModelError when the tokenizer can give an id that the model has no embedding for."""
+    """Raise ModelError when the tokenizer has an id for which the model has no embedding."""
     vocab_size = model.config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
         raise ModelError(
-            f"model.vocab_size is {vocab_size}, and the tokenizer has {len(tokenizer)} tokens: "
+            f"model.vocab_size is {vocab_size}, but the tokenizer has {len(tokenizer)} tokens: "
             f"set model.vocab_size to {len(tokenizer)} or more, or choose another data.tokenizer"
         )
 
 
 def hidden_matrices(model: nn.Module) -> list[Tensor]:
-    """The weights of linear layers but the output head: what Muon is for. Embeddings are no linear layers."""
+    """The weights of linear layers except the output head, which Muon takes. Embeddings are not linear layers."""
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return [
@@ -182,14 +189,16 @@ def causal_lm_logits(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def attention_size(model: nn.Module) -> tuple[int, int]:
-    """(Layers, width) of a transformers model, or of a stage of one; zeros of any other."""
+    """(Layers, width) of a transformers model, or of a stage of one; zeros for any other model."""
     config = getattr(getattr(model, "base_model", model), "config", None)
     return getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
 
 
 @contextmanager
 def configured_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """The config as others need it: with a key-value cache, which training switches off, and the tokenizer's ids."""
+    """Set the config for other programs inside: with a key-value cache, which training disables, and the tokenizer's
+    ids.
+    """
     use_cache = model.config.use_cache
     model.config.use_cache = True
     for config in (model.config, model.generation_config):
@@ -201,7 +210,7 @@ def configured_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write what `save_pretrained` writes beside the weights, which are written elsewhere, in fp32."""
+    """Write what `save_pretrained` writes besides the weights, which are written elsewhere, in fp32."""
     model.config.dtype = "float32"
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
@@ -211,7 +220,7 @@ def save_config(model: PreTrainedModel, folder: Path) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and no chatter of transformers on the terminal; its settings are put back afterwards."""
+    """Silence transformers' progress bars and messages; its settings are restored afterwards."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -235,14 +244,14 @@ def _llama(spec: ModelSpec, sequence_length: int) -> PreTrainedModel:
         tie_word_embeddings=spec.tied_embeddings,
         dtype=torch.float32,
         bos_token_id=None,
-        eos_token_id=None,  # the tokenizer's, set on export
+        eos_token_id=None,  # set by the tokenizer, on export
     )
     config._attn_implementation = ATTENTION
     return LlamaForCausalLM(config)
 
 
 def _named(spec: ModelSpec, source: ModelSource) -> PreTrainedModel:
-    """Attention is sdpa, or eager for the few models that have no sdpa (Gemma2)."""
+    """Load a model by name. Attention is sdpa, or eager for the few models without sdpa (Gemma2)."""
     try:
         if spec.random_weights:
             config = AutoConfig.from_pretrained(source.folder(CONFIG), trust_remote_code=False)

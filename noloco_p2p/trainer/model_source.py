@@ -1,8 +1,8 @@
-"""Where the models and tokenizers that a spec names come from: in a folder that this machine has bound, or on the hub.
+"""The sources of models and tokenizers that a spec names: a folder that this machine has bound, or the hub.
 
-A spec may come from a stranger. It names nothing of this machine but what its user has bound with --model NAME=FOLDER.
-The hub's own libraries would take a name for a folder in the current one, and an adapter for a reference to another
-model, so the files of a hub name are fetched first, and then read from the hub's cache.
+A spec may come from a stranger. It can name nothing of this machine except what its user has bound with
+--model NAME=FOLDER. The hub's own libraries would take a name for a folder in the current one, and an adapter for a
+reference to another model. So the files of a hub name are fetched first, and then read from the hub's cache.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from noloco_p2p.spec import HUB_NAME
 CONFIG = ("config.json", "generation_config.json")
 WEIGHTS = (*CONFIG, "*.safetensors", "*.safetensors.index.json")
 TOKENIZER = ("*.json", "*.txt", "*.model", "*.jinja")
-# Adapters name a base model, which may be anything; folders hold other forms of the same model.
+# Adapters name a base model, which may be anything; folders hold other formats of the same model.
 NEVER = ("adapter_*", "*/*")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """bound: a folder of this machine; None = the name is one of the hub, at `revision`."""
+    """bound: a folder of this machine; None = a name on the hub, at `revision`."""
 
     name: str
     revision: str
     bound: Path | None
 
     def folder(self, files: tuple[str, ...]) -> Path:
-        """A folder that has `files` (patterns). Raises what the hub's client raises."""
+        """Return a folder that has `files` (patterns). Raises what the hub's client raises."""
         if self.bound:
             return self.bound
         fetched = snapshot_download(
@@ -42,7 +42,7 @@ class ModelSource:
         return Path(fetched)
 
     def file(self, name: str) -> Path:
-        """One file. Raises FileNotFoundError, and what the hub's client raises."""
+        """Return one file. Raises FileNotFoundError, and what the hub's client raises."""
         if self.bound is None:
             try:
                 return Path(hf_hub_download(self.name, name, revision=self.revision))
@@ -50,22 +50,23 @@ class ModelSource:
                 raise FileNotFoundError(f"{self.name} has no {name}") from None
         path = self.bound / name
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such file")
+            raise FileNotFoundError(f"{path} does not exist")
         return path
 
 
 def find_source(field: str, name: str, *, revision: str = "", folders: Mapping[str, str] | None = None) -> ModelSource:
-    """Opens no file and asks nobody.
+    """Find the source of a name without opening a file or using the network.
 
     field: dotted, for the message. folders: names that are bound here. Raises SpecError for a name that is neither
-    bound nor one of the hub, and ModelError where a bound folder is missing or holds an adapter without its model.
+    bound
+    nor a hub name, and ModelError if a bound folder is missing or holds an adapter without its model.
     """
     bound = (folders or {}).get(name)
     if bound is None:
         if not HUB_NAME.fullmatch(name):
             raise SpecError(
-                f"{field} {name!r} is not OWNER/NAME of the hub, and this machine has not bound it: "
-                f"give --model {name}=FOLDER"
+                f"{field} {name!r} is not OWNER/NAME on the hub, and it is not bound on this machine: "
+                f"use --model {name}=FOLDER"
             )
         return ModelSource(name, revision or "main", None)
     folder = Path(bound)

@@ -1,5 +1,7 @@
-"""What a run needs of a machine, said before it trains: memory, disk, and megabytes an hour. A run that a machine can
-never hold is refused before its model is built."""
+"""What a run needs of a machine, reported before it trains: memory, disk, and megabytes per hour.
+
+A run that a machine can never hold is refused before its model is built.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ from noloco_p2p.trainer.compute import Compute
 from noloco_p2p.trainer.memory import MOMENT_BYTES
 
 CPU = torch.device("cpu")
-WEIGHT_BYTES = 8  # a parameter: fp32 weights and gradients; the moments of AdamW on top
-VECTOR_BYTES = 4  # a parameter: slow weights, outer momentum where there is any, and each is fp32 on the CPU
-CHECKPOINT_BYTES = 12  # a parameter: moments, and the fast weights of a round that was left; the outer state on top
+WEIGHT_BYTES = 8  # per parameter: fp32 weights and gradients; the moments of AdamW come on top
+VECTOR_BYTES = 4  # per parameter and vector: slow weights, and outer momentum if there is any, are fp32 on the CPU
+CHECKPOINT_BYTES = 12  # per parameter: moments, and the fast weights within a round; the outer state comes on top
 PROBE_STEPS = 2
-PROBE_TOKENS = 2048  # enough to keep a small machine busy, few enough to wait for
+PROBE_TOKENS = 2048  # enough to keep a small machine busy, and quick enough to wait for
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Needs:
     outer_bytes: int  # in main memory: outer state, offloaded moments, one coded payload per direction and section
     disk_bytes: int
     round_bytes: int  # each way
-    hour_bytes: int  # each way, at the speed measured on this machine; with inner_steps = "auto" the most it can be
+    hour_bytes: int  # each way, at the speed measured on this machine; with inner_steps = "auto" an upper bound
     has_fixed_rounds: bool
     step_s: float
     memory_free_bytes: int
@@ -47,12 +49,12 @@ class Needs:
 
     def lines(self) -> list[str]:
         """For people."""
-        about = "about" if self.has_fixed_rounds else "as the link carries it, at most"
+        about = "about" if self.has_fixed_rounds else "depending on the link, at most"
         return [
-            f"model: {count(self.num_parameters)} trainable parameters, {self.step_s:.2f} s an inner step here",
+            f"model: {count(self.num_parameters)} trainable parameters, {self.step_s:.2f} s per inner step here",
             f"needs: {mib(self.model_bytes)} to train (activations on top), {mib(self.outer_bytes)} for the outer step,"
             f" {mib(self.disk_bytes)} of disk",
-            f"sends and receives: {mib(self.round_bytes)} a round, {about} {mib(self.hour_bytes)} an hour, each way",
+            f"sends and receives: {mib(self.round_bytes)} per round, {about} {mib(self.hour_bytes)} per hour, each way",
             f"this machine has: {mib(self.memory_free_bytes)} of memory and {mib(self.disk_free_bytes)} of disk free",
         ]
 
@@ -61,7 +63,7 @@ class Needs:
         if self.outer_bytes + (self.model_bytes if self.is_on_host else 0) > self.memory_free_bytes:
             warnings.append("this run needs more memory than this machine has free; it may be killed")
         if self.disk_bytes > self.disk_free_bytes:
-            warnings.append("checkpoints need more disk than is free; free some, or use another --state-dir")
+            warnings.append("checkpoints need more disk than is free; free some space, or use another --state-dir")
         return warnings
 
     def as_dict(self) -> dict[str, Any]:
@@ -79,7 +81,7 @@ def estimate(
     device: torch.device = CPU,
     keep_checkpoints: int = 2,
 ) -> Needs:
-    """`num_parameters`: trainable ones; `frozen_bytes`: of the others; `step_s`: seconds of one inner step here."""
+    """`num_parameters`: trainable ones; `frozen_bytes`: of the others; `step_s`: seconds per inner step here."""
     compute = compute or Compute()
     moments = MOMENT_BYTES if compute.offload_optimizer else 0
     round_bytes = _round_bytes(spec, num_parameters)
@@ -110,9 +112,9 @@ def check_memory(
     compute: Compute,
     device: torch.device,
 ) -> None:
-    """Raises SettingsError, with numbers, when this machine has less memory in all than the run takes at the least.
+    """Raise SettingsError, with numbers, when this machine has less memory in total than the run needs at least.
 
-    At the least: without activations, and nobody else uses any.
+    The minimum excludes activations and other programs.
     """
     moments = MOMENT_BYTES if spec.train.inner_optimizer == "adamw" else MOMENT_BYTES // 2  # of most parameters
     offloaded = moments if compute.offload_optimizer else 0
@@ -132,9 +134,9 @@ def memory_limit(settings: PeerSettings) -> int:
 
 
 def training_bytes(spec: TrainerSpec, *, num_parameters: int, num_matrix_parameters: int) -> int:
-    """Count what training keeps between two steps, wherever it lies: weights, gradients, moments and outer state.
+    """Count what training keeps between two steps, on any device: weights, gradients, moments and outer state.
 
-    num_matrix_parameters: those that Muon takes, which keeps one moment of them instead of two.
+    num_matrix_parameters: those that Muon takes, for which it keeps one moment instead of two.
     """
     moments = MOMENT_BYTES * num_parameters
     if spec.train.inner_optimizer == "muon":
@@ -145,14 +147,14 @@ def training_bytes(spec: TrainerSpec, *, num_parameters: int, num_matrix_paramet
 def _must_fit(least_bytes: int, total_bytes: int, spec: Spec, num_parameters: int, *, what: str) -> None:
     if least_bytes > total_bytes:
         raise SettingsError(
-            f"the run {spec.name} trains {count(num_parameters)} parameters and takes at least {mib(least_bytes)} of "
-            f"{what}, before any activations; there are {mib(total_bytes)} in all: join a smaller run, split the model "
+            f"the run {spec.name} trains {count(num_parameters)} parameters and needs at least {mib(least_bytes)} of "
+            f"{what}, before any activations; this machine has {mib(total_bytes)}: join a smaller run, split the model "
             "over several GPUs (--gpus), or with one GPU --offload-optimizer"
         )
 
 
 def _outer_bytes(spec: Spec, num_parameters: int) -> int:
-    """The outer state, and one coded payload per direction and section."""
+    """The size of the outer state, and of one coded payload per direction and section."""
     return _state_bytes(spec, num_parameters) + 2 * _round_bytes(spec, num_parameters)
 
 
@@ -166,7 +168,7 @@ def _round_bytes(spec: Spec, num_parameters: int) -> int:
 
 
 def probe_step_s(backward: Callable[[Tensor], Tensor], batch: Tensor) -> float:
-    """Seconds of forward and backward of one batch, scaled up from a few sequences; `backward` gives their loss."""
+    """Seconds of forward and backward of a batch, extrapolated from a few sequences; `backward` returns their loss."""
     sample = batch[: max(1, PROBE_TOKENS // batch.shape[1])]
     durations_s = []
     for _ in range(1 + PROBE_STEPS):  # the first one warms up

@@ -1,4 +1,4 @@
-"""The moments of an optimizer in main memory: for accelerators that hold weights and gradients, and no more."""
+"""Optimizer moments in main memory, for accelerators that can hold only weights and gradients."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from torch import Tensor
 
 from noloco_p2p.devices import has_own_memory
 
-BUCKET_BYTES = 64 << 20  # parameters stepped together: of the moments the accelerator holds two or three times it
+# parameters stepped together; the accelerator holds two or three times as many bytes of moments
+BUCKET_BYTES = 64 << 20
 
 
 class OffloadedOptimizer:
-    """Steps an optimizer a bucket of parameters at a time: moments come, are used where the weights lie, and go back.
+    """Steps an optimizer bucket by bucket: moments are copied to the device of the weights, used, and copied back.
 
-    The arithmetic is the optimizer's own, where it would be without offload: the same bits. Between steps its state is
-    on the CPU (pinned), where a checkpoint finds it. Costs 16 bytes a parameter over the bus, each step.
+    The optimizer's own arithmetic runs on the same device as without offload, with the same bits. Between steps its
+    state is on the CPU (pinned), where a checkpoint finds it. Each step moves 16 bytes per parameter over the bus.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -33,10 +34,10 @@ class OffloadedOptimizer:
                 num_bytes += param.nbytes
 
     def step(self) -> None:
-        """Uses up the gradients: they are None afterwards, so that their memory is free for the next bucket."""
+        """Consume the gradients: they become None, so that their memory is free for the next bucket."""
         gradients = {param: param.grad for bucket in self._buckets for param in bucket}
         for param in gradients:
-            param.grad = None  # an optimizer passes over parameters without one
+            param.grad = None  # an optimizer skips parameters without a gradient
         for bucket in self._buckets:
             for param in bucket:
                 param.grad = gradients.pop(param)
@@ -50,7 +51,7 @@ class OffloadedOptimizer:
 
     def _fetch(self, param: Tensor) -> None:
         for field, value in self._state(param).items():
-            if value.ndim:  # the count of steps stays where the optimizer has it
+            if value.ndim:  # the step count stays on its device
                 self._kept[param, field] = value
                 self._state(param)[field] = value.to(param.device, non_blocking=True)
 

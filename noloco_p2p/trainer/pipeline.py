@@ -1,7 +1,7 @@
 """The loop of a peer that holds one stage: it computes what its neighbours send, and closes inner steps and rounds.
 
 This thread is the only one that touches weights. The ring never stops for a swap: from the boundary of a round until
-its outer step, tasks go on with unchanged weights, and only the closing of an inner step waits.
+its outer step, tasks continue with unchanged weights, and only the closing of an inner step waits.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ from noloco_p2p.trainer.stage_work import StageWork
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.1  # how long it waits for a task at most
-POLL_S = 0.02  # how often it asks, at a boundary, whether the round has ended
-SMOOTHING = 0.1  # weight of a new measurement of how long a task takes
+LOOK_S = 0.1  # the longest wait for a task
+POLL_S = 0.02  # how often it checks, at a boundary, whether the round has ended
+SMOOTHING = 0.1  # weight of a new measurement of the duration of a task
 
 
 class StageLoop:
-    """outer: swaps with replicas of the same stage. That of a head advances by its own steps; that of an inner replica
-    follows its caller, and so the heads. on_round: called with what each round brought."""
+    """The loop of one stage.
+
+    outer: swaps with replicas of the same stage. For a head it advances by its own steps; for an inner replica it
+    follows
+    its caller, and so the heads. on_round: called with the result of each round.
+    """
 
     def __init__(
         self,
@@ -43,7 +47,7 @@ class StageLoop:
     ) -> None:
         self.steps = 0
         self.is_at_boundary = False
-        self._task_s: dict[Kind, float] = {}  # how long a task of each kind takes
+        self._task_s: dict[Kind, float] = {}  # duration of a task of each kind
         self._flow = flow
         self._work = work
         self._inner = inner
@@ -55,11 +59,11 @@ class StageLoop:
 
     @property
     def microbatch_s(self) -> float | None:
-        """How long this stage computes for one microbatch; None until it has computed one."""
+        """The seconds that this stage computes for one microbatch; None until it has computed one."""
         return sum(self._task_s.values()) if Kind.BACKWARD in self._task_s else None
 
     def run(self, leaving: threading.Event) -> None:
-        """Until no head trains any more and the last round has ended, or `leaving` is set.
+        """Run until no head trains and the last round has ended, or `leaving` is set.
 
         Raises what the data of a head raises.
         """
@@ -67,15 +71,18 @@ class StageLoop:
             pass
 
     def turn(self) -> bool:
-        """Compute the next task, or wait for one for a moment. False = no head trains any more, and the last round has
-        ended; a peer that goes on serves those that evaluate. Raises what the data of a head raises."""
+        """Compute the next task, or wait for one for a moment.
+
+        Returns False when no head trains any more, and the last round has ended; a peer that continues serves heads
+        that evaluate. Raises what the data of a head raises.
+        """
         if self.is_at_boundary:
             self._poll_round()
         if handed := self._flow.take(self._poll_s if self.is_at_boundary else LOOK_S):
             self._perform(handed)
             return True
         if self._flow.is_over and not self._has_finished and not self.is_at_boundary:
-            # The heads took their last step, and nothing was counted here since the one before: no task tells it.
+            # The heads took their last step, and nothing was counted here since the one before, so no task reports it.
             self._advance(FINAL_MARK)
         return self.is_at_boundary or not self._flow.is_over
 
@@ -94,7 +101,7 @@ class StageLoop:
             if not is_out_of_memory(error):
                 raise
             log.warning("a microbatch is lost, as the accelerator is out of memory")
-            error.__traceback__ = None  # it holds the activations
+            error.__traceback__ = None  # it refers to the activations
             empty_cache(self._work.stage.device)
             self._flow.failed(handed.task)
         else:
@@ -117,15 +124,18 @@ class StageLoop:
         self._flow.step_closed(outer.progress)
 
     def _advance(self, progress: float | None) -> None:
-        """progress: that of the heads, where this peer follows them. It is set last: a replica that was away has to see
-        that it is behind, and takes the state of another one, before it stands where the heads do."""
+        """Advance to `progress`, that of the heads, if this peer follows them.
+
+        It is set last: a replica that was away has to notice that it is behind, and take the state of another one,
+        before it moves to the progress of the heads.
+        """
         outer = self._outer
         self.is_at_boundary = outer.advance()
         if progress is not None:
             outer.progress = progress
         self._has_finished = outer.progress >= FINAL_MARK
         if self._has_finished:
-            outer.hold_progress()  # a partner that is behind would bring a head back, which has said that it is done
+            outer.hold_progress()  # a partner that is behind would move a finished head backwards
         if self._has_finished and not self.is_at_boundary:
             outer.reach_boundary()
             self.is_at_boundary = True
@@ -133,7 +143,7 @@ class StageLoop:
             self._flow.hold_steps()
 
     def _poll_round(self) -> None:
-        """Between two tasks: the outer step, once the round has ended."""
+        """Take the outer step between two tasks, once the round has ended."""
         now_s = time.monotonic()
         if now_s - self._polled_s < self._poll_s:
             return
@@ -143,7 +153,7 @@ class StageLoop:
             self._on_round(result)
 
     def end_round(self) -> None:
-        """The outer step is taken, or the round was given up: inner steps go on."""
+        """The outer step is taken, or the round was given up: inner steps continue."""
         self.is_at_boundary = False
         if not self._has_finished:
             self._flow.release_steps(self._outer.progress)

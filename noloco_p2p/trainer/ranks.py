@@ -1,10 +1,10 @@
-"""The processes of one peer, one a GPU: all hold the same objects, and make the calls that rank 0 makes.
+"""The processes of one peer, one per GPU. All hold the same objects, and make the calls that rank 0 makes.
 
 Rank 0 owns network, data, outer step and checkpoints. Every method that works on the sharded model begins with `tell`:
-rank 0 broadcasts the call, and the others make it, too. The environment that `torchrun` makes tells who is who.
+rank 0 broadcasts the call, and the others make it, too. The environment set by `torchrun` identifies each rank.
 
-A rank that dies closes its connections, which the others notice at once; one that hangs is noticed by the deadline of
-what they do together. Both are a RankError.
+When a rank dies its connections close, which the others notice at once. A rank that hangs is noticed by the deadline of
+their collective work. Both are a RankError.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WORK_TIMEOUT_S = 300.0  # for what all ranks do together: a micro-batch, the move of a parameter
-CALL_TIMEOUT_S = 7 * 24 * 3600.0  # rank 0 may fetch a state for hours; that it died is noticed at once all the same
+WORK_TIMEOUT_S = 300.0  # for collective work: a micro-batch, or moving a parameter
+CALL_TIMEOUT_S = 7 * 24 * 3600.0  # rank 0 may fetch a state for hours; its death is still noticed at once
 
 
 class Ranks:
-    """This process among those of its peer. `device`: the one of this rank."""
+    """This process among those of its peer. `device`: that of this rank."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        """Meets the others; returns when all are there. Raises RankError."""
+        """Connect to the other ranks; returns when all are connected. Raises RankError."""
         self.rank = rank
         self.size = size
         self.device = device
@@ -51,9 +51,9 @@ class Ranks:
         self._is_over = False
 
     def share(self, value: object = None) -> Any:
-        """What rank 0 gives, on every rank; the others wait for it. None = rank 0 has ended.
+        """Return rank 0's value on every rank; the others wait for it. None = rank 0 has ended.
 
-        It consists of tensors on the CPU and of what JSON has: a rank that reads it runs no code of it.
+        It consists of tensors on the CPU and JSON values, so that reading it runs no code.
         """
         size, content = torch.zeros(1, dtype=torch.int64), torch.empty(0, dtype=torch.uint8)
         if self.rank == 0:
@@ -67,12 +67,14 @@ class Ranks:
         return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True) if self.rank else value
 
     def tell(self, method: str, *args: object, **kwargs: object) -> None:
-        """Rank 0 has the others call this method of what they `follow`, too; on them it does nothing."""
+        """On rank 0: have the others call this method of the object that they `follow`. On other ranks it does
+        nothing.
+        """
         if self.rank == 0:
             self.share((method, args, kwargs))
 
     def follow(self, target: object) -> None:
-        """On the other ranks: makes the calls of rank 0, until that ends."""
+        """On other ranks: make the calls of rank 0, until it ends."""
         while (call := self.share()) is not None:
             method, args, kwargs = call
             getattr(target, method)(*args, **kwargs)
@@ -84,7 +86,7 @@ class Ranks:
         self.stop()
 
     def stop(self) -> None:
-        """Rank 0 lets the others end; all others just end. Safe to call twice, and when some are gone."""
+        """On rank 0: let the others end. Safe to call twice, and when some have ended already."""
         if self._is_over:
             return
         self._is_over = True
@@ -93,18 +95,18 @@ class Ranks:
                 self.share(None)
             distributed.destroy_process_group()
         except RuntimeError as error:
-            log.debug("the ranks could not end in order: %s", error)
+            log.debug("the ranks could not end cleanly: %s", error)
 
 
 @contextmanager
 def told() -> Iterator[None]:
-    """What torch raises when another rank is gone or hangs becomes a RankError in words."""
+    """Turn torch's error about a rank that has ended or hangs into a RankError with a message."""
     try:
         yield
     except RuntimeError as error:
         if not (isinstance(error, distributed.DistError) or "gloo" in str(error).lower()):
             raise
         raise RankError(
-            "another process of this peer has ended, or has not done its part in time; its own error stands above. "
+            "another process of this peer has ended, or has missed a deadline; its own error is above. "
             f"The same command resumes from the last checkpoint ({str(error).splitlines()[0][:200]})"
         ) from error

@@ -1,4 +1,4 @@
-"""The weights of a stage that nobody holds any more, from a checkpoint or an export that its operator has kept."""
+"""The weights of a stage that no peer holds any more, from a checkpoint or an export that its operator has kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from noloco_p2p.trainer.weights import load
 
 
 def revive(model: PreTrainedModel, folder: Path) -> None:
-    """Give a stage the weights that are in `folder`: a checkpoint of this stage, or an exported model.
+    """Load a stage from `folder`: a checkpoint of this stage, or an exported model.
 
     Raises CheckpointError when it holds neither, or those of another model.
     """
@@ -25,7 +25,7 @@ def revive(model: PreTrainedModel, folder: Path) -> None:
         try:
             load(model, ModelSource(str(folder), "", folder))
         except (ModelError, SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{folder} is no export of this model: {error}") from None
+            raise CheckpointError(f"{folder} is not an export of this model: {error}") from None
         return
     checkpoint = Checkpoint(folder) if (folder / "manifest.json").is_file() else Checkpoints(folder).newest()
     if checkpoint is None:

@@ -1,4 +1,4 @@
-"""A gate on what neighbours in a pipeline send: its root mean square must be near to what is usual at that boundary.
+"""A gate on what neighbours in a pipeline send: its root mean square must be close to the usual one at that boundary.
 
 A lying stage can still bias what it sends within the gate. The gate bounds what one frame can do.
 """
@@ -14,15 +14,15 @@ from torch import Tensor
 from noloco_p2p.errors import CorruptPayload
 
 HISTORY_FRAMES = 64
-LEAST_FRAMES = 8  # before one is refused
+LEAST_FRAMES = 8  # before one may be refused
 MOST_TIMES = 10.0  # the median, or a tenth of it
-# Sizes change in proportion most at the start, so the limit falls as one over the number of frames, and is MOST_TIMES
-# from the 640th on. Of 134,000 honest frames it drops 5, and MOST_TIMES from the start 20 (benchmarks/rms_gate.py).
+# Sizes change most at the start, so the limit falls as one over the number of frames, and is MOST_TIMES from the 640th
+# frame on. Of 134,000 honest frames it drops 5; MOST_TIMES from the start would drop 20 (benchmarks/rms_gate.py).
 FIRST_TIMES = 100.0
 
 
 class RmsGate:
-    """For one boundary and direction. All frames count for the median, so that it follows a real change."""
+    """The gate of one boundary and direction. All frames count for the median, so that it follows a real change."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -30,8 +30,10 @@ class RmsGate:
         self._num_frames = 0
 
     def admit(self, values: Tensor) -> None:
-        """Raises CorruptPayload for a frame that is more than ten times, or less than a tenth of, the usual size; of
-        the first frames, for one beyond the wider limit."""
+        """Raise CorruptPayload for a frame of more than ten times, or less than a tenth of, the usual size.
+
+        For the first frames the limit is wider.
+        """
         rms = float(torch.linalg.vector_norm(values, dtype=torch.float32)) / values.numel() ** 0.5
         usual = median(self._recent) if len(self._recent) >= LEAST_FRAMES else rms
         self._recent.append(rms)

@@ -1,6 +1,6 @@
 """A model that is sharded over the ranks of a peer (FSDP2): its inner step, and its parameters as one flat vector.
 
-Every rank holds the same objects. Between steps one parameter at a time is whole, so that there is never a second copy
+Every rank holds the same objects. Between steps one parameter at a time is gathered, so there is never a second copy
 of the model on a device.
 """
 
@@ -29,7 +29,7 @@ from noloco_p2p.trainer.start import load_start
 
 
 def follow(ranks: Ranks, settings: PeerSettings) -> None:
-    """The life of every rank but the first: builds the model of rank 0, and takes part in all that rank 0 calls."""
+    """Run every rank but the first: build the model of rank 0, and take part in all its calls."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     if (told := ranks.share()) is None:
@@ -44,10 +44,10 @@ def follow(ranks: Ranks, settings: PeerSettings) -> None:
 
 
 def shard(model: nn.Module, ranks: Ranks, compute: Compute) -> None:
-    """Split all parameters over the ranks, block by block, each along its first dimension; in place.
+    """Shard all parameters over the ranks, block by block, each along its first dimension, in place.
 
-    Every rank calls it with the same model. Weights are fp32; with bf16 they are gathered, and used, in bf16, and
-    gradients are summed in fp32. Blocks are given up after each forward, so that what is written to the shards counts.
+    Every rank calls it with the same model. Weights are fp32; with bf16 they are gathered and used in bf16, and
+    gradients are summed in fp32. Blocks are resharded after each forward, so that writes to the shards take effect.
     """
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     bf16 = compute.is_bf16(ranks.device)
@@ -57,10 +57,10 @@ def shard(model: nn.Module, ranks: Ranks, compute: Compute) -> None:
 
 
 class ShardedStep(InnerStep):
-    """The inner step of a sharded model, of which every rank has one: what rank 0 calls, all call.
+    """The inner step of a sharded model. Every rank has one, and all ranks make the calls of rank 0.
 
-    A batch is that of all ranks; each takes its rows. State goes through whole tensors, so that a checkpoint does not
-    know by how many ranks it was written.
+    A batch is for all ranks; each takes its rows. State is saved as whole tensors, so that a checkpoint does not depend
+    on the number of ranks.
     """
 
     def __init__(self, model: nn.Module, train: TrainSpec, compute: Compute, ranks: Ranks) -> None:
@@ -88,12 +88,12 @@ class ShardedStep(InnerStep):
         return super().evaluate(batches, progress=progress)
 
     def gather(self, key: str) -> Tensor:
-        """The whole of a parameter, or of what an optimizer keeps of it."""
+        """Gather a whole parameter, or a whole tensor of optimizer state."""
         self._ranks.tell("gather", key)
         return self._sharded(key).full_tensor()
 
     def scatter(self, key: str, values: Tensor | None = None) -> None:
-        """The inverse of `gather`. values: of rank 0."""
+        """The inverse of `gather`. values: given on rank 0."""
         self._ranks.tell("scatter", key)
         tensor = self._sharded(key)
         values = torch.empty(tensor.shape, device=self.device) if values is None else values.reshape(tensor.shape)
@@ -101,7 +101,7 @@ class ShardedStep(InnerStep):
         tensor.to_local().copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements).to_local())
 
     def state(self) -> dict[str, Tensor]:
-        """Whole tensors on the CPU."""
+        """Return whole tensors on the CPU."""
         tensors = super().state().items()
         return {key: self.gather(key).cpu() if isinstance(value, DTensor) else value for key, value in tensors}
 
@@ -116,7 +116,9 @@ class ShardedStep(InnerStep):
                 self.scatter(key, tensor)
 
     def make_room(self, held: Mapping[str, float | None]) -> None:
-        """Optimizer state with the numbers of `held`, and zeros where it has None: a tensor that comes by itself."""
+        """Allocate optimizer state with the numbers of `held`; where it has None, the tensor follows and zeros are
+        set.
+        """
         self._ranks.tell("make_room", held)
         tensors = {
             key: torch.zeros_like(self.trainable[key.partition("/")[2]]) if value is None else torch.tensor(value)
@@ -125,37 +127,37 @@ class ShardedStep(InnerStep):
         restore_optimizers(self.optimizers, self.trainable, tensors)
 
     def _sharded(self, key: str) -> DTensor:
-        """By the name of a parameter, or the key of a tensor of `state`."""
+        """Look up by the name of a parameter, or the key of a tensor of `state`."""
         tensor = self.trainable[key].detach() if key in self.trainable else super().state()[key]
         assert isinstance(tensor, DTensor), key
         return tensor
 
 
 class ShardedParameters(FlatParameters):
-    """Rank 0's view of all trainable parameters. What is written arrives with `flush`, at the latest.
+    """Rank 0's view of all trainable parameters. Writes take effect with `flush`, at the latest.
 
-    One parameter is whole while it is read, and one while it is written. layout: of the model before it was sharded, as
-    a digest of frozen weights would need all ranks.
+    One parameter at a time is gathered while it is read, and one while it is written. layout: of the model before it
+    was sharded, because a digest of frozen weights would need all ranks.
     """
 
     def __init__(self, step: ShardedStep, *, layout: ModelLayout) -> None:
         super().__init__(step.model)
         self.model_layout = layout
         self._step = step
-        self._read: tuple[int, Tensor] | None = None  # place in `named`, and values
+        self._read: tuple[int, Tensor] | None = None  # index in `named`, and values
         self._written: tuple[int, Tensor] | None = None
 
     def _check(self, name: str, param: Tensor) -> None:
         assert isinstance(param, DTensor), name
 
     def flush(self) -> None:
-        """Send what was written; what was read is forgotten, as inner steps will change it."""
-        super().flush()  # it may have been written by another stream than that which sends
+        """Send what was written, and drop what was read, because inner steps will change it."""
+        super().flush()  # it may have been written on another stream than the one that sends
         self._put_back()
         self._read = None
 
     def named_values(self) -> dict[str, Tensor]:
-        """In new memory, on the CPU: this is a second copy of the model there."""
+        """Return new memory on the CPU, which is a second copy of the model."""
         return {name: self._step.gather(name).cpu() for name, _ in self.named}
 
     def _values(self, index: int, *, is_written: bool) -> Tensor:

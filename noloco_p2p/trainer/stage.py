@@ -34,21 +34,24 @@ from noloco_p2p.trainer.model import build_on_meta, give_weights, hidden_matrice
 from noloco_p2p.trainer.weights import seed_of
 
 LOGITS_BYTES = 256 << 20  # of one chunk of tokens, in fp32; the loss and its gradient need as much each
-IGNORED = -100  # a label that does not count
+IGNORED = -100  # a label that is ignored
 
 
 @dataclass(frozen=True, slots=True)
 class SummedLoss:
-    """This is what the tail of the head gives for one microbatch."""
+    """The result of the tail of the head for one microbatch."""
 
-    loss: Tensor  # sum of the cross-entropy over tokens, in nats, where it lies: reading it waits for an accelerator
+    # sum of the cross-entropy over tokens, in nats, on the device, because reading it syncs an accelerator
+    loss: Tensor
     num_tokens: int  # predicted ones: all but the first of each sequence
-    gradient: Tensor  # of the sum, with respect to what came in: the shape of `hidden`
+    gradient: Tensor  # of the sum with respect to the input: the shape of `hidden`
 
 
 class Stage:
-    """Stage `index` of a model that was cut; 0 is the head. `model` holds its parts alone, and is moved, trained,
-    swapped and saved as any model."""
+    """Stage `index` of a model that was cut; 0 is the head.
+
+    `model` holds only its parts, and is moved, trained, swapped and saved as any model.
+    """
 
     def __init__(self, model: PreTrainedModel, *, index: int, compute: Compute | None = None) -> None:
         self.model = model
@@ -70,17 +73,17 @@ class Stage:
         return _base(self.model).config.hidden_size
 
     def forward(self, inputs: Tensor, *, seed: int | None = None) -> Tensor:
-        """Compute what the next stage gets, (sequences, tokens, hidden), without a graph.
+        """Compute the input of the next stage, (sequences, tokens, hidden), without a graph.
 
-        inputs: token ids (sequences, tokens) for the head, else what the stage before gave. seed: of dropout.
+        inputs: token ids (sequences, tokens) for the head, else the output of the stage before. seed: of dropout.
         """
         with torch.no_grad():
             return self._blocks(inputs, seed)
 
     def backward(self, inputs: Tensor, gradient: Tensor, *, seed: int | None = None) -> Tensor | None:
-        """Compute `forward(inputs)` again and add the gradients of the parameters to those that are there.
+        """Compute `forward(inputs)` again and add the gradients of the parameters to the existing ones.
 
-        gradient: with respect to what `forward` gave. seed: as in `forward`. Returns the gradient with respect to
+        gradient: with respect to the output of `forward`. seed: as in `forward`. Returns the gradient with respect to
         `inputs`, or None for the head, whose inputs are token ids.
         """
         inputs = inputs.detach().requires_grad_(not self.is_head)
@@ -90,11 +93,11 @@ class Stage:
         return inputs.grad
 
     def loss_backward(self, hidden: Tensor, tokens: Tensor, *, chunk_tokens: int | None = None) -> SummedLoss:
-        """Compute final norm, LM head and loss of `hidden`, and add their gradients to those that are there.
+        """Compute final norm, LM head and loss of `hidden`, and add their gradients to the existing ones.
 
-        hidden: what the last stage gave for `tokens`. chunk_tokens: how many tokens have logits at a time; by default
-        as many as LOGITS_BYTES hold. Within one chunk
-        the numbers are those of the whole model. Several chunks sum the same terms in another order.
+        hidden: the output of the last stage for `tokens`. chunk_tokens: how many tokens have logits at a time; by
+        default as many as LOGITS_BYTES hold. With one chunk the numbers are those of the whole model; with several
+        chunks the same terms are summed in a different order.
         """
         gradients: list[Tensor] = []
         losses: list[Tensor] = []
@@ -110,7 +113,7 @@ class Stage:
         return SummedLoss(_sum(losses), tokens[:, 1:].numel(), gradient)
 
     def loss(self, hidden: Tensor, tokens: Tensor, *, chunk_tokens: int | None = None) -> Tensor:
-        """Compute the sum of losses alone, without gradients, for an evaluation."""
+        """Compute only the sum of losses, without gradients, for an evaluation."""
         with torch.no_grad():
             return _sum([self._tail(*chunk) for chunk in self._chunks(hidden, tokens, chunk_tokens)])
 
@@ -151,7 +154,8 @@ def build_stage(
     folders: Mapping[str, str] | None = None,
     compute: Compute | None = None,
 ) -> Stage:
-    """Stage `index` at the start of the run: fp32, on the CPU, in training mode. Memory is taken for its parts alone.
+    """Stage `index` at the start of the run: fp32, on the CPU, in training mode. Memory is allocated only for its
+    parts.
 
     cut: blocks of each stage. Raises ModelError.
     """
@@ -175,22 +179,23 @@ def build_part(
 
 
 def train_of_stage(spec: TrainerSpec) -> TrainSpec:
-    """What the inner step of one stage follows: together, the clipped gradients of all stages are as long as those of
-    the whole model may be."""
+    """The inner-step settings of one stage: the clip norm is scaled so that all stages together clip as the whole
+    model.
+    """
     return spec.train.model_copy(update={"clip_norm": spec.train.clip_norm / spec.pipeline.stages**0.5})
 
 
 def keep_part(model: PreTrainedModel, cut: Sequence[int], index: int) -> None:
-    """Take from a whole model, in place, what stage `index` does not hold. Names stay, and so does `model.config`."""
+    """Remove from a whole model, in place, what stage `index` does not hold. Names and `model.config` are kept."""
     base = _base(model)
     own = block_range(cut, index)
     if sum(cut) != len(base.layers):
-        raise ModelError(f"pipeline.cut has {sum(cut)} blocks in all, and the model has {len(base.layers)}")
+        raise ModelError(f"pipeline.cut has {sum(cut)} blocks in all, but the model has {len(base.layers)}")
     layers = nn.ModuleList()
     for number in own:
         layers.add_module(str(number), base.layers[number])
     base.layers = layers
-    base.config = copy.copy(base.config)  # of these blocks alone: some models look up the kind of a block by its place
+    base.config = copy.copy(base.config)  # only of these blocks: some models look up the kind of a block by its index
     base.config.num_hidden_layers = len(own)
     if getattr(base.config, "layer_types", None):
         base.config.layer_types = base.config.layer_types[own.start : own.stop]
@@ -207,7 +212,7 @@ def measure(model: PreTrainedModel, *, sequence_length: int) -> Sizes:
     num_blocks, (vocabulary, hidden_size) = len(layers), _base(model).embed_tokens.weight.shape
     of_block = sum(param.numel() for param in block)
     of_vocabulary = sum(param.numel() for param in model.parameters()) - num_blocks * of_block
-    # 2 a weight for each forward pass and 4 for a backward; half of the square of attention is masked.
+    # 2 flops per weight for a forward pass and 4 for a backward pass; half of the square of attention is masked.
     return Sizes(
         num_blocks,
         Part(
@@ -226,12 +231,12 @@ def dropout_seed(microbatch: str, stage: int) -> int:
 
 
 def _base(model: PreTrainedModel) -> Any:
-    """The base of every model that `build_on_meta` gives has `embed_tokens`, `layers`, `norm` and a config."""
+    """The base of a model from `build_on_meta`: it has `embed_tokens`, `layers`, `norm` and a config."""
     return model.base_model
 
 
 class _Final(nn.Module):
-    """This takes the place of the base model and computes what follows its last block."""
+    """Replaces the base model, and computes what follows its last block."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -243,9 +248,9 @@ class _Final(nn.Module):
 
 @contextmanager
 def _replaced(module: nn.Module, **children: nn.Module) -> Iterator[None]:
-    """Give a module other children for a while.
+    """Replace children of a module temporarily.
 
-    A copy of the module would not do, as transformers registers modules by identity.
+    A copy of the module would not work, because transformers registers modules by identity.
     """
     own = {name: module._modules[name] for name in children}
     module._modules.update(children)
@@ -256,10 +261,10 @@ def _replaced(module: nn.Module, **children: nn.Module) -> Iterator[None]:
 
 
 def _seed(seed: int, device: torch.device) -> None:
-    """Seed what a module on this device draws from.
+    """Seed the generator that a module on this device draws from.
 
-    Where an accelerator's library is installed and not in use, torch.manual_seed keeps a stack trace for each call: a
-    millisecond, and memory that is never freed.
+    If an accelerator's library is installed but unused, torch.manual_seed keeps a stack trace for each call: that costs
+    a millisecond, and memory that is never freed.
     """
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)

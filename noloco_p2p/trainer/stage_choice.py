@@ -1,7 +1,7 @@
 """Which stages a machine can hold, which one its peer takes, and when it switches.
 
-A newcomer draws by need, so that many who come at once do not all take the same stage. A peer switches only where that
-helps the whole run a lot, as it costs a fetch of the other stage's state.
+A newcomer draws a stage by need, so that peers that arrive together do not all take the same one. A peer switches only
+if that helps the whole run a lot, because it costs a fetch of the other stage's state.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from noloco_p2p.trainer.cut import cut_of
 from noloco_p2p.trainer.needs import memory_limit
 from noloco_p2p.trainer.stage_needs import StageNeeds
 
-WORTH = 1.25  # after a switch, both stages have to have so much more than the poorer one had
-LEFT_BEHIND = 2  # replicas that a switch leaves in its stage, at least
+WORTH = 1.25  # after a switch, both stages must have this many times the capacity of the poorer one before
+LEFT_BEHIND = 2  # the fewest replicas that a switch leaves in its stage
 
 
 def capacities(members: Sequence[Candidate], num_stages: int) -> list[float]:
-    """What the live peers of each stage can compute together, in tokens/s. One that has not measured itself counts as
-    an average one, and where none has, each counts as 1."""
+    """The capacity of the live peers of each stage together, in tokens/s.
+
+    A peer that has not measured itself counts as an average one; if none has, each counts as 1.
+    """
     serving = [peer for peer in members if peer.state in SERVING]
     measured = [peer.capacity for peer in serving if peer.capacity > 0]
     usual = fmean(measured) if measured else 1.0
@@ -40,14 +42,16 @@ def capacities(members: Sequence[Candidate], num_stages: int) -> list[float]:
 
 
 def missing_stages(members: Sequence[Candidate], *, own: int | None, num_stages: int) -> list[int]:
-    """Stages that nobody holds; `own` is held by this peer."""
+    """The stages that no peer holds; `own` is held by this peer."""
     held = {peer.stage for peer in members if peer.state in SERVING}
     return [stage for stage in range(num_stages) if stage not in held and stage != own]
 
 
 def draw_stage(members: Sequence[Candidate], fitting: Collection[int], *, num_stages: int, rng: random.Random) -> int:
-    """One of the stages in `fitting`. A stage with half the capacity is four times as likely, and an empty one counts
-    as one with half an average peer."""
+    """Draw one of the stages in `fitting`.
+
+    A stage with half the capacity is four times as likely, and an empty one counts as one with half an average peer.
+    """
     assert fitting, "no stage fits"
     found = capacities(members, num_stages)
     num_peers = sum(peer.state in SERVING for peer in members)
@@ -60,10 +64,10 @@ def draw_stage(members: Sequence[Candidate], fitting: Collection[int], *, num_st
 def needier_stage(
     members: Sequence[Candidate], own: Candidate, fitting: Collection[int], *, num_stages: int, epoch: int
 ) -> int | None:
-    """The stage to which `own` should switch; None = it should stay.
+    """Return the stage to which `own` should switch; None = it should stay.
 
     members: the other peers. epoch: a number that all peers share and that changes after a while. In each epoch one
-    peer of a stage may switch, so that two that see the same need do not both leave.
+    peer of a stage may switch, so that two peers that see the same need do not both leave.
     """
     mates = [peer.peer_id for peer in members if peer.stage == own.stage and peer.state in SERVING]
     if len(mates) < LEFT_BEHIND:
@@ -75,13 +79,13 @@ def needier_stage(
     then = list(now)
     then[own.stage] -= own.capacity
     then[target] += own.capacity
-    # The least of all stages would not do: where two stages are equally poor, no single switch raises it.
+    # Comparing the minimum of all stages would not do: if two stages are equally poor, no single switch raises it.
     is_worth_it = min(then[own.stage], then[target]) >= WORTH * now[target]
     return target if target in fitting and target != own.stage and is_worth_it else None
 
 
 class Fitting(list[int]):
-    """Stages that this machine can hold. reasons: why it cannot hold the others, in a sentence each."""
+    """Stages that this machine can hold. reasons: why it cannot hold the others, one sentence each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,12 +93,12 @@ class Fitting(list[int]):
 
     @classmethod
     def of(cls, needs: StageNeeds, settings: PeerSettings) -> Fitting:
-        """By memory, and a head by its data."""
+        """Select stages by memory, and the head also by its data."""
         fitting, limit = cls(), memory_limit(settings)
         for stage in range(len(cut_of(needs.spec))):
             needed = needs.memory(stage)
             if needed > limit:
-                fitting.reasons[stage] = f"stage {stage} takes at least {mib(needed)} of memory, not {mib(limit)}"
+                fitting.reasons[stage] = f"stage {stage} needs at least {mib(needed)} of memory, more than {mib(limit)}"
             elif stage == 0 and (why := _why_no_head(needs, settings)):
                 fitting.reasons[stage] = why
             else:
@@ -106,5 +110,5 @@ def _why_no_head(needs: StageNeeds, settings: PeerSettings) -> str:
     try:
         check_bindings(needs.spec.data, settings.data)
     except DataError as error:
-        return f"stage 0 reads the data, and {error}"
+        return f"stage 0 reads the data, but {error}"
     return ""

@@ -40,7 +40,7 @@ class StageNeeds:
 
     @classmethod
     def as_cut(cls, spec: TrainerSpec, *, folders: Mapping[str, str] | None = None) -> StageNeeds:
-        """The same of a spec that has its cut. Raises SpecError and ModelError."""
+        """As `of`, for a spec that already has its cut. Raises SpecError and ModelError."""
         cut_of(spec)
         return cls(spec, _measured(spec, folders))
 
@@ -48,14 +48,14 @@ class StageNeeds:
         return self.sizes.stage(cut_of(self.spec), stage)
 
     def memory(self, stage: int) -> int:
-        """Bytes that a peer of that stage keeps between two steps; activations and swaps come on top."""
+        """The bytes that a peer of that stage keeps between two steps; activations and swaps come on top."""
         part = self.part(stage)
         return training_bytes(
             self.spec, num_parameters=part.num_parameters, num_matrix_parameters=part.num_matrix_parameters
         )
 
     def lines(self) -> list[str]:
-        """These lines are for people."""
+        """Format the needs for people."""
         return [*self._stages(), *self._links(), self._heads()]
 
     def _stages(self) -> list[str]:
@@ -81,7 +81,7 @@ class StageNeeds:
         back = f"{bytes_per_token(pipeline.gradients, size):,} bytes ({pipeline.gradients})"
         own = self.spec.train.batch_size * length
         return [
-            f"for each token, a stage sends {forward} to the next stage and {back} back",
+            f"per token, a stage sends {forward} to the next stage and {back} back",
             *aligned(rows, num_left=1),
             f"the smallest batch per replica and step keeps links 60 to 70 % busy; this spec has {own:,} tokens",
             "use links of at least 1 Gbit/s and 5 ms: on slower ones, stages learn less per token (docs/stages.md)",
@@ -91,9 +91,9 @@ class StageNeeds:
         sources = " or ".join(repr(part.source) for part, _ in self.spec.data.parts())
         num_stages = self.spec.pipeline.stages
         return (
-            f"a head needs the memory of stage 0 and data ({sources}); every other peer can hold stages 1 and up. "
-            f"Training begins when each of the {num_stages} stages has a peer: one machine can begin with a process "
-            "for each, and with a --state-dir for each"
+            f"a head needs the memory of stage 0 and data ({sources}); every other peer can hold stage 1 or higher. "
+            f"Training begins when each of the {num_stages} stages has a peer. One machine can run all of them, "
+            "each as a process with its own --state-dir"
         )
 
 

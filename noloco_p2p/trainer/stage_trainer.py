@@ -1,4 +1,4 @@
-"""The trainer of a peer that holds one stage of a model: the pipeline beside rounds of swaps within the stage."""
+"""The trainer of a peer that holds one stage of a model: the pipeline, and rounds of swaps within the stage."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ from noloco_p2p.trainer.start import has_start, load_start
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # how often it looks at what goes on beside its tasks
-LEAVE_S = 15.0  # for what is held to be finished, before it leaves or pauses
+LOOK_S = 1.0  # how often it checks what happens besides its tasks
+LEAVE_S = 15.0  # to finish what is held, before the peer leaves or pauses
 LAST_EVALUATION_S = 120.0
-SWITCH_EPOCH_S = 120.0  # in which one peer of a stage, drawn anew each time, may switch to another stage
+SWITCH_EPOCH_S = 120.0  # the time in which one peer of a stage, drawn anew each time, may switch to another stage
 ROOM_SHARE = 0.25  # of the free main memory, for microbatches that are held
 
 
 class StageTrainer(TrainerBase):
-    """One peer of a run with stages. It holds the stage that the settings name, else that of its newest checkpoint,
-    else one that is drawn by need among those that fit into its memory.
+    """One peer of a run with stages.
 
-    A stage that once trained never begins again from its first weights: without a peer that has it, or a checkpoint, a
-    newcomer waits. Raises what `Trainer` raises, and Left.
+    It holds the stage that the settings name, else that of its newest checkpoint, else one that is drawn by need among
+    those that fit into its memory. A stage that has trained never restarts from its first weights: without a peer that
+    has it, or a checkpoint, a newcomer waits. Raises what `Trainer` raises, and Left.
     """
 
     def __init__(
@@ -142,14 +142,14 @@ class StageTrainer(TrainerBase):
         )
         if revives and settings.revive_from:
             revive(stage.model, settings.revive_from)
-            self.say(f"stage {self.stage} goes on from {settings.revive_from}")
+            self.say(f"stage {self.stage} continues from {settings.revive_from}")
         else:
             load_start(stage.model, spec.model.start, state_dir=settings.state_dir)
-        torch.nn.Module.to(stage.model, self.device)  # the type of transformers' own `to` is of no use
+        torch.nn.Module.to(stage.model, self.device)  # transformers' own `to` has an unusable type
         return stage
 
     def _read_data(self, built: Stage) -> None:
-        """Of a head: microbatches, and whole ones of the held-out sequences."""
+        """On a head: open the microbatches, and the held-out sequences as whole microbatches."""
         microbatch = self.spec.pipeline.microbatch
         tokenizer = build_tokenizer(self.spec.data, folders=self.peer.settings.models)
         check_vocabulary(built.model, tokenizer)
@@ -158,10 +158,11 @@ class StageTrainer(TrainerBase):
         self.validation = [batch for batch in validation if len(batch) == microbatch]
 
     def _wait_for_state(self) -> bool:
-        """Until a peer of this stage is there, when the run has begun, as only its peers know what the stage has
-        learned, or when the state that the run starts from is not on this machine.
+        """Wait for a peer of this stage, if this peer cannot start the stage itself.
 
-        True = nobody is there, and the weights are in `settings.revive_from`. Raises Left.
+        That is so when the run has begun, because only peers of the stage know what it has learned, or when the start
+        state of the run is not on this machine. Returns True if there is none, and the weights are in
+        `settings.revive_from`. Raises Left.
         """
         peer, told = self.peer, False
         while (why := self._lacks_state()) and not peer.stages.answering():
@@ -175,16 +176,16 @@ class StageTrainer(TrainerBase):
         return False
 
     def _lacks_state(self) -> str:
-        """Why this peer cannot begin its stage without another peer of it; "" = it can."""
+        """Return why this peer cannot start its stage without another peer of it; "" = it can."""
         spec, settings = self.spec, self.peer.settings
         if any(other.progress > 0 for other in self.peer.stages.members()):
             return (
-                f"stage {self.stage} has trained before, and nobody holds it now: this peer waits for one that has its "
-                "checkpoint"
+                f"stage {self.stage} has trained before, and no peer holds it now: this peer waits for one that has "
+                "its checkpoint"
             )
         if not has_start(spec.model.start, state_dir=settings.state_dir):
             return (
-                f"the state that the run starts from is not in {settings.state_dir}, and nobody holds stage "
+                f"the start state of the run is not in {settings.state_dir}, and no peer holds stage "
                 f"{self.stage} now: this peer waits for one that does"
             )
         return ""
@@ -216,9 +217,9 @@ class StageTrainer(TrainerBase):
     # training
 
     def train(self) -> Path | None:
-        """Run until the schedule of all heads is done, `max_steps` are taken, or somebody asked to leave.
+        """Train until the schedule of all heads is done, `max_steps` are taken, or the peer is asked to leave.
 
-        Returns the checkpoint that was then written, or None when it could not be.
+        Returns the checkpoint that was written at the end, or None when it could not be written.
         """
         peer, metrics = self.peer, self.peer.metrics
         max_steps = peer.settings.max_steps
@@ -242,8 +243,9 @@ class StageTrainer(TrainerBase):
         if self.batches:
             self.batches.close()
         if self.switches_to is not None:
-            self.outer.withdraw()  # an open round would draw partners of the other stage, for the vectors of this one
-            self.peer.announce("paused")  # nobody sends to it until it has entered the other stage
+            # an open round would pair with partners of the other stage, for the vectors of this one
+            self.outer.withdraw()
+            self.peer.announce("paused")  # no peer sends to it until it has entered the other stage
             self.peer.stages.stop_flow()
         return self._finish()
 
@@ -252,7 +254,7 @@ class StageTrainer(TrainerBase):
         return self.peer.leave_requested.is_set() or self.switches_to is not None
 
     def serve(self) -> None:
-        """The run is done: compute what others still send, until this peer is asked to leave."""
+        """After the end of the run, compute what others still send, until this peer is asked to leave."""
         while not self.peer.leave_requested.is_set():
             self._loop.turn()
 
@@ -303,8 +305,9 @@ class StageTrainer(TrainerBase):
         )
 
     def _look(self) -> None:
-        """Beside the tasks, about once a second: what is counted, which stages are missing, whether an evaluation has
-        ended."""
+        """Run about once a second besides the tasks: update counters, find missing stages, and check for an ended
+        evaluation.
+        """
         now_s = time.monotonic()
         if now_s - self._looked_s < self._look_s:
             return
@@ -333,14 +336,14 @@ class StageTrainer(TrainerBase):
         if target is None or target != self._switch[0]:
             self._switch = target, now_s + random.uniform(0.2, 0.6) * SWITCH_EPOCH_S
         elif now_s >= self._switch[1]:
-            self.say(f"stage {target} needs this peer more than stage {self.stage}: it switches")
+            self.say(f"stage {target} needs this peer more than stage {self.stage}: switching")
             self.switches_to = target
 
     def _tell_missing(self, missing: list[int]) -> None:
         self._missing = missing
         self.peer.stages.wait_for(missing)
-        waits = f"waiting for {numbered_stages(missing)}, which nobody holds"
-        self.say(waits if missing else "every stage is held by somebody")
+        waits = f"waiting for {numbered_stages(missing)}, which no peer holds"
+        self.say(waits if missing else "every stage has a peer")
 
     def _count(self, counts: FlowCounts) -> None:
         metrics, (done, lost, late) = self.peer.metrics, self._begun
@@ -365,7 +368,7 @@ class StageTrainer(TrainerBase):
         return loss
 
     def _loss_since(self) -> float | None:
-        """Of a head: the mean since the round began, or the last one known."""
+        """On a head: the mean loss since the round began, or the last known one."""
         sum_before, tokens_before = self._loss_before
         tokens = self.work.loss_tokens - tokens_before
         return (self.work.loss_sum - sum_before) / tokens if tokens else self.peer.metrics.loss
@@ -376,7 +379,7 @@ class StageTrainer(TrainerBase):
         self._count(self._flow.counts)
 
     def _note_speed(self, *, aside_s: float = 0.0) -> None:
-        """Also between rounds, which do not end while the pipeline stands still."""
+        """Also called between rounds, which do not end while the pipeline stalls."""
         steps, done = self._speed.at(time.monotonic(), self._loop.steps, self._flow.counts.done)
         self.peer.metrics.inner_steps_per_s, self.peer.metrics.tokens_per_s = steps, done * self._microbatch_tokens
 
@@ -386,7 +389,7 @@ class StageTrainer(TrainerBase):
     # evaluation
 
     def _evaluate(self) -> None:
-        """Of a head: send the held-out sequences around the ring; training goes on meanwhile."""
+        """On a head: send the held-out sequences around the ring while training continues."""
         if not self.validation or self._evaluates_until_s is not None:
             return
         self.work.evaluated_sum, self.work.evaluated_tokens = 0.0, 0
@@ -402,12 +405,12 @@ class StageTrainer(TrainerBase):
             self._evaluated(self.work.evaluated_sum / self.work.evaluated_tokens)
 
     def _last_evaluation(self) -> None:
-        """With the weights of the end; given up where the other stages are gone."""
+        """Evaluate the final weights; this is given up if the other stages are gone."""
         self._evaluates_until_s = None
         self._evaluate()
         while self._evaluates_until_s is not None and not self.peer.leave_requested.is_set():
             if time.monotonic() > self._evaluates_until_s:
-                log.warning("the last evaluation was given up, as other stages do not answer")
+                log.warning("the last evaluation was given up, because other stages do not answer")
                 return
             self._loop.turn()
             self._look_at_evaluation()
@@ -421,8 +424,7 @@ class StageTrainer(TrainerBase):
         self._flow.rejoin()
 
     def _settle(self) -> None:
-        """Accept nothing more, and finish what is held, as far as it ends soon. Gradients of an unfinished step are
-        dropped."""
+        """Accept nothing more, and finish what is held if it ends soon. Gradients of an unfinished step are dropped."""
         self._flow.leave()
         until_s = time.monotonic() + LEAVE_S
         while time.monotonic() < until_s and not (self._flow.is_idle and not self._loop.is_at_boundary):

@@ -1,7 +1,7 @@
 """What one peer of a pipeline computes: the tasks of its stage, and the codecs of what travels.
 
-One thread computes, and it is the only one that touches weights. `check`, `decoded` and `encoded` touch none, so other
-threads may call them meanwhile. `run` does all for one task, for a caller with one thread.
+One thread computes, and only it touches weights. `check`, `decoded` and `encoded` touch none, so other threads may call
+them meanwhile. `run` does all for one task, for a caller with one thread.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.rms_gate import RmsGate
 from noloco_p2p.trainer.stage import Stage, dropout_seed
 
-CODABLE = LARGEST / (2 * BLOCK_CHANNELS)  # in magnitude: every codec carries it, also after a rotation
+CODABLE = LARGEST / (2 * BLOCK_CHANNELS)  # in magnitude: every codec can represent it, also after a rotation
 
 
 class StageWork:
-    """Gradients add up in the parameters until `close`. A task that raises leaves those of the others as they were."""
+    """Gradients accumulate in the parameters until `close`. A task that raises leaves the gradients of others
+    unchanged.
+    """
 
     def __init__(self, stage: Stage, spec: TrainerSpec) -> None:
         self.stage = stage
@@ -48,12 +50,12 @@ class StageWork:
         return self._gradients.num_bytes(self._shape)
 
     def run(self, task: Compute) -> memoryview | None:
-        """Gives the payload of the next frame. Raises ValueError for a result that is not finite."""
+        """Compute a task, and return the payload of the next frame. Raises ValueError for a non-finite result."""
         result = self.compute(self.decoded(task))
         return None if result is None else self.encoded(task.kind, result)
 
     def probe(self) -> float:
-        """Seconds of one microbatch here, the better of two. Its gradients are the caller's to forget."""
+        """Seconds per microbatch here, the better of two. The caller drops its gradients."""
         stage, shape = self.stage, self._shape
         hidden = torch.randn(shape, device=stage.device)
         tokens = torch.zeros(shape[:2], dtype=torch.long, device=stage.device)
@@ -69,13 +71,13 @@ class StageWork:
         return min(seconds)
 
     def check(self, payload: memoryview, *, is_backward: bool) -> None:
-        """Raises CorruptPayload, or its child NotFinite, for a payload that cannot be decoded."""
+        """Raise CorruptPayload, or its subclass NotFinite, for a payload that cannot be decoded."""
         (self._gradients if is_backward else self._activations).check(payload, shape=self._shape)
 
     def decoded(self, task: Compute) -> Compute:
-        """The task with tensors in place of payloads, on the device of the stage.
+        """Return the task with tensors in place of payloads, on the device of the stage.
 
-        Raises CorruptPayload, also for what arrived for this task and is far larger or smaller than usual.
+        Raises CorruptPayload, also if what arrived for this task is far larger or smaller than usual.
         """
         is_backward = task.kind is Kind.BACKWARD
         of_received = self._gradients if is_backward else self._activations
@@ -87,10 +89,10 @@ class StageWork:
         return replace(task, data=data, received=received)
 
     def compute(self, task: Compute) -> Tensor | None:
-        """What the next frame carries, (sequences, tokens, hidden); None for a BACKWARD of the head, and for a LOSS
-        that is only evaluated.
+        """Compute what the next frame carries, (sequences, tokens, hidden).
 
-        Raises ValueError when that is not finite, or larger than a codec carries.
+        Returns None for a BACKWARD of the head, and for a LOSS that is only evaluated. Raises ValueError when the
+        result is not finite, or larger than a codec can represent.
         """
         inputs, received = task.data, task.received
         assert isinstance(inputs, Tensor)
@@ -107,11 +109,11 @@ class StageWork:
             return None if passed is None else _finite(passed)
 
     def encoded(self, kind: Kind, values: Tensor) -> memoryview:
-        """The payload of what `compute` gave for a task of this kind."""
+        """Encode the result of `compute` for a task of this kind."""
         return (self._activations if kind is Kind.FORWARD else self._gradients).encode(values)
 
     def close(self, inner: InnerStep, num_tokens: int, *, progress: float) -> None:
-        """An inner step with the gradients of the sum over tokens, divided by their number."""
+        """Take an inner step with the gradients of the sum over tokens, divided by their number."""
         for gradient in inner.gradients():
             gradient.div_(num_tokens)
         inner.update(progress=progress)
@@ -137,7 +139,7 @@ class StageWork:
 
     @contextmanager
     def _gradients_apart(self) -> Iterator[None]:
-        """Adds the gradients of what is computed meanwhile to earlier ones, or drops them when it raises."""
+        """Add the gradients computed inside to earlier ones, or drop them when the body raises."""
         params = list(self.stage.model.parameters())
         earlier = [param.grad for param in params]
         for param in params:

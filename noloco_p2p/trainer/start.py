@@ -1,8 +1,8 @@
-"""Start states: the weights that a forked run begins with, kept under the digest that its spec names.
+"""Start states: the initial weights of a forked run, stored under the digest that its spec names.
 
 A start state is a folder: the parameters by name, and the digest of each in DIGESTS, whose own digest is that of the
-state. So a peer of a stage reads and checks its own part alone, however the run that was forked is cut. Older ones are
-one file with the flat vector of a whole model.
+state. So a peer of a stage reads and checks only its part, however the forked run is cut. Older start states are one
+file with the flat vector of a whole model.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ DIGESTS = "digests.json"
 
 
 class NewStart:
-    """A start state that is written part by part. digest: the "blake3:<hex>" for `model.start`, once it is kept in
-    `folder`."""
+    """A start state that is written part by part.
+
+    digest: the "blake3:<hex>" for `model.start`, once it is stored in `folder`.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.digest = ""
@@ -50,7 +52,7 @@ class NewStart:
 
 @contextmanager
 def new_start(state_dir: Path) -> Iterator[NewStart]:
-    """A start state that is kept at the end, and not when something fails. Raises CheckpointError."""
+    """Yield a start state that is stored at the end, and removed on failure. Raises CheckpointError."""
     starts = state_dir / "starts"
     partial: Path | None = None
     try:
@@ -60,7 +62,7 @@ def new_start(state_dir: Path) -> Iterator[NewStart]:
         yield start
         start.finish()
         start.folder = _folder(start.digest, state_dir)
-        if not start.folder.exists():  # else the same state was forked before
+        if not start.folder.exists():  # otherwise the same state was forked before
             partial.rename(start.folder)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"the start state cannot be written to {starts}: {error}") from None
@@ -75,8 +77,10 @@ def has_start(start: str, *, state_dir: Path) -> bool:
 
 
 def load_start(model: nn.Module, start: str, *, state_dir: Path) -> None:
-    """Give a model, or a stage of one, the start state that its spec names, where there is one and it is on this
-    machine. Raises ModelError when it is damaged or of another model."""
+    """Load the start state that the spec names into a model or a stage, if there is one on this machine.
+
+    Raises ModelError when it is damaged or belongs to another model.
+    """
     if not start:
         return
     parameters = FlatParameters(model)
@@ -95,7 +99,7 @@ def _named(parameters: FlatParameters, start: str, folder: Path) -> dict[str, Te
                 held = set(file.keys())
                 found |= {name: file.get_tensor(name) for name, _ in parameters.named if name in held}
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{folder}: cannot be read: {error}") from None
+        raise ModelError(f"{folder} cannot be read: {error}") from None
     digests = json.loads(listed) if _digest(listed) == start else {}
     if not digests or any(content_digest(values) != digests.get(name) for name, values in found.items()):
         raise _damaged(folder)
@@ -110,17 +114,19 @@ def _flat(parameters: FlatParameters, start: str, path: Path) -> Tensor:
     try:
         slow_weights = load_file(path)["slow_weights"]
     except (SafetensorError, KeyError, OSError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from None
+        raise ModelError(f"{path} cannot be read: {error}") from None
     if slow_weights.dtype is not torch.float32 or "blake3:" + content_digest(slow_weights) != start:
         raise _damaged(path)
     if slow_weights.numel() != parameters.num_elements:
-        numbers = f"model.start has {slow_weights.numel()} numbers, the model of this spec {parameters.num_elements}"
+        numbers = (
+            f"model.start has {slow_weights.numel()} numbers, but the model of this spec has {parameters.num_elements}"
+        )
         raise _other_sizes(numbers)
     return slow_weights
 
 
 def _damaged(path: Path) -> ModelError:
-    return ModelError(f"{path}: is damaged, its digest is not what model.start says; remove it and fork again")
+    return ModelError(f"{path} is damaged: its digest differs from model.start; remove it and fork again")
 
 
 def _other_sizes(what: str) -> ModelError:

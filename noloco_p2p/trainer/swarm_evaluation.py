@@ -1,4 +1,4 @@
-"""What a swarm has learned, from its peers' checkpoints: losses, the merged model, the spread of the replicas."""
+"""The result of a swarm, from its peers' checkpoints: losses, the merged model, and the spread of the replicas."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class SwarmEvaluation:
     spec: TrainerSpec
     model: PreTrainedModel  # with the mean of the slow weights
-    losses: dict[Path, float]  # of each peer's slow weights, nats per token; empty when only the merge was asked for
+    losses: dict[Path, float]  # of each peer's slow weights, nats per token; empty if only the merge was requested
     merged_loss: float  # nats per token on the held-out sequences
-    spread: float  # root mean square distance of a replica from the mean, as a share of the norm of the mean
+    spread: float  # root mean square distance of a replica from the mean, relative to the norm of the mean
     num_sequences: int
 
 
@@ -41,10 +41,10 @@ def evaluate_swarm(
     bindings: dict[str, str] | None = None,
     progress: Progress | None = None,
 ) -> SwarmEvaluation:
-    """Evaluate the mean of each stage, put together. `folders`: of each stage what its peers keep of the run; a run
-    without stages has one.
+    """Evaluate the mean of each stage, put together.
 
-    Raises CheckpointError when a stage has no checkpoint.
+    `folders`: for each stage, the run folders of its peers; a run without stages has one entry. Raises CheckpointError
+    when a stage has no checkpoint.
     """
     progress = progress or Progress()
     parts: dict[str, Tensor] = {}
@@ -76,16 +76,18 @@ def evaluate_each(
     models: Mapping[str, str],
     progress: Progress | None = None,
 ) -> SwarmEvaluation:
-    """Every checkpoint by itself, and their mean. Raises CheckpointError, also when they are not of one run."""
+    """Evaluate every checkpoint separately, and their mean. Raises CheckpointError, also if they are of different
+    runs.
+    """
     assert folders, "nothing to evaluate"
     weights: dict[Path, Tensor] = {}
     states: list[TakenState] = []
     for folder in folders:
         state = from_checkpoint(folder, folders=models)
-        states = states or [state]  # one model is enough
+        states = states or [state]  # one model suffices
         if state.spec != states[0].spec:
             ours, theirs = state.spec.run_id, states[0].spec.run_id
-            raise CheckpointError(f"{folder} is of run {ours}, the first one of {theirs}: not one swarm")
+            raise CheckpointError(f"{folder} is of run {ours}, but the first one is of {theirs}")
         weights[folder] = state.slow_weights
     spec, model = states[0].spec, states[0].model
     torch.nn.Module.to(model, device)
@@ -126,7 +128,7 @@ def _read(folders: Sequence[Path], *, stage: int | None) -> list[TakenState]:
 
 def _mean(replicas: Sequence[Tensor]) -> Tensor:
     mean = replicas[0].clone()
-    for replica in replicas[1:]:  # stacked they would be held twice
+    for replica in replicas[1:]:  # stacking them would hold them twice
         mean += replica
     return mean.div_(len(replicas))
 

@@ -1,6 +1,6 @@
-"""The numbers of a run for TensorBoard and Weights & Biases (extras `tensorboard`, `wandb`). JSONL is always written.
+"""The metrics of a run for TensorBoard and Weights & Biases (extras `tensorboard`, `wandb`). JSONL is always written.
 
-Names are those of `telemetry/metrics.py`. A tracker that fails is told once and left out; training goes on.
+Names are those of `telemetry/metrics.py`. A tracker that fails is reported once and dropped; training continues.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Takes numbers by name at an inner step. May raise whatever its library raises."""
+    """Takes metrics by name at an inner step. May raise whatever its library raises."""
 
     def log(self, values: Mapping[str, float], *, step: int) -> None: ...
 
@@ -27,14 +27,14 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """All that are wanted. Nothing but SettingsError, at the start, leaves it."""
+    """All requested trackers. Only a SettingsError at the start leaves this class."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._trackers = dict(trackers)
 
     @classmethod
     def of(cls, names: Sequence[str], *, folder: Path, run: str, peer_id: str, config: Mapping[str, Any]) -> Trackers:
-        """`config`: what the tracker shows beside the curves. Raises SettingsError when one cannot start."""
+        """`config`: shown by the tracker besides the curves. Raises SettingsError when one cannot start."""
         made: dict[str, Tracker] = {}
         for name in names:
             try:
@@ -45,20 +45,20 @@ class Trackers:
                     made[name] = WeightsAndBiases(wandb, folder, run=run, peer_id=peer_id, config=config)
             except ImportError:
                 raise SettingsError(
-                    f"--tracker {name} needs a package that is not here: pip install 'noloco_p2p[{name}]'"
+                    f"--tracker {name} needs a package that is not installed: pip install 'noloco_p2p[{name}]'"
                 ) from None
-            except Exception as error:  # no login, no network, no room: whatever its library raises
+            except Exception as error:  # no login, no network, no space: whatever its library raises
                 raise SettingsError(f"--tracker {name} cannot start: {error}") from error
         return cls(made)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """`metrics`: `Metrics.as_dict()`; what is no number, or is not known yet, is left out."""
+        """`metrics`: `Metrics.as_dict()`; values that are not numbers, or are not known yet, are left out."""
         values = numbers(metrics)
         for name, tracker in list(self._trackers.items()):
             try:
                 tracker.log(values, step=int(metrics["step"]))
             except Exception as error:  # noqa: BLE001 - network, disk, service: a tracker must not stop training
-                log.error("%s takes no more numbers of this run: %s", name, error)
+                log.error("%s failed and gets no more metrics of this run: %s", name, error)
                 del self._trackers[name]
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class Trackers:
 
 
 class TensorBoard:
-    """Event files in `folder`; a resumed run goes on there."""
+    """Event files in `folder`, to which a resumed run appends."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -88,7 +88,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One W&B run a peer, all peers of a run in one group; the environment (WANDB_PROJECT, WANDB_MODE, ..) counts."""
+    """One W&B run per peer, with all peers of a run in one group. The environment (WANDB_PROJECT, WANDB_MODE, ..)
+    applies.
+    """
 
     def __init__(self, wandb: Any, folder: Path, *, run: str, peer_id: str, config: Mapping[str, Any]) -> None:
         """`wandb`: the library."""

@@ -1,6 +1,6 @@
-"""Weights for a model on the meta device, or for a part of one. They are drawn or read, parameter by parameter.
+"""Weights for a model on the meta device, or for a part of one: drawn or read, parameter by parameter.
 
-Memory is taken for the parameters that the model has. No parameter is needed to draw or to read another one, so a part
+Memory is allocated only for the parameters that the model has. Each parameter is drawn or read independently, so a part
 of a model gets the same bits as the whole.
 """
 
@@ -22,15 +22,16 @@ from noloco_p2p.errors import ModelError
 from noloco_p2p.trainer.model_source import ModelSource
 
 SEED_BYTES = 6  # 2 ** 48 seeds
-KEPT = "_is_hf_initialized"  # transformers' own mark: `_init_weights` leaves a parameter with it as it is
+KEPT = "_is_hf_initialized"  # transformers' own mark: `_init_weights` skips a parameter that has it
 CPU = torch.device("cpu")
 
-Places = list[tuple[nn.Module, str]]  # where one parameter stands: a tied one in several modules
+Places = list[tuple[nn.Module, str]]  # where a parameter is used: a tied one in several modules
 
 
 def draw(model: PreTrainedModel, *, seed: int) -> None:
-    """Draw each parameter from a seed of its own, on the CPU, by the model's own rule. The caller's random state stays
-    as it is."""
+    """Draw each parameter from its own seed, on the CPU, by the model's own rule. The caller's random state is
+    restored.
+    """
     places = _places(model)
     for name in places:
         _put(places[name], torch.empty_like(model.get_parameter(name), device=CPU))
@@ -48,7 +49,7 @@ def draw(model: PreTrainedModel, *, seed: int) -> None:
 
 
 def load(model: PreTrainedModel, source: ModelSource) -> None:
-    """Read each parameter, as fp32, from the safetensors of a source: from the files alone that hold one.
+    """Read each parameter, as fp32, from the safetensors of a source, opening only the files that hold one.
 
     Raises ModelError for a parameter that is missing or has another shape, and what transformers raises for a name that
     the hub does not have.
@@ -61,7 +62,7 @@ def load(model: PreTrainedModel, source: ModelSource) -> None:
                 shape = list(model.get_parameter(name).shape)
                 if name not in held or file.get_slice(name).get_shape() != shape:
                     raise ModelError(f"{path} has no tensor {name} of shape {shape}")
-                # A copy, as the tensor lies in the mapped file and would change with it.
+                # A copy, because the tensor is in the mapped file and would change with it.
                 _put(places[name], file.get_tensor(name).to(torch.float32, copy=True))
     for param in model.parameters():
         setattr(param, KEPT, True)
@@ -69,7 +70,7 @@ def load(model: PreTrainedModel, source: ModelSource) -> None:
 
 
 def seed_of(name: str) -> int:
-    """Derive a seed for torch's generator. It is the same on every machine."""
+    """Derive a seed for torch's generator, the same on every machine."""
     return int.from_bytes(blake3(name.encode()).digest(length=SEED_BYTES), "little")
 
 
@@ -89,7 +90,7 @@ def _put(places: Places, values: Tensor) -> None:
 
 
 def _fill_buffers(model: PreTrainedModel) -> None:
-    """Compute what no file holds: frequencies of positions, and scales. All parameters have the mark, and lose it."""
+    """Compute the buffers that no file holds: frequencies of positions, and scales. Parameters are marked meanwhile."""
     for module in model.modules():
         own = list(module.named_buffers(recurse=False))
         for key, buffer in own:

@@ -38,7 +38,7 @@ from noloco_p2p.transfer.slots import UploadSlots
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A state file that can be served, and where its owner stood when it was written."""
+    """A state file that can be served, and the position of its owner in the run when it was written."""
 
     path: Path
     manifest: StateManifest
@@ -53,7 +53,7 @@ def describe_state(path: Path, *, layout: str, num_elements: int, round_index: i
 
 
 class StateServer:
-    """Serves the newest saved state and the spec. `saved` is replaced whenever a newer one was written."""
+    """Serves the newest saved state and the spec. `saved` is replaced whenever a newer one is written."""
 
     def __init__(self, spec: Spec) -> None:
         self.saved: SavedState | None = None
@@ -62,7 +62,7 @@ class StateServer:
         self._slots = UploadSlots()
 
     async def serve(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
-        """Close it when the caller goes away: only then its upload ends. Raises PeerError."""
+        """Serve a request. Close the generator when the caller goes away, which ends its upload. Raises PeerError."""
         match want:
             case WantSpec():
                 yield SpecJson(self._spec_json)
@@ -73,7 +73,7 @@ class StateServer:
             case WantChunks(manifest_digest, indices):
                 saved = self._saved()
                 if saved.manifest.digest() != manifest_digest:
-                    raise Refused("I have a newer state by now: ask for its manifest", code=RefuseCode.BUSY.name)
+                    raise Refused("I have a newer state now: ask for its manifest", code=RefuseCode.BUSY.name)
                 async with aclosing(self._chunks(saved, indices)) as chunks:
                     async for chunk in chunks:
                         yield chunk
@@ -92,7 +92,7 @@ class StateServer:
 
     async def _chunks(self, saved: SavedState, indices: Sequence[int]) -> AsyncGenerator[FetchItem]:
         if any(later <= earlier for earlier, later in pairwise(indices)):
-            raise CorruptPayload("chunks are asked for in rising order, each once")
+            raise CorruptPayload("chunks must be requested in ascending order, each once")
         if indices and indices[-1] >= len(saved.manifest.chunk_digests):
             raise CorruptPayload(f"chunk {indices[-1]} does not exist")
         try:
@@ -106,7 +106,7 @@ class StateServer:
 
 
 def state_file_bytes(num_elements: int, outer: OuterSpec) -> int:
-    """Size of a state file: its fp32 vectors and the header that safetensors gives them (a test holds that)."""
+    """The size of a state file: its fp32 vectors and the safetensors header (a test verifies it)."""
     names = ("outer_momentum", "slow_weights") if outer.keeps_momentum else ("slow_weights",)
     header = {
         name: {

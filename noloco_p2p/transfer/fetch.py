@@ -1,7 +1,7 @@
-"""The first fetch: the run spec and the newest saved state of a live peer, chunk by chunk, from one donor or several.
+"""The first fetch: the run spec and the newest saved state of a live peer, chunk by chunk, from one or more donors.
 
-Every chunk has a digest in the manifest of its donor. When a donor dies, or this program does, the verified chunks are
-kept and another donor sends the rest: the result is then a point between two replicas.
+Every chunk has a digest in the manifest of its donor. When a donor or this program dies, the verified chunks are kept
+and another donor sends the rest: the result is then a point between two replicas.
 """
 
 from __future__ import annotations
@@ -49,10 +49,12 @@ GIVING = ("training", "paused", "done")  # states of peers that may have a state
 class FetchLimits:
     """How a newcomer treats its donors.
 
-    least_retry_s, longest_retry_s: bounds of the pause before a busy donor is asked again, whatever it says. window_s:
-    a rate is measured over it. A donor is slow when its rate is below `fast_bytes_per_s` and the whole state would take
-    longer than `whole_state_s`. idle_s: without a chunk from anybody while donors are busy, after which it returns to a
-    slow donor, or ends. chunks_per_call: asked for at once.
+    least_retry_s, longest_retry_s: bounds of the pause before a busy donor is asked again, whatever it requests.
+    window_s:
+    the window of a rate. A donor is slow when its rate is below `fast_bytes_per_s` and the whole state would take
+    longer
+    than `whole_state_s`. idle_s: time without a chunk while donors are busy, after which it returns to a slow donor, or
+    ends. chunks_per_call: the number requested at once.
     """
 
     least_retry_s: float = 1.0
@@ -68,26 +70,26 @@ INTERNET = FetchLimits()
 
 
 class Admission(Protocol):
-    """What a state must pass before it is taken: a digest only proves that it arrived as it was sent.
+    """The checks that a state must pass before it is used: a digest only proves that it arrived intact.
 
-    The checks raise CheckpointError with the reason; the next donor is asked then.
+    The checks raise CheckpointError with the reason; then the next donor is asked.
     """
 
     async def check_position(self, donor: Candidate, manifest: StateManifest) -> None:
-        """The position in the run that the manifest states, before anything of the state is fetched."""
+        """Check the position in the run that the manifest states, before anything of the state is fetched."""
         ...
 
     async def check_state(self, donor: Candidate, manifest: StateManifest, path: Path) -> None:
-        """The whole file. `donor` sent the last chunk of it."""
+        """Check the whole file. `donor` sent the last chunk of it."""
         ...
 
     def refuse(self, donor: Candidate, why: str) -> None:
-        """No honest peer of the run sends what the donor sent."""
+        """The donor sent what no honest peer of the run sends."""
         ...
 
 
 async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expected_digest: str) -> Spec:
-    """The run spec from the first donor that has it. Raises Unreachable when none has."""
+    """Fetch the run spec from the first donor that has it. Raises Unreachable when none has."""
     reasons = []
     for donor in donors:
         try:
@@ -95,16 +97,16 @@ async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expec
             return Spec.from_json(spec.data, expected_digest=expected_digest, origin=donor.address)
         except (PeerError, ValueError) as error:
             reasons.append(f"{named(donor.peer_id)}: {error}")
-    raise Unreachable("no live peer gave the run spec: " + ("; ".join(reasons) or "nobody is there"))
+    raise Unreachable("no live peer served the run spec: " + ("; ".join(reasons) or "no peer is live"))
 
 
 async def fetch_manifest(transport: Transport, donor: Candidate) -> StateManifest:
-    """The description of the state that a peer serves. Raises PeerError."""
+    """Fetch the description of the state that a peer serves. Raises PeerError."""
     return await ask(transport, donor, WantManifest(), StateManifest)
 
 
 def can_give(peer: Candidate) -> bool:
-    """May have a state to give, and can be asked for it."""
+    """Whether a peer may have a state to serve, and can be called."""
     return peer.can_be_called and peer.state in GIVING
 
 
@@ -128,16 +130,18 @@ async def fetch_state(
     """Write the state of a live peer to `target`; None when no donor has one that fits.
 
     It asks the donors in this order, then those that `live` lists by then, and busy ones again until one has a free
-    slot. It leaves a slow donor, and returns to the fastest of them when nobody else can give the state. Verified
-    chunks are kept when their donor dies, and in `target` for an hour when this program does. A state that does not
-    pass `admission` is thrown away whole.
+    slot. It leaves a slow donor, and returns to the fastest one when no other can serve the state. Verified chunks are
+    kept when their donor dies, and in `target` for an hour when this program does. A state that fails `admission` is
+    discarded.
 
-    layout, num_elements, num_bytes: of our own state file; any other is refused before a chunk is fetched. newer_than:
-    progress that the state must be beyond, as a donor gives what it saved last. may_end_busy: False = it asks busy
-    donors until the caller's deadline. on_progress: receives the number of verified bytes. on_wait: receives True when
-    all donors are busy, and False with each chunk.
+    layout, num_elements, num_bytes: of this peer's own state file; any other is refused before a chunk is fetched.
+    newer_than: the progress that the state must exceed, because a donor serves what it saved last. may_end_busy:
+    False =
+    ask busy donors until the caller's deadline. on_progress: called with the number of verified bytes. on_wait:
+    called with
+    True when all donors are busy, and with False for each chunk.
 
-    Returns the manifest of the donor that gave the last chunk. Raises OSError.
+    Returns the manifest of the donor of the last chunk. Raises OSError.
     """
     async with KeptChunks(target, num_bytes=num_bytes) as kept:
         fetch = _Fetch(
@@ -169,8 +173,8 @@ class DonorRate:
         self._received = 0
 
     def too_slow_s(self, num_bytes: int, now_s: float) -> float | None:
-        """After a chunk: seconds that the whole state takes at the rate of the window that ends now, if too many."""
-        if self._began_s is None:  # when the first chunk was asked for is not known
+        """After a chunk: return the seconds for the whole state at the rate of the window, if that is too slow."""
+        if self._began_s is None:  # the time at which the first chunk was requested is unknown
             self._began_s = now_s
             return None
         self._received += num_bytes
@@ -184,10 +188,10 @@ class DonorRate:
 
 
 class _Slow(Exception):
-    """A donor is below the minimum rate."""
+    """The rate of a donor is below the minimum."""
 
     def __init__(self, whole_s: float) -> None:
-        super().__init__(f"it is slow: the whole state would take {whole_s / 3600:.1f} h")
+        super().__init__(f"too slow: the whole state would take {whole_s / 3600:.1f} h")
         self.whole_s = whole_s
 
 
@@ -238,7 +242,7 @@ class _Fetch:
         self.known |= {donor.peer_id for donor in donors}
 
     async def _next(self) -> Candidate | None:
-        """The next donor; waits while all are busy. None when only slow ones are left, or nobody."""
+        """Return the next donor, waiting while all are busy; None when only slow ones, or none, are left."""
         while not self.to_ask:
             self._add([peer for peer in self.live() if can_give(peer)])
             if self.to_ask or not self.busy:
@@ -249,13 +253,13 @@ class _Fetch:
             self.on_wait(True)
             donor = min(self.busy, key=self.busy.__getitem__)
             pause_s = max(self.busy.pop(donor) - self.clock(), 0.0)
-            await asyncio.sleep(pause_s * random.uniform(1.0, 1.2))  # so that newcomers do not ask all at once
+            await asyncio.sleep(pause_s * random.uniform(1.0, 1.2))  # so that newcomers do not all ask at the same time
             self.to_ask.append(donor)
         return self.to_ask.popleft() if self.to_ask else None
 
     async def _try(self, donor: Candidate, *, may_be_slow: bool) -> StateManifest | None:
-        """The manifest of `donor` when its chunks completed the state, and the state was admitted."""
-        is_whole = not self.kept.done_bytes  # no chunk is of another donor
+        """Return the manifest of `donor` if its chunks completed the state, and the state was admitted."""
+        is_whole = not self.kept.done_bytes  # no chunk came from another donor
         try:
             manifest = await self._manifest(donor)
             await self._chunks(donor, manifest, may_be_slow=may_be_slow)
@@ -275,7 +279,7 @@ class _Fetch:
         return None
 
     async def _is_admitted(self, donor: Candidate, manifest: StateManifest, *, is_whole: bool) -> bool:
-        """Otherwise nothing is kept, and unless this donor sent all of it, it is asked again: another may have lied."""
+        """Check the state. A refused state is discarded; if other donors sent part of it, this donor is asked again."""
         try:
             await self.admission.check_state(donor, manifest, self.target)
         except CheckpointError as error:
@@ -298,15 +302,15 @@ class _Fetch:
         shape = (manifest.layout, manifest.num_elements, manifest.num_bytes)
         num_chunks = -(-self.num_bytes // STATE_CHUNK_BYTES)
         if shape != (self.layout, self.num_elements, self.num_bytes) or len(manifest.chunk_digests) != num_chunks:
-            raise CorruptPayload("its state is of another model or size", peer=donor.peer_id)
+            raise CorruptPayload("its state belongs to another model, or has another size", peer=donor.peer_id)
         if manifest.progress <= self.newer_than:
-            sentence = f"its last saved state is of round {manifest.round}, no further than this peer is"
+            sentence = f"its last saved state is from round {manifest.round}, no newer than this peer's"
             raise PeerError(sentence, peer=donor.peer_id)
         await self.admission.check_position(donor, manifest)
         return manifest
 
     async def _chunks(self, donor: Candidate, manifest: StateManifest, *, may_be_slow: bool) -> None:
-        """Fetch what is missing, in as many calls as that takes; all of it unless the donor leaves something out."""
+        """Fetch the missing chunks, in as many calls as needed; all of them, unless the donor omits some."""
         rate = self.rates.setdefault(donor.peer_id, DonorRate(self.num_bytes, self.limits))
         while wanted := tuple(self.kept.missing[: self.limits.chunks_per_call]):
             want = WantChunks(manifest.digest(), wanted)
@@ -320,10 +324,10 @@ class _Fetch:
                 return
 
     def _keep(self, item: FetchItem, manifest: StateManifest) -> None:
-        """Raises CorruptPayload for an item that is damaged, or not the one that was asked for next."""
+        """Raises CorruptPayload for an item that is damaged, or is not the one that was requested next."""
         kept = self.kept
         if not isinstance(item, StateChunk) or not kept.missing or item.index != kept.missing[0]:
-            raise CorruptPayload("a chunk came that was not asked for")
+            raise CorruptPayload("it sent a chunk that was not requested")
         digest = manifest.chunk_digests[item.index]
         if len(item.payload) != kept.size(item.index) or blake3(item.payload).digest() != digest:
             raise CorruptPayload(f"chunk {item.index} of the state is damaged")

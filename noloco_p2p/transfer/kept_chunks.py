@@ -1,7 +1,7 @@
-"""A file that comes chunk by chunk, and which of its chunks were verified: kept over a restart of this program.
+"""A file that arrives chunk by chunk, and which of its chunks were verified, kept over a restart of this program.
 
-Beside the file stands FILE.digests with 32 bytes a chunk: the digest of what was verified, zeros for what is missing.
-What a crash tore is found by hashing again, so nothing needs to reach the disk in order.
+FILE.digests beside the file has 32 bytes per chunk: the digest of a verified chunk, zeros for a missing one. Chunks
+damaged by a crash are found by hashing them again, so nothing needs to reach the disk in order.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from blake3 import blake3
 from noloco_p2p.gossip.frames import STATE_CHUNK_BYTES
 
 DIGEST_BYTES = 32
-KEPT_FOR_S = 3600.0  # a swarm moves on: older chunks would be of quite another state than those that still come
+KEPT_FOR_S = 3600.0  # after that, older chunks would differ too much from those still to come
 
 
 def forget(path: Path) -> None:
-    """Remove a file that did not come whole."""
+    """Remove an incomplete file."""
     for each in (path, _digests_path(path)):
         each.unlink(missing_ok=True)
 
@@ -30,9 +30,9 @@ def _digests_path(path: Path) -> Path:
 
 
 class KeptChunks:
-    """Use as an async context manager: what takes long is done off the loop. Raises OSError.
+    """Use as an async context manager, which does slow work off the loop. Raises OSError.
 
-    missing: indices of the chunks that are not here. done_bytes: of those that are.
+    missing: indices of the missing chunks. done_bytes: size of the chunks that are here.
     """
 
     def __init__(self, path: Path, *, num_bytes: int) -> None:
@@ -77,24 +77,24 @@ class KeptChunks:
         self.done_bytes = self._num_bytes - sum(self.size(index) for index in self.missing)
 
     def size(self, index: int) -> int:
-        """Bytes of a chunk; all but the last have STATE_CHUNK_BYTES."""
+        """The bytes of a chunk; all but the last have STATE_CHUNK_BYTES."""
         return min(STATE_CHUNK_BYTES, self._num_bytes - index * STATE_CHUNK_BYTES)
 
     def put(self, index: int, payload: bytes, digest: bytes) -> None:
-        """A chunk that was verified goes to its place."""
+        """Write a verified chunk."""
         os.pwrite(self._file, payload, index * STATE_CHUNK_BYTES)
         os.pwrite(self._digests, digest, index * DIGEST_BYTES)
         self.missing.remove(index)
         self.done_bytes += len(payload)
 
     def start_over(self) -> None:
-        """Nothing of what came is of use: all chunks are missing again."""
+        """Discard everything that arrived: all chunks are missing again."""
         os.ftruncate(self._digests, 0)
         os.ftruncate(self._digests, DIGEST_BYTES * self._num_chunks)
         self.missing, self.done_bytes = list(range(self._num_chunks)), 0
 
     async def finish(self) -> None:
-        """All is here and on the disk; what was kept beside it goes."""
+        """Sync the complete file, and remove its digests."""
         assert not self.missing
         await asyncio.to_thread(os.fsync, self._file)
         self._digests_path.unlink()

@@ -1,6 +1,6 @@
-"""The slots of a donor: it serves two newcomers at a time and refuses the others with BUSY and a time to ask again.
+"""The slots of a donor: it serves two newcomers at a time and refuses others with BUSY and a time to ask again.
 
-Lives on the event loop.
+It belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from noloco_p2p.gossip.frames import RefuseCode
 NUM_SLOTS = 2  # each further upload would slow the others and the swaps of the donor
 STALLED_S = 30.0  # an upload that takes no chunk for this long loses its slot to the next caller
 FIRST_RETRY_S = 5.0  # before the time of a chunk is known
-RETRY_S = (1.0, 60.0)  # bounds of what a caller is told
+RETRY_S = (1.0, 60.0)  # bounds of the time that a caller is given
 
 
 class Upload:
@@ -33,7 +33,7 @@ class UploadSlots:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._uploads: list[Upload] = []
-        self._chunk_s: float | None = None  # seconds per chunk of one upload, a moving mean
+        self._chunk_s: float | None = None  # seconds per chunk of one upload, a moving average
 
     @contextmanager
     def take(self, num_chunks: int) -> Iterator[Upload]:
@@ -42,7 +42,7 @@ class UploadSlots:
         if len(self._uploads) >= NUM_SLOTS:
             self._evict_stalled(now_s)
         if len(self._uploads) >= NUM_SLOTS:
-            raise _busy(f"I already serve {NUM_SLOTS} newcomers", retry_after_s=self._retry_after_s())
+            raise _busy(f"I am already serving {NUM_SLOTS} newcomers", retry_after_s=self._retry_after_s())
         upload = Upload(num_chunks, now_s=now_s)
         self._uploads.append(upload)
         try:
@@ -52,9 +52,9 @@ class UploadSlots:
                 self._uploads.remove(upload)
 
     def took(self, upload: Upload) -> None:
-        """The newcomer took a chunk. Raises Refused when its slot was given to another one."""
+        """Note that the newcomer took a chunk. Raises Refused when its slot was given to another one."""
         if upload.is_evicted:
-            sentence = f"you took nothing for {STALLED_S:.0f} s, and another newcomer has your slot"
+            sentence = f"you took no chunk for {STALLED_S:.0f} s, so another newcomer has your slot"
             raise _busy(sentence, retry_after_s=self._retry_after_s())
         now_s = self._clock()
         chunk_s, upload.moved_s = now_s - upload.moved_s, now_s
@@ -62,13 +62,13 @@ class UploadSlots:
         self._chunk_s = chunk_s if self._chunk_s is None else 0.9 * self._chunk_s + 0.1 * chunk_s
 
     def _evict_stalled(self, now_s: float) -> None:
-        """A stalled upload waits in the network and cannot be ended from here, so only its slot is taken."""
+        """Take the slot of a stalled upload, which waits in the network and cannot be ended from here."""
         for upload in [upload for upload in self._uploads if now_s - upload.moved_s > STALLED_S]:
             upload.is_evicted = True
             self._uploads.remove(upload)
 
     def _retry_after_s(self) -> float:
-        """Until the upload with the fewest chunks left should end."""
+        """The expected time until the upload with the fewest chunks left ends."""
         if self._chunk_s is None or not self._uploads:
             return FIRST_RETRY_S
         least, most = RETRY_S

@@ -82,7 +82,7 @@ FLAGS = {
     "nan": Flag("7", "nothing", "NaN or infinity", early(NotFinite())),
     "nan-late": Flag("7", "early", "NaN or infinity", late(NotFinite())),
     "huge": Flag("8", "nothing", f"num_bytes={2**60}", early(Announce(num_bytes=2**60), at=Header)),
-    "scale": Flag("21", "nothing", "times the norm of the own ones", lie=gradient(1000)),
+    "scale": Flag("21", "nothing", "times the norm of this peer's own", lie=gradient(1000)),
     "scale-state": Flag("21", "clipped", lie=state(1000)),
     "random": Flag("21", "clipped", lie=noise),
     "flip-sign": Flag("22", "clipped", lie=gradient(-1)),

@@ -69,7 +69,7 @@ def message(name: str, **fields: Any) -> Any:
 
 
 async def ask(asker: Any, victim: SwarmNode, what: str, request: Any) -> Any:
-    """As anybody can who has the address, without hivemind between. Raises what the victim answers as a fault."""
+    """Send the request without hivemind, as anybody with the address can. Raises the fault that the victim answers."""
     handler, peer = f"DHTProtocol.rpc_{what.lower()}", PeerID.from_base58(victim.peer_id)
     calling = asker._p2p._client.call_unary_handler(peer, handler, request.SerializeToString())
     answer = message(f"{what}Response")

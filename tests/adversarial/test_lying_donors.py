@@ -46,7 +46,7 @@ LIAR = identity_of("liar").peer_id
 
 @dataclass(frozen=True)
 class Lie:
-    """What the liar gives, made of the weights that it should give, and what is said of it."""
+    """A liar's vectors, made from the weights that it should send, and the reason that its refusal names."""
 
     vectors: Callable[[Tensor], dict[str, Tensor]] = lambda weights: state_of(weights)
     data: Callable[[int], bytes] | None = None  # instead of a state file, of so many bytes
@@ -84,9 +84,9 @@ LIES = {
         lambda weights: {"slow_weights": weights, "outer_momentum": torch.full_like(weights, torch.inf)},
         why="not finite",
     ),
-    "garbage": Lie(data=lambda num_bytes: b"\xff" * num_bytes, why="no safetensors file"),
-    "other-shape": Lie(data=renamed, why="of another model"),
-    "other-size": Lie(lambda weights: state_of(weights[:-1].clone()), why="of another model or size"),
+    "garbage": Lie(data=lambda num_bytes: b"\xff" * num_bytes, why="not a safetensors file"),
+    "other-shape": Lie(data=renamed, why="belongs to another model"),
+    "other-size": Lie(lambda weights: state_of(weights[:-1].clone()), why="another model, or has another size"),
     "far-ahead": Lie(progress=0.99, why="99.0 % of the schedule"),
     "nowhere": Lie(progress=float("nan"), why="nan % of the schedule"),
     "many-rounds": Lie(round=10**6, why="round 1000000"),
@@ -105,7 +105,7 @@ def start() -> tuple[Tensor, ModelLayout]:
 
 
 def noise(seed: int, weights: Tensor) -> Tensor:
-    """Of length 1."""
+    """A vector of length 1."""
     values = torch.randn(weights.shape, generator=torch.Generator().manual_seed(seed))
     return values / values.norm()
 
@@ -190,7 +190,9 @@ def test_a_state_that_counts_less_is_named(
     assert run(["export", "--merge", ticket, str(tmp_path / "model")]) == 0
     out = capsys.readouterr().out
     assert "the mean of 8 peers" in out
-    assert f"these states are further from the others than they count, in shares of the norm: {named(LIAR)} (" in out
+    assert (
+        f"these states are far from the others and were clipped; distances relative to the norm: {named(LIAR)} (" in out
+    )
 
 
 def test_states_that_are_honest_are_averaged_as_they_are(
@@ -231,7 +233,7 @@ def test_where_only_a_liar_is_there_the_command_ends_with_a_sentence(
     state_dir = ["--state-dir", str(tmp_path / "state")] if command == ["fork"] else []
     assert run([*command, ticket, str(tmp_path / "made"), *state_dir]) == 4
     said = capsys.readouterr()
-    assert "gave a state that can be used" in said.err
+    assert "gave a usable state" in said.err
     assert named(LIAR) in said.err
     assert LIES[name].why in said.err
     assert "Traceback" not in said.err + said.out
@@ -243,7 +245,7 @@ def test_of_two_states_that_differ_wildly_none_is_taken(
 ) -> None:
     ticket = use(crowd_with(tmp_path, LIES["six-six-six"], num_honest=1), monkeypatch)
     assert run(["export", "--merge", ticket, str(tmp_path / "model")]) != 0
-    assert "nobody can tell which of them are wrong" in capsys.readouterr().err
+    assert "too far apart to decide which ones are wrong" in capsys.readouterr().err
 
 
 # a newcomer, and who has fallen behind

@@ -108,7 +108,7 @@ async def is_served(there: Candidate, name: str) -> bool:
 
 
 def test_who_greets_in_a_loop_keeps_nobody_of_its_network_out() -> None:
-    """Nor, as all of these come from this machine, who calls by another relay."""
+    """All callers come from this machine here, so this holds for callers through another relay, too."""
 
     async def main(there: Victim) -> None:
         greeters = [Greeter(there.candidate) for _ in range(2)]
@@ -134,7 +134,7 @@ def test_a_connection_greets_twice_and_no_more() -> None:
                 await proof(stub, there.candidate, "stranger")
             fault = await fault_of(proof(stub, there.candidate, "stranger"))
             assert isinstance(fault, Refused)
-            assert "over 2 greetings" in str(fault)
+            assert "more than 2 greetings" in str(fault)
 
     run(main)
 

@@ -47,7 +47,7 @@ class Quiet:
 
 
 class Victim:
-    """As others see it, and what it costs."""
+    """The victim as others see it, and what an attack costs it."""
 
     def __init__(self, candidate: Candidate, pid: int) -> None:
         self.candidate = candidate

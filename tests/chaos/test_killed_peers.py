@@ -96,14 +96,14 @@ def test_a_killed_p2pd_is_started_again_and_training_does_not_notice(swarm: Swar
     done = len(swarm.b.events("round"))
     old = swarm.b.p2pd()
     old.kill()
-    swarm.b.wait_for("p2pd is gone (signal 9); starting it again")
+    swarm.b.wait_for("p2pd has ended (signal 9); restarting it")
     new = until(swarm.b.find_p2pd, what="another p2pd")
     assert new.pid != old.pid
     swarm.b.swap_with(swarm.a, after=done + 3)
 
 
 def test_a_frozen_peer_costs_its_partner_no_more_than_the_wait(swarm: Swarm) -> None:
-    """SIGSTOP: its kernel still answers for it, and nobody is told."""
+    """SIGSTOP: its kernel still answers for it, and no other peer is informed."""
     done = len(swarm.a.events("round"))
     frozen_s = time.time()
     swarm.b.send(signal.SIGSTOP)

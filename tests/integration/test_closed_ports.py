@@ -27,7 +27,7 @@ def why_not() -> str:
 
 
 def relayed(peer: PeerProcess) -> dict[str, Any] | None:
-    """What it says of its reach, once a relay keeps a place for it."""
+    """The reachability that a peer reports once it has a reservation at a relay."""
     found = (ask(peer.folder, "status") or {}).get("reach", {})
     return found if found.get("state") == "relayed" else None
 

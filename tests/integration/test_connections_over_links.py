@@ -268,7 +268,7 @@ def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
         (join("somebody else"), "no swap with this id"),
         (join(run_name="another"), "another run"),
         (framing.encode(Ready(Part.EARLY)), "begins with a Join"),
-        (b"\xff\xff", "no message of this protocol"),
+        (b"\xff\xff", "not a message of this protocol"),
     ],
     ids=["unknown id", "no id", "another peer", "another run", "no join", "garbage"],
 )

@@ -56,7 +56,7 @@ def _sockets() -> set[str]:
 
 
 def _is_served(path: str) -> bool:
-    """Whether a process of now listens there."""
+    """Whether a process listens there now."""
     return any(connection.laddr == path for connection in psutil.net_connections("unix"))
 
 

@@ -127,7 +127,7 @@ def free_port() -> int:
 
 
 def write_data(folder: Path) -> None:
-    """Of the kinds that the pages name: C4's files, and a table with tokens."""
+    """Write data of the kinds that the pages name: C4's files, and a table with tokens."""
     (folder / "c4").mkdir(parents=True)
     (folder / "reddit").mkdir()
     for name in ("c4-train.00000-of-00001", "c4-validation.00000-of-00001"):

@@ -98,7 +98,7 @@ class Node:
 
 
 class Town:
-    """Who can be found. A peer that cannot be dialled is found, and takes no calls."""
+    """The peers that can be found. A peer that cannot be dialled is found, but takes no calls."""
 
     def __init__(self, **limits: Any) -> None:
         self.nodes: dict[str, Node] = {}
@@ -249,7 +249,7 @@ def test_urgent_frames_overtake_a_forward_and_time_in_the_queue_counts() -> None
 
 
 def test_a_call_of_the_same_peer_takes_the_place_of_its_stream() -> None:
-    """As after a restart that this side has not noticed."""
+    """This happens after a restart that this side has not noticed."""
 
     async def main() -> None:
         async with town((LOW, 1)) as (_, [node]):

@@ -341,7 +341,7 @@ def test_a_message_that_is_too_large_is_refused_and_the_peer_lives_on() -> None:
 def test_garbage_ends_the_stream_with_a_sentence_on_either_side(
     garbage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not at the next time-out: the frame that is no frame is told at once."""
+    """An invalid frame is reported at once, not at the next timeout."""
     seen: list[str] = []
 
     async def on_swap(stream: FrameStream) -> None:
@@ -560,7 +560,7 @@ def test_a_third_newcomer_is_refused_until_one_leaves(tmp_path: Path) -> None:
             for upload in running:
                 await anext(upload)
             third = transport().fetch(there, want, timeout_s=PATIENCE_S)
-            with pytest.raises(Refused, match="already serve 2 newcomers") as refusal:
+            with pytest.raises(Refused, match="already serving 2 newcomers") as refusal:
                 await anext(third)
             assert refusal.value.code == "BUSY"
             assert refusal.value.retry_after_s > 0

@@ -1,4 +1,4 @@
-"""Only the DHT of hivemind is loaded, and whoever wants the rest of it in the same program still gets it."""
+"""Only the DHT of hivemind is loaded, and a program that needs the rest of hivemind still gets it."""
 
 from __future__ import annotations
 

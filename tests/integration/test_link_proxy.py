@@ -27,7 +27,7 @@ PERFECT = LinkProfile("perfect", down_mbit_s=10_000, up_mbit_s=10_000, delay_ms=
 
 
 class Peer:
-    """What the proxy stands before: sends back what comes, after it has all come, or as it comes."""
+    """The server behind the proxy: sends back what arrives, after all of it has arrived, or as it arrives."""
 
     def __init__(self) -> None:
         self.received = 0

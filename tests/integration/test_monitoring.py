@@ -94,7 +94,7 @@ class Terminal:
             self.process.send_signal(signal.SIGWINCH)
 
     def lines(self) -> list[str]:
-        """What stands on the screen by now."""
+        """The current content of the screen."""
         while select.select([self._master], [], [], 0.05)[0]:
             try:
                 data = os.read(self._master, 65_536)
@@ -184,7 +184,7 @@ def test_a_peer_serves_prometheus_and_tells_where_its_settings_came_from(swarm: 
     text = noloco("status", "--state-dir", swarm.peers[0].folder).stdout
     assert "settings  " in text
     assert "127.0.0.1:0  (flag)" in text
-    assert "have their defaults (--json shows them)" in text
+    assert "have their defaults (shown by --json)" in text
     assert "save_every_rounds" not in text
 
 
@@ -218,7 +218,7 @@ def test_the_page_shows_the_swarm_keeps_its_curves_and_tells_of_a_killed_peer(sw
     complaints: list[str] = []
     with ExitStack() as stack:
         monitor = stack.enter_context(Command(*web, log=swarm.folder / "web.txt"))
-        url = monitor.wait_for("the swarm is at http").split()[4]
+        url = monitor.wait_for("the page is at http").split()[4]
         browser = stack.enter_context(sync_playwright()).chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
         )
@@ -281,7 +281,7 @@ def test_the_page_shows_the_swarm_keeps_its_curves_and_tells_of_a_killed_peer(sw
         assert "Traceback" not in monitor.text
         assert "ERROR" not in monitor.text
         again = stack.enter_context(Command(*web, log=swarm.folder / "web-again.txt"))
-        url = again.wait_for("the swarm is at http").split()[4]
+        url = again.wait_for("the page is at http").split()[4]
         page.goto(url)
         wait(f"state.history !== null && state.history.time_s.length >= {samples} - 1")
         for path in ("healthz", "metrics", "api/status"):

@@ -1,4 +1,4 @@
-"""What `pip install` brings: the wheel has all files of the package and nothing else, and runs from where it lies."""
+"""What `pip install` brings: the wheel has exactly the files of the package, and runs where it is installed."""
 
 from __future__ import annotations
 

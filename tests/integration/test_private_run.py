@@ -1,5 +1,5 @@
-"""A private run over real gRPC: who is not invited gets no further than TLS, and who was invited until yesterday, no
-further than the greeting. Bans are told in words."""
+"""A private run over real gRPC: a peer without an invitation gets no further than TLS, and one with
+an expired invitation no further than the greeting. A refusal names the ban and its reason."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_invited_are_served_and_strangers_get_no_further_than_tls() -> None:
 def test_an_invitation_that_has_ended_is_told_in_words() -> None:
     async def main() -> None:
         async with answering(invitation()) as (service, there):
-            with pytest.raises(Refused, match="the invitation ended on") as refused:
+            with pytest.raises(Refused, match="the invitation expired on") as refused:
                 await status(there, invitation(in_s=-10))
             assert refused.value.code == RefuseCode.NOT_INVITED.name
             assert not service.admitted

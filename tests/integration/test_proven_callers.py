@@ -145,7 +145,7 @@ def test_a_record_that_claims_the_session_of_another_leads_nowhere() -> None:
     async def main() -> None:
         async with answering() as (service, there):
             thief = replace(there, peer_id=identity_of("thief").peer_id)
-            with pytest.raises(PeerError, match="not that peer"):
+            with pytest.raises(PeerError, match="another peer answered"):
                 await transport().status(thief, timeout_s=PATIENCE_S)
             assert not service.admitted
 
@@ -169,9 +169,9 @@ def test_a_hello_in_the_name_of_another_is_refused() -> None:
     async def main() -> None:
         async with answering() as (service, there):
             liar = transport(name="somebody else")
-            with pytest.raises(Refused, match="says that it is another peer"):
+            with pytest.raises(Refused, match="claims to be another peer"):
                 await liar.status(there, timeout_s=PATIENCE_S)
-            with pytest.raises(Refused, match="says that it is another peer"):
+            with pytest.raises(Refused, match="claims to be another peer"):
                 await first_item(liar, there)
             stream = await liar.open_swap(there, timeout_s=PATIENCE_S)
             await stream.send(Offer(hello_of("somebody else"), bytes(16), BOUNDARY))
@@ -191,8 +191,8 @@ def test_no_proof_and_a_proof_used_before_are_told_in_words() -> None:
         async with answering() as (service, there):
             for used, metadata, words in (
                 (False, (), "greet first"),
-                (True, None, "a proof serves for one call"),
-                (False, (("noloco-proof-bin", b"\xff"),), "no message of this protocol"),
+                (True, None, "a proof is valid for one call"),
+                (False, (("noloco-proof-bin", b"\xff"),), "not a message of this protocol"),
             ):
                 async with Connector(CALLER).dialled(there, timeout_s=PATIENCE_S) as connection:
                     stub = PeerStub(connection.channel)

@@ -81,7 +81,7 @@ async def directory(
 
 @asynccontextmanager
 async def rogue(folder: Path, bootstrap: str) -> AsyncIterator[SwarmNode]:
-    """A node without a validator: it sends whatever it is told to."""
+    """A node without a validator: it sends any record."""
     path = folder / "rogue.key"
     identity = Identity.load_or_create(path)
     node = await SwarmNode.start(path, identity.peer_id, ListenOn("127.0.0.1", 0))
@@ -96,7 +96,7 @@ async def rogue(folder: Path, bootstrap: str) -> AsyncIterator[SwarmNode]:
 
 
 async def put(node: SwarmNode, record: PeerRecord, signed_by: Identity, *, subkey: str = "") -> None:
-    """As the rogue signs it, not as the rules want it."""
+    """Store a record that is signed by another key than the rules want."""
     made = replace(record, peer_id=signed_by.peer_id)
     value = encode_record(made, signed_by).replace(signed_by.peer_id.encode(), record.peer_id.encode())
     with suppress(DirectoryError):  # that it is told no is not what these tests are about

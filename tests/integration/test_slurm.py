@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 @contextmanager
 def job(script: Path, name: str, *arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
-    """What `sbatch --job-name=NAME` would start. At its end every process of it is killed."""
+    """What `sbatch --job-name=NAME` would start. All of its processes are killed when the context ends."""
     folder = script.parent
     environment = os.environ | {
         "HOME": str(folder),

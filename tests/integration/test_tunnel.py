@@ -49,7 +49,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """What the gRPC server of the called peer is to a tunnel: bytes in, bytes out."""
+    """Stands for the gRPC server of the called peer: bytes in, bytes out."""
     try:
         while data := await reader.read(1 << 16):
             writer.write(data)

@@ -67,7 +67,7 @@ def test_faults_fade(bans: BanList, clock: Clock) -> None:
 
 
 def test_what_is_no_peer_id_and_what_cannot_be_written_is_told(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="no peer id"):
+    with pytest.raises(SettingsError, match="not a peer id"):
         BanList(tmp_path / "bans.json").ban("somebody", "x", for_s=60)
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingsError, match="cannot be written"):

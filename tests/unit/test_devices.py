@@ -75,7 +75,7 @@ def test_a_device_that_is_not_here_is_refused_in_words(monkeypatch: pytest.Monke
     with pytest.raises(SettingsError, match=r"--device 'tpu' must be auto, cpu, cuda:N"):
         choose_device("tpu")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(SettingsError, match=r"this torch finds no GPU of Apple's here; use --device cpu"):
+    with pytest.raises(SettingsError, match=r"this torch finds no Apple GPU here; use --device cpu"):
         choose_device("mps")
     monkeypatch.setattr(torch.backends.mps, "is_built", lambda: False)
     with pytest.raises(SettingsError, match=r"this torch is built without MPS"):
@@ -183,7 +183,7 @@ def test_a_model_must_fit_into_the_gpu_and_with_all_else_into_a_mac(monkeypatch:
 
     monkeypatch.setattr(needs, "total_memory", lambda: 100 * GIB)
     check(500_000_000)
-    with pytest.raises(SettingsError, match=r"of memory on mps, .* 10\.0 GiB in all"):
+    with pytest.raises(SettingsError, match=r"of memory on mps, .* this machine has 10\.0 GiB"):
         check(800_000_000)  # 16 bytes each
     monkeypatch.setattr(needs, "total_memory", lambda: 9 * GIB)
     with pytest.raises(SettingsError, match=r"of main memory and swap space"):

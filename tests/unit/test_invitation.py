@@ -33,9 +33,9 @@ def test_peers_with_different_invitations_to_a_run_know_each_other() -> None:
     ("membership", "now_s", "words"),
     [
         (b"", NOW_S, "shows no invitation"),
-        (FOREIGN.membership(PEER), NOW_S, "not signed by its key"),
-        (THERE.membership(identity_of("thief").peer_id), NOW_S, "not that of this peer"),
-        (THERE.membership(PEER), NOW_S + 101, "ended on 2027-01-15"),
+        (FOREIGN.membership(PEER), NOW_S, "not signed by its run key"),
+        (THERE.membership(identity_of("thief").peer_id), NOW_S, "belongs to another peer"),
+        (THERE.membership(PEER), NOW_S + 101, "expired on 2027-01-15"),
     ],
 )
 def test_strangers_thieves_and_those_who_are_late_are_refused(membership: bytes, now_s: float, words: str) -> None:

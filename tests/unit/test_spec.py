@@ -80,7 +80,7 @@ def test_the_digest_does_not_change_by_accident() -> None:
 def test_a_spec_from_the_network_must_be_the_one_that_was_asked_for() -> None:
     data = SPEC.canonical_json()
     assert TrainerSpec.from_json(data, expected_digest=SPEC.digest(), origin="peer") == SPEC
-    with pytest.raises(SpecError, match=r"the ticket asks for 0000000000000000\.\."):
+    with pytest.raises(SpecError, match=r"but the ticket has 0000000000000000\.\."):
         TrainerSpec.from_json(data, expected_digest="0" * 64, origin="peer")
     with pytest.raises(SpecError, match="not JSON"):
         TrainerSpec.from_json(b"\xff", expected_digest=SPEC.digest(), origin="peer")
@@ -89,7 +89,7 @@ def test_a_spec_from_the_network_must_be_the_one_that_was_asked_for() -> None:
 
 
 def test_missing_and_broken_files_are_told(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="no such file; `noloco init"):
+    with pytest.raises(SpecError, match="does not exist; `noloco init"):
         TrainerSpec.load(tmp_path / "none.toml")
     broken = tmp_path / "broken.toml"
     broken.write_text("name = ")
@@ -127,7 +127,7 @@ def test_what_has_no_effect_without_a_late_part_is_warned_of() -> None:
     assert SPEC.with_changes(changes).warnings() == []
     weigh, wait = early.with_changes(changes).warnings()
     assert weigh.startswith("outer.weigh_tokens is ignored: outer gradients do not travel")
-    assert wait.startswith("outer.max_wait_s has an effect in closing rounds alone")
+    assert wait.startswith("outer.max_wait_s has an effect only in closing rounds")
 
 
 @pytest.mark.parametrize("field", ["codec.slow_weights", "codec.outer_momentum", "pipeline.activations"])
@@ -139,7 +139,7 @@ def test_coarse_codecs_are_for_outer_gradients_alone(field: str, name: str) -> N
 
 
 def test_a_codec_of_a_later_version_is_refused_with_the_known_ones() -> None:
-    """What a peer of another version gets by ticket: it must say which field it is."""
+    """A peer of another version gets this spec by ticket: the error must name the field."""
     values = SPEC.model_dump(mode="json")
     values["codec"]["outer_gradient"] = "int3"
     data = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()

@@ -1,9 +1,9 @@
-"""The DHT node on top of hivemind, and the only package that imports hivemind: a new release of it changes these files.
+"""The DHT node on top of hivemind. Only this package imports hivemind, so a new release of it affects only these files.
 
-This file is what the rest of the project uses. It imports hivemind (seconds, 290 MB) when a node starts, and undoes
-what that import does to the program: it switches torch's sharing strategy, installs a log handler that writes to the
+This file is the interface to the rest of the project. It imports hivemind (seconds, 290 MB) when a node starts, and
+undoes side effects of that import: it changes torch's sharing strategy, installs a log handler that writes to the
 terminal, and renames the level WARNING. hivemind's averagers, optimizers and experts, which nothing here uses, cost
-52 MB and a third of the time, so they are imported on their first use.
+52 MB and a third of the time, so they are imported on first use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def load() -> None:
-    """Import hivemind. Blocks for seconds the first time: run it in a thread. Idempotent."""
+    """Import hivemind. Blocks for seconds the first time, so run it in a thread. Idempotent."""
     import torch.multiprocessing
 
     _defer_package()
@@ -33,7 +33,7 @@ def load() -> None:
     import hivemind.dht.node  # noqa: F401
     from hivemind.utils.logging import use_hivemind_log_handler
 
-    for name, module in list(sys.modules.items()):  # its time is time.time, which jumps when a machine's clock is set
+    for name, module in list(sys.modules.items()):  # it uses time.time, which jumps when a machine's clock is set
         if name.startswith("hivemind.") and "get_dht_time" in vars(module):
             vars(module)["get_dht_time"] = CLOCK.now
     torch.multiprocessing.set_sharing_strategy(strategy)
@@ -44,18 +44,18 @@ def load() -> None:
 
 
 def _defer_package() -> None:
-    """Make `import hivemind.dht` run without what hivemind/__init__.py imports besides: that waits for a first use."""
+    """Let `import hivemind.dht` run without the other imports of hivemind/__init__.py, which wait for a first use."""
     if "hivemind" in sys.modules:
         return
     spec = importlib.util.find_spec("hivemind")
     if spec is None or spec.loader is None:
-        raise DirectoryError("hivemind is not installed; install noloco_p2p again, with all that it needs")
+        raise DirectoryError("hivemind is not installed; reinstall noloco_p2p with its dependencies")
     loader, package = spec.loader, importlib.util.module_from_spec(spec)
 
     def on_first_use(name: str) -> Any:
-        if name.startswith("__"):  # asked for by the import system and by inspection, not by a user
+        if name.startswith("__"):  # requested by the import system or by inspection, not by a user
             raise AttributeError(name)
-        if submodule := sys.modules.get(f"hivemind.{name}"):  # loaded, or being loaded just now
+        if submodule := sys.modules.get(f"hivemind.{name}"):  # loaded, or being loaded
             return submodule
         del package.__dict__["__getattr__"]
         loader.exec_module(package)
@@ -66,7 +66,7 @@ def _defer_package() -> None:
 
 
 async def attach(control_socket: str) -> DaemonClient:
-    """A client of a running p2pd."""
+    """Attach a client to a running p2pd."""
     from noloco_p2p.swarm.kademlia.client import DaemonClient
 
     return await DaemonClient.attach(control_socket)
@@ -75,7 +75,9 @@ async def attach(control_socket: str) -> DaemonClient:
 async def start_dht(
     p2p: DaemonClient, *, is_client: bool, own_addresses: Callable[[], Sequence[str]], guard: DialGuard
 ) -> BoundedNode:
-    """A DHT node on an attached client, without peers. `own_addresses`: where it can be dialled, without peer id."""
+    """Start a DHT node on an attached client, without peers. `own_addresses`: where it can be dialled, without peer
+    id.
+    """
     from noloco_p2p.swarm.kademlia.protocol import BoundedNode
 
     node = BoundedNode(p2p, is_client=is_client, own_addresses=own_addresses, guard=guard)

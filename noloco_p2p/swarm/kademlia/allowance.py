@@ -1,8 +1,8 @@
-"""How much others may ask of this node: a rate for each peer, and one for all of them together. Pure.
+"""How much others may ask of this node: a rate per peer, and one for all of them together. Pure.
 
-Peer ids cost nothing, so many of them can use up what there is for all. A node that has answered a question of this
-one has a small allowance of its own besides, which no other peer can use up. Who only asks is never given one; and as
-long as those who have one go on answering, others have to wait for a free place.
+Peer ids cost nothing, so many of them can use up the shared rate. A node that has answered a question of this one also
+has a small allowance of its own, which no other peer can use up. Peers that only ask never get one; and while its
+owners keep answering, others have to wait for a free place.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections import OrderedDict
 from noloco_p2p.rates import Buckets, Rate, TokenBucket
 
 MAX_PEERS = 1024  # that are counted
-MAX_KNOWN = 64  # nodes with an allowance of their own
-KNOWN_FOR_S = 300.0  # after its last answer a node keeps its place, if others want one
+MAX_KNOWN = 64  # nodes with their own allowance
+KNOWN_FOR_S = 300.0  # how long a node keeps its place after its last answer, if others want it
 
 
 class Allowance:
-    """Ask `admits` before the work, and `charge` what it cost. `now_s` is of any clock that does not go back.
+    """Call `admits` before the work, and `charge` its cost. `now_s` is of any clock that does not go back.
 
-    `of_known`: what each of MAX_KNOWN nodes has for itself when there is nothing left of `of_all`.
+    `of_known`: what each of MAX_KNOWN nodes has for itself when `of_all` is used up.
     """
 
     def __init__(self, *, of_one: Rate, of_all: Rate, of_known: Rate) -> None:
@@ -49,7 +49,7 @@ class Allowance:
         self._peers.of(peer_id, now_s).left -= units
 
     def _payer(self, peer_id: str, now_s: float) -> TokenBucket:
-        """What is there for all, and when that is used up, the peer's own allowance where it has one; refilled."""
+        """The shared bucket, or when that is empty the peer's own one if it has one; refilled."""
         payer = self._all
         if self._all.refill(now_s) <= 0.0 and peer_id in self._known:
             payer = self._known[peer_id][1]

@@ -1,8 +1,8 @@
-"""The connection to p2pd, with bounds: hivemind's client, where a stranger's requests are answered in small portions.
+"""The connection to p2pd, with bounds: hivemind's client, which answers strangers' requests in small portions.
 
-hivemind makes a task for each request that p2pd passes on, without limit, and reads as many of them in one turn of the
-event loop as have come. Here most requests are answered as they are read, the rest by a bounded number of tasks, and
-the loop gets its turn every TURN_S. p2pd waits when answers are not taken.
+hivemind creates a task for each request that p2pd passes on, without limit, and reads all that have arrived in one turn
+of the event loop. Here most requests are answered as they are read, the rest by a bounded number of tasks, and the loop
+runs other callbacks every TURN_S. p2pd waits when answers are not taken.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from noloco_p2p.swarm.streams import StreamHandler
 T = TypeVar("T")
 Handler = Callable[[bytes, PeerID], bytes | Awaitable[bytes]]
 
-TURN_S = 0.002  # of reading, before other callbacks of the loop get their turn
-MAX_ANSWERING, MAX_ANSWERING_OF_ONE = 64, 4  # requests whose answer has to wait for something; of one peer
+TURN_S = 0.002  # of reading, before other callbacks of the loop run
+MAX_ANSWERING, MAX_ANSWERING_OF_ONE = 64, 4  # requests whose answer has to wait; of one peer
 MAX_UNSENT = 256  # messages to p2pd
-MESSAGE_BYTES = 1024  # of a message to p2pd, beside the answer
+MESSAGE_BYTES = 1024  # of a message to p2pd, besides the answer
 
-# What a call to another node ends in: p2pd, sockets, time-outs, and bytes that are no answer (protobuf, MessagePack).
+# The errors of a call to another node: p2pd, sockets, timeouts, and bytes that are not an answer.
 ANSWER_FAULTS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError, DecodeError, DirectoryError)
 
 _opened: ContextVar[list[asyncio.StreamWriter]] = ContextVar("connections to p2pd that a question has opened")
-known_id = lru_cache(maxsize=1024)(PeerID)  # a hash and a base58 text each
+known_id = lru_cache(maxsize=1024)(PeerID)  # each costs a hash and a base58 text
 
 
 class NotingConnector(DaemonConnector):
-    """Notes the connections that a question opens: hivemind leaves that of a failed one open."""
+    """Records the connections that a question opens, because hivemind leaves that of a failed one open."""
 
     async def open_connection(self) -> Any:
         reader, writer = await super().open_connection()
@@ -58,7 +58,7 @@ class BoundedControl(ControlClient):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._pending_messages = asyncio.Queue(MAX_UNSENT)
-        self._answering: dict[asyncio.Task[None], bytes] = {}  # and who asks
+        self._answering: dict[asyncio.Task[None], bytes] = {}  # and the asking peer
 
     async def _read_from_persistent_conn(self, reader: asyncio.StreamReader) -> None:
         began_s = time.monotonic()
@@ -77,7 +77,7 @@ class BoundedControl(ControlClient):
                 began_s = time.monotonic()
 
     def _resolve(self, message: Any) -> None:
-        """An answer to a call of this side. Who has given up waiting, or never asked, gets none."""
+        """Handle an answer to a call of this side. If the caller has given up, or never asked, it is dropped."""
         future = self._pending_calls.get(UUID(bytes=message.callId))
         if future is None or future.done():
             return
@@ -91,7 +91,7 @@ class BoundedControl(ControlClient):
             future.set_result(message.callUnaryResponse.response)
 
     async def _answer(self, call_id: bytes, request: Any) -> None:
-        """A handler that returns bytes is through with it; for one that has to wait there is a task."""
+        """Run a handler. Bytes are the answer; a handler that has to wait gets a task."""
         handler: Handler | None = self.unary_handlers.get(request.proto)  # pyright: ignore[reportAssignmentType]
         if handler is None:
             return await self._reply(call_id, error=b"no such handler")
@@ -119,7 +119,7 @@ class BoundedControl(ControlClient):
             await self._reply(call_id, response=response)
 
     async def _reply(self, call_id: bytes, **answer: bytes) -> None:
-        """p2pd ends when it gets a longer message than it was told to expect."""
+        """Send an answer. p2pd ends when a message is longer than announced."""
         if sum(map(len, answer.values())) > MAX_MESSAGE_BYTES - MESSAGE_BYTES:
             answer = {"error": b"the answer is too long"}
         response = vars(p2pd_pb2)["CallUnaryResponse"](**answer)
@@ -133,13 +133,13 @@ class BoundedControl(ControlClient):
 
 
 class DaemonClient(P2P):
-    """A client of a running p2pd. Make it with `attach()`, and see it off with `detach()`."""
+    """A client of a running p2pd. Create it with `attach()`, and end it with `detach()`."""
 
     def __init__(self) -> None:
         super().__init__()
         listen = f"{self._UNIX_SOCKET_PREFIX}p2pclient-{secrets.token_urlsafe(8)}.sock"
         self._client_listen_maddr = Multiaddr(listen)
-        self._daemon_listen_maddr = None  # its socket is removed by who has started it
+        self._daemon_listen_maddr = None  # its creator removes its socket
         self._child, self._alive = None, True
 
     @classmethod
@@ -159,7 +159,7 @@ class DaemonClient(P2P):
         return client
 
     async def detach(self) -> None:
-        """Close it, dead daemon or not, and see its tasks off: hivemind leaves their exceptions to be logged."""
+        """Close the client, even if the daemon is dead, and its tasks, whose exceptions hivemind would log."""
         tasks = [*self.connection_tasks(), *self._control._answering]
         if self._listen_task is not None:
             tasks.append(self._listen_task)
@@ -172,9 +172,9 @@ class DaemonClient(P2P):
         return control.control
 
     def connection_tasks(self) -> list[asyncio.Task[None]]:
-        """The tasks behind the one lasting connection; the first of them to end means that it is lost.
+        """The tasks of the one permanent connection; when the first of them ends, it is lost.
 
-        hivemind has no public sign for that: its calls then wait for their time-outs for ever after.
+        hivemind has no public signal for that: afterwards all its calls wait for their timeouts.
         """
         control: Any = self._control
         return [control._read_task, control._write_task]
@@ -185,11 +185,11 @@ class DaemonClient(P2P):
         return self.peer_id.to_bytes() if self.peer_id else b""
 
     async def handle_requests(self, protocol: str, handler: Handler) -> None:
-        """From now on `handler` answers the requests of this protocol; what it raises is told to who has asked."""
+        """Let `handler` answer the requests of this protocol from now on; its errors are sent to the caller."""
         await self._control.add_unary_handler(protocol, handler)  # pyright: ignore[reportArgumentType]
 
     async def ask(self, peer: PeerID, protocol: str, request: bytes) -> bytes:
-        """The answer of another peer."""
+        """Return the answer of another peer."""
         return await self._control.call_unary_handler(peer, protocol, request)
 
     async def connect(self, peer_id: str, addresses: Sequence[str]) -> None:
@@ -198,7 +198,7 @@ class DaemonClient(P2P):
         await _asked(self._control.connect(PeerID.from_base58(peer_id), multiaddrs))
 
     async def open_stream(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Raw bytes both ways to a peer that libp2p is connected to, or can dial."""
+        """Open a raw byte stream to a peer that libp2p is connected to, or can dial."""
         _, reader, writer = await _asked(self.call_binary_stream_handler(PeerID.from_base58(peer_id), protocol))
         return reader, writer
 
@@ -208,14 +208,14 @@ class DaemonClient(P2P):
         return [(str(peer.peer_id), str(address)) for peer in peers for address in peer.addrs]
 
     async def hosts_of(self, peer_id: str) -> set[str]:
-        """Where a peer is, by its connections; "" stands for a way by a relay, and an empty set for no connection.
+        """The hosts of a peer, by its connections; "" stands for a relay, and an empty set for no connection.
 
-        Where there is one, libp2p dials none of the addresses that `connect` gets.
+        If there is a connection, libp2p dials none of the addresses that `connect` gets.
         """
         return {host_in(address) for peer, address in await self.remote_addresses() if peer == peer_id}
 
     async def handle_streams(self, protocol: str, handler: StreamHandler) -> None:
-        """From now on `handler` gets (peer id, reader, writer) of each stream of this protocol; it is closed for it."""
+        """Pass (peer id, reader, writer) of each stream of this protocol to `handler`, which need not close it."""
 
         async def on_stream(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
@@ -226,12 +226,12 @@ class DaemonClient(P2P):
         await _asked(self.add_binary_stream_handler(protocol, on_stream))
 
     async def answers(self) -> None:
-        """Returns when the daemon has answered a question."""
+        """Return when the daemon has answered a question."""
         await _asked(self.get_visible_maddrs(latest=True))
 
 
 async def _asked(question: Awaitable[T]) -> T:
-    """The answer of p2pd. hivemind leaves the connection of a question open that fails or is cut short."""
+    """Return p2pd's answer. hivemind leaves the connection open if a question fails or is cancelled."""
     writers: list[asyncio.StreamWriter] = []
     before = _opened.set(writers)
     try:

@@ -1,8 +1,8 @@
-"""What a DHT node believes of others: one place in the key space for each, answers of now, records that are valid.
+"""What a DHT node believes of others: one place in the key space each, current answers, and valid records.
 
-hivemind takes all places that a node claims, so one identity could stand on every side of a run's key and be the only
-one that is asked; and an answer that says to be good for ever ends a search, empty as it may be. It keeps whoever was
-heard of once, too, in a list that only grows. Of a third node only the place is believed that follows from its peer id.
+hivemind accepts all places that a node claims, so one identity could surround a run's key and be the only one that is
+asked. An answer that claims to be valid forever ends a search, even if it is empty. hivemind also keeps every node that
+it ever heard of, in a list that only grows. Here, a third node is believed only at the place that follows from its id.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ MAX_PEER_ID_CHARS = 64
 
 @lru_cache(maxsize=4096)
 def place_of(peer_id: str) -> DHTID:
-    """Where the node of a peer stands; the same after a restart."""
+    """The place of a peer's node; the same after a restart."""
     return DHTID.generate(source=peer_id)
 
 
 def claim(table: RoutingTable, place: DHTID, peer: PeerID) -> PeerID | None:
-    """Take a node that answers into the table, in the place that it claims. Returns one to look after, if any.
+    """Add a node that answers to the table, at the place that it claims. Returns a node to ping, if any.
 
-    Of itself a node may claim one place, the first (that of a plain hivemind node is random), and none that another
-    node has.
+    A node may claim only one place for itself, the first one (that of a plain hivemind node is random), and none that
+    belongs to another node.
     """
     if table.get(peer_id=peer, default=place) != place or table.get(node_id=place, default=peer) != peer:
         return None
@@ -47,24 +47,24 @@ def claim(table: RoutingTable, place: DHTID, peer: PeerID) -> PeerID | None:
 
 
 def _forget_spare(table: RoutingTable, place: DHTID) -> None:
-    """hivemind keeps every node that a full bucket has no place for; as many as there are places are enough."""
+    """Bound the spare nodes: hivemind keeps every node for which a full bucket has no place."""
     bucket = table.buckets[table.get_bucket_index(place)]
     while len(bucket.replacement_nodes) > bucket.size:
-        del table[next(iter(bucket.replacement_nodes))]  # who was heard of longest ago
+        del table[next(iter(bucket.replacement_nodes))]  # the one heard of longest ago
 
 
 def placed(nodes: dict[DHTID, PeerID]) -> dict[DHTID, PeerID]:
-    """Of the nodes that another one told, those that stand where their peer id says."""
+    """Return those of the reported `nodes` whose DHT id is the place of their peer id."""
     return {place: peer for place, peer in nodes.items() if place_of(str(peer)) == place}
 
 
 def is_of_now(expires_at_s: float) -> bool:
-    """Whether an answer ends no later than a record may; hivemind stops a search at one that ends late."""
+    """Whether an answer expires no later than a record may; hivemind stops a search at one that expires late."""
     return expires_at_s <= CLOCK.now() + 2 * TTL_S
 
 
 def pack_records(records: Sequence[tuple[str, ValueWithExpiration[bytes]]]) -> tuple[bytes, float]:
-    """(a dictionary as hivemind packs it, when the last of its records ends)."""
+    """Return (a dictionary as hivemind packs it, when the last of its records expires)."""
     entries = [[peer_id, record.value, record.expiration_time] for peer_id, record in records]
     last_s = max(record.expiration_time for _, record in records)
     return MSGPackSerializer.dumps(
@@ -73,13 +73,13 @@ def pack_records(records: Sequence[tuple[str, ValueWithExpiration[bytes]]]) -> t
 
 
 def told_records(packed: bytes) -> Iterator[tuple[str, bytes, float]]:
-    """(peer id, packed record, expiry) of a dictionary as another node packed it. Raises ValueError.
+    """Yield (peer id, packed record, expiry) of a dictionary as another node packed it. Raises ValueError.
 
-    hivemind's own reader would build whatever a MessagePack of this length can hold.
+    hivemind's own reader would construct anything that a MessagePack of this length can hold.
     """
     outer = msgpack.unpackb(packed)
     if not isinstance(outer, msgpack.ExtType) or outer.code != DICTIONARY:
-        raise ValueError("an answer is no dictionary")
+        raise ValueError("an answer is not a dictionary")
     inner: Any = msgpack.unpackb(
         outer.data,
         max_array_len=MAX_RECORDS_PER_KEY,
@@ -93,4 +93,4 @@ def told_records(packed: bytes) -> Iterator[tuple[str, bytes, float]]:
             case [str(peer_id), bytes(record), float(expires_at_s)]:
                 yield peer_id, record, expires_at_s
             case _:
-                raise ValueError("an answer has an entry that is no record")
+                raise ValueError("an answer has an entry that is not a record")

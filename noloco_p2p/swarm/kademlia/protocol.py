@@ -1,11 +1,11 @@
-"""A DHT node that strangers cannot keep busy: hivemind's, with bounds on what is asked of it and on what it is told.
+"""A DHT node that strangers cannot overload: hivemind's, with bounds on requests and on answers.
 
-request     at most 16 KiB, each key once, at a limited rate for one peer and for all together (`allowance.py`)
-answer      128 KiB, of a full bucket a random choice; the same limit for what others answer, record by record
-store       records of peers alone, 8 a request; refused unread where there is no room, or nothing new
+request     at most 16 KiB, each key once, at a limited rate per peer and for all together (`allowance.py`)
+answer      128 KiB, for a full bucket a random choice; the same limit for the answers of others, record by record
+store       only records of peers, 8 per request; refused unread if there is no room, or nothing new
 hand-over   none. hivemind sends what it keeps to every unknown node; here each peer stores its record again every
             15 s, and finds the newcomer
-where       a node tells where its neighbours can be dialled; p2pd's own DHT serves nobody, and keeps nothing
+where       a node reports where its neighbours can be dialled; p2pd's own DHT serves no requests, and keeps nothing
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ BUCKET_SIZE, NUM_REPLICAS, DEPTH_MODULO = 20, 5, 5  # hivemind's defaults
 NUM_WORKERS = 4
 BLACKLIST_S, BACKOFF = 5.0, 2.0
 
-# Units are about 50 us of this thread, or 8 KiB of an answer. A peer of a large swarm asks another one less than once
-# a second; a bucket of 32 records costs 4.
+# Units are about 50 us of this thread, or 8 KiB of an answer. A peer of a large swarm asks another one less than
+# once per second; a bucket of 32 records costs 4.
 OF_ONE, OF_ALL, OF_KNOWN = Rate(50.0, burst=500.0), Rate(150.0, burst=750.0), Rate(2.0, burst=100.0)
 UNIT_BYTES, STORE_UNITS = 8 * 1024, 4.0
-MAX_PINGS = 8  # at once, to see whether a neighbour makes room for a newcomer
-CHECKED_AT_ONCE = 16  # signatures, before the loop gets its turn
+MAX_PINGS = 8  # at once, to check whether a neighbour should make room for a newcomer
+CHECKED_AT_ONCE = 16  # signatures, before the loop runs other callbacks
 
 
 class RefusedRequest(DirectoryError):
-    """A request that this node does not answer; the sentence is told to who has asked."""
+    """A request that this node does not answer; the sentence is sent to the caller."""
 
 
 class BoundedProtocol(DHTProtocol):
-    """What a node answers, and what it believes of answers. Make it with `start()`."""
+    """What a node answers, and what it believes of answers. Create it with `start()`."""
 
     def __init__(
         self,
@@ -100,19 +100,19 @@ class BoundedProtocol(DHTProtocol):
 
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
-        """hivemind's own, whatever this class is called: other nodes call it so."""
+        """hivemind's own name, whatever this class is called: other nodes call it so."""
         return f"{DHTProtocol.__name__}.{method_name}"
 
     def end(self) -> None:
         for task in self._tasks:
             task.cancel()
 
-    # what others ask; a request is through when these return, but for the few that must ask somebody first
+    # requests of others, which are done when these return, except the few that must ask another node first
 
     def _answer(
         self, work: Callable[[bytes, PeerID], bytes | Awaitable[bytes]], data: bytes, peer: PeerID
     ) -> bytes | Awaitable[bytes]:
-        """Raises RefusedRequest before the request is parsed when it is too long, or one too many."""
+        """Raises RefusedRequest before parsing when the request is too long, or exceeds the allowance."""
         peer_id, now_s = str(peer), time.monotonic()
         if len(data) > MAX_REQUEST_BYTES:
             raise RefusedRequest(f"a request of {len(data)} bytes; the limit is {MAX_REQUEST_BYTES}")
@@ -177,7 +177,7 @@ class BoundedProtocol(DHTProtocol):
         return _message("StoreResponse", store_ok=kept, peer=self.node_info)
 
     def _keep(self, peer: PeerID, record: DHTRecord) -> bool:
-        """Signatures are checked last: most of what is refused costs less."""
+        """Store a record. Signatures are checked last, because most refusals cost less."""
         key, owner = _key(record.key), peer_of(record.subkey)
         if owner is None or len(record.value) > MAX_RECORD_BYTES + 3:
             return False
@@ -207,7 +207,7 @@ class BoundedProtocol(DHTProtocol):
             await self.whereabouts.make_way_to(peer)
             answer: Any = await self.get_stub(peer).rpc_find(request, timeout=self.wait_timeout)
             if len(answer.results) != len(keys):
-                raise ValueError("an answer has not the keys of the question")
+                raise ValueError("an answer does not have the keys of the question")
             found = {key: await self._believe(key, result) for key, result in zip(keys, answer.results, strict=True)}
             place = _key(answer.peer.node_id) if answer.peer.node_id else None
         except ANSWER_FAULTS as error:
@@ -223,7 +223,7 @@ class BoundedProtocol(DHTProtocol):
         return found
 
     async def _believe(self, key: DHTID, result: Any) -> tuple[Any, dict[DHTID, PeerID]]:
-        """Of one result the records that are valid, and the nodes that stand in their places."""
+        """Return the valid records of one result, and the nodes at their places."""
         pairs = zip(result.nearest_node_ids[:BUCKET_SIZE], result.nearest_peer_ids[:BUCKET_SIZE], strict=False)
         near = placed({_key(place): known_id(peer) for place, peer in pairs})
         is_dictionary = result.type == dht_pb2.FOUND_DICTIONARY  # pyright: ignore[reportAttributeAccessIssue]
@@ -238,10 +238,10 @@ class BoundedProtocol(DHTProtocol):
                 await asyncio.sleep(0)
         return (ValueWithExpiration(valid, valid.latest_expiration_time) if valid.data else None), near
 
-    # who is where
+    # addresses of nodes
 
     async def update_routing_table(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
-        """Without hivemind's hand-over: whoever is new gets nothing unasked."""
+        """Without hivemind's hand-over: a new node gets nothing unasked."""
         if node_id is None:
             return
         if responded:
@@ -251,16 +251,18 @@ class BoundedProtocol(DHTProtocol):
 
     def _met(self, place: DHTID, peer: PeerID) -> None:
         to_ping = claim(self.routing_table, place, peer)
-        if to_ping is not None and len(self._tasks) < MAX_PINGS:  # it makes room when it does not answer
+        if to_ping is not None and len(self._tasks) < MAX_PINGS:  # it makes room if it does not answer
             task = asyncio.create_task(self.call_ping(to_ping), name="ping of a neighbour")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
 
 class BoundedNode(DHTNode):
-    """hivemind's searches over a `BoundedProtocol`. Its place follows from the peer id, so that others need not learn
-    it anew after a restart. Caches are off: the view is always read fresh, others would be answered from a cache that
-    strangers fill, and hivemind's sharing of requests keeps an entry for every key ever asked for.
+    """hivemind's searches over a `BoundedProtocol`.
+
+    Its place follows from the peer id, so that others need not learn it again after a restart. Caches are off: the view
+    is always read fresh, a cache for others could be filled by strangers, and hivemind's sharing of requests keeps an
+    entry for every key ever requested.
     """
 
     def __init__(
@@ -280,18 +282,18 @@ class BoundedNode(DHTNode):
         self.protocol = self.bounded
 
     def end(self) -> None:
-        """Its handlers go with the daemon, which is about to end."""
+        """Do nothing else: its handlers end with the daemon, which is about to end."""
         self.is_alive = False
         self.bounded.end()
 
     def neighbours(self) -> set[str]:
-        """Peer ids that this node knows and that answered lately."""
+        """Known peer ids that answered recently."""
         return {str(peer_id) for peer_id in list(self.protocol.routing_table.peer_id_to_uid)}
 
     async def greet(self, peer_id: str) -> Offset | None:
-        """Enter each other's routing tables, and learn this node's neighbours.
+        """Exchange routing table entries with a node, and learn its neighbours.
 
-        Gives how far the peer's clock is from ours; None when it is no DHT node.
+        Returns the offset of the peer's clock; None when it is not a DHT node.
         """
         peer = PeerID.from_base58(peer_id)
         if await self.protocol.call_ping(peer) is None:

@@ -1,8 +1,8 @@
-"""What a DHT node keeps for others: the newest record of each peer, and a bounded number of records.
+"""What a DHT node stores for others: the newest record of each peer, and a bounded number of records.
 
-hivemind's own storage forgets a newer record when an older one of the same peer is stored again: the older one is not
-kept, but its moment of expiry is, and takes the newer one along. Anybody could replay what a peer said a minute ago,
-and with it make the peer vanish. Nor does it know of owners.
+hivemind's own storage drops a newer record when an older one of the same peer is stored again: it does not keep the
+older one, but its expiry, which then also ends the newer one. So anybody could replay an old record of a peer, and make
+the peer vanish. Nor does it know of owners.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ MAX_RECORDS_OF_ONE = 8  # keys under which one peer is announced: two depths, th
 MAX_RECORDS_PER_KEY = 256  # a bucket is split above 48
 MAX_RECORDS = 10_000
 SWEEP_EVERY_S = 1.0
-ENTRY_BYTES = 80  # of a record in an answer, beside the record: the peer id, the moment of expiry
+ENTRY_BYTES = 80  # of a record in an answer, besides the record: the peer id and the expiry
 
 Record = ValueWithExpiration[bytes]
 
 
 class RecordStorage(DHTLocalStorage):
-    """Key -> peer id -> record. The validator has seen that the peer id is that of the key that signed the record.
+    """Key -> peer id -> record. The validator has checked that the key of the peer id signed the record.
 
-    What has ended makes room. Of one peer with more than MAX_RECORDS_OF_ONE records the one that ends first makes
-    room. Nobody else does: who is in may go on, and newcomers are refused while a key or all of it is full.
+    Expired records make room. If a peer has more than MAX_RECORDS_OF_ONE records, the one that expires first is
+    dropped. Nothing else is: stored records may be renewed, and newcomers are refused while a key or the whole storage
+    is full.
     """
 
     def __init__(self, *, max_records: int = MAX_RECORDS) -> None:
@@ -39,26 +40,26 @@ class RecordStorage(DHTLocalStorage):
         self._max_records = max_records
         self._kept: dict[DHTID, dict[str, Record]] = {}
         self._keys_of: defaultdict[str, set[DHTID]] = defaultdict(set)
-        self._num_records = 0  # ended ones too, until the next sweep
+        self._num_records = 0  # including expired ones, until the next sweep
         self._swept_at_s = 0.0
 
     def __len__(self) -> int:
         return self._num_records
 
     def refusal(self, key: DHTID, peer_id: str, expires_at_s: float) -> str:
-        """Why this node would not keep such a record; empty when it would."""
+        """Return why this node would not store such a record; empty when it would."""
         self._sweep()
         kept = self._kept.get(key, {})
         if known := kept.get(peer_id):
-            return "" if known.expiration_time < expires_at_s else "what is kept here is as new"
+            return "" if known.expiration_time < expires_at_s else "the stored record is as new"
         if len(kept) >= MAX_RECORDS_PER_KEY:
             return f"this node keeps {MAX_RECORDS_PER_KEY} records of a key"
         if len(self._keys_of.get(peer_id, ())) >= MAX_RECORDS_OF_ONE:
-            return ""  # another one of the same peer makes room
+            return ""  # another record of the same peer makes room
         return f"this node keeps {self._max_records} records" if self._num_records >= self._max_records else ""
 
     def store_subkey(self, key: DHTID, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        """False when it is not newer than what is here, or when there is no room: `refusal` says which."""
+        """Store a record. False when it is not newer than the stored one, or there is no room: `refusal` says which."""
         if not isinstance(subkey, str) or self.refusal(key, subkey, expiration_time):
             return False
         if subkey not in self._kept.get(key, {}):
@@ -69,18 +70,18 @@ class RecordStorage(DHTLocalStorage):
         return True
 
     def store(self, key: Any, value: bytes, expiration_time: float, subkey: Any = None) -> bool:
-        """Records only: a value without a subkey has no owner."""
+        """Stores only records, since a value without a subkey has no owner."""
         return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
 
     def get(self, key: Any) -> ValueWithExpiration[Any] | None:
-        """All that is kept under a key and has not ended, in a dictionary of the caller's own."""
+        """All unexpired records under a key, in a new dictionary."""
         dictionary = DictionaryDHTValue()
         for peer_id, record in self._live(key):
             dictionary.store(peer_id, record.value, record.expiration_time)
         return ValueWithExpiration(dictionary, dictionary.latest_expiration_time) if dictionary.data else None
 
     def some(self, key: DHTID, *, most_bytes: int) -> list[tuple[str, Record]]:
-        """The same with its peer ids, or a random choice that is no longer than `most_bytes` in an answer."""
+        """The same with peer ids, or a random choice that takes at most `most_bytes` in an answer."""
         live = self._live(key)
         if sum(len(record.value) + ENTRY_BYTES for _, record in live) <= most_bytes:
             return live
@@ -101,7 +102,7 @@ class RecordStorage(DHTLocalStorage):
             self._forget(min(keys, key=lambda key: self._kept[key][peer_id].expiration_time), peer_id)
 
     def _sweep(self) -> None:
-        """Forget what has ended, at most once in SWEEP_EVERY_S: records end without a word."""
+        """Remove expired records, at most once in SWEEP_EVERY_S: records expire silently."""
         if time.monotonic() - self._swept_at_s < SWEEP_EVERY_S:
             return
         self._swept_at_s, now_s = time.monotonic(), CLOCK.now()
@@ -120,7 +121,7 @@ class RecordStorage(DHTLocalStorage):
 
 
 class NoStorage(DHTLocalStorage):
-    """Keeps nothing. In place of hivemind's cache, which anybody may fill, and which comes before what is kept here."""
+    """Stores nothing. It replaces hivemind's cache, which anybody may fill, and which is read before the storage."""
 
     def store(self, *args: Any, **kwargs: Any) -> bool:
         return False

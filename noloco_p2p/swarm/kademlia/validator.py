@@ -1,4 +1,4 @@
-"""The rule that every DHT node applies to a record it is asked to store, and to every record it is given."""
+"""The rule that every DHT node applies to records it is asked to store, and to records it receives."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from noloco_p2p.swarm.records import EXPIRY_SLACK_S, MAX_RECORD_BYTES, TTL_S, Re
 
 
 class RecordValidator(RecordValidatorBase):
-    """Accepts what a peer signed about itself, in a bucket of its own of the run it names, until the moment it names;
-    in a private run, what a member has marked.
+    """Accepts what a peer signed about itself, in its own bucket of the run that it names, until the expiry in it.
 
-    Only the envelope is looked at: a field that a newer version adds must not make older nodes drop the record, for
-    hivemind drops the whole answer in which one record fails.
+    In a private run, a member must have marked it. Only the envelope is checked: a field that a newer version adds must
+    not make older nodes drop the record, because hivemind drops the whole answer in which one record fails.
     """
 
     def validate(self, record: DHTRecord) -> bool:
@@ -49,20 +48,20 @@ def _mark(values: dict[str, Any]) -> str:
 
 @lru_cache(maxsize=4096)
 def _keys_of(peer_id: str, spec_digest: str) -> frozenset[bytes]:
-    """Where a peer may announce itself: in its own bucket, at any depth."""
+    """The keys under which a peer may announce itself: its own bucket, at any depth."""
     keys = (bucket_of(peer_id, depth).key(run_key(spec_digest)) for depth in range(MAX_DEPTH + 1))
     return frozenset(DHTID.generate(key).to_bytes() for key in keys)
 
 
 def peer_of(packed: bytes) -> str | None:
-    """The peer id in a subkey, a MessagePack str 8; None for whatever else it may be."""
+    """The peer id in a subkey, a MessagePack str 8; None for anything else."""
     if not 34 <= len(packed) <= 66 or packed[0] != 0xD9 or packed[1] != len(packed) - 2 or not packed[2:].isascii():
         return None
     return packed[2:].decode()
 
 
 def _unpack(packed: bytes) -> bytes:
-    """The bytes inside a MessagePack bin 8 or bin 16: all that may be stored, so no general parser is let near it."""
+    """The bytes inside a MessagePack bin 8 or bin 16. Only these may be stored, so no general parser reads them."""
     if len(packed) > MAX_RECORD_BYTES + 3:
         raise RecordError(f"a record of {len(packed)} bytes")
     header = {b"\xc4": 2, b"\xc5": 3}.get(packed[:1])

@@ -1,8 +1,7 @@
-"""Where the nodes are that others tell of: asked of who told of them, as p2pd's own DHT would have been asked.
+"""The addresses of nodes that others report: the reporting node is asked, as p2pd's own DHT would be.
 
-A node knows where it can be dialled; its neighbours ask it, and tell others. What is told is dialled by libp2p, which
-takes nobody for a peer but the holder of its key; before that, the word of a stranger is filtered and counted as that
-of a record is.
+A node knows where it can be dialled; its neighbours ask it, and report that to others. Reported addresses are dialled
+by libp2p, which authenticates the peer by its key; before that, they are filtered and counted as those of records are.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from noloco_p2p.swarm.streams import count_down
 K = TypeVar("K")
 V = TypeVar("V")
 
-LOCATE = "noloco_p2p.locate/1"  # a peer id, or nothing -> addresses, a line each
+LOCATE = "noloco_p2p.locate/1"  # a peer id, or nothing -> addresses, one per line
 MAX_ADDRESSES, MAX_ADDRESS_CHARS = 8, 200
 MAX_PEERS = 1024  # that are remembered, of each kind
 GOOD_FOR_S = 300.0
-MAX_WAITING = 4  # answers that wait for one neighbour; one that is silent holds no more of those that may wait at all
-SILENT_FOR_S = 30.0  # a neighbour that did not say where it is; who asks meanwhile is told nothing, at once
-DIALS = Rate(per_s=2.0, burst=64.0)  # of peers that others told of
+MAX_WAITING = 4  # answers that wait for one neighbour; a silent one cannot block all answers that may wait
+SILENT_FOR_S = 30.0  # after a neighbour did not report its addresses; callers get an empty answer at once meanwhile
+DIALS = Rate(per_s=2.0, burst=64.0)  # of peers that others reported
 
 
 class Whereabouts:
-    """`table`: of the own node. `own_addresses`: where it can be dialled, without peer id. `wait_s`: for one answer."""
+    """`table`: of this node. `own_addresses`: where it can be dialled, without peer id. `wait_s`: for one answer."""
 
     def __init__(
         self,
@@ -57,7 +56,8 @@ class Whereabouts:
         self._wait_s = wait_s
         self._dials = TokenBucket.full(DIALS, time.monotonic())
         self._told_by: OrderedDict[PeerID, PeerID] = OrderedDict()
-        self._addresses: OrderedDict[PeerID, tuple[float, bytes]] = OrderedDict()  # of neighbours, by their own word
+        # of neighbours, as reported by themselves
+        self._addresses: OrderedDict[PeerID, tuple[float, bytes]] = OrderedDict()
         self._tried_s: OrderedDict[PeerID, float] = OrderedDict()
         self._waiting: Counter[PeerID] = Counter()
 
@@ -73,15 +73,15 @@ class Whereabouts:
         return addresses if is_known else self._ask_itself(wanted)
 
     def heard(self, peers: Iterable[PeerID], teller: PeerID) -> None:
-        """Another node tells of these."""
+        """Another node reports these."""
         for peer in peers:
             if peer not in self._table.peer_id_to_uid and peer != self._client.peer_id:
                 _put(self._told_by, peer, teller)
 
     async def make_way_to(self, peer: PeerID) -> None:
-        """Connect libp2p to a node that is about to be called, where another one says that it is; raises nothing.
+        """Connect libp2p to a node that is about to be called, at the address that another one reported. Never raises.
 
-        Neighbours, and nodes of which nobody told, are left to p2pd, which may know them.
+        Neighbours, and nodes that none has reported, are left to p2pd, which may know them.
         """
         teller, now_s = self._told_by.pop(peer, None), time.monotonic()
         is_tried = now_s - self._tried_s.get(peer, -GOOD_FOR_S) < GOOD_FOR_S
@@ -89,13 +89,13 @@ class Whereabouts:
             return
         self._dials.left -= 1.0
         _put(self._tried_s, peer, now_s)
-        with suppress(*ANSWER_FAULTS, Unreachable):  # the call that follows tells
+        with suppress(*ANSWER_FAULTS, Unreachable):  # the call that follows reports the error
             await self._dial(str(peer), unpack(await self._ask(teller, peer.to_bytes())))
 
     async def _dial(self, peer_id: str, told: Sequence[str]) -> None:
-        """Raises Unreachable where the guard does not let it dial, and ANSWER_FAULTS."""
+        """Dial a reported peer. Raises Unreachable if the guard forbids it, and ANSWER_FAULTS."""
         if await self._client.hosts_of(peer_id):
-            return  # there is a connection, and no need to believe anything
+            return  # there is a connection, so nothing needs to be believed
         believed = of_one_host(told, only_public=self._guard.only_public)
         ways = [await guarded(self._guard, peer_id, address) for address in believed]
         if ways:
@@ -104,9 +104,9 @@ class Whereabouts:
                 self._guard.reached(peer_id, host)
 
     async def _ask_itself(self, peer: PeerID) -> bytes:
-        """Raises DirectoryError when as many wait for this neighbour as may."""
+        """Ask a neighbour for its own addresses. Raises DirectoryError when too many answers wait for it."""
         if self._waiting[peer] >= MAX_WAITING:
-            raise DirectoryError("others wait for that peer; ask again later")
+            raise DirectoryError("too many requests wait for that peer; ask again later")
         self._waiting[peer] += 1
         addresses = b""
         try:
@@ -126,13 +126,13 @@ def pack(addresses: Iterable[str]) -> bytes:
 
 
 def unpack(told: bytes) -> list[str]:
-    """The addresses that can be dialled; what is none is left out."""
+    """The dialable addresses; invalid ones are left out."""
     lines = told[: MAX_ADDRESSES * MAX_ADDRESS_CHARS].decode(errors="replace").split("\n")[:MAX_ADDRESSES]
     return [line for line in lines if len(line) <= MAX_ADDRESS_CHARS and line.isascii() and tcp_target(line)]
 
 
 def _put(table: OrderedDict[K, V], key: K, value: V) -> None:
-    """As the newest of at most MAX_PEERS."""
+    """Insert as the newest of at most MAX_PEERS."""
     table[key] = value
     table.move_to_end(key)
     if len(table) > MAX_PEERS:

@@ -18,7 +18,7 @@ TICKET = Ticket("tiny", "0" * 64).encode()
 
 @pytest.fixture(autouse=True)
 def _own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No settings of whoever runs the tests, and the signal handlers as they were."""
+    """Ignore the settings of the user that runs the tests, and restore the signal handlers."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
@@ -109,7 +109,7 @@ def test_a_wrong_setting_is_3_and_names_the_flag(
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("nothing.toml", "no such file; `noloco init nothing.toml` writes a run spec"),
+        ("nothing.toml", "does not exist; `noloco init nothing.toml` writes one"),
         (TICKET[:-9], "the ticket is cut off"),
         (TICKET[:20] + ("a" if TICKET[20] != "a" else "b") + TICKET[21:], "the ticket is mistyped"),
         ("noloco2" + TICKET[7:], "install a newer noloco_p2p"),
@@ -178,17 +178,17 @@ def test_settings_in_the_environment_and_in_the_file_name_themselves(
         (["init", "--preset", "huge", "other.toml"], 3, "must be one of tiny, small, medium, large, paper"),
         (["init", "nowhere/run.toml"], 3, "cannot be written"),
         (["monitor", "run.toml"], 3, "not a ticket"),
-        (["evaluate", "nothing"], 1, "nothing: no such folder"),
-        (["export", TICKET, "out"], 3, "--merge goes with a ticket"),
-        (["export", "--merge", "checkpoint", "out"], 3, "--merge goes with a ticket"),
-        (["export", "nothing", "out"], 1, "nothing: no such folder"),
+        (["evaluate", "nothing"], 1, "nothing does not exist"),
+        (["export", TICKET, "out"], 3, "--merge needs a ticket"),
+        (["export", "--merge", "checkpoint", "out"], 3, "--merge needs a ticket"),
+        (["export", "nothing", "out"], 1, "nothing does not exist"),
         (["export", ".", "."], 3, "nothing is overwritten"),
         (["fork", "run.toml", "run.toml"], 3, "run.toml exists"),
         (["fork", "run.toml", "new.toml", "--set", "outer.alpha"], 3, "must be KEY=VALUE"),
         (["fork", "run.toml", "new.toml", "--set", "outer.alfa=1"], 3, "outer.alfa is not a field"),
-        (["fork", "run.toml", "new.toml", "--set", "model.seed=1"], 3, "a fork keeps the model"),
+        (["fork", "run.toml", "new.toml", "--set", "model.seed=1"], 3, "it keeps its model"),
         (["fork", "run.toml", "new.toml"], 1, "this machine has no checkpoint of the run tiny"),
-        (["demo", "--json", "nowhere/report.json"], 3, "nowhere/report.json: cannot be written"),
+        (["demo", "--json", "nowhere/report.json"], 3, "nowhere/report.json is not writable"),
         (["demo", "--keep", "."], 3, "is not empty"),
     ],
 )

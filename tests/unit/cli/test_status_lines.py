@@ -28,9 +28,9 @@ def test_a_peer_of_a_stage_tells_it_with_its_microbatches() -> None:
 
 
 def test_it_says_what_it_waits_for() -> None:
-    assert stage_lines({**REPLY, "waits_for_stages": [2]})[1].strip() == "waiting for stage 2, which nobody holds"
+    assert stage_lines({**REPLY, "waits_for_stages": [2]})[1].strip() == "waiting for stage 2, which no peer holds"
     assert (
-        stage_lines({**REPLY, "waits_for_stages": [0, 3]})[1].strip() == "waiting for stages 0, 3, which nobody holds"
+        stage_lines({**REPLY, "waits_for_stages": [0, 3]})[1].strip() == "waiting for stages 0, 3, which no peer holds"
     )
 
 

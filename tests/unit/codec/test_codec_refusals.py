@@ -1,4 +1,4 @@
-"""What a codec refuses: as ValueError what is our own fault, as CorruptPayload what a partner sent."""
+"""What a codec refuses: a fault of the caller as ValueError, one of the partner as CorruptPayload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with data costs that data alone: it is named, counted and skipped, and a network is waited for."""
+"""Faulty data is named, counted and skipped, and nothing else is lost; the reader waits for a network that fails."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ GOOD = '{"text": "good"}'
 CASES = [
     ("bad.jsonl", write_lines(GOOD, '{"text": oops', GOOD), 2, ["line 2: not JSON: Expecting value"]),
     ("bytes.jsonl", write_lines(GOOD, b'{"text": "\xff"}', GOOD), 2, ["line 2: not JSON: 'utf-8' codec"]),
-    ("list.jsonl", write_lines(GOOD, "", "5"), 1, ["line 3: holds int where a JSON object belongs"]),
+    ("list.jsonl", write_lines(GOOD, "", "5"), 1, ["line 3: holds int instead of a JSON object"]),
     ("field.jsonl", write_lines('{"body": "a"}', GOOD), 1, ["line 1: no field 'text' and no 'input_ids'; it has body"]),
     (
         "number.jsonl",
@@ -82,31 +82,36 @@ CASES = [
         1,
         ["line 1: field 'text' holds int, not text (data.text_field)"],
     ),
-    ("ids.jsonl", write_lines('{"input_ids": ["a"]}', GOOD), 1, ["line 1: field 'input_ids' holds no list of whole"]),
+    (
+        "ids.jsonl",
+        write_lines('{"input_ids": ["a"]}', GOOD),
+        1,
+        ["line 1: field 'input_ids' does not hold a list of integers"],
+    ),
     (
         "mask.jsonl",
         write_lines('{"input_ids": [5, 6], "attention_mask": [1]}', GOOD),
         1,
-        ["line 1: attention_mask has 1 entries, input_ids 2"],
+        ["line 1: attention_mask has 1 entries, but input_ids has 2"],
     ),
     (
         "ids.jsonl",
         write_lines(*(f'{{"input_ids": {ids}}}' for ids in ("5", "[[1], [2, 3]]", '{"a": 1}', '"text"')), GOOD),
         1,
-        [f"line {number}: field 'input_ids' holds no list of whole" for number in (1, 2, 3, 4)],
+        [f"line {number}: field 'input_ids' does not hold a list of integers" for number in (1, 2, 3, 4)],
     ),
     (
         "mask.jsonl",
         write_lines('{"input_ids": [5], "attention_mask": 1}', '{"input_ids": [], "attention_mask": []}', GOOD),
         1,
-        ["line 1: field 'attention_mask' holds no list"],
+        ["line 1: field 'attention_mask' does not hold a list"],
     ),
     ("deep.json", lambda path: path.write_text("[" * 100_000), 0, ["cannot be read: maximum recursion depth"]),
     (
         "ids.parquet",
         lambda path: pq.write_table(pa.table({"input_ids": [5, 6]}), path),
         0,
-        [f"line {number}: field 'input_ids' holds no list of whole" for number in (1, 2)],
+        [f"line {number}: field 'input_ids' does not hold a list of integers" for number in (1, 2)],
     ),
     ("bad.jsonl.gz", lambda path: path.write_bytes(b"no gzip"), 0, ["cannot be read: Not a gzipped file"]),
     ("cut.jsonl.gz", write_truncated_gzip, None, ["cannot be read: Compressed file ended before the end-of-stream"]),

@@ -9,7 +9,7 @@ from noloco_p2p.demo.swarm import Chaos
 
 
 class Puppet(DemoPeer):
-    """A peer that is back as soon as it is started, unless told otherwise."""
+    """A peer that is back as soon as it is started, unless a test says otherwise."""
 
     def __init__(self, story: list[str], name: str) -> None:
         self.has_begun = True

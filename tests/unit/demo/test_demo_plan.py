@@ -58,9 +58,9 @@ def test_peers_take_stages_in_turn() -> None:
 @pytest.mark.parametrize(
     ("plan", "error"),
     [
-        ({"num_peers": 2, "num_stages": 3}, "--peers 2: 3 stages need a peer each, at least"),
+        ({"num_peers": 2, "num_stages": 3}, "--peers 2: 3 stages need at least one peer each"),
         ({"num_peers": 5, "num_stages": 3, "chaos_seed": 1}, "3 stages need 6 peers, two each"),
-        ({"changes": {"pipeline.stages": 3, "model.parameter_seeds": True}}, "name their number with --stages"),
+        ({"changes": {"pipeline.stages": 3, "model.parameter_seeds": True}}, "set it with --stages"),
         ({"num_peers": 8, "num_stages": 4}, "the model has 3 blocks"),
     ],
 )

@@ -85,7 +85,7 @@ class Driver:
                     self.do(machine.step_closed(self.now_s))
 
     def finish(self) -> None:
-        """Nobody says anything any more."""
+        """Let the machine finish while nothing arrives any more."""
         self.do(self.machine.leave(self.now_s))
         for _ in range(30):
             self.event("time", LONGEST_DEADLINE_S / 10)

@@ -155,7 +155,7 @@ def test_a_peer_that_leaves_finishes_what_it_has() -> None:
 
 
 def test_a_head_that_pauses_does_not_hold_up_the_steps_of_the_others() -> None:
-    """Of two heads, the one that is behind is the median: its silence would cost the shortest time of a vote."""
+    """With two heads, the one behind is the median: its silence would cost the shortest time of a vote."""
     network = Network(seed=0, num_heads=2)
     network.run(20.0)
     paused = network.nodes["h0"]

@@ -25,7 +25,7 @@ A, B = Vectors.random(1), Vectors.random(2)
 
 
 def open_at(peer: MemoryPeer, vectors: Vectors, *, seconds_per_step: float, steps_left: int, index: int = 0) -> None:
-    """As a peer that measured its steps before, with the boundary `steps_left` steps away."""
+    """Open a round of a peer that has measured its steps, with the boundary `steps_left` steps away."""
     now_s = time.monotonic()
     peer.exchange.step_rate.open_round(now_s)
     for step in range(32):

@@ -1,4 +1,4 @@
-"""Who makes an offer and is not known is looked up, a few times a minute."""
+"""An unknown peer that makes an offer is looked up, a few times per minute."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ EVERY_POSITION = pytest.mark.parametrize(
 
 
 def after_cut(position: int) -> type[Outcome]:
-    """What both sides have when the connection breaks at the frame of that position. A lost Ready is asked for."""
+    """What both sides have when the connection breaks at the frame of that position. The peer asks for a lost Ready."""
     return Alone if position < EARLY_READY else Half if position < LATE_READY else Swapped
 
 
@@ -338,7 +338,7 @@ class HeldAnswers(Questioned):
 
 
 class LongFarewell:
-    """A stream whose last words take until they may go."""
+    """A stream whose last frames are sent only when the test allows it."""
 
     def __init__(self, stream: FrameStream, may_go: asyncio.Event) -> None:
         self.peer, self.receive, self.close = stream.peer, stream.receive, stream.close
@@ -352,7 +352,7 @@ class LongFarewell:
 
 
 def test_nothing_is_committed_after_a_swap_was_given_up() -> None:
-    """The round of a has ended alone. Then it hears that b has all of the early part, while it says its last words."""
+    """The round of a ended solo. Then it learns that b has all of the early part, while it sends its last frames."""
     faults = FaultPlan().fail_at(At(Ready, part=Part.EARLY), send=Drop(), receive=Drop()).wrapper()
     may_answer, may_go, questions = asyncio.Event(), asyncio.Event(), list[bytes]()
     streams: list[FrameStream] = []
@@ -450,7 +450,7 @@ class Hasty(Stranger):
 
 
 class Dripping(Stranger):
-    """Sends so many of its frames, and from then on Ready again and again."""
+    """Sends the given number of its frames, and from then on only Ready."""
 
     def __init__(self, vectors: Vectors, num_frames: int) -> None:
         super().__init__(vectors)

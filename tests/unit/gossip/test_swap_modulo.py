@@ -179,7 +179,7 @@ def test_by_need_what_follows_is_checked_as_what_came_first(at: At, send: FlipBi
 
 
 def test_equal_vectors_stay_without_a_grid_until_they_differ(swarm: MemorySwarm) -> None:
-    """As at the start of a run: momentum is zero everywhere, which tells nothing of the next round."""
+    """As at the start of a run: momentum is zero everywhere, which predicts nothing about the next round."""
     zero = Vectors(near(1).slow_weights, torch.zeros(NUM_ELEMENTS), near(1).outer_gradient)
     peers = [swarm.peer("a"), swarm.peer("b")]
     swapped(peers, [zero, zero], 0)

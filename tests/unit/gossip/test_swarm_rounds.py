@@ -1,4 +1,4 @@
-"""Rounds of many peers in memory: pairs that both sides agree on, nobody waits in vain, strangers are told why."""
+"""Rounds of many peers in memory: pairs that both sides agree on, no peer waits in vain, strangers learn why."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_a_peer_of_another_kind_is_refused_with_the_difference(swarm: MemorySwar
     assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
     assert time.monotonic() - began_s < AT_ONCE_S
     told = a.driver.last_fault + b.driver.last_fault  # who offers first is refused, and refuses no more
-    assert "is not of this run" in told
+    assert "is not in this run" in told
     assert all(word in told for word in stranger.words)
     assert a.driver.traffic.bytes_received == b.driver.traffic.bytes_received == 0, "refused before any payload"
 

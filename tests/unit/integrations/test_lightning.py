@@ -305,5 +305,5 @@ def test_a_model_on_two_devices_is_refused(tmp_path: Path, swarm: MemorySwarm) -
     model = Regression()
     model.net[2].to("meta")
     callback = NoLoCoCallback(swarm.peer("a", run_folder=tmp_path))
-    with pytest.raises(ModelError, match="lie on cpu and meta"):
+    with pytest.raises(ModelError, match="are on cpu and meta"):
         callback.on_train_start(make_trainer(tmp_path, callback), model)

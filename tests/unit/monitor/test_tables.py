@@ -72,7 +72,7 @@ def test_a_peer_has_the_promised_keys() -> None:
 
 def test_the_headline_counts_peers_and_the_speed_of_those_who_train() -> None:
     assert headline(swarm(A, B)) == "run r: 1 alive, 1 leaving | 1.5k tokens/s | loss 2.500 | 34 % done"
-    assert headline(swarm()) == "run r: no peer heard of | 0 tokens/s"
+    assert headline(swarm()) == "run r: no peer known | 0 tokens/s"
     assert rounds_line(swarm(A)) == "rounds: 5 swapped, 0 half, 2 alone (2 refused) | 3.0 MiB out, 0 B in"
 
 
@@ -155,7 +155,7 @@ def test_stages_are_shown_with_the_stage_of_each_peer(width: int) -> None:
         assert lines[first].split()[:3] == ["stage", "peers", "capacity"]
         assert [line.split()[0] for line in lines[first + 1 : first + 4]] == ["2", "1", "0"]
         assert lines[first + 1].split()[1] == "empty"
-        assert any("Nobody computes stage 2" in line for line in lines)
+        assert any("No peer holds stage 2" in line for line in lines)
     whole = plain(seen)
     row = next(line.split() for line in whole if line.startswith("1 "))
     assert row == ["1", "1", "4k", "1.5k", "0", "50", "0", "%", "4", "%", "-"]

@@ -171,7 +171,7 @@ def test_the_page_is_told_the_stages_and_who_sends_to_whom() -> None:
         assert [(row["stage"], row["peers"]) for row in whole["stages"]] == [(1, 1), (2, 0), (0, 1)]
         shown = [dict(zip(whole["row"], row, strict=True)) for row in whole["peers"]]
         assert [(peer["stage"], peer["sends_to"]) for peer in shown] == [(0, [inner.peer_id[-6:]]), (1, [])]
-        assert whole["notices"][0]["text"].startswith("Nobody computes stage 2")
+        assert whole["notices"][0]["text"].startswith("No peer holds stage 2")
         status = json.loads((await made.get("api/status"))[1])
         assert status["stages"] == whole["stages"]
 

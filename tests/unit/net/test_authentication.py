@@ -45,7 +45,7 @@ def test_a_scan_is_told_in_one_line_a_minute(caplog: pytest.LogCaptureFixture) -
     turned_away = TurnedAway(clock)
     with caplog.at_level(logging.INFO):
         for _ in range(600):
-            turned_away.note("ipv4:192.0.2.7:1", Refused("who calls is not proven", code="NOT_PROVEN"))
+            turned_away.note("ipv4:192.0.2.7:1", Refused("caller authentication failed", code="NOT_PROVEN"))
             clock.now_s += 0.2
     assert len(caplog.messages) == 2
     assert "300 calls" in caplog.messages[1]
@@ -94,7 +94,11 @@ def test_a_request_is_answered() -> None:
 
 @pytest.mark.parametrize(
     ("messages", "takes", "sentence"),
-    [((), True, "no request came"), ((b"\xff",), True, "no message of this protocol"), ((b"",), False, "was taken")],
+    [
+        ((), True, "no request arrived"),
+        ((b"\xff",), True, "not a message of this protocol"),
+        ((b"",), False, "was taken"),
+    ],
 )
 def test_who_says_nothing_or_nonsense_or_takes_nothing_is_not_waited_for(
     messages: tuple[bytes, ...], takes: bool, sentence: str

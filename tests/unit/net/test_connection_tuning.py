@@ -220,7 +220,7 @@ def test_memory_is_bounded_and_of_each_address() -> None:
 
 
 def test_chunks_without_a_byte_have_no_rate() -> None:
-    """By one of 0 bytes a second no gain could be told."""
+    """With a rate of 0 bytes/s no gain could be measured."""
     tuner = ConnectionTuner(POLICY, start=1, is_trying=True, settle_s=0.0)
     tuner.in_place(1, 0.0)
     assert not any(tuner.moved(Direction.RECEIVED, 0, 0.1 * number, connection=1) for number in range(100))

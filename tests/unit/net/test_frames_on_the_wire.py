@@ -176,14 +176,14 @@ def test_a_number_that_is_not_finite_is_refused(number: float) -> None:
     ("round_index", "progress"), [(0, -0.01), (0, math.nan), (0, math.inf), (0, -math.inf), (2**64 - 1, 0.0)]
 )
 def test_a_place_that_nobody_can_be_at_is_refused(round_index: int, progress: float) -> None:
-    """Whoever took it over would end a schedule of the learning rate, or a counter of the wire."""
+    """A peer that adopted the value would end its learning rate schedule, or overflow a counter on the wire."""
     boundary = pb.Boundary(round=round_index, progress=progress)
     for frame in (pb.Frame(offer=pb.Offer(boundary=boundary)), pb.Frame(accept=pb.Accept(boundary=boundary))):
-        with pytest.raises(CorruptPayload, match="no position in a run"):
+        with pytest.raises(CorruptPayload, match="not a position in a run"):
             framing.decode(frame.SerializeToString())
-    with pytest.raises(CorruptPayload, match="no position in a run"):
+    with pytest.raises(CorruptPayload, match="not a position in a run"):
         convert.status_from_wire(pb.StatusReply(round=round_index, progress=progress))
-    with pytest.raises(CorruptPayload, match="no position in a run"):
+    with pytest.raises(CorruptPayload, match="not a position in a run"):
         convert.manifest_from_wire(pb.Manifest(round=round_index, progress=progress, chunk_digests=[bytes(32)]))
 
 

@@ -27,7 +27,7 @@ HELLO = Hello("caller", "r", "0" * 64)
 
 
 class Admits:
-    """As much of a Service as a probe needs."""
+    """The part of a Service that a probe needs."""
 
     def admit(self, hello: Hello) -> None:
         if hello.run_name != "r":
@@ -106,7 +106,7 @@ def test_nobody_is_dialled_again_and_again() -> None:
         async with peer() as candidate:
             for _ in range(probe.PORTS_A_MINUTE_OF_ONE // 2):
                 await probe.ask(candidate, HELLO, [9], timeout_s=PATIENCE_S)
-            with pytest.raises(Refused, match="a few times a minute"):
+            with pytest.raises(Refused, match="a few times per minute"):
                 await probe.ask(candidate, HELLO, [9], timeout_s=PATIENCE_S)
             await probe.ask(candidate, HELLO, [], timeout_s=PATIENCE_S)  # the time is told to everybody
 

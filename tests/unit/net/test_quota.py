@@ -1,4 +1,4 @@
-"""Who makes room: the first of those that are most."""
+"""Which holder makes room: the oldest of the group that holds most."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ def test_a_caller_cannot_accept_its_own_offer() -> None:
 
 
 def test_a_send_that_is_cancelled_harms_neither_the_frame_nor_the_next() -> None:
-    """Giving up a swap cancels its sender; the farewell must still come through."""
+    """Giving up a swap cancels its sender; the last frame must still arrive."""
 
     async def main() -> None:
         here, there, _ = linked([[5]])

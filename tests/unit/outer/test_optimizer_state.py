@@ -94,5 +94,5 @@ def test_an_optimizer_that_cannot_be_kept_is_told() -> None:
     model, _ = make_model()
     optimizer = torch.optim.LBFGS(model.parameters())
     optimizer.step(lambda: sum(param.square().sum() for param in model.parameters()))
-    with pytest.raises(CheckpointError, match="LBFGS cannot be kept"):
+    with pytest.raises(CheckpointError, match="LBFGS cannot be saved"):
         flatten_optimizer(optimizer, dict(model.named_parameters()))

@@ -626,7 +626,7 @@ def test_a_state_of_other_numbers_than_fp32_is_refused(dtype: torch.dtype) -> No
 
 
 class Sketched:
-    """What a NoLoCo tells its peer of its slow weights; they change only after a word of it."""
+    """What a NoLoCo reports to its peer about its slow weights, which change only after that report."""
 
     def __init__(self, peer: MemoryPeer) -> None:
         self.steps: list[tuple[float, bool]] = []  # progress, at rest

@@ -1,4 +1,4 @@
-"""What happens to somebody who trains by the library alone: a restart, an end in the middle, mistakes."""
+"""What happens to a script that trains with the library alone: a restart, an end in the middle, mistakes."""
 
 from __future__ import annotations
 

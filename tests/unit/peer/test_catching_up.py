@@ -1,4 +1,4 @@
-"""Who is behind finds out: by the records, and by asking, as records are older than short rounds are long."""
+"""A peer learns that it is behind from the records, and by asking, because a record can be older than a round lasts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Others:
     mates = live
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """As `swarm.tunnel` does it: where a way is missing, a task is made."""
+        """Like `swarm.tunnel`: where a tunnel is missing, a task is made."""
         asyncio.get_running_loop()
         return [replace(each, can_be_called=True) if each.peer_id == "relayed" else each for each in candidates]
 
@@ -69,7 +69,7 @@ def asked_of(others: Others, *, is_told_stale: bool, num_rounds: int = 1) -> lis
 
 
 def catch_up(others: Others, *, num_rounds: int = 1, **rest: Any) -> None:
-    """Nobody gives a state."""
+    """No peer serves a state."""
     thread = NetworkThread()
     made = made_for(others, thread, **rest)
     try:
@@ -124,7 +124,7 @@ def test_training_does_not_wait_for_a_donor_without_end(caplog: pytest.LogCaptur
         await asyncio.Event().wait()
 
     catch_up(Others(recorded=FAR, told=FAR), num_rounds=2, fetch=fetch, catch_up_timeout_s=0.05)
-    assert caplog.text.count("did not come within") == 1, "the second round does not try at once"
+    assert caplog.text.count("did not arrive within") == 1, "the second round does not try at once"
 
 
 @pytest.mark.parametrize("stage", [None, 2])

@@ -27,7 +27,7 @@ DONOR = Candidate("donor", "donor")
 
 
 class Others:
-    """A directory whose records are of `recorded`, and peers who say `told` when they are asked."""
+    """A directory with the records of `recorded`, and peers that answer `told` when they are asked."""
 
     def __init__(
         self, recorded: Sequence[float], *, told: float = OWN, num_silent: int = 0, sketches: Sequence[str] = ()
@@ -71,7 +71,7 @@ def test_a_place_near_the_median_of_the_records_is_believed_without_a_call() -> 
 
 @pytest.mark.parametrize("progress", [OWN + 1.1 * LIMIT, OWN - 1.1 * LIMIT, 0.99, float("nan"), float("-inf")])
 def test_another_place_is_refused(progress: float) -> None:
-    with pytest.raises(CheckpointError, match=r"of the schedule, and the swarm stands at 40\.0 %"):
+    with pytest.raises(CheckpointError, match=r"of the schedule, but the swarm is at 40\.0 %"):
         check_position(Others([OWN] * 5), progress)
 
 

@@ -58,7 +58,7 @@ def test_a_wait_for_less_than_the_clock_can_tell_ends() -> None:
 
 
 def test_a_wait_that_nothing_can_end_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="nothing is left"):
+    with pytest.raises(RuntimeError, match="no timer is left"):
         run_virtual(asyncio.Event().wait())
 
 

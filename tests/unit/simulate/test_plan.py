@@ -22,7 +22,7 @@ def test_churn_in_order_of_time() -> None:
         ("crash:4@20", r"crash:4@20: replicas are 0 to 3"),
         ("lose:1.5", r"lose:1\.5: is none of"),
         ("explode:1@3", r"explode:1@3: is none of"),
-        ("join:0@1,join:1@1,join:2@1,join:3@1", "must be there from the start"),
+        ("join:0@1,join:1@1,join:2@1,join:3@1", "must be present from the start"),
     ],
 )
 def test_bad_churn_is_named(text: str, message: str) -> None:

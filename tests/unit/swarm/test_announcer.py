@@ -1,4 +1,4 @@
-"""What a peer stores of itself is what other nodes take, whatever its training or its clock does."""
+"""Other nodes accept every record that a peer stores of itself, whatever its training or its clock does."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ FIELDS = json.loads(encode_record(replace(RECORD, expires_at_s=2e9), ME)[64:])
 @settings(max_examples=120)
 @given(st.sampled_from([*sorted(FIELDS), "new"]), anything)
 def test_a_peer_may_sign_anything_and_a_reader_says_so_in_words(field: str, value: object) -> None:
-    """Whoever reads gets a record or a RecordError, whatever a field holds."""
+    """A reader gets a record or a RecordError, whatever a field holds."""
     body = json.dumps({**FIELDS, field: value}).encode()
     with contextlib.suppress(RecordError):
         assert isinstance(decode_record(ME.sign(DOMAIN + body) + body), PeerRecord)

@@ -31,7 +31,7 @@ def kept(storage: DHTLocalStorage, subkey: str = "peer") -> bytes | None:
 
 
 def after_a_replay(storage: DHTLocalStorage) -> bytes | None:
-    """What is left when an old word comes again behind the new one, and its time is over."""
+    """What remains when an old record arrives again after a newer one, and the old one expires."""
     began_s = time.time()
     storage.store_subkey(KEY, "peer", b"old", began_s + SOON_S)
     storage.store_subkey(KEY, "peer", b"new", began_s + LONG_S)
@@ -112,7 +112,7 @@ def test_a_refusal_says_why() -> None:
     storage, now_s = RecordStorage(max_records=MAX_RECORDS_PER_KEY + 1), time.time()
     for number in range(MAX_RECORDS_PER_KEY):
         storage.store_subkey(KEY, f"invented {number}", b"x", now_s + 10)
-    assert storage.refusal(KEY, "invented 1", now_s + 10) == "what is kept here is as new"
+    assert storage.refusal(KEY, "invented 1", now_s + 10) == "the stored record is as new"
     assert storage.refusal(KEY, "newcomer", now_s + 10) == f"this node keeps {MAX_RECORDS_PER_KEY} records of a key"
     elsewhere = DHTID.generate("elsewhere")
     assert storage.store_subkey(elsewhere, "newcomer", b"x", now_s + 10)

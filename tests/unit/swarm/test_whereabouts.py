@@ -1,4 +1,4 @@
-"""Where nodes are that others tell of: neighbours alone are told of, and what is told has bounds."""
+"""The addresses of nodes that others report: nodes report only neighbours, and each report has bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is exported loads in plain transformers with no network, or nothing is there."""
+"""An export loads in plain transformers without a network, or nothing is written."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_the_architecture_of_a_named_model_takes_weights_of_the_seed(tmp_path: P
 
 def test_a_path_in_a_spec_is_refused_with_the_way_to_name_it() -> None:
     for values in ({"model": {"pretrained": "/etc"}}, {"data": {"tokenizer": "../x"}}):
-        with pytest.raises(SpecError, match=r"must be OWNER/NAME of the hub, or a plain name.*--model NAME=FOLDER"):
+        with pytest.raises(SpecError, match=r"must be OWNER/NAME on the hub, or a plain name.*--model NAME=FOLDER"):
             TrainerSpec.from_dict({"name": "x", **values}, origin="run.toml")
     with pytest.raises(SpecError, match=r"model\.random_weights needs a model"):
         TrainerSpec.from_dict({"name": "x", "model": {"random_weights": True}}, origin="run.toml")

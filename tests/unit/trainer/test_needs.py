@@ -1,4 +1,4 @@
-"""What a run takes of a machine, and the refusal of what it can never hold."""
+"""What a run needs from a machine, and its refusal of a model that can never fit."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def test_a_model_of_any_size_is_counted_at_once() -> None:
 
 def test_what_a_machine_can_never_hold_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(needs, "total_memory", lambda: 1 << 30)
-    with pytest.raises(SettingsError, match=r"trains 100M parameters and takes at least 2\.\d GiB of main memory"):
+    with pytest.raises(SettingsError, match=r"trains 100M parameters and needs at least 2\.\d GiB of main memory"):
         check(TrainerSpec(name="r"), 100_000_000)
-    with pytest.raises(SettingsError, match=r"there are 1\.0 GiB in all"):
+    with pytest.raises(SettingsError, match=r"this machine has 1\.0 GiB"):
         check(TrainerSpec(name="r"), 1_000_000, frozen_bytes=1 << 30)
     check(TrainerSpec(name="r"), 10_000_000)
 

@@ -64,7 +64,7 @@ def test_the_first_differing_tensor_is_named() -> None:
         "trainable tensor first.weight [4, 4] here, first.weight [5, 4] there"
     )
     assert layout().first_difference(layout(frozen_seed=1)) == (
-        "frozen tensor frozen.weight [4, 4] has other values there: it is of another revision or another seed"
+        "frozen tensor frozen.weight [4, 4] has other values there, from another revision or seed"
     )
     less = ModelLayout(layout().trainable[:-1], layout().frozen)
     assert layout().first_difference(less) == "trainable tensor tied.bias [4] here, none there"
@@ -96,8 +96,8 @@ def test_a_partner_with_another_model_is_refused_and_the_tensor_is_told() -> Non
         for outer in outers:
             outer.step()
         faults = (one.driver, two.driver)
-        until(lambda: any("has another model" in r.last_fault for r in faults), what="a refusal")
-        told = next(runner.last_fault for runner in faults if "has another model" in runner.last_fault)
+        until(lambda: any("trains another model" in r.last_fault for r in faults), what="a refusal")
+        told = next(runner.last_fault for runner in faults if "trains another model" in runner.last_fault)
         assert "trainable tensor first.weight [" in told
         assert one.metrics.swaps == two.metrics.swaps == 0
 

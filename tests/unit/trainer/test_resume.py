@@ -26,7 +26,7 @@ SPEC = small_spec("resume", outer__inner_steps=4, evaluate__every_rounds=1, trai
 
 
 class TrainingPeer(MemoryPeer):
-    """What the trainer needs of a peer beyond what the outer step does."""
+    """What the trainer needs from a peer beyond what the outer step needs."""
 
     settings: PeerSettings
     address = "memory"

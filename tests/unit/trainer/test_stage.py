@@ -461,7 +461,7 @@ def test_what_is_not_known_to_be_divisible_is_refused_by_name(kind: str, tmp_pat
 
 def test_a_cut_of_another_model_and_sequences_too_long_are_refused(tmp_path: Path) -> None:
     spec, folders = named(config_of("llama"), tmp_path)
-    with pytest.raises(ModelError, match=r"pipeline\.cut has 5 blocks in all, and the model has 4"):
+    with pytest.raises(ModelError, match=r"pipeline\.cut has 5 blocks in all, but the model has 4"):
         build_stage(spec, (2, 3), index=0, sequence_length=TOKENS, folders=folders)
     with pytest.raises(ModelError, match="33 is over the 32 positions"):
         build_stage(spec, (2, 2), index=0, sequence_length=33, folders=folders)

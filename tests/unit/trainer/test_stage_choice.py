@@ -13,7 +13,7 @@ from noloco_p2p.trainer.stage_choice import capacities, draw_stage, missing_stag
 
 
 def peers(*num_at: int, capacity: float = 0.0, state: str = "training") -> list[Candidate]:
-    """As many peers of each stage."""
+    """Return the given number of peers of each stage."""
     return [
         Candidate(f"{stage}-{number}", "", state=state, stage=stage, capacity=capacity)
         for stage, num_peers in enumerate(num_at)

@@ -31,7 +31,7 @@ SPEC = spec_of(steps=100)
 
 
 class StagedPeer(MemoryPeer):
-    """What the trainer of a stage needs of a peer, among those that are in `others`."""
+    """What the trainer of a stage needs from a peer, among those in `others`."""
 
     settings: PeerSettings
     others: Sequence[Candidate] = ()
@@ -132,7 +132,7 @@ def test_a_newcomer_does_not_begin_a_stage_that_has_trained(tmp_path: Path) -> N
         with pytest.raises(Left):
             trainer_of(swarm, tmp_path, others=[other(0, 0.2), other(1, 0.2)], said=said, leaves=True, stage=2)
         assert len(said) == 1
-        assert "stage 2 has trained before, and nobody holds it now" in said[0]
+        assert "stage 2 has trained before, and no peer holds it now" in said[0]
         fresh = trainer_of(swarm, tmp_path, others=[other(0, 0.0), other(1, 0.0)], stage=2)
         assert fresh.outer.progress == 0.0
 
@@ -190,7 +190,7 @@ def test_a_stage_of_a_fork_begins_from_its_part_of_the_start_state(tmp_path: Pat
             trainer_of(swarm, tmp_path / "second", stage=2, said=said, leaves=True)
         assert len(said) == 1
         assert (
-            "nobody holds stage 2 now: this peer waits for one that does (the operator of the run can give" in said[0]
+            "no peer holds stage 2 now: this peer waits for one that does (the operator of the run can give" in said[0]
         )
         with pytest.raises(ModelError, match=r"starts from the state blake3:.* which is not on this machine"):
             trainer_of(swarm, tmp_path / "second", stage=2, others=[other(2, 0.0)])
@@ -204,9 +204,9 @@ def test_a_peer_takes_only_what_fits_and_reads_data_only_where_it_has_them(tmp_p
     bound: TrainerSpec = SPEC.with_changes({"data.source": "books"})
     with MemorySwarm(bound) as swarm:
         assert trainer_of(swarm, tmp_path / "any").stage in (1, 2)
-        with pytest.raises(SettingsError, match="--stage 0: stage 0 reads the data, and the run trains on data named"):
+        with pytest.raises(SettingsError, match="--stage 0: stage 0 reads the data, but the run trains on data named"):
             trainer_of(swarm, tmp_path / "head", stage=0)
-        with pytest.raises(SettingsError, match="no stage fits here: stage 0 takes at least"):
+        with pytest.raises(SettingsError, match="no stage fits here: stage 0 needs at least"):
             trainer_of(swarm, tmp_path / "small", max_memory="0.01MB")
         with pytest.raises(SettingsError, match="--stage 3: the run staged has stages 0 to 2"):
             trainer_of(swarm, tmp_path / "none", stage=3)

@@ -64,7 +64,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
     start, folder = kept(model, tmp_path)
     path, listed = folder / "00000.safetensors", (folder / DIGESTS).read_bytes()
     save_file({"0.weight": load_file(path)["0.weight"] + 1}, path)
-    with pytest.raises(ModelError, match=r"is damaged, its digest is not what model\.start says"):
+    with pytest.raises(ModelError, match=r"is damaged: its digest differs from model\.start"):
         load_start(model, start, state_dir=tmp_path)
     (folder / DIGESTS).write_bytes(listed.replace(b"0.weight", b"1.weight"))
     with pytest.raises(ModelError, match="is damaged"):
@@ -100,7 +100,7 @@ def test_a_vector_that_was_kept_as_one_file_is_still_read(tmp_path: Path) -> Non
     nn.init.zeros_(other.get_parameter("1.weight"))
     load_start(other, start, state_dir=tmp_path)
     assert torch.equal(other.get_parameter("1.weight"), model.get_parameter("1.weight"))
-    with pytest.raises(ModelError, match=r"has 13 numbers, the model of this spec 4: a fork cannot"):
+    with pytest.raises(ModelError, match=r"has 13 numbers, but the model of this spec has 4: a fork cannot"):
         load_start(model_of(2), start, state_dir=tmp_path)
     save_file({"slow_weights": vector + 1}, path)
     with pytest.raises(ModelError, match="is damaged"):

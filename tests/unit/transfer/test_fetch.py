@@ -277,7 +277,7 @@ def test_a_third_newcomer_is_refused_until_a_slot_is_free(tmp_path: Path) -> Non
         running = [states.serve(want) for _ in range(NUM_SLOTS)]
         for upload in running:
             assert isinstance(await anext(upload), StateChunk)
-        with pytest.raises(Refused, match="already serve 2 newcomers") as refusal:
+        with pytest.raises(Refused, match="already serving 2 newcomers") as refusal:
             await anext(states.serve(want))
         assert refusal.value.code == RefuseCode.BUSY.name
         assert refusal.value.retry_after_s > 0
@@ -332,14 +332,14 @@ HURRY = replace(QUICK, whole_state_s=36.0)  # for a state of four chunks
 
 
 def refused_first(number: int) -> Callable[[AsyncGenerator[FetchItem]], AsyncGenerator[FetchItem]]:
-    """A donor that refuses so many calls for chunks as busy."""
+    """A donor that refuses the given number of chunk requests as busy."""
     refusals = iter(range(number))
 
     async def alter(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
         async with aclosing(items):
             async for item in items:
                 if isinstance(item, StateChunk) and next(refusals, None) is not None:
-                    raise Refused("I already serve 2 newcomers", code=RefuseCode.BUSY.name)
+                    raise Refused("I am already serving 2 newcomers", code=RefuseCode.BUSY.name)
                 yield item
 
     return alter
@@ -405,7 +405,7 @@ def test_a_slow_donor_is_returned_to_when_the_others_stay_busy(fetching: Fetchin
             async for item in items:
                 if isinstance(item, StateChunk):
                     clock.now_s += QUICK.idle_s
-                    raise Refused("I already serve 2 newcomers", code=RefuseCode.BUSY.name)
+                    raise Refused("I am already serving 2 newcomers", code=RefuseCode.BUSY.name)
                 yield item
 
     (_, data), _ = fetching.donor(1, clock.slowed), fetching.donor(2, busy_for_ever)
@@ -552,10 +552,10 @@ def test_a_chunk_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("indices", [(0, 0), (0, 1, 0, 1), (2, 1)])
 def test_no_chunk_is_asked_for_again_and_again(tmp_path: Path, indices: tuple[int, ...]) -> None:
-    """Who repeats them would hold a place for ever."""
+    """A newcomer that repeats them would hold a place forever."""
     states = StateServer(SPEC)
     states.saved = saved(tmp_path)
-    with pytest.raises(CorruptPayload, match="rising order"):
+    with pytest.raises(CorruptPayload, match="ascending order"):
         asyncio.run(listed(states.serve(WantChunks(states.saved.manifest.digest(), indices))))
 
 

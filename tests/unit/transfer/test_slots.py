@@ -1,4 +1,4 @@
-"""The slots of a donor: who is served, what a refused newcomer is told, and who loses a slot."""
+"""The slots of a donor: who is served, what a refused newcomer learns, and which peer loses a slot."""
 
 from __future__ import annotations
 
