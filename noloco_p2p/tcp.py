@@ -1,6 +1,6 @@
-"""TCP sockets: how they are set for this protocol, and how a caller learns from where it is seen.
+"""TCP sockets: their options in this protocol, and how a caller learns the address at which others see it.
 
-A connection that begins with ASK is answered with the address and port that it comes from, and is closed. TLS begins
+The answer to a connection that begins with ASK is the address and port it comes from; then it is closed. TLS begins
 with another byte.
 """
 
@@ -13,7 +13,7 @@ from noloco_p2p.hosts import ip_of, is_port
 
 ASK = b"?"
 MAX_ANSWER_BYTES = 64
-# What was sent and not yet acknowledged may fill the link; what waits behind it would delay a ping.
+# Data that was sent and not acknowledged may fill the link; data waiting behind it would delay a ping.
 UNSENT_BYTES = 256 * 1024
 UNACKNOWLEDGED_MS = 5_000  # then the other machine is gone; gRPC sets the same for its own connections
 FIRST_BYTE_S = 5.0
@@ -23,7 +23,7 @@ Endpoint = tuple[str, int]  # IP address and port
 
 
 def tune(connection: socket.socket) -> None:
-    """A small message goes out at once, little waits behind a slow link, and a machine that is gone is noticed."""
+    """Set a socket: small messages leave at once, little data waits before a slow link, a dead machine is noticed."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name, value in (("TCP_NOTSENT_LOWAT", UNSENT_BYTES), ("TCP_USER_TIMEOUT", UNACKNOWLEDGED_MS)):
@@ -32,20 +32,20 @@ def tune(connection: socket.socket) -> None:
 
 
 def endpoint(host: object, port: object) -> Endpoint:
-    """An IPv4 address that came as IPv6 is IPv4. Raises ValueError when it is none."""
+    """Validate an address and a port; an IPv4 address in the form of IPv6 becomes IPv4. Raises ValueError."""
     if not isinstance(host, str) or not isinstance(port, int) or not is_port(str(port)):
-        raise ValueError(f"{host!r} and {port!r} are no address and port")
+        raise ValueError(f"{host!r} and {port!r} are not an address and a port")
     return str(ip_of(host)), port
 
 
 def seen_from(connection: socket.socket) -> bytes:
-    """What a connection that asks is answered: `192.0.2.7 31337` and a newline."""
+    """Return the answer to a connection that asks: `192.0.2.7 31337` and a newline."""
     host, port = connection.getpeername()[:2]
     return "{} {}\n".format(*endpoint(host, port)).encode()
 
 
 async def ask_from_where(connection: socket.socket) -> Endpoint:
-    """How the other end of a connection sees this one. Raises OSError, ValueError."""
+    """Ask the other end of a connection how it sees this one. Raises OSError, ValueError."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(connection, ASK)
     answer = b""
@@ -53,20 +53,20 @@ async def ask_from_where(connection: socket.socket) -> Endpoint:
         data = await loop.sock_recv(connection, MAX_ANSWER_BYTES)
         answer += data
         if not data or len(answer) > MAX_ANSWER_BYTES:
-            raise ValueError("an answer that is no address")
+            raise ValueError("the answer is not an address")
     host, port = answer.decode("ascii").split()
     return endpoint(host, int(port))
 
 
 class Mirror:
-    """Answers those that ask, on a port of its own: for a node that has no gRPC server."""
+    """Tells callers the address at which it sees them, on its own port, for a node that has no gRPC server."""
 
     def __init__(self) -> None:
         self._server: asyncio.Server | None = None
         self._num_asking = 0
 
     async def start(self, host: str, port: int) -> int:
-        """The real port. Raises OSError when it is taken."""
+        """Listen, and return the real port. Raises OSError when it is taken."""
         self._server = await asyncio.start_server(self._answer, host.strip("[]"), port)
         return self._server.sockets[0].getsockname()[1]
 

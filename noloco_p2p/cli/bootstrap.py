@@ -79,7 +79,9 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
         directory.mirror(announce_port or mirror_port)
     except OSError as error:
         log.warning(
-            "port %d is taken, so peers behind routers make no holes by this node: %s", settings.listen_port, error
+            "port %d is in use, so peers behind routers cannot punch holes with the help of this node: %s",
+            settings.listen_port,
+            error,
         )
     control = _control(settings, directory, leave=stop.set)
     try:

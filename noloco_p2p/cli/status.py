@@ -68,7 +68,7 @@ def lines(reply: dict[str, Any]) -> list[str]:
 
 
 def ways(neighbours: dict[str, str]) -> str:
-    """`3 direct, 1 punched`: how many of them are reached in each way."""
+    """Format how many of them are reached in each way, as `3 direct, 1 punched`."""
     return ", ".join(f"{number} {way}" for way, number in Counter(neighbours.values()).most_common())
 
 

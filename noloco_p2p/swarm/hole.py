@@ -1,9 +1,9 @@
-"""One TCP port of this machine, and a connection through the routers on both sides of it: a hole.
+"""A hole: a TCP connection from one port of this machine through the routers on both sides.
 
-A router that takes one port outside for a port inside, whoever the partner is, shows it to anybody that this machine
-connects to from there. Then both sides connect to what the other one showed, at the same time: each router takes what
-comes for an answer. The port also listens, because one of the two may be early and its router let everybody in.
-The connection that carries the token both ways is the one; all others are closed.
+If a router maps a port inside to one port outside for all partners, each machine called from that port sees the
+port outside. Both sides learn it from a relay and then connect to each other's at the same time: to each router, the
+other side's packets look like answers. The port also listens, because one side may be early while its router admits
+everybody. The connection that carries the token in both directions is kept; all others are closed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BACKLOG = MAX_ACCEPTED = 8  # connections, of which one is the partner's
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How an observer sees a port, what it is on this machine, and how far away the observer is."""
+    """A port as an observer sees it and as it is on this machine, and the round trip to the observer."""
 
     seen: Endpoint
     local: Endpoint
@@ -32,7 +32,7 @@ class View:
 
 
 class Hole:
-    """Made for one attempt; `close` it in any case."""
+    """A hole of one attempt. Call `close` in any case."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -42,8 +42,10 @@ class Hole:
         self._listener: socket.socket | None = None
 
     async def look(self, observer: Endpoint) -> View:
-        """From now on the port listens. The connection stays: routers forget the port after it. Raises OSError,
-        ValueError."""
+        """Ask an observer how it sees the port, and listen on it. Raises OSError, ValueError.
+
+        The connection to the observer stays open, because routers forget the port when it ends.
+        """
         self._family = socket.AF_INET6 if ":" in observer[0] else socket.AF_INET
         connection, began_s = self._bound(), self._loop.time()
         await self._loop.sock_connect(connection, observer)
@@ -54,8 +56,10 @@ class Hole:
         return View(await ask_from_where(connection), (host, self._port), round_trip_s)
 
     async def open(self, targets: Sequence[Endpoint], token: bytes, *, says_first: bool) -> socket.socket:
-        """After `look`: connect to all of them, and accept, until one connection is the partner's. It ends with that,
-        or with the time limit of its caller, to whom the socket belongs then. Raises OSError."""
+        """After `look`: connect to all targets, and accept, until one connection proves to be the partner's.
+
+        The caller sets the time limit and owns the socket that is returned. Raises OSError.
+        """
         assert self._listener is not None
         found: asyncio.Future[socket.socket] = self._loop.create_future()
         tasks = [asyncio.create_task(self._connect(target, token, found, says_first=says_first)) for target in targets]
@@ -74,7 +78,7 @@ class Hole:
         self._open.clear()
 
     def _bound(self) -> socket.socket:
-        """A new socket on the port, once it is known; all that are bound to it agree to share it."""
+        """Make a socket on the port, once that is known; all of its sockets share the port."""
         made = socket.socket(self._family, socket.SOCK_STREAM)
         self._open.add(made)
         made.setblocking(False)
@@ -129,7 +133,7 @@ class Hole:
     async def _greet(
         self, connection: socket.socket, token: bytes, found: asyncio.Future[socket.socket], *, says_first: bool
     ) -> None:
-        """The side that hears first answers one connection and no other, so that both keep the same."""
+        """Exchange the token. The side that receives it first answers one connection only, so both keep the same."""
         if says_first:
             connection.send(token)  # there is room for it in a new connection
         if await self._heard(connection) == token and not found.done():

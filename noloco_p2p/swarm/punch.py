@@ -1,14 +1,13 @@
-"""Two peers that nobody can dial agree, by a relay of one of them, to connect to each other at the same moment.
+"""Two peers that nobody can dial agree, through a relay of one of them, to connect to each other at the same moment.
 
-    caller                  relay                  called     first, each asks the relay from where it is seen (tcp.py)
+    caller                  relay                  called     first, each asks the relay how it is seen (tcp.py)
       | -- seen, token, round trip ------------------> |
       | <------------------------- seen, (local) ----- |      the caller connects; the called one waits for as long as
                                                               its line takes, half a round trip, and connects (hole.py)
 
-Words are lines of JSON. A round trip is that to the relay; both together are that from peer to peer. `local` is said
-only where both are seen at the same address: in one household. What a partner says makes this peer dial one public
-address, at which others are said to see the partner, or one in its own household, and each is a dial that the guard
-counts.
+Messages are lines of JSON. Each round trip is the one to the relay; their sum is the one from peer to peer. `local` is
+sent only if both are seen at the same address, so in one household. A message can make this peer dial one public
+address, which the partner claims as its own, and one in its own household; the guard counts each dial.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ NO_TOKEN = bytes(TOKEN_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What one side says at once; what a line leaves out has its default."""
+    """The message of one side. Fields that a line omits have their defaults."""
 
     seen: Endpoint | None = None
     local: Endpoint | None = None
@@ -46,18 +45,18 @@ class Words:
 
     @classmethod
     def parse(cls, line: bytes) -> Words:
-        """Raises ValueError for anything that is none."""
+        """Parse a line. Raises ValueError if it is not a message."""
         if len(line) > MAX_LINE_BYTES or not line.endswith(b"\n"):
-            raise ValueError("the partner's line is no line, or too long")
+            raise ValueError("the partner's line has no end, or is too long")
         try:
             values = json.loads(line)
             seen, local = (endpoint(*values[name]) if values[name] else None for name in ("seen", "local"))
             token, round_trip_s = bytes.fromhex(values["token"]), values["round_trip_s"]
         except (KeyError, TypeError, RecursionError, AttributeError) as error:
-            raise ValueError(f"the partner's line lacks something: {error}") from None
+            raise ValueError(f"the partner's line is not a message: {error}") from None
         is_time = isinstance(round_trip_s, (int, float)) and 0.0 <= round_trip_s <= PUNCH_S
         if len(token) != TOKEN_BYTES or not is_time:
-            raise ValueError("the partner's line has no such token or time")
+            raise ValueError("the partner's line has an invalid token or time")
         return cls(seen, local, token, round_trip_s)
 
 
@@ -66,9 +65,9 @@ def in_one_household(one: Endpoint, other: Endpoint) -> bool:
 
 
 def targets(own: Endpoint, seen: Endpoint | None, local: Endpoint | None, *, only_public: bool) -> list[Endpoint]:
-    """Which of the partner's endpoints to connect to; `own` and `seen`: at which others see this peer and the partner.
+    """Return the partner's endpoints to connect to. own, seen: where others see this peer and the partner.
 
-    `only_public`: as of `DialGuard`. Raises ValueError when the partner names none that may be dialled.
+    only_public: as in `DialGuard`. Raises ValueError if the partner names no endpoint that may be dialled.
     """
     if seen is None or (only_public and not is_public(seen[0])) or ip_of(seen[0]).version != ip_of(own[0]).version:
         raise ValueError("the partner names no address that may be dialled")
@@ -78,25 +77,24 @@ def targets(own: Endpoint, seen: Endpoint | None, local: Endpoint | None, *, onl
 
 
 def _is_home(local: Endpoint) -> bool:
-    """Whether an address of a household: private, and not of one machine alone."""
+    """Whether the address is private and belongs to more than one machine."""
     address = ip_of(local[0])
     return address.is_private and not (address.is_loopback or address.is_multicast or address.is_unspecified)
 
 
 def wait_s(own_round_trip_s: float, callers_s: float) -> float:
-    """Half a round trip between the peers, by the relay: the caller hears of it then, and connects."""
+    """Return half a round trip between the peers through the relay: by then, the caller has the answer."""
     return min((own_round_trip_s + callers_s) / 2, MAX_WAIT_S)
 
 
 class Puncher:
-    """Both sides of it. Raises OSError, ValueError, TimeoutError, Unreachable: there is no hole, and the relay is
-    left."""
+    """Both sides of hole punching. Raises OSError, ValueError, TimeoutError, Unreachable if there is no hole."""
 
     def __init__(self, guard: DialGuard) -> None:
         self._guard = guard
 
     async def call(self, peer_id: str, relay: Ends, observer: Endpoint) -> socket.socket:
-        """A connection to the peer; `relay` leads to it."""
+        """Open a connection to the peer to which `relay` leads."""
         reader, writer = relay
         hole = Hole()
         try:
@@ -110,7 +108,7 @@ class Puncher:
             hole.close()
 
     async def answer(self, relay: Ends, observer: Endpoint) -> socket.socket:
-        """A connection from whoever calls by that relay."""
+        """Open a connection to the peer that calls through that relay."""
         reader, writer = relay
         hole = Hole()
         try:
