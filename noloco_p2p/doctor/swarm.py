@@ -89,13 +89,13 @@ async def _model(
 
 
 def ways(directory: SwarmDirectory, settings: PeerSettings) -> Check:
-    """How the peer that runs here reaches each neighbour; without one, how the peers of the run say to be reached."""
+    """How the local peer reaches each neighbour; without one, how the peers of the run say that they are reached."""
     reply = ask(settings.state_dir, "status") or {}
     own = reply.get("neighbours") or {}
     found = Counter(own.values() if own else (record.reachability for record, _ in directory.records()))
     told = ", ".join(f"{number} {way}" for way, number in found.most_common())
-    whose = "of the neighbours of the peer that runs here" if own else "of the peers of the run, by their own words"
-    return Check("ways", "ok", f"{told or 'nobody is known'}: {whose}")
+    whose = "of the neighbours of the local peer" if own else "of the peers of the run, as their records say"
+    return Check("ways", "ok", f"{told or 'no peer is known'}: {whose}")
 
 
 def _versions(directory: SwarmDirectory) -> Check:

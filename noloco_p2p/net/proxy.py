@@ -149,7 +149,7 @@ class Proxy:
             self._listener = None
 
     def take(self, near: socket.socket) -> None:
-        """A connection that this machine made for a peer that calls it."""
+        """Serve a connection that this machine opened for a peer that calls it."""
         try:
             if self._listener is not None:
                 self._enter(near, near.getpeername())
@@ -333,10 +333,10 @@ def named(host: str, port: int) -> str:
 
 
 def _answers(near: socket.socket) -> bool:
-    """Whether the connection asked where it comes from; it knows now."""
-    with suppress(OSError):  # it has gone again: whoever reads it next is told
+    """Answer a connection that asks where it comes from, and return whether it did."""
+    with suppress(OSError):  # it has ended: the next read of it fails
         if near.recv(1, socket.MSG_PEEK) == ASK:
-            near.recv(1)  # closed with a byte that nobody read, it would be reset, and the answer lost
+            near.recv(1)  # with an unread byte, closing would reset it and lose the answer
             near.send(seen_from(near))
             return True
     return False

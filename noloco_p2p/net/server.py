@@ -89,7 +89,7 @@ class GrpcServer:
         self._proxy.open()
 
     def take(self, connection: socket.socket) -> None:
-        """Serve a peer over a connection that this machine made."""
+        """Serve a peer over a connection that this machine opened."""
         self._proxy.take(connection)
 
     @property

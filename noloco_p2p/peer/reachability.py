@@ -111,7 +111,7 @@ class Reachability:
         )
 
     def neighbours(self) -> dict[str, Reach]:
-        """Peer id of each live peer that is known now -> how it is reached."""
+        """Return how each live peer that is known now is reached, by its peer id."""
         is_closed, ways = self.is_closed(), self.tunnels.last_ways
         return {
             record.peer_id: way_to(record.reachability, ways.get(record.peer_id), is_closed=is_closed)

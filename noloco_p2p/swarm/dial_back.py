@@ -31,11 +31,11 @@ RECHECK_DIRECT_S = 900.0
 class Reach(StrEnum):
     """How a peer is reached."""
 
-    DIRECT = "direct"  # others get through to its gRPC port
-    PUNCHED = "punched"  # through holes in the routers, which a relay helps to make
-    RELAYED = "relayed"  # by a relay, which carries all of it
-    OUTBOUND_ONLY = "outbound-only"  # not at all: it makes offers, and nobody offers to it
-    UNKNOWN = "unknown"  # nobody has dialled back yet
+    DIRECT = "direct"  # other peers reach its gRPC port
+    PUNCHED = "punched"  # through holes in the routers, which a relay helps to punch
+    RELAYED = "relayed"  # through a relay, which carries all bytes
+    OUTBOUND_ONLY = "outbound-only"  # not at all: it makes offers, but gets none
+    UNKNOWN = "unknown"  # no peer has dialled back yet
 
 
 CLOSED = frozenset({Reach.PUNCHED, Reach.RELAYED, Reach.OUTBOUND_ONLY})  # others cannot simply dial it
@@ -110,8 +110,8 @@ def assess(
     told = f"{len(dial_backs) - len(through)} of {len(dial_backs)} peers could not dial port {ports[0]} ({why})"
     effect = {
         Reach.OUTBOUND_ONLY: "so this peer makes offers and gets none",
-        Reach.RELAYED: "so peers of its kind call it by a relay",
-        Reach.PUNCHED: f"so it and peers of its kind meet through holes in the routers, {num_holes} so far",
+        Reach.RELAYED: "so other peers behind closed ports call it through a relay",
+        Reach.PUNCHED: f"so it connects to other such peers through holes in the routers, {num_holes} so far",
     }[closed]
     return Verdict(closed, f"{told}, {effect}; {_advice(ports, observed or host)}")
 

@@ -65,7 +65,7 @@ class Relay:
 
     def __init__(self, node: SwarmNode, *, only_public: bool = False) -> None:
         self.passed_bytes = 0  # from one end of a call to the other
-        self.mirror_port = 0  # where others learn from where they are seen (tcp.py); 0 = nowhere
+        self.mirror_port = 0  # tells others how they are seen (tcp.py); 0 = none
         self._node = node
         self._reservations: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
@@ -102,7 +102,7 @@ class Relay:
             count_down(self._reservations, peer)
 
     async def _on_punch(self, caller: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Both ends hear first where they learn from where they are seen."""
+        """Tell both ends first which port says how they are seen."""
         if not self.mirror_port:
             writer.write(NO)
             return

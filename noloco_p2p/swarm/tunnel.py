@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 RETRY_S = 0.3
 MAX_PORTS = 64
 MAX_SERVED = 64  # connections that arrived through relays, until they are closed
-MAX_PUNCHING = 16  # holes that others ask for, at once
-AGAIN_S = 300.0  # until a hole to a peer is tried again, after one that could not be made
+MAX_PUNCHING = 16  # holes at once that others ask for
+AGAIN_S = 300.0  # after a failed hole, until another one to that peer is tried
 FAULTS = (*BROKEN, TimeoutError, Unreachable)
 
 
@@ -87,7 +87,7 @@ class Tunnels:
         # local ports of the connections to this peer's server that arrived through a tunnel -> relay
         self.local_ports: dict[int, str] = {}
         self.last_ways: dict[str, Reach] = {}  # peer id -> how the last call to it went, PUNCHED or RELAYED
-        self.num_holes = 0  # made, by either side
+        self.num_holes = 0  # punched, by either side
         self._node = node
         self._live = live
         self._multiaddrs = multiaddrs
@@ -163,7 +163,7 @@ class Tunnels:
             calling.add_done_callback(lambda _, near=connection: near.close())  # also of a task that never began
 
     async def _call(self, peer_id: str, near: socket.socket) -> None:
-        """Carry one connection: through a hole, or by the first relay that has a way to the peer."""
+        """Carry one connection: through a hole, or through the first relay that reaches the peer."""
         relays = relays_of(self._multiaddrs().get(peer_id, ()))
         if hole := await self._hole(peer_id, relays):
             self.last_ways[peer_id] = Reach.PUNCHED
@@ -184,7 +184,7 @@ class Tunnels:
         ends[1].close()
 
     async def _hole(self, peer_id: str, relays: Mapping[str, str]) -> socket.socket | None:
-        """A connection to the peer that no relay carries. It is tried once, by the first relay that helps."""
+        """Open a direct connection to the peer. It is tried once, with the help of the first relay that offers it."""
         clock = asyncio.get_running_loop().time
         if clock() < self._no_hole_before_s.get(peer_id, 0.0):
             return None
@@ -199,7 +199,7 @@ class Tunnels:
                 self.num_holes += 1
                 return connection
             except FAULTS as error:
-                logger.debug("no hole to %s: %s", short_id(peer_id), error or "no time is left")
+                logger.debug("no hole to %s: %s", short_id(peer_id), error or "there is no time left")
             finally:
                 ends[1].close()
             break
@@ -224,10 +224,10 @@ class Tunnels:
         return (reader, writer), line
 
     async def _mirror(self, relay: str, line: bytes) -> Endpoint:
-        """Where a relay tells from where it sees this peer; `line` has its port. Raises DirectoryError, ValueError."""
+        """Return where a relay says how it sees this peer; `line` has the port. Raises DirectoryError, ValueError."""
         hosts = sorted(await self._node.hosts_of(relay), key=lambda host: ":" in host)  # IPv4 first
         if not hosts:
-            raise DirectoryError("the relay is gone")
+            raise DirectoryError("the relay has left")
         return endpoint(hosts[0], int(line))
 
     # answering
@@ -289,7 +289,7 @@ class Tunnels:
 
 
 async def _carry(near: socket.socket, far: socket.socket) -> None:
-    """Both ways until both have ended; closes both."""
+    """Copy in both directions until both have ended; close both ends."""
     tune(near)
     ended = asyncio.Event()
     splice = Splice(near, far, on_end=ended.set)

@@ -110,7 +110,7 @@ def test_a_closed_port_comes_with_exact_advice() -> None:
     assert verdict(PUBLIC, CLOSED, relayed=True).state == Reach.RELAYED
     punched = verdict(PUBLIC, CLOSED, relayed=True, num_holes=3)
     assert punched.state == Reach.PUNCHED
-    assert "meet through holes in the routers, 3 so far" in punched.sentence
+    assert "to other such peers through holes in the routers, 3 so far" in punched.sentence
 
 
 def test_a_private_address_in_a_public_swarm_is_outbound_only_whoever_gets_through() -> None:
