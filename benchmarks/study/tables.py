@@ -14,6 +14,7 @@ from functools import partial
 from statistics import fmean
 
 from lab_tables import PAGE_TABLES
+from round_lengths import codec_table
 from runs import DOCS, Runs, early_bytes, late_costs, rows_of, study, table, waits_like
 
 from noloco_p2p.optim.allreduce import ring_bytes
@@ -182,6 +183,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "groups": partial(distances, "groups", {"n = 2: pairs": "pairs"}),
     "learning_rate": partial(distances, "learning_rate", {"0.004": "0.004"}),
     "closing": partial(distances, "closing", {}),
+    "equal_time_codecs": codec_table,
     **PAGE_TABLES,
 }
 
