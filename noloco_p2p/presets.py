@@ -4,7 +4,7 @@ tiny: learns visibly within minutes on two cores, and needs no download. small, 
 paper (arXiv 2506.10911), with its data and schedule: Llama blocks, C4, sequence 1024, no weight decay, clip 1.0, 1,000
 warm-up steps, cosine to a tenth, 25,000 steps. The paper counts tokens per step over the whole swarm: half a million,
 one and two million, here divided by 8, 16 and 16 peers. All four have the settings that did best in docs/results.md:
-Muon as the inner optimizer, rounds as short as the link carries, modulo-coded state and int4 gradients.
+Muon as the inner optimizer, rounds as short as the link carries, modulo-coded state and int2 gradients.
 
 paper: as small, with the paper's exact rule: Adam, 50 inner steps, alpha 0.5, beta = gamma = 0.7, outer momentum not
 swapped, everything uncoded, no closing rounds.
@@ -25,7 +25,7 @@ from noloco_p2p.spec import CodecSpec, DataSpec, EvaluateSpec, ModelSpec, OuterS
 LLAMA3_TOKENIZER = "NousResearch/Meta-Llama-3-8B"
 LLAMA3_VOCABULARY = 128_256
 PAPER_SEQUENCE_LENGTH = 1024
-BEST_CODEC = CodecSpec(slow_weights="modulo8", outer_momentum="modulo8", outer_gradient="int4")
+BEST_CODEC = CodecSpec(slow_weights="modulo", outer_momentum="modulo8", outer_gradient="int2")
 
 
 def _paper_preset(
