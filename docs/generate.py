@@ -160,7 +160,7 @@ CODECS = {
     "fp32": ("fp32", "fp32", "fp32"),
     "bf16 + int8": ("bf16", "bf16", "int8"),
     "modulo8 + int4": ("modulo8", "modulo8", "int4"),
-    "modulo4 or modulo + int4": ("modulo4", "modulo4", "int4"),
+    "modulo + int2": ("modulo", "modulo8", "int2"),  # as `noloco init` writes it
 }
 SIZES = ("small", "medium", "large")
 ROUND_MINUTES = (5, 30)
