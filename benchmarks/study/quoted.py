@@ -17,6 +17,7 @@ from statistics import fmean, stdev
 from figures import RESULTS, Phrase, above, claim, line, loss, phrase, result, row, run
 from lab import OURS, PLACES, Lab, mean_loss, target_settings
 from lab_tables import to_reach
+from round_lengths import CODEC, Rows, codec_losses
 from runs import early_bytes, late_costs, rows_of, study
 
 from noloco_p2p.optim.allreduce import ring_bytes
@@ -214,6 +215,12 @@ def swept(link: str, length: str) -> list[float]:
     return [float(each) for each in re.findall(r"[\d.]+", re.sub(r"\(\d\)", "", found))]
 
 
+def gained(link: str, codec: str) -> float:
+    """By a codec at equal time, in percent of the loss with CODEC; negative = lower."""
+    found = codec_losses(Rows(), link)
+    return above(fmean(found[codec][1].values()), fmean(found[CODEC][1].values()))
+
+
 def _round_lengths() -> list[Phrase]:
     file, fibre, fast = "round_lengths.txt", "home-fibre", "100 Mbit/s, 50 ms"
     links = {fibre: "12", "cable": "50", fast: "20", "data centre": "2"}
@@ -246,6 +253,10 @@ def _round_lengths() -> list[Phrase]:
                 abs(above(fmean(swept(link, "auto")[5:]), fmean(swept(link, links[link])[5:])))
                 for link in (fibre, fast)
             ),
+        ),
+        phrase(
+            "`modulo` and int2 end {:.1f} % lower on home-fibre and {:.1f} % lower at 100 Mbit/s",
+            *(-gained(link, "modulo+int2") for link in (fibre, fast)),
         ),
         phrase("12 and 30 steps at 100 Mbit/s end at {:.3f} and {:.3f}", twelve[5], swept(fast, "30")[5]),
         phrase("with a lower bound of 5 the loss is {:.3f}", swept("data centre", "5")[4]),
@@ -284,6 +295,10 @@ def _codecs_and_churn() -> list[Phrase]:
             100 * fmean(row("modulo_churn", f"modulo4, {lost}", seed)["spread"] for seed in SEEDS),
         ),
         phrase("at {:.2f} bytes per parameter, and at {:.2f} under churn", *early.values()),
+        phrase(
+            "`modulo` loses {:.1f} % against modulo8 where half",
+            between("modulo_churn", f"modulo, {broken}", f"modulo8, {broken}"),
+        ),
         phrase(
             "`modulo` loses {:.1f} % more than modulo8 and has {:.0f} instead of {:.0f} solo rounds (modulo4: {:.0f})",
             between("modulo_churn", f"modulo, {broken}", f"modulo8, {broken}"),
